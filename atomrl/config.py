@@ -1,0 +1,359 @@
+"""The configuration: one YAML file, then `key=value` overrides. Unknown keys are errors that name the nearest one.
+
+`RunConfig` is the whole of it; each section is a class below, and each key has its meaning beside it. Nothing is
+written into a config after it is loaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class ConfigError(ValueError):
+    """A mistake in a config; the message says which key, what is wrong and what to do."""
+
+
+class Section(BaseModel):
+    """A group of keys. Unknown keys are errors, and values cannot be changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (needs the `lora` extra)."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str
+    """A folder in Hugging Face layout, or a hub name."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What the forward pass computes in; master weights are float32 in either case. `auto` is bfloat16 where the
+    hardware multiplies it fast."""
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    """Compile each layer once (pays after some tens of steps)."""
+    lora: LoraConfig | None = None
+    trust_remote_code: bool = False
+
+
+class DataConfig(Section):
+    """Where problems come from and how a row becomes a prompt."""
+
+    train: str
+    """A JSONL file, or a generator: `countdown`, `reasoning_gym:NAME`, ... (`atomrl data make --help`)."""
+    eval: str | None = None
+    train_size: int | None = Field(None, ge=1)
+    """Problems to draw from a generator, or rows to keep of a file."""
+    eval_size: int | None = Field(None, ge=1)
+    generator_args: dict[str, Any] = {}
+    prompt_field: str = "prompt"
+    answer_field: str = "ground_truth"
+    data_source_field: str = "data_source"
+    answer_pattern: str | None = None
+    """A regular expression; its first group in the answer field is the ground truth (GSM8K: `####\\s*(.+)`)."""
+    system_prompt: str | None = None
+    system_prompt_file: str | None = None
+    chat_template: Literal["auto", "none"] = "auto"
+    """`auto` applies the tokenizer's template to messages, and to text when it has one; `none` takes the text as
+    it is, for prompts that carry their template."""
+    max_prompt_tokens: int = Field(512, ge=1)
+    overlong_prompt: Literal["drop", "truncate"] = "drop"
+    """`truncate` keeps the last tokens."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """`error` lists every problem with file and line and stops; `skip` counts them."""
+    shuffle: bool = True
+
+    @model_validator(mode="after")
+    def _one_system_prompt(self) -> DataConfig:
+        if self.system_prompt is not None and self.system_prompt_file is not None:
+            raise ValueError("give system_prompt or system_prompt_file, not both")
+        return self
+
+
+class RolloutConfig(Section):
+    """How completions are drawn during training."""
+
+    engine: str = "native"
+    prompts_per_step: int = Field(16, ge=1)
+    completions_per_prompt: int = Field(8, ge=1)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_completion_tokens: int = Field(0, ge=0)
+    max_completion_tokens: int = Field(256, ge=1)
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    max_concurrent_completions: int = Field(256, ge=1)
+    """Rows that an engine decodes at once."""
+
+
+class RewardItem(Section):
+    """One reward and its weight in the sum."""
+
+    function: str
+    """A built-in name, or a dotted path to any function of the same signature."""
+    weight: float = 1.0
+    args: dict[str, Any] = {}
+
+
+class RewardConfig(Section):
+    """What a completion earns."""
+
+    functions: list[RewardItem] = Field([RewardItem(function="strict_math")], min_length=1)
+
+
+class AlgorithmConfig(BaseModel):
+    """A named algorithm; every other key overrides one of its axes (checked when the algorithm is built)."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str = "grpo"
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class TrainConfig(Section):
+    """How the policy is updated."""
+
+    steps: int = Field(100, ge=1)
+    epochs_per_step: int = Field(1, ge=1)
+    """Passes over the rows of a step."""
+    rows_per_update: int | None = Field(None, ge=1)
+    """Completions in one optimizer step; None takes all rows of the step."""
+    tokens_per_micro_batch: int = Field(8192, ge=1)
+    """Padded tokens in one forward pass; changes speed and memory, never the gradient."""
+    rows_per_micro_batch: int | None = Field(None, ge=1)
+    """A further limit on a forward pass, in rows."""
+    max_row_tokens: int | None = Field(None, ge=2)
+    """Rows are cut to this many tokens, prompt and completion together."""
+    learning_rate: float = Field(1e-6, gt=0)
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_ratio: float = Field(0.0, ge=0, le=1)
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """The cosine's end, as a fraction of `learning_rate`."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    adam_eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    report_entropy: bool = True
+    """Log `actor/entropy` (costs one more reduction over the vocabulary)."""
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out problems."""
+
+    every_steps: int = Field(0, ge=0)
+    """0: only before and after."""
+    before: bool = True
+    after: bool = True
+    samples_per_prompt: int = Field(1, ge=1)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """None takes the rollout's."""
+
+
+class CheckpointConfig(Section):
+    """When the state is saved; the end of a run is always saved."""
+
+    every_steps: int = Field(0, ge=0)
+    """0: only at the end."""
+    keep: int = Field(2, ge=1)
+
+
+class TrackingConfig(Section):
+    """Where metrics go beside `metrics.jsonl`."""
+
+    sinks: list[Literal["tensorboard", "wandb"]] = []
+    wandb_project: str = "atomrl"
+    wandb_entity: str | None = None
+    wandb_tags: list[str] = []
+    log_every_steps: int = Field(1, ge=1)
+    """Of the sinks; `metrics.jsonl` has every step."""
+    save_rollouts: bool = True
+
+
+class SftConfig(Section):
+    """Supervised warm-start (`atomrl sft`)."""
+
+    init: Literal["scratch", "pretrained"] = "pretrained"
+    """`scratch` makes a small GPT and a tokenizer for the data; `model.path` is then where it is written."""
+    demonstrations: str
+    """JSONL with `prompt` and `completion`, or a generator that writes demonstrations."""
+    size: int | None = Field(None, ge=1)
+    steps: int = Field(500, ge=1)
+    rows_per_update: int = Field(128, ge=1)
+    learning_rate: float = Field(1e-3, gt=0)
+    gpt: dict[str, Any] = {}
+    """Shape of the GPT from scratch: layers, hidden, heads, kv_heads, ..."""
+
+
+class RunConfig(Section):
+    """Everything that decides a run."""
+
+    run_name: str
+    output_dir: str = "runs"
+    seed: int = 0
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    sft: SftConfig | None = None
+
+    @model_validator(mode="after")
+    def _batch_arithmetic(self) -> RunConfig:
+        rollout, rows = self.rollout, self.train.rows_per_update
+        total = rollout.prompts_per_step * rollout.completions_per_prompt
+        if rows is not None and total % rows:
+            raise ValueError(
+                f"train.rows_per_update={rows} does not divide the {total} rows of a step "
+                f"(rollout.prompts_per_step={rollout.prompts_per_step} x "
+                f"rollout.completions_per_prompt={rollout.completions_per_prompt})"
+            )
+        if rollout.min_completion_tokens > rollout.max_completion_tokens:
+            raise ValueError("rollout.min_completion_tokens is larger than rollout.max_completion_tokens")
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.output_dir) / self.run_name
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """`a.b=1`, `--a.b=1` and `--a.b 1` as a nested dict; values are YAML.
+
+    Example:
+        >>> parse_overrides(["train.steps=3", "--model.path", "m"])
+        {'train': {'steps': 3}, 'model': {'path': 'm'}}
+    """
+    tree: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        key, equals, text = argument.removeprefix("--").partition("=")
+        if not equals:
+            if not argument.startswith("--") or not rest:
+                raise ConfigError(f"{argument!r} is no override; write key=value, as in train.steps=100")
+            text = rest.pop(0)
+        node = tree
+        *parents, leaf = key.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"override {argument!r}: {parent} was already given a value")
+        node[leaf] = _scalar(text)
+    return tree
+
+
+def _scalar(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, str):  # YAML reads 1e-6 as text
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def merge_trees(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`changes` over `base`, dict by dict."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = merge_trees(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """A YAML file as a dict.
+
+    Raises:
+        ConfigError: it is absent, no YAML (with the line), or no mapping.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"config file {path} does not exist")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, not {type(tree).__name__}")
+    return tree
+
+
+def build_config(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
+    """Validate a tree.
+
+    Raises:
+        ConfigError: all problems, one a line, each with its key and, for an unknown key, the nearest valid one.
+    """
+    try:
+        return RunConfig.model_validate(dict(tree))
+    except ValidationError as error:
+        lines = [_problem(item) for item in error.errors()]
+        raise ConfigError(f"{source}:\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def _problem(item: Mapping[str, Any]) -> str:
+    path = [str(part) for part in item["loc"]]
+    key = ".".join(path)
+    if item["type"] == "extra_forbidden":
+        near = nearest_key(path)
+        return f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else "")
+    if item["type"] == "missing":
+        return f"{key}: is required"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{key}: {message} (got {item['input']!r})" if key and item["type"] != "value_error" else message
+
+
+def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+    """All keys with dots, sections before their keys."""
+    keys = []
+    for name, info in section.model_fields.items():
+        keys.append(prefix + name)
+        for kind in (info.annotation, *getattr(info.annotation, "__args__", ())):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                keys += known_keys(kind, f"{prefix}{name}.")
+    return keys
+
+
+def nearest_key(path: Sequence[str]) -> str | None:
+    """The valid key most like `path`: in the same section first, then by its last part anywhere."""
+    keys = known_keys()
+    section = ".".join(path[:-1])
+    siblings = [key for key in keys if key.rpartition(".")[0] == section]
+    near = difflib.get_close_matches(".".join(path), siblings, n=1, cutoff=0.75)
+    if near:
+        return near[0]
+    leaves: dict[str, str] = {key.rpartition(".")[2]: key for key in keys}
+    near = difflib.get_close_matches(path[-1], list(leaves), n=1, cutoff=0.6)
+    return leaves[near[0]] if near else None
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved config as YAML; loading it gives the same config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,133 @@
+"""The interfaces between the parts, and the record that is all the loop and the back ends know of an algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from atomrl.metrics import Metrics
+from atomrl.stages import (
+    AdvantageBatch,
+    PromptBatch,
+    RewardBatch,
+    RolloutBatch,
+    RowBatch,
+    SamplingParams,
+    TrainingBatch,
+)
+
+Annotation = Literal["old_logprobs", "ref_logprobs", "values"]
+Output = Literal["logprobs", "entropy", "values"]
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Draws completions from a copy of the policy."""
+
+    seeded: bool
+    """Whether a completion depends on its own seed alone (Hugging Face generate cannot promise it)."""
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
+        """`sampling.completions_per_prompt` completions of each prompt, in the order of the prompts."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take new weights, named as in the model's Hugging Face state dict."""
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelOutputs:
+    """What the forward pass gives the loss, all `[B, T]` and indexed by the token itself; 0 off the mask."""
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """`loss` is summed over micro-batches, not averaged; `metrics` are mergeable."""
+
+    loss: Tensor
+    metrics: Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """An algorithm as the loop and the back ends see it: data and functions, no class to inherit from."""
+
+    name: str
+    advantages: Callable[[RowBatch], AdvantageBatch]
+    """Reward shaping and credit. Statistics over the batch are taken here, before any split; no gradient."""
+    weights: Callable[[Tensor], Tensor]
+    """loss mask [B, T] of one optimizer step -> loss weights [B, T]."""
+    loss: Callable[[ModelOutputs, TrainingBatch], LossOutput]
+    needs: frozenset[Annotation] = frozenset()
+    """What the back end annotates before the advantages."""
+    outputs: frozenset[Output] = frozenset({"logprobs"})
+    """What the forward pass gives the loss."""
+    row_unit: Literal["row", "group", "pair"] = "row"
+    """What a split into updates or micro-batches keeps together."""
+    accept_group: Callable[[Sequence[float]], bool] | None = None
+    """Which groups count, by their rewards; the loop refills the batch with others."""
+    update: Callable[..., Metrics] | None = None
+    """How gradients become a step; None is the optimizer's."""
+
+
+class TrainingBackend(Protocol):
+    """Holds the policy that is trained, its optimizer and its reference."""
+
+    def annotate(self, rows: RowBatch, needs: frozenset[Annotation]) -> RowBatch:
+        """Add what the algorithm needs, without gradient."""
+        ...
+
+    def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
+        """One optimizer step on the whole batch, in micro-batches."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights, adapters merged, named as in its Hugging Face state dict."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Model (loadable by transformers), optimizer, schedule and random state."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Continue exactly from `save`."""
+        ...
+
+    def close(self) -> None:
+        """Free what the back end holds."""
+        ...
+
+
+class RewardFunction(Protocol):
+    """Scores completions; `columns` are ground_truth, data_source and all other columns, each a list."""
+
+    def __call__(self, prompts: list[Any], completions: list[str], **columns: list[Any]) -> list[float | None]: ...
+
+
+class RewardComputer(Protocol):
+    """All rewards of a run together."""
+
+    def __call__(self, rollouts: RolloutBatch) -> RewardBatch: ...
+
+
+class Tracker(Protocol):
+    """A sink for metrics and samples."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None: ...
+
+    def close(self) -> None: ...
