@@ -1,0 +1,79 @@
+"""Tiny random models in Hugging Face layout, with tokenizer and chat template, for tests and benchmarks."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+
+SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+_CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character (105 with the special ones); pad 0, bos 1 (never added), eos 2."""
+    characters = sorted(set(string.printable) - set("\r\x0b\x0c"))
+    vocabulary = {token: index for index, token in enumerate(SPECIAL_TOKENS + characters)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        extra_special_tokens=["<|user|>", "<|assistant|>"],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_tiny_model(
+    folder: Path,
+    architecture: Literal["llama", "qwen2", "qwen3"] = "llama",
+    *,
+    seed: int = 0,
+    scale: float = 0.3,
+    **config: Any,
+) -> Path:
+    """Save a random model (float32, about 20 thousand parameters) and its tokenizer; returns `folder`.
+
+    `scale` is the standard deviation of the weights: large enough that logits differ and greedy text is no loop.
+    Any further keyword goes into the model's config, e.g. `tie_word_embeddings=False`, `hidden_size=64`.
+    """
+    tokenizer = make_tiny_tokenizer()
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "initializer_range": scale,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(_CONFIGS[architecture](**(shape | config)), dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # created as zeros, which would hide a forgotten bias
+                torch.nn.init.normal_(parameter, std=scale)
+            elif "norm" in name:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Path(folder)
