@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import string
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
-SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
+SPECIAL_TOKENS = ["<|endoftext|>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
+CHARACTERS = "".join(chr(code) for code in range(32, 127))
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -19,16 +19,20 @@ _CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
 def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character (105 with the special ones); pad 0, bos 1 (never added), eos 2."""
-    characters = sorted(set(string.printable) - set("\r\x0b\x0c"))
+    """One token per printable ASCII character (102 with the special ones); pad 0, bos 1 (never added), eos 2.
+
+    It is a byte-level BPE without merges, because transformers rebuilds the tokenizer of a Qwen2 folder as one.
+    """
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    characters = [byte_level.pre_tokenize_str(character)[0][0] for character in "\t\n" + CHARACTERS]
     vocabulary = {token: index for index, token in enumerate(SPECIAL_TOKENS + characters)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = byte_level
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL_TOKENS)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token="<pad>",
+        pad_token=SPECIAL_TOKENS[0],
         bos_token="<s>",
         eos_token="</s>",
         extra_special_tokens=["<|user|>", "<|assistant|>"],
