@@ -1,0 +1,1 @@
+"""Models: a readable GPT, loading and saving in Hugging Face layout, low-rank adapters."""

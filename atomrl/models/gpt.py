@@ -1,0 +1,345 @@
+"""The decoder of Llama, Qwen2 and Qwen3 in plain PyTorch: to read, to train from scratch, and to train fast.
+
+Parameters have the names of the Hugging Face state dict, so a `GPT` is saved and loaded in that layout as it is.
+Weights may be kept in float32 while the forward pass computes in `compute_dtype`; each use casts them, so gradients
+arrive in float32 and no second copy of the weights is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+BMM_MAX_TOKENS = 512
+"""On a CPU, rows up to this length take explicit matrix products; beyond it SDPA (see docs/benchmarks/training.md)."""
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` that computes in the dtype of its input, whatever the dtype of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+def fused_linear(x: Tensor, *linears: nn.Module) -> Tensor:
+    """The outputs of several linear layers side by side, in one matrix product."""
+    if any(type(linear) is not Linear for linear in linears):  # adapters
+        return torch.cat([linear(x) for linear in linears], dim=-1)
+    weight = torch.cat([linear.weight.to(x.dtype) for linear in linears])
+    biased = linears[0].bias is not None
+    return F.linear(x, weight, torch.cat([linear.bias.to(x.dtype) for linear in linears]) if biased else None)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, with the mean square in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotary positions; its backward is the rotation by the opposite angle."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., T, heads, D]; cos, sin [T, heads, D/2] in float32."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat(((first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)), dim=-1)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Causal attention with grouped queries; queries come already divided by sqrt(D).
+
+    Args:
+        q: [B, T, heads, D].
+        k: [B, T, kv_heads, D].
+        v: [B, T, kv_heads, D].
+        mask: [T, T] with 0 where a query (row) sees a key, -inf elsewhere: explicit matrix products. None: SDPA.
+
+    Returns:
+        [B, T, heads * D].
+    """
+    rows, tokens, heads, size = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    if mask is None:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=group > 1)
+        return mixed.transpose(1, 2).reshape(rows, tokens, heads * size)
+    # All queries of one key head in one product: nothing is repeated.
+    q = q.view(rows, tokens, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(rows * kv_heads, -1, size)
+    k = k.permute(0, 2, 3, 1).reshape(rows * kv_heads, size, tokens)
+    v = v.transpose(1, 2).reshape(rows * kv_heads, tokens, size)
+    scores = torch.baddbmm(mask.repeat(group, 1), q, k)
+    mixed = torch.bmm(scores.softmax(dim=-1), v)
+    return mixed.view(rows, kv_heads, group, tokens, size).permute(0, 3, 1, 2, 4).reshape(rows, tokens, heads * size)
+
+
+class Attention(nn.Module):
+    """Self-attention with rotary positions and grouped queries."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        hidden, heads, kv_heads, size = _shape(config)
+        self.heads, self.kv_heads, self.size = heads, kv_heads, size
+        bias = True if config.model_type == "qwen2" else config.attention_bias
+        self.q_proj = Linear(hidden, heads * size, bias=bias)
+        self.k_proj = Linear(hidden, kv_heads * size, bias=bias)
+        self.v_proj = Linear(hidden, kv_heads * size, bias=bias)
+        self.o_proj = Linear(heads * size, hidden, bias=bias and config.model_type != "qwen2")
+        if config.model_type == "qwen3":
+            self.q_norm, self.k_norm = RMSNorm(size, config.rms_norm_eps), RMSNorm(size, config.rms_norm_eps)
+        else:
+            self.q_norm = self.k_norm = None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        rows, tokens, _ = x.shape
+        qkv = fused_linear(x, self.q_proj, self.k_proj, self.v_proj).view(rows, tokens, -1, self.size)
+        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        if self.q_norm is not None:
+            q, k = qk.split([self.heads, self.kv_heads], dim=2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
+        q, k = _Rotate.apply(qk, cos, sin).split([self.heads, self.kv_heads], dim=2)
+        return self.o_proj(attention(q, k, v, mask))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        bias = getattr(config, "mlp_bias", False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = fused_linear(x, self.gate_proj, self.up_proj).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    """One decoder layer: attention and MLP, each normed before and added to the residual stream."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm; `model.*` in the state dict."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class GPT(nn.Module):
+    """A causal language model of the Llama, Qwen2 or Qwen3 architecture, from its transformers config.
+
+    Raises:
+        ValueError: the config asks for something that this decoder does not have (`unsupported` says what).
+
+    Example:
+        >>> model = new_gpt(vocab_size=11, layers=1, hidden=32, heads=1)
+        >>> model.forward_hidden(torch.tensor([[1, 2, 3]])).shape
+        torch.Size([1, 3, 32])
+        >>> [name for name, _ in model.named_parameters()][:2]
+        ['model.embed_tokens.weight', 'model.layers.0.self_attn.q_proj.weight']
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        reason = unsupported(config)
+        if reason:
+            raise ValueError(f"GPT cannot be built from this config: {reason}")
+        self.config = config
+        self.compute_dtype: torch.dtype | None = None
+        """None computes in the dtype of the weights."""
+        self.gradient_checkpointing = False
+        self.model = Decoder(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, H]: logits are `hidden @ head_weight.T`."""
+        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    def forward_hidden(self, tokens: Tensor) -> Tensor:
+        """Hidden states after the final norm.
+
+        Args:
+            tokens: [B, T] int64, padded on the right: causality alone keeps padding from what is before it.
+
+        Returns:
+            [B, T, H] in `compute_dtype`.
+        """
+        weight = self.model.embed_tokens.weight
+        x = F.embedding(tokens, weight).to(self.compute_dtype or weight.dtype)
+        cos, sin = self.rope_tables(tokens.shape[1], tokens.device)
+        mask = None
+        if tokens.device.type == "cpu" and tokens.shape[1] <= BMM_MAX_TOKENS:
+            mask = torch.full((tokens.shape[1],) * 2, -torch.inf, dtype=x.dtype).triu(1)
+        for layer in self.model.layers:
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, cos, sin, mask, use_reentrant=False)
+            else:
+                x = layer(x, cos, sin, mask)
+        return self.model.norm(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, T] -> logits [B, T, V]."""
+        hidden = self.forward_hidden(tokens)
+        return F.linear(hidden, self.head_weight.to(hidden.dtype))
+
+    def rope_tables(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin, [T, heads + kv_heads, D/2] in float32; those of the query heads carry 1 / sqrt(D)."""
+        if self._tables is None or len(self._tables[0]) < tokens or self._tables[0].device != device:
+            _, heads, kv_heads, size = _shape(self.config)
+            frequencies, factor = _rope_frequencies(self.config)
+            angles = torch.arange(max(tokens, 256), dtype=torch.float32)[:, None] * frequencies
+            scale = torch.full((heads + kv_heads, 1), factor)
+            scale[:heads] *= size**-0.5
+            self._tables = (angles.cos()[:, None] * scale).to(device), (angles.sin()[:, None] * scale).to(device)
+        return self._tables[0][:tokens], self._tables[1][:tokens]
+
+
+def unsupported(config: Any) -> str | None:
+    """Why `GPT` cannot compute a model of this transformers config; None where it can."""
+    if config.model_type not in FAMILIES:
+        return f"model_type {config.model_type!r} is none of {', '.join(FAMILIES)}"
+    if config.hidden_act != "silu":
+        return f"hidden_act {config.hidden_act!r} is not silu"
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        return "it has sliding-window layers"
+    if config.attention_dropout:
+        return "attention_dropout is not 0"
+    rope = config.rope_parameters["rope_type"]
+    if rope not in STATIC_ROPE or config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        return f"rope_type {rope!r} is none of {', '.join(STATIC_ROPE)}, or it rotates a part of each head only"
+    return None
+
+
+def _shape(config: Any) -> tuple[int, int, int, int]:
+    """hidden size, heads, key-value heads, head size."""
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.hidden_size, heads, config.num_key_value_heads, size
+
+
+def _rope_frequencies(config: Any) -> tuple[Tensor, float]:
+    """Angle per position of each pair of dimensions ([D/2] float32), and the factor on cos and sin."""
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        size = _shape(config)[3]
+        return 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device=torch.device("cpu"))
+
+
+def new_gpt(
+    vocab_size: int,
+    layers: int = 4,
+    hidden: int = 256,
+    heads: int = 4,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    intermediate: int | None = None,
+    family: str = "llama",
+    tied: bool = True,
+    max_tokens: int = 2048,
+    rope_theta: float = 10000.0,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+    seed: int = 0,
+) -> GPT:
+    """A small GPT with fresh weights, of a stock architecture that transformers and serving engines load.
+
+    Weights are normal with standard deviation 0.02; the projections back into the residual stream have theirs
+    divided by sqrt(2 * layers), as in GPT-2.
+
+    Args:
+        intermediate: width of the MLP; None is 8/3 of `hidden`, rounded up to a multiple of 32.
+        family: `llama` (no biases) or `qwen2` (biases on q, k, v; the head size is then hidden / heads).
+        max_tokens: the longest row that a serving engine will accept.
+
+    Returns:
+        A float32 model, the same for the same seed on the same torch version.
+
+    Raises:
+        ValueError: heads do not divide evenly, or the family is unknown.
+
+    Example:
+        >>> sum(p.numel() for p in new_gpt(vocab_size=64, layers=2, hidden=64, heads=2, kv_heads=1).parameters())
+        102720
+    """
+    from transformers import LlamaConfig, Qwen2Config
+
+    kv_heads = kv_heads or heads
+    head_dim = head_dim or hidden // heads
+    if heads % kv_heads or (head_dim * heads != hidden and family == "qwen2"):
+        raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}, and divide hidden={hidden}")
+    kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+    if family not in kinds:
+        raise ValueError(f"family {family!r} is none of {', '.join(kinds)}")
+    config = kinds[family](
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=intermediate or math.ceil(hidden * 8 / 3 / 32) * 32,
+        max_position_embeddings=max_tokens,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        tie_word_embeddings=tied,
+        bos_token_id=bos_token_id,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        architectures=["LlamaForCausalLM" if family == "llama" else "Qwen2ForCausalLM"],
+        **({"head_dim": head_dim} if family == "llama" else {}),
+    )
+    model = GPT(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() == 2:
+                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                parameter.normal_(0.0, 0.02 / math.sqrt(2 * layers) if residual else 0.02, generator=generator)
+    return model
