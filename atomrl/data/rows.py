@@ -1,0 +1,81 @@
+"""From ragged completions to tensor rows, and from rows to the batches of single optimizer steps."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from atomrl.protocols import Algorithm
+from atomrl.stages import AdvantageBatch, RewardBatch, RowBatch, TrainingBatch, select_rows
+
+
+def to_rows(rewarded: RewardBatch, max_row_tokens: int | None = None) -> RowBatch:
+    """Flatten and pad, once. A completion without a reward or without a token becomes no row.
+
+    Args:
+        rewarded: P prompts with G completions each.
+        max_row_tokens: rows are cut to this many tokens; a row of which nothing is left to train is dropped.
+
+    Returns:
+        B <= P*G rows, right-padded with token 0 (a causal model never looks at it).
+    """
+    rows = []
+    for group, prompt in enumerate(rewarded.prompt_token_ids):
+        for completion, reward in zip(rewarded.completions[group], rewarded.rewards[group], strict=True):
+            tokens = (*prompt, *completion.token_ids)[:max_row_tokens]
+            if reward is not None and len(tokens) > len(prompt):
+                rows.append((group, len(prompt), tokens, completion, reward))
+    longest = max((len(tokens) for _, _, tokens, _, _ in rows), default=0)
+    tokens = torch.zeros(len(rows), longest, dtype=torch.long)
+    loss_mask = torch.zeros(len(rows), longest, dtype=torch.bool)
+    has_logprobs = all(completion.logprobs is not None for _, _, _, completion, _ in rows)
+    rollout_logprobs = torch.zeros(len(rows), longest) if has_logprobs else None
+    for index, (_, start, row_tokens, completion, _) in enumerate(rows):
+        end = len(row_tokens)
+        tokens[index, :end] = torch.tensor(row_tokens)
+        loss_mask[index, start:end] = torch.tensor(completion.loss_mask[: end - start])
+        if rollout_logprobs is not None and completion.logprobs is not None:
+            rollout_logprobs[index, start:end] = torch.tensor(completion.logprobs[: end - start])
+    loss_mask[:, :1] = False  # nothing predicts the first token
+    return RowBatch(
+        tokens=tokens,
+        loss_mask=loss_mask,
+        lengths=torch.tensor([len(row[2]) for row in rows], dtype=torch.long),
+        prompt_lengths=torch.tensor([row[1] for row in rows], dtype=torch.long),
+        group_ids=torch.tensor([row[0] for row in rows], dtype=torch.long),
+        rewards=torch.tensor([row[4] for row in rows], dtype=torch.float32),
+        truncated=torch.tensor([row[3].finish_reason == "length" for row in rows], dtype=torch.bool),
+        rollout_logprobs=rollout_logprobs,
+    )
+
+
+def to_training_batches(
+    credited: AdvantageBatch, algorithm: Algorithm, *, updates: int, epochs: int, seed: int, step: int
+) -> Iterator[TrainingBatch]:
+    """The optimizer steps of one step of the loop: `epochs` passes over the rows, each in `updates` parts.
+
+    The parts are as even as can be; what the algorithm's `row_unit` names stays together. With one part the order is
+    left alone, else it is shuffled by (seed, step, epoch).
+    """
+    if credited.rows == 0:
+        return
+    for epoch in range(epochs):
+        for index in _split(credited, algorithm.row_unit, updates, f"{seed}/{step}/{epoch}"):
+            part = select_rows(credited, index)
+            yield TrainingBatch(**vars(part), loss_weights=algorithm.weights(part.loss_mask))
+
+
+def _split(rows: RowBatch, unit: str, parts: int, key: str) -> list[Tensor]:
+    if parts == 1:
+        return [torch.arange(rows.rows)]
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()))
+    if unit == "row":
+        shuffled = torch.randperm(rows.rows, generator=generator)
+        return [part for part in shuffled.tensor_split(parts) if len(part)]
+    units = rows.group_ids.unique()
+    shuffled = units[torch.randperm(len(units), generator=generator)]
+    chosen = [torch.isin(rows.group_ids, part).nonzero()[:, 0] for part in shuffled.tensor_split(parts)]
+    return [part for part in chosen if len(part)]

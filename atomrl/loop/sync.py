@@ -1,0 +1,230 @@
+"""The synchronous loop: collect, learn, hand the weights over, report; then again.
+
+It knows stages and protocols, no engine, back end or algorithm by name.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from atomrl.data.processor import DataProcessor
+from atomrl.data.rows import to_rows, to_training_batches
+from atomrl.data.stream import PromptStream
+from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
+from atomrl.protocols import Algorithm, RewardComputer, RolloutEngine, TrainingBackend
+from atomrl.stages import AdvantageBatch, RewardBatch, SamplingParams
+
+log = logging.getLogger(__name__)
+MAX_REFILLS = 20
+
+
+class RunRecord(Protocol):
+    """Where a run writes: `tracking.run_directory` is the real one."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def log_rollouts(self, step: int, rewarded: RewardBatch, advantages: Any) -> None: ...
+
+    def checkpoint(self, step: int) -> AbstractContextManager[Path]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the loop is made of; `assembly` builds it from a config."""
+
+    engine: RolloutEngine
+    trainer: TrainingBackend
+    algorithm: Algorithm
+    stream: PromptStream
+    processor: DataProcessor
+    rewards: RewardComputer
+    sampling: SamplingParams
+    record: RunRecord
+    evaluate: Callable[[int], dict[str, float]]
+    """policy version -> metrics on held-out problems; nothing where there are none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How many of everything."""
+
+    steps: int
+    prompts_per_step: int
+    updates_per_epoch: int
+    epochs_per_step: int
+    max_row_tokens: int | None
+    eval_every_steps: int
+    save_every_steps: int
+    seed: int
+
+
+@dataclass
+class Progress:
+    """What has to be known to go on: saved with every checkpoint."""
+
+    step: int = 0
+    position: int = 0
+    wall_s: float = 0.0
+    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    """step -> metrics of the evaluation after it; "0" is before training."""
+
+
+class NoSignal(RuntimeError):
+    """The data gives too few groups that the algorithm accepts."""
+
+
+def train(parts: Parts, schedule: Schedule, progress: Progress, save: Callable[[Path, Progress], None]) -> bool:
+    """Run the remaining steps.
+
+    Args:
+        parts: what does the work; the engine gets the trainer's weights first.
+        schedule: how much of it.
+        progress: where to start; changed in place.
+        save: writes a checkpoint into a folder.
+
+    Returns:
+        Whether the run reached its last step; False after Ctrl-C or SIGTERM, which end the step under way and save.
+    """
+    parts.stream.position = progress.position
+    parts.engine.load_weights(parts.trainer.weights(), version=progress.step)
+    saved = progress.step
+    with stop_request() as stopped:
+        while progress.step < schedule.steps and not stopped():
+            started = time.perf_counter()
+            step = progress.step + 1
+            metrics = run_step(parts, schedule, step)
+            if schedule.eval_every_steps and step % schedule.eval_every_steps == 0 and step < schedule.steps:
+                progress.evaluations[str(step)] = parts.evaluate(step)
+                metrics |= progress.evaluations[str(step)]
+            progress.step, progress.position = step, parts.stream.position
+            progress.wall_s += time.perf_counter() - started
+            parts.record.log(step, metrics)
+            if schedule.save_every_steps and step % schedule.save_every_steps == 0:
+                save_checkpoint(parts, progress, save)
+                saved = step
+    if saved != progress.step:
+        save_checkpoint(parts, progress, save)
+    return progress.step >= schedule.steps
+
+
+def run_step(parts: Parts, schedule: Schedule, step: int) -> dict[str, float]:
+    """One step: rollouts, rewards, rows, annotations, advantages, updates, weights."""
+    algorithm, trainer, watch = parts.algorithm, parts.trainer, Stopwatch()
+    rewarded = collect(parts, schedule.prompts_per_step, step, watch)
+    rows = to_rows(rewarded, schedule.max_row_tokens)
+    updates = schedule.updates_per_epoch * schedule.epochs_per_step
+    # With a single update the policy is still the one of the start of the step: no need to compute it twice.
+    needs = algorithm.needs - {"old_logprobs"} if updates == 1 else algorithm.needs
+    with watch("annotate"):
+        annotated = trainer.annotate(rows, needs)
+    credited = algorithm.advantages(annotated)
+    with watch("update_actor"):
+        batches = to_training_batches(
+            credited,
+            algorithm,
+            updates=schedule.updates_per_epoch,
+            epochs=schedule.epochs_per_step,
+            seed=schedule.seed,
+            step=step,
+        )
+        results = [trainer.train_step(batch, algorithm) for batch in batches]
+    with watch("sync_weights"):
+        parts.engine.load_weights(trainer.weights(), version=step)
+    parts.record.log_rollouts(step, rewarded, _advantage_of_rows(credited))
+    return rollout_metrics(rewarded, credited) | update_metrics(results) | watch.metrics(rewarded)
+
+
+def collect(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> RewardBatch:
+    """Rollouts and rewards of `prompts` prompts; where the algorithm refuses groups, of others in their place.
+
+    Raises:
+        NoSignal: `MAX_REFILLS` rounds did not fill the batch.
+    """
+    accept = parts.algorithm.accept_group
+    kept: RewardBatch | None = None
+    for _ in range(MAX_REFILLS):
+        batch = parts.processor.to_prompt_batch(parts.stream.take(prompts))
+        with watch("gen"):
+            rollouts = parts.engine.generate(batch, replace(parts.sampling, step=step))
+        with watch("reward"):
+            rewarded = parts.rewards(rollouts)
+        if accept is None:
+            return rewarded
+        good = [
+            index
+            for index, group in enumerate(rewarded.rewards)
+            if accept([reward for reward in group if reward is not None])
+        ]
+        chosen = select_prompts(rewarded, good)
+        kept = chosen if kept is None else join_prompts(kept, chosen)
+        if len(kept.samples) >= prompts:
+            return select_prompts(kept, list(range(prompts)))
+    found = len(kept.samples) if kept else 0
+    raise NoSignal(
+        f"step {step}: {parts.algorithm.name} accepted {found} of {MAX_REFILLS * prompts} groups and needs {prompts}; "
+        "the problems are too easy or too hard for this model: change the data, or raise completions_per_prompt"
+    )
+
+
+def select_prompts(batch: RewardBatch, index: list[int]) -> RewardBatch:
+    """The prompts at `index` with all their completions."""
+
+    def pick(groups: Any) -> tuple:
+        return tuple(groups[i] for i in index)
+
+    changes = {item.name: pick(getattr(batch, item.name)) for item in fields(batch) if item.name not in _NOT_BY_PROMPT}
+    return replace(batch, **changes, reward_parts={name: pick(part) for name, part in batch.reward_parts.items()})
+
+
+def join_prompts(first: RewardBatch, second: RewardBatch) -> RewardBatch:
+    """Both, one after the other."""
+    names = [item.name for item in fields(first) if item.name not in _NOT_BY_PROMPT]
+    changes = {name: getattr(first, name) + getattr(second, name) for name in names}
+    parts = {name: part + second.reward_parts[name] for name, part in first.reward_parts.items()}
+    return replace(first, **changes, reward_parts=parts)
+
+
+_NOT_BY_PROMPT = {"policy_version", "reward_parts"}
+
+
+def _advantage_of_rows(credited: AdvantageBatch) -> list[float]:
+    """Mean advantage of each row's trained tokens, in the order of the rows."""
+    tokens = credited.loss_mask.sum(1).clamp(min=1)
+    return ((credited.advantages * credited.loss_mask).sum(1) / tokens).tolist()
+
+
+def save_checkpoint(parts: Parts, progress: Progress, save: Callable[[Path, Progress], None]) -> None:
+    """Model, optimizer and progress, written aside and renamed when complete."""
+    with parts.record.checkpoint(progress.step) as folder:
+        save(folder, progress)
+
+
+@contextmanager
+def stop_request() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C or SIGTERM came; the second Ctrl-C interrupts at once."""
+    received: list[int] = []
+    previous: dict[int, Any] = {}
+
+    def handle(number: int, frame: Any) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+        log.warning("stopping after this step (again to stop at once)")
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, handle)
+    except ValueError:  # not the main thread: signals are the caller's business
+        pass
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
