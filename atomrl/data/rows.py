@@ -12,6 +12,18 @@ from atomrl.protocols import Algorithm
 from atomrl.stages import AdvantageBatch, RewardBatch, RowBatch, TrainingBatch, select_rows
 
 
+def trained_completions(rewarded: RewardBatch, max_row_tokens: int | None = None) -> list[tuple[int, int]]:
+    """(prompt, completion) of each row that `to_rows` makes, in its order."""
+    return [
+        (group, index)
+        for group, prompt in enumerate(rewarded.prompt_token_ids)
+        for index, completion in enumerate(rewarded.completions[group])
+        if rewarded.rewards[group][index] is not None
+        and completion.token_ids
+        and (max_row_tokens is None or len(prompt) < max_row_tokens)
+    ]
+
+
 def to_rows(rewarded: RewardBatch, max_row_tokens: int | None = None) -> RowBatch:
     """Flatten and pad, once. A completion without a reward or without a token becomes no row.
 
@@ -23,11 +35,10 @@ def to_rows(rewarded: RewardBatch, max_row_tokens: int | None = None) -> RowBatc
         B <= P*G rows, right-padded with token 0 (a causal model never looks at it).
     """
     rows = []
-    for group, prompt in enumerate(rewarded.prompt_token_ids):
-        for completion, reward in zip(rewarded.completions[group], rewarded.rewards[group], strict=True):
-            tokens = (*prompt, *completion.token_ids)[:max_row_tokens]
-            if reward is not None and len(tokens) > len(prompt):
-                rows.append((group, len(prompt), tokens, completion, reward))
+    for group, index in trained_completions(rewarded, max_row_tokens):
+        prompt, completion = rewarded.prompt_token_ids[group], rewarded.completions[group][index]
+        tokens = (*prompt, *completion.token_ids)[:max_row_tokens]
+        rows.append((group, len(prompt), tokens, completion, rewarded.rewards[group][index]))
     longest = max((len(tokens) for _, _, tokens, _, _ in rows), default=0)
     tokens = torch.zeros(len(rows), longest, dtype=torch.long)
     loss_mask = torch.zeros(len(rows), longest, dtype=torch.bool)

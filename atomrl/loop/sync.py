@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from atomrl.data.processor import DataProcessor
-from atomrl.data.rows import to_rows, to_training_batches
+from atomrl.data.rows import to_rows, to_training_batches, trained_completions
 from atomrl.data.stream import PromptStream
 from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
 from atomrl.protocols import Algorithm, RewardComputer, RolloutEngine, TrainingBackend
@@ -30,7 +30,12 @@ class RunRecord(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def log_rollouts(self, step: int, rewarded: RewardBatch, advantages: Any) -> None: ...
+    def log_rollouts(
+        self, step: int, rewarded: RewardBatch, advantages: Mapping[tuple[int, int], float]
+    ) -> None:
+        """`advantages` by (prompt, completion); a completion that was not trained on has none."""
+        ...
+
 
     def checkpoint(self, step: int) -> AbstractContextManager[Path]: ...
 
@@ -137,7 +142,8 @@ def run_step(parts: Parts, schedule: Schedule, step: int) -> dict[str, float]:
         results = [trainer.train_step(batch, algorithm) for batch in batches]
     with watch("sync_weights"):
         parts.engine.load_weights(trainer.weights(), version=step)
-    parts.record.log_rollouts(step, rewarded, _advantage_of_rows(credited))
+    credit = dict(zip(trained_completions(rewarded, schedule.max_row_tokens), mean_advantages(credited), strict=True))
+    parts.record.log_rollouts(step, rewarded, credit)
     return rollout_metrics(rewarded, credited) | update_metrics(results) | watch.metrics(rewarded)
 
 
@@ -194,7 +200,7 @@ def join_prompts(first: RewardBatch, second: RewardBatch) -> RewardBatch:
 _NOT_BY_PROMPT = {"policy_version", "reward_parts"}
 
 
-def _advantage_of_rows(credited: AdvantageBatch) -> list[float]:
+def mean_advantages(credited: AdvantageBatch) -> list[float]:
     """Mean advantage of each row's trained tokens, in the order of the rows."""
     tokens = credited.loss_mask.sum(1).clamp(min=1)
     return ((credited.advantages * credited.loss_mask).sum(1) / tokens).tolist()
