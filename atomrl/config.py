@@ -287,6 +287,20 @@ def merge_trees(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     return merged
 
 
+def flat_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested dict with dotted keys.
+
+    Example:
+        >>> flat_tree({"a": {"b": 1}, "c": [2]})
+        {'a.b': 1, 'c': [2]}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        nested = isinstance(value, Mapping) and value
+        flat.update(flat_tree(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value})
+    return flat
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML file as a dict.
 

@@ -1,0 +1,61 @@
+"""Everything a run writes while it runs, behind one object: the run folder, the sinks and the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from atomrl.config import RunConfig
+from atomrl.stages import RewardBatch
+from atomrl.tracking.console import Progress
+from atomrl.tracking.run_directory import RunDirectory
+from atomrl.tracking.sinks import Sinks
+
+
+class Recorder:
+    """A context manager, opened when the run's first step is about to start.
+
+    Args:
+        config: which sinks, how often, and whether rollouts are kept.
+        directory: the run's folder.
+    """
+
+    def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
+        self.directory = directory
+        self.sinks = Sinks(config, directory)
+        self.progress = Progress(config.train.steps, first_step=directory.first_step, name=config.run_name)
+        self._save_rollouts = config.tracking.save_rollouts
+
+    def __enter__(self) -> Recorder:
+        self.progress.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.__exit__(*error)
+        self.sinks.close()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line in `metrics.jsonl`, in every sink and on the terminal."""
+        self.directory.log(step, metrics)
+        self.sinks.log(metrics, step)
+        self.progress.update(step, metrics)
+
+    def log_rollouts(
+        self, step: int, rewarded: RewardBatch, advantages: Mapping[tuple[int, int], float] | None = None
+    ) -> None:
+        """The completions of a step, in the folder and as samples in the sinks."""
+        if self._save_rollouts:
+            self.sinks.log_samples(self.directory.log_rollouts(step, rewarded, advantages), step)
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float], rows: list[dict[str, Any]]) -> None:
+        """An evaluation before or after training, or between steps: its rows and, on the terminal, its accuracy."""
+        if self._save_rollouts:
+            self.directory.write_rows(step, rows, "eval")
+        accuracy = [f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if "/acc/mean@" in key]
+        self.progress.note(f"step {step}: held-out accuracy {', '.join(accuracy)}" if accuracy else f"step {step}")
+
+    def checkpoint(self, step: int) -> AbstractContextManager[Path]:
+        """See `RunDirectory.checkpoint`."""
+        return self.directory.checkpoint(step)

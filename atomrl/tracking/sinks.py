@@ -1,0 +1,121 @@
+"""Where metrics and samples go beside the run folder. Each library is imported only by the sink that wraps it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from atomrl.config import ConfigError, RunConfig
+from atomrl.protocols import Tracker
+from atomrl.tracking.run_directory import RunDirectory
+
+TABLE_COLUMNS = ("prompt", "completion", "ground_truth", "reward", "advantage", "finish_reason")
+MAX_SAMPLES = 32
+
+
+class TensorBoardSink:
+    """Event files in `RUN/tensorboard`."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError("tracking.sinks: tensorboard needs: pip install 'atomrl[tensorboard]'") from None
+        # A resumed run hides the points of the steps that are done again.
+        purge = run.first_step if run.first_step > 1 else None
+        self._writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=purge)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        for index, row in enumerate(rows[:4]):
+            text = f"reward {row['reward']}\n\n{_text(row['prompt'])}{row['completion']}"
+            self._writer.add_text(f"samples/{index}", text.replace("\n", "  \n"), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases; `WANDB_MODE=offline` writes to `RUN/wandb` alone."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError("tracking.sinks: wandb needs: pip install 'atomrl[wandb]'") from None
+        tracking = config.tracking
+        self._wandb = wandb
+        id_file = run.path / "wandb_run_id"
+        try:
+            self._run = wandb.init(
+                project=tracking.wandb_project,
+                entity=tracking.wandb_entity,
+                name=config.run_name,
+                tags=tracking.wandb_tags or None,
+                dir=str(run.path),
+                config=config.model_dump(mode="json"),
+                id=id_file.read_text().strip() if id_file.exists() else None,
+                resume="allow",
+            )
+        except wandb.errors.UsageError as error:
+            first_line = str(error).splitlines()[0]
+            raise ConfigError(f"wandb: {first_line} Run `wandb login`, or set WANDB_MODE=offline") from None
+        id_file.write_text(self._run.id + "\n", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        data = [[_cell(row.get(name)) for name in TABLE_COLUMNS] for row in rows[:MAX_SAMPLES]]
+        self._run.log({"samples": self._wandb.Table(columns=list(TABLE_COLUMNS), data=data)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+SINKS: dict[str, Callable[[RunConfig, RunDirectory], Tracker]] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
+"""Sinks by name. To add one: its class, and a line here."""
+
+
+class Sinks:
+    """All sinks of a run as one. A sink that fails while the run is under way is named once and then left out: a
+    tracker must not end a training run. (One that cannot start is an error.)"""
+
+    def __init__(self, config: RunConfig, run: RunDirectory) -> None:
+        self._sinks = {name: SINKS[name](config, run) for name in config.tracking.sinks}
+        self._every = config.tracking.log_every_steps
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if step % self._every == 0:
+            self._each(lambda sink: sink.log(metrics, step))
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        if step % self._every == 0:
+            self._each(lambda sink: sink.log_samples(rows, step))
+
+    def close(self) -> None:
+        self._each(lambda sink: sink.close())
+
+    def _each(self, action: Callable[[Tracker], None]) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                action(sink)
+            except Exception as error:  # whatever a tracker raises, training goes on
+                print(f"tracking: {name} failed and is left out from here on: {error}", file=sys.stderr)
+                del self._sinks[name]
+
+
+def _text(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else "".join(f"{turn['role']}: {turn['content']}\n" for turn in prompt)
+
+
+def _cell(value: Any) -> Any:
+    """W&B tables want one type a column: numbers as they are, all else as text."""
+    if value is None or isinstance(value, int | float | str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
