@@ -1,0 +1,30 @@
+# `make quickstart` and `make test` do all their set-up themselves.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: install quickstart test lint clean
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lora,plot]"
+	touch $@
+
+.venv/installed-test: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $@
+
+# An earlier run is kept beside the new one.
+quickstart: install
+	test ! -e runs/quickstart || mv runs/quickstart runs/quickstart-until-$$(date +%Y%m%d-%H%M%S)
+	$(BIN)/atomrl train configs/quickstart.yaml
+
+test: .venv/installed-test
+	$(BIN)/python -m pytest
+
+lint: .venv/installed-test
+	$(BIN)/ruff check && $(BIN)/ruff format --check
+
+clean:
+	rm -rf .venv build *.egg-info

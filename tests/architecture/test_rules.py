@@ -1,0 +1,129 @@
+"""The rules that keep the code readable: imports one way, short files, short functions, light imports."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "atomrl"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Left to right; a module imports only from layers to its left, and from its own package.
+LAYERS = [
+    {"config", "metrics"},
+    {"stages"},
+    {"atoms"},
+    {"protocols"},
+    {"objective", "rewards", "data", "models", "tracking", "six_section"},
+    {"algorithms", "rollout", "training"},
+    {"loop"},
+    {"assembly"},
+    {"cli", "grpo"},
+]
+LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
+OPTIONAL = {"peft", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang"}
+MAX_FILE_LINES = 400
+MAX_BODY_LINES = 60
+
+
+def unit(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_units(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the layer"
+            names = [node.module or ""]
+            if node.module == "atomrl":
+                names = [f"atomrl.{alias.name}" for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("atomrl.")}
+    return found
+
+
+def layer_faults(path: Path, name: str, imports: set[str]) -> list[str]:
+    faults = []
+    for other in imports - {name, "__version__"}:
+        if LAYER[other] >= LAYER[name]:
+            faults.append(f"{path.relative_to(ROOT)} ({name}) imports {other}, which is not to its left")
+    return faults
+
+
+def test_every_module_has_a_layer():
+    units = {unit(path) for path in FILES} - {"__init__", "__main__"}
+    assert units <= set(LAYER), f"give these a layer in the design and here: {units - set(LAYER)}"
+
+
+def test_imports_point_one_way():
+    faults = []
+    for path in FILES:
+        if unit(path) not in {"__init__", "__main__"}:
+            faults += layer_faults(path, unit(path), imported_units(path))
+    assert not faults, "\n".join(faults)
+
+
+def test_the_layer_check_can_fail():
+    assert layer_faults(PACKAGE / "atoms" / "kl.py", "atoms", {"loop"})
+    assert layer_faults(PACKAGE / "data" / "rows.py", "data", {"rewards"})
+
+
+def test_optional_packages_are_imported_only_where_used():
+    faults = []
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            faults += [f"{path}: {n}" for n in names if n.split(".")[0] in OPTIONAL]
+    assert not faults, faults
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_functions_are_short(path):
+    source = path.read_text()
+    assert len(source.splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body
+            if isinstance(body[0], ast.Expr) and isinstance(getattr(body[0].value, "value", None), str):
+                body = body[1:]
+            lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+            assert lines <= MAX_BODY_LINES, f"{node.name} has a body of {lines} lines"
+
+
+def test_nothing_executes_or_unpickles_what_it_reads():
+    banned = {"eval", "exec", "sympify"}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            assert name not in banned, f"{path}:{node.lineno} calls {name}"
+            assert not name.startswith("pickle."), f"{path}:{node.lineno} uses pickle"
+            keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
+            if name == "torch.load":
+                assert keywords.get("weights_only") == "True", f"{path}:{node.lineno}: torch.load without weights_only"
+            assert keywords.get("trust_remote_code") != "True", f"{path}:{node.lineno} trusts remote code"
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_importing_the_package_is_light():
+    loaded = loaded_by("import atomrl")
+    assert not loaded & (OPTIONAL | {"transformers"})
+
+
+def test_help_needs_no_torch():
+    code = "import sys\ntry:\n    from atomrl.cli.main import main; main(['--help'])\nexcept SystemExit:\n    pass"
+    code += "\nassert not {'torch', 'transformers'} & set(sys.modules), 'torch was imported'"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
