@@ -230,10 +230,11 @@ class GPT(nn.Module):
         if self._tables is None or len(self._tables[0]) < tokens or self._tables[0].device != device:
             _, heads, kv_heads, size = _shape(self.config)
             frequencies, factor = _rope_frequencies(self.config)
-            angles = torch.arange(max(tokens, 256), dtype=torch.float32)[:, None] * frequencies
-            scale = torch.full((heads + kv_heads, 1), factor)
-            scale[:heads] *= size**-0.5
-            self._tables = (angles.cos()[:, None] * scale).to(device), (angles.sin()[:, None] * scale).to(device)
+            with torch.inference_mode(False):  # kept, so they must be fit for autograd as well
+                angles = torch.arange(max(tokens, 256), dtype=torch.float32)[:, None] * frequencies
+                scale = torch.full((heads + kv_heads, 1), factor)
+                scale[:heads] *= size**-0.5
+                self._tables = (angles.cos()[:, None] * scale).to(device), (angles.sin()[:, None] * scale).to(device)
         return self._tables[0][:tokens], self._tables[1][:tokens]
 
 
