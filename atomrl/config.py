@@ -37,8 +37,8 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """The policy."""
 
-    path: str
-    """A folder in Hugging Face layout, or a hub name."""
+    path: str | None = None
+    """A folder in Hugging Face layout, or a hub name. Required, but where `sft.gpt` makes a fresh model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What the forward pass computes in; master weights are float32 in either case. `auto` is bfloat16 where the
     hardware multiplies it fast."""
@@ -188,19 +188,26 @@ class TrackingConfig(Section):
     save_rollouts: bool = True
 
 
-class SftConfig(Section):
-    """Supervised warm-start (`atomrl sft`)."""
+class GptConfig(Section):
+    """The shape of a GPT with fresh weights; its tokenizer is made for the data."""
 
-    init: Literal["scratch", "pretrained"] = "pretrained"
-    """`scratch` makes a small GPT and a tokenizer for the data; `model.path` is then where it is written."""
-    demonstrations: str
-    """JSONL with `prompt` and `completion`, or a generator that writes demonstrations."""
-    size: int | None = Field(None, ge=1)
-    steps: int = Field(500, ge=1)
-    rows_per_update: int = Field(128, ge=1)
-    learning_rate: float = Field(1e-3, gt=0)
-    gpt: dict[str, Any] = {}
-    """Shape of the GPT from scratch: layers, hidden, heads, kv_heads, ..."""
+    layers: int = Field(4, ge=1)
+    hidden: int = Field(256, ge=32)
+    heads: int = Field(4, ge=1)
+    kv_heads: int | None = Field(None, ge=1)
+    intermediate: int | None = Field(None, ge=1)
+    family: Literal["llama", "qwen2"] = "llama"
+    max_tokens: int = Field(1024, ge=16)
+    """The longest row that a serving engine will accept."""
+
+
+class SftConfig(Section):
+    """Supervised training (`atomrl sft`); steps, rows and learning rate are those of `train`."""
+
+    completion_field: str = "completion"
+    """Where a row of a file has its demonstration; a generator writes its own."""
+    gpt: GptConfig | None = None
+    """Start from a fresh GPT of this shape, in place of `model.path`."""
 
 
 class RunConfig(Section):
@@ -209,7 +216,7 @@ class RunConfig(Section):
     run_name: str
     output_dir: str = "runs"
     seed: int = 0
-    model: ModelConfig
+    model: ModelConfig = ModelConfig()
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
@@ -229,6 +236,12 @@ class RunConfig(Section):
                 f"train.rows_per_update={rows} does not divide the {total} rows of a step "
                 f"(rollout.prompts_per_step={rollout.prompts_per_step} x "
                 f"rollout.completions_per_prompt={rollout.completions_per_prompt})"
+            )
+        if (self.model.path is None) == (self.sft is None or self.sft.gpt is None):
+            raise ValueError(
+                "model.path: is required (a folder or a hub name)"
+                if self.model.path is None
+                else "model.path and sft.gpt are two places to start from; give one"
             )
         if rollout.min_completion_tokens > rollout.max_completion_tokens:
             raise ValueError("rollout.min_completion_tokens is larger than rollout.max_completion_tokens")
