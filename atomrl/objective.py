@@ -86,7 +86,7 @@ class Aggregate:
 class Objective:
     """One setting on each axis.
 
-        maximise  sum_{i,t} w_{i,t} [ min(rho A, clip(rho, 1 - low, 1 + high) A) - beta KL ]
+    maximise  sum_{i,t} w_{i,t} [ min(rho A, clip(rho, 1 - low, 1 + high) A) - beta KL ]
     """
 
     advantage: Advantage = Advantage()

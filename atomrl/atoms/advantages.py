@@ -56,9 +56,7 @@ def group_mean_baseline(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B
     return centred.to(rewards.dtype)
 
 
-def group_zscore(
-    rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], eps: float = 1e-6
-) -> Float[Tensor, " B"]:
+def group_zscore(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], eps: float = 1e-6) -> Float[Tensor, " B"]:
     """Reward standardised within its group: the advantage of GRPO.
 
         A_i = (r_i - mean_{group(i)} r) / (std_{group(i)} r + eps)

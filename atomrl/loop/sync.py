@@ -30,12 +30,9 @@ class RunRecord(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def log_rollouts(
-        self, step: int, rewarded: RewardBatch, advantages: Mapping[tuple[int, int], float]
-    ) -> None:
+    def log_rollouts(self, step: int, rewarded: RewardBatch, advantages: Mapping[tuple[int, int], float]) -> None:
         """`advantages` by (prompt, completion); a completion that was not trained on has none."""
         ...
-
 
     def checkpoint(self, step: int) -> AbstractContextManager[Path]: ...
 
@@ -111,11 +108,8 @@ def train(parts: Parts, schedule: Schedule, progress: Progress, save: Callable[[
             progress.step, progress.position = step, parts.stream.position
             progress.wall_s += time.perf_counter() - started
             parts.record.log(step, metrics)
-            if schedule.save_every_steps and step % schedule.save_every_steps == 0:
-                save_checkpoint(parts, progress, save)
-                saved = step
-    if saved != progress.step:
-        save_checkpoint(parts, progress, save)
+            saved = save_when_due(parts.record, progress, save, saved, schedule.save_every_steps)
+    save_when_due(parts.record, progress, save, saved, 1)
     return progress.step >= schedule.steps
 
 
@@ -206,10 +200,19 @@ def mean_advantages(credited: AdvantageBatch) -> list[float]:
     return ((credited.advantages * credited.loss_mask).sum(1) / tokens).tolist()
 
 
-def save_checkpoint(parts: Parts, progress: Progress, save: Callable[[Path, Progress], None]) -> None:
-    """Model, optimizer and progress, written aside and renamed when complete."""
-    with parts.record.checkpoint(progress.step) as folder:
+def save_when_due(
+    record: RunRecord, progress: Progress, save: Callable[[Path, Progress], None], saved: int, every_steps: int
+) -> int:
+    """Write a checkpoint where the step is a multiple of `every_steps` and not the one saved last.
+
+    Returns:
+        The step that was saved last.
+    """
+    if not every_steps or progress.step % every_steps or progress.step == saved:
+        return saved
+    with record.checkpoint(progress.step) as folder:
         save(folder, progress)
+    return progress.step
 
 
 @contextmanager

@@ -1,0 +1,119 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from atomrl.algorithms.table import ALGORITHMS, build_algorithm
+from atomrl.metrics import merge, values
+from atomrl.objective import Objective, override
+from atomrl.protocols import ModelOutputs
+from atomrl.stages import RowBatch, TrainingBatch, select_rows
+
+
+def rows(count: int = 8, tokens: int = 9, seed: int = 0) -> RowBatch:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(4, tokens + 1, (count,), generator=generator)
+    prompts = torch.randint(1, 4, (count,), generator=generator)
+    position = torch.arange(tokens)[None]
+    mask = (position >= prompts[:, None]) & (position < lengths[:, None])
+    return RowBatch(
+        tokens=torch.randint(0, 20, (count, tokens), generator=generator),
+        loss_mask=mask,
+        lengths=lengths,
+        prompt_lengths=prompts,
+        group_ids=torch.arange(count) // 4,
+        rewards=torch.randint(0, 2, (count,), generator=generator).float(),
+        truncated=torch.zeros(count, dtype=torch.bool),
+        old_logprobs=-torch.rand(count, tokens, generator=generator),
+        ref_logprobs=-torch.rand(count, tokens, generator=generator),
+        rollout_logprobs=-torch.rand(count, tokens, generator=generator),
+    )
+
+
+def gradient(algorithm, batch: TrainingBatch, logprobs: torch.Tensor, parts: list[list[int]]):
+    """The gradient of the log-probs when the batch goes through the loss in parts."""
+    logprobs = logprobs.clone().requires_grad_()
+    metrics = []
+    for part in parts:
+        index = torch.tensor(part)
+        micro = select_rows(batch, index)
+        outputs = ModelOutputs(logprobs=logprobs[index, : micro.tokens.shape[1]])
+        result = algorithm.loss(outputs, micro)
+        result.loss.backward()
+        metrics.append(result.metrics)
+    return logprobs.grad, values(merge(metrics))
+
+
+CASES = [
+    {},
+    {"advantage": "grpo_no_std", "aggregate": "sequence_mean"},
+    {"advantage": "raw", "kl": {"type": "k2", "coefficient": 0.1}, "clip": {"high": 0.28}},
+    {"aggregate": {"type": "constant_length", "length": 16}, "kl": {"coefficient": 0.04}},
+]
+
+
+@pytest.mark.parametrize("axes", CASES)
+def test_any_split_into_micro_batches_gives_the_same_gradient_and_metrics(axes):
+    algorithm = build_algorithm("grpo", axes)
+    credited = algorithm.advantages(rows())
+    batch = TrainingBatch(**vars(credited), loss_weights=algorithm.weights(credited.loss_mask))
+    logprobs = -torch.rand(8, 9, generator=torch.Generator().manual_seed(1))
+    whole, whole_metrics = gradient(algorithm, batch, logprobs, [list(range(8))])
+    for parts in ([[i] for i in range(8)], [[7, 0, 3], [1, 2], [6, 5, 4]]):
+        split, metrics = gradient(algorithm, batch, logprobs, parts)
+        torch.testing.assert_close(split, whole, rtol=1e-6, atol=1e-8)
+        assert metrics == pytest.approx(whole_metrics, rel=1e-5)
+
+
+def test_the_loss_is_the_equation():
+    algorithm = build_algorithm("grpo", {"kl": {"type": "k3", "coefficient": 0.5}, "clip": {"low": 0.1, "high": 0.3}})
+    credited = algorithm.advantages(rows(4))
+    batch = TrainingBatch(**vars(credited), loss_weights=algorithm.weights(credited.loss_mask))
+    logprobs = -torch.rand(4, 9, generator=torch.Generator().manual_seed(2))
+    expected, tokens = 0.0, int(batch.loss_mask.sum())
+    for i, t in batch.loss_mask.nonzero().tolist():
+        ratio = float((logprobs[i, t] - batch.old_logprobs[i, t]).exp())
+        advantage = float(batch.advantages[i, t])
+        surrogate = min(ratio * advantage, min(max(ratio, 0.9), 1.3) * advantage)
+        d = float(batch.ref_logprobs[i, t] - logprobs[i, t])
+        expected -= (surrogate - 0.5 * (float(torch.tensor(d).exp()) - 1 - d)) / tokens
+    assert algorithm.loss(ModelOutputs(logprobs=logprobs), batch).loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_reinforce():
+    algorithm = build_algorithm("grpo", {})
+    credited = replace(algorithm.advantages(rows()), old_logprobs=None)
+    batch = TrainingBatch(**vars(credited), loss_weights=algorithm.weights(credited.loss_mask))
+    grad, metrics = gradient(algorithm, batch, -torch.rand(8, 9), [list(range(8))])
+    torch.testing.assert_close(grad, -batch.loss_weights * batch.advantages)
+    assert metrics["actor/ppo_kl"] == 0 and metrics["actor/pg_clipfrac"] == 0
+
+
+def test_needs_follow_the_axes():
+    assert build_algorithm("grpo", {}).needs == {"old_logprobs"}
+    assert build_algorithm("grpo", {"kl": {"coefficient": 0.1}}).needs == {"old_logprobs", "ref_logprobs"}
+    assert "entropy" in build_algorithm("grpo", {}, report_entropy=True).outputs
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"clp": {}}, "did you mean 'clip'"),
+        ({"clip": {"hihg": 1}}, "did you mean 'high'"),
+        ({"advantage": "grop"}, "did you mean 'grpo'"),
+        ({"kl": {"type": "k9"}}, "algorithm.kl.type"),
+        ({"clip": 0.2}, "takes a mapping"),
+        ({"clip": {"low": -1}}, "at least 0"),
+        ({"clip": {"low": "a"}}, "at least 0"),
+        ({"aggregate": "constant_length"}, "needs a length"),
+    ],
+)
+def test_bad_axes_are_named(axes, message):
+    with pytest.raises(ValueError, match=message):
+        override(Objective(), axes)
+
+
+def test_unknown_algorithm_is_named():
+    with pytest.raises(ValueError, match="did you mean 'grpo'"):
+        build_algorithm("gpro", {})
+    assert set(ALGORITHMS) == {"grpo"}
