@@ -1,0 +1,75 @@
+"""From a config file and overrides to a `RunConfig`: the one place where layouts are told apart."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from atomrl.config import ConfigError, RunConfig, build_config, merge_trees, parse_overrides, read_yaml
+from atomrl.six_section import SECTIONS, is_six_section, translate
+
+FLAGS = ("--dry-run", "--resume", "--traceback", "--help", "-h")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a config file in AtomRL's own or the six-section layout (recognised by its keys) and apply overrides.
+
+    Overrides of a six-section file may name its own keys (`train_config.learning_rate=1e-5`) and, for what that
+    layout has no key for, AtomRL's (`data.prompt_field=question`). Notes about keys without effect go to stderr.
+
+    Raises:
+        ConfigError: any mistake, with its key.
+    """
+    tree, changes = read_yaml(path), parse_overrides(overrides)
+    if is_six_section(tree):
+        own = {key: value for key, value in changes.items() if key in SECTIONS}
+        tree, notes = translate(merge_trees(tree, own), str(path), default_run_name=Path(path).stem)
+        changes = {key: value for key, value in changes.items() if key not in SECTIONS}
+        for note in notes:
+            print(note, file=sys.stderr)
+    return build_config(merge_trees(tree, changes), str(path))
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """CONFIG (or `--config CONFIG`), then `key=value` or `--key value`."""
+    parser.add_argument("--config", dest="config_option", metavar="CONFIG", help="the same as CONFIG")
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.steps=10; also --train.steps 10")
+
+
+def join_overrides(arguments: Sequence[str]) -> list[str]:
+    """`--key value` and `--key=value` as `key=value`, so that only the command's own options are left with dashes.
+
+    Example:
+        >>> join_overrides(["c.yaml", "--train.steps", "3", "--resume", "seed=1"])
+        ['c.yaml', 'train.steps=3', '--resume', 'seed=1']
+    """
+    joined, rest = [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        own = argument in FLAGS or argument.partition("=")[0] == "--config"
+        if own or not argument.startswith("--"):
+            joined.append(argument)
+            if argument == "--config" and rest:
+                joined.append(rest.pop(0))
+        elif "=" in argument:
+            joined.append(argument[2:])
+        elif rest and not rest[0].startswith("--"):
+            joined.append(f"{argument[2:]}={rest.pop(0)}")
+        else:
+            raise ConfigError(f"{argument} is no option of this command; an override needs a value: {argument} VALUE")
+    return joined
+
+
+def config_from(arguments: argparse.Namespace) -> RunConfig:
+    """The config that the command line names."""
+    overrides = list(arguments.overrides)
+    path = arguments.config
+    if arguments.config_option is not None:
+        overrides = [*([path] if path is not None else []), *overrides]
+        path = arguments.config_option
+    if path is None:
+        raise ConfigError("name a config file, as in: atomrl train configs/quickstart.yaml")
+    return load_config(path, overrides)

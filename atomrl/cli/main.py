@@ -1,0 +1,99 @@
+"""The `atomrl` command. A command's module is imported when it is called, so that help does not wait for torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+
+COMMANDS = {
+    "train": "train a model with reinforcement learning",
+    "sft": "train a model on demonstrations",
+    "eval": "score a model on held-out problems",
+    "generate": "complete a prompt",
+    "data": "check a data file, or make one from a task",
+    "atoms": "list the atoms, or show one: equation, shapes, paper, example",
+    "export": "merge a checkpoint's adapters and write a plain model folder",
+    "plot": "draw the curves of a run",
+}
+"""Command -> what it does; `atomrl.cli.NAME` has `add_arguments(parser)` and `run(arguments) -> exit code`."""
+
+USER_ERROR, INTERRUPTED = 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit code: 0, 2 for a mistake of the user's (one message on stderr), 130 after Ctrl-C, 1 for anything else.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print(overview())
+        return 0
+    if given[0] == "--version":
+        from atomrl import __version__
+
+        print(f"atomrl {__version__}")
+        return 0
+    name, *rest = given
+    if name not in COMMANDS:
+        import difflib
+
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
+        return fail(f"unknown command {name!r}; {hint}")
+    return run_command(name, rest)
+
+
+def run_command(name: str, arguments: list[str]) -> int:
+    """Parse and run one of `COMMANDS`, turning errors into messages."""
+    show_traceback = "--traceback" in arguments
+    try:
+        command = importlib.import_module(f"atomrl.cli.{name}")
+        parser = argparse.ArgumentParser(
+            prog=f"atomrl {name}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+        command.add_arguments(parser)
+        prepare = getattr(command, "prepare", list)
+        parsed = parser.parse_intermixed_args(prepare(arguments))
+        return command.run(parsed)
+    except KeyboardInterrupt as stopped:
+        print(f"\ninterrupted{f': {stopped}' if str(stopped) else ''}", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.stderr.close()
+        return 0
+    except (ValueError, OSError, ImportError) as error:  # ConfigError and DataError are ValueErrors
+        if show_traceback:
+            traceback.print_exc()
+        return fail(str(error) or type(error).__name__)
+
+
+def fail(message: str) -> int:
+    """One message on stderr, and the exit code of a mistake of the user's."""
+    print(f"error: {message}", file=sys.stderr)
+    return USER_ERROR
+
+
+def overview() -> str:
+    """The help of `atomrl` itself."""
+    lines = [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "AtomRL: reinforcement learning for language models.",
+            "",
+            "usage: atomrl COMMAND ...",
+            "",
+            *lines,
+            "",
+            "atomrl COMMAND --help tells more; atomrl --version.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

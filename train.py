@@ -1,0 +1,8 @@
+"""`python train.py --config configs/grpo_config.yaml [key=value ...]`: the same as `atomrl train`."""
+
+import sys
+
+from atomrl.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))
