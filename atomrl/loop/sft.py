@@ -2,61 +2,50 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from atomrl.algorithms.sft import SFT
-from atomrl.data.rows import to_rows, to_training_batches
-from atomrl.loop.report import update_metrics
-from atomrl.loop.sync import Progress, RunRecord, save_when_due, stop_request
-from atomrl.protocols import TrainingBackend
+from atomrl.loop.report import Stopwatch, update_metrics
+from atomrl.loop.sync import Progress, RunRecord, Save, Schedule, learn, run_steps
+from atomrl.protocols import Algorithm, TrainingBackend
 from atomrl.stages import Completion, PromptBatch, RewardBatch
 
-Demonstrations = Callable[[int], tuple[PromptBatch, Sequence[tuple[int, ...]]]]
-"""Rows to draw -> prompts and the completion's token ids for each of them."""
+
+def supervise(
+    trainer: TrainingBackend,
+    algorithm: Algorithm,
+    draw: Callable[[int], RewardBatch],
+    record: RunRecord,
+    progress: Progress,
+    save: Save,
+    schedule: Schedule,
+) -> bool:
+    """Run the remaining steps on batches that are drawn, not sampled.
+
+    Args:
+        draw: number of prompts -> their completions with rewards (`demonstration_batch` for supervised training).
+        schedule: `prompts_per_step` is how many are drawn.
+
+    Returns:
+        Whether the last step was reached (see `loop.sync.run_steps`).
+    """
+
+    def one_step(step: int) -> dict[str, float]:
+        watch = Stopwatch()
+        drawn = draw(schedule.prompts_per_step)
+        _, results = learn(trainer, algorithm, drawn, schedule, step, watch)
+        return update_metrics(results) | watch.metrics(drawn)
+
+    return run_steps(one_step, record, progress, save, schedule)
 
 
 def demonstration_batch(prompts: PromptBatch, completions: Sequence[tuple[int, ...]]) -> RewardBatch:
-    """Demonstrations as if they had been sampled, each with a reward of 1."""
+    """Demonstrations as if they had been sampled, one for each prompt, with a reward of 1."""
     groups = tuple(
         (Completion(token_ids=tokens, text="", logprobs=None, finish_reason="stop"),) for tokens in completions
     )
     ones = tuple((1.0,) for _ in completions)
     return RewardBatch(**vars(prompts), completions=groups, policy_version=0, rewards=ones, reward_parts={})
-
-
-def supervise(
-    trainer: TrainingBackend,
-    draw: Demonstrations,
-    record: RunRecord,
-    progress: Progress,
-    *,
-    steps: int,
-    rows_per_step: int,
-    save_every_steps: int,
-    position: Callable[[], int],
-    save: Callable[[Path, Progress], None],
-    max_row_tokens: int | None = None,
-) -> bool:
-    """Run the remaining steps, one update each. Returns whether the last one was reached (see `loop.sync.train`)."""
-    saved = progress.step
-    with stop_request() as stopped:
-        while progress.step < steps and not stopped():
-            started = time.perf_counter()
-            step = progress.step + 1
-            rows = to_rows(demonstration_batch(*draw(rows_per_step)), max_row_tokens)
-            batches = to_training_batches(SFT.advantages(rows), SFT, updates=1, epochs=1, seed=0, step=step)
-            metrics = update_metrics([trainer.train_step(batch, SFT) for batch in batches])
-            seconds = time.perf_counter() - started
-            metrics |= {"timing_s/step": seconds, "perf/throughput": float(rows.lengths.sum()) / seconds}
-            progress.step, progress.position = step, position()
-            progress.wall_s += seconds
-            record.log(step, metrics)
-            saved = save_when_due(record, progress, save, saved, save_every_steps)
-    save_when_due(record, progress, save, saved, 1)
-    return progress.step >= steps
 
 
 def demonstration_tokens(texts: Sequence[str], tokenizer: Any) -> list[tuple[int, ...]]:

@@ -18,6 +18,7 @@ from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows, to_training_batches, trained_completions
 from atomrl.data.stream import PromptStream
 from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
+from atomrl.metrics import Metrics
 from atomrl.protocols import Algorithm, RewardComputer, RolloutEngine, TrainingBackend
 from atomrl.stages import AdvantageBatch, RewardBatch, SamplingParams
 
@@ -78,52 +79,101 @@ class Progress:
     """step -> metrics of the evaluation after it; "0" is before training."""
 
 
+Save = Callable[[Path, Progress], None]
+
+
 class NoSignal(RuntimeError):
     """The data gives too few groups that the algorithm accepts."""
 
 
-def train(parts: Parts, schedule: Schedule, progress: Progress, save: Callable[[Path, Progress], None]) -> bool:
-    """Run the remaining steps.
-
-    Args:
-        parts: what does the work; the engine gets the trainer's weights first.
-        schedule: how much of it.
-        progress: where to start; changed in place.
-        save: writes a checkpoint into a folder.
+def train(parts: Parts, schedule: Schedule, progress: Progress, save: Save) -> bool:
+    """Run the remaining steps of reinforcement learning; the engine gets the trainer's weights first.
 
     Returns:
-        Whether the run reached its last step; False after Ctrl-C or SIGTERM, which end the step under way and save.
+        Whether the last step was reached (see `run_steps`).
     """
     parts.stream.position = progress.position
     parts.engine.load_weights(parts.trainer.weights(), version=progress.step)
+
+    def one_step(step: int) -> dict[str, float]:
+        metrics = run_step(parts, schedule, step)
+        if schedule.eval_every_steps and step % schedule.eval_every_steps == 0 and step < schedule.steps:
+            progress.evaluations[str(step)] = parts.evaluate(step)
+            metrics |= progress.evaluations[str(step)]
+        progress.position = parts.stream.position
+        return metrics
+
+    return run_steps(one_step, parts.record, progress, save, schedule)
+
+
+def run_steps(
+    one_step: Callable[[int], dict[str, float]], record: RunRecord, progress: Progress, save: Save, schedule: Schedule
+) -> bool:
+    """Call `one_step` for each remaining step, log what it returns, and save when it is due and at the end.
+
+    Args:
+        one_step: step number -> metrics.
+        record: where the metrics go.
+        progress: where to start; changed in place.
+        save: writes a checkpoint into a folder.
+        schedule: how many steps there are and how often to save.
+
+    Returns:
+        Whether the last step was reached; False after Ctrl-C or SIGTERM, which end the step under way and save.
+    """
     saved = progress.step
     with stop_request() as stopped:
         while progress.step < schedule.steps and not stopped():
             started = time.perf_counter()
-            step = progress.step + 1
-            metrics = run_step(parts, schedule, step)
-            if schedule.eval_every_steps and step % schedule.eval_every_steps == 0 and step < schedule.steps:
-                progress.evaluations[str(step)] = parts.evaluate(step)
-                metrics |= progress.evaluations[str(step)]
-            progress.step, progress.position = step, parts.stream.position
+            metrics = one_step(progress.step + 1)
+            progress.step += 1
             progress.wall_s += time.perf_counter() - started
-            parts.record.log(step, metrics)
-            saved = save_when_due(parts.record, progress, save, saved, schedule.save_every_steps)
-    save_when_due(parts.record, progress, save, saved, 1)
+            record.log(progress.step, metrics)
+            if schedule.save_every_steps and progress.step % schedule.save_every_steps == 0:
+                saved = save_checkpoint(record, progress, save)
+    if saved != progress.step:
+        save_checkpoint(record, progress, save)
     return progress.step >= schedule.steps
+
+
+def save_checkpoint(record: RunRecord, progress: Progress, save: Save) -> int:
+    """Model, optimizer and progress, written aside and renamed when complete. Returns the step."""
+    with record.checkpoint(progress.step) as folder:
+        save(folder, progress)
+    return progress.step
 
 
 def run_step(parts: Parts, schedule: Schedule, step: int) -> dict[str, float]:
     """One step: rollouts, rewards, rows, annotations, advantages, updates, weights."""
-    algorithm, trainer, watch = parts.algorithm, parts.trainer, Stopwatch()
+    watch = Stopwatch()
     rewarded = collect(parts, schedule.prompts_per_step, step, watch)
+    credited, results = learn(parts.trainer, parts.algorithm, rewarded, schedule, step, watch)
+    with watch("sync_weights"):
+        parts.engine.load_weights(parts.trainer.weights(), version=step)
+    credit = dict(zip(trained_completions(rewarded, schedule.max_row_tokens), mean_advantages(credited), strict=True))
+    parts.record.log_rollouts(step, rewarded, credit)
+    return rollout_metrics(rewarded, credited) | update_metrics(results) | watch.metrics(rewarded)
+
+
+def learn(
+    trainer: TrainingBackend,
+    algorithm: Algorithm,
+    rewarded: RewardBatch,
+    schedule: Schedule,
+    step: int,
+    watch: Stopwatch,
+) -> tuple[AdvantageBatch, list[Metrics]]:
+    """The second half of a step: from scored completions to updates.
+
+    Returns:
+        The rows with their advantages, and the metrics of each update.
+    """
     rows = to_rows(rewarded, schedule.max_row_tokens)
     updates = schedule.updates_per_epoch * schedule.epochs_per_step
-    # With a single update the policy is still the one of the start of the step: no need to compute it twice.
+    # With a single update the policy still is the one of the start of the step: no need to compute it twice.
     needs = algorithm.needs - {"old_logprobs"} if updates == 1 else algorithm.needs
     with watch("annotate"):
-        annotated = trainer.annotate(rows, needs)
-    credited = algorithm.advantages(annotated)
+        credited = algorithm.advantages(trainer.annotate(rows, needs))
     with watch("update_actor"):
         batches = to_training_batches(
             credited,
@@ -133,12 +183,7 @@ def run_step(parts: Parts, schedule: Schedule, step: int) -> dict[str, float]:
             seed=schedule.seed,
             step=step,
         )
-        results = [trainer.train_step(batch, algorithm) for batch in batches]
-    with watch("sync_weights"):
-        parts.engine.load_weights(trainer.weights(), version=step)
-    credit = dict(zip(trained_completions(rewarded, schedule.max_row_tokens), mean_advantages(credited), strict=True))
-    parts.record.log_rollouts(step, rewarded, credit)
-    return rollout_metrics(rewarded, credited) | update_metrics(results) | watch.metrics(rewarded)
+        return credited, [trainer.train_step(batch, algorithm) for batch in batches]
 
 
 def collect(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> RewardBatch:
@@ -198,21 +243,6 @@ def mean_advantages(credited: AdvantageBatch) -> list[float]:
     """Mean advantage of each row's trained tokens, in the order of the rows."""
     tokens = credited.loss_mask.sum(1).clamp(min=1)
     return ((credited.advantages * credited.loss_mask).sum(1) / tokens).tolist()
-
-
-def save_when_due(
-    record: RunRecord, progress: Progress, save: Callable[[Path, Progress], None], saved: int, every_steps: int
-) -> int:
-    """Write a checkpoint where the step is a multiple of `every_steps` and not the one saved last.
-
-    Returns:
-        The step that was saved last.
-    """
-    if not every_steps or progress.step % every_steps or progress.step == saved:
-        return saved
-    with record.checkpoint(progress.step) as folder:
-        save(folder, progress)
-    return progress.step
 
 
 @contextmanager
