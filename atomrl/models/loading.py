@@ -206,10 +206,12 @@ def _load_hf(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> HFMod
 
 
 def read_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of everything in the folder's *.safetensors files."""
+    """Name and tensor of every weight: of model.safetensors, its numbered parts, or whatever *.safetensors there is."""
     from safetensors import safe_open
 
-    for file in sorted(Path(folder).glob("*.safetensors")):
+    folder = Path(folder)
+    files = list(folder.glob("model.safetensors")) or list(folder.glob("model-*-of-*.safetensors"))
+    for file in sorted(files or folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (no mapping)
                 yield name, tensors.get_tensor(name)

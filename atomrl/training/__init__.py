@@ -1,0 +1,1 @@
+"""Training back ends: what turns a batch and an algorithm into new weights."""

@@ -1,0 +1,229 @@
+"""Log-probabilities and entropies of tokens, and the one place where positions are shifted by one.
+
+`fused_token_logprobs` goes from hidden states straight to log-probs in chunks of tokens, so that the logits of a
+large vocabulary never exist at once; `row_logprobs` does so for the masked positions of right-padded rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+CHUNK_ELEMENTS = 2**25
+"""Logits held at a time: 128 MB in float32."""
+VOCABULARY_BLOCK = 2**15
+"""Rows of the output matrix whose gradient is added at a time."""
+
+
+def token_logprobs(
+    logits: Float[Tensor, "*batch V"], tokens: Int[Tensor, "*batch"], temperature: float = 1.0
+) -> Float[Tensor, "*batch"]:
+    """Log-probability of each token under its own logits.
+
+        log p(x) = z_x - log sum_v exp(z_v),   z = logits / temperature
+
+    Args:
+        logits: of the distribution that each token was drawn from; no shift happens here.
+        tokens: token ids.
+        temperature: above 0.
+
+    Returns:
+        Natural log-probabilities, in float32 or wider.
+
+    Raises:
+        ValueError: the temperature is not above 0.
+
+    Example:
+        >>> token_logprobs(torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 0]))
+        tensor([-0.6931, -0.3133])
+    """
+    scaled = _wide(logits) / _positive(temperature)
+    return scaled.gather(-1, tokens[..., None])[..., 0] - scaled.logsumexp(-1)
+
+
+def token_entropy(logits: Float[Tensor, "*batch V"], temperature: float = 1.0) -> Float[Tensor, "*batch"]:
+    """Entropy of each distribution.
+
+        H = - sum_v p_v log p_v,   p = softmax(logits / temperature)
+
+    Returns:
+        Nats, in float32 or wider.
+
+    Example:
+        >>> token_entropy(torch.tensor([[0.0, 0.0], [1.0, 0.0]]))
+        tensor([0.6931, 0.5822])
+    """
+    logprobs = F.log_softmax(_wide(logits) / _positive(temperature), dim=-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def fused_token_logprobs(
+    hidden: Float[Tensor, "N H"],
+    head_weight: Float[Tensor, "V H"],
+    tokens: Int[Tensor, " N"],
+    temperature: float = 1.0,
+    chunk_tokens: int | None = None,
+    with_entropy: bool = False,
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
+    """`token_logprobs` and `token_entropy` of `hidden @ head_weight.T`, without ever holding the [N, V] logits.
+
+        d log p(x) / dz_v = [v = x] - p_v        d H / dz_v = -p_v (log p_v + H)
+
+    The forward pass keeps one number per token; the backward pass makes the logits of each chunk again (a single
+    chunk is kept instead) and adds the chunk's part to the gradient of the output matrix in place.
+
+    Args:
+        hidden: what the output matrix multiplies; products are computed in its dtype, statistics in float32.
+        head_weight: the output matrix; its gradient is in its own dtype.
+        tokens: token ids.
+        temperature: above 0; divides the logits.
+        chunk_tokens: tokens whose logits are held at a time; None holds about 32 million logits.
+        with_entropy: compute the entropy too.
+
+    Returns:
+        Log-probs in float32 (float64 for float64), and the entropy or None. Both have gradients.
+
+    Raises:
+        ValueError: the temperature is not above 0, or `chunk_tokens` is below 1.
+
+    Example:
+        >>> hidden, head = torch.eye(2), torch.eye(3, 2)
+        >>> fused_token_logprobs(hidden, head, torch.tensor([0, 2]), with_entropy=True)
+        (tensor([-0.5514, -1.5514]), tensor([0.9753, 0.9753]))
+    """
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
+    chunk = chunk_tokens or max(16, CHUNK_ELEMENTS // head_weight.shape[0])
+    logprobs, entropy = _Fused.apply(hidden, head_weight, tokens, _positive(temperature), chunk, with_entropy)
+    return logprobs, entropy if with_entropy else None
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, chunk: int, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        head = weight.to(hidden.dtype)
+        logprobs, log_norm, entropy = (torch.empty(len(tokens), dtype=wide, device=hidden.device) for _ in range(3))
+        keep = any(ctx.needs_input_grad[:2]) and len(tokens) <= chunk
+        kept = None
+        for part in _parts(len(tokens), chunk):
+            scaled = _scaled_logits(hidden[part], head, temperature, wide)
+            picked = scaled.gather(1, tokens[part, None])[:, 0]
+            largest = scaled.amax(1)
+            shares = torch.sub(scaled, largest[:, None], out=None if keep or with_entropy else scaled).exp_()
+            total = shares.sum(1)
+            log_norm[part] = largest + total.log()
+            logprobs[part] = picked - log_norm[part]
+            if with_entropy:
+                entropy[part] = log_norm[part] - shares.mul_(scaled).sum(1) / total
+            kept = scaled if keep else None
+            del scaled, shares
+        ctx.save_for_backward(hidden, weight, tokens, log_norm, entropy if with_entropy else None, kept)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+        hidden, weight, tokens, log_norm, entropy, kept = ctx.saved_tensors
+        if entropy is None:
+            grad_entropy = None
+        if grad_logprobs is None and grad_entropy is None:
+            return (None,) * 6
+        head = weight.to(hidden.dtype)
+        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for part in _parts(len(tokens), ctx.chunk):
+            scaled = _scaled_logits(hidden[part], head, ctx.temperature, log_norm.dtype) if kept is None else kept
+            logs = torch.sub(scaled, log_norm[part, None], out=scaled if kept is None else None)
+            if grad_entropy is None:
+                delta = logs.exp_().mul_(-grad_logprobs[part, None])
+            else:
+                shares = logs.exp()
+                delta = logs.add_(entropy[part, None]).mul_(-grad_entropy[part, None])
+                if grad_logprobs is not None:
+                    delta.sub_(grad_logprobs[part, None])
+                delta.mul_(shares)
+                del shares
+            if grad_logprobs is not None:
+                delta.scatter_add_(1, tokens[part, None], grad_logprobs[part, None])
+            delta = delta.div_(ctx.temperature).to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(delta, head, out=grad_hidden[part])
+            if grad_weight is not None:
+                _add_outer(grad_weight, delta, hidden[part])
+            del scaled, logs, delta
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _add_outer(total: Tensor, delta: Tensor, hidden: Tensor) -> None:
+    """total += delta.T @ hidden, a block of the vocabulary at a time where that takes a cast."""
+    if total.dtype == hidden.dtype:
+        total.addmm_(delta.T, hidden)
+        return
+    for block in _parts(len(total), VOCABULARY_BLOCK):
+        total[block] += delta[:, block].T @ hidden
+
+
+def _scaled_logits(hidden: Tensor, head: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    logits = F.linear(hidden, head).to(dtype)
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _parts(total: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def row_logprobs(
+    hidden: Float[Tensor, "B T H"],
+    head_weight: Float[Tensor, "V H"],
+    tokens: Int[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
+    temperature: float = 1.0,
+    chunk_tokens: int | None = None,
+    with_entropy: bool = False,
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
+    """Log-probs of the masked tokens of rows, indexed by the token itself: the shift by one is here and nowhere else.
+
+        logprobs[b, t] = log p(tokens[b, t] | tokens[b, <t]), from hidden[b, t-1]; 0 where the mask is false
+
+    Position 0 has nothing before it and counts as masked. Only masked positions are computed.
+
+    Example:
+        >>> hidden = torch.zeros(1, 3, 4)
+        >>> row_logprobs(hidden, torch.ones(2, 4), torch.tensor([[0, 1, 1]]), torch.tensor([[False, False, True]]))[0]
+        tensor([[ 0.0000,  0.0000, -0.6931]])
+    """
+    rows, length = tokens.shape
+    wanted = loss_mask.clone()
+    wanted[:, 0] = False
+    at = wanted.flatten().nonzero()[:, 0]
+    logprobs, entropy = fused_token_logprobs(
+        hidden.reshape(rows * length, -1).index_select(0, at - 1),
+        head_weight,
+        tokens.flatten()[at],
+        temperature,
+        chunk_tokens,
+        with_entropy,
+    )
+
+    def spread(values: Tensor) -> Tensor:
+        return values.new_zeros(rows * length).index_copy(0, at, values).view(rows, length)
+
+    return spread(logprobs), None if entropy is None else spread(entropy)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _positive(temperature: float) -> float:
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be above 0 (greedy log-probs are those at 1)")
+    return float(temperature)

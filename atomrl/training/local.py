@@ -1,0 +1,296 @@
+"""The reference back end: one process, one device."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomrl.atoms.logprobs import row_logprobs
+from atomrl.config import ConfigError, ModelConfig, TrainConfig
+from atomrl.metrics import Mean, Metrics, Sum, merge
+from atomrl.models.loading import (
+    HFModel,
+    Policy,
+    compute_dtype,
+    load_policy,
+    policy_weights,
+    read_safetensors,
+    save_model,
+)
+from atomrl.models.lora import adapters_disabled, has_adapters, load_adapters, save_adapters
+from atomrl.protocols import Algorithm, Annotation, ModelOutputs, Output
+from atomrl.stages import RowBatch, TrainingBatch, select_rows
+from atomrl.training.micro_batches import micro_batches
+from atomrl.training.schedules import learning_rate
+
+log = logging.getLogger(__name__)
+STATE_FOLDER = "training_state"
+"""Beside the model, so that a server that loads every *.safetensors of the folder does not meet it."""
+
+
+class LocalBackend:
+    """Trains a policy on one device: AdamW on float32 weights, micro-batches by token budget.
+
+    An algorithm with an `update` of its own is called as `update(parameters, micro_batches, outputs) -> Metrics`:
+    the trained parameters, the batch in pieces that fit, and the forward pass of a piece (`ModelOutputs`, with
+    gradient unless under `no_grad`). It changes the parameters in place; optimizer and learning rate take no part.
+
+    Args:
+        model: which policy, its dtype, adapters, checkpointing and compilation.
+        train: optimizer, learning rate and micro-batches.
+        total_updates: optimizer steps of the whole run, for the learning rate.
+        tokenizer: written beside the model by `save`; None leaves it out.
+        device: as torch names it.
+        temperature: of sampling; all log-probs are at it (0, greedy, counts as 1).
+        needs_reference: hold a frozen copy of the start, for `ref_logprobs`. With adapters it costs nothing.
+        seed: of adapters' first weights and of dropout.
+
+    Raises:
+        ConfigError: the model is not there, or cannot be trained here.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        train: TrainConfig,
+        *,
+        total_updates: int,
+        tokenizer: Any = None,
+        device: str | torch.device = "cpu",
+        temperature: float = 1.0,
+        needs_reference: bool = False,
+        seed: int = 0,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.device = torch.device(device)
+        self.train, self.tokenizer, self.total_updates = train, tokenizer, total_updates
+        self.temperature = temperature or 1.0
+        self.updates = 0
+        settings = {
+            "dtype": compute_dtype(model.dtype, self.device),
+            "device": self.device,
+            "trust_remote_code": model.trust_remote_code,
+        }
+        self.policy: Policy = load_policy(model.path, lora=model.lora, **settings)
+        self.policy.train()
+        _prepare(self.policy, model)
+        self.reference: Policy | None = None
+        if needs_reference and model.lora is None:
+            self.reference = load_policy(model.path, trainable=False, **settings).eval()
+        self.optimizer = _adamw(self._trained(), train)
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        return {name: weight for name, weight in self.policy.named_parameters() if weight.requires_grad}
+
+    def annotate(self, rows: RowBatch, needs: frozenset[Annotation]) -> RowBatch:
+        """Add `old_logprobs` and `ref_logprobs` where asked, without gradient.
+
+        Raises:
+            ValueError: `needs` names what this back end has not.
+        """
+        unknown = needs - {"old_logprobs", "ref_logprobs"}
+        if unknown:
+            raise ValueError(f"the local back end cannot annotate {sorted(unknown)}")
+        if "ref_logprobs" in needs and self.reference is None and not has_adapters(self.policy):
+            raise ValueError("ref_logprobs are needed, but the back end was made without needs_reference=True")
+        added = {}
+        self.policy.eval()
+        if "old_logprobs" in needs:
+            added["old_logprobs"] = self._all_logprobs(self.policy, rows)
+        if "ref_logprobs" in needs:
+            with nullcontext() if self.reference else adapters_disabled(self.policy):
+                added["ref_logprobs"] = self._all_logprobs(self.reference or self.policy, rows)
+        self.policy.train()
+        return replace(rows, **added)
+
+    @torch.no_grad()
+    def _all_logprobs(self, model: Policy, rows: RowBatch) -> Tensor:
+        logprobs = torch.zeros(rows.tokens.shape)
+        for index in self._split(rows, None):
+            micro = select_rows(rows, index)
+            part = self._outputs(model, micro, frozenset({"logprobs"})).logprobs
+            logprobs[index, : part.shape[1]] = part.cpu()
+        return logprobs
+
+    def _split(self, rows: RowBatch, group_ids: Tensor | None) -> list[Tensor]:
+        train = self.train
+        return micro_batches(rows.lengths, group_ids, train.tokens_per_micro_batch, train.rows_per_micro_batch)
+
+    def _outputs(self, model: Policy, micro: RowBatch, outputs: frozenset[Output]) -> ModelOutputs:
+        tokens, mask = micro.tokens.to(self.device), micro.loss_mask.to(self.device)
+        logprobs, entropy = row_logprobs(
+            model.forward_hidden(tokens),
+            model.head_weight,
+            tokens,
+            mask,
+            self.temperature,
+            with_entropy="entropy" in outputs,
+        )
+        return ModelOutputs(logprobs=logprobs, entropy=entropy)
+
+    def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
+        """One optimizer step. The loss and its gradient are sums over the rows, so no split changes them.
+
+        Returns:
+            The loss's metrics merged, `actor/grad_norm` (before clipping) and `actor/lr`. An update whose gradient is
+            not finite is left out, with a warning and `actor/skipped_updates`.
+
+        Raises:
+            ValueError: the batch is empty, or the algorithm wants an output that this back end has not.
+        """
+        unknown = algorithm.outputs - {"logprobs", "entropy"}
+        if unknown or not batch.rows:
+            what = f"the local back end has no output {sorted(unknown)}" if unknown else "the batch has no rows"
+            raise ValueError(f"{algorithm.name}: {what}")
+        keep = None if algorithm.row_unit == "row" else batch.group_ids
+        micros = [_to(select_rows(batch, index), self.device) for index in self._split(batch, keep)]
+
+        def outputs(micro: TrainingBatch) -> ModelOutputs:
+            return self._outputs(self.policy, micro, algorithm.outputs)
+
+        if algorithm.update is not None:
+            metrics = algorithm.update(list(self._trained().values()), micros, outputs)
+        else:
+            parts = []
+            for micro in micros:
+                result = algorithm.loss(outputs(micro), micro)
+                result.loss.backward()
+                parts.append(result.metrics)
+            metrics = merge([*parts, self._step()])
+        self.updates += 1
+        return metrics
+
+    def _step(self) -> Metrics:
+        """Clip, set the learning rate, step."""
+        train = self.train
+        rate = learning_rate(
+            self.updates,
+            self.total_updates,
+            train.learning_rate,
+            train.schedule,
+            train.warmup_ratio,
+            train.min_lr_ratio,
+        )
+        weights = list(self._trained().values())
+        norm = torch.nn.utils.clip_grad_norm_(weights, train.max_grad_norm, foreach=True).item()
+        finite = norm < float("inf")
+        if finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+        else:
+            log.warning("update %d left out: its gradient norm is %s", self.updates, norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        metrics: Metrics = {"actor/lr": Mean(rate)}
+        return metrics | ({"actor/grad_norm": Mean(norm)} if finite else {"actor/skipped_updates": Sum(1.0)})
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights, adapters merged, named as in its Hugging Face state dict; not copied."""
+        return policy_weights(self.policy)
+
+    def save(self, folder: Path) -> None:
+        """Write model (or adapters) and tokenizer for transformers, and beside them what it takes to go on exactly."""
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        state_folder = folder / STATE_FOLDER
+        state_folder.mkdir(parents=True, exist_ok=True)
+        if has_adapters(self.policy):
+            save_adapters(self.policy, folder)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(folder)
+        else:
+            save_model(self.policy, self.tokenizer, folder)
+        tensors = {"rng/cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
+        for name, weight in self._trained().items():
+            for key, value in self.optimizer.state.get(weight, {}).items():
+                tensors[f"{key}/{name}"] = value.contiguous()
+        save_file(tensors, state_folder / "optimizer.safetensors")
+        (state_folder / "trainer.json").write_text(json.dumps({"updates": self.updates}) + "\n", encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """Continue exactly from `save`.
+
+        Raises:
+            ConfigError: the folder holds no such state, or it is another model's.
+        """
+        from safetensors.torch import load_file
+
+        folder = Path(folder)
+        state_folder = folder / STATE_FOLDER
+        if not (state_folder / "trainer.json").is_file():
+            raise ConfigError(f"{folder} holds no {STATE_FOLDER}/trainer.json: it is no checkpoint of this back end")
+        if has_adapters(self.policy):
+            load_adapters(self.policy, folder)
+        else:
+            _copy_weights(self.policy, folder)
+        tensors = load_file(state_folder / "optimizer.safetensors")
+        torch.set_rng_state(tensors.pop("rng/cpu"))
+        if "rng/cuda" in tensors:
+            torch.cuda.set_rng_state(tensors.pop("rng/cuda"), self.device)
+        self.optimizer.state.clear()
+        trained = self._trained()
+        for key, value in tensors.items():
+            kind, _, name = key.partition("/")
+            where = value.device if kind == "step" and self.device.type == "cpu" else self.device
+            self.optimizer.state[trained[name]][kind] = value.to(where)
+        self.updates = json.loads((state_folder / "trainer.json").read_text(encoding="utf-8"))["updates"]
+
+    def close(self) -> None:
+        """Free the model, the optimizer and the reference."""
+        del self.policy, self.optimizer
+        self.reference = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _prepare(policy: Policy, config: ModelConfig) -> None:
+    """Checkpointing and compilation, as the config asks."""
+    if isinstance(policy, HFModel):
+        if config.gradient_checkpointing:
+            policy.inner.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.compile:
+            log.warning("model.compile has no effect on models that are trained through transformers")
+        return
+    policy.gradient_checkpointing = config.gradient_checkpointing
+
+
+def _adamw(trained: dict[str, torch.nn.Parameter], train: TrainConfig) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices alone."""
+    groups = [
+        {"params": [w for w in trained.values() if w.dim() >= 2], "weight_decay": train.weight_decay},
+        {"params": [w for w in trained.values() if w.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=train.learning_rate, betas=(train.adam_beta1, train.adam_beta2), eps=train.adam_eps, fused=True
+    )
+
+
+def _to(batch: TrainingBatch, device: torch.device) -> TrainingBatch:
+    if device.type == "cpu":
+        return batch
+    moved = {name: value.to(device) for name, value in vars(batch).items() if value is not None}
+    return replace(batch, **moved)
+
+
+@torch.no_grad()
+def _copy_weights(policy: Policy, folder: Path) -> None:
+    own = dict(policy_weights(policy))
+    found = dict(read_safetensors(folder))
+    tied = {"lm_head.weight"} if policy.config.tie_word_embeddings else set()
+    wrong = [name for name in found if name not in own or own[name].shape != found[name].shape]
+    missing = own.keys() - found.keys() - tied
+    if wrong or missing:
+        raise ConfigError(f"checkpoint {folder} is of another model: {sorted([*wrong, *missing])[:5]} do not fit")
+    for name, tensor in found.items():
+        own[name].copy_(tensor)
