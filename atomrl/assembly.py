@@ -1,0 +1,349 @@
+"""From a config to concrete objects: the only place that names engines and back ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from atomrl.algorithms.sft import SFT
+from atomrl.algorithms.table import build_algorithm
+from atomrl.config import ConfigError, ModelConfig, RolloutConfig, RunConfig
+from atomrl.data.generators import find_demonstrator, is_generator
+from atomrl.data.processor import DataProcessor
+from atomrl.data.sources import load_samples
+from atomrl.data.stream import PromptStream
+from atomrl.loop.evaluate import EvalResult, evaluate
+from atomrl.loop.sft import demonstration_batch, demonstration_tokens, supervise
+from atomrl.loop.sync import Parts, Progress, Save, Schedule
+from atomrl.loop.sync import train as run_training
+from atomrl.models.gpt import new_gpt
+from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, save_model
+from atomrl.models.tokenizer import task_tokenizer
+from atomrl.protocols import RolloutEngine, TrainingBackend
+from atomrl.rewards.compute import build_rewards
+from atomrl.rollout.hf import HFEngine
+from atomrl.rollout.native import NativeEngine, supports
+from atomrl.stages import RewardBatch, Sample, SamplingParams
+from atomrl.tracking.recorder import Recorder
+from atomrl.tracking.run_directory import RunDirectory
+from atomrl.training.local import LocalBackend
+
+log = logging.getLogger(__name__)
+ENGINES = {"native": NativeEngine, "hf": HFEngine}
+STATE = "progress.json"
+"""In every checkpoint: how far the run is."""
+FRESH_MODEL = "fresh_model"
+
+
+def train(config: RunConfig, resume: bool = False) -> dict[str, Any]:
+    """`atomrl train`: reinforcement learning from a config to a summary.
+
+    Config, data, rewards and the model's tokenizer are checked before weights are loaded.
+
+    Args:
+        resume: go on from the newest checkpoint of the run, which must exist.
+
+    Returns:
+        What is in the run's `summary.json`.
+
+    Raises:
+        ConfigError, DataError, ValueError: what is wrong, where, and what to do.
+    """
+    started = time.perf_counter()
+    axes, path = config.algorithm.axes, model_path(config)
+    algorithm = build_algorithm(config.algorithm.name, axes, report_entropy=config.train.report_entropy)
+    rewards = build_rewards(config.reward)
+    tokenizer = load_tokenizer(path, config.model.trust_remote_code)
+    processor = DataProcessor(tokenizer, config.data)
+    held_out = load_split(config, processor, "eval")
+    stream = PromptStream(load_split(config, processor, "train"), seed=config.seed, shuffle=config.data.shuffle)
+    schedule = make_schedule(config)
+    run, progress = open_run(config, resume, stream.fingerprint)
+    trainer = build_trainer(config, path, tokenizer, schedule, needs_reference="ref_logprobs" in algorithm.needs)
+    engine = build_engine(config.rollout.engine, path, tokenizer, config.model.dtype, config.rollout, config.model)
+    with closing_all(trainer, engine), Recorder(config, run) as record:
+
+        def evaluate_now(version: int) -> dict[str, float]:
+            if not held_out:
+                return {}
+            result = evaluate(engine, held_out, processor, rewards, eval_sampling(config))
+            record.log_evaluation(version, result.metrics(), list(result.rows))
+            progress.evaluations[str(version)] = headline(result)
+            return result.metrics()
+
+        if progress.step:
+            trainer.load(run.checkpoint_folder(progress.step))
+        elif config.eval.before:
+            evaluate_now(0)
+        parts = Parts(
+            engine=engine,
+            trainer=trainer,
+            algorithm=algorithm,
+            stream=stream,
+            processor=processor,
+            rewards=rewards,
+            sampling=train_sampling(config),
+            record=record,
+            evaluate=evaluate_now,
+        )
+        done = run_training(parts, schedule, progress, saver(trainer, stream.fingerprint))
+        if done and config.eval.after:
+            evaluate_now(progress.step)
+    return finish(run, config, progress, done, time.perf_counter() - started)
+
+
+def sft(config: RunConfig, resume: bool = False) -> dict[str, Any]:
+    """`atomrl sft`: supervised training on demonstrations; with `sft.gpt`, of a model made from scratch.
+
+    A step draws `train.rows_per_update` demonstrations. Otherwise as `train`.
+    """
+    started = time.perf_counter()
+    if config.sft is None:
+        raise ConfigError("sft: the section is required by `atomrl sft` (an empty one is enough: `sft: {}`)")
+    report = load_samples(config.data, "train", config.seed)
+    demonstrate = demonstrator(config)
+    for sample in report.samples[:1]:
+        demonstrate(sample, random.Random(0))  # a missing field shows now
+    stream = PromptStream(report.samples, seed=config.seed, shuffle=config.data.shuffle)
+    rows = config.train.rows_per_update or 64
+    schedule = replace(make_schedule(config), prompts_per_step=rows, updates_per_epoch=1, epochs_per_step=1)
+    run, progress = open_run(config, resume, stream.fingerprint)
+    path = fresh_model(config, run) if config.sft.gpt else model_path(config)
+    tokenizer = load_tokenizer(path, config.model.trust_remote_code)
+    processor = DataProcessor(tokenizer, config.data)
+    kept, _ = processor.filter_overlong(report.samples)
+    stream = PromptStream(kept, seed=config.seed, shuffle=config.data.shuffle)
+    trainer = build_trainer(config, path, tokenizer, schedule, needs_reference=False)
+
+    def draw(count: int) -> RewardBatch:
+        items = stream.take(count)
+        progress.position = stream.position
+        texts = [demonstrate(sample, random.Random(f"{config.seed}/{prompt_id}")) for prompt_id, sample in items]
+        return demonstration_batch(processor.to_prompt_batch(items), demonstration_tokens(texts, tokenizer))
+
+    with closing_all(trainer), Recorder(config, run) as record:
+        if progress.step:
+            trainer.load(run.checkpoint_folder(progress.step))
+            stream.position = progress.position
+        done = supervise(trainer, SFT, draw, record, progress, saver(trainer, stream.fingerprint), schedule)
+    return finish(run, config, progress, done, time.perf_counter() - started)
+
+
+def model_path(config: RunConfig) -> str:
+    """The policy's folder or hub name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if config.model.path is None:
+        raise ConfigError("model.path: is required (a folder in Hugging Face layout, or a hub name)")
+    return config.model.path
+
+
+def load_split(config: RunConfig, processor: DataProcessor, split: Literal["train", "eval"]) -> list[Sample]:
+    """The problems of a split that fit the limit on prompts; what is left out is said."""
+    report = load_samples(config.data, split, config.seed)
+    if report.skipped:
+        log.warning("%s: %d rows with problems were skipped", report.source, report.skipped)
+    kept, overlong = processor.filter_overlong(report.samples)
+    if overlong:
+        what = "left out" if config.data.overlong_prompt == "drop" else "cut to their last tokens"
+        log.warning("%s: %d prompts over %d tokens were %s", report.source, overlong, processor.max_prompt_tokens, what)
+    return kept
+
+
+def make_schedule(config: RunConfig) -> Schedule:
+    """How many of everything; one update per pass unless `train.rows_per_update` says otherwise."""
+    rollout, train = config.rollout, config.train
+    rows = rollout.prompts_per_step * rollout.completions_per_prompt
+    return Schedule(
+        steps=train.steps,
+        prompts_per_step=rollout.prompts_per_step,
+        updates_per_epoch=rows // (train.rows_per_update or rows),
+        epochs_per_step=train.epochs_per_step,
+        max_row_tokens=train.max_row_tokens,
+        eval_every_steps=config.eval.every_steps,
+        save_every_steps=config.checkpoint.every_steps,
+        seed=config.seed,
+    )
+
+
+def train_sampling(config: RunConfig) -> SamplingParams:
+    """How the completions that are trained on are drawn."""
+    rollout = config.rollout
+    return SamplingParams(
+        completions_per_prompt=rollout.completions_per_prompt,
+        max_completion_tokens=rollout.max_completion_tokens,
+        min_completion_tokens=rollout.min_completion_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop=tuple(rollout.stop),
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        seed=config.seed,
+    )
+
+
+def eval_sampling(config: RunConfig) -> SamplingParams:
+    """How the completions of an evaluation are drawn: the same seeds at every step, so that steps compare."""
+    settings = config.eval
+    return replace(
+        train_sampling(config),
+        completions_per_prompt=settings.samples_per_prompt,
+        max_completion_tokens=settings.max_completion_tokens or config.rollout.max_completion_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=0,
+    )
+
+
+def device_name() -> str:
+    """`cuda` where there is one, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def build_trainer(
+    config: RunConfig, path: str, tokenizer: Any, schedule: Schedule, needs_reference: bool
+) -> TrainingBackend:
+    """The training back end."""
+    return LocalBackend(
+        config.model.model_copy(update={"path": path}),
+        config.train,
+        total_updates=schedule.steps * schedule.updates_per_epoch * schedule.epochs_per_step,
+        tokenizer=tokenizer,
+        device=device_name(),
+        temperature=config.rollout.temperature,
+        needs_reference=needs_reference,
+        seed=config.seed,
+    )
+
+
+def build_engine(
+    name: str, path: str, tokenizer: Any, dtype: str, rollout: RolloutConfig, model: ModelConfig
+) -> RolloutEngine:
+    """The rollout engine of a name. A model that `native` does not know falls to `hf`, saying so.
+
+    Raises:
+        ConfigError: there is no engine of this name.
+    """
+    if name not in ENGINES:
+        raise ConfigError(f"rollout.engine: unknown engine {name!r}; there are {', '.join(ENGINES)}")
+    settings = {
+        "dtype": compute_dtype(dtype, device_name()),
+        "device": device_name(),
+        "max_concurrent_completions": rollout.max_concurrent_completions,
+    }
+    if name == "native":
+        reason = supports(model_config_only(path, model.trust_remote_code))
+        if reason:
+            log.warning("rollouts come from the hf engine, because native does not know this model: %s", reason)
+            name = "hf"
+    return ENGINES[name].from_pretrained(path, tokenizer, **settings)
+
+
+def demonstrator(config: RunConfig) -> Callable[[Sample, random.Random], str]:
+    """What a sample's demonstration is: a generator's own, or a field of the row.
+
+    Raises:
+        ConfigError: the generator writes none, or the row has no such field.
+    """
+    assert config.sft is not None
+    source, field = config.data.train, config.sft.completion_field
+    if is_generator(source):
+        own = find_demonstrator(source)
+        return lambda sample, rng: own(rng, {**sample.columns, "ground_truth": sample.ground_truth})
+
+    def from_field(sample: Sample, rng: random.Random) -> str:
+        text = sample.columns.get(field)
+        if not isinstance(text, str) or not text:
+            raise ConfigError(f"{sample.sample_id}: sft.completion_field {field!r} holds no text")
+        return text
+
+    return from_field
+
+
+def fresh_model(config: RunConfig, run: RunDirectory) -> str:
+    """A GPT with fresh weights and a tokenizer for the task, in the run's folder; the one there when resumed."""
+    folder = run.path / FRESH_MODEL
+    if not folder.exists():
+        assert config.sft is not None and config.sft.gpt is not None
+        tokenizer = task_tokenizer(config.data.train)
+        model = new_gpt(
+            vocab_size=len(tokenizer),
+            **config.sft.gpt.model_dump(),
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            seed=config.seed,
+        )
+        save_model(model, tokenizer, folder)
+    return str(folder)
+
+
+def open_run(config: RunConfig, resume: bool, fingerprint: str) -> tuple[RunDirectory, Progress]:
+    """The run's folder, and how far it is.
+
+    Raises:
+        ConfigError: the folder exists (or not, to resume), or the data is not the data of the checkpoint.
+    """
+    run = RunDirectory.create(config, resume)
+    if run.first_step == 1:
+        return run, Progress()
+    folder = run.checkpoint_folder(run.first_step - 1)
+    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    if state.pop("data_fingerprint") != fingerprint:
+        raise ConfigError(f"{folder} was trained on other data than data.train now gives; start a new run instead")
+    return run, Progress(**state)
+
+
+def saver(trainer: TrainingBackend, fingerprint: str) -> Save:
+    """Writes model, optimizer and progress into a folder."""
+
+    def save(folder: Path, progress: Progress) -> None:
+        trainer.save(folder)
+        state = asdict(progress) | {"data_fingerprint": fingerprint}
+        (folder / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+
+    return save
+
+
+def headline(result: EvalResult) -> dict[str, float]:
+    """The figures of an evaluation that a summary shows."""
+    names = {"accuracy": "accuracy", "format": "format", "reasoning_tokens": "reasoning_tokens"}
+    return {short: result.overall[name].mean for short, name in names.items()}
+
+
+def finish(run: RunDirectory, config: RunConfig, progress: Progress, done: bool, seconds: float) -> dict[str, Any]:
+    """Write and return the summary: `accuracy_before`, `accuracy_after`, `format_before`, ..., `wall_s`."""
+    before, after = progress.evaluations.get("0", {}), progress.evaluations.get(str(progress.step), {})
+    summary = {
+        "run": str(run.path),
+        "finished": done,
+        "steps": progress.step,
+        "seed": config.seed,
+        "wall_s": round(seconds, 2),
+        **{f"{name}_before": value for name, value in before.items()},
+        **{f"{name}_after": value for name, value in (after if progress.step else {}).items()},
+        "checkpoint": str(run.checkpoint_folder(progress.step)) if progress.step else None,
+    }
+    run.finish(summary)
+    return summary
+
+
+@contextmanager
+def closing_all(*parts: Any) -> Iterator[None]:
+    """Close everything on the way out."""
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.close()
