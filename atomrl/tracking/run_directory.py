@@ -1,12 +1,12 @@
 """The folder of one run.
 
-    runs/NAME/
-      config.yaml      the resolved config
-      env.json         versions, hardware, commit, command; never environment variables
-      metrics.jsonl    one flat JSON object a line, each with "step": pd.read_json(path, lines=True)
-      rollouts/step_000010/{train,eval}.jsonl   one completion a line
-      checkpoints/step_000010/                  complete or absent, see `checkpoints.py`
-      summary.json, curves.png                  at the end
+runs/NAME/
+  config.yaml      the resolved config
+  env.json         versions, hardware, commit, command; never environment variables
+  metrics.jsonl    one flat JSON object a line, each with "step": pd.read_json(path, lines=True)
+  rollouts/step_000010/{train,eval}.jsonl   one completion a line
+  checkpoints/step_000010/                  complete or absent, see `checkpoints.py`
+  summary.json, curves.png                  at the end
 """
 
 from __future__ import annotations
@@ -152,9 +152,7 @@ def step_of_checkpoint(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
-def rollout_rows(
-    step: int, rewarded: RewardBatch, advantages: Mapping[tuple[int, int], float]
-) -> list[dict[str, Any]]:
+def rollout_rows(step: int, rewarded: RewardBatch, advantages: Mapping[tuple[int, int], float]) -> list[dict[str, Any]]:
     """One JSON-ready dict per completion.
 
     Args:

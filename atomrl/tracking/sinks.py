@@ -71,7 +71,7 @@ class WandbSink:
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        data = [[_cell(row.get(name)) for name in TABLE_COLUMNS] for row in rows[:MAX_SAMPLES]]
+        data = [[_cell(name, row[name]) for name in TABLE_COLUMNS] for row in rows[:MAX_SAMPLES]]
         self._run.log({"samples": self._wandb.Table(columns=list(TABLE_COLUMNS), data=data)}, step=step)
 
     def close(self) -> None:
@@ -114,8 +114,10 @@ def _text(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else "".join(f"{turn['role']}: {turn['content']}\n" for turn in prompt)
 
 
-def _cell(value: Any) -> Any:
-    """W&B tables want one type a column: numbers as they are, all else as text."""
-    if value is None or isinstance(value, int | float | str):
+def _cell(name: str, value: Any) -> Any:
+    """W&B wants one type a column: rewards and advantages are numbers, all else is text."""
+    if name in ("reward", "advantage"):
         return value
-    return json.dumps(value, ensure_ascii=False, default=str)
+    if name == "prompt":
+        return _text(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

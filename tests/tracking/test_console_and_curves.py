@@ -1,0 +1,76 @@
+import io
+import sys
+
+import pytest
+
+from atomrl.config import ConfigError
+from atomrl.tracking.console import Progress
+from atomrl.tracking.curves import draw_curves, panels
+from atomrl.tracking.run_directory import RunDirectory
+from tests.tracking.helpers import make_config
+
+METRICS = {
+    "critic/score/mean": 0.25,
+    "train/accuracy": 0.5,
+    "response_length/mean": 93.14,
+    "actor/entropy": 0.5,
+    "perf/throughput": 5120.0,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_without_a_terminal_one_line_a_step():
+    stream = io.StringIO()
+    with Progress(3, first_step=2, stream=stream) as progress:
+        progress.update(2, METRICS)
+        progress.note("saved")
+        progress.update(3, {})
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith(
+        "step 2/3  reward 0.250  accuracy 0.500  length 93.1  entropy 0.500  tok/s 5,120  ETA 0:"
+    )
+    assert lines[1] == "saved" and lines[2] == "step 3/3  ETA 0:00"
+
+
+def test_on_a_terminal_a_live_bar():
+    stream = Terminal()
+    with Progress(2, name="quickstart", stream=stream) as progress:
+        progress.update(1, METRICS)
+        progress.note("held-out [0.5]")
+        progress.update(2, METRICS)
+    text = stream.getvalue()
+    assert "quickstart" in text and "2/2" in text and "0.250" in text and "held-out [0.5]" in text
+    assert "step 1/2" not in text
+
+
+def test_what_is_drawn():
+    rows = [
+        {"step": 0, "val-core/sums/acc/mean@4": 0.1},
+        {"step": 1, "critic/score/mean": 0.2, "train/accuracy": 0.3, "reward/only/mean": 0.2, "actor/entropy": None},
+        {"step": 2, "critic/score/mean": 0.4, "val-core/sums/acc/mean@4": 0.6},
+    ]
+    drawn = panels(rows)
+    assert drawn["Reward"] == {"reward": [(1, 0.2), (2, 0.4)]}
+    assert drawn["Accuracy"] == {"train": [(1, 0.3)], "held-out": [(0, 0.1), (2, 0.6)]}
+    assert drawn["Entropy (nats per token)"] == {"entropy": []}
+
+
+def test_the_picture_comes_from_the_metrics_alone(tmp_path):
+    run = RunDirectory.create(make_config(tmp_path))
+    for step in range(60):
+        run.log(step, METRICS)
+    out = draw_curves(run.path, tmp_path / "deep" / "picture.png")
+    assert out.read_bytes().startswith(b"\x89PNG") and not (run.path / "curves.png").exists()
+
+
+def test_no_metrics_and_no_matplotlib_are_named(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="no metrics"):
+        draw_curves(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"atomrl\[plot\]"):
+        draw_curves(tmp_path)

@@ -1,0 +1,180 @@
+import json
+import math
+import subprocess
+
+import pandas as pd
+import pytest
+import yaml
+
+from atomrl.config import ConfigError, build_config
+from atomrl.tracking.run_directory import RunDirectory, read_metrics
+from tests.tracking.helpers import make_config, make_rewarded
+
+
+def save(run, step, text="weights"):
+    with run.checkpoint(step) as folder:
+        (folder / "model.safetensors").write_text(text)
+
+
+def test_new_run_has_the_resolved_config_and_its_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "hunter2-secret")
+    monkeypatch.setattr("sys.argv", ["atomrl", "train", "c.yaml", "hub_token=hunter2-secret"])
+    config = make_config(tmp_path, train={"steps": 7})
+    run = RunDirectory.create(config)
+    assert build_config(yaml.safe_load((run.path / "config.yaml").read_text())) == config
+    environment = json.loads((run.path / "env.json").read_text())
+    assert environment["packages"]["torch"] and environment["cpus"] >= 1
+    assert environment["command"] == "atomrl train c.yaml hub_token=[redacted]"
+    for file in run.path.iterdir():
+        assert "hunter2" not in file.read_text()
+
+
+def test_the_commit_is_recorded(tmp_path, monkeypatch):
+    for command in (["init", "-q"], ["-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "m", "--allow-empty"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    environment = json.loads((RunDirectory.create(make_config(tmp_path)).path / "env.json").read_text())
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    assert environment["git"] == {"commit": head, "modified": True}
+
+
+def test_an_existing_name_is_refused_with_both_ways_out(tmp_path):
+    RunDirectory.create(make_config(tmp_path))
+    with pytest.raises(ConfigError, match=r"exists already.*--resume.*run_name="):
+        RunDirectory.create(make_config(tmp_path))
+
+
+def test_an_empty_folder_is_no_run_and_resume_needs_one(tmp_path):
+    with pytest.raises(ConfigError, match="no run to resume"):
+        RunDirectory.create(make_config(tmp_path), resume=True)
+    (tmp_path / "r").mkdir()
+    assert RunDirectory.create(make_config(tmp_path)).first_step == 1
+
+
+def test_metrics_load_in_pandas(tmp_path):
+    run = RunDirectory.create(make_config(tmp_path))
+    run.log(1, {"critic/score/mean": 0.25, "actor/entropy": math.nan, "training/updates": 2})
+    run.log(2, {"critic/score/mean": 0.5, "actor/entropy": math.inf})
+    frame = pd.read_json(run.path / "metrics.jsonl", lines=True)
+    assert list(frame["step"]) == [1, 2]
+    assert list(frame["critic/score/mean"]) == [0.25, 0.5]
+    assert frame["actor/entropy"].isna().all()
+    for line in (run.path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_rollout_rows(tmp_path):
+    run = RunDirectory.create(make_config(tmp_path))
+    run.log_rollouts(10, make_rewarded(), {(0, 0): 0.7, (0, 1): -0.7, (1, 0): 0.0})
+    text = (run.path / "rollouts" / "step_000010" / "train.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert len(rows) == 4
+    assert rows[0] == {
+        "step": 10,
+        "prompt_id": "f:1/0",
+        "completion_index": 0,
+        "data_source": "sums",
+        "prompt": "1+1=",
+        "ground_truth": 2,
+        "completion": "<b>",
+        "prompt_tokens": 2,
+        "completion_tokens": 2,
+        "token_ids": [4, 5],
+        "reward": 1.0,
+        "reward_parts": {"strict_math": 1.0},
+        "advantage": 0.7,
+        "finish_reason": "stop",
+        "policy_version": 3,
+    }
+    assert [row["advantage"] for row in rows] == [0.7, -0.7, 0.0, None]
+    assert rows[2]["prompt"] == [{"role": "user", "content": "hi"}] and rows[3]["reward"] is None
+
+
+def test_a_checkpoint_is_complete_or_absent(tmp_path):
+    run = RunDirectory.create(make_config(tmp_path))
+    save(run, 5)
+    with pytest.raises(OSError, match="disk full"), run.checkpoint(10) as folder:
+        (folder / "model.safetensors").write_text("half")
+        assert run.latest_checkpoint() == run.checkpoint_folder(5)
+        raise OSError("disk full")
+    assert run.latest_checkpoint() == run.checkpoint_folder(5)
+    assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step_000005"]
+
+
+def test_a_leftover_of_a_kill_is_no_checkpoint_and_in_nobodys_way(tmp_path):
+    run = RunDirectory.create(make_config(tmp_path))
+    leftover = run.path / "checkpoints" / ".step_000005.partial"
+    leftover.mkdir(parents=True)
+    (leftover / "old").write_text("half")
+    assert run.latest_checkpoint() is None
+    save(run, 5)
+    assert sorted(path.name for path in run.checkpoint_folder(5).iterdir()) == ["MANIFEST.json", "model.safetensors"]
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path):
+    run = RunDirectory.create(make_config(tmp_path, checkpoint={"keep": 2}))
+    for step in (5, 10, 15, 100):
+        save(run, step)
+    assert sorted(path.name for path in (run.path / "checkpoints").iterdir()) == ["step_000015", "step_000100"]
+
+
+@pytest.mark.parametrize("damage", ["delete", "truncate", "flip", "no manifest"])
+def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, capsys, damage):
+    run = RunDirectory.create(make_config(tmp_path))
+    save(run, 5)
+    save(run, 10)
+    weights = run.checkpoint_folder(10) / "model.safetensors"
+    if damage == "delete":
+        weights.unlink()
+    elif damage == "truncate":
+        weights.write_text("weight")
+    elif damage == "flip":
+        weights.write_text("weightS")
+    else:
+        (run.checkpoint_folder(10) / "MANIFEST.json").unlink()
+    assert run.latest_checkpoint() == run.checkpoint_folder(5)
+    message = capsys.readouterr().err
+    assert "step_000010 is damaged" in message
+    assert ("MANIFEST.json" if damage == "no manifest" else "model.safetensors") in message
+
+
+def test_resume_cuts_what_is_later_than_the_checkpoint(tmp_path, capsys):
+    run = RunDirectory.create(make_config(tmp_path))
+    for step in range(5):
+        run.log(step, {"a": step})
+        run.log_rollouts(step, make_rewarded())
+        if step in (1, 2):
+            save(run, step)
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "a"')  # a kill in the middle of a line
+    resumed = RunDirectory.create(make_config(tmp_path, train={"steps": 200}), resume=True)
+    assert resumed.first_step == 3
+    assert [row["step"] for row in read_metrics(run.path / "metrics.jsonl")] == [0, 1, 2]
+    assert sorted(path.name for path in (run.path / "rollouts").iterdir()) == [f"step_00000{step}" for step in range(3)]
+    assert "resume: train.steps: 100 -> 200" in capsys.readouterr().err
+    environment = json.loads((run.path / "env.json").read_text())
+    assert environment["resumed"][0]["first_step"] == 3
+    assert environment["resumed"][0]["config_changes"] == ["train.steps: 100 -> 200"]
+    assert yaml.safe_load((run.path / "config.yaml").read_text())["train"]["steps"] == 200
+
+
+def test_resume_without_a_checkpoint_starts_over(tmp_path):
+    run = RunDirectory.create(make_config(tmp_path))
+    run.log(0, {"a": 1.0})
+    assert RunDirectory.create(make_config(tmp_path), resume=True).first_step == 1
+    assert read_metrics(run.path / "metrics.jsonl") == []
+
+
+def test_the_same_step_can_be_saved_again(tmp_path):
+    run = RunDirectory.create(make_config(tmp_path))
+    save(run, 5, "first")
+    save(run, 5, "second")
+    assert (run.latest_checkpoint() / "model.safetensors").read_text() == "second"
+
+
+def test_finish_writes_summary_and_picture(tmp_path):
+    run = RunDirectory.create(make_config(tmp_path))
+    run.log(1, {"critic/score/mean": 0.25})
+    run.finish({"accuracy_after": 0.9})
+    assert json.loads((run.path / "summary.json").read_text()) == {"accuracy_after": 0.9}
+    assert (run.path / "curves.png").read_bytes().startswith(b"\x89PNG")
