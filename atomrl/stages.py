@@ -196,6 +196,8 @@ class AdvantageBatch(RowBatch):
 
     advantages: Tensor
     """[B, T] float32, 0 off the mask, no gradient."""
+    returns: Tensor | None = None
+    """[B, T] float32: what a critic is fitted to."""
 
 
 @dataclass(frozen=True, kw_only=True)
