@@ -11,7 +11,7 @@ from typing import Any
 
 from atomrl.data.processor import DataProcessor
 from atomrl.protocols import RewardComputer, RolloutEngine
-from atomrl.rewards.answers import extract_answer, has_strict_format, reasoning_text
+from atomrl.rewards.format import extract_answer, has_strict_format, reasoning_text
 from atomrl.stages import RewardBatch, RolloutBatch, Sample, SamplingParams
 from atomrl.tracking.run_directory import rollout_rows
 
@@ -24,7 +24,8 @@ class Group:
     rewards: tuple[float | None, ...]
     correct: tuple[bool, ...]
     """The first reward function gave at least 1.0 (no value counts as not correct)."""
-    answers: tuple[str | None, ...]
+    answers: tuple[str, ...]
+    """Empty where the completion gives none."""
     formatted: tuple[bool, ...]
     truncated: tuple[bool, ...]
     completion_tokens: tuple[int, ...]
@@ -50,7 +51,7 @@ class EvalResult:
 
     prompts: int
     dropped_prompts: int
-    """Over the length limit, so never drawn: they are in no figure."""
+    """Over the length limit and left out: they are in no figure."""
     samples_per_prompt: int
     overall: Mapping[str, Figure]
     by_data_source: Mapping[str, Mapping[str, Figure]]
@@ -112,9 +113,10 @@ def evaluate(
     Raises:
         ValueError: there is no problem left to evaluate.
     """
-    prompts = processor.to_prompt_batch(list(samples))
-    if not prompts.samples:
-        raise ValueError(f"nothing to evaluate: none of {len(samples)} problems is within max_prompt_tokens")
+    if not samples:
+        raise ValueError("there is no problem to evaluate")
+    kept, _ = processor.filter_overlong(samples)
+    prompts = processor.to_prompt_batch([(f"eval:{sample.sample_id}", sample) for sample in kept])
     tokenizer = processor.tokenizer
     if response_prefix:
         forced = tuple(tokenizer.encode(response_prefix, add_special_tokens=False))
@@ -148,7 +150,7 @@ def score_groups(rewarded: RewardBatch, tokenizer: Any) -> list[Group]:
     for p, sample in enumerate(rewarded.samples):
         completions = rewarded.completions[p]
         texts = [completion.text for completion in completions]
-        reasoning = [reasoning_text(text) or "" for text in texts]
+        reasoning = [reasoning_text(text) for text in texts]
         groups.append(
             Group(
                 data_source=sample.data_source,
@@ -227,7 +229,7 @@ def majority_correct(group: Group) -> bool:
 
     Completions without an answer have no vote; of answers that are equally frequent the first given counts.
     """
-    votes = Counter(answer for answer in group.answers if answer is not None)
+    votes = Counter(answer for answer in group.answers if answer)
     if not votes:
         return False
     winner = votes.most_common(1)[0][0]

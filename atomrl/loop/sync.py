@@ -50,8 +50,8 @@ class Parts:
     rewards: RewardComputer
     sampling: SamplingParams
     record: RunRecord
-    evaluate: Callable[[int], dict[str, float]]
-    """policy version -> metrics on held-out problems; nothing where there are none."""
+    evaluate: Callable[[int], object]
+    """Evaluates on held-out problems, where there are any, after this many steps, and records the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,7 @@ def train(parts: Parts, schedule: Schedule, progress: Progress, save: Save) -> b
     def one_step(step: int) -> dict[str, float]:
         metrics = run_step(parts, schedule, step)
         if schedule.eval_every_steps and step % schedule.eval_every_steps == 0 and step < schedule.steps:
-            progress.evaluations[str(step)] = parts.evaluate(step)
-            metrics |= progress.evaluations[str(step)]
+            parts.evaluate(step)
         progress.position = parts.stream.position
         return metrics
 

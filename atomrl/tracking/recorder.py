@@ -50,11 +50,13 @@ class Recorder:
             self.sinks.log_samples(self.directory.log_rollouts(step, rewarded, advantages), step)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], rows: list[dict[str, Any]]) -> None:
-        """An evaluation before or after training, or between steps: its rows and, on the terminal, its accuracy."""
+        """An evaluation after `step` steps: a line of its own in `metrics.jsonl`, and all its completions."""
+        self.directory.log(step, metrics)
+        self.sinks.log_now(metrics, step)
         if self._save_rollouts:
             self.directory.write_rows(step, rows, "eval")
         accuracy = [f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if "/acc/mean@" in key]
-        self.progress.note(f"step {step}: held-out accuracy {', '.join(accuracy)}" if accuracy else f"step {step}")
+        self.progress.note(f"step {step}: held-out accuracy: {', '.join(accuracy)}")
 
     def checkpoint(self, step: int) -> AbstractContextManager[Path]:
         """See `RunDirectory.checkpoint`."""

@@ -92,7 +92,11 @@ class Sinks:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if step % self._every == 0:
-            self._each(lambda sink: sink.log(metrics, step))
+            self.log_now(metrics, step)
+
+    def log_now(self, metrics: Mapping[str, float], step: int) -> None:
+        """Whatever `log_every_steps` says."""
+        self._each(lambda sink: sink.log(metrics, step))
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         if step % self._every == 0:
