@@ -1,0 +1,163 @@
+"""Samples become prompts as token ids: chat template, system prompt, length limit."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atomrl.data.problems import DataError
+from atomrl.stages import PromptBatch, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from atomrl.config import DataConfig
+
+
+class DataProcessor:
+    """Applies one tokenizer and one data config. Nothing is tokenised twice.
+
+    - Messages go through the tokenizer's chat template, and so does text where there is one (as a user's message).
+      What the template writes is all there is: the tokenizer adds no special tokens to it.
+    - Text without a template (the tokenizer has none, or `chat_template` is `none`) gets the tokens that the
+      tokenizer puts in front of a text, unless it begins with them; never those that it puts behind.
+    - The system prompt is the first message, or, without a template, the text before the prompt and an empty line. A
+      row that brings a system message keeps its own.
+    - Last messages of the assistant are continued, not closed.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, max_prompt_tokens: int | None = None
+    ) -> None:
+        """
+        Args:
+            max_prompt_tokens: overrides the config's, where the model's context is shorter.
+
+        Raises:
+            DataError: the system prompt's file is absent, or `chat_template: none` meets a system prompt.
+        """
+        self.tokenizer = tokenizer
+        self.config = config
+        self.max_prompt_tokens = config.max_prompt_tokens if max_prompt_tokens is None else max_prompt_tokens
+        self.system_prompt = read_system_prompt(config)
+        self._has_template = config.chat_template == "auto" and bool(tokenizer.chat_template)
+        if config.chat_template == "none" and self.system_prompt is not None:
+            raise DataError("data.chat_template=none takes prompts as they are; remove the system prompt")
+        self._prefix = _tokens_in_front(tokenizer)
+        # by identity: ids are unique within one data set only; keeping the sample keeps its identity
+        self._cache: dict[int, tuple[Sample, array[int]]] = {}
+        self._system_checked = False
+
+    def to_prompt_batch(self, items: Sequence[tuple[str, Sample]]) -> PromptBatch:
+        """Prompts of (prompt id, sample), in their order; the collate function of the training loop.
+
+        Raises:
+            DataError: a prompt that the template refuses, or one over the limit where `overlong_prompt` is `drop`
+                (`filter_overlong` takes them out).
+        """
+        samples = tuple(sample for _, sample in items)
+        tokens = self.token_ids(samples)
+        limit = self.max_prompt_tokens
+        if self.config.overlong_prompt == "drop":
+            for sample, ids in zip(samples, tokens, strict=True):
+                if len(ids) > limit:
+                    raise DataError(f"{sample.sample_id}: {len(ids)} prompt tokens, more than {limit}; filter it out")
+        return PromptBatch(
+            samples=samples,
+            prompt_ids=tuple(prompt_id for prompt_id, _ in items),
+            prompt_token_ids=tuple(tuple(ids[-limit:]) for ids in tokens),
+        )
+
+    def filter_overlong(self, samples: Sequence[Sample]) -> tuple[list[Sample], int]:
+        """The samples to use, and how many prompts exceed `max_prompt_tokens`.
+
+        With `overlong_prompt: drop` those are left out, so that used + overlong = total; with `truncate` all are
+        used, and the overlong ones lose their first tokens in `to_prompt_batch`.
+
+        Raises:
+            DataError: nothing is left.
+        """
+        long = [len(ids) > self.max_prompt_tokens for ids in self.token_ids(samples)]
+        kept = list(samples)
+        if self.config.overlong_prompt == "drop":
+            kept = [sample for sample, is_long in zip(samples, long, strict=True) if not is_long]
+            if samples and not kept:
+                raise DataError(f"all {len(samples)} prompts are longer than {self.max_prompt_tokens} tokens")
+        return kept, sum(long)
+
+    def token_ids(self, samples: Sequence[Sample]) -> list[array[int]]:
+        """The whole prompts as token ids, without the limit."""
+        new = list({id(sample): sample for sample in samples if id(sample) not in self._cache}.values())
+        if new:
+            templated = [self._has_template or not isinstance(sample.prompt, str) for sample in new]
+            texts = [self._render(s) if t else self._plain(s) for s, t in zip(new, templated, strict=True)]
+            encoded = self.tokenizer(
+                texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+            )["input_ids"]
+            for sample, is_templated, ids in zip(new, templated, encoded, strict=True):
+                if not is_templated and ids[: len(self._prefix)] != self._prefix:
+                    ids = self._prefix + ids
+                if not ids:
+                    raise DataError(f"{sample.sample_id}: the tokenizer makes no tokens of {sample.prompt!r}")
+                self._cache[id(sample)] = (sample, array("q", ids))
+        return [self._cache[id(sample)][1] for sample in samples]
+
+    def _plain(self, sample: Sample) -> str:
+        assert isinstance(sample.prompt, str)
+        return sample.prompt if self.system_prompt is None else f"{self.system_prompt}\n\n{sample.prompt}"
+
+    def _render(self, sample: Sample) -> str:
+        """The prompt's text as the chat template writes it."""
+        if not self._has_template:
+            why = "data.chat_template=none" if self.tokenizer.chat_template else "the tokenizer has no chat template"
+            raise DataError(f"{sample.sample_id}: the prompt is a list of messages, but {why}")
+        messages: list[dict[str, Any]] = (
+            [{"role": "user", "content": sample.prompt}]
+            if isinstance(sample.prompt, str)
+            else [dict(message) for message in sample.prompt]
+        )
+        own_system = any(message["role"] in ("system", "developer") for message in messages)
+        if self.system_prompt is not None and not own_system:
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        continued = messages[-1]["role"] == "assistant"
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=not continued, continue_final_message=continued
+            )
+        except Exception as error:  # templates are programs and raise what they like
+            raise DataError(f"{sample.sample_id}: the chat template refuses the prompt: {error}") from error
+        if self.system_prompt is not None and not own_system and not self._system_checked:
+            self._system_checked = True
+            if self.system_prompt.strip() not in text:
+                raise DataError("the tokenizer's chat template leaves out the system prompt")
+        return text
+
+
+def read_system_prompt(config: DataConfig) -> str | None:
+    """The system prompt of a config, from its text or its file (without the white space around it).
+
+    Raises:
+        DataError: the file cannot be read, or is empty.
+    """
+    if config.system_prompt_file is None:
+        return config.system_prompt
+    path = Path(config.system_prompt_file)
+    try:
+        text = path.read_text(encoding="utf-8-sig").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data.system_prompt_file {path} cannot be read: {error}") from None
+    if not text:
+        raise DataError(f"data.system_prompt_file {path} is empty")
+    return text
+
+
+def _tokens_in_front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before a text of its own accord: the beginning-of-sequence token, mostly."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return list(whole[:start])
+    return []

@@ -1,0 +1,93 @@
+"""Whether two answers are equal: as exact numbers, else as normalised text. No model output is ever evaluated."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+
+MAX_NUMBER_CHARS = 100
+
+_DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,2})?"
+_NUMBER = re.compile(rf"(?P<sign>[+-]?)(?P<top>{_DECIMAL})(?:\s*/\s*(?P<bottom>{_DECIMAL}))?")
+_LATEX_FRACTION = re.compile(r"(?P<sign>[+-]?)\\[dt]?frac\{(?P<top>[^{}]*)\}\{(?P<bottom>[^{}]*)\}")
+_MIXED = re.compile(r"(?P<sign>[+-]?)(?P<whole>[0-9]+)\s+(?P<top>[0-9]+)/(?P<bottom>[0-9]+)")
+_WRAPPED = re.compile(r"\\(?:boxed|text|mathrm)\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
+
+
+def parse_number(text: str) -> Fraction | None:
+    r"""The exact value of a number as people write it, or None.
+
+    Understood: signs (also the Unicode minus), thousands commas in the right places, decimals, exponents of two
+    digits, `a/b`, `\frac{a}{b}`, `1 1/2`; a dollar or other currency sign in front; a percent sign behind, which is
+    dropped (50% is 50, not 0.5); one full stop at the end. Not understood, and so never equal to a number: units,
+    words, expressions, several numbers, other scripts' digits, and anything over 100 characters.
+
+    Example:
+        >>> parse_number("$1,234.50"), parse_number("-3/4"), parse_number("18 dollars")
+        (Fraction(2469, 2), Fraction(-3, 4), None)
+    """
+    if len(text) > MAX_NUMBER_CHARS:
+        return None
+    text = text.strip().replace("−", "-").replace("\\%", "%").replace("\\$", "$")
+    text = text.removesuffix("%").rstrip()
+    text = re.sub(r"^([+-]?)\s*[$€£¥]\s*", r"\1", text)
+    if match := _MIXED.fullmatch(text):
+        whole, top, bottom = (Fraction(int(match[name])) for name in ("whole", "top", "bottom"))
+        value = whole + top / bottom if bottom else None
+    elif match := _LATEX_FRACTION.fullmatch(text) or _NUMBER.fullmatch(text):
+        value = _divide(match["top"].strip(), match["bottom"])
+    else:
+        return None
+    return -value if value is not None and match["sign"] == "-" else value
+
+
+def _divide(top: str, bottom: str | None) -> Fraction | None:
+    above = _decimal(top)
+    below = Fraction(1) if bottom is None else _decimal(bottom.strip())
+    return None if above is None or not below else above / below
+
+
+def _decimal(text: str) -> Fraction | None:
+    if not re.fullmatch(_DECIMAL, text) or not re.match(r"\.?[0-9]", text):
+        return None
+    mantissa, _, exponent = text.lower().replace(",", "").partition("e")
+    whole, _, decimals = mantissa.partition(".")
+    return Fraction(int(whole + decimals or "0"), 10 ** len(decimals)) * Fraction(10) ** int(exponent or 0)
+
+
+def normalise_text(text: str) -> str:
+    r"""Text for comparison: canonical Unicode, lower case, single spaces, no full stop at the end, and without one
+    `\boxed{}`, `\text{}` or pair of `$` around all of it.
+
+    Example:
+        >>> normalise_text(r" \boxed{New  York}.")
+        'new york'
+    """
+    text = " ".join(unicodedata.normalize("NFC", text).split()).removesuffix(".").rstrip()
+    for _ in range(3):
+        if match := _WRAPPED.fullmatch(text):
+            text = match[1].strip()
+        elif len(text) > 2 and text.startswith("$") and text.endswith("$") and text.count("$") == 2:
+            text = text[1:-1].strip()
+    return text.casefold()
+
+
+def answers_equal(answer: str, truth: object) -> bool:
+    """Whether an answer equals the truth: as numbers where the truth is one, else as normalised text.
+
+    Args:
+        truth: text or a number.
+
+    Raises:
+        TypeError: the truth is neither.
+
+    Example:
+        >>> answers_equal("1,200.0", 1200), answers_equal("0.333", "1/3"), answers_equal("paris.", "Paris")
+        (True, False, True)
+    """
+    if not isinstance(truth, (str, int, float)):
+        raise TypeError(f"ground_truth must be text or a number, not {type(truth).__name__}: {truth!r}")
+    given, wanted = normalise_text(answer), normalise_text(str(truth))
+    number = parse_number(wanted)
+    return given == wanted if number is None else parse_number(given) == number
