@@ -1,0 +1,103 @@
+"""Drawing tokens from logits by one number per completion and position, so that a draw depends on nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from atomrl.stages import SamplingParams
+
+_CHUNK = 256
+_TOP_P_PREFIX = 512
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """One number in (0, 1) for each completion's seed and position: `[N]` int64, `[N]` int64 -> `[N]` float64.
+
+    SplitMix64 (Steele et al. 2014): the position-th output of the generator that starts at the seed.
+
+    Example:
+        >>> bool((uniforms(torch.tensor([7, 7]), torch.tensor([0, 1])).diff() != 0).all())
+        True
+    """
+    x = seeds + (positions + 1) * -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+    x = x ^ ((x >> 31) & 0x1FFFFFFFF)
+    return (((x >> 12) & 0xFFFFFFFFFFFFF).double() + 0.5) * 2.0**-52
+
+
+def inverse_cdf(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """The index where the cumulated weights pass `uniform` of their sum, in two levels; and the sum.
+
+    Weights of 0 are never drawn. [N, V] non-negative, [N] float64 in (0, 1) -> [N] int64, [N] float64.
+
+    Example:
+        >>> inverse_cdf(torch.tensor([[1.0, 0.0, 3.0]]), torch.tensor([0.3], dtype=torch.float64))[0]
+        tensor([2])
+    """
+    rows, width = weights.shape
+    chunk = min(_CHUNK, width)
+    chunks = F.pad(weights, (0, -width % chunk)).view(rows, -1, chunk)
+    cumulated = chunks.sum(-1).double().cumsum(-1)
+    total = cumulated[:, -1:]
+    # Just below the sum, so that rounding cannot carry the target past the last positive weight.
+    target = torch.minimum(uniform[:, None] * total, total * (1 - 2.0**-50))
+    place = (cumulated <= target).sum(-1, keepdim=True)
+    before = cumulated.gather(-1, (place - 1).clamp(min=0)) * (place > 0)
+    inside = chunks[torch.arange(rows, device=weights.device), place[:, 0]].cumsum(-1, dtype=torch.float64)
+    rest = torch.minimum(target - before, inside[:, -1:] * (1 - 2.0**-50))
+    index = place * chunk + (inside <= rest).sum(-1, keepdim=True)
+    return index[:, 0], total[:, 0]
+
+
+def sample(
+    logits: Tensor, sampling: SamplingParams, seeds: Tensor, positions: Tensor, banned: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One token per row, and its log-prob over the whole vocabulary at the sampling temperature.
+
+    Args:
+        logits: [N, V] float32.
+        seeds: [N] int64, of the completions.
+        positions: [N] int64: how many tokens the completion has.
+        banned: [N, V] bool: never drawn (log-probs do not change).
+
+    Returns:
+        Tokens [N] int64 and log-probs [N] float32.
+    """
+    scores = logits if sampling.temperature in (0, 1) else logits / sampling.temperature
+    allowed = scores if banned is None else scores.masked_fill(banned, -torch.inf)
+    if sampling.temperature == 0 or sampling.top_k == 1:
+        tokens = allowed.argmax(-1)
+        return tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
+    uniform = uniforms(seeds, positions)
+    peak = scores.amax(-1, keepdim=True)
+    if banned is None and sampling.top_p >= 1 and not sampling.top_k:
+        tokens, total = inverse_cdf((scores - peak).exp_(), uniform)
+        log_total = total.log().float() + peak[:, 0]
+    else:
+        log_total = scores.logsumexp(-1)
+        values, order = _kept(allowed, sampling.top_k, sampling.top_p)
+        place, _ = inverse_cdf((values - allowed.amax(-1, keepdim=True)).exp(), uniform)
+        tokens = place if order is None else order.gather(-1, place[:, None])[:, 0]
+    return tokens, scores.gather(-1, tokens[:, None])[:, 0] - log_total
+
+
+def _kept(scores: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:
+    """Scores with -inf off the kept set, and the token of each column where they are sorted.
+
+    Top-k first, then the smallest prefix whose probability among those k reaches top_p.
+    """
+    width = scores.shape[-1]
+    if not top_k and top_p >= 1:
+        return scores, None
+    # Without top-k the whole vocabulary is sorted only if its best few hundred do not reach top_p.
+    for count in [min(top_k, width)] if top_k else [min(_TOP_P_PREFIX, width), width]:
+        values, order = scores.topk(count, dim=-1)
+        cumulated = (values - (values if top_k else scores).logsumexp(-1, keepdim=True)).exp().cumsum(-1)
+        if bool((cumulated[:, -1] >= top_p).all()):
+            break
+    if top_p < 1:
+        values = values.masked_fill(F.pad(cumulated[:, :-1], (1, 0)) >= top_p, -torch.inf)
+    return values, order
