@@ -300,18 +300,16 @@ def merge_trees(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     return merged
 
 
-def flat_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested dict with dotted keys.
+def nest(key: str, value: Any) -> dict[str, Any]:
+    """A dotted key as a nested dict.
 
     Example:
-        >>> flat_tree({"a": {"b": 1}, "c": [2]})
-        {'a.b': 1, 'c': [2]}
+        >>> nest("a.b", 1)
+        {'a': {'b': 1}}
     """
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        nested = isinstance(value, Mapping) and value
-        flat.update(flat_tree(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value})
-    return flat
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from atomrl.config import ConfigError, RolloutConfig, merge_trees
+from atomrl.config import ConfigError, RolloutConfig, merge_trees, nest
 
 
 class _Section(BaseModel):
@@ -192,7 +192,7 @@ def translate(tree: Mapping[str, Any], source: str, default_run_name: str) -> tu
     for key, target in TABLE.items():
         section, _, name = key.partition(".")
         if name in given[section]:
-            result = merge_trees(result, _nested(target, given[section][name]))
+            result = merge_trees(result, nest(target, given[section][name]))
     result = merge_trees(result, _batches(sections, source))
     result = merge_trees(result, _other_keys(sections))
     if not sections.model_section.use_lora:
@@ -247,12 +247,6 @@ def _notices(sections: SixSections) -> list[str]:
         return []
     keys = ", ".join(f"model_config.{name}" for name in placed)
     return [f"note: {keys}: valid, but without effect so far: trainer and rollout engine share one device"]
-
-
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
 
 
 def _problems(error: ValidationError) -> list[str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from atomrl.config import ConfigError, RunConfig, build_config, merge_trees, parse_overrides, read_yaml
-from atomrl.six_section import SECTIONS, is_six_section, translate
+if TYPE_CHECKING:
+    from atomrl.config import RunConfig  # pydantic is imported in functions: a command's help does not wait for it
 
 FLAGS = ("--dry-run", "--resume", "--traceback", "--help", "-h")
 
@@ -16,20 +17,34 @@ FLAGS = ("--dry-run", "--resume", "--traceback", "--help", "-h")
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a config file in AtomRL's own or the six-section layout (recognised by its keys) and apply overrides.
 
-    Overrides of a six-section file may name its own keys (`train_config.learning_rate=1e-5`) and, for what that
-    layout has no key for, AtomRL's (`data.prompt_field=question`). Notes about keys without effect go to stderr.
-
     Raises:
         ConfigError: any mistake, with its key.
     """
-    tree, changes = read_yaml(path), parse_overrides(overrides)
+    from atomrl.config import build_config, parse_overrides
+
+    return build_config(read_tree(path, parse_overrides(overrides)), str(path))
+
+
+def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A config file with changes, as a tree in AtomRL's own layout.
+
+    Changes to a six-section file may name its own keys (`train_config.learning_rate`) and, for what that layout has no
+    key for, AtomRL's (`data.prompt_field`). Notes about keys without effect go to stderr.
+
+    Raises:
+        ConfigError: the file cannot be read, or (six sections) a key is wrong.
+    """
+    from atomrl.config import merge_trees, read_yaml
+    from atomrl.six_section import SECTIONS, is_six_section, translate
+
+    tree = read_yaml(path)
     if is_six_section(tree):
         own = {key: value for key, value in changes.items() if key in SECTIONS}
         tree, notes = translate(merge_trees(tree, own), str(path), default_run_name=Path(path).stem)
         changes = {key: value for key, value in changes.items() if key not in SECTIONS}
         for note in notes:
             print(note, file=sys.stderr)
-    return build_config(merge_trees(tree, changes), str(path))
+    return merge_trees(tree, changes)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +74,7 @@ def join_overrides(arguments: Sequence[str]) -> list[str]:
         elif rest and not rest[0].startswith("--"):
             joined.append(f"{argument[2:]}={rest.pop(0)}")
         else:
-            raise ConfigError(f"{argument} is no option of this command; an override needs a value: {argument} VALUE")
+            raise ValueError(f"{argument} is no option of this command; an override needs a value: {argument} VALUE")
     return joined
 
 
@@ -71,5 +86,5 @@ def config_from(arguments: argparse.Namespace) -> RunConfig:
         overrides = [*([path] if path is not None else []), *overrides]
         path = arguments.config_option
     if path is None:
-        raise ConfigError("name a config file, as in: atomrl train configs/quickstart.yaml")
+        raise ValueError("name a config file, as in: atomrl train configs/quickstart.yaml")
     return load_config(path, overrides)

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from atomrl.config import ConfigError, RunConfig, dump_config, flat_tree, read_yaml
+from atomrl.config import ConfigError, RunConfig, dump_config, read_yaml
 from atomrl.stages import RewardBatch
 from atomrl.tracking.checkpoints import checkpoint_fault, step_folder, step_folders, writing_checkpoint
 from atomrl.tracking.environment import describe_environment
@@ -189,6 +189,20 @@ def config_changes(before: Mapping[str, Any], now: RunConfig) -> list[str]:
     old, new = flat_tree(before), flat_tree(now.model_dump(mode="json"))
     keys = [*old, *(key for key in new if key not in old)]
     return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
+
+
+def flat_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested dict with dotted keys.
+
+    Example:
+        >>> flat_tree({"a": {"b": 1}, "c": [2]})
+        {'a.b': 1, 'c': [2]}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        nested = isinstance(value, Mapping) and value
+        flat.update(flat_tree(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value})
+    return flat
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,74 @@
+"""Check a data file, or make one from a task.
+
+atomrl data check train.jsonl --answer-field answer
+atomrl data make countdown --size 1000 --seed 0 --out countdown.jsonl
+atomrl data make arithmetic --size 500 --split eval --out held_out.jsonl steps=4
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from atomrl.data.generators import GENERATORS
+
+    parser.add_argument("action", choices=("check", "make"))
+    parser.add_argument("name", metavar="FILE|TASK", help=f"tasks: {', '.join(GENERATORS)}, reasoning_gym:NAME")
+    parser.add_argument("arguments", nargs="*", metavar="key=value", help="arguments of the task")
+    check = parser.add_argument_group("check")
+    check.add_argument("--prompt-field", default="prompt")
+    check.add_argument("--answer-field", default="ground_truth")
+    check.add_argument("--answer-pattern", help="its first group in the answer field is the ground truth")
+    make = parser.add_argument_group("make")
+    make.add_argument("--size", type=int, help="problems to draw")
+    make.add_argument("--seed", type=int, default=0)
+    make.add_argument("--split", choices=("train", "eval"), default="train", help="the two have no problem in common")
+    make.add_argument("--out", type=Path, help="the JSONL file to write")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return make(arguments) if arguments.action == "make" else check(arguments)
+
+
+def make(arguments: argparse.Namespace) -> int:
+    """Write a task's problems."""
+    from atomrl.config import parse_overrides
+    from atomrl.data.files import write_jsonl
+    from atomrl.data.generators import generate
+
+    for option in ("size", "out"):
+        if getattr(arguments, option) is None:
+            raise ValueError(f"data make needs --{option}")
+    extra = parse_overrides(arguments.arguments)
+    rows = generate(arguments.name, arguments.size, arguments.seed, arguments.split, **extra)
+    print(f"{write_jsonl(rows, arguments.out)} problems of {arguments.name} ({arguments.split} split): {arguments.out}")
+    return 0
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Read a file as training would, and say what is in it; every problem with file and line."""
+    from atomrl.config import DataConfig
+    from atomrl.data.generators import is_generator
+    from atomrl.data.sources import load_samples
+
+    if is_generator(arguments.name):
+        raise ValueError(f"{arguments.name} is a task; data check takes a file (data make writes one)")
+    if arguments.arguments:
+        raise ValueError(f"data check takes no {arguments.arguments[0]!r}; its options have dashes, see --help")
+    config = DataConfig(
+        train=arguments.name,
+        prompt_field=arguments.prompt_field,
+        answer_field=arguments.answer_field,
+        answer_pattern=arguments.answer_pattern,
+    )
+    samples = load_samples(config).samples
+    sources = Counter(sample.data_source for sample in samples)
+    print(f"{arguments.name}: {len(samples)} rows, no problems")
+    print(f"  data sources: {', '.join(f'{name} ({count})' for name, count in sources.items())}")
+    print(f"  further columns: {', '.join(samples[0].columns) or 'none'}")
+    print(f"  first prompt: {str(samples[0].prompt)[:200]!r}")
+    print(f"  first ground truth: {samples[0].ground_truth!r}")
+    return 0

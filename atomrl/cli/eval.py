@@ -1,0 +1,152 @@
+"""Score a model on held-out problems: accuracy, pass@k, majority@k, reward by data source, lengths, format.
+
+atomrl eval MODEL --data held_out.jsonl --samples-per-prompt 4
+atomrl eval MODEL --data gsm8k.jsonl --prompt-field question --answer-field answer --answer-pattern '####\\s*(.+)'
+atomrl eval MODEL --data arithmetic --limit 500 data.generator_args.steps=4
+atomrl eval runs/quickstart/checkpoints/step_000100 --config runs/quickstart/config.yaml
+atomrl eval MODEL --data held_out.jsonl --response-prefix '<think>.</think><answer>'
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atomrl.cli.sampling import KEYS, add_sampling_arguments, config_over, open_engine
+
+if TYPE_CHECKING:
+    from atomrl.config import RunConfig
+    from atomrl.loop.evaluate import EvalResult, Figure
+
+DATA_KEYS = {
+    "data": "data.eval",
+    "limit": "data.eval_size",
+    "reward_items": "reward.functions",
+    "prompt_field": "data.prompt_field",
+    "answer_field": "data.answer_field",
+    "answer_pattern": "data.answer_pattern",
+}
+DEFAULTS = {"run_name": "eval", "data": {"max_prompt_tokens": 1_000_000}}
+"""No prompt is dropped for its length unless a config says so."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_sampling_arguments(parser)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any key of a config")
+    parser.add_argument("--data", metavar="FILE|TASK", help="a JSONL file, or a task (its eval split)")
+    parser.add_argument("--config", metavar="CONFIG", help="take data, fields, rewards and lengths from a run's config")
+    parser.add_argument("--samples-per-prompt", type=int, dest="n", metavar="N", help="completions (default 1)")
+    parser.add_argument("--limit", type=int, help="problems to use (of a task: to draw)")
+    parser.add_argument("--reward", action="append", metavar="NAME", help="default strict_math; repeatable")
+    parser.add_argument("--prompt-field", help="the column with the prompt (default prompt)")
+    parser.add_argument("--answer-field", help="the column with the answer (default ground_truth)")
+    parser.add_argument("--answer-pattern", help="its first group in the answer is the ground truth")
+    parser.add_argument("--response-prefix", default="", metavar="TEXT", help="what every completion has to start with")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="the result (default: in runs/eval)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = config_of(arguments)
+    out = arguments.out or default_out(config)
+    if out.suffix != ".json":
+        raise ValueError(f"--out {out}: the result is JSON, and its completions go beside it; name it *.json")
+    started = time.perf_counter()
+    result = evaluate_config(config, arguments.response_prefix)
+    seconds = time.perf_counter() - started
+    write_result(out, config, arguments.response_prefix, result, seconds)
+    print(table(result))
+    print(f"\nresult      {out}\ncompletions {out.with_suffix('.jsonl')}")
+    return 0
+
+
+def config_of(arguments: argparse.Namespace) -> RunConfig:
+    """Defaults, then `--config`, then options, then overrides.
+
+    Raises:
+        ConfigError: no problems are named, or a value is wrong.
+    """
+    from atomrl.cli.door import read_tree
+    from atomrl.config import ConfigError, merge_trees, parse_overrides
+
+    options = dict(vars(arguments))
+    if arguments.reward:
+        options["reward_items"] = [{"function": name} for name in arguments.reward]
+    tree = merge_trees(DEFAULTS, read_tree(arguments.config, {}) if arguments.config else {})
+    tree = merge_trees(tree, parse_overrides(arguments.overrides))
+    problems = arguments.data or tree["data"].get("eval")
+    if problems is None:
+        raise ConfigError("name the problems with --data FILE|TASK, or a --config that has data.eval")
+    tree = merge_trees({"data": {"train": problems}}, tree)  # required, and not read
+    return config_over(tree, options, KEYS | DATA_KEYS, "atomrl eval")
+
+
+def evaluate_config(config: RunConfig, response_prefix: str) -> EvalResult:
+    """Load model and problems, and evaluate. Data and rewards are checked before weights are loaded."""
+    from atomrl.assembly import eval_sampling, model_path
+    from atomrl.data.processor import DataProcessor
+    from atomrl.data.sources import load_samples
+    from atomrl.loop.evaluate import evaluate
+    from atomrl.models.loading import load_tokenizer
+    from atomrl.rewards.compute import build_rewards
+
+    rewards = build_rewards(config.reward)
+    report = load_samples(config.data, "eval", config.seed)
+    if report.skipped:
+        print(f"{report.source}: {report.skipped} rows with problems were skipped", file=sys.stderr)
+    tokenizer = load_tokenizer(model_path(config), config.model.trust_remote_code)
+    processor = DataProcessor(tokenizer, config.data)
+    engine = open_engine(config, tokenizer)
+    try:
+        return evaluate(engine, report.samples, processor, rewards, eval_sampling(config), response_prefix)
+    finally:
+        engine.close()
+
+
+def default_out(config: RunConfig) -> Path:
+    """`runs/eval/MODEL_DATA_TIME.json`; a new name each time, so that nothing is written over."""
+    parts = Path(str(config.model.path)).parts[-3:], Path(str(config.data.eval)).stem
+    name = "_".join([*parts[0], parts[1], datetime.now().strftime("%Y%m%d-%H%M%S")])
+    return Path(config.output_dir) / "eval" / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-._')}.json"
+
+
+def write_result(out: Path, config: RunConfig, response_prefix: str, result: EvalResult, seconds: float) -> None:
+    """The figures as JSON (NaN as null), and the completions beside it, one a line."""
+    from atomrl.tracking.run_directory import write_jsonl
+
+    content: dict[str, Any] = {
+        **result.summary(),
+        "metrics": result.metrics(),
+        "response_prefix": response_prefix,
+        "wall_s": round(seconds, 2),
+        "config": config.model_dump(mode="json"),
+    }
+    plain = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_jsonl(out.with_suffix(".jsonl"), result.rows)
+
+
+def table(result: EvalResult) -> str:
+    """The figures for people: a row each, a column for each data source."""
+    sources = dict(result.by_data_source) if len(result.by_data_source) > 1 else {}
+    columns = {"all": result.overall, **sources}
+    dropped = f", {result.dropped_prompts} more left out (over the limit)" if result.dropped_prompts else ""
+    lines = [f"{result.prompts} problems x {result.samples_per_prompt} completions{dropped}", ""]
+    width = max(16, *(len(name) + 2 for name in columns))
+    lines.append(f"{'':<22}" + "".join(f"{name if sources else 'mean ± s.e.':>{width}}" for name in columns))
+    for name in result.overall:
+        lines.append(f"{name:<22}" + "".join(f"{show(figures[name]):>{width}}" for figures in columns.values()))
+    return "\n".join(lines)
+
+
+def show(figure: Figure) -> str:
+    """`0.512 ± 0.014`."""
+    digits = 1 if figure.mean >= 10 else 3
+    error = "" if figure.standard_error is None else f" ± {figure.standard_error:.{digits}f}"
+    return f"{figure.mean:.{digits}f}{error}"

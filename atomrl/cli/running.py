@@ -1,0 +1,58 @@
+"""What `train` and `sft` have in common: the start, the end, and how a stop is answered."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from atomrl.cli.main import INTERRUPTED
+
+if TYPE_CHECKING:
+    from atomrl.config import RunConfig
+
+Job = Callable[["RunConfig", bool], dict[str, Any]]
+
+
+def run_to_the_end(command: str, config: RunConfig, arguments: argparse.Namespace, job: Job) -> int:
+    """Print the config, run the job, print its summary.
+
+    Returns:
+        0, or 130 where Ctrl-C or SIGTERM ended it early, with how to go on.
+    """
+    print(compact(config), file=sys.stderr)
+    try:
+        summary = job(config, arguments.resume)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(how_to_go_on(command, config, arguments)) from None
+    print(json.dumps(summary, indent=2, default=str))
+    if not summary.get("finished", True):
+        print(f"stopped early: {how_to_go_on(command, config, arguments)}", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def compact(config: RunConfig) -> str:
+    """The resolved config, a line or two for each section."""
+    import yaml
+
+    lines = []
+    for name, section in config.model_dump(mode="json", exclude_none=True).items():
+        text = yaml.safe_dump(section, default_flow_style=True, sort_keys=False, width=108, allow_unicode=True).strip()
+        lines.append(f"{name}: {text.removesuffix('...').strip()}")
+    return "\n".join(lines)
+
+
+def how_to_go_on(command: str, config: RunConfig, arguments: argparse.Namespace) -> str:
+    """The command that continues this run."""
+    from atomrl.tracking.run_directory import RunDirectory
+
+    if not config.run_dir.is_dir():
+        return "nothing was written"
+    newest = RunDirectory(config.run_dir).latest_checkpoint()
+    path = arguments.config_option or arguments.config
+    given = [item for item in (arguments.config, *arguments.overrides) if item and item != path]
+    line = " ".join(["atomrl", command, str(path), *given, "--resume"])
+    return f"the run is in {config.run_dir}, with {newest.name if newest else 'no checkpoint yet'}; go on with: {line}"

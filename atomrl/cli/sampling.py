@@ -1,0 +1,63 @@
+"""What `eval` and `generate` share: a model and how completions are drawn from it, as options over a config."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atomrl.config import RunConfig
+    from atomrl.protocols import RolloutEngine
+
+KEYS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "engine": "rollout.engine",
+    "n": "eval.samples_per_prompt",
+    "temperature": "eval.temperature",
+    "top_p": "eval.top_p",
+    "max_tokens": "eval.max_completion_tokens",
+    "stop": "rollout.stop",
+    "seed": "seed",
+    "chat_template": "data.chat_template",
+    "system_prompt": "data.system_prompt",
+}
+"""Option -> the config key that it sets."""
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options without a value leave the config's."""
+    parser.add_argument("model", metavar="MODEL", help="a folder in Hugging Face layout, or a hub name")
+    parser.add_argument("--engine", help="native (default) or hf")
+    parser.add_argument("--dtype", help="auto (default), float32 or bfloat16")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (default 1.0)")
+    parser.add_argument("--top-p", type=float, help="(default 1.0)")
+    parser.add_argument("--max-tokens", type=int, help="tokens of a completion (default 256)")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="ends a completion; repeatable")
+    parser.add_argument("--seed", type=int, help="(default 0)")
+    parser.add_argument("--chat-template", help="auto (default), or none: take the prompt as it is")
+    parser.add_argument("--system-prompt", help="goes before the prompt")
+
+
+def config_over(base: dict[str, Any], options: dict[str, Any], keys: dict[str, str], source: str) -> RunConfig:
+    """A config tree with the options that were given.
+
+    Raises:
+        ConfigError: a value that its key does not take.
+    """
+    from atomrl.config import build_config, merge_trees, nest
+
+    tree = {key: value for key, value in base.items() if key != "sft"}  # it may name another model to start from
+    for option, key in keys.items():
+        if options.get(option) is not None:
+            tree = merge_trees(tree, nest(key, options[option]))
+    return build_config(tree, source)
+
+
+def open_engine(config: RunConfig, tokenizer: Any) -> RolloutEngine:
+    """The engine of a config with the weights of its model."""
+    from atomrl.assembly import build_engine, model_path
+
+    return build_engine(
+        config.rollout.engine, model_path(config), tokenizer, config.model.dtype, config.rollout, config.model
+    )
