@@ -57,16 +57,26 @@ def extract_answer(text: str) -> str:
         >>> extract_answer(r"thus \boxed{\frac{1}{2}}.")
         '\\frac{1}{2}'
     """
-    head, closed, _ = text.rpartition("</answer>")
-    if closed:
-        _, opened, answer = head.rpartition("<answer>")
-        if opened:
-            return answer.strip()
-    after = text.rpartition("####")
-    if after[1]:
-        return after[2].strip().split("\n", 1)[0].strip()
+    tagged = tagged_answer(text)
+    if tagged is not None:
+        return tagged
+    _, marked, tail = text.rpartition("####")
+    if marked:
+        return tail.strip().split("\n", 1)[0].strip()
     boxed = last_boxed(text)
     return text.strip() if boxed is None else boxed.strip()
+
+
+def tagged_answer(text: str) -> str | None:
+    """What stands in the last complete `<answer>` block, stripped, or None.
+
+    Example:
+        >>> tagged_answer("<answer>17</answer> no: <answer>18</answer>")
+        '18'
+    """
+    head, closed, _ = text.rpartition("</answer>")
+    _, opened, answer = head.rpartition("<answer>")
+    return answer.strip() if closed and opened else None
 
 
 def last_boxed(text: str) -> str | None:

@@ -11,12 +11,15 @@ from typing import Any
 
 from atomrl.rewards.errors import RewardError
 from atomrl.rewards.math import exact_match, gsm8k, strict_format, strict_math
+from atomrl.rewards.tasks import countdown, reasoning_gym
 
 RewardFunction = Callable[..., Any]
 
 REWARDS: dict[str, RewardFunction] = {
+    "countdown": countdown,
     "exact_match": exact_match,
     "gsm8k": gsm8k,
+    "reasoning_gym": reasoning_gym,
     "strict_format": strict_format,
     "strict_math": strict_math,
 }

@@ -1,0 +1,124 @@
+"""What a person wants to know of a data file before a run: `atomrl data check`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atomrl.data.files import read_rows
+from atomrl.data.generators import normalise_content
+from atomrl.data.problems import DataError, problem_list
+from atomrl.data.sources import to_samples
+from atomrl.stages import Sample
+
+if TYPE_CHECKING:
+    from atomrl.config import DataConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataReport:
+    """The result of `check_data`."""
+
+    path: str
+    rows: int
+    """With and without problems."""
+    problems: list[str]
+    """One line each: file, line and reason."""
+    duplicates: list[tuple[str, str]]
+    """(place, place of the first row with the same normalised prompt)."""
+    prompt_chars: list[int]
+    """The length of every usable prompt in characters, sorted."""
+    data_sources: dict[str, int]
+    columns: list[str]
+    against: str | None = None
+    overlap: tuple[tuple[str, str], ...] = ()
+    """(place here, place in `against`) of equal normalised prompts."""
+
+    @property
+    def ok(self) -> bool:
+        """No problem and no overlap; duplicates are reported but may be meant."""
+        return not self.problems and not self.overlap
+
+    def text(self) -> str:
+        """The report for a terminal."""
+        lines = [f"{self.path}: {self.rows} rows, {len(self.prompt_chars)} usable"]
+        if self.prompt_chars:
+            at = {q: self.prompt_chars[min(len(self.prompt_chars) * q // 100, len(self.prompt_chars) - 1)]
+                  for q in (0, 50, 90, 99, 100)}  # fmt: skip
+            lines.append("prompt characters: " + ", ".join(f"{_QUANTILES[q]} {chars}" for q, chars in at.items()))
+        if self.data_sources:
+            lines.append("data sources: " + ", ".join(f"{name} {n}" for name, n in self.data_sources.items()))
+        lines.append("columns: " + (", ".join(self.columns) or "none beside prompt and ground truth"))
+        lines += _section("duplicates by normalised prompt", self.duplicates, "is the same as")
+        if self.against is not None:
+            lines += _section(f"prompts that are also in {self.against}", self.overlap, "is the same as")
+        lines.append(f"problems: {len(self.problems)}")
+        if self.problems:
+            lines.append(problem_list(self.problems))
+        return "\n".join(lines)
+
+
+_QUANTILES = {0: "shortest", 50: "median", 90: "90%", 99: "99%", 100: "longest"}
+
+
+def _section(title: str, pairs: Sequence[tuple[str, str]], verb: str) -> list[str]:
+    lines = [f"{title}: {len(pairs)}"]
+    return [*lines, problem_list([f"{here} {verb} {there}" for here, there in pairs])] if pairs else lines
+
+
+def check_data(path: str | Path, config: DataConfig | None = None, against: str | Path | None = None) -> DataReport:
+    """Check a JSONL or Parquet file as a run would read it, and count what is in it.
+
+    Args:
+        config: its field names and answer pattern; None takes the default ones.
+        against: a second file that should not share a prompt with the first (the evaluation set, say); read with
+            the same config.
+
+    Raises:
+        DataError: a file cannot be read at all, or is empty.
+    """
+    if config is None:
+        from atomrl.config import DataConfig
+
+        config = DataConfig(train=str(path))
+    samples, problems, rows = _load(path, config)
+    first: dict[str, str] = {}
+    duplicates = []
+    for sample in samples:
+        content = normalise_content(sample.prompt)
+        if content in first:
+            duplicates.append((sample.sample_id, first[content]))
+        else:
+            first[content] = sample.sample_id
+    overlap = []
+    if against is not None:
+        for sample in _load(against, config)[0]:
+            here = first.get(normalise_content(sample.prompt))
+            if here is not None:
+                overlap.append((here, sample.sample_id))
+    return DataReport(
+        path=str(path),
+        rows=rows,
+        problems=problems,
+        duplicates=duplicates,
+        prompt_chars=sorted(_chars(sample) for sample in samples),
+        data_sources=dict(Counter(sample.data_source for sample in samples).most_common()),
+        columns=sorted(samples[0].columns) if samples else [],
+        against=None if against is None else str(against),
+        overlap=tuple(overlap),
+    )
+
+
+def _load(path: str | Path, config: DataConfig) -> tuple[list[Sample], list[str], int]:
+    raw = list(read_rows(path))
+    if not raw:
+        raise DataError(f"{path} is empty")
+    return *to_samples(raw, config), len(raw)
+
+
+def _chars(sample: Sample) -> int:
+    prompt = sample.prompt
+    return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)

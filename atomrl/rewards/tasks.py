@@ -1,0 +1,119 @@
+"""Rewards of tasks in which many answers are right."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+from atomrl.rewards.answers import parse_number
+from atomrl.rewards.errors import RewardError
+from atomrl.rewards.expressions import MAX_CHARS, evaluate_arithmetic, is_tame_formula
+from atomrl.rewards.format import split_strict, tagged_answer
+
+
+def countdown(
+    prompts: list[Any],
+    completions: list[str],
+    ground_truth: list[Any],
+    numbers: list[list[int]],
+    **columns: Any,
+) -> list[float]:
+    """1.0 for the form of `strict_math` and an expression that uses each of `numbers` once and equals the truth.
+
+    The answer may end in `= target`. The expression is computed exactly and never run.
+
+    Example:
+        >>> completion = "<think>25 is a start</think><answer>(25 - 3) * 7 = 154</answer>"
+        >>> countdown([""], [completion], ["154"], numbers=[[3, 7, 25]])
+        [1.0]
+    """
+    rows = zip(completions, ground_truth, numbers, strict=True)
+    return [float(_solves(completion, str(target), given)) for completion, target, given in rows]
+
+
+def _solves(completion: str, target: str, numbers: list[int]) -> bool:
+    wanted = parse_number(target)
+    if wanted is None or not numbers:
+        raise ValueError(f"needs a number as ground_truth and a list of numbers, not {target!r} and {numbers!r}")
+    parts = split_strict(completion)
+    if parts is None:
+        return False
+    expression, equals, claimed = parts[1].partition("=")
+    result = evaluate_arithmetic(expression)
+    if result is None or (equals and parse_number(claimed) != wanted):
+        return False
+    return result[0] == wanted and sorted(result[1]) == sorted(numbers)
+
+
+def reasoning_gym(
+    prompts: list[Any], completions: list[str], reasoning_gym: list[dict[str, Any]], **columns: Any
+) -> list[float]:
+    """The task's own `score_answer` on what stands in the last `<answer>` block; 0.0 without one.
+
+    Values lie between 0 and 1, and many tasks give a little for a wrong answer in the right form. Two cautions: an
+    answer on which the task's scorer raises an exception gets 0.0; and nine tasks would run the answer as Python,
+    so for those it is first checked to be a plain literal, a plain arithmetic expression or a tame formula, and gets
+    0.0 where it is not.
+
+    Args:
+        reasoning_gym: per completion, the column of that name that the generator `reasoning_gym:NAME` writes.
+    """
+    return [_task_score(completion, task) for completion, task in zip(completions, reasoning_gym, strict=True)]
+
+
+def _task_score(completion: str, task: dict[str, Any]) -> float:
+    answer = tagged_answer(completion)
+    score_answer = _scorer(task["name"], json.dumps(task["args"], sort_keys=True))
+    metadata = task["metadata"]
+    if task["name"] in ("arc_agi", "rearc"):  # these compare boards, which are tuples, with ==
+        metadata = _tuples(metadata)
+    entry = {"answer": task["answer"], "metadata": metadata}
+    if answer is None or not _safe_to_score(task["name"], answer, entry):
+        return 0.0
+    try:
+        return float(score_answer(answer, entry))
+    except Exception:  # not made for every text that a model can write
+        return 0.0
+
+
+@functools.lru_cache(maxsize=64)
+def _scorer(name: str, args: str) -> Callable[[str, dict[str, Any]], float]:
+    try:
+        from reasoning_gym.factory import create_dataset
+    except ImportError:
+        raise RewardError("the reasoning_gym reward needs the extra: pip install 'atomrl[tasks]'") from None
+    return create_dataset(name, seed=0, size=500, **json.loads(args)).score_answer
+
+
+LITERAL_TASKS = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
+ARITHMETIC_TASKS = ("countdown", "puzzle24")
+FORMULA_TASKS = ("intermediate_integration", "polynomial_multiplication", "simple_integration")
+
+
+def _safe_to_score(name: str, answer: str, entry: dict[str, Any]) -> bool:
+    """Whether the package's scorer may see the answer: those of the tasks listed above run it."""
+    if name in LITERAL_TASKS:
+        known = answer == entry["answer"] or answer in entry["metadata"].get("valid_answers", ())
+        return known or _is_literal(answer)
+    if name in ARITHMETIC_TASKS:
+        return evaluate_arithmetic(answer) is not None
+    return name not in FORMULA_TASKS or is_tame_formula(answer)
+
+
+def _is_literal(text: str) -> bool:
+    if len(text) > 10 * MAX_CHARS:
+        return False
+    try:
+        ast.literal_eval(text)
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
