@@ -1,0 +1,223 @@
+"""What every training back end must do; to add one, add a maker to `BACKENDS`."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from atomrl.config import LoraConfig, ModelConfig, TrainConfig
+from atomrl.metrics import values
+from atomrl.models.loading import load_tokenizer
+from atomrl.training.local import LocalBackend
+from tests.tiny import make_tiny_model
+from tests.training.batches import make_algorithm, make_batch
+
+ENTROPY = frozenset({"logprobs", "entropy"})
+
+
+def make_local(folder, *, lora=None, train=None, **settings):
+    return LocalBackend(
+        ModelConfig(path=str(folder), dtype="float32", lora=lora),
+        TrainConfig(**({"learning_rate": 0.01} | (train or {}))),
+        **({"total_updates": 4, "tokenizer": load_tokenizer(folder)} | settings),
+    )
+
+
+BACKENDS = {"local": make_local}
+
+
+@pytest.fixture(params=list(BACKENDS))
+def make(request, tmp_path):
+    folder = make_tiny_model(tmp_path / "base", "qwen2")
+
+    def build(**settings):
+        backend = BACKENDS[request.param](folder, **settings)
+        built.append(backend)
+        return backend
+
+    built = []
+    build.folder = folder
+    yield build
+    for backend in built:
+        backend.close()
+
+
+def snapshot(backend):
+    return {name: tensor.clone() for name, tensor in backend.weights()}
+
+
+def plain_logprobs(model, batch, temperature=1.0):
+    logprobs = F.log_softmax(model(batch.tokens).logits[:, :-1] / temperature, dim=-1)
+    picked = logprobs.gather(-1, batch.tokens[:, 1:, None])[..., 0]
+    return F.pad(picked, (1, 0)) * batch.loss_mask
+
+
+def test_weights_are_the_models(make):
+    theirs = AutoModelForCausalLM.from_pretrained(make.folder).state_dict()
+    for name, tensor in make().weights():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_annotates_log_probs_of_policy_and_reference(make):
+    batch = make_batch()
+    backend = make(temperature=0.7, needs_reference=True, train={"tokens_per_micro_batch": 30})
+    expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(make.folder), batch, 0.7).detach()
+    backend.train_step(batch, make_algorithm())
+    annotated = backend.annotate(batch, frozenset({"old_logprobs", "ref_logprobs"}))
+    torch.testing.assert_close(annotated.ref_logprobs, expected, atol=1e-4, rtol=1e-4)
+    assert (annotated.old_logprobs - expected).abs().max() > 1e-3
+    assert not annotated.old_logprobs.requires_grad
+    assert backend.annotate(batch, frozenset()).old_logprobs is None
+
+
+def test_one_step_is_adamw_on_the_clipped_gradient(make):
+    batch, model = make_batch(), AutoModelForCausalLM.from_pretrained(make.folder)
+    (-(batch.loss_weights * batch.advantages * plain_logprobs(model, batch)).sum()).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0).step()
+    backend = make(train={"max_grad_norm": 0.05, "tokens_per_micro_batch": 40})
+    metrics = values(backend.train_step(batch, make_algorithm()))
+    assert metrics["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert metrics["actor/lr"] == 0.01
+    expected = model.state_dict()
+    for name, tensor in backend.weights():
+        # the first AdamW step is nearly lr * sign(gradient): entries whose gradient is noise may differ by 2 lr
+        far = (tensor - expected[name]).abs() > 1e-4
+        assert far.float().mean() < 0.001, name
+
+
+@pytest.mark.parametrize("split", [{"tokens_per_micro_batch": 1}, {"rows_per_micro_batch": 2}])
+@pytest.mark.parametrize("unit", ["row", "group"])
+def test_no_split_changes_the_step(make, split, unit):
+    batch, algorithm = make_batch(rows=8), make_algorithm(outputs=ENTROPY, row_unit=unit)
+    whole, parts = make(), make(train=split)
+    first, second = (values(backend.train_step(batch, algorithm)) for backend in (whole, parts))
+    assert first == pytest.approx(second, rel=1e-4)
+    assert first.keys() == {"actor/pg_loss", "actor/entropy", "actor/grad_norm", "actor/lr"}
+    other = dict(parts.weights())
+    assert all(((tensor - other[name]).abs() > 1e-4).float().mean() < 0.001 for name, tensor in whole.weights())
+
+
+def test_order_of_rows_and_padding_do_not_matter(make):
+    batch = make_batch()
+    order = torch.tensor([3, 1, 5, 0, 2, 4])
+    fields = {name: value[order] for name, value in vars(batch).items() if value is not None}
+    wide = {name: F.pad(value, (0, 7)) if value.dim() == 2 else value for name, value in fields.items()}
+    first = values(make().train_step(batch, make_algorithm()))
+    second = values(make().train_step(make_batch(**wide), make_algorithm()))
+    assert first == pytest.approx(second, rel=1e-4)
+
+
+def test_groups_stay_together(make):
+    seen = []
+
+    def loss(outputs, micro):
+        seen.append(set(micro.group_ids.tolist()))
+        return make_algorithm().loss(outputs, micro)
+
+    make(train={"rows_per_micro_batch": 3}).train_step(make_batch(rows=8), make_algorithm(loss=loss, row_unit="group"))
+    assert sum(map(len, seen)) == len(set.union(*seen)) == 4
+    assert len(seen) == 4
+
+
+def test_nothing_to_learn_changes_nothing(make):
+    backend, batch = make(), make_batch()
+    before = snapshot(backend)
+    nothing = torch.zeros_like(batch.loss_mask)
+    metrics = values(backend.train_step(make_batch(loss_mask=nothing, loss_weights=nothing * 1.0), make_algorithm()))
+    assert metrics["actor/grad_norm"] == 0.0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
+
+
+def test_a_gradient_that_is_not_finite_is_left_out(make, caplog):
+    backend, batch = make(), make_batch()
+    before = snapshot(backend)
+    poisoned = make_batch(advantages=torch.full_like(batch.advantages, float("nan")))
+    metrics = backend.train_step(poisoned, make_algorithm())
+    assert values(metrics)["actor/skipped_updates"] == 1.0 and "left out" in caplog.text
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
+    assert "actor/skipped_updates" not in backend.train_step(batch, make_algorithm())
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, dropout=0.2)])
+def test_continues_bit_for_bit(make, tmp_path, lora):
+    settings = {"lora": lora, "train": {"schedule": "cosine", "warmup_ratio": 0.5, "learning_rate": 0.01}}
+    batches = [make_batch(seed=seed) for seed in range(4)]
+    straight = make(**settings)
+    for batch in batches[:2]:
+        straight.train_step(batch, make_algorithm())
+    straight.save(tmp_path / "checkpoint")
+    expected = [values(straight.train_step(batch, make_algorithm())) for batch in batches[2:]]
+    resumed = make(**settings, seed=5)
+    resumed.train_step(batches[3], make_algorithm())
+    resumed.load(tmp_path / "checkpoint")
+    assert [values(resumed.train_step(batch, make_algorithm())) for batch in batches[2:]] == expected
+    final = dict(resumed.weights())
+    assert all(torch.equal(tensor, final[name]) for name, tensor in straight.weights())
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
+def test_transformers_loads_a_checkpoint(make, tmp_path, lora):
+    backend, batch = make(lora=lora), make_batch()
+    backend.train_step(batch, make_algorithm())
+    backend.save(tmp_path / "checkpoint")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
+    old = backend.annotate(batch, frozenset({"old_logprobs"})).old_logprobs
+    torch.testing.assert_close(plain_logprobs(model, batch).detach(), old, atol=1e-4, rtol=1e-4)
+    assert load_tokenizer(make.folder)("1+1") == type(load_tokenizer(make.folder)).from_pretrained(
+        tmp_path / "checkpoint"
+    )("1+1")
+
+
+def test_with_adapters_weights_are_merged_and_the_reference_is_free(make):
+    backend, batch = make(lora=LoraConfig(rank=4), needs_reference=True), make_batch()
+    model = AutoModelForCausalLM.from_pretrained(make.folder)
+    start = plain_logprobs(model, batch).detach()
+    for _ in range(3):
+        backend.train_step(batch, make_algorithm())
+    annotated = backend.annotate(batch, frozenset({"old_logprobs", "ref_logprobs"}))
+    torch.testing.assert_close(annotated.ref_logprobs, start, atol=1e-4, rtol=1e-4)
+    model.load_state_dict(dict(backend.weights()), strict=False)
+    torch.testing.assert_close(plain_logprobs(model, batch).detach(), annotated.old_logprobs, atol=1e-4, rtol=1e-4)
+    assert (annotated.old_logprobs - start).abs().max() > 1e-2
+
+
+def test_an_algorithm_may_bring_its_own_update(make):
+    def sign_descent(parameters, micro_batches, outputs):
+        for micro in micro_batches:
+            make_algorithm().loss(outputs(micro), micro).loss.backward()
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.sub_(0.001 * parameter.grad.sign())
+                parameter.grad = None
+        return {"own/parts": values_sum(len(micro_batches))}
+
+    def values_sum(count):
+        from atomrl.metrics import Sum
+
+        return Sum(float(count))
+
+    backend = make(train={"rows_per_micro_batch": 2})
+    before = snapshot(backend)
+    metrics = values(backend.train_step(make_batch(), make_algorithm(update=sign_descent)))
+    assert metrics == {"own/parts": 3.0}
+    moved = [(tensor - before[name]).abs().max().item() for name, tensor in backend.weights()]
+    assert max(moved) == pytest.approx(0.001, rel=1e-2)
+
+
+def test_learns(make):
+    backend, batch = make(train={"schedule": "constant"}), make_batch(advantages=make_batch().loss_mask * 1.0)
+    losses = [values(backend.train_step(batch, make_algorithm()))["actor/pg_loss"] for _ in range(30)]
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_refuses_what_it_cannot_do(make, tmp_path):
+    backend = make()
+    with pytest.raises(ValueError, match="values"):
+        backend.annotate(make_batch(), frozenset({"values"}))
+    with pytest.raises(ValueError, match="needs_reference"):
+        backend.annotate(make_batch(), frozenset({"ref_logprobs"}))
+    with pytest.raises(ValueError, match="values"):
+        backend.train_step(make_batch(), make_algorithm(outputs=frozenset({"logprobs", "values"})))
+    with pytest.raises(ValueError, match="checkpoint"):
+        backend.load(tmp_path)

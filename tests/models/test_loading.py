@@ -1,0 +1,135 @@
+"""Loading and saving in Hugging Face layout."""
+
+import logging
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from atomrl.config import ConfigError
+from atomrl.models.gpt import GPT, new_gpt
+from atomrl.models.loading import (
+    HFModel,
+    compute_dtype,
+    is_local,
+    load_policy,
+    load_tokenizer,
+    model_config_only,
+    read_safetensors,
+    save_model,
+)
+from tests.tiny import make_tiny_model
+
+TOKENS = torch.randint(0, 90, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_load_save_load(tmp_path, architecture, tied):
+    folder = make_tiny_model(tmp_path / "a", architecture, tie_word_embeddings=tied)
+    policy, tokenizer = load_policy(folder, dtype="float32"), load_tokenizer(folder)
+    assert isinstance(policy, GPT)
+    save_model(policy, tokenizer, tmp_path / "b")
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS).logits
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    assert again.dtype == torch.float32
+    for logits in (policy(TOKENS), again(TOKENS).logits, load_policy(tmp_path / "b", dtype="float32")(TOKENS)):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-5)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "b")
+    assert theirs("1 + 1").input_ids == tokenizer("1 + 1").input_ids
+    assert theirs.chat_template == tokenizer.chat_template
+
+
+def test_fresh_gpt_is_loaded_by_transformers(tmp_path):
+    model = new_gpt(95, layers=2, hidden=64, heads=2, kv_heads=1, eos_token_id=2)
+    save_model(model, None, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(theirs(TOKENS).logits, model(TOKENS), atol=1e-5, rtol=1e-5)
+    assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 2
+
+
+def test_saving_in_another_dtype_leaves_the_model_alone(tmp_path):
+    model = new_gpt(95, layers=1, hidden=32, heads=1)
+    save_model(model, None, tmp_path, dtype=torch.bfloat16)
+    assert model_config_only(tmp_path).dtype == torch.bfloat16
+    assert {tensor.dtype for _, tensor in read_safetensors(tmp_path)} == {torch.bfloat16}
+    assert model.head_weight.dtype == torch.float32
+
+
+def test_real_model(shared_dir):
+    folder = shared_dir / "models" / "stories260k"
+    policy = load_policy(folder, dtype="float32")
+    tokens = torch.tensor([load_tokenizer(folder)("Once upon a time").input_ids])
+    expected = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+    torch.testing.assert_close(policy(tokens), expected, atol=1e-4, rtol=1e-5)
+
+
+def save_gpt2(folder, **config):
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=95, n_embd=32, n_layer=2, n_head=2, **config)).save_pretrained(folder)
+    return folder
+
+
+def test_other_families_go_through_transformers_and_say_so(tmp_path, caplog):
+    folder = save_gpt2(tmp_path / "a")
+    with caplog.at_level(logging.WARNING):
+        policy = load_policy(folder, dtype="float32")
+    assert isinstance(policy, HFModel) and "gpt2" in caplog.text
+    expected = AutoModelForCausalLM.from_pretrained(folder).eval()(TOKENS).logits
+    policy.eval()
+    torch.testing.assert_close(policy(TOKENS), expected)
+    save_model(policy, None, tmp_path / "b")
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()(TOKENS).logits, expected)
+
+
+def test_logits_that_the_head_alone_does_not_make_are_refused(tmp_path):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Gemma2Config(vocab_size=95, intermediate_size=32, head_dim=16, final_logit_softcapping=0.1, **shape)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="logits"):
+        load_policy(tmp_path, dtype="float32")
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./nothing", "a/b/c"])
+def test_absent_folder(path):
+    assert not is_local(path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_policy(path)
+
+
+def test_folder_without_config(tmp_path):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        load_policy(tmp_path)
+
+
+def test_hub_name_that_cannot_be_had(monkeypatch):
+    def unreachable(*_, **__):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    assert not is_local("nobody/nothing-of-that-name")
+    with pytest.raises(ConfigError, match=r"no folder on this machine.*no route to host"):
+        model_config_only("nobody/nothing-of-that-name")
+
+
+def test_weights_that_do_not_fit_their_config(tmp_path):
+    folder = make_tiny_model(tmp_path)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"hidden_size": 32', '"hidden_size": 64'))
+    with pytest.raises(ConfigError, match="do not fit"):
+        load_policy(folder)
+
+
+def test_dtype():
+    assert compute_dtype("bfloat16") == torch.bfloat16
+    assert compute_dtype("auto", "cpu") in (torch.float32, torch.bfloat16)
+
+
+def test_frozen_weights_are_kept_in_the_compute_dtype(tmp_path):
+    folder = make_tiny_model(tmp_path)
+    trained, frozen = (load_policy(folder, dtype="bfloat16", trainable=trainable) for trainable in (True, False))
+    assert trained.head_weight.dtype == torch.float32 and trained.head_weight.requires_grad
+    assert frozen.head_weight.dtype == torch.bfloat16 and not frozen.head_weight.requires_grad
+    assert torch.equal(trained(TOKENS), frozen(TOKENS))

@@ -1,0 +1,103 @@
+"""Adapters: peft's layout, merging, the reference."""
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from atomrl.config import ConfigError, LoraConfig
+from atomrl.models.loading import load_policy, policy_weights
+from atomrl.models.lora import adapters_disabled, export, load_adapters, save_adapters
+from tests.models.test_loading import TOKENS, save_gpt2
+from tests.tiny import make_tiny_model
+
+
+@pytest.fixture(params=["qwen2", "gpt2"])
+def base(request, tmp_path):
+    folder = tmp_path / "base"
+    return save_gpt2(folder) if request.param == "gpt2" else make_tiny_model(folder, request.param)
+
+
+def adapted(base, dtype="float32", **config):
+    policy = load_policy(base, dtype=dtype, lora=LoraConfig(rank=4, **config)).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.2)
+    return policy
+
+
+def test_fresh_adapters_change_nothing_and_alone_are_trained(base):
+    policy = load_policy(base, dtype="float32", lora=LoraConfig(rank=4)).eval()
+    torch.testing.assert_close(policy(TOKENS), load_policy(base, dtype="float32").eval()(TOKENS))
+    trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
+    assert trained and all(".lora_" in name for name in trained)
+    assert not any("lm_head" in name or "embed" in name for name in trained)
+
+
+def test_peft_loads_what_is_saved(base, tmp_path):
+    policy = adapted(base)
+    logits = policy(TOKENS)
+    save_adapters(policy, tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
+    torch.testing.assert_close(theirs(TOKENS).logits, logits, atol=1e-4, rtol=1e-4)
+    theirs.save_pretrained(tmp_path / "theirs")
+    names = [load_file(tmp_path / name / "adapter_model.safetensors").keys() for name in ("adapter", "theirs")]
+    assert names[0] == names[1]
+
+
+def test_merged_weights_without_changing_the_model(base, tmp_path):
+    policy = adapted(base)
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    merged = dict(policy_weights(policy))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
+    plain = AutoModelForCausalLM.from_pretrained(base).eval()
+    assert merged.keys() | {"lm_head.weight"} == plain.state_dict().keys() | {"lm_head.weight"}
+    plain.load_state_dict(merged, strict=False)
+    torch.testing.assert_close(plain(TOKENS).logits, policy(TOKENS), atol=1e-4, rtol=1e-4)
+
+
+def test_export(tmp_path):
+    base = make_tiny_model(tmp_path / "base")
+    policy = adapted(base)
+    save_adapters(policy, tmp_path / "adapter")
+    export(tmp_path / "adapter", tmp_path / "merged")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(exported(TOKENS).logits, policy(TOKENS), atol=1e-4, rtol=1e-4)
+
+
+def test_reference_is_the_model_without_adapters(base):
+    policy, plain = adapted(base), load_policy(base, dtype="float32").eval()
+    logits = policy(TOKENS)
+    with adapters_disabled(policy):
+        torch.testing.assert_close(policy(TOKENS), plain(TOKENS))
+    assert torch.equal(policy(TOKENS), logits)
+    assert (logits - plain(TOKENS)).abs().max() > 0.1
+
+
+def test_load_back_and_refuse_others(base, tmp_path):
+    policy = adapted(base)
+    save_adapters(policy, tmp_path / "adapter")
+    fresh = load_policy(base, dtype="float32", lora=LoraConfig(rank=4)).eval()
+    load_adapters(fresh, tmp_path / "adapter")
+    assert torch.equal(fresh(TOKENS), policy(TOKENS))
+    with pytest.raises(ConfigError, match="do not fit"):
+        load_adapters(load_policy(base, lora=LoraConfig(rank=8)), tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="holds no adapter"):
+        load_adapters(fresh, tmp_path)
+
+
+def test_frozen_weights_in_bfloat16_and_adapters_in_float32(base):
+    policy = adapted(base, dtype="bfloat16")
+    dtypes = {parameter.requires_grad: parameter.dtype for parameter in policy.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    policy(TOKENS).float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in policy.parameters() if p.requires_grad)
+
+
+def test_unknown_target(tmp_path):
+    folder = make_tiny_model(tmp_path)
+    with pytest.raises(ConfigError, match="nothing_like_it"):
+        load_policy(folder, lora=LoraConfig(target_modules=["nothing_like_it"]))

@@ -1,0 +1,31 @@
+"""Splits into micro-batches: every row once, within the budget, groups together."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atomrl.training.micro_batches import micro_batches
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 50), st.integers(0, 5)), min_size=1, max_size=40),
+    tokens=st.integers(1, 300),
+    most=st.none() | st.integers(1, 10),
+    grouped=st.booleans(),
+)
+def test_split(rows, tokens, most, grouped):
+    lengths, groups = (torch.tensor(column) for column in zip(*rows, strict=True))
+    batches = micro_batches(lengths, groups if grouped else None, tokens, most)
+    assert sorted(torch.cat(batches).tolist()) == list(range(len(rows)))
+    for batch in batches:
+        units = len(set(groups[batch].tolist())) if grouped else len(batch)
+        padded = len(batch) * int(lengths[batch].max())
+        assert units == 1 or (padded <= tokens and len(batch) <= (most or len(rows)))
+    if grouped:
+        homes = [set(groups[batch].tolist()) for batch in batches]
+        assert sum(map(len, homes)) == len(set.union(*homes))
+
+
+def test_rows_of_like_length_are_together():
+    batches = micro_batches(torch.tensor([5, 50, 6, 49]), None, 100)
+    assert [sorted(batch.tolist()) for batch in batches] == [[1, 3], [0, 2]]
