@@ -31,7 +31,7 @@ from atomrl.models.tokenizer import task_tokenizer
 from atomrl.protocols import RolloutEngine, TrainingBackend
 from atomrl.rewards.compute import build_rewards
 from atomrl.rollout.hf import HFEngine
-from atomrl.rollout.native import NativeEngine, supports
+from atomrl.rollout.native import NativeEngine
 from atomrl.stages import RewardBatch, Sample, SamplingParams
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
@@ -243,7 +243,7 @@ def build_engine(
         "max_concurrent_completions": rollout.max_concurrent_completions,
     }
     if name == "native":
-        reason = supports(model_config_only(path, model.trust_remote_code))
+        reason = NativeEngine.supports(model_config_only(path, model.trust_remote_code))
         if reason:
             log.warning("rollouts come from the hf engine, because native does not know this model: %s", reason)
             name = "hf"

@@ -1,0 +1,199 @@
+"""The loop on real parts, small: native engine, local back end, a tiny random model."""
+
+import contextlib
+import json
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from atomrl.algorithms.table import build_algorithm
+from atomrl.config import DataConfig, ModelConfig, RewardConfig, TrainConfig
+from atomrl.data.processor import DataProcessor
+from atomrl.data.stream import PromptStream
+from atomrl.loop.report import Stopwatch
+from atomrl.loop.sync import NoSignal, Parts, Progress, Schedule, collect, train
+from atomrl.models.loading import load_tokenizer
+from atomrl.rewards.compute import build_rewards
+from atomrl.rollout.native import NativeEngine
+from atomrl.stages import Sample, SamplingParams
+from atomrl.training.local import LocalBackend
+from tests.tiny import make_tiny_model
+
+
+def letter_reward(prompts, completions, **columns):
+    """Pays for the share of letters up to m."""
+    return [sum(c in "abcdefghijklm" for c in text) / max(1, len(text)) for text in completions]
+
+
+class Record:
+    """Keeps what a run would write."""
+
+    def __init__(self, folder):
+        self.folder, self.rows, self.rollouts, self.saved = folder, [], [], []
+
+    def log(self, step, metrics):
+        self.rows.append({"step": step, **metrics})
+
+    def log_rollouts(self, step, rewarded, advantages):
+        self.rollouts.append((step, rewarded, advantages))
+
+    @contextlib.contextmanager
+    def checkpoint(self, step):
+        folder = self.folder / f"step_{step}"
+        folder.mkdir(parents=True)
+        yield folder
+        self.saved.append(step)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2"))
+
+
+def make_parts(model, folder, steps=4, algorithm=None, **schedule):
+    tokenizer = load_tokenizer(model)
+    train_config = TrainConfig(steps=steps, learning_rate=3e-3, tokens_per_micro_batch=128)
+    plan = Schedule(
+        **{
+            "steps": steps,
+            "prompts_per_step": 3,
+            "updates_per_epoch": 2,
+            "epochs_per_step": 1,
+            "max_row_tokens": None,
+            "eval_every_steps": 0,
+            "save_every_steps": 0,
+            "seed": 0,
+            **schedule,
+        }
+    )
+    samples = [Sample(sample_id=str(i), prompt=f"write {i}", ground_truth="") for i in range(5)]
+    settings = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": 8}
+    parts = Parts(
+        engine=NativeEngine.from_pretrained(model, tokenizer, **settings),
+        trainer=LocalBackend(
+            ModelConfig(path=model, dtype="float32"),
+            train_config,
+            total_updates=steps * plan.updates_per_epoch * plan.epochs_per_step,
+            tokenizer=tokenizer,
+        ),
+        algorithm=algorithm or build_algorithm("grpo", {}, report_entropy=True),
+        stream=PromptStream(samples, seed=0),
+        processor=DataProcessor(tokenizer, DataConfig(train="x.jsonl")),
+        rewards=build_rewards(RewardConfig(functions=[{"function": "tests.loop.test_sync.letter_reward"}])),
+        sampling=SamplingParams(completions_per_prompt=4, max_completion_tokens=12),
+        record=Record(folder),
+        evaluate=lambda version: None,
+    )
+    return parts, plan
+
+
+def saver(parts):
+    def save(folder, progress):
+        parts.trainer.save(folder)
+        (folder / "progress.json").write_text(json.dumps(vars(progress)))
+
+    return save
+
+
+def weights(parts):
+    return {name: tensor.clone() for name, tensor in parts.trainer.weights()}
+
+
+def without_time(rows):
+    return [{k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/throughput"))} for row in rows]
+
+
+def test_a_run_trains_and_reports(model, tmp_path):
+    parts, plan = make_parts(model, tmp_path, eval_every_steps=2)
+    evaluated = []
+    parts = replace(parts, evaluate=evaluated.append)
+    before = weights(parts)
+    assert train(parts, plan, Progress(), saver(parts)) is True
+    assert [row["step"] for row in parts.record.rows] == [1, 2, 3, 4]
+    assert any(not torch.equal(before[name], tensor) for name, tensor in weights(parts).items())
+    row = parts.record.rows[1]
+    for name in (
+        "critic/score/mean",
+        "reward/letter_reward/mean",
+        "response_length/mean",
+        "response_length/clip_ratio",
+        "by_group/frac_mixed",
+        "actor/pg_loss",
+        "actor/entropy",
+        "actor/grad_norm",
+        "actor/lr",
+        "timing_s/gen",
+        "timing_s/update_actor",
+        "perf/throughput",
+    ):
+        assert name in row, name
+    assert row["training/updates"] == 2
+    assert evaluated == [2]
+    # weights reach the engine: rollout and trainer see the same policy, on every step
+    assert max(r["training/rollout_probs_diff_max"] for r in parts.record.rows) < 1e-4
+    assert parts.record.saved == [4]
+    step, rewarded, advantages = parts.record.rollouts[2]
+    assert step == 3 and rewarded.policy_version == 2 and len(advantages) == 12
+
+
+def test_the_reward_rises(model, tmp_path):
+    parts, plan = make_parts(model, tmp_path, steps=25, updates_per_epoch=1, prompts_per_step=5)
+    train(parts, plan, Progress(), saver(parts))
+    scores = [row["critic/score/mean"] for row in parts.record.rows]
+    assert sum(scores[-5:]) / 5 > sum(scores[:5]) / 5 + 0.2
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 3])
+def test_resuming_gives_the_run_that_never_stopped(model, tmp_path, stop_at):
+    whole, plan = make_parts(model, tmp_path / "whole")
+    train(whole, plan, Progress(), saver(whole))
+    first, plan = make_parts(model, tmp_path / "first", save_every_steps=1)
+    train(first, replace(plan, steps=stop_at), Progress(), saver(first))
+    second, plan = make_parts(model, tmp_path / "second")
+    folder = tmp_path / "first" / f"step_{stop_at}"
+    second.trainer.load(folder)
+    train(second, plan, Progress(**json.loads((folder / "progress.json").read_text())), saver(second))
+    expected = weights(whole)
+    for name, tensor in weights(second).items():
+        assert torch.equal(tensor, expected[name]), name
+    assert without_time(first.record.rows + second.record.rows) == without_time(whole.record.rows)
+
+
+def test_a_signal_ends_the_step_and_saves(model, tmp_path):
+    parts, plan = make_parts(model, tmp_path)
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def stop_in_step_two(version):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    parts = replace(parts, evaluate=stop_in_step_two)
+    progress = Progress()
+    assert train(parts, replace(plan, eval_every_steps=2), progress, saver(parts)) is False
+    assert progress.step == 2 and parts.record.saved == [2]
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_groups_that_are_refused_are_replaced(model, tmp_path):
+    seen = []
+
+    def every_other(rewards):
+        seen.append(rewards)
+        return len(seen) % 2 == 0
+
+    picky = replace(build_algorithm("grpo", {}), accept_group=every_other)
+    parts, _ = make_parts(model, tmp_path, algorithm=picky)
+    rewarded = collect(parts, 3, 1, Stopwatch())
+    assert len(rewarded.samples) == len(rewarded.completions) == len(rewarded.rewards) == 3
+    assert [list(group) for group in rewarded.rewards] == seen[1:6:2]
+    assert len(rewarded.reward_parts["letter_reward"]) == 3
+    assert parts.stream.position > 3
+
+
+def test_data_without_signal_stops_with_an_error(model, tmp_path):
+    picky = replace(build_algorithm("grpo", {}), accept_group=lambda rewards: False)
+    parts, _ = make_parts(model, tmp_path, algorithm=picky)
+    with pytest.raises(NoSignal, match="accepted 0 of 60 groups"):
+        collect(parts, 3, 1, Stopwatch())
