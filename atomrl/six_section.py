@@ -257,7 +257,7 @@ def _problems(error: ValidationError) -> list[str]:
         key = ".".join(path)
         if item["type"] == "extra_forbidden":
             near = nearest_key(path)
-            messages[f"unknown key {key!r}"] = [f"did you mean {near!r}?"] if near else []
+            messages[f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else "")] = []
         elif item["type"] == "missing":
             messages[key] = ["is required"]
         else:

@@ -188,8 +188,8 @@ def mean_figure(values: Sequence[float]) -> Figure:
     """Mean and standard error of the mean; NaN for no values.
 
     Example:
-        >>> mean_figure([0.0, 1.0, 1.0, 0.0])
-        Figure(mean=0.5, standard_error=0.2886751345948129)
+        >>> mean_figure([0.0, 2.0])
+        Figure(mean=1.0, standard_error=1.0)
     """
     if not values:
         return Figure(mean=math.nan)

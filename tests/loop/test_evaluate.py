@@ -1,0 +1,179 @@
+"""Figures worked out by hand, from scripted completions."""
+
+import itertools
+import json
+import math
+
+import pytest
+
+from atomrl.config import DataConfig, RewardConfig
+from atomrl.data.processor import DataProcessor
+from atomrl.loop.evaluate import Group, evaluate, majority_correct, mean_figure, pass_at_k, pass_sizes
+from atomrl.rewards.compute import build_rewards
+from atomrl.rollout.fake import FakeEngine
+from atomrl.stages import Sample, SamplingParams
+from tests.tiny import make_tiny_tokenizer
+
+SAMPLES = [
+    Sample(sample_id="f:1", prompt="1+1=", ground_truth="2", data_source="sums"),
+    Sample(sample_id="f:2", prompt="2*3=", ground_truth="6", data_source="products"),
+]
+RIGHT = "<think>abc</think><answer>{}</answer>"
+SCRIPT = {
+    "1+1=": [RIGHT.format(2), RIGHT.format(2), RIGHT.format(3), "no form"],
+    "2*3=": [RIGHT.format(5), RIGHT.format(5), RIGHT.format(6), "x" * 200],
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tiny_tokenizer()
+
+
+def run(tokenizer, script=SCRIPT, samples=SAMPLES, count=4, rewards=None, response_prefix="", **data):
+    seen = []
+
+    def complete(prompt, index):
+        seen.append(tokenizer.decode(prompt))
+        text = next(text for start, text in script.items() if start in seen[-1])[index]
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    result = evaluate(
+        FakeEngine(complete, tokenizer),
+        samples,
+        DataProcessor(tokenizer, DataConfig(train="-", **data)),
+        build_rewards(RewardConfig.model_validate(rewards or {})),
+        SamplingParams(completions_per_prompt=count, max_completion_tokens=100),
+        response_prefix,
+    )
+    return result, seen
+
+
+def test_every_figure(tokenizer):
+    result, _ = run(tokenizer)
+    assert (result.prompts, result.dropped_prompts, result.samples_per_prompt) == (2, 0, 4)
+    figures = {name: figure.mean for name, figure in result.overall.items()}
+    assert figures == pytest.approx(
+        {
+            "accuracy": (2 / 4 + 1 / 4) / 2,
+            "reward": 3 / 8,
+            "pass@1": 3 / 8,
+            "pass@2": ((1 - 1 / 6) + (1 - 3 / 6)) / 2,
+            "pass@4": 1.0,
+            "majority@4": 0.5,  # 2 is right; 5 is not
+            "format": 6 / 8,
+            "truncated": 1 / 8,
+            "unscored": 0.0,
+            "completion_tokens": (6 * len(RIGHT.format(1)) + len("no form") + 100) / 8,  # a token a character
+            "reasoning_tokens": 6 * 3 / 8,
+            "reasoning_characters": 6 * 3 / 8,
+        }
+    )
+    # The problem is the unit: the standard deviation of 0.5 and 0.25, over the root of two.
+    assert result.overall["accuracy"].standard_error == pytest.approx(0.125)
+    assert result.by_data_source["sums"]["accuracy"].mean == 0.5
+    assert result.by_data_source["products"]["accuracy"].mean == 0.25
+    assert result.by_data_source["sums"]["accuracy"].standard_error is None
+    assert result.accuracy == 0.375
+
+
+def test_metrics_have_verls_names(tokenizer):
+    metrics = run(tokenizer)[0].metrics()
+    assert metrics["val-core/sums/reward/mean@4"] == 0.5
+    assert metrics["val-core/products/acc/mean@4"] == 0.25
+    assert metrics["val-core/all/acc/mean@4"] == 0.375
+    assert metrics["val-core/sums/acc/maj@4"] == 1.0
+    assert metrics["val-core/sums/acc/best@2"] == pytest.approx(5 / 6)
+    assert metrics["val-aux/format/mean"] == 0.75
+    assert metrics["val-aux/response_length/mean"] > 0
+    single = run(tokenizer, samples=SAMPLES[:1])[0].metrics()
+    assert "val-core/sums/acc/mean@4" in single and not any("/all/" in name for name in single)
+
+
+def test_rows_are_json_and_say_what_was_made_of_each_completion(tokenizer):
+    result, _ = run(tokenizer)
+    rows = json.loads(json.dumps(result.rows))
+    assert [row["correct"] for row in rows] == [True, True, False, False, False, False, True, False]
+    assert (
+        rows[0]["prompt_id"] == "eval:f:1"
+        and rows[0]["answer"] == "2"
+        and rows[0]["reward_parts"] == {"strict_math": 1}
+    )
+    assert rows[7]["finish_reason"] == "length" and rows[7]["completion_tokens"] == 100
+    assert "rows" not in result.summary()
+
+
+def test_the_first_reward_decides_what_is_correct(tokenizer):
+    rewards = {"functions": [{"function": "strict_format"}, {"function": "strict_math", "weight": 2.0}]}
+    result, _ = run(tokenizer, rewards=rewards)
+    assert result.accuracy == 6 / 8
+    assert result.overall["reward"].mean == pytest.approx((6 + 2 * 3) / 8)
+
+
+def nothing_for_products(prompts, completions, data_source, **columns):
+    return [None if source == "products" else 1.0 for source in data_source]
+
+
+def test_no_value_counts_as_not_correct_and_is_in_no_mean_reward(tokenizer):
+    result, _ = run(tokenizer, rewards={"functions": [{"function": f"{__name__}.nothing_for_products"}]})
+    assert result.overall["accuracy"].mean == 0.5 and result.overall["unscored"].mean == 0.5
+    assert result.overall["reward"].mean == 1.0
+    assert math.isnan(result.by_data_source["products"]["reward"].mean)
+
+
+def test_response_prefix_is_given_to_the_model_and_to_the_rewards(tokenizer):
+    script = {"1+1=": ["2</answer>"] * 2}
+    prefix = "<think>.</think><answer>"
+    result, seen = run(tokenizer, script, SAMPLES[:1], count=2, response_prefix=prefix)
+    assert all(text.endswith(prefix) for text in seen)
+    assert result.accuracy == 1.0
+    assert result.rows[0]["completion"] == prefix + "2</answer>"
+    assert result.rows[0]["completion_tokens"] == len("2</answer>")
+    assert run(tokenizer, script, SAMPLES[:1], count=2)[0].accuracy == 0.0
+
+
+def test_prompts_over_the_limit_are_counted(tokenizer):
+    long = Sample(sample_id="f:3", prompt="9" * 300, ground_truth="1")
+    result, _ = run(tokenizer, samples=[*SAMPLES, long], max_prompt_tokens=50)
+    assert (result.prompts, result.dropped_prompts) == (2, 1)
+    with pytest.raises(ValueError, match="no problem"):
+        run(tokenizer, samples=[])
+
+
+@pytest.mark.parametrize("samples, correct", [(4, 0), (4, 1), (5, 2), (6, 6)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(samples, correct):
+    flags = [True] * correct + [False] * (samples - correct)
+    for k in range(1, samples + 1):
+        subsets = list(itertools.combinations(flags, k))
+        assert pass_at_k(samples, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+@pytest.mark.parametrize("bad", [(4, 5, 1), (4, 1, 5), (4, 1, 0)])
+def test_pass_at_k_refuses_nonsense(bad):
+    with pytest.raises(ValueError, match="pass@k"):
+        pass_at_k(*bad)
+
+
+def test_pass_sizes_end_with_all_samples():
+    assert [pass_sizes(n) for n in (1, 2, 5, 8)] == [[1], [1, 2], [1, 2, 4, 5], [1, 2, 4, 8]]
+
+
+def group(answers, correct):
+    count = len(answers)
+    return Group(
+        data_source="d", rewards=(0.0,) * count, correct=correct, answers=answers, formatted=correct, truncated=correct,
+        completion_tokens=(1,) * count, reasoning_tokens=(1,) * count, reasoning_characters=(1,) * count,
+    )  # fmt: skip
+
+
+def test_majority():
+    assert majority_correct(group(("a", "b", "b"), (False, True, False)))
+    assert not majority_correct(group(("a", "a", "b"), (False, False, True)))
+    assert majority_correct(group(("", "", "b"), (False, False, True))), "no answer has no vote"
+    assert not majority_correct(group(("", ""), (False, False)))
+    assert majority_correct(group(("b", "a"), (True, False))), "a tie goes to the first given"
+
+
+def test_standard_error_is_of_the_mean():
+    assert mean_figure([1.0]).standard_error is None
+    assert mean_figure([0.0, 1.0] * 50).standard_error == pytest.approx(0.0502, abs=1e-4)

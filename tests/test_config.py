@@ -1,0 +1,127 @@
+"""The config: files, overrides, and errors that name the key."""
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from atomrl.config import (
+    ConfigError,
+    RunConfig,
+    build_config,
+    dump_config,
+    known_keys,
+    merge_trees,
+    parse_overrides,
+    read_yaml,
+)
+
+MINIMAL = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+
+
+def build(**changes):
+    return build_config(merge_trees(MINIMAL, changes), "c.yaml")
+
+
+def test_dump_and_load_give_the_same_config():
+    config = build(train={"learning_rate": 1e-6}, model={"lora": {"rank": 4}}, algorithm={"clip": {"high": 0.28}})
+    assert build_config(yaml.safe_load(dump_config(config))) == config
+
+
+def test_a_config_cannot_be_written():
+    with pytest.raises(ValueError, match="frozen"):
+        build().train.steps = 3
+
+
+def sections(model=RunConfig):
+    yield model
+    for info in model.model_fields.values():
+        for kind in (info.annotation, *getattr(info.annotation, "__args__", ())):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from sections(kind)
+
+
+def test_every_section_but_the_algorithm_refuses_unknown_keys():
+    names = {section.__name__ for section in sections() if section.model_config["extra"] != "forbid"}
+    assert names == {"AlgorithmConfig"}, "whose axes are checked where it is built"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"train": {"learning_rte": 1e-6}}, r"unknown key 'train.learning_rte'; did you mean 'train.learning_rate'\?"),
+        (
+            {"train": {"temperature": 1}},
+            r"unknown key 'train.temperature'; did you mean '(rollout|eval).temperature'\?",
+        ),
+        ({"trian": {}}, r"unknown key 'trian'; did you mean 'train'\?"),
+        ({"learning_rate": 1}, r"unknown key 'learning_rate'; did you mean 'train.learning_rate'\?"),
+        ({"zzzqqq": 1}, r"unknown key 'zzzqqq'$"),
+        ({"train": {"steps": "many"}}, r"train.steps: .*integer.*\(got 'many'\)"),
+        ({"train": {"steps": 0}}, r"train.steps: .*\(got 0\)"),
+        ({"train": 3}, r"train: .*\(got 3\)"),
+        ({"model": {"dtype": "float8"}}, r"model.dtype: .*'float8'"),
+        ({"rollout": {"top_p": 0}}, r"rollout.top_p: "),
+        ({"train": {"rows_per_update": 48}}, r"rows_per_update=48 does not divide the 128 rows of a step"),
+        ({"data": {"system_prompt": "a", "system_prompt_file": "b"}}, r"system_prompt or system_prompt_file, not both"),
+        ({"rollout": {"min_completion_tokens": 300}}, r"min_completion_tokens is larger"),
+        ({"model": {"path": None}}, r"model.path: is required"),
+        ({"reward": {"functions": []}}, r"reward.functions: "),
+    ],
+)
+def test_mistakes_are_named(changes, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        build(**changes)
+    assert str(caught.value).startswith("c.yaml:\n")
+
+
+def test_all_mistakes_are_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        build_config({"run_name": "r", "train": {"steps": 0, "stepz": 1}})
+    text = str(caught.value)
+    assert "data: is required" in text and "train.steps: " in text and "'train.stepz'" in text
+
+
+def test_overrides_in_all_forms():
+    given = ["train.steps=3", "--rollout.temperature=0.5", "--model.path", "x", "train.learning_rate=1e-6"]
+    assert parse_overrides(given) == {
+        "train": {"steps": 3, "learning_rate": 1e-6},
+        "rollout": {"temperature": 0.5},
+        "model": {"path": "x"},
+    }
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("a=", None), ("a=null", None), ("a=true", True), ("a=[1, x]", [1, "x"]), ("a={b: 1}", {"b": 1}),
+        ("a=b=c", "b=c"), ("a='3'", 3.0), ("a=a: b: c", "a: b: c"), ("a=1e-6", 1e-6),
+    ],
+)  # fmt: skip
+def test_values_of_overrides_are_yaml(text, value):
+    assert parse_overrides([text]) == {"a": value}
+
+
+@pytest.mark.parametrize("given", [["train"], ["--train.steps"], ["a=1", "a.b=2"]])
+def test_what_is_no_override_is_refused(given):
+    with pytest.raises(ConfigError, match="override"):
+        parse_overrides(given)
+
+
+def test_merging_goes_key_by_key_and_replaces_lists():
+    assert merge_trees({"a": {"b": 1, "c": [1, 2]}}, {"a": {"c": [3]}}) == {"a": {"b": 1, "c": [3]}}
+
+
+@pytest.mark.parametrize(
+    "content, message", [("a: [1", "not valid YAML"), ("- 1", "mapping"), ("", "mapping"), ("\xff", "YAML")]
+)
+def test_files_that_are_no_config(tmp_path, content, message):
+    path = tmp_path / "c.yaml"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError, match=message):
+        read_yaml(path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_yaml(tmp_path / "absent.yaml")
+
+
+def test_known_keys_reach_all_depths():
+    assert {"train", "train.steps", "model.lora.rank", "sft.gpt.layers", "run_name"} <= set(known_keys())
