@@ -19,7 +19,6 @@ from atomrl.data.problems import DataError
 
 GENERATORS = {
     "arithmetic": "atomrl.data.arithmetic",
-    "chain": "atomrl.data.chain",
     "countdown": "atomrl.data.countdown",
     "stack_machine": "atomrl.data.stack_machine",
 }

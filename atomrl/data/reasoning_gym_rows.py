@@ -54,6 +54,6 @@ def _row(name: str, args: dict[str, Any], entry: dict[str, Any]) -> dict[str, An
         "data_source": f"reasoning_gym:{name}",
         # as a file would give it back, so that a run from a file and one from the generator are the same
         "reasoning_gym": json.loads(
-            json.dumps({"name": name, "args": args, "answer": answer, "metadata": entry["metadata"]})
+            json.dumps({"name": name, "args": args, "answer": answer, "metadata": entry["metadata"]}, default=str)
         ),
     }

@@ -1,0 +1,61 @@
+"""The report of `atomrl data check`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from atomrl.config import DataConfig
+from atomrl.data.checks import check_data
+from atomrl.data.problems import DataError
+
+
+def write(path, *rows):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+def row(prompt, **columns):
+    return {"prompt": prompt, "ground_truth": "1", **columns}
+
+
+def test_report(tmp_path):
+    train = write(tmp_path / "train.jsonl", row("What is 2+2?", data_source="sums"), "{", row("what is  2+2? "),
+                  row("a" * 100, level=3), row("bcd", data_source="sums"))  # fmt: skip
+    test = write(tmp_path / "test.jsonl", row("new"), row("BCD"))
+    report = check_data(train, against=test)
+    assert (report.rows, len(report.problems), report.ok) == (5, 1, False)
+    assert report.problems[0].startswith("train.jsonl:2: not valid JSON")
+    assert report.duplicates == [("train.jsonl:3", "train.jsonl:1")]
+    assert report.overlap == (("train.jsonl:5", "test.jsonl:2"),)
+    assert report.prompt_chars == [3, 12, 14, 100]
+    assert report.data_sources == {"sums": 2, "default": 2} and report.columns == ["level"]
+    text = report.text()
+    for part in ("5 rows, 4 usable", "shortest 3, median 14", "longest 100", "sums 2", "columns: level",
+                 "train.jsonl:3 is the same as train.jsonl:1", "train.jsonl:5 is the same as test.jsonl:2",
+                 "problems: 1"):  # fmt: skip
+        assert part in text
+
+
+def test_field_mapping_and_a_clean_file(tmp_path):
+    path = write(tmp_path / "data.jsonl", {"q": "one", "a": "#### 1"}, {"q": "two", "a": "#### 2"})
+    config = DataConfig(train=str(path), prompt_field="q", answer_field="a", answer_pattern="#### (.*)")
+    report = check_data(path, config)
+    assert report.ok and report.duplicates == [] and "problems: 0" in report.text()
+    assert len(check_data(path).problems) == 2
+
+
+def test_gsm8k_splits_do_not_overlap(shared_dir):
+    folder = shared_dir / "data/gsm8k"
+    config = DataConfig(train="x", prompt_field="question", answer_field="answer", answer_pattern=r"####\s*(.+)")
+    report = check_data(folder / "test.jsonl", config, against=folder / "train.jsonl")
+    assert report.ok and report.rows == 1319
+
+
+def test_an_empty_file_is_an_error_and_one_of_dirt_a_report(tmp_path):
+    with pytest.raises(DataError, match="is empty"):
+        check_data(write(tmp_path / "empty.jsonl", ""))
+    report = check_data(write(tmp_path / "dirt.jsonl", "{", "{"))
+    assert (report.rows, len(report.problems), report.prompt_chars) == (2, 2, [])
+    assert "0 usable" in report.text()

@@ -1,0 +1,149 @@
+"""Generators: seeded, distinct, splits disjoint by construction, answers right."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from fractions import Fraction
+
+import pytest
+
+from atomrl.data.generators import GENERATORS, content_split, find_generator, generate, normalise_content
+from atomrl.data.problems import DataError
+from atomrl.data.stack_machine import run_operation
+from atomrl.rewards.expressions import evaluate_arithmetic
+
+TASKS = sorted(GENERATORS)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_rows_are_seeded_distinct_and_complete(task):
+    rows = generate(task, 200, seed=1)
+    assert rows == generate(task, 200, seed=1) and rows[:50] == generate(task, 50, seed=1)
+    assert rows != generate(task, 200, seed=2)
+    assert len({normalise_content(row["prompt"]) for row in rows}) == 200
+    assert all(row["ground_truth"] and row["data_source"] for row in rows)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_splits_are_disjoint_whatever_the_seed(task):
+    train = {normalise_content(row["prompt"]) for seed in range(3) for row in generate(task, 300, seed=seed)}
+    held_out = {normalise_content(row["prompt"]) for seed in range(3) for row in generate(task, 50, seed, "eval")}
+    assert not train & held_out
+    assert {content_split(content) for content in train} == {"train"}
+
+
+def test_normalised_content_ignores_what_is_no_difference():
+    assert normalise_content(" What is  2+2? ") == normalise_content("WHAT is\t2+2?\n")
+    assert normalise_content("café") == normalise_content("cafe\u0301")
+    assert normalise_content("2+2") != normalise_content("2+3")
+    assert normalise_content(({"role": "user", "content": "A"},)) == "user: a"
+
+
+def test_a_small_space_is_an_error_with_what_it_holds():
+    with pytest.raises(
+        DataError, match=r"only \d+ distinct problems of the train split were found, not 1000"
+    ) as caught:
+        generate("arithmetic", 1000, steps=1, max_number=5, max_value=9)
+    found = int(re.search(r"only (\d+)", str(caught.value))[1])
+    assert len(generate("arithmetic", found, steps=1, max_number=5, max_value=9)) == found
+
+
+def test_bad_requests():
+    for arguments, message in [
+        (("countdwn", 1), "did you mean 'countdown'"),
+        (("countdown", 0), "size must be at least 1"),
+        (("countdown", 1, 0, "test"), "split must be"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            generate(*arguments)
+    with pytest.raises(DataError, match="no argument 'step'; did you mean 'steps'"):
+        generate("arithmetic", 1, step=3)
+    with pytest.raises(DataError, match=r"arithmetic with {'steps': 0}"):
+        generate("arithmetic", 1, steps=0)
+    with pytest.raises(DataError, match=r"arithmetic with {'steps': 'x'}"):
+        generate("arithmetic", 1, steps="x")
+    with pytest.raises(DataError, match="found no problem with a target"):
+        generate("countdown", 1, max_number=2, max_numbers=3, min_target=90, max_target=95)
+
+
+def test_arithmetic_answers():
+    for row in generate("arithmetic", 300, steps=5, max_number=30, max_value=500):
+        value = None
+        for verb, text in re.findall(r"(Start with|Add|Subtract|Multiply by) (\d+)", row["prompt"]):
+            number = int(text)
+            value = {
+                "Start with": lambda _, n: n,
+                "Add": lambda v, n: v + n,
+                "Subtract": lambda v, n: v - n,
+                "Multiply by": lambda v, n: v * n,
+            }[verb](value, number)
+            assert 0 <= value <= 500
+        assert row["ground_truth"] == str(value)
+
+
+def test_countdown_solutions():
+    for row in generate("countdown", 300):
+        value, used = evaluate_arithmetic(row["solution"])
+        assert value == Fraction(row["ground_truth"]) and 10 <= value <= 99
+        assert sorted(used) == row["numbers"] and len(used) in (3, 4)
+        assert ", ".join(map(str, row["numbers"])) in row["prompt"]
+
+
+def test_stack_machine_answers():
+    for row in generate("stack_machine", 300):
+        stack: list[int] = []
+        program = re.search(r"Its program: ([^.]*)\.", row["prompt"])[1].split("; ")
+        for operation in program:
+            run_operation(stack, operation, 100)
+        assert row["ground_truth"] == str(stack[-1]) and len(program) == row["operations"]
+    stack = [2, 3]
+    for operation, expected in [("swap", [3, 2]), ("dup", [3, 2, 2]), ("mul", [3, 4]), ("add", [7]), ("push 9", [7, 9]),
+                                ("sub", [98]), ("push 5", [98, 5]), ("drop", [98])]:  # fmt: skip
+        run_operation(stack, operation, 100)
+        assert stack == expected
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_space_is_large(task):
+    """By the birthday problem: fewer than three collisions among 2,000 draws means some 10**6 problems or more."""
+    import random
+
+    make, rng = find_generator(task), random.Random(0)
+    assert 2000 - len({normalise_content(make(rng)["prompt"]) for _ in range(2000)}) < 3
+
+
+needs_reasoning_gym = pytest.mark.skipif(
+    importlib.util.find_spec("reasoning_gym") is None, reason="needs the tasks extra"
+)
+
+
+@needs_reasoning_gym
+def test_reasoning_gym_tasks(tmp_path):
+    from atomrl.config import DataConfig
+    from atomrl.data.files import write_jsonl
+    from atomrl.data.sources import load_samples
+    from atomrl.rewards.tasks import reasoning_gym
+
+    for name, args in [("spell_backward", {}), ("countdown", {"max_numbers": 4}), ("propositional_logic", {})]:
+        rows = generate(f"reasoning_gym:{name}", 5, seed=1, **args)
+        path = tmp_path / f"{name}.jsonl"
+        write_jsonl(rows, path)
+        samples = load_samples(DataConfig(train=str(path))).samples
+        assert [sample.columns["reasoning_gym"] for sample in samples] == [row["reasoning_gym"] for row in rows]
+        assert {sample.data_source for sample in samples} == {f"reasoning_gym:{name}"}
+        if name == "propositional_logic":  # has no one right answer
+            continue
+        columns = [sample.columns["reasoning_gym"] for sample in samples]
+        texts = [f"<think>so</think><answer>{sample.ground_truth}</answer>" for sample in samples]
+        assert reasoning_gym([""] * 5, texts, reasoning_gym=columns) == [1.0] * 5
+        assert max(reasoning_gym([""] * 5, ["<answer>zzz</answer>", "", "zzz", "</answer>", "<answer>"],
+                                 reasoning_gym=columns)) < 0.1  # fmt: skip
+
+
+@needs_reasoning_gym
+def test_reasoning_gym_errors():
+    with pytest.raises(DataError, match=r"no task 'spell_backwards'; did you mean 'spell_backward'"):
+        generate("reasoning_gym:spell_backwards", 1)
+    with pytest.raises(DataError, match=r"reasoning_gym:spell_backward with {'nope': 1}"):
+        generate("reasoning_gym:spell_backward", 1, nope=1)
