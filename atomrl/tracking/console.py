@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TextIO
 
 SHOWN = {
+    "loss": ("sft/nll_per_token", "{:.3f}"),
     "reward": ("critic/score/mean", "{:.3f}"),
     "accuracy": ("train/accuracy", "{:.3f}"),
     "length": ("response_length/mean", "{:.1f}"),

@@ -12,6 +12,13 @@ from atomrl.tracking.run_directory import read_metrics
 Rows = list[dict[str, Any]]
 Points = list[tuple[int, float]]
 
+SUPERVISED = {
+    "Loss (nats per token)": "sft/nll_per_token",
+    "Gradient norm": "actor/grad_norm",
+    "Learning rate": "actor/lr",
+    "Tokens per second": "perf/throughput",
+}
+"""What is drawn of supervised training: title -> metric."""
 INK, GRID = "#2b2b33", "#e6e6ea"
 COLORS = ("#2f5fd0", "#d9822b", "#2e8b57", "#b03a6f", "#6b4fbb", "#7a7a85")
 
@@ -38,6 +45,7 @@ def draw_curves(run: Path, out: Path | None = None) -> Path:
 
     figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12, hspace=0.03)
     axes = figure.subplots(2, 2, sharex=True).flat
     figure.suptitle(run.resolve().name, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
     for axis, (title, lines) in zip(axes, panels(rows).items(), strict=True):
@@ -52,6 +60,8 @@ def draw_curves(run: Path, out: Path | None = None) -> Path:
 
 def panels(rows: Rows) -> dict[str, dict[str, Points]]:
     """What is drawn: title -> label -> points, from the rows of `metrics.jsonl`."""
+    if not points(rows, "critic/score/mean") and points(rows, "sft/nll_per_token"):
+        return {title: {"train": points(rows, key)} for title, key in SUPERVISED.items()}
     accuracy = {"train": points(rows, "train/accuracy")}
     for key in _keys(rows, "val-core/", "/acc/mean@"):
         source = key.split("/")[1]
@@ -59,16 +69,16 @@ def panels(rows: Rows) -> dict[str, dict[str, Points]]:
     if "held-out" not in accuracy and len(accuracy) == 2:
         accuracy["held-out"] = accuracy.pop(next(label for label in accuracy if label != "train"))
     parts = {key.split("/")[1]: points(rows, key) for key in _keys(rows, "reward/", "/mean")}
-    reward = {"reward": points(rows, "critic/score/mean")} | (parts if len(parts) > 1 else {})
+    reward = {"train": points(rows, "critic/score/mean")} | (parts if len(parts) > 1 else {})
     length = {
-        "completion": points(rows, "response_length/mean"),
+        "train": points(rows, "response_length/mean"),
         "held-out": points(rows, "val-aux/response_length/mean"),
     }
     return {
         "Reward": reward,
         "Accuracy": accuracy,
         "Completion length (tokens)": length,
-        "Entropy (nats per token)": {"entropy": points(rows, "actor/entropy")},
+        "Entropy (nats per token)": {"train": points(rows, "actor/entropy")},
     }
 
 
@@ -101,19 +111,15 @@ def _draw_panel(axis: Any, title: str, lines: dict[str, Points]) -> None:
     drawn = {label: line for label, line in lines.items() if line}
     for color, (label, line) in zip(COLORS, drawn.items(), strict=False):
         steps, values = zip(*line, strict=True)
-        held_out = title == "Accuracy" and label != "train"
+        held_out = label == "held-out" or (title == "Accuracy" and label != "train")
         if len(line) >= 40 and not held_out:  # noisy: the raw values pale, their running mean over them
             axis.plot(steps, values, color=color, alpha=0.22, linewidth=0.9)
             values = smooth(values, max(5, len(line) // 25))
         axis.plot(
-            steps, values, color=color, linewidth=1.9, label=label, solid_capstyle="round",
+            steps, values, color=color, linewidth=1.9, label=f"{label}  {values[-1]:.3g}", solid_capstyle="round",
             marker="o" if held_out or len(line) < 12 else None, markersize=4,
         )  # fmt: skip
-        axis.annotate(
-            f"{values[-1]:.3g}", (steps[-1], values[-1]), xytext=(5, 0), textcoords="offset points",
-            va="center", fontsize=8, color=color,
-        )  # fmt: skip
-    axis.set_title(title, loc="left", fontsize=10.5, color=INK)
+    axis.set_title(title, loc="left", fontsize=11, color=INK)
     axis.grid(axis="y", color=GRID, linewidth=0.8)
     axis.set_axisbelow(True)
     axis.spines[["top", "right", "left"]].set_visible(False)
@@ -125,5 +131,5 @@ def _draw_panel(axis: Any, title: str, lines: dict[str, Points]) -> None:
     if not drawn:
         axis.text(0.5, 0.5, "not logged", transform=axis.transAxes, ha="center", color="#9a9aa3", fontsize=9)
         axis.set_yticks([])
-    if len(drawn) > 1:
+    else:  # with the last values
         axis.legend(frameon=False, fontsize=8.5, loc="best", labelcolor=INK)

@@ -54,9 +54,9 @@ def test_what_is_drawn():
         {"step": 2, "critic/score/mean": 0.4, "val-core/sums/acc/mean@4": 0.6},
     ]
     drawn = panels(rows)
-    assert drawn["Reward"] == {"reward": [(1, 0.2), (2, 0.4)]}
+    assert drawn["Reward"] == {"train": [(1, 0.2), (2, 0.4)]}
     assert drawn["Accuracy"] == {"train": [(1, 0.3)], "held-out": [(0, 0.1), (2, 0.6)]}
-    assert drawn["Entropy (nats per token)"] == {"entropy": []}
+    assert drawn["Entropy (nats per token)"] == {"train": []}
 
 
 def test_the_picture_comes_from_the_metrics_alone(tmp_path):
