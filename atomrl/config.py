@@ -60,7 +60,8 @@ class DataConfig(Section):
     eval_size: int | None = Field(None, ge=1)
     generator_args: dict[str, Any] = {}
     prompt_field: str = "prompt"
-    answer_field: str = "ground_truth"
+    answer_field: str | None = "ground_truth"
+    """null: the rows have no ground truth (demonstrations, or rewards that need none)."""
     data_source_field: str = "data_source"
     answer_pattern: str | None = None
     """A regular expression; its first group in the answer field is the ground truth (GSM8K: `####\\s*(.+)`)."""

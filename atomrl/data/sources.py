@@ -110,13 +110,16 @@ def to_samples(rows: Iterable[RawRow], config: DataConfig, generated: bool = Fal
 @dataclass(frozen=True)
 class _Fields:
     prompt: str
-    answer: str
+    answer: str | None
     data_source: str
     pattern: re.Pattern[str] | None
 
     @classmethod
     def of(cls, config: DataConfig) -> _Fields:
-        return cls(config.prompt_field, config.answer_field, config.data_source_field, _pattern(config.answer_pattern))
+        pattern = _pattern(config.answer_pattern)
+        if pattern is not None and config.answer_field is None:
+            raise DataError("data.answer_pattern needs data.answer_field, the field in which it looks")
+        return cls(config.prompt_field, config.answer_field, config.data_source_field, pattern)
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:
@@ -133,9 +136,9 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 def _sample(place: str, row: Mapping[str, Any], fields: _Fields) -> Sample:
     prompt = check_prompt(_lookup(row, fields.prompt))
-    answer = _lookup(row, fields.answer)
-    blank = isinstance(answer, str) and not answer.strip()
-    if answer is None or blank or (isinstance(answer, float) and math.isnan(answer)):
+    answer = None if fields.answer is None else _lookup(row, fields.answer)
+    blank = answer is None or (isinstance(answer, str) and not answer.strip())
+    if fields.answer is not None and (blank or (isinstance(answer, float) and math.isnan(answer))):
         raise DataError(f"field {fields.answer!r} is empty")
     used = {fields.prompt, fields.data_source}
     if fields.pattern is None or fields.answer == "ground_truth":

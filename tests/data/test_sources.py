@@ -192,6 +192,14 @@ def test_answer_pattern_problems(tmp_path):
     assert good.samples[0].ground_truth == "1" and good.samples[0].columns == {}
 
 
+def test_rows_without_a_ground_truth(tmp_path):
+    path = write_rows(tmp_path, {"prompt": "a", "completion": "b"})
+    [sample] = load_samples(DataConfig(train=path, answer_field=None)).samples
+    assert sample.ground_truth is None and sample.columns == {"completion": "b"}
+    with pytest.raises(DataError, match=r"data.answer_pattern needs data.answer_field"):
+        load_samples(DataConfig(train=path, answer_field=None, answer_pattern="(.*)"))
+
+
 def test_a_mapped_field_does_not_hide_another(tmp_path):
     path = write_rows(tmp_path, {"prompt": "a", "answer": "1", "ground_truth": "2"})
     with pytest.raises(DataError, match="column 'ground_truth' has a name that rewards use"):
