@@ -63,6 +63,7 @@ class NativeEngine:
         self.dtype, self.max_concurrent_completions = dtype, max_concurrent_completions
         self.device = rope[0].device
         self.version = 0
+        self.uses_kernel = False
         self.cache_type = KVCache
         self._cache: KVCache | None = None
 

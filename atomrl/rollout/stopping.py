@@ -113,9 +113,9 @@ def to_rollout_batch(
     version: int,
 ) -> RolloutBatch:
     """Put `drawn` (tokens, log-probs, whether it stopped by itself; prompt by prompt) into a batch, with texts."""
-    texts = tokenizer.batch_decode(
-        [tokens for tokens, _, _ in drawn], skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+    rows = [tokens for tokens, _, _ in drawn]
+    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    texts = tokenizer.batch_decode(rows, **options) if rows else []
     completions = [
         Completion(
             token_ids=tuple(tokens),
