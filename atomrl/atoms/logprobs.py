@@ -193,7 +193,19 @@ def row_logprobs(
 
         logprobs[b, t] = log p(tokens[b, t] | tokens[b, <t]), from hidden[b, t-1]; 0 where the mask is false
 
-    Position 0 has nothing before it and counts as masked. Only masked positions are computed.
+    Position 0 has nothing before it and is never computed, whatever the mask; only what the mask names is.
+
+    Args:
+        hidden: after the final norm, of every token of the rows.
+        head_weight: the output matrix.
+        tokens: the rows.
+        loss_mask: True where a log-prob is wanted.
+        temperature: of the sampling.
+        chunk_tokens: as in `fused_token_logprobs`.
+        with_entropy: also give the entropy of each distribution.
+
+    Returns:
+        Log-probs in nats, and entropies or None; both 0 where nothing was wanted.
 
     Example:
         >>> hidden = torch.zeros(1, 3, 4)
