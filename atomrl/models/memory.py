@@ -1,0 +1,105 @@
+"""How much memory a run will take, from its config and the model's config alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from atomrl.atoms.logprobs import CHUNK_ELEMENTS
+from atomrl.config import RunConfig
+from atomrl.models.gpt import BMM_MAX_TOKENS, GPT, unsupported
+from atomrl.models.loading import compute_dtype, model_config_only
+
+FLOAT32 = 4
+
+
+def count_parameters(config: Any) -> int:
+    """Parameters of a model of this transformers config.
+
+    Example:
+        >>> from atomrl.models.gpt import new_gpt
+        >>> count_parameters(new_gpt(vocab_size=64, layers=2, hidden=64, heads=2, kv_heads=1).config)
+        102720
+    """
+    with torch.device("meta"):
+        if unsupported(config):
+            from transformers import AutoModelForCausalLM
+
+            model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+        else:
+            model = GPT(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def adapter_parameters(config: Any, rank: int) -> int:
+    """Parameters of adapters on every linear layer of a Llama or Qwen model."""
+    hidden, query, keys, inner = _widths(config)
+    ends = 2 * (hidden + query) + 2 * (hidden + keys) + 3 * (hidden + inner)
+    return config.num_hidden_layers * rank * ends
+
+
+def activation_bytes_per_token(config: Any, row_tokens: int, size: int, on_cpu: bool) -> tuple[int, int]:
+    """What one layer keeps of a token for its backward pass, and what checkpointing keeps of it instead.
+
+    Counted off `gpt.Layer`: 6 vectors of the hidden size, queries, keys and values before and after rotation and as
+    the products want them, the mixed values, gate and up and what comes of them; with explicit products also the
+    attention of each head to each token.
+    """
+    hidden, query, keys, inner = _widths(config)
+    attention = config.num_attention_heads * row_tokens if on_cpu and row_tokens <= BMM_MAX_TOKENS else 0
+    return size * (6 * hidden + 5 * query + 6 * keys + 5 * inner + attention), size * hidden
+
+
+def memory_estimate(config: RunConfig, *, needs_reference: bool = False) -> dict[str, int]:
+    """Bytes of each part of a run on one device, and their total; loads no weights.
+
+    Activations, the log-prob chunk and the key-value cache are at their largest, for rows of full length. What torch
+    itself takes is not in it. The parts do not all peak at once, so the total is an upper estimate.
+
+    Args:
+        config: of the run; its model's config.json must be at hand.
+        needs_reference: hold a frozen copy of the start.
+
+    Raises:
+        ConfigError: the model's config is not there.
+    """
+    model, train, rollout = config.model, config.train, config.rollout
+    shape = model_config_only(model.path, model.trust_remote_code)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    compute = compute_dtype(model.dtype, device).itemsize
+    total = count_parameters(shape)
+    trained = adapter_parameters(shape, model.lora.rank) if model.lora else total
+    row_tokens = config.data.max_prompt_tokens + rollout.max_completion_tokens
+    row_tokens = min(row_tokens, train.max_row_tokens or row_tokens)
+    tokens = max(train.tokens_per_micro_batch, row_tokens)
+    if train.rows_per_micro_batch:
+        tokens = min(tokens, train.rows_per_micro_batch * row_tokens)
+    layer, checkpoint = activation_bytes_per_token(shape, row_tokens, compute, device == "cpu")
+    layers, kept = shape.num_hidden_layers, layer
+    if model.gradient_checkpointing:
+        layers, kept = 1, layer + shape.num_hidden_layers * checkpoint
+    _, _, keys, _ = _widths(shape)
+    decoded = min(rollout.max_concurrent_completions, rollout.prompts_per_step * rollout.completions_per_prompt)
+    cached = decoded * rollout.max_completion_tokens + rollout.prompts_per_step * config.data.max_prompt_tokens
+    chunk = min(CHUNK_ELEMENTS, tokens * shape.vocab_size)
+    parts = {
+        "trainer weights": total * compute + trained * FLOAT32 if model.lora else total * FLOAT32,
+        "gradients": trained * FLOAT32,
+        "optimizer": 2 * trained * FLOAT32,
+        "reference": total * compute if needs_reference and not model.lora else 0,
+        "activations": tokens * layers * kept,
+        "log-prob chunk": 3 * chunk * FLOAT32,
+        "engine weights": total * compute,
+        "key-value cache": cached * 2 * shape.num_hidden_layers * keys * compute,
+    }
+    return parts | {"total": sum(parts.values())}
+
+
+def _widths(config: Any) -> tuple[int, int, int, int]:
+    """Widths of the residual stream, of all query heads, of all key heads, and of the MLP."""
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return config.hidden_size, heads * size, kv_heads * size, inner

@@ -1,0 +1,74 @@
+"""The memory estimate against counts by hand and against what is really kept."""
+
+import torch
+
+from atomrl.config import build_config
+from atomrl.models.gpt import new_gpt
+from atomrl.models.loading import load_policy, save_model
+from atomrl.models.memory import activation_bytes_per_token, adapter_parameters, memory_estimate
+from tests.models.test_loading import save_gpt2
+from tests.tiny import make_tiny_model
+
+
+def config(folder, **changes):
+    tree = {
+        "run_name": "r",
+        "model": {"path": str(folder), "dtype": "float32"},
+        "data": {"train": "d", "max_prompt_tokens": 10},
+        "rollout": {"prompts_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 20},
+        "train": {"tokens_per_micro_batch": 100},
+    }
+    return build_config(
+        {key: {**value, **changes.get(key, {})} if isinstance(value, dict) else value for key, value in tree.items()}
+    )
+
+
+def test_parts_by_hand(tmp_path):
+    save_model(new_gpt(vocab_size=64, layers=2, hidden=64, heads=2, kv_heads=1), None, tmp_path)
+    parts = memory_estimate(config(tmp_path), needs_reference=True)
+    weights = 102_720 * 4
+    assert parts["trainer weights"] == parts["gradients"] == parts["reference"] == parts["engine weights"] == weights
+    assert parts["optimizer"] == 2 * weights
+    # 8 completions of 20 tokens and 2 prompts of 10; keys and values of 2 layers, one head of 32, float32
+    assert parts["key-value cache"] == (8 * 20 + 2 * 10) * 2 * 2 * 32 * 4
+    assert parts["log-prob chunk"] == 3 * 100 * 64 * 4
+    assert parts["total"] == sum(size for name, size in parts.items() if name != "total")
+
+
+def test_adapters_shrink_what_is_trained(tmp_path):
+    folder = make_tiny_model(tmp_path)
+    lora = {"model": {"lora": {"rank": 4}, "dtype": "bfloat16"}}
+    parts = memory_estimate(config(folder, **lora), needs_reference=True)
+    policy = load_policy(folder, lora=config(folder, **lora).model.lora)
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    assert adapter_parameters(policy.config, 4) == trained
+    assert parts["gradients"] == trained * 4 and parts["reference"] == 0
+
+
+def test_checkpointing_saves_activations_and_other_families_are_counted(tmp_path):
+    folder = save_gpt2(tmp_path)
+    plain = memory_estimate(config(folder))
+    less = memory_estimate(config(folder, model={"gradient_checkpointing": True}))
+    assert less["activations"] < plain["activations"]
+    assert plain["trainer weights"] == sum(p.numel() for p in load_policy(folder).parameters()) * 4
+
+
+def test_activations_are_about_what_autograd_keeps():
+    model = new_gpt(vocab_size=64, layers=1, hidden=64, heads=2, kv_heads=1)
+    tokens, kept = torch.randint(0, 64, (4, 100)), {}
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    layer, (cos, sin) = model.model.layers[0], model.rope_tables(100, torch.device("cpu"))
+    mask = torch.zeros(100, 100)
+    x = torch.randn(4, 100, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = layer(x, cos, sin, mask)
+    estimate = activation_bytes_per_token(model.config, 100, 4, on_cpu=True)[0] * tokens.numel()
+    assert out.shape == x.shape
+    assert 0.7 < sum(kept.values()) / estimate < 1.3
