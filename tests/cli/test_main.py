@@ -1,0 +1,165 @@
+"""The command as a user meets it: help, mistakes of every kind, exit codes."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from atomrl.cli.door import join_overrides
+from atomrl.cli.main import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+CONFIG = """
+run_name: r
+output_dir: {folder}/runs
+model: {{path: {folder}/model}}
+data: {{train: {folder}/train.jsonl}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG.format(folder=tmp_path))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}\n')
+    return path
+
+
+def fails(capsys, arguments, code=2):
+    """The message of a command that must fail: on stderr, and no traceback."""
+    assert main([str(argument) for argument in arguments]) == code
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0 and main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {name} " in half for name in COMMANDS for half in shown.split("AtomRL:")[1:])
+    assert main(["--version"]) == 0
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
+def test_help_answers_at_once_and_without_torch(arguments):
+    code = (
+        "import sys\ntry:\n    from atomrl.cli.main import main; main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'transformers', 'pydantic'} & set(sys.modules), 'a heavy import'"
+    )
+    started = time.process_time(), time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0 and "usage: atomrl" in done.stdout, done.stderr
+    assert time.perf_counter() - started[1] < 5  # half a second alone; the machine may be busy
+
+
+def test_unknown_command_and_option(capsys):
+    assert "unknown command 'trian'; did you mean 'train'?" in fails(capsys, ["trian"])
+    with pytest.raises(SystemExit) as caught:
+        main(["plot", "x", "--outt", "y"])
+    assert caught.value.code == 2
+
+
+def test_mistakes_in_a_config(capsys, config):
+    assert "config file absent.yaml does not exist" in fails(capsys, ["train", "absent.yaml"])
+    assert "name a config file" in fails(capsys, ["train"])
+    assert "did you mean 'train.learning_rate'?" in fails(capsys, ["train", config, "train.learning_rte=1"])
+    assert "train.steps: " in fails(capsys, ["train", config, "--train.steps", "many"])
+    assert "'stepz' is no override" in fails(capsys, ["train", config, "stepz"])
+    assert "an override needs a value" in fails(capsys, ["train", config, "--train.steps"])
+    config.write_text("model: [")
+    assert "c.yaml is not valid YAML" in fails(capsys, ["train", config])
+
+
+def test_overrides_may_have_dashes():
+    given = ["--config", "c", "--model.path", "m", "--dry-run", "--seed=3", "train.steps=1"]
+    assert join_overrides(given) == ["--config", "c", "model.path=m", "--dry-run", "seed=3", "train.steps=1"]
+
+
+def test_traceback_is_shown_on_demand(capsys):
+    assert main(["train", "absent.yaml", "--traceback"]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" in error and error.endswith("error: config file absent.yaml does not exist\n")
+
+
+def test_atoms(capsys):
+    assert main(["atoms"]) == 0
+    listing = capsys.readouterr().out
+    assert "atomrl.atoms.kl" in listing and "  k3_kl " in listing and "_" in listing
+    assert main(["atoms", "k3_kl"]) == 0
+    page = capsys.readouterr().out
+    assert 'logprobs: Float[Tensor, "B T"]' in page and "pi_ref" in page and "arXiv" in page and ">>>" in page
+    assert main(["atoms", "atomrl.atoms.kl.k3_kl"]) == 0 and capsys.readouterr().out == page
+    assert "did you mean k3_kl" in fails(capsys, ["atoms", "k3kl"])
+
+
+def test_every_atom_says_what_it_needs_to():
+    from atomrl.cli.atoms import read_atoms
+
+    atoms = read_atoms()
+    assert len(atoms) > 10
+    for atom in atoms:
+        assert atom.summary.endswith(".") and "Example:" in atom.docstring and "Returns:" in atom.docstring, atom.name
+
+
+def test_data_make_and_check(capsys, tmp_path):
+    out = tmp_path / "made" / "train.jsonl"
+    assert main(["data", "make", "countdown", "--size", "5", "--seed", "1", "--out", str(out), "min_numbers=4"]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 5 and all(len(row["numbers"]) == 4 for row in rows)
+    assert main(["data", "check", str(out)]) == 0
+    assert "5 rows, no problems" in capsys.readouterr().out
+
+
+def test_mistakes_in_data(capsys, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "a", "ground_truth": "1"}\nnot json\n{"prompt": "", "ground_truth": "1"}\n')
+    message = fails(capsys, ["data", "check", bad])
+    assert "bad.jsonl:2" in message and "bad.jsonl:3" in message and "bad.jsonl:1:" not in message
+    bad.write_text("")
+    assert "no usable row" in fails(capsys, ["data", "check", bad])
+    assert "does not exist" in fails(capsys, ["data", "check", tmp_path / "absent.jsonl"])
+    assert "unknown task 'countdwn'; did you mean 'countdown'?" in fails(
+        capsys, ["data", "make", "countdwn", "--size", 1, "--out", bad]
+    )
+    assert "needs --size" in fails(capsys, ["data", "make", "countdown", "--out", bad])
+    assert "has no argument 'steps'" in fails(
+        capsys, ["data", "make", "countdown", "--size", 1, "--out", bad, "steps=1"]
+    )
+
+
+def test_plot(capsys, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n')
+    assert main(["plot", str(tmp_path)]) == 0
+    assert (tmp_path / "curves.png").is_file()
+    assert "no metrics in" in fails(capsys, ["plot", tmp_path / "absent"])
+
+
+def test_export_mistakes(capsys, tmp_path):
+    assert "is no checkpoint" in fails(capsys, ["export", tmp_path, tmp_path / "out"])
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert "exists already" in fails(capsys, ["export", tmp_path, tmp_path / "full"])
+
+
+def test_ctrl_c_says_how_to_go_on(capsys, config, monkeypatch):
+    from atomrl import assembly
+
+    def interrupted(config, resume):
+        config.run_dir.mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(assembly, "train", interrupted)
+    message = fails(capsys, ["train", config, "train.steps=3"], code=130)
+    assert f"go on with: atomrl train {config} train.steps=3 --resume" in message
+
+
+def test_train_py_is_the_same_door():
+    done = subprocess.run(
+        [sys.executable, "train.py", "--config", "configs/grpo_config.yaml", "--train_config.learning_rat", "1"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and "did you mean 'train_config.learning_rate'?" in done.stderr

@@ -1,0 +1,210 @@
+"""Whole commands on a tiny random model: train, resume, eval, generate, export, dry run."""
+
+import json
+import os
+import signal
+
+import pandas as pd
+import pytest
+import yaml
+
+from atomrl.cli.main import main
+from atomrl.tracking.recorder import Recorder
+from tests.tiny import make_tiny_model
+
+CONFIG = {
+    "run_name": "first",
+    "model": {"path": "model", "dtype": "float32"},
+    "data": {"train": "train.jsonl", "eval": "eval.jsonl", "max_prompt_tokens": 32},
+    "rollout": {"prompts_per_step": 2, "completions_per_prompt": 2, "max_completion_tokens": 6},
+    "reward": {"functions": [{"function": "exact_match"}]},
+    "train": {"steps": 2, "learning_rate": 1e-3},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def folder(tmp_path, model, monkeypatch):
+    """A working directory with a model, data and a config."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(model)
+    for name, count in (("train", 6), ("eval", 3)):
+        rows = [{"prompt": f"{k}+1=", "ground_truth": str(k + 1), "data_source": "sums"} for k in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CONFIG))
+    return tmp_path
+
+
+def fails(capsys, *arguments, code=2):
+    capsys.readouterr()
+    assert main(list(arguments)) == code
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error
+
+
+def test_train_export_and_what_a_run_leaves(folder, capsys):
+    assert main(["train", "c.yaml", "checkpoint.every_steps=1", "tracking.sinks=[tensorboard]"]) == 0
+    run = folder / "runs" / "first"
+    summary = json.loads((run / "summary.json").read_text())
+    output = capsys.readouterr()
+    assert json.loads(output.out) == summary and summary["finished"] and summary["steps"] == 2
+    assert {"accuracy_before", "accuracy_after", "format_before", "wall_s", "seed"} <= set(summary)
+    assert "step 1/2  reward" in output.err and "step 0: held-out accuracy: sums 0.000" in output.err
+    frame = pd.read_json(run / "metrics.jsonl", lines=True)
+    assert list(frame["step"]) == [0, 1, 2, 2]
+    assert frame["val-core/sums/acc/mean@1"].notna().tolist() == [True, False, False, True]
+    assert {"critic/score/mean", "train/accuracy", "response_length/mean", "actor/entropy", "perf/throughput"} <= set(
+        frame
+    )
+    files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+    rollouts = {"rollouts/step_000000/eval.jsonl", "rollouts/step_000002/train.jsonl"}
+    checkpoints = {"checkpoints/step_000001/MANIFEST.json", "checkpoints/step_000002/model.safetensors"}
+    assert {"config.yaml", "env.json", "curves.png", *rollouts, *checkpoints} <= files
+    assert list((run / "tensorboard").iterdir())
+
+    assert main(["export", str(run / "checkpoints" / "step_000002"), "plain"]) == 0
+    assert sorted(path.name for path in (folder / "plain").iterdir()) == [
+        "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
+    ]  # fmt: skip
+    assert main(["generate", "plain", "--prompt", "1+1=", "--max-tokens", "3"]) == 0
+
+    assert "exists already" in fails(capsys, "train", "c.yaml")
+    assert "no run to resume" in fails(capsys, "train", "c.yaml", "run_name=other", "--resume")
+
+
+def test_a_stop_signal_saves_and_resume_goes_on(folder, capsys, monkeypatch):
+    log = Recorder.log
+
+    def interrupt_after_step_1(self, step, metrics):
+        log(self, step, metrics)
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Recorder, "log", interrupt_after_step_1)
+    message = fails(capsys, "train", "c.yaml", "train.steps=3", code=130)
+    assert "step_000001; go on with: atomrl train c.yaml train.steps=3 --resume" in message
+    monkeypatch.setattr(Recorder, "log", log)
+    assert main(["train", "c.yaml", "train.steps=3", "--resume"]) == 0
+    summary = json.loads((folder / "runs" / "first" / "summary.json").read_text())
+    assert summary["finished"] and summary["steps"] == 3 and "accuracy_before" in summary
+    frame = pd.read_json(folder / "runs" / "first" / "metrics.jsonl", lines=True)
+    assert list(frame["step"]) == [0, 1, 2, 3, 3]
+
+
+def test_lora_is_merged_by_export(folder, capsys):
+    from atomrl.models.loading import read_safetensors
+
+    assert main(["train", "c.yaml", "model.lora.rank=2", "train.steps=1", "train.learning_rate=0.01"]) == 0
+    checkpoint = folder / "runs" / "first" / "checkpoints" / "step_000001"
+    assert (checkpoint / "adapter_model.safetensors").is_file()
+    assert "export" in fails(capsys, "eval", str(checkpoint), "--data", "eval.jsonl")
+    assert main(["export", str(checkpoint), "merged"]) == 0
+    before, after = (dict(read_safetensors(path)) for path in ("model", "merged"))
+    assert set(after) == set(before)
+
+
+def test_eval(folder, capsys):
+    arguments = ["eval", "model", "--data", "eval.jsonl", "--samples-per-prompt", "2", "--max-tokens", "4"]
+    assert main([*arguments, "--reward", "exact_match", "--out", "out/result.json"]) == 0
+    assert "3 problems x 2 completions" in capsys.readouterr().out
+    result = json.loads((folder / "out" / "result.json").read_text())
+    assert result["prompts"] == 3 and result["samples_per_prompt"] == 2
+    assert {"accuracy", "pass@2", "majority@2", "reward", "format", "reasoning_tokens"} <= set(result["overall"])
+    assert "val-core/sums/acc/mean@2" in result["metrics"] and result["config"]["eval"]["max_completion_tokens"] == 4
+    rows = [json.loads(line) for line in (folder / "out" / "result.jsonl").read_text().splitlines()]
+    assert len(rows) == 6 and all(row["completion_tokens"] <= 4 for row in rows)
+
+    assert main([*arguments, "--seed", "0", "--reward", "exact_match", "--out", "out/again.json"]) == 0
+    assert (folder / "out" / "again.jsonl").read_text() == (folder / "out" / "result.jsonl").read_text()
+    assert main(["eval", "model", "--config", "c.yaml", "--limit", "1"]) == 0
+    (default,) = (folder / "runs" / "eval").glob("model_eval_*.json")
+    taken = json.loads(default.read_text())["config"]
+    assert taken["reward"]["functions"][0]["function"] == "exact_match" and taken["data"]["eval_size"] == 1
+
+
+def test_eval_takes_fields_and_answers_apart_by_options_alone(folder, capsys):
+    (folder / "q.jsonl").write_text('{"question": "1+1=", "answer": "so\\n#### 2"}\n')
+    fields = ["--prompt-field", "question", "--answer-field", "answer", "--answer-pattern", r"####\s*(.+)"]
+    assert main(["eval", "model", "--data", "q.jsonl", *fields, "--max-tokens", "2", "--out", "r.json"]) == 0
+    assert json.loads((folder / "r.jsonl").read_text())["ground_truth"] == "2"
+
+
+def test_mistakes_of_eval_and_generate(folder, capsys):
+    assert "name the problems with --data" in fails(capsys, "eval", "model")
+    assert "data file absent.jsonl does not exist" in fails(capsys, "eval", "model", "--data", "absent.jsonl")
+    assert "did you mean 'countdown'" in fails(capsys, "eval", "model", "--data", "countdwn")
+    assert "unknown reward 'strict_mth'" in fails(
+        capsys, "eval", "model", "--data", "eval.jsonl", "--reward", "strict_mth"
+    )
+    assert "model folder ./absent does not exist" in fails(capsys, "eval", "./absent", "--data", "eval.jsonl")
+    assert "unknown engine 'vlm'" in fails(capsys, "eval", "model", "--data", "eval.jsonl", "--engine", "vlm")
+    assert "eval.temperature" in fails(capsys, "eval", "model", "--data", "eval.jsonl", "--temperature", "-1")
+    assert "name it *.json" in fails(capsys, "eval", "model", "--data", "eval.jsonl", "--out", "r.txt")
+    assert "the prompt is empty" in fails(capsys, "generate", "model", "--prompt", "")
+    assert not (folder / "runs").exists()
+
+
+def test_generate_prints_text_alone(folder, capsys):
+    assert main(["generate", "model", "--prompt", "1+1=", "--temperature", "0", "--max-tokens", "4", "--ids"]) == 0
+    first = capsys.readouterr().out
+    assert main(["generate", "model", "--prompt", "1+1=", "--temperature", "0", "--max-tokens", "4", "--ids"]) == 0
+    assert capsys.readouterr().out == first
+    assert len(json.loads(first.splitlines()[-2])) <= 4
+    assert main(["generate", "model", "--prompt", "1+1=", "--n", "2", "--max-tokens", "4"]) == 0
+    assert "--- 2 of 2" in capsys.readouterr().out
+
+
+def test_dry_run_says_everything_and_writes_nothing(folder, capsys):
+    before = sorted(folder.iterdir())
+    assert main(["train", "c.yaml", "--dry-run", "train.rows_per_update=2"]) == 0
+    shown = capsys.readouterr().out
+    assert yaml.safe_load(shown.partition("\n\n")[0])["train"]["rows_per_update"] == 2
+    assert "2 prompts x 2 completions = 4 rows, each of at most 38 tokens" in shown
+    assert "4 rows / 2 rows_per_update x 1 epochs = 2" in shown
+    assert "4 prompts = 0.67 passes over 6 problems; 4 optimizer steps" in shown
+    assert "train: train.jsonl: 6 problems (sums x6)" in shown and "prompt tokens: median" in shown
+    assert "GiB" in shown
+    assert sorted(folder.iterdir()) == before
+
+
+def test_dry_run_without_the_model(folder, capsys):
+    for path in ("./absent", "Qwen/Qwen2.5-1.5B-Instruct-not-here"):
+        assert main(["train", "c.yaml", "--dry-run", f"model.path={path}"]) == 0
+        assert f"{path} is not on this machine" in capsys.readouterr().out
+    assert "unknown name" in fails(capsys, "train", "c.yaml", "--dry-run", "algorithm.clipp.low=1")
+    assert "unknown algorithm 'grop'; did you mean 'grpo'?" in fails(
+        capsys, "train", "c.yaml", "--dry-run", "algorithm.name=grop"
+    )
+    assert "unknown reward" in fails(
+        capsys, "train", "c.yaml", "--dry-run", "reward.functions=[{function: strictmath}]"
+    )
+    assert "absent.jsonl does not exist" in fails(capsys, "train", "c.yaml", "--dry-run", "data.train=absent.jsonl")
+    assert "unknown engine" in fails(capsys, "train", "c.yaml", "--dry-run", "rollout.engine=x")
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-1.5b-gsm8k-24gb", "stories260k-gsm8k"])
+def test_the_gsm8k_configs_are_clean(name, shared_dir, capsys, pytestconfig):
+    data = shared_dir / "data" / "gsm8k"
+    config = pytestconfig.rootpath / "configs" / f"{name}.yaml"
+    arguments = [f"data.train={data}/train.jsonl", f"data.eval={data}/test.jsonl"]
+    if name.startswith("stories"):
+        arguments.append(f"model.path={shared_dir}/models/stories260k")
+    assert main(["train", str(config), "--dry-run", *arguments]) == 0
+    assert "7473 problems" in capsys.readouterr().out
+
+
+def test_the_six_section_config_is_clean_and_answers_the_placement_keys(folder, capsys, pytestconfig):
+    config = pytestconfig.rootpath / "configs" / "grpo_config.yaml"
+    arguments = ["--config", str(config), "train_config.train_dataset=train.jsonl", "train_config.eval_dataset=null"]
+    given = ["model_config.model_name_or_path=model", "data.max_prompt_tokens=40", "--dry-run"]
+    assert main(["train", *arguments, *given]) == 0
+    output = capsys.readouterr()
+    (note,) = [line for line in output.err.splitlines() if "model_num_gpus" in line]
+    assert "without effect" in note
+    assert "128 rows, each of at most 552 tokens" in output.out
