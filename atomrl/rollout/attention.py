@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from atomrl.rollout.decoder import Decoder
+from atomrl.rollout.kernel import KernelArgs
 
 BLOCK = 32
 
@@ -169,3 +172,73 @@ class KVCache:
             for cache in store:
                 cache[:count] = cache[slots]
         return torch.arange(count, device=slots.device)
+
+
+class KernelKVCache(KVCache):
+    """Decodes with the C++ kernel: keys in blocks `[D, 32]`, and rows wherever they are, so nothing is ever moved.
+
+    The cache has the precision that was asked for, also where bfloat16 weights are multiplied in float32.
+    """
+
+    def __init__(self, decoder: Decoder, kernel: ctypes.CDLL, **size: Any):
+        self.kernel = kernel
+        super().__init__(decoder, **size)
+
+    @staticmethod
+    def supports(decoder: Decoder, device: torch.device) -> bool:
+        """Whether the kernel can attend for this model there."""
+        return (
+            device.type == "cpu" and decoder.spec.head_dim % 8 == 0 and decoder.dtype in (torch.float32, torch.bfloat16)
+        )
+
+    def _new_values(self, rows: int, blocks: int) -> Tensor:
+        spec = self.decoder.spec
+        return torch.zeros(rows, spec.kv_heads, blocks * BLOCK, spec.head_dim, dtype=self.decoder.weight_dtype)
+
+    def _new_keys(self, rows: int, blocks: int) -> Tensor:
+        return self._new_values(rows, blocks).view(rows, -1, blocks, self.decoder.spec.head_dim, BLOCK)
+
+    def _write_prompt(self, layer: int, groups: Tensor, key: Tensor, value: Tensor) -> None:
+        width = key.shape[2]
+        key = F.pad(key, (0, 0, 0, -width % BLOCK)).unflatten(2, (-1, BLOCK)).mT
+        self.prompt_keys[layer][groups, :, : key.shape[2]] = key.to(self.decoder.weight_dtype)
+        self.prompt_values[layer][groups, :, :width] = value.to(self.decoder.weight_dtype)
+
+    def decode(self, tokens: Tensor, rows: Rows) -> Tensor:
+        """As `KVCache.decode`."""
+        spec, dtype = self.decoder.spec, self.decoder.dtype
+        out = torch.empty(len(tokens), spec.heads * spec.head_dim, dtype=dtype)
+        indices = [row.contiguous() for row in (rows.slots, rows.groups, rows.prompt_lengths, rows.lengths)]
+        args = KernelArgs(
+            out=out.data_ptr(),
+            cosine=self.rope[0].data_ptr(),
+            sine=self.rope[1].data_ptr(),
+            rows=len(tokens),
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            blocks=self.blocks,
+            prompt_blocks=self.prompt_blocks,
+            threads=torch.get_num_threads(),
+            act_bf16=dtype == torch.bfloat16,
+            cache_bf16=self.decoder.weight_dtype == torch.bfloat16,
+            eps=spec.norm_eps,
+        )
+        args.slots, args.groups, args.prompt_lengths, args.lengths = (index.data_ptr() for index in indices)
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            weights = self.decoder.layers[layer]
+            args.qkv = qkv.data_ptr()
+            if weights.q_norm is not None and weights.k_norm is not None:
+                args.q_norm, args.k_norm = weights.q_norm.data_ptr(), weights.k_norm.data_ptr()
+            args.keys, args.values = self.keys[layer].data_ptr(), self.values[layer].data_ptr()
+            args.prompt_keys = self.prompt_keys[layer].data_ptr()
+            args.prompt_values = self.prompt_values[layer].data_ptr()
+            self.kernel.decode_attention(args)
+            return out
+
+        return self.decoder.hidden(tokens, attend)
+
+    def compact(self, slots: Tensor) -> Tensor:
+        """Nothing: the kernel skips unused slots."""
+        return slots

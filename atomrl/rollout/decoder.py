@@ -240,7 +240,7 @@ class Decoder:
     """
 
     def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device):
-        self.spec, self.dtype = spec, compute_dtype(dtype, device)
+        self.spec, self.weight_dtype, self.dtype = spec, dtype, compute_dtype(dtype, device)
         dtypes = list(dict.fromkeys([dtype, self.dtype]))
 
         def vector(name: str) -> Tensor:

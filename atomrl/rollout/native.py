@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomrl.rollout.attention import KVCache, Rows
+from atomrl.rollout.attention import KernelKVCache, KVCache, Rows
 from atomrl.rollout.decoder import (
     Decoder,
     DecoderSpec,
@@ -27,6 +27,7 @@ from atomrl.rollout.decoder import (
     rope_table,
     unsupported_reason,
 )
+from atomrl.rollout.kernel import load_kernel
 from atomrl.rollout.sampling import sample
 from atomrl.rollout.stopping import StopRule, check_prompts, eos_token_ids, to_rollout_batch
 from atomrl.stages import PromptBatch, RolloutBatch, SamplingParams, completion_seed
@@ -63,8 +64,7 @@ class NativeEngine:
         self.dtype, self.max_concurrent_completions = dtype, max_concurrent_completions
         self.device = rope[0].device
         self.version = 0
-        self.uses_kernel = False
-        self.cache_type = KVCache
+        self.kernel = load_kernel() if use_kernel and KernelKVCache.supports(decoder, self.device) else None
         self._cache: KVCache | None = None
 
     @staticmethod
@@ -150,7 +150,10 @@ class NativeEngine:
         }
         if self._cache is None or not self._cache.fits(**size):
             self._cache = None  # freed before the new one is made
-            self._cache = self.cache_type(self.decoder, rope=self.rope, **size)
+            if self.kernel is not None:
+                self._cache = KernelKVCache(self.decoder, self.kernel, rope=self.rope, **size)
+            else:
+                self._cache = KVCache(self.decoder, rope=self.rope, **size)
         self._cache.decoder = self.decoder
         return self._cache
 

@@ -1,0 +1,174 @@
+// One token's attention for every row of a batch: norm and rotate the query and key, append key and value to the
+// cache, attend to the prompt (one copy per group) and to the completion so far. Plain C++ with vectors of 16 floats,
+// which any compiler of the GCC family lowers to what the machine has; everything is summed in float32.
+//
+// Keys lie in blocks of 32 tokens as [D, 32], so that 32 scores are computed at once; values as [tokens, D].
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+struct BFloat16 { uint16_t bits; };
+
+static inline Floats load(const float* from) { Floats x; memcpy(&x, from, 64); return x; }
+static inline Floats load(const BFloat16* from) {
+    Halves half; memcpy(&half, from, 32);
+    Ints wide = __builtin_convertvector(half, Ints) << 16;
+    Floats x; memcpy(&x, &wide, 64); return x;
+}
+static inline float to_float(float x) { return x; }
+static inline float to_float(BFloat16 x) {
+    const uint32_t wide = uint32_t(x.bits) << 16;
+    float y; memcpy(&y, &wide, 4); return y;
+}
+static inline void store(float* to, float x) { *to = x; }
+static inline void store(BFloat16* to, float x) {  // rounded to nearest, ties to even
+    uint32_t wide; memcpy(&wide, &x, 4); to->bits = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
+}
+static inline Floats exp16(Floats x) {  // Cody-Waite and a polynomial; relative error 2e-7 for x in [-87, 0]
+    x = x < -87.f ? Floats{} - 87.f : x;
+    const Floats n = (x * 1.44269504f + 12582912.f) - 12582912.f;
+    const Floats f = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    Floats p = f * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * f + 8.3334519073e-3f; p = p * f + 4.1665795894e-2f;
+    p = p * f + 1.6666665459e-1f; p = p * f + 5.0000001201e-1f;
+    p = p * f * f + f + 1.f;
+    const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+    Floats scale; memcpy(&scale, &power, 64);
+    return p * scale;
+}
+
+struct Args {  // mirrored by atomrl/rollout/kernel.py
+    const void* qkv; void* out; const void *q_norm, *k_norm;
+    void *keys, *values; const void *prompt_keys, *prompt_values;
+    const float *cosine, *sine; const int64_t *slots, *groups, *prompt_lengths, *lengths;
+    int64_t rows, heads, kv_heads, head_dim, blocks, prompt_blocks, threads, act_bf16, cache_bf16;
+    double eps;
+};
+
+template <class A>  // copy a head as floats, normed if there are weights, rotated
+static void prepare(const A* from, const A* norm, const float* cosine, const float* sine, float scale, float eps,
+                    int D, float* to) {
+    float square = 0;
+    for (int d = 0; d < D; d++) { to[d] = to_float(from[d]); square += to[d] * to[d]; }
+    if (norm) for (int d = 0; d < D; d++) to[d] *= to_float(norm[d]) / std::sqrt(square / D + eps);
+    for (int d = 0; d < D / 2; d++) {
+        const float x = to[d], y = to[d + D / 2];
+        to[d] = (x * cosine[d] - y * sine[d]) * scale;
+        to[d + D / 2] = (y * cosine[d] + x * sine[d]) * scale;
+    }
+}
+
+template <int R, class C>  // scores[r][0..32*blocks) of R queries
+static void score(const float* q, const C* keys, int64_t blocks, int D, float* scores, int64_t stride) {
+    for (int64_t b = 0; b < blocks; b++, keys += 32 * D) {
+        Floats sum[R][2] = {};
+        for (int d = 0; d < D; d++) {
+            const Floats low = load(keys + 32 * d), high = load(keys + 32 * d + 16);
+            for (int r = 0; r < R; r++) { sum[r][0] += q[r * D + d] * low; sum[r][1] += q[r * D + d] * high; }
+        }
+        for (int r = 0; r < R; r++) memcpy(scores + r * stride + 32 * b, sum[r], 128);
+    }
+}
+
+template <int W, int R, class A, class C>  // 16 * W columns of the values at a time, from column d; where it ended
+static int columns(int d, const C* const values[2], const float* scores, int64_t stride, int64_t second,
+                   const int64_t tokens[2], int D, const float* total, A* out) {
+    for (; d + 16 * W <= D; d += 16 * W) {
+        Floats acc[R][W] = {};
+        for (int part = 0; part < 2; part++) {
+            const C* value = values[part] + d;
+            const float* p = scores + part * second;
+            for (int64_t j = 0; j < tokens[part]; j++, value += D, p++)
+                for (int w = 0; w < W; w++) {
+                    const Floats v = load(value + 16 * w);
+                    for (int r = 0; r < R; r++) acc[r][w] += p[r * stride] * v;
+                }
+        }
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < 16 * W; i++) store(out + r * D + d + i, acc[r][i / 16][i % 16] / total[r]);
+    }
+    return d;
+}
+
+template <int R, class A, class C>  // R queries of one key-value head over both parts
+static void attend(const float* q, const C* const keys[2], const C* const values[2], const int64_t tokens[2], int D,
+                   float* scores, A* out) {
+    const int64_t padded[2] = {(tokens[0] + 31) / 32 * 32, (tokens[1] + 31) / 32 * 32};
+    const int64_t stride = padded[0] + padded[1];
+    float total[R];
+    score<R>(q, keys[0], padded[0] / 32, D, scores, stride);
+    score<R>(q, keys[1], padded[1] / 32, D, scores + padded[0], stride);
+    for (int r = 0; r < R; r++) {
+        float* s = scores + r * stride;
+        for (int64_t j = tokens[0]; j < padded[0]; j++) s[j] = -1e30f;
+        for (int64_t j = padded[0] + tokens[1]; j < stride; j++) s[j] = -1e30f;
+        Floats peak = load(s), sum = {};
+        for (int64_t j = 16; j < stride; j += 16) { const Floats x = load(s + j); peak = x > peak ? x : peak; }
+        float top = peak[0];
+        for (int i = 1; i < 16; i++) top = peak[i] > top ? peak[i] : top;
+        for (int64_t j = 0; j < stride; j += 16) {
+            const Floats x = exp16(load(s + j) - top);
+            sum += x; memcpy(s + j, &x, 64);
+        }
+        total[r] = 0;
+        for (int i = 0; i < 16; i++) total[r] += sum[i];
+    }
+    int d = columns<2, R>(0, values, scores, stride, padded[0], tokens, D, total, out);
+    d = columns<1, R>(d, values, scores, stride, padded[0], tokens, D, total, out);
+    for (; d < D; d++)  // the rest of a head size that 16 does not divide
+        for (int r = 0; r < R; r++) {
+            float acc = 0;
+            for (int part = 0; part < 2; part++)
+                for (int64_t j = 0; j < tokens[part]; j++)
+                    acc += scores[r * stride + part * padded[0] + j] * to_float(values[part][j * D + d]);
+            store(out + r * D + d, acc / total[r]);
+        }
+}
+
+template <class A, class C>
+static void run(const Args& a) {
+    const int D = a.head_dim, R = a.heads / a.kv_heads;
+    const int64_t width = (a.heads + 2 * a.kv_heads) * D;
+    const float scale = 1 / std::sqrt((float)D);
+#pragma omp parallel for schedule(dynamic, 8) num_threads(a.threads)
+    for (int64_t task = 0; task < a.rows * a.kv_heads; task++) {
+        static thread_local std::vector<float> buffer;
+        const int64_t row = task / a.kv_heads, head = task % a.kv_heads;
+        const int64_t at = a.lengths[row], position = a.prompt_lengths[row] + at;
+        const int64_t tokens[2] = {a.prompt_lengths[row], at + 1};
+        const size_t need = (R + 1) * D + 4 * (tokens[0] + tokens[1] + 64);
+        if (buffer.size() < need) buffer.resize(need);
+        float *q = buffer.data(), *k = q + R * D, *scores = k + D;
+        const A* qkv = (const A*)a.qkv + row * width;
+        const float *cosine = a.cosine + position * (D / 2), *sine = a.sine + position * (D / 2);
+        for (int r = 0; r < R; r++)
+            prepare(qkv + (head * R + r) * D, (const A*)a.q_norm, cosine, sine, scale, a.eps, D, q + r * D);
+        prepare(qkv + (a.heads + head) * D, (const A*)a.k_norm, cosine, sine, 1, a.eps, D, k);
+        const int64_t own = a.slots[row] * a.kv_heads + head, shared = a.groups[row] * a.kv_heads + head;
+        C* keys = (C*)a.keys + own * a.blocks * 32 * D;
+        C* values = (C*)a.values + own * a.blocks * 32 * D;
+        for (int d = 0; d < D; d++) {
+            store(keys + (at / 32 * D + d) * 32 + at % 32, k[d]);
+            store(values + at * D + d, to_float(qkv[(a.heads + a.kv_heads + head) * D + d]));
+        }
+        const C* both_keys[2] = {(const C*)a.prompt_keys + shared * a.prompt_blocks * 32 * D, keys};
+        const C* both_values[2] = {(const C*)a.prompt_values + shared * a.prompt_blocks * 32 * D, values};
+        A* out = (A*)a.out + row * a.heads * D + head * R * D;
+        int r = 0;
+        for (; r + 4 <= R; r += 4)
+            attend<4>(q + r * D, both_keys, both_values, tokens, D, scores, out + r * D);
+        for (; r + 2 <= R; r += 2)
+            attend<2>(q + r * D, both_keys, both_values, tokens, D, scores, out + r * D);
+        for (; r < R; r++) attend<1>(q + r * D, both_keys, both_values, tokens, D, scores, out + r * D);
+    }
+}
+
+extern "C" void decode_attention(const Args* a) {
+    if (a->act_bf16) run<BFloat16, BFloat16>(*a);
+    else if (a->cache_bf16) run<float, BFloat16>(*a);
+    else run<float, float>(*a);
+}
