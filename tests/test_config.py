@@ -125,3 +125,38 @@ def test_files_that_are_no_config(tmp_path, content, message):
 
 def test_known_keys_reach_all_depths():
     assert {"train", "train.steps", "model.lora.rank", "sft.gpt.layers", "run_name"} <= set(known_keys())
+
+
+def documented(pytestconfig):
+    blocks = (pytestconfig.rootpath / "docs" / "config.md").read_text().split("```yaml\n")[1:]
+    return [yaml.safe_load(block.split("```")[0]) for block in blocks]
+
+
+def test_the_documentation_has_every_key_with_its_default(pytestconfig):
+    main, lora, sft, algorithm = documented(pytestconfig)
+    config = build_config(main)
+    names = {"run_name": main["run_name"], "model": {"path": "PATH"}, "data": {"train": "train.jsonl"}}
+    assert config == build_config(names), "the defaults"
+    shown = set(known_keys())
+    for tree in (main, lora, sft):
+        shown -= set(dotted(tree))
+    assert not shown, "keys that the documentation lacks"
+    assert build(**lora).model.lora == build(model={"lora": {}}).model.lora
+    assert build(model={"path": None}, **sft).sft == build(model={"path": None}, sft={"gpt": {}}).sft
+    assert algorithm["algorithm"]["name"] == "grpo"
+
+
+def test_the_documented_axes_are_those_of_the_algorithm(pytestconfig):
+    from atomrl.algorithms.table import ALGORITHMS
+    from atomrl.objective import override
+
+    axes = {key: value for key, value in documented(pytestconfig)[3]["algorithm"].items() if key != "name"}
+    assert override(ALGORITHMS["grpo"], axes) == ALGORITHMS["grpo"]
+
+
+def dotted(tree, prefix=""):
+    for key, value in tree.items():
+        yield prefix + key
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, dict):
+                yield from dotted(item, f"{prefix}{key}.")

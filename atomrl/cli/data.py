@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs="*", metavar="key=value", help="arguments of the task")
     check = parser.add_argument_group("check")
     check.add_argument("--prompt-field", default="prompt")
-    check.add_argument("--answer-field", default="ground_truth")
+    check.add_argument("--answer-field", default="ground_truth", help="null: the rows have none")
     check.add_argument("--answer-pattern", help="its first group in the answer field is the ground truth")
     make = parser.add_argument_group("make")
     make.add_argument("--size", type=int, help="problems to draw")
@@ -61,7 +61,7 @@ def check(arguments: argparse.Namespace) -> int:
     config = DataConfig(
         train=arguments.name,
         prompt_field=arguments.prompt_field,
-        answer_field=arguments.answer_field,
+        answer_field=None if arguments.answer_field == "null" else arguments.answer_field,
         answer_pattern=arguments.answer_pattern,
     )
     samples = load_samples(config).samples

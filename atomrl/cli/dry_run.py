@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from atomrl.config import ConfigError, RunConfig, dump_config
 from atomrl.data.processor import DataProcessor
@@ -119,5 +118,16 @@ def memory(config: RunConfig, needs_reference: bool) -> list[str]:
     """The estimate, a line a part."""
     from atomrl.models.memory import memory_estimate
 
-    parts: dict[str, Any] = memory_estimate(config, needs_reference=needs_reference)
-    return [f"{name:<22}{size / 2**30:8.2f} GiB" for name, size in parts.items()]
+    return [
+        f"{name:<20}{readable(size)}" for name, size in memory_estimate(config, needs_reference=needs_reference).items()
+    ]
+
+
+def readable(size: int) -> str:
+    """Bytes for people.
+
+    Example:
+        >>> readable(3 * 2**29), readable(2**20)
+        ('    1.50 GiB', '    1.00 MiB')
+    """
+    return f"{size / 2**30:8.2f} GiB" if size >= 2**30 else f"{size / 2**20:8.2f} MiB"

@@ -169,7 +169,7 @@ def test_dry_run_says_everything_and_writes_nothing(folder, capsys):
     assert "4 rows / 2 rows_per_update x 1 epochs = 2" in shown
     assert "4 prompts = 0.67 passes over 6 problems; 4 optimizer steps" in shown
     assert "train: train.jsonl: 6 problems (sums x6)" in shown and "prompt tokens: median" in shown
-    assert "GiB" in shown
+    assert "memory  trainer weights" in shown and "MiB" in shown
     assert sorted(folder.iterdir()) == before
 
 
