@@ -5,7 +5,7 @@
 Many expressions are right, so it is scored by its own reward, `countdown`, which takes the numbers from the column
 `numbers` and the target from `ground_truth`; `solution` is one expression that is right. The numbers are in rising
 order, so that the same problem cannot appear twice in another order. With the defaults (3 or 4 numbers of 1 to 99,
-targets 10 to 99) there are more than 10**7 problems; with three numbers alone more than 10**6.
+targets 10 to 99) there are some 5 x 10**7 problems; with three numbers alone some 5 x 10**5.
 """
 
 from __future__ import annotations

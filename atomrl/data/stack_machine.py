@@ -6,7 +6,7 @@
 It asks for what language models find hard and reasoning helps with: keeping a state through many steps. Each
 operation changes the stack by a simple rule, so the right reasoning can be written down line by line, and the length
 of the program is a dial for the difficulty. With the defaults (6 to 10 operations, numbers to 20) there are more
-than 10**8 problems. Score it with `strict_math`.
+than 10**10 problems. Score it with `strict_math`.
 """
 
 from __future__ import annotations
