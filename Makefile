@@ -21,7 +21,7 @@ quickstart: install
 	$(BIN)/atomrl train configs/quickstart.yaml
 
 test: .venv/installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: .venv/installed-test
 	$(BIN)/ruff check && $(BIN)/ruff format --check
