@@ -214,7 +214,8 @@ class SftConfig(Section):
 class RunConfig(Section):
     """Everything that decides a run."""
 
-    run_name: str
+    run_name: str = Field(pattern=r"^[^/\\.][^/\\]*$")
+    """Names the folder of the run: no slashes, and no dot in front."""
     output_dir: str = "runs"
     seed: int = 0
     model: ModelConfig = ModelConfig()

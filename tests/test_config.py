@@ -66,6 +66,8 @@ def test_every_section_but_the_algorithm_refuses_unknown_keys():
         ({"rollout": {"min_completion_tokens": 300}}, r"min_completion_tokens is larger"),
         ({"model": {"path": None}}, r"model.path: is required"),
         ({"reward": {"functions": []}}, r"reward.functions: "),
+        ({"run_name": "../r"}, r"run_name: "),
+        ({"run_name": ""}, r"run_name: "),
     ],
 )
 def test_mistakes_are_named(changes, message):

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if out.suffix != ".json":
         raise ValueError(f"--out {out}: the result is JSON, and its completions go beside it; name it *.json")
     started = time.perf_counter()
-    result = evaluate_config(config, arguments.response_prefix)
+    result = evaluate_config(config, arguments.response_prefix, out)
     seconds = time.perf_counter() - started
     write_result(out, config, arguments.response_prefix, result, seconds)
     print(table(result))
@@ -73,6 +73,7 @@ def config_of(arguments: argparse.Namespace) -> RunConfig:
     """
     from atomrl.cli.door import read_tree
     from atomrl.config import ConfigError, merge_trees, parse_overrides
+    from atomrl.data.generators import is_generator
 
     options = dict(vars(arguments))
     if arguments.reward:
@@ -83,11 +84,14 @@ def config_of(arguments: argparse.Namespace) -> RunConfig:
     if problems is None:
         raise ConfigError("name the problems with --data FILE|TASK, or a --config that has data.eval")
     tree = merge_trees({"data": {"train": problems}}, tree)  # required, and not read
-    return config_over(tree, options, KEYS | DATA_KEYS, "atomrl eval")
+    config = config_over(tree, options, KEYS | DATA_KEYS, "atomrl eval")
+    if is_generator(problems) and config.data.eval_size is None:
+        raise ConfigError(f"{problems} makes as many problems as are asked for: say how many with --limit N")
+    return config
 
 
-def evaluate_config(config: RunConfig, response_prefix: str) -> EvalResult:
-    """Load model and problems, and evaluate. Data and rewards are checked before weights are loaded."""
+def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> EvalResult:
+    """Load model and problems, and evaluate. All that can be wrong is checked before weights are loaded."""
     from atomrl.assembly import eval_sampling, model_path
     from atomrl.data.processor import DataProcessor
     from atomrl.data.sources import load_samples
@@ -101,11 +105,24 @@ def evaluate_config(config: RunConfig, response_prefix: str) -> EvalResult:
         print(f"{report.source}: {report.skipped} rows with problems were skipped", file=sys.stderr)
     tokenizer = load_tokenizer(model_path(config), config.model.trust_remote_code)
     processor = DataProcessor(tokenizer, config.data)
+    check_writable(out)
     engine = open_engine(config, tokenizer)
     try:
         return evaluate(engine, report.samples, processor, rewards, eval_sampling(config), response_prefix)
     finally:
         engine.close()
+
+
+def check_writable(out: Path) -> None:
+    """An evaluation that cannot be written should not be run.
+
+    Raises:
+        OSError: the file cannot be made there.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    probe = out.with_name(f".{out.name}.partial")
+    probe.touch()
+    probe.unlink()
 
 
 def default_out(config: RunConfig) -> Path:
@@ -127,7 +144,6 @@ def write_result(out: Path, config: RunConfig, response_prefix: str, result: Eva
         "config": config.model_dump(mode="json"),
     }
     plain = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     write_jsonl(out.with_suffix(".jsonl"), result.rows)
 

@@ -25,6 +25,9 @@ from atomrl.stages import RewardBatch
 from atomrl.tracking.checkpoints import checkpoint_fault, step_folder, step_folders, writing_checkpoint
 from atomrl.tracking.environment import describe_environment
 
+STARTED = {"config.yaml", "env.json"}
+"""What a run has written that ended before its first step: such a folder is used again."""
+
 
 class RunDirectory:
     """Writes a run's folder. Make it with `RunDirectory.create`.
@@ -53,7 +56,7 @@ class RunDirectory:
         if resume:
             run._reopen(config)
             return run
-        if run.path.exists() and any(run.path.iterdir()):
+        if run.path.exists() and {path.name for path in run.path.iterdir()} - STARTED:
             raise ConfigError(
                 f"the run {run.path} exists already. Continue it with --resume, or start another with "
                 f"run_name=NEW_NAME (or delete the folder)"

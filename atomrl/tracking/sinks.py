@@ -63,8 +63,7 @@ class WandbSink:
                 resume="allow",
             )
         except wandb.errors.UsageError as error:
-            first_line = str(error).splitlines()[0]
-            raise ConfigError(f"wandb: {first_line} Run `wandb login`, or set WANDB_MODE=offline") from None
+            raise ConfigError(f"wandb: {str(error).splitlines()[0]} Or set WANDB_MODE=offline") from None
         id_file.write_text(self._run.id + "\n", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

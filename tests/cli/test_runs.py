@@ -146,8 +146,10 @@ def test_mistakes_of_eval_and_generate(folder, capsys):
     assert "unknown engine 'vlm'" in fails(capsys, "eval", "model", "--data", "eval.jsonl", "--engine", "vlm")
     assert "eval.temperature" in fails(capsys, "eval", "model", "--data", "eval.jsonl", "--temperature", "-1")
     assert "name it *.json" in fails(capsys, "eval", "model", "--data", "eval.jsonl", "--out", "r.txt")
+    assert "--limit N" in fails(capsys, "eval", "model", "--data", "countdown")
+    assert "/proc" in fails(capsys, "eval", "model", "--data", "eval.jsonl", "--out", "/proc/r.json")
     assert "the prompt is empty" in fails(capsys, "generate", "model", "--prompt", "")
-    assert not (folder / "runs").exists()
+    assert not list((folder / "runs").rglob("*.json*"))
 
 
 def test_generate_prints_text_alone(folder, capsys):

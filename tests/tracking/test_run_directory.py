@@ -39,8 +39,21 @@ def test_the_commit_is_recorded(tmp_path, monkeypatch):
 
 
 def test_an_existing_name_is_refused_with_both_ways_out(tmp_path):
-    RunDirectory.create(make_config(tmp_path))
+    RunDirectory.create(make_config(tmp_path)).log(0, {"a": 1.0})
     with pytest.raises(ConfigError, match=r"exists already.*--resume.*run_name="):
+        RunDirectory.create(make_config(tmp_path))
+
+
+def test_a_run_that_ended_before_its_first_step_does_not_block_its_name(tmp_path):
+    RunDirectory.create(make_config(tmp_path))
+    run = RunDirectory.create(make_config(tmp_path, train={"steps": 7}))
+    assert yaml.safe_load((run.path / "config.yaml").read_text())["train"]["steps"] == 7
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="exists already"):
         RunDirectory.create(make_config(tmp_path))
 
 
