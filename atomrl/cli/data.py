@@ -8,7 +8,7 @@ atomrl data make arithmetic --size 500 --split eval --out held_out.jsonl steps=4
 from __future__ import annotations
 
 import argparse
-from collections import Counter
+import sys
 from pathlib import Path
 
 
@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument("--prompt-field", default="prompt")
     check.add_argument("--answer-field", default="ground_truth", help="null: the rows have none")
     check.add_argument("--answer-pattern", help="its first group in the answer field is the ground truth")
+    check.add_argument("--against", metavar="FILE", help="a file that must not share a prompt with this one")
     make = parser.add_argument_group("make")
     make.add_argument("--size", type=int, help="problems to draw")
     make.add_argument("--seed", type=int, default=0)
@@ -49,10 +50,10 @@ def make(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Read a file as training would, and say what is in it; every problem with file and line."""
+    """Read a file as training would, and say what is in it; every problem with file and line, on stderr."""
     from atomrl.config import DataConfig
+    from atomrl.data.checks import check_data
     from atomrl.data.generators import is_generator
-    from atomrl.data.sources import load_samples
 
     if is_generator(arguments.name):
         raise ValueError(f"{arguments.name} is a task; data check takes a file (data make writes one)")
@@ -64,11 +65,6 @@ def check(arguments: argparse.Namespace) -> int:
         answer_field=None if arguments.answer_field == "null" else arguments.answer_field,
         answer_pattern=arguments.answer_pattern,
     )
-    samples = load_samples(config).samples
-    sources = Counter(sample.data_source for sample in samples)
-    print(f"{arguments.name}: {len(samples)} rows, no problems")
-    print(f"  data sources: {', '.join(f'{name} ({count})' for name, count in sources.items())}")
-    print(f"  further columns: {', '.join(samples[0].columns) or 'none'}")
-    print(f"  first prompt: {str(samples[0].prompt)[:200]!r}")
-    print(f"  first ground truth: {samples[0].ground_truth!r}")
-    return 0
+    report = check_data(arguments.name, config, arguments.against)
+    print(report.text(), file=sys.stdout if report.ok else sys.stderr)
+    return 0 if report.ok else 2

@@ -33,6 +33,8 @@ class DataReport:
     """The length of every usable prompt in characters, sorted."""
     data_sources: dict[str, int]
     columns: list[str]
+    first: Sample | None
+    """The first usable row, as a run sees it."""
     against: str | None = None
     overlap: tuple[tuple[str, str], ...] = ()
     """(place here, place in `against`) of equal normalised prompts."""
@@ -44,7 +46,11 @@ class DataReport:
 
     def text(self) -> str:
         """The report for a terminal."""
-        lines = [f"{self.path}: {self.rows} rows, {len(self.prompt_chars)} usable"]
+        found = f"{len(self.problems)} problems, {len(self.prompt_chars)} usable" if self.problems else "no problems"
+        lines = [f"{self.path}: {self.rows} rows, {found}"]
+        if self.first is not None:
+            lines.append(f"first prompt: {str(self.first.prompt)[:200]!r}")
+            lines.append(f"first ground truth: {str(self.first.ground_truth)[:200]!r}")
         if self.prompt_chars:
             at = {q: self.prompt_chars[min(len(self.prompt_chars) * q // 100, len(self.prompt_chars) - 1)]
                   for q in (0, 50, 90, 99, 100)}  # fmt: skip
@@ -55,9 +61,8 @@ class DataReport:
         lines += _section("duplicates by normalised prompt", self.duplicates, "is the same as")
         if self.against is not None:
             lines += _section(f"prompts that are also in {self.against}", self.overlap, "is the same as")
-        lines.append(f"problems: {len(self.problems)}")
         if self.problems:
-            lines.append(problem_list(self.problems))
+            lines += ["problems:", problem_list(self.problems)]
         return "\n".join(lines)
 
 
@@ -107,6 +112,7 @@ def check_data(path: str | Path, config: DataConfig | None = None, against: str 
         prompt_chars=sorted(_chars(sample) for sample in samples),
         data_sources=dict(Counter(sample.data_source for sample in samples).most_common()),
         columns=sorted(samples[0].columns) if samples else [],
+        first=samples[0] if samples else None,
         against=None if against is None else str(against),
         overlap=tuple(overlap),
     )
@@ -115,7 +121,7 @@ def check_data(path: str | Path, config: DataConfig | None = None, against: str 
 def _load(path: str | Path, config: DataConfig) -> tuple[list[Sample], list[str], int]:
     raw = list(read_rows(path))
     if not raw:
-        raise DataError(f"{path} is empty")
+        raise DataError(f"{path} is empty: it holds no usable row")
     return *to_samples(raw, config), len(raw)
 
 

@@ -32,9 +32,10 @@ def test_report(tmp_path):
     assert report.prompt_chars == [3, 12, 14, 100]
     assert report.data_sources == {"sums": 2, "default": 2} and report.columns == ["level"]
     text = report.text()
-    for part in ("5 rows, 4 usable", "shortest 3, median 14", "longest 100", "sums 2", "columns: level",
+    for part in ("5 rows, 1 problems, 4 usable", "shortest 3, median 14", "longest 100", "sums 2", "columns: level",
                  "train.jsonl:3 is the same as train.jsonl:1", "train.jsonl:5 is the same as test.jsonl:2",
-                 "problems: 1"):  # fmt: skip
+                 "problems:\n  train.jsonl:2: not valid JSON", "first prompt: 'What is 2+2?'",
+                 "first ground truth: '1'"):  # fmt: skip
         assert part in text
 
 
@@ -42,7 +43,7 @@ def test_field_mapping_and_a_clean_file(tmp_path):
     path = write(tmp_path / "data.jsonl", {"q": "one", "a": "#### 1"}, {"q": "two", "a": "#### 2"})
     config = DataConfig(train=str(path), prompt_field="q", answer_field="a", answer_pattern="#### (.*)")
     report = check_data(path, config)
-    assert report.ok and report.duplicates == [] and "problems: 0" in report.text()
+    assert report.ok and report.duplicates == [] and "2 rows, no problems" in report.text()
     assert len(check_data(path).problems) == 2
 
 
