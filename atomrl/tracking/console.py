@@ -34,6 +34,7 @@ class Progress:
         self.stream = stream or sys.stderr
         self._live = _LiveBar(self) if self.stream.isatty() else None
         self._started = time.monotonic()
+        self._first: tuple[int, float] | None = None
 
     def __enter__(self) -> Progress:
         self._started = time.monotonic()
@@ -61,9 +62,13 @@ class Progress:
             print(text, file=self.stream, flush=True)
 
     def _eta(self, step: int) -> str:
-        done = step - self.first_step + 1
-        elapsed = time.monotonic() - self._started
-        return clock(elapsed / done * (self.total_steps - step)) if done > 0 else "-:--"
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (step, now)
+        first, at = self._first
+        # The first step warms up, so the pace is that of the others where there are others.
+        pace = (now - at) / (step - first) if step > first else (now - self._started) / (step - self.first_step + 1)
+        return clock(pace * (self.total_steps - step))
 
 
 def describe(metrics: Mapping[str, float]) -> list[str]:
