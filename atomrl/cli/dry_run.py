@@ -75,8 +75,8 @@ def describe_data(name: str, report: LoadReport, processor: DataProcessor | None
     return len(used), lines
 
 
-def batch_arithmetic(config: RunConfig, problems: int) -> list[str]:
-    """Prompts x completions -> rows -> optimizer steps -> micro-batches, and passes over the data.
+def batch_arithmetic(config: RunConfig, problems: int | None = None) -> list[str]:
+    """Prompts x completions -> rows -> optimizer steps -> micro-batches, and (of known data) passes over it.
 
     Example:
         >>> from atomrl.config import build_config
@@ -96,6 +96,7 @@ def batch_arithmetic(config: RunConfig, problems: int) -> list[str]:
     fitting = max(1, train.tokens_per_micro_batch // row_tokens)
     micro_rows = min(update_rows, fitting, train.rows_per_micro_batch or update_rows)
     prompts = train.steps * rollout.prompts_per_step
+    passes = f" = {prompts / problems:.2f} passes over {problems} problems" if problems else ""
     return [
         f"a step: {rollout.prompts_per_step} prompts x {rollout.completions_per_prompt} completions = {rows} rows, "
         f"each of at most {row_tokens} tokens",
@@ -103,8 +104,8 @@ def batch_arithmetic(config: RunConfig, problems: int) -> list[str]:
         f"= {updates}",
         f"forward passes in an optimizer step: at most {math.ceil(update_rows / micro_rows)}, "
         f"of at most {micro_rows} rows ({train.tokens_per_micro_batch} tokens)",
-        f"the run: {train.steps} steps x {rollout.prompts_per_step} prompts = {prompts} prompts = "
-        f"{prompts / problems:.2f} passes over {problems} problems; {train.steps * updates} optimizer steps",
+        f"the run: {train.steps} steps x {rollout.prompts_per_step} prompts = {prompts} prompts{passes}; "
+        f"{train.steps * updates} optimizer steps",
     ]
 
 

@@ -61,6 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     write_result(out, config, arguments.response_prefix, result, seconds)
     print(table(result))
+    if arguments.response_prefix and result.overall["format"].mean == 0:
+        print("note: with this --response-prefix no completion has the strict form, without which strict_math gives 0; "
+              "an empty think block breaks it, <think>.</think><answer> does not", file=sys.stderr)  # fmt: skip
     print(f"\nresult      {out}\ncompletions {out.with_suffix('.jsonl')}")
     return 0
 

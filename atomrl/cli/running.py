@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from atomrl.cli.main import INTERRUPTED
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 Job = Callable[["RunConfig", bool], dict[str, Any]]
 
 
-def run_to_the_end(command: str, config: RunConfig, arguments: argparse.Namespace, job: Job) -> int:
-    """Print the config, run the job, print its summary.
+def run_to_the_end(
+    command: str, config: RunConfig, arguments: argparse.Namespace, job: Job, header: Sequence[str] = ()
+) -> int:
+    """Print the config and the header, run the job, print its summary.
 
     Returns:
         0, or 130 where Ctrl-C or SIGTERM ended it early, with how to go on.
     """
-    print(compact(config), file=sys.stderr)
+    print("\n".join([compact(config), "", *header]), file=sys.stderr)
     try:
         summary = job(config, arguments.resume)
     except KeyboardInterrupt:

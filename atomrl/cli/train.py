@@ -34,5 +34,6 @@ def run(arguments: argparse.Namespace) -> int:
         dry_run(config)
         return 0
     from atomrl.assembly import train
+    from atomrl.cli.dry_run import batch_arithmetic
 
-    return run_to_the_end("train", config, arguments, train)
+    return run_to_the_end("train", config, arguments, train, header=batch_arithmetic(config))

@@ -135,6 +135,24 @@ def test_eval_takes_fields_and_answers_apart_by_options_alone(folder, capsys):
     assert json.loads((folder / "r.jsonl").read_text())["ground_truth"] == "2"
 
 
+def test_a_prefix_that_breaks_the_form_is_noted(folder, capsys):
+    given = ["--data", "eval.jsonl", "--max-tokens", "2", "--out", "r.json"]
+    assert main(["eval", "model", *given, "--response-prefix", "<think></think><answer>"]) == 0
+    assert "an empty think block breaks it" in capsys.readouterr().err
+    assert json.loads((folder / "r.jsonl").read_text().splitlines()[0])["completion"].startswith("<think></think>")
+
+
+def test_sft(folder, capsys):
+    rows = [{"prompt": f"{k}+1=", "completion": f"<think>{k}</think><answer>{k + 1}</answer>"} for k in range(4)]
+    (folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["data.train=shown.jsonl", "data.answer_field=null", "train.rows_per_update=2", "sft={}", "train.steps=3"]
+    assert main(["sft", "c.yaml", *given]) == 0
+    assert "step 3/3  loss " in capsys.readouterr().err
+    assert (folder / "runs" / "first" / "checkpoints" / "step_000003" / "model.safetensors").is_file()
+    assert (folder / "runs" / "first" / "curves.png").is_file()
+    assert "sft: the section is required" in fails(capsys, "sft", "c.yaml", "run_name=other")
+
+
 def test_mistakes_of_eval_and_generate(folder, capsys):
     assert "name the problems with --data" in fails(capsys, "eval", "model")
     assert "data file absent.jsonl does not exist" in fails(capsys, "eval", "model", "--data", "absent.jsonl")
