@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 Job = Callable[["RunConfig", bool], dict[str, Any]]
 
+ADVICE = {
+    "OutOfMemoryError": "Lower train.tokens_per_micro_batch or rollout.max_concurrent_completions, or set "
+    "model.gradient_checkpointing=true; atomrl train CONFIG --dry-run estimates the memory.",
+    "NoSignal": "With other settings, --resume goes on from the newest checkpoint.",
+}
+"""What to do about errors of a run that are no mistakes in the config."""
+
 
 def run_to_the_end(
     command: str, config: RunConfig, arguments: argparse.Namespace, job: Job, header: Sequence[str] = ()
@@ -29,6 +36,10 @@ def run_to_the_end(
         summary = job(config, arguments.resume)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(how_to_go_on(command, config, arguments)) from None
+    except RuntimeError as error:
+        if advice := ADVICE.get(type(error).__name__):
+            raise ValueError(f"{str(error).splitlines()[0]}\n{advice}") from error
+        raise
     print(json.dumps(summary, indent=2, default=str))
     if not summary.get("finished", True):
         print(f"stopped early: {how_to_go_on(command, config, arguments)}", file=sys.stderr)

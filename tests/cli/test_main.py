@@ -157,6 +157,18 @@ def test_ctrl_c_says_how_to_go_on(capsys, config, monkeypatch):
     assert f"go on with: atomrl train {config} train.steps=3 --resume" in message
 
 
+def test_out_of_memory_names_the_settings_to_change(capsys, config, monkeypatch):
+    import torch
+
+    from atomrl import assembly
+
+    def greedy(config, resume):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(assembly, "train", greedy)
+    assert "train.tokens_per_micro_batch" in fails(capsys, ["train", config])
+
+
 def test_train_py_is_the_same_door():
     done = subprocess.run(
         [sys.executable, "train.py", "--config", "configs/grpo_config.yaml", "--train_config.learning_rat", "1"],
