@@ -15,10 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from atomrl.models.kernels import AttentionFunction, RMSNormFunction, Rotate, SwiGLUFunction
+
 FAMILIES = ("llama", "qwen2", "qwen3")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 BMM_MAX_TOKENS = 512
 """On a CPU, rows up to this length take explicit matrix products; beyond it SDPA (see docs/benchmarks/training.md)."""
+
+COMPILED_MULTIPLE = 64
+"""Compiled layers see rows of a multiple of this many tokens, so that few shapes are compiled."""
 
 
 class Linear(nn.Linear):
@@ -46,55 +51,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            return RMSNormFunction.apply(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotary positions; its backward is the rotation by the opposite angle."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., T, heads, D]; cos, sin [T, heads, D/2] in float32."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat(((first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)), dim=-1)
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Causal attention with grouped queries; queries come already divided by sqrt(D).
-
-    Args:
-        q: [B, T, heads, D].
-        k: [B, T, kv_heads, D].
-        v: [B, T, kv_heads, D].
-        mask: [T, T] with 0 where a query (row) sees a key, -inf elsewhere: explicit matrix products. None: SDPA.
-
-    Returns:
-        [B, T, heads * D].
-    """
-    rows, tokens, heads, size = q.shape
-    kv_heads = k.shape[2]
-    group = heads // kv_heads
-    if mask is None:
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=group > 1)
-        return mixed.transpose(1, 2).reshape(rows, tokens, heads * size)
-    # All queries of one key head in one product: nothing is repeated.
-    q = q.view(rows, tokens, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(rows * kv_heads, -1, size)
-    k = k.permute(0, 2, 3, 1).reshape(rows * kv_heads, size, tokens)
-    v = v.transpose(1, 2).reshape(rows * kv_heads, tokens, size)
-    scores = torch.baddbmm(mask.repeat(group, 1), q, k)
-    mixed = torch.bmm(scores.softmax(dim=-1), v)
-    return mixed.view(rows, kv_heads, group, tokens, size).permute(0, 3, 1, 2, 4).reshape(rows, tokens, heads * size)
 
 
 class Attention(nn.Module):
@@ -117,12 +76,17 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         rows, tokens, _ = x.shape
         qkv = fused_linear(x, self.q_proj, self.k_proj, self.v_proj).view(rows, tokens, -1, self.size)
-        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
         if self.q_norm is not None:
-            q, k = qk.split([self.heads, self.kv_heads], dim=2)
-            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
-        q, k = _Rotate.apply(qk, cos, sin).split([self.heads, self.kv_heads], dim=2)
-        return self.o_proj(attention(q, k, v, mask))
+            q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
+        if mask is not None:
+            return self.o_proj(AttentionFunction.apply(qkv, cos, sin, mask, self.kv_heads))
+        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        q, k = Rotate.apply(qk, cos, sin).split([self.heads, self.kv_heads], dim=2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        grouped = self.heads > self.kv_heads
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=grouped)
+        return self.o_proj(mixed.transpose(1, 2).reshape(rows, tokens, -1))
 
 
 class MLP(nn.Module):
@@ -136,8 +100,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = fused_linear(x, self.gate_proj, self.up_proj).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(SwiGLUFunction.apply(fused_linear(x, self.gate_proj, self.up_proj)))
 
 
 class Layer(nn.Module):
@@ -153,6 +116,10 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def _run_layer(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    return layer(x, cos, sin, mask)
 
 
 class Decoder(nn.Module):
@@ -188,6 +155,7 @@ class GPT(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         """None computes in the dtype of the weights."""
         self.gradient_checkpointing = False
+        self.run_layer = _run_layer
         self.model = Decoder(config)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -207,18 +175,28 @@ class GPT(nn.Module):
         Returns:
             [B, T, H] in `compute_dtype`.
         """
-        weight = self.model.embed_tokens.weight
+        weight, length = self.model.embed_tokens.weight, tokens.shape[1]
+        compiled = self.run_layer is not _run_layer
+        if compiled:
+            tokens = F.pad(tokens, (0, -length % COMPILED_MULTIPLE))
         x = F.embedding(tokens, weight).to(self.compute_dtype or weight.dtype)
         cos, sin = self.rope_tables(tokens.shape[1], tokens.device)
         mask = None
         if tokens.device.type == "cpu" and tokens.shape[1] <= BMM_MAX_TOKENS:
             mask = torch.full((tokens.shape[1],) * 2, -torch.inf, dtype=x.dtype).triu(1)
         for layer in self.model.layers:
+            if compiled:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, cos, sin, mask, use_reentrant=False)
+                x = checkpoint(self.run_layer, layer, x, cos, sin, mask, use_reentrant=False)
             else:
-                x = layer(x, cos, sin, mask)
-        return self.model.norm(x)
+                x = self.run_layer(layer, x, cos, sin, mask)
+        return self.model.norm(x[:, :length])
+
+    def compile_layers(self) -> None:
+        """Compile one layer and run all through it; once for each multiple of 64 tokens, to which rows are padded."""
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        self.run_layer = torch.compile(_run_layer, dynamic=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] -> logits [B, T, V]."""

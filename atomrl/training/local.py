@@ -263,6 +263,8 @@ def _prepare(policy: Policy, config: ModelConfig) -> None:
             log.warning("model.compile has no effect on models that are trained through transformers")
         return
     policy.gradient_checkpointing = config.gradient_checkpointing
+    if config.compile:
+        policy.compile_layers()
 
 
 def _adamw(trained: dict[str, torch.nn.Parameter], train: TrainConfig) -> torch.optim.AdamW:

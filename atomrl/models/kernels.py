@@ -1,0 +1,140 @@
+"""Pieces of a decoder layer whose backward pass is written by hand.
+
+Autograd's own version of each reads and writes large tensors several times more often, which on a CPU costs as much
+as the matrix products. `tests/models/test_kernels.py` holds each against the plain formula and finite differences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """y = x r w with r = 1 / sqrt(mean(x^2) + eps); statistics in float32 or wider."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed = x * scale
+        along = grad * normed
+        grad_weight = along.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        mean = (along @ weight.to(along.dtype)).unsqueeze_(-1).div_(x.shape[-1])
+        grad_x = (grad * weight.to(scale.dtype)).addcmul_(normed, mean, value=-1).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight, None
+
+
+class SwiGLUFunction(torch.autograd.Function):
+    """silu(gate) * up, of gate and up side by side in one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (both,) = ctx.saved_tensors
+        gate, up = both.chunk(2, dim=-1)
+        result = torch.empty_like(both)
+        grad_gate, grad_up = result.chunk(2, dim=-1)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        torch.mul(F.silu(gate), grad, out=grad_up)
+        return result
+
+
+class AttentionFunction(torch.autograd.Function):
+    """Rotation and causal attention by explicit matrix products, from fused queries, keys and values.
+
+    All query heads of one key head go through one product, so that no key or value is repeated.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, kv_heads: int) -> Tensor:
+        """qkv [B, T, heads + 2 kv_heads, D]; cos, sin [T, heads + kv_heads, D/2]; mask [T, T] -> [B, T, heads * D]."""
+        rows, tokens, all_heads, size = qkv.shape
+        group = (all_heads - 2 * kv_heads) // kv_heads
+        q = qkv.new_empty(rows, kv_heads, group, tokens, size)
+        k, v = (qkv.new_empty(rows, kv_heads, tokens, size) for _ in range(2))
+        from_q, from_k, from_v = _heads(qkv, kv_heads)
+        (q_cos, k_cos), (q_sin, k_sin) = _tables(cos, kv_heads), _tables(sin, kv_heads)
+        _rotate_into(q, from_q, q_cos, q_sin)
+        _rotate_into(k, from_k, k_cos, k_sin)
+        v.copy_(from_v)
+        q, k, v = (x.view(rows * kv_heads, -1, size) for x in (q, k, v))
+        shares = torch.baddbmm(mask.repeat(group, 1), q, k.transpose(1, 2)).softmax(dim=-1)
+        mixed = torch.bmm(shares, v)
+        ctx.save_for_backward(q, k, v, shares, cos, sin)
+        ctx.shape = (rows, tokens, kv_heads, group, size)
+        return mixed.view(rows, kv_heads, group, tokens, size).permute(0, 3, 1, 2, 4).reshape(rows, tokens, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        q, k, v, shares, cos, sin = ctx.saved_tensors
+        rows, tokens, kv_heads, group, size = ctx.shape
+        grad = grad.view(rows, tokens, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(q.shape)
+        grad_v = torch.bmm(shares.transpose(1, 2), grad)
+        grad_shares = torch.bmm(grad, v.transpose(1, 2))
+        grad_scores = torch.ops.aten._softmax_backward_data(grad_shares, shares, -1, shares.dtype)
+        grad_q, grad_k = torch.bmm(grad_scores, k), torch.bmm(grad_scores.transpose(1, 2), q)
+        result = grad.new_empty(rows, tokens, kv_heads * (group + 2), size)
+        to_q, to_k, to_v = _heads(result, kv_heads)
+        (q_cos, k_cos), (q_sin, k_sin) = _tables(cos, kv_heads), _tables(sin, kv_heads)
+        _rotate_into(to_q, grad_q.view(to_q.shape), q_cos, -q_sin)
+        _rotate_into(to_k, grad_k.view(to_k.shape), k_cos, -k_sin)
+        to_v.copy_(grad_v.view(to_v.shape))
+        return result, None, None, None, None
+
+
+class Rotate(torch.autograd.Function):
+    """Rotary positions alone, for attention by SDPA; the backward is the rotation by the opposite angle."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, T, heads, D]; cos, sin [T, heads, D/2]."""
+        ctx.save_for_backward(cos, sin)
+        out = torch.empty_like(x)
+        _rotate_into(out, x, cos, sin)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        out = torch.empty_like(grad)
+        _rotate_into(out, grad, cos, -sin)
+        return out, None, None
+
+
+def _heads(qkv: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views [B, kv_heads, group, T, D] of the queries and [B, kv_heads, T, D] of keys and values."""
+    q, k, v = qkv.split([qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads], dim=2)
+    return q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _tables(table: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """[T, heads + kv_heads, D/2] as views that fit `_heads`."""
+    q, k = table.split([table.shape[1] - kv_heads, kv_heads], dim=1)
+    return q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3), k.transpose(0, 1)
+
+
+def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate the pairs (i, i + D/2) of the last dimension."""
+    (out_first, out_second), (first, second) = out.chunk(2, dim=-1), x.chunk(2, dim=-1)
+    if x.dtype == cos.dtype:
+        torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    else:
+        out_first.copy_(first * cos - second * sin)
+        out_second.copy_(second * cos + first * sin)
