@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from atomrl.rollout.decoder import Decoder
-from atomrl.rollout.kernel import KernelArgs
+from atomrl.rollout.kernel import KernelArgs, Kernels
 
 BLOCK = 32
 
@@ -180,16 +179,9 @@ class KernelKVCache(KVCache):
     The cache has the precision that was asked for, also where bfloat16 weights are multiplied in float32.
     """
 
-    def __init__(self, decoder: Decoder, kernel: ctypes.CDLL, **size: Any):
-        self.kernel = kernel
+    def __init__(self, decoder: Decoder, kernels: Kernels, **size: Any):
+        self.kernels = kernels
         super().__init__(decoder, **size)
-
-    @staticmethod
-    def supports(decoder: Decoder, device: torch.device) -> bool:
-        """Whether the kernel can attend for this model there."""
-        return (
-            device.type == "cpu" and decoder.spec.head_dim % 8 == 0 and decoder.dtype in (torch.float32, torch.bfloat16)
-        )
 
     def _new_values(self, rows: int, blocks: int) -> Tensor:
         spec = self.decoder.spec
@@ -234,7 +226,7 @@ class KernelKVCache(KVCache):
             args.keys, args.values = self.keys[layer].data_ptr(), self.values[layer].data_ptr()
             args.prompt_keys = self.prompt_keys[layer].data_ptr()
             args.prompt_values = self.prompt_values[layer].data_ptr()
-            self.kernel.decode_attention(args)
+            self.kernels.attention(args)
             return out
 
         return self.decoder.hidden(tokens, attend)

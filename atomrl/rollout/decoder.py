@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from atomrl.rollout.kernel import Kernels
+
 # (layer, q|k|v of the tokens [N, (heads + 2 * kv_heads) * head_dim]) -> [N, heads * head_dim]
 Attend = Callable[[int, Tensor], Tensor]
 
@@ -209,12 +211,12 @@ class Linear:
         return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """`residual + self(x)`."""
+        """`residual + self(x)`, in place."""
         if self.packed:
-            return residual + self(x)
+            return residual.add_(self(x))
         if self.bias is not None:
-            residual = residual + self.bias
-        return torch.addmm(residual, x, self.weight)
+            residual.add_(self.bias)
+        return residual.addmm_(x, self.weight)
 
 
 @dataclass
@@ -237,10 +239,19 @@ class Decoder:
         weights: as `check_weights` returns them.
         dtype: what the weights are rounded to; `compute_dtype` says what is computed in.
         device: where.
+        kernels: used where they are given.
     """
 
-    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels | None,
+    ):
         self.spec, self.weight_dtype, self.dtype = spec, dtype, compute_dtype(dtype, device)
+        self.kernels = kernels
         dtypes = list(dict.fromkeys([dtype, self.dtype]))
 
         def vector(name: str) -> Tensor:
@@ -273,6 +284,8 @@ class Decoder:
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Over the last axis."""
+        if self.kernels is not None and x.dim() == 2:
+            return self.kernels.rms_norm(x, weight, self.spec.norm_eps)
         return F.rms_norm(x, (x.shape[-1],), weight, self.spec.norm_eps)
 
     def hidden(self, tokens: Tensor, attend: Attend) -> Tensor:
@@ -281,13 +294,18 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             mixed = attend(index, layer.qkv(self.rms_norm(x, layer.attention_norm)))
             x = layer.output.add_to(x, mixed)
-            gate, up = layer.gate_up(self.rms_norm(x, layer.mlp_norm)).chunk(2, dim=-1)
-            x = layer.down.add_to(x, F.silu(gate) * up)
+            x = layer.down.add_to(x, self._gated(layer.gate_up(self.rms_norm(x, layer.mlp_norm))))
         return x
 
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        if self.kernels is not None:
+            return self.kernels.silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[N, hidden]` -> `[N, vocab]` float32."""
-        return self.head(self.rms_norm(hidden, self.norm)).float()
+        """`[N, hidden]` -> `[N, vocab]`."""
+        return self.head(self.rms_norm(hidden, self.norm))
 
     def heads_of(self, layer: int, qkv: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q `[N, heads, D]`, k and v `[N, kv_heads, D]`, normed (Qwen3) and rotated; cosine, sine `[N, D / 2]`."""

@@ -1,4 +1,4 @@
-"""Builds and loads the C++ kernel of `decode_attention.cpp`, on demand and once per machine."""
+"""Builds and loads the C++ of `kernels.cpp`, on demand and once per machine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
-_SOURCE = Path(__file__).with_name("decode_attention.cpp")
+_SOURCE = Path(__file__).with_name("kernels.cpp")
 logger = logging.getLogger(__name__)
 
 
@@ -29,7 +32,7 @@ _SIZES = (
 
 
 class KernelArgs(ctypes.Structure):
-    """`Args` of decode_attention.cpp."""
+    """`Args` of kernels.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _ADDRESSES),
@@ -68,24 +71,65 @@ def build(source: Path, compiler: str, folder: Path) -> Path:
     return library
 
 
+class Kernels:
+    """The functions of kernels.cpp on contiguous CPU tensors, float32 or bfloat16; on torch's number of threads."""
+
+    def __init__(self, library: ctypes.CDLL):
+        address, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+        self._attention, self._norm = library.decode_attention, library.rms_norm
+        self._silu_mul, self._sample = library.silu_mul, library.sample
+        self._attention.argtypes = [ctypes.POINTER(KernelArgs)]
+        self._norm.argtypes = [address] * 3 + [size] * 2 + [real] + [size] * 2
+        self._silu_mul.argtypes = [address] * 2 + [size] * 4
+        self._sample.argtypes = [address] * 5 + [size] * 2 + [real] + [size] * 2
+        for function in (self._attention, self._norm, self._silu_mul, self._sample):
+            function.restype = None
+
+    def attention(self, args: KernelArgs) -> None:
+        """One token's attention for every row; see kernels.cpp."""
+        self._attention(args)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """[N, H], [H] -> [N, H]."""
+        out, (rows, width) = torch.empty_like(x), x.shape
+        ends = (torch.get_num_threads(), x.dtype == torch.bfloat16)
+        self._norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps, *ends)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up: [N, 2 * I] -> [N, I]."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, width)
+        ends = (torch.get_num_threads(), out.dtype == torch.bfloat16)
+        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width, *ends)
+        return out
+
+    def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """As `atomrl.rollout.sampling.sample` without a cut, with temperature > 0."""
+        (rows, width), seeds, positions = logits.shape, seeds.contiguous(), positions.contiguous()
+        tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        addresses = [tensor.data_ptr() for tensor in (logits, seeds, positions, tokens, logprobs)]
+        ends = (torch.get_num_threads(), logits.dtype == torch.bfloat16)
+        self._sample(*addresses, rows, width, temperature, *ends)
+        return tokens, logprobs
+
+
 @cache
-def load_kernel() -> ctypes.CDLL | None:
-    """The kernel, or None where it cannot be built; a log line says which, and why.
+def load_kernels() -> Kernels | None:
+    """The kernels, or None where it cannot be built; a log line says which, and why.
 
     It is kept in `$XDG_CACHE_HOME/atomrl` (by default `~/.cache/atomrl`).
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        logger.warning("native rollout: no C++ compiler (g++, or CXX), so attention runs in PyTorch, more slowly")
+        logger.warning("native rollout: no C++ compiler (g++, or CXX), so it runs in PyTorch alone, more slowly")
         return None
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atomrl"
     try:
         library = ctypes.CDLL(str(build(_SOURCE, compiler, folder)))
     except (OSError, subprocess.CalledProcessError) as error:
         reason = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else error
-        logger.warning("native rollout: attention runs in PyTorch, more slowly; no C++ kernel: %s", reason)
+        logger.warning("native rollout: PyTorch alone, more slowly; the C++ kernels failed: %s", reason)
         return None
-    library.decode_attention.argtypes = [ctypes.POINTER(KernelArgs)]
-    library.decode_attention.restype = None
-    logger.info("native rollout: attention runs in the C++ kernel %s", library._name)
-    return library
+    logger.info("native rollout: with the C++ kernels %s", library._name)
+    return Kernels(library)

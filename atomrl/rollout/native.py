@@ -27,7 +27,7 @@ from atomrl.rollout.decoder import (
     rope_table,
     unsupported_reason,
 )
-from atomrl.rollout.kernel import load_kernel
+from atomrl.rollout.kernel import load_kernels
 from atomrl.rollout.sampling import sample
 from atomrl.rollout.stopping import StopRule, check_prompts, eos_token_ids, to_rollout_batch
 from atomrl.stages import PromptBatch, RolloutBatch, SamplingParams, completion_seed
@@ -58,13 +58,11 @@ class NativeEngine:
         tokenizer: Any,
         dtype: torch.dtype,
         max_concurrent_completions: int,
-        use_kernel: bool,
     ):
         self.spec, self.decoder, self.rope, self.eos, self.tokenizer = spec, decoder, rope, eos, tokenizer
         self.dtype, self.max_concurrent_completions = dtype, max_concurrent_completions
         self.device = rope[0].device
         self.version = 0
-        self.kernel = load_kernel() if use_kernel and KernelKVCache.supports(decoder, self.device) else None
         self._cache: KVCache | None = None
 
     @staticmethod
@@ -91,7 +89,7 @@ class NativeEngine:
             dtype: of the weights. On CPUs without bfloat16 instructions, bfloat16 weights are multiplied in float32.
             device: such as `cpu` or `cuda:0`.
             max_concurrent_completions: rows decoded at once.
-            use_kernel: attend with the C++ kernel on a CPU, where a compiler is there to build it.
+            use_kernel: run the C++ kernels on a CPU, where a compiler is there to build them.
 
         Raises:
             Unsupported: the architecture is none that this engine knows.
@@ -102,8 +100,10 @@ class NativeEngine:
         config = AutoConfig.from_pretrained(path)
         spec = read_spec(config)
         place = torch.device(device)
+        known = place.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and spec.head_dim % 2 == 0
+        kernels = load_kernels() if use_kernel and known else None
         with torch.inference_mode():
-            decoder = Decoder(spec, check_weights(read_weights(str(path)), spec), dtype, place)
+            decoder = Decoder(spec, check_weights(read_weights(str(path)), spec), dtype, place, kernels)
         return cls(
             spec=spec,
             decoder=decoder,
@@ -112,7 +112,6 @@ class NativeEngine:
             tokenizer=tokenizer,
             dtype=dtype,
             max_concurrent_completions=max_concurrent_completions,
-            use_kernel=use_kernel,
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -122,7 +121,8 @@ class NativeEngine:
             ValueError: names what is missing, unexpected or of a wrong shape; the old weights stay.
         """
         with torch.inference_mode():
-            self.decoder = Decoder(self.spec, check_weights(weights, self.spec), self.dtype, self.device)
+            checked, kernels = check_weights(weights, self.spec), self.decoder.kernels
+            self.decoder = Decoder(self.spec, checked, self.dtype, self.device, kernels)
         self.version = version
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
@@ -150,8 +150,8 @@ class NativeEngine:
         }
         if self._cache is None or not self._cache.fits(**size):
             self._cache = None  # freed before the new one is made
-            if self.kernel is not None:
-                self._cache = KernelKVCache(self.decoder, self.kernel, rope=self.rope, **size)
+            if self.decoder.kernels is not None:
+                self._cache = KernelKVCache(self.decoder, self.decoder.kernels, rope=self.rope, **size)
             else:
                 self._cache = KVCache(self.decoder, rope=self.rope, **size)
         self._cache.decoder = self.decoder
@@ -288,8 +288,8 @@ class _Run:
 
     def _accept(self, state: Tensor, logits: Tensor) -> Tensor:
         """Draw the next token of each row from `logits` [N, V], keep it, and return the rows that go on."""
-        lengths = state[_LENGTH]
-        tokens, logprobs = sample(logits, self.sampling, state[_SEED], lengths, self.rule.banned(lengths))
+        lengths, kernels = state[_LENGTH], self.engine.decoder.kernels
+        tokens, logprobs = sample(logits, self.sampling, state[_SEED], lengths, self.rule.banned(lengths), kernels)
         items = state[_ITEM]
         self.out.tokens[items, lengths] = tokens.int()
         self.out.logprobs[items, lengths] = logprobs

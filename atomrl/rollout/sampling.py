@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from atomrl.rollout.kernel import Kernels
 from atomrl.stages import SamplingParams
 
 _CHUNK = 256
@@ -53,27 +54,38 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sample(
-    logits: Tensor, sampling: SamplingParams, seeds: Tensor, positions: Tensor, banned: Tensor | None = None
+    logits: Tensor,
+    sampling: SamplingParams,
+    seeds: Tensor,
+    positions: Tensor,
+    banned: Tensor | None = None,
+    kernels: Kernels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token per row, and its log-prob over the whole vocabulary at the sampling temperature.
 
     Args:
-        logits: [N, V] float32.
+        logits: [N, V].
         seeds: [N] int64, of the completions.
         positions: [N] int64: how many tokens the completion has.
         banned: [N, V] bool: never drawn (log-probs do not change).
+        kernels: used, where given, for sampling that nothing cuts.
 
     Returns:
         Tokens [N] int64 and log-probs [N] float32.
     """
-    scores = logits if sampling.temperature in (0, 1) else logits / sampling.temperature
+    whole = banned is None and sampling.top_p >= 1 and not sampling.top_k
+    if kernels is not None and whole and sampling.temperature > 0:
+        return kernels.sample(logits, seeds, positions, sampling.temperature)
+    scores = logits.float()
+    if sampling.temperature not in (0, 1):
+        scores = scores / sampling.temperature
     allowed = scores if banned is None else scores.masked_fill(banned, -torch.inf)
     if sampling.temperature == 0 or sampling.top_k == 1:
         tokens = allowed.argmax(-1)
         return tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
     uniform = uniforms(seeds, positions)
     peak = scores.amax(-1, keepdim=True)
-    if banned is None and sampling.top_p >= 1 and not sampling.top_k:
+    if whole:
         tokens, total = inverse_cdf((scores - peak).exp_(), uniform)
         log_total = total.log().float() + peak[:, 0]
     else:

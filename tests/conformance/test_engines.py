@@ -28,7 +28,7 @@ def native(path, tokenizer, concurrent, use_kernel):
         max_concurrent_completions=concurrent,
         use_kernel=use_kernel,
     )
-    if use_kernel and engine.kernel is None:
+    if use_kernel and engine.decoder.kernels is None:
         pytest.skip("no C++ compiler to build the kernel with")
     return engine
 

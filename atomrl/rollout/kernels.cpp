@@ -1,12 +1,12 @@
-// One token's attention for every row of a batch: norm and rotate the query and key, append key and value to the
-// cache, attend to the prompt (one copy per group) and to the completion so far. Plain C++ with vectors of 16 floats,
-// which any compiler of the GCC family lowers to what the machine has; everything is summed in float32.
-//
-// Keys lie in blocks of 32 tokens as [D, 32], so that 32 scores are computed at once; values as [tokens, D].
+// What the native engine runs in C++ on a CPU: attention of one new token per row, RMS norm, SiLU gate, sampling.
+// Plain C++ with vectors of 16 floats, which any compiler of the GCC family lowers to what the machine has; everything
+// is summed in float32 or better.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
+
+#define PARALLEL_ROWS _Pragma("omp parallel for num_threads(threads) if (rows * width > 16384)")
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
@@ -40,6 +40,11 @@ static inline Floats exp16(Floats x) {  // Cody-Waite and a polynomial; relative
     Floats scale; memcpy(&scale, &power, 64);
     return p * scale;
 }
+
+// ---- Attention -----------------------------------------------------------------------------------------------------
+// Norm (Qwen3) and rotate query and key, append key and value to the cache, attend to the prompt (one copy per group)
+// and to the completion so far. Keys lie in blocks of 32 tokens as [D, 32], so that 32 scores are computed at once;
+// values as [tokens, D].
 
 struct Args {  // mirrored by atomrl/rollout/kernel.py
     const void* qkv; void* out; const void *q_norm, *k_norm;
@@ -167,8 +172,116 @@ static void run(const Args& a) {
     }
 }
 
+// ---- Row by row ----------------------------------------------------------------------------------------------------
+
+template <class A>
+static void rms_norm_rows(const A* x, const A* weight, A* out, int64_t rows, int64_t width, float eps, int threads) {
+    PARALLEL_ROWS
+    for (int64_t row = 0; row < rows; row++) {
+        const A* from = x + row * width;
+        A* to = out + row * width;
+        Floats sum = {};
+        float square = 0;
+        int64_t i = 0;
+        for (; i + 16 <= width; i += 16) { const Floats v = load(from + i); sum += v * v; }
+        for (int lane = 0; lane < 16; lane++) square += sum[lane];
+        for (; i < width; i++) square += to_float(from[i]) * to_float(from[i]);
+        const float scale = 1 / std::sqrt(square / width + eps);
+        for (i = 0; i < width; i++) store(to + i, to_float(from[i]) * scale * to_float(weight[i]));
+    }
+}
+
+template <class A>  // gate_up [rows, 2 * width] -> silu(gate) * up [rows, width]
+static void silu_mul_rows(const A* gate_up, A* out, int64_t rows, int64_t width, int threads) {
+    PARALLEL_ROWS
+    for (int64_t row = 0; row < rows; row++) {
+        const A *gate = gate_up + row * 2 * width, *up = gate + width;
+        A* to = out + row * width;
+        int64_t i = 0;
+        for (; i + 16 <= width; i += 16) {
+            const Floats g = load(gate + i), size = g < 0.f ? g : -g, e = exp16(size);  // exp(-|g|)
+            const Floats y = g * (g < 0.f ? e : Floats{} + 1.f) / (1.f + e) * load(up + i);
+            for (int lane = 0; lane < 16; lane++) store(to + i + lane, y[lane]);
+        }
+        for (; i < width; i++) {
+            const float g = to_float(gate[i]);
+            store(to + i, g / (1 + std::exp(-g)) * to_float(up[i]));
+        }
+    }
+}
+
+static double uniform(uint64_t seed, uint64_t position) {  // as `uniforms` of atomrl/rollout/sampling.py
+    uint64_t x = seed + (position + 1) * 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    x ^= x >> 31;
+    return ((x >> 12) + 0.5) * 0x1p-52;
+}
+
+template <class A>  // inverse-CDF sampling: sums of chunks of 256 first, then one chunk; nothing of size V is written
+static void sample_rows(const A* logits, const int64_t* seeds, const int64_t* positions, int64_t* tokens,
+                        float* logprobs, int64_t rows, int64_t width, float temperature, int threads) {
+    PARALLEL_ROWS
+    for (int64_t row = 0; row < rows; row++) {
+        static thread_local std::vector<double> sums;
+        const A* from = logits + row * width;
+        const int64_t even = width / 16 * 16;
+        float top = to_float(from[0]);
+        Floats peak = Floats{} + top;
+        for (int64_t i = 0; i < even; i += 16) { const Floats x = load(from + i); peak = x > peak ? x : peak; }
+        for (int lane = 0; lane < 16; lane++) top = peak[lane] > top ? peak[lane] : top;
+        for (int64_t i = even; i < width; i++) top = to_float(from[i]) > top ? to_float(from[i]) : top;
+        const auto weight = [&](int64_t i) {  // of 16 tokens from i; beyond the vocabulary 0
+            Floats x;
+            if (i < even) return exp16((load(from + i) - top) / temperature);
+            for (int lane = 0; lane < 16; lane++) x[lane] = i + lane < width ? to_float(from[i + lane]) : -INFINITY;
+            x = exp16((x - top) / temperature);
+            for (int lane = 0; lane < 16; lane++) x[lane] = i + lane < width ? x[lane] : 0;
+            return x;
+        };
+        sums.clear();
+        double total = 0;
+        for (int64_t start = 0; start < width; start += 256) {
+            Floats sum = {};
+            for (int64_t i = start; i < start + 256 && i < width; i += 16) sum += weight(i);
+            for (int lane = 0; lane < 16; lane++) total += sum[lane];
+            sums.push_back(total);
+        }
+        const double target = uniform(seeds[row], positions[row]) * total;
+        size_t chunk = 0;
+        while (chunk + 1 < sums.size() && sums[chunk] <= target) chunk++;
+        double passed = chunk ? sums[chunk - 1] : 0;
+        int64_t token = -1;
+        for (int64_t i = chunk * 256; i < (int64_t)chunk * 256 + 256 && i < width && passed <= target; i += 16) {
+            const Floats x = weight(i);
+            for (int lane = 0; lane < 16 && passed <= target; lane++)
+                if (x[lane] > 0) { token = i + lane; passed += x[lane]; }  // the last one if rounding passes them all
+        }
+        tokens[row] = token;
+        logprobs[row] = (to_float(from[token]) - top) / temperature - (float)std::log(total);
+    }
+}
+
+#define DISPATCH(f, bf16, ...) \
+    if (bf16) { using T = BFloat16; f(__VA_ARGS__); } else { using T = float; f(__VA_ARGS__); }
+
 extern "C" void decode_attention(const Args* a) {
     if (a->act_bf16) run<BFloat16, BFloat16>(*a);
     else if (a->cache_bf16) run<float, BFloat16>(*a);
     else run<float, float>(*a);
+}
+
+extern "C" void rms_norm(const void* x, const void* weight, void* out, int64_t rows, int64_t width, double eps,
+                         int64_t threads, int64_t bf16) {
+    DISPATCH(rms_norm_rows, bf16, (const T*)x, (const T*)weight, (T*)out, rows, width, eps, threads)
+}
+
+extern "C" void silu_mul(const void* gate_up, void* out, int64_t rows, int64_t width, int64_t threads, int64_t bf16) {
+    DISPATCH(silu_mul_rows, bf16, (const T*)gate_up, (T*)out, rows, width, threads)
+}
+
+extern "C" void sample(const void* logits, const int64_t* seeds, const int64_t* positions, int64_t* tokens,
+                       float* logprobs, int64_t rows, int64_t width, double temperature, int64_t threads,
+                       int64_t bf16) {
+    DISPATCH(sample_rows, bf16, (const T*)logits, seeds, positions, tokens, logprobs, rows, width, temperature, threads)
 }
