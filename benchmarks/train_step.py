@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from atomrl.algorithms.grpo import GRPO
 from atomrl.config import ModelConfig, TrainConfig
+from atomrl.models.loading import compute_dtype, has_bfloat16
 from atomrl.objective import compose
 from atomrl.protocols import ModelOutputs
 from atomrl.stages import TrainingBatch, select_rows
@@ -128,6 +129,8 @@ def seconds(function: Callable[[], object]) -> float:
 
 def best_rows(make: Callable[[int], Ours | HuggingFace], batch: TrainingBatch, choices: list[int]) -> int:
     """The fastest micro-batch: the best of two steps each, after one to warm up."""
+    if len(choices) == 1:
+        return choices[0]
     times = {}
     for rows in [choice for choice in choices if choice <= batch.rows]:
         contestant = make(rows)
@@ -163,6 +166,7 @@ def gradient_error(gradients: dict[str, torch.Tensor], exact: dict[str, torch.Te
 
 def run(arguments: argparse.Namespace, folder: str) -> None:
     shape, rows = SIZES[arguments.size]
+    rows = arguments.batch_rows or rows
     config = Qwen2Config(
         vocab_size=2048, num_key_value_heads=KV_HEADS[arguments.size], tie_word_embeddings=True, **shape
     )
@@ -197,13 +201,16 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     for _ in range(arguments.rounds):
         for name, contestant in contestants.items():
             times[name].append(seconds(lambda c=contestant: c.step(batch)))
-    report(times, first, errors, chosen, matmul_rate(dtype), step_flops(config, rows))
+    report(times, first, errors, chosen, dtype, step_flops(config, rows))
 
 
-def report(times: dict, first: dict, errors: dict, chosen: dict, rate: float, flops: float) -> None:
+def report(times: dict, first: dict, errors: dict, chosen: dict, dtype: torch.dtype, flops: float) -> None:
+    rate = matmul_rate(compute_dtype(str(dtype).removeprefix("torch.")))
     medians = {name: statistics.median(values) for name, values in times.items()}
     fastest_hf = min(medians["hf eager"], medians["hf sdpa"])
     print(f"matrix products: {rate / 1e9:.0f} GFLOP/s; of a step: {flops / 1e9:.0f} GFLOP")
+    if dtype == torch.bfloat16 and not has_bfloat16("cpu"):
+        print("this CPU has no bfloat16 instructions: atomrl answers dtype=bfloat16 by computing in float32")
     print(
         f"{'':17}{'median s':>9}{'min s':>8}{'first s':>9}{'rows':>6}{'vs HF':>7}{'of rate':>9}  gradient error, worst"
     )
@@ -221,6 +228,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 32, 64], help="micro-batches to choose from")
+    parser.add_argument("--batch-rows", type=int, help="rows of the step, where the size's own would take too long")
     parser.add_argument("--compile", action="store_true", help="also show the compiled layer")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)

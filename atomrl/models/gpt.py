@@ -22,8 +22,8 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 BMM_MAX_TOKENS = 512
 """On a CPU, rows up to this length take explicit matrix products; beyond it SDPA (see docs/benchmarks/training.md)."""
 
-COMPILED_MULTIPLE = 64
-"""Compiled layers see rows of a multiple of this many tokens, so that few shapes are compiled."""
+COMPILED_SLACK = 1.25
+"""Rows are padded up to a length that is compiled already if that is at most this many times as long."""
 
 
 class Linear(nn.Linear):
@@ -52,7 +52,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu":
-            return RMSNormFunction.apply(x, self.weight, self.eps)
+            return RMSNormFunction.apply(x, self.weight.to(x.dtype), self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -156,6 +156,7 @@ class GPT(nn.Module):
         """None computes in the dtype of the weights."""
         self.gradient_checkpointing = False
         self.run_layer = _run_layer
+        self._lengths: set[int] = set()
         self.model = Decoder(config)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -178,7 +179,7 @@ class GPT(nn.Module):
         weight, length = self.model.embed_tokens.weight, tokens.shape[1]
         compiled = self.run_layer is not _run_layer
         if compiled:
-            tokens = F.pad(tokens, (0, -length % COMPILED_MULTIPLE))
+            tokens = F.pad(tokens, (0, self._compiled_length(length) - length))
         x = F.embedding(tokens, weight).to(self.compute_dtype or weight.dtype)
         cos, sin = self.rope_tables(tokens.shape[1], tokens.device)
         mask = None
@@ -194,9 +195,16 @@ class GPT(nn.Module):
         return self.model.norm(x[:, :length])
 
     def compile_layers(self) -> None:
-        """Compile one layer and run all through it; once for each multiple of 64 tokens, to which rows are padded."""
+        """Compile one layer and run all through it; once for each of a few row lengths, for any number of rows."""
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         self.run_layer = torch.compile(_run_layer, dynamic=False)
+
+    def _compiled_length(self, length: int) -> int:
+        known = [other for other in self._lengths if length <= other <= COMPILED_SLACK * length]
+        if not known:
+            known = [-(-length // 8) * 8]
+            self._lengths |= set(known)
+        return min(known)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] -> logits [B, T, V]."""
@@ -269,8 +277,9 @@ def new_gpt(
 ) -> GPT:
     """A small GPT with fresh weights, of a stock architecture that transformers and serving engines load.
 
-    Weights are normal with standard deviation 0.02; the projections back into the residual stream have theirs
-    divided by sqrt(2 * layers), as in GPT-2.
+    Weights are normal with standard deviation 1 / sqrt(hidden) (the 0.02 of GPT-2 is that of a far wider model; a small
+    one learns markedly slower from it); the projections back into the residual stream have theirs divided by
+    sqrt(2 * layers), as in GPT-2.
 
     Args:
         intermediate: width of the MLP; None is 8/3 of `hidden`, rounded up to a multiple of 32.
@@ -313,12 +322,12 @@ def new_gpt(
         **({"head_dim": head_dim} if family == "llama" else {}),
     )
     model = GPT(config)
-    generator = torch.Generator().manual_seed(seed)
+    generator, std = torch.Generator().manual_seed(seed), hidden**-0.5
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()
             elif parameter.dim() == 2:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                parameter.normal_(0.0, 0.02 / math.sqrt(2 * layers) if residual else 0.02, generator=generator)
+                parameter.normal_(0.0, std / math.sqrt(2 * layers) if residual else std, generator=generator)
     return model

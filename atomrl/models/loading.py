@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,10 @@ Policy = GPT | HFModel
 
 
 def compute_dtype(name: str | torch.dtype, device: str | torch.device = "cpu") -> torch.dtype:
-    """`float32`, `bfloat16`, or for `auto` bfloat16 where the device multiplies it fast.
+    """What to compute in: `auto` and `bfloat16` are bfloat16 where the device has instructions for it, else float32.
+
+    A CPU without them multiplies bfloat16 several times slower than float32 (docs/benchmarks/training.md), so there
+    `bfloat16` is answered with a warning. A `torch.dtype` is taken as it is.
 
     Example:
         >>> compute_dtype("float32")
@@ -69,13 +73,25 @@ def compute_dtype(name: str | torch.dtype, device: str | torch.device = "cpu") -
     """
     if isinstance(name, torch.dtype):
         return name
-    if name != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-    if torch.device(device).type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if fast else torch.float32
+    if name not in ("auto", "float32", "bfloat16"):
+        raise ConfigError(f"model.dtype={name!r} is none of auto, float32, bfloat16")
+    if name == "float32" or has_bfloat16(torch.device(device).type):
+        return torch.float32 if name == "float32" else torch.bfloat16
+    if name == "bfloat16":
+        _warn_bfloat16(str(device))
+    return torch.float32
+
+
+def has_bfloat16(device_type: str) -> bool:
+    """Whether a device multiplies bfloat16 by instructions of its own."""
+    if device_type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+@cache
+def _warn_bfloat16(device: str) -> None:
+    log.warning("%s has no bfloat16 instructions and is faster in float32: model.dtype=bfloat16 computes that", device)
 
 
 def is_local(path: str | Path) -> bool:

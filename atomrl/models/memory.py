@@ -42,13 +42,12 @@ def adapter_parameters(config: Any, rank: int) -> int:
 def activation_bytes_per_token(config: Any, row_tokens: int, size: int, on_cpu: bool) -> tuple[int, int]:
     """What one layer keeps of a token for its backward pass, and what checkpointing keeps of it instead.
 
-    Counted off `gpt.Layer`: 6 vectors of the hidden size, queries, keys and values before and after rotation and as
-    the products want them, the mixed values, gate and up and what comes of them; with explicit products also the
-    attention of each head to each token.
+    Counted off `gpt.Layer`: the residual stream and its norm, twice; queries and mixed values; keys and values; gate,
+    up and their product; with explicit products also the attention of each head to each token.
     """
     hidden, query, keys, inner = _widths(config)
     attention = config.num_attention_heads * row_tokens if on_cpu and row_tokens <= BMM_MAX_TOKENS else 0
-    return size * (6 * hidden + 5 * query + 6 * keys + 5 * inner + attention), size * hidden
+    return size * (4 * hidden + 2 * query + 2 * keys + 3 * inner + attention), size * hidden
 
 
 def memory_estimate(config: RunConfig, *, needs_reference: bool = False) -> dict[str, int]:

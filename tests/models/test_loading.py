@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from atomrl.config import ConfigError
+from atomrl.models import loading
 from atomrl.models.gpt import GPT, new_gpt
 from atomrl.models.loading import (
     HFModel,
@@ -122,14 +123,22 @@ def test_weights_that_do_not_fit_their_config(tmp_path):
         load_policy(folder)
 
 
-def test_dtype():
-    assert compute_dtype("bfloat16") == torch.bfloat16
-    assert compute_dtype("auto", "cpu") in (torch.float32, torch.bfloat16)
+@pytest.mark.parametrize("has", [True, False])
+def test_dtype_is_bfloat16_only_where_there_are_instructions_for_it(has, monkeypatch, caplog):
+    monkeypatch.setattr("atomrl.models.loading.has_bfloat16", lambda device: has)
+    loading._warn_bfloat16.cache_clear()
+    names = ("auto", "float32", "bfloat16")
+    fast = torch.bfloat16 if has else torch.float32
+    assert [compute_dtype(name) for name in names] == [fast, torch.float32, fast]
+    assert ("no bfloat16 instructions" in caplog.text) is not has
+    assert compute_dtype(torch.bfloat16) == torch.bfloat16
+    with pytest.raises(ConfigError, match="float16"):
+        compute_dtype("float16")
 
 
 def test_frozen_weights_are_kept_in_the_compute_dtype(tmp_path):
     folder = make_tiny_model(tmp_path)
-    trained, frozen = (load_policy(folder, dtype="bfloat16", trainable=trainable) for trainable in (True, False))
+    trained, frozen = (load_policy(folder, dtype=torch.bfloat16, trainable=trainable) for trainable in (True, False))
     assert trained.head_weight.dtype == torch.float32 and trained.head_weight.requires_grad
     assert frozen.head_weight.dtype == torch.bfloat16 and not frozen.head_weight.requires_grad
     assert torch.equal(trained(TOKENS), frozen(TOKENS))

@@ -90,7 +90,7 @@ def test_load_back_and_refuse_others(base, tmp_path):
 
 
 def test_frozen_weights_in_bfloat16_and_adapters_in_float32(base):
-    policy = adapted(base, dtype="bfloat16")
+    policy = adapted(base, dtype=torch.bfloat16)
     dtypes = {parameter.requires_grad: parameter.dtype for parameter in policy.parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
     policy(TOKENS).float().square().sum().backward()

@@ -16,6 +16,12 @@ def make(folder, train=None, **model):
     return LocalBackend(ModelConfig(path=str(folder), **({"dtype": "float32"} | model)), train, total_updates=10)
 
 
+@pytest.fixture(autouse=True)
+def bfloat16_is_bfloat16(monkeypatch):
+    """Also on a machine that has no instructions for it."""
+    monkeypatch.setattr("atomrl.models.loading.has_bfloat16", lambda device: True)
+
+
 @pytest.fixture
 def folder(tmp_path):
     return make_tiny_model(tmp_path / "base")

@@ -1,0 +1,87 @@
+"""Hand-written backward passes against the plain formulas, in float64 by finite differences and in bfloat16."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from atomrl.models.kernels import AttentionFunction, RMSNormFunction, Rotate, SwiGLUFunction
+
+ROWS, TOKENS, HEADS, KV_HEADS, SIZE = 2, 5, 4, 2, 6
+
+
+def tables(dtype):
+    angles = torch.arange(TOKENS, dtype=dtype)[:, None, None] * torch.tensor([1.0, 0.3, 0.1], dtype=dtype)
+    angles = angles.expand(TOKENS, HEADS + KV_HEADS, SIZE // 2)
+    return angles.cos().clone(), angles.sin().clone()
+
+
+def causal(dtype):
+    return torch.full((TOKENS, TOKENS), -torch.inf, dtype=dtype).triu(1)
+
+
+def plain_norm(x, weight, eps):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def plain_swiglu(both):
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def plain_rotation(x, cos, sin):
+    cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+    return x * cos + torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], -1) * sin
+
+
+def plain_attention(qkv, cos, sin, mask, kv_heads):
+    qk, v = qkv[:, :, :-kv_heads], qkv[:, :, -kv_heads:]
+    turned = plain_rotation(qk, cos, sin).to(qkv.dtype)
+    q, k = turned[:, :, :-kv_heads], turned[:, :, -kv_heads:]
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=2) for x in (k, v))
+    shares = (torch.einsum("bqhd,bkhd->bhqk", q, k) + mask).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", shares, v).flatten(2)
+
+
+def cases(dtype):
+    torch.manual_seed(0)
+    x, weight = (torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in [(3, 4, 8), (8,)])
+    qkv = torch.randn(ROWS, TOKENS, HEADS + 2 * KV_HEADS, SIZE, dtype=dtype, requires_grad=True)
+    qk = torch.randn(ROWS, TOKENS, HEADS + KV_HEADS, SIZE, dtype=dtype, requires_grad=True)
+    turn = tables(torch.promote_types(dtype, torch.float32))
+    return {
+        "norm": (RMSNormFunction.apply, plain_norm, (x, weight, 1e-6)),
+        "swiglu": (SwiGLUFunction.apply, plain_swiglu, (x,)),
+        "rotation": (Rotate.apply, plain_rotation, (qk, *turn)),
+        "attention": (AttentionFunction.apply, plain_attention, (qkv, *turn, causal(dtype), KV_HEADS)),
+    }
+
+
+NAMES = ["norm", "swiglu", "rotation", "attention"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float64(name):
+    ours, plain, arguments = cases(torch.float64)[name]
+    torch.testing.assert_close(ours(*arguments), plain(*arguments))
+    assert torch.autograd.gradcheck(ours, arguments)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16(name):
+    ours, plain, arguments = cases(torch.bfloat16)[name]
+    exact = [a.detach().double().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a for a in arguments]
+    expected, found = plain(*exact), ours(*arguments)
+    assert found.dtype == torch.bfloat16
+    direction = torch.randn_like(expected)
+    (expected * direction).sum().backward()
+    (found * direction.bfloat16()).sum().backward()
+    pairs = [(expected, found)] + [(a.grad, b.grad) for a, b in zip(exact, arguments, strict=True) if a is not b]
+    for right, rough in pairs:
+        if right is not None:
+            assert (rough.double() - right).norm() / right.norm() < 0.02
+
+
+def test_frozen_norm_weight_gets_no_gradient():
+    x, weight = torch.randn(2, 4, requires_grad=True), torch.ones(4)
+    RMSNormFunction.apply(x, weight, 1e-6).sum().backward()
+    assert x.grad is not None and weight.grad is None
