@@ -82,10 +82,7 @@ def make_model(folder: Path, *, ragged: bool) -> Path:
             embedding[EOS, 0] += EOS_EXCESS
             for layer in model.model.layers:
                 layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0.0
-                # The other channels are as large as without the constant, so that the layers compute as usual.
-                for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-                    norm.weight.fill_(CONSTANT / HIDDEN**0.5 / 0.02)
-                    norm.weight[0] = 0.0
+                layer.input_layernorm.weight[0] = layer.post_attention_layernorm.weight[0] = 0.0
     model.save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({f"t{index}": index for index in range(VOCAB)}, unk_token="t0"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.WhitespaceSplit(), decoders.Fuse()
