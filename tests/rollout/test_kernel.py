@@ -1,0 +1,79 @@
+"""The C++ kernels: equal to PyTorch, built once, and never in the way where they cannot be built."""
+
+import logging
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from atomrl.rollout import kernel as kernel_module
+from atomrl.rollout.kernel import build, load_kernels
+
+
+@pytest.fixture
+def kernels():
+    loaded = load_kernels()
+    if loaded is None:
+        pytest.skip("no C++ compiler")
+    return loaded
+
+
+@pytest.fixture
+def fresh_load(monkeypatch, tmp_path):
+    """`load_kernels` without what an earlier call found, in an empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return kernel_module.load_kernels.__wrapped__
+
+
+@pytest.mark.parametrize("rows,width", [(1, 8), (3, 20), (130, 256)])
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_rms_norm_and_silu_mul(kernels, rows, width, dtype, tolerance):
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, width).mul(3).to(dtype), torch.rand(width).to(dtype)
+    expected = F.rms_norm(x.float(), (width,), weight.float(), 1e-5)
+    assert torch.allclose(kernels.rms_norm(x, weight, 1e-5).float(), expected, rtol=tolerance, atol=tolerance)
+    gate_up = (torch.randn(rows, 2 * width) * 20).to(dtype)  # far into both tails of the sigmoid
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    assert torch.allclose(kernels.silu_mul(gate_up).float(), F.silu(gate) * up, rtol=tolerance, atol=tolerance)
+
+
+def test_two_processes_may_build_at_once(kernels, tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from atomrl.rollout.kernel import build, _SOURCE; "
+        "print(build(_SOURCE, 'g++', Path(sys.argv[1])))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with ThreadPoolExecutor(2) as pool:
+        runs = list(pool.map(lambda _: subprocess.run(command, capture_output=True, text=True), range(2)))
+    assert [run.returncode for run in runs] == [0, 0]
+    assert len({run.stdout for run in runs}) == 1
+    assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
+
+
+def test_other_source_other_library(kernels, tmp_path):
+    source = tmp_path / "a.cpp"
+    source.write_text('extern "C" int f() { return 1; }')
+    first = build(source, "g++", tmp_path / "cache")
+    made = first.stat().st_mtime_ns
+    assert build(source, "g++", tmp_path / "cache").stat().st_mtime_ns == made  # not built again
+    source.write_text('extern "C" int f() { return 2; }')
+    assert build(source, "g++", tmp_path / "cache") != first
+
+
+def test_without_a_compiler_a_log_line_says_so(fresh_load, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with caplog.at_level(logging.WARNING):
+        assert fresh_load() is None
+    assert "no C++ compiler" in caplog.text
+
+
+def test_a_failing_build_is_reported_and_not_fatal(fresh_load, monkeypatch, caplog, tmp_path):
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("this is no C++")
+    monkeypatch.setattr(kernel_module, "_SOURCE", broken)
+    with caplog.at_level(logging.WARNING):
+        assert fresh_load() is None
+    assert "the C++ kernels failed" in caplog.text or "no C++ compiler" in caplog.text
