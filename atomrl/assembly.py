@@ -17,7 +17,7 @@ import torch
 from atomrl.algorithms.sft import SFT
 from atomrl.algorithms.table import build_algorithm
 from atomrl.config import ConfigError, ModelConfig, RolloutConfig, RunConfig
-from atomrl.data.generators import find_demonstrator, is_generator
+from atomrl.data.generators import find_demonstrator, is_generator, task_words
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
 from atomrl.data.stream import PromptStream
@@ -27,7 +27,7 @@ from atomrl.loop.sync import Parts, Progress, Save, Schedule
 from atomrl.loop.sync import train as run_training
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, save_model
-from atomrl.models.tokenizer import task_tokenizer
+from atomrl.models.tokenizer import make_tokenizer
 from atomrl.protocols import RolloutEngine, TrainingBackend
 from atomrl.rewards.compute import build_rewards
 from atomrl.rollout.hf import HFEngine
@@ -276,7 +276,7 @@ def fresh_model(config: RunConfig, run: RunDirectory) -> str:
     folder = run.path / FRESH_MODEL
     if not folder.exists():
         assert config.sft is not None and config.sft.gpt is not None
-        tokenizer = task_tokenizer(config.data.train)
+        tokenizer = make_tokenizer(task_words(config.data.train))
         model = new_gpt(
             vocab_size=len(tokenizer),
             **config.sft.gpt.model_dump(),

@@ -19,6 +19,7 @@ from atomrl.data.problems import DataError
 
 GENERATORS = {
     "arithmetic": "atomrl.data.arithmetic",
+    "chain": "atomrl.data.chain",
     "countdown": "atomrl.data.countdown",
     "stack_machine": "atomrl.data.stack_machine",
 }
@@ -153,6 +154,12 @@ def find_demonstrator(task: str) -> Callable[[random.Random, dict[str, Any]], st
     if not hasattr(module, "demonstrate"):
         raise DataError(f"the task {task!r} writes no demonstrations; give a file that has them")
     return module.demonstrate
+
+
+def task_words(task: str) -> tuple[str, ...]:
+    """What a tokenizer made for the task should have as one token each; empty where the task (or file) names nothing."""
+    module = importlib.import_module(GENERATORS[task]) if task in GENERATORS else None
+    return tuple(getattr(module, "WORDS", ()))
 
 
 def _parameters(make: Callable[..., Any]) -> list[str]:

@@ -1,0 +1,79 @@
+"""Chained arithmetic on the last digit: the quickstart's task.
+
+"Start with 3. Add 5. Times 7." is 3 -> 8 -> 6. A small model cannot do several steps in its head, but each single step
+is one of 210 facts, so writing the steps down is what makes it right: `3+5=8*7=6`.
+
+Demonstrations come in two styles, as people's do. A careful one writes every step; a hasty one says `easy` and jumps to
+the answer. A model that imitates both mostly jumps and is mostly wrong. What reinforcement learning finds out is that
+steps pay.
+
+There are 10 * 21**n problems of n steps: 1.9 million with four, 858 million with six.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+SIGNS = {"Add": "+", "Subtract": "-", "Times": "*"}
+WORDS = (
+    "Start with ",
+    *(f". {verb} " for verb in SIGNS),
+    ". What is the last digit?",
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+    "easy",
+)
+"""What a tokenizer for this task has as one token each."""
+CAREFUL = 0.3
+"""Share of careful demonstrations."""
+
+
+def make(rng: random.Random, min_steps: int = 4, max_steps: int = 6) -> dict[str, Any]:
+    """One problem.
+
+    Args:
+        rng: where chance comes from.
+        min_steps: fewest operations.
+        max_steps: most operations.
+
+    Raises:
+        ValueError: the numbers of steps make no range.
+
+    Example:
+        >>> make(random.Random(1), min_steps=2, max_steps=2)["prompt"]
+        'Start with 2. Subtract 2. Times 7. What is the last digit?'
+    """
+    if not 1 <= min_steps <= max_steps:
+        raise ValueError(f"steps must satisfy 1 <= min_steps <= max_steps, got {min_steps} and {max_steps}")
+    value = start = rng.randrange(10)
+    prompt, steps = f"Start with {start}", str(start)
+    count = rng.randint(min_steps, max_steps)
+    for _ in range(count):
+        verb = rng.choice(list(SIGNS))
+        # Odd factors but 5 can be undone, so that no step forgets what was before it.
+        operand = rng.choice((3, 7, 9)) if verb == "Times" else rng.randrange(1, 10)
+        value = {"Add": value + operand, "Subtract": value - operand, "Times": value * operand}[verb] % 10
+        prompt += f". {verb} {operand}"
+        steps += f"{SIGNS[verb]}{operand}={value}"
+    return {
+        "prompt": f"{prompt}. What is the last digit?",
+        "ground_truth": str(value),
+        "steps": steps,
+        "operations": count,
+    }
+
+
+def demonstrate(rng: random.Random, row: dict[str, Any]) -> str:
+    """A solution in one of the two styles.
+
+    Example:
+        >>> row = {"steps": "3+5=8*7=6", "ground_truth": "6"}
+        >>> {demonstrate(random.Random(seed), row) for seed in range(9)} == {
+        ...     "<think>easy</think><answer>6</answer>", "<think>3+5=8*7=6</think><answer>6</answer>"}
+        True
+    """
+    reasoning = row["steps"] if rng.random() < CAREFUL else "easy"
+    return f"<think>{reasoning}</think><answer>{row['ground_truth']}</answer>"
