@@ -333,7 +333,7 @@ def finish(run: RunDirectory, config: RunConfig, progress: Progress, done: bool,
         "wall_s": round(seconds, 2),
         **{f"{name}_before": value for name, value in before.items()},
         **{f"{name}_after": value for name, value in (after if progress.step else {}).items()},
-        "checkpoint": str(run.checkpoint_folder(progress.step)) if progress.step else None,
+        "model": str(run.link_model(run.checkpoint_folder(progress.step))) if progress.step else None,
     }
     run.finish(summary)
     return summary

@@ -139,6 +139,14 @@ class RunDirectory:
             print(f"checkpoint {folder} is damaged and is passed over: {fault}", file=sys.stderr)
         return None
 
+    def link_model(self, checkpoint: Path) -> Path:
+        """Let `model` in the run's folder be this checkpoint, so that a later command need not know its step."""
+        link, aside = self.path / "model", self.path / ".model.partial"
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(checkpoint.relative_to(self.path), target_is_directory=True)
+        aside.replace(link)
+        return link
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`, and `curves.png` where matplotlib is installed."""
         _write_json(self.path / "summary.json", dict(summary))
