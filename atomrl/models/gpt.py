@@ -19,7 +19,7 @@ from atomrl.models.kernels import AttentionFunction, RMSNormFunction, Rotate, Sw
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-BMM_MAX_TOKENS = 512
+BMM_MAX_TOKENS = 256
 """On a CPU, rows up to this length take explicit matrix products; beyond it SDPA (see docs/benchmarks/training.md)."""
 
 COMPILED_SLACK = 1.25
