@@ -101,7 +101,10 @@ class StopRule:
 
     def _completed(self, tail: list[int]) -> bool:
         """Whether the last token of `tail` completes a stop string."""
-        before, after = self.tokenizer.batch_decode([tail[:-1], tail], clean_up_tokenization_spaces=False)
+        after = self.tokenizer.decode(tail, clean_up_tokenization_spaces=False)
+        if not any(stop in after for stop in self.stops):
+            return False
+        before = self.tokenizer.decode(tail[:-1], clean_up_tokenization_spaces=False)
         return any(after.rfind(stop) + len(stop) > len(before) for stop in self.stops if stop in after)
 
 
