@@ -118,4 +118,4 @@ def per_token(advantages: Float[Tensor, " B"], mask: Bool[Tensor, "B T"]) -> Flo
         >>> per_token(torch.tensor([2.0]), torch.tensor([[False, True, True]]))
         tensor([[0., 2., 2.]])
     """
-    return advantages[:, None] * mask.to(advantages.dtype)
+    return torch.where(mask, advantages[:, None], 0.0)
