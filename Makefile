@@ -15,6 +15,17 @@ install: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
 	touch $@
 
+# A warm start, then GRPO. Earlier runs are kept beside the new ones.
+quickstart: install
+	for run in quickstart-warm-start quickstart; do \
+		test ! -e runs/$$run || mv runs/$$run runs/$$run-until-$$(date +%Y%m%d-%H%M%S); done
+	$(BIN)/atomrl sft configs/quickstart_sft.yaml
+	$(BIN)/atomrl train configs/quickstart.yaml
+
+test: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $@
+
 # An earlier run is kept beside the new one.
 quickstart: install
 	test ! -e runs/quickstart || mv runs/quickstart runs/quickstart-until-$$(date +%Y%m%d-%H%M%S)
