@@ -7,7 +7,8 @@ Demonstrations come in two styles, as people's do. A careful one writes every st
 the answer. A model that imitates both mostly jumps and is mostly wrong. What reinforcement learning finds out is that
 steps pay.
 
-There are 10 * 21**n problems of n steps: 1.9 million with four, 858 million with six.
+No two steps share an operand, so that the next one can be found by the last one's number. There are
+101,482,560 problems of four to six steps (869,760 of four alone).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ WORDS = (
     "easy",
 )
 """What a tokenizer for this task has as one token each."""
-CAREFUL = 0.3
+CAREFUL = 0.25
 """Share of careful demonstrations."""
 
 
@@ -44,17 +45,20 @@ def make(rng: random.Random, min_steps: int = 4, max_steps: int = 6) -> dict[str
 
     Example:
         >>> make(random.Random(1), min_steps=2, max_steps=2)["prompt"]
-        'Start with 2. Subtract 2. Times 7. What is the last digit?'
+        'Start with 2. Subtract 2. Subtract 9. What is the last digit?'
     """
     if not 1 <= min_steps <= max_steps:
         raise ValueError(f"steps must satisfy 1 <= min_steps <= max_steps, got {min_steps} and {max_steps}")
     value = start = rng.randrange(10)
     prompt, steps = f"Start with {start}", str(start)
     count = rng.randint(min_steps, max_steps)
+    left = set(range(1, 10))
     for _ in range(count):
-        verb = rng.choice(list(SIGNS))
         # Odd factors but 5 can be undone, so that no step forgets what was before it.
-        operand = rng.choice((3, 7, 9)) if verb == "Times" else rng.randrange(1, 10)
+        factors = left & {3, 7, 9}
+        verb = rng.choice(list(SIGNS) if factors else ["Add", "Subtract"])
+        operand = rng.choice(sorted(factors if verb == "Times" else left))
+        left.remove(operand)
         value = {"Add": value + operand, "Subtract": value - operand, "Times": value * operand}[verb] % 10
         prompt += f". {verb} {operand}"
         steps += f"{SIGNS[verb]}{operand}={value}"
