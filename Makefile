@@ -22,15 +22,6 @@ quickstart: install
 	$(BIN)/atomrl sft configs/quickstart_sft.yaml
 	$(BIN)/atomrl train configs/quickstart.yaml
 
-test: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
-	touch $@
-
-# An earlier run is kept beside the new one.
-quickstart: install
-	test ! -e runs/quickstart || mv runs/quickstart runs/quickstart-until-$$(date +%Y%m%d-%H%M%S)
-	$(BIN)/atomrl train configs/quickstart.yaml
-
 test: .venv/installed-test
 	$(BIN)/python -m pytest -n 2
 
