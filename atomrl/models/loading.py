@@ -165,7 +165,8 @@ def load_policy(
     Args:
         dtype: what the forward pass computes in (`compute_dtype`). Weights that are trained are float32 in any case;
             frozen ones (with `lora`, or not `trainable`) are kept in it.
-        lora: put low-rank adapters on it; only they are then trained.
+        lora: put low-rank adapters on it; only they are then trained. Their dropout is the only one: the model's own
+            is switched off.
         trainable: False keeps all weights in `dtype` and without gradient.
 
     Raises:
@@ -216,9 +217,18 @@ def _load_hf(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> HFMod
     except (ValueError, OSError) as error:
         raise ConfigError(f"transformers cannot load {folder}: {error}") from None
     inner.config.use_cache = False
+    _switch_dropout_off(inner)
     model = HFModel(inner)
     model.check_head()
     return model
+
+
+def _switch_dropout_off(inner: nn.Module) -> None:
+    """The policy that is trained must be the one that sampled, and that had none; the config keeps its values."""
+    for module in inner.modules():
+        names = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+        for name in [*names, *(["p"] if isinstance(module, nn.Dropout) else [])]:
+            setattr(module, name, 0.0)
 
 
 def read_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:

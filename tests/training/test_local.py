@@ -57,6 +57,15 @@ def test_bfloat16_gradients_add_up_in_float32(folder):
     assert errors["parts"] < 1.5 * errors["whole"]
 
 
+def test_a_models_own_dropout_is_off_while_it_trains(tmp_path):
+    """GPT-2 has 0.1 by default: the log-probs of the update would not be those of the policy that sampled."""
+    backend, batch = make(save_gpt2(tmp_path)), make_batch()
+    old = backend.annotate(batch, frozenset({"old_logprobs"})).old_logprobs
+    assert backend.policy.training
+    torch.testing.assert_close(backend._outputs(backend.policy, batch, frozenset({"logprobs"})).logprobs, old)
+    assert backend.policy.config.resid_pdrop == 0.1
+
+
 def test_gradient_checkpointing_gives_the_same_step(folder):
     steps = []
     for checkpointing in (False, True):
