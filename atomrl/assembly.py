@@ -26,7 +26,7 @@ from atomrl.loop.sft import demonstration_batch, demonstration_tokens, supervise
 from atomrl.loop.sync import Parts, Progress, Save, Schedule
 from atomrl.loop.sync import train as run_training
 from atomrl.models.gpt import new_gpt
-from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, save_model
+from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder, save_model
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.protocols import RolloutEngine, TrainingBackend
 from atomrl.rewards.compute import build_rewards
@@ -247,7 +247,7 @@ def build_engine(
         if reason:
             log.warning("rollouts come from the hf engine, because native does not know this model: %s", reason)
             name = "hf"
-    return ENGINES[name].from_pretrained(path, tokenizer, **settings)
+    return ENGINES[name].from_pretrained(str(resolve_folder(path)), tokenizer, **settings)
 
 
 def demonstrator(config: RunConfig) -> Callable[[Sample, random.Random], str]:

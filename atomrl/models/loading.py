@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from functools import cache
@@ -126,14 +127,28 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
     patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + (["*.safetensors"] if weights else [])
     try:
         try:
-            return Path(snapshot_download(str(path), allow_patterns=patterns, local_files_only=True))
+            cached = Path(snapshot_download(str(path), allow_patterns=patterns, local_files_only=True))
+            if _is_whole(cached, weights):
+                return cached
         except Exception:  # not in the cache
-            return Path(snapshot_download(str(path), allow_patterns=patterns))
+            pass
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
     except Exception as error:  # the hub client has many, and every one means the same here
         raise ConfigError(
             f"model {str(path)!r} is no folder on this machine, and the Hugging Face hub did not give it: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from None
+
+
+def _is_whole(snapshot: Path, weights: bool) -> bool:
+    """Whether a folder of the hub's cache has what is wanted of it: the cache also keeps what was fetched in part."""
+    if not (snapshot / "config.json").is_file() or not any(snapshot.glob("tokenizer*")):
+        return False
+    index = snapshot / "model.safetensors.index.json"
+    if weights and index.is_file():
+        parts = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return all((snapshot / part).is_file() for part in parts)
+    return not weights or any(file.suffix in (".safetensors", ".bin") for file in snapshot.iterdir())
 
 
 def model_config_only(path: str | Path, trust_remote_code: bool = False) -> Any:

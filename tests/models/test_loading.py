@@ -1,12 +1,14 @@
 """Loading and saving in Hugging Face layout."""
 
 import logging
+import shutil
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from atomrl.config import ConfigError
+from atomrl.assembly import ENGINES, build_engine
+from atomrl.config import ConfigError, ModelConfig, RolloutConfig
 from atomrl.models import loading
 from atomrl.models.gpt import GPT, new_gpt
 from atomrl.models.loading import (
@@ -113,6 +115,33 @@ def test_hub_name_that_cannot_be_had(monkeypatch):
     assert not is_local("nobody/nothing-of-that-name")
     with pytest.raises(ConfigError, match=r"no folder on this machine.*no route to host"):
         model_config_only("nobody/nothing-of-that-name")
+
+
+def test_a_hub_model_that_was_fetched_in_part_is_fetched_again(tmp_path, monkeypatch):
+    """Loading the tokenizer fetches no weights, and the cache then gives that folder as it is."""
+    whole, snapshot = make_tiny_model(tmp_path / "whole"), tmp_path / "snapshot"
+    asked = []
+
+    def snapshot_download(name, allow_patterns, local_files_only=False):
+        if not local_files_only:
+            asked.append(name)
+            for file in whole.iterdir():
+                if any(file.match(pattern) for pattern in allow_patterns):
+                    snapshot.mkdir(exist_ok=True)
+                    shutil.copy(file, snapshot)
+        elif not snapshot.exists():
+            raise OSError("not in the cache")
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    load_tokenizer("someone/model")
+    assert not (snapshot / "model.safetensors").exists()
+    assert isinstance(load_policy("someone/model", dtype="float32"), GPT)
+    assert len(asked) == 2
+    config = ModelConfig(path="someone/model", dtype="float32")
+    for engine in ENGINES:
+        build_engine(engine, "someone/model", load_tokenizer("someone/model"), "float32", RolloutConfig(), config)
+    assert len(asked) == 2
 
 
 def test_weights_that_do_not_fit_their_config(tmp_path):
