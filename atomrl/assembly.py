@@ -34,14 +34,13 @@ from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
 from atomrl.stages import RewardBatch, Sample, SamplingParams
 from atomrl.tracking.recorder import Recorder
-from atomrl.tracking.run_directory import RunDirectory
+from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory
 from atomrl.training.local import LocalBackend
 
 log = logging.getLogger(__name__)
 ENGINES = {"native": NativeEngine, "hf": HFEngine}
 STATE = "progress.json"
 """In every checkpoint: how far the run is."""
-FRESH_MODEL = "fresh_model"
 
 
 def train(config: RunConfig, resume: bool = False) -> dict[str, Any]:
@@ -113,11 +112,11 @@ def sft(config: RunConfig, resume: bool = False) -> dict[str, Any]:
     demonstrate = demonstrator(config)
     for sample in report.samples[:1]:
         demonstrate(sample, random.Random(0))  # a missing field shows now
-    stream = PromptStream(report.samples, seed=config.seed, shuffle=config.data.shuffle)
+    fingerprint = PromptStream(report.samples, seed=config.seed).fingerprint
     rows = config.train.rows_per_update or 64
     schedule = replace(make_schedule(config), prompts_per_step=rows, updates_per_epoch=1, epochs_per_step=1)
-    run, progress = open_run(config, resume, stream.fingerprint)
-    path = fresh_model(config, run) if config.sft.gpt else model_path(config)
+    run, progress = open_run(config, resume, fingerprint)
+    path = fresh_model(config, run, resume) if config.sft.gpt else model_path(config)
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
     processor = DataProcessor(tokenizer, config.data)
     kept, _ = processor.filter_overlong(report.samples)
@@ -134,7 +133,7 @@ def sft(config: RunConfig, resume: bool = False) -> dict[str, Any]:
         if progress.step:
             trainer.load(run.checkpoint_folder(progress.step))
             stream.position = progress.position
-        done = supervise(trainer, SFT, draw, record, progress, saver(trainer, stream.fingerprint), schedule)
+        done = supervise(trainer, SFT, draw, record, progress, saver(trainer, fingerprint), schedule)
     return finish(run, config, progress, done, time.perf_counter() - started)
 
 
@@ -168,7 +167,7 @@ def make_schedule(config: RunConfig) -> Schedule:
     return Schedule(
         steps=train.steps,
         prompts_per_step=rollout.prompts_per_step,
-        updates_per_epoch=rows // (train.rows_per_update or rows),
+        updates_per_epoch=max(1, rows // (train.rows_per_update or rows)),
         epochs_per_step=train.epochs_per_step,
         max_row_tokens=train.max_row_tokens,
         eval_every_steps=config.eval.every_steps,
@@ -271,10 +270,10 @@ def demonstrator(config: RunConfig) -> Callable[[Sample, random.Random], str]:
     return from_field
 
 
-def fresh_model(config: RunConfig, run: RunDirectory) -> str:
+def fresh_model(config: RunConfig, run: RunDirectory, resume: bool) -> str:
     """A GPT with fresh weights and a tokenizer for the task, in the run's folder; the one there when resumed."""
     folder = run.path / FRESH_MODEL
-    if not folder.exists():
+    if not (resume and folder.exists()):
         assert config.sft is not None and config.sft.gpt is not None
         tokenizer = make_tokenizer(task_words(config.data.train))
         model = new_gpt(

@@ -233,7 +233,7 @@ class RunConfig(Section):
     def _batch_arithmetic(self) -> RunConfig:
         rollout, rows = self.rollout, self.train.rows_per_update
         total = rollout.prompts_per_step * rollout.completions_per_prompt
-        if rows is not None and total % rows:
+        if rows is not None and total % rows and self.sft is None:  # which draws no rollouts
             raise ValueError(
                 f"train.rows_per_update={rows} does not divide the {total} rows of a step "
                 f"(rollout.prompts_per_step={rollout.prompts_per_step} x "

@@ -25,7 +25,9 @@ from atomrl.stages import RewardBatch
 from atomrl.tracking.checkpoints import checkpoint_fault, step_folder, step_folders, writing_checkpoint
 from atomrl.tracking.environment import describe_environment
 
-STARTED = {"config.yaml", "env.json"}
+FRESH_MODEL = "fresh_model"
+"""In a run that starts from a model made for it: that model."""
+STARTED = {"config.yaml", "env.json", FRESH_MODEL}
 """What a run has written that ended before its first step: such a folder is used again."""
 
 

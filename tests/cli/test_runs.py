@@ -153,6 +153,32 @@ def test_sft(folder, capsys):
     assert "sft: the section is required" in fails(capsys, "sft", "c.yaml", "run_name=other")
 
 
+SFT = {
+    "run_name": "sft",
+    "data": {"train": "shown.jsonl", "answer_field": None, "max_prompt_tokens": 40},
+    "sft": {"gpt": {"layers": 1, "hidden": 32, "heads": 1}},
+    "train": {"steps": 2, "rows_per_update": 3},
+}
+
+
+def test_sft_resumes_where_a_prompt_was_left_out_for_its_length(folder, capsys):
+    rows = [{"prompt": "1" * n, "completion": "a"} for n in (1, 2, 3, 4, 90)]
+    (folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "sft.yaml").write_text(yaml.safe_dump(SFT))
+    assert main(["sft", "sft.yaml"]) == 0
+    assert main(["sft", "sft.yaml", "--resume", "train.steps=3"]) == 0
+    assert json.loads((folder / "runs" / "sft" / "summary.json").read_text())["steps"] == 3
+
+
+def test_an_sft_start_that_failed_does_not_block_its_name(folder, capsys):
+    (folder / "shown.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    (folder / "sft.yaml").write_text(yaml.safe_dump(SFT))
+    assert "longer than 1 tokens" in fails(capsys, "sft", "sft.yaml", "data.max_prompt_tokens=1")
+    assert main(["sft", "sft.yaml", "sft.gpt.hidden=64"]) == 0
+    saved = folder / "runs" / "sft" / "model" / "config.json"
+    assert json.loads(saved.read_text())["hidden_size"] == 64
+
+
 def test_mistakes_of_eval_and_generate(folder, capsys):
     assert "name the problems with --data" in fails(capsys, "eval", "model")
     assert "data file absent.jsonl does not exist" in fails(capsys, "eval", "model", "--data", "absent.jsonl")
