@@ -157,7 +157,7 @@ def find_demonstrator(task: str) -> Callable[[random.Random, dict[str, Any]], st
 
 
 def task_words(task: str) -> tuple[str, ...]:
-    """What a tokenizer made for the task should have as one token each; empty where the task (or file) names nothing."""
+    """What a tokenizer made for the task should have as one token each; empty where the task (or file) has no say."""
     module = importlib.import_module(GENERATORS[task]) if task in GENERATORS else None
     return tuple(getattr(module, "WORDS", ()))
 
