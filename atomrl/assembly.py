@@ -62,7 +62,7 @@ def train(config: RunConfig, resume: bool = False) -> dict[str, Any]:
     algorithm = build_algorithm(config.algorithm.name, axes, report_entropy=config.train.report_entropy)
     rewards = build_rewards(config.reward)
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
-    processor = DataProcessor(tokenizer, config.data)
+    processor = DataProcessor(tokenizer, config.data, prompt_limit(config, path))
     held_out = load_split(config, processor, "eval")
     stream = PromptStream(load_split(config, processor, "train"), seed=config.seed, shuffle=config.data.shuffle)
     schedule = make_schedule(config)
@@ -146,6 +146,22 @@ def model_path(config: RunConfig) -> str:
     if config.model.path is None:
         raise ConfigError("model.path: is required (a folder in Hugging Face layout, or a hub name)")
     return config.model.path
+
+
+def prompt_limit(config: RunConfig, path: str) -> int:
+    """`data.max_prompt_tokens`, or what the model's context leaves beside a completion, if that is less.
+
+    Raises:
+        ConfigError: it leaves nothing.
+    """
+    context = getattr(model_config_only(path, config.model.trust_remote_code), "max_position_embeddings", None)
+    completion = max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0)
+    if context is not None and context <= completion:
+        raise ConfigError(
+            f"max_completion_tokens={completion} leaves no room for a prompt in the context of {path}, {context} tokens"
+        )
+    limit = config.data.max_prompt_tokens
+    return limit if context is None else min(limit, context - completion)
 
 
 def load_split(config: RunConfig, processor: DataProcessor, split: Literal["train", "eval"]) -> list[Sample]:

@@ -18,7 +18,7 @@ def dry_run(config: RunConfig) -> None:
         ConfigError, DataError, ValueError: what is wrong, as the run itself would say it.
     """
     from atomrl.algorithms.table import build_algorithm
-    from atomrl.assembly import ENGINES
+    from atomrl.assembly import ENGINES, prompt_limit
     from atomrl.models.loading import is_local, load_tokenizer
     from atomrl.rewards.compute import build_rewards
 
@@ -29,7 +29,9 @@ def dry_run(config: RunConfig) -> None:
         raise ConfigError(f"rollout.engine: unknown engine {config.rollout.engine!r}; there are {', '.join(ENGINES)}")
     path = config.model.path
     local = path is not None and is_local(path)
-    processor = DataProcessor(load_tokenizer(path), config.data) if local and path is not None else None
+    processor = None
+    if local and path is not None:
+        processor = DataProcessor(load_tokenizer(path), config.data, prompt_limit(config, path))
     train, held_out = (load_samples(config.data, split, config.seed) for split in ("train", "eval"))
     used, lines = describe_data("train", train, processor)
     eval_lines = describe_data("eval", held_out, processor)[1] if held_out.samples else ["eval: none"]

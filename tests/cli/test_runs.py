@@ -153,6 +153,20 @@ def test_sft(folder, capsys):
     assert "sft: the section is required" in fails(capsys, "sft", "c.yaml", "run_name=other")
 
 
+def test_a_prompt_that_the_models_context_cannot_hold_is_left_out_and_counted(folder, capsys, caplog):
+    """Not met for the first time in the middle of a run."""
+    with (folder / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "1" * 510, "ground_truth": "1"}) + "\n")
+    given = ["data.max_prompt_tokens=100000", "train.steps=4"]
+    assert main(["train", "c.yaml", *given, "--dry-run"]) == 0
+    assert "longest 512; 1 over 506 are left out" in capsys.readouterr().out
+    assert main(["train", "c.yaml", *given]) == 0
+    assert "1 prompts over 506 tokens were left out" in caplog.text
+    assert "leaves no room for a prompt" in fails(
+        capsys, "train", "c.yaml", "run_name=x", "eval.max_completion_tokens=512"
+    )
+
+
 SFT = {
     "run_name": "sft",
     "data": {"train": "shown.jsonl", "answer_field": None, "max_prompt_tokens": 40},
@@ -248,9 +262,14 @@ def test_the_gsm8k_configs_are_clean(name, shared_dir, capsys, pytestconfig):
 def test_the_six_section_config_is_clean_and_answers_the_placement_keys(folder, capsys, pytestconfig):
     config = pytestconfig.rootpath / "configs" / "grpo_config.yaml"
     arguments = ["--config", str(config), "train_config.train_dataset=train.jsonl", "train_config.eval_dataset=null"]
-    given = ["model_config.model_name_or_path=model", "data.max_prompt_tokens=40", "--dry-run"]
+    given = [
+        "model_config.model_name_or_path=model",
+        "data.max_prompt_tokens=40",
+        "--dry-run",
+        "generation_config.max_tokens=100",
+    ]
     assert main(["train", *arguments, *given]) == 0
     output = capsys.readouterr()
     (note,) = [line for line in output.err.splitlines() if "model_num_gpus" in line]
     assert "without effect" in note
-    assert "128 rows, each of at most 552 tokens" in output.out
+    assert "128 rows, each of at most 140 tokens" in output.out
