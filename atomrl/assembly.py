@@ -67,6 +67,7 @@ def train(config: RunConfig, resume: bool = False) -> dict[str, Any]:
     stream = PromptStream(load_split(config, processor, "train"), seed=config.seed, shuffle=config.data.shuffle)
     schedule = make_schedule(config)
     run, progress = open_run(config, resume, stream.fingerprint)
+    earlier_s = progress.wall_s
     trainer = build_trainer(config, path, tokenizer, schedule, needs_reference="ref_logprobs" in algorithm.needs)
     engine = build_engine(config.rollout.engine, path, tokenizer, config.model.dtype, config.rollout, config.model)
     with closing_all(trainer, engine), Recorder(config, run) as record:
@@ -97,7 +98,7 @@ def train(config: RunConfig, resume: bool = False) -> dict[str, Any]:
         done = run_training(parts, schedule, progress, saver(trainer, stream.fingerprint))
         if done and config.eval.after:
             evaluate_now(progress.step)
-    return finish(run, config, progress, done, time.perf_counter() - started)
+    return finish(run, config, progress, done, earlier_s + time.perf_counter() - started)
 
 
 def sft(config: RunConfig, resume: bool = False) -> dict[str, Any]:
@@ -116,6 +117,7 @@ def sft(config: RunConfig, resume: bool = False) -> dict[str, Any]:
     rows = config.train.rows_per_update or 64
     schedule = replace(make_schedule(config), prompts_per_step=rows, updates_per_epoch=1, epochs_per_step=1)
     run, progress = open_run(config, resume, fingerprint)
+    earlier_s = progress.wall_s
     path = fresh_model(config, run, resume) if config.sft.gpt else model_path(config)
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
     processor = DataProcessor(tokenizer, config.data)
@@ -134,7 +136,7 @@ def sft(config: RunConfig, resume: bool = False) -> dict[str, Any]:
             trainer.load(run.checkpoint_folder(progress.step))
             stream.position = progress.position
         done = supervise(trainer, SFT, draw, record, progress, saver(trainer, fingerprint), schedule)
-    return finish(run, config, progress, done, time.perf_counter() - started)
+    return finish(run, config, progress, done, earlier_s + time.perf_counter() - started)
 
 
 def model_path(config: RunConfig) -> str:

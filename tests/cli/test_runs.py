@@ -97,6 +97,21 @@ def test_a_stop_signal_saves_and_resume_goes_on(folder, capsys, monkeypatch):
     assert list(frame["step"]) == [0, 1, 2, 3, 3]
 
 
+def test_the_time_of_a_resumed_run_is_that_of_all_its_parts(folder, monkeypatch):
+    from atomrl import assembly
+
+    open_run = assembly.open_run
+
+    def after_a_thousand_seconds(*arguments):
+        run, progress = open_run(*arguments)
+        progress.wall_s = 1000.0
+        return run, progress
+
+    monkeypatch.setattr(assembly, "open_run", after_a_thousand_seconds)
+    assert main(["train", "c.yaml", "train.steps=1"]) == 0
+    assert 1000 < json.loads((folder / "runs" / "first" / "summary.json").read_text())["wall_s"] < 2000
+
+
 def test_lora_is_merged_by_export(folder, capsys):
     from atomrl.models.loading import read_safetensors
 
