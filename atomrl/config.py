@@ -247,6 +247,8 @@ class RunConfig(Section):
             )
         if rollout.min_completion_tokens > rollout.max_completion_tokens:
             raise ValueError("rollout.min_completion_tokens is larger than rollout.max_completion_tokens")
+        if rollout.min_completion_tokens > (self.eval.max_completion_tokens or rollout.max_completion_tokens):
+            raise ValueError("rollout.min_completion_tokens holds in evaluation too: over eval.max_completion_tokens")
         return self
 
     @property

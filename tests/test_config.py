@@ -64,6 +64,10 @@ def test_every_section_but_the_algorithm_refuses_unknown_keys():
         ({"train": {"rows_per_update": 48}}, r"rows_per_update=48 does not divide the 128 rows of a step"),
         ({"data": {"system_prompt": "a", "system_prompt_file": "b"}}, r"system_prompt or system_prompt_file, not both"),
         ({"rollout": {"min_completion_tokens": 300}}, r"min_completion_tokens is larger"),
+        (
+            {"rollout": {"min_completion_tokens": 9}, "eval": {"max_completion_tokens": 8}},
+            r"min_completion_tokens holds in evaluation too",
+        ),
         ({"model": {"path": None}}, r"model.path: is required"),
         ({"reward": {"functions": []}}, r"reward.functions: "),
         ({"run_name": "../r"}, r"run_name: "),
