@@ -257,6 +257,7 @@ static void sample_rows(const A* logits, const int64_t* seeds, const int64_t* po
             for (int lane = 0; lane < 16 && passed <= target; lane++)
                 if (x[lane] > 0) { token = i + lane; passed += x[lane]; }  // the last one if rounding passes them all
         }
+        if (token < 0) { tokens[row] = 0; logprobs[row] = NAN; continue; }  // NaN or infinite logits; the caller looks
         tokens[row] = token;
         logprobs[row] = (to_float(from[token]) - top) / temperature - (float)std::log(total);
     }

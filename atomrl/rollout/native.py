@@ -129,7 +129,7 @@ class NativeEngine:
         """`sampling.completions_per_prompt` completions of each prompt.
 
         Raises:
-            ValueError: a prompt is empty or too long for the model's context.
+            ValueError: a prompt is empty or too long for the model's context, or the model's logits are not finite.
         """
         check_prompts(prompts, sampling, self.spec.max_positions)
         if not prompts.prompt_ids:
@@ -219,8 +219,17 @@ class _Run:
                 self._decode()
 
     def drawn(self) -> list[tuple[list[int], list[float], bool]]:
-        """Tokens, log-probs and whether it stopped by itself, of each item."""
+        """Tokens, log-probs and whether it stopped by itself, of each item.
+
+        Raises:
+            ValueError: a log-prob is NaN.
+        """
         out = self.out
+        if bool(out.logprobs.isnan().any()):
+            raise ValueError(
+                "the model's logits are NaN or infinite: its weights have diverged; go on from an earlier checkpoint "
+                "with a lower train.learning_rate"
+            )
         rows = zip(out.tokens.cpu(), out.logprobs.cpu(), out.lengths.tolist(), out.stopped.tolist(), strict=True)
         return [(tokens[:n].tolist(), logprobs[:n].tolist(), stopped) for tokens, logprobs, n, stopped in rows]
 

@@ -123,3 +123,14 @@ def test_growing_completions_keep_their_keys(folder):
         short = SamplingParams(max_completion_tokens=90, ignore_eos=True, temperature=0)
         for group, other in zip(long.completions, load(folder).generate(PROMPTS, short).completions, strict=True):
             assert group[0].token_ids[:90] == other[0].token_ids
+
+
+@pytest.mark.parametrize("use_kernel", [True, False])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_weights_that_have_diverged_are_named(folder, use_kernel, top_p):
+    engine = load(folder, use_kernel=use_kernel)
+    state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    state["model.norm.weight"] = state["model.norm.weight"] * float("nan")
+    engine.load_weights(state.items(), version=1)
+    with pytest.raises(ValueError, match="diverged"):
+        engine.generate(PROMPTS, SamplingParams(completions_per_prompt=2, max_completion_tokens=5, top_p=top_p))
