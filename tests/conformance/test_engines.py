@@ -20,14 +20,8 @@ STORY = ", there was a little girl named Lily. She loved to play outside in the 
 
 
 def native(path, tokenizer, concurrent, use_kernel):
-    engine = NativeEngine.from_pretrained(
-        path,
-        tokenizer,
-        dtype=torch.float32,
-        device="cpu",
-        max_concurrent_completions=concurrent,
-        use_kernel=use_kernel,
-    )
+    options = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": concurrent}
+    engine = NativeEngine.from_pretrained(path, tokenizer, use_kernel=use_kernel, **options)
     if use_kernel and engine.decoder.kernels is None:
         pytest.skip("no C++ compiler to build the kernel with")
     return engine
@@ -184,7 +178,7 @@ def test_counts_order_and_groups(make_engine, plain_folder):
     assert [len(group) for group in rollouts.completions] == [3] * 5
     assert all(1 <= len(completion.token_ids) <= 12 for completion in completions(rollouts))
     assert len({completion.token_ids for completion in rollouts.completions[0]}) > 1
-    # Each completion belongs to its own prompt: greedy ones equal those of the prompt run alone.
+    # Greedy completions equal those of the prompt run alone, so each belongs to its own prompt.
     greedy = SamplingParams(completions_per_prompt=2, max_completion_tokens=12, temperature=0)
     engine = make_engine(plain_folder, concurrent=4)
     together = tokens(engine.generate(prompts, greedy))
@@ -378,9 +372,8 @@ def test_new_weights_are_used(make_engine, folder, tmp_path):
     sampling = SamplingParams(completions_per_prompt=2, max_completion_tokens=20)
     old = engine.generate(prompts, sampling)
     assert old.policy_version == 0
-    weights = {name: tensor.clone() for name, tensor in changed.state_dict().items()}
-    engine.load_weights(weights.items(), version=4)
-    for tensor in weights.values():
+    engine.load_weights(changed.state_dict().items(), version=4)
+    for tensor in changed.state_dict().values():
         tensor.zero_()  # the engine has its own copy
     new = engine.generate(prompts, sampling)
     assert new.policy_version == 4
@@ -392,10 +385,8 @@ def test_bad_loads_are_refused_and_change_nothing(make_engine, folder):
     engine, prompts = make_engine(folder), batch(*random_prompts(3))
     sampling = SamplingParams(max_completion_tokens=20)
     before = engine.generate(prompts, sampling)
-    good = {
-        name: tensor * 2
-        for name, tensor in AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict().items()
-    }
+    state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    good = {name: tensor * 2 for name, tensor in state.items()}
     missing = {name: tensor for name, tensor in good.items() if name != "model.norm.weight"}
     bad_shape = good | {"model.layers.0.mlp.up_proj.weight": torch.zeros(3, 3)}
     with pytest.raises(ValueError, match=r"model\.norm\.weight is missing"):
