@@ -40,7 +40,8 @@ class HFModel(nn.Module):
         """[B, T] right-padded token ids -> hidden states after the final norm, [B, T, H]."""
         compute = self.compute_dtype
         with torch.autocast(tokens.device.type, compute, enabled=compute is not None):
-            return self.inner.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+            hidden = self.inner.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        return hidden if compute is None else hidden.to(compute)  # autocast leaves a norm's output in float32
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] -> logits [B, T, V]."""

@@ -78,6 +78,7 @@ def test_gradient_checkpointing_gives_the_same_step(folder):
 def test_trains_models_of_other_families(tmp_path):
     backend = make(save_gpt2(tmp_path / "base", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0), dtype="bfloat16")
     batch = make_batch()
+    assert backend.policy.forward_hidden(batch.tokens).dtype == torch.bfloat16, "the head's product is not in float32"
     losses = [values(backend.train_step(batch, make_algorithm()))["actor/pg_loss"] for _ in range(5)]
     assert losses[-1] < losses[0]
     backend.save(tmp_path / "checkpoint")
