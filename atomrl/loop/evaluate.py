@@ -11,6 +11,7 @@ from typing import Any
 
 from atomrl.data.processor import DataProcessor
 from atomrl.protocols import RewardComputer, RolloutEngine
+from atomrl.rewards.answers import normalise_text, parse_number
 from atomrl.rewards.format import extract_answer, has_strict_format, reasoning_text
 from atomrl.stages import RewardBatch, RolloutBatch, Sample, SamplingParams
 from atomrl.tracking.run_directory import rollout_rows
@@ -227,13 +228,16 @@ def pass_sizes(samples: int) -> list[int]:
 def majority_correct(group: Group) -> bool:
     """Whether the answer that most completions give is correct: one of those that give it was scored so.
 
-    Completions without an answer have no vote; of answers that are equally frequent the first given counts.
+    Answers are compared as rewards compare them: 18.0 votes for 18. Completions without an answer have no vote; of
+    answers that are equally frequent the first given counts.
     """
-    votes = Counter(answer for answer in group.answers if answer)
+    answers = [normalise_text(answer) for answer in group.answers]
+    ballots = [answer if (number := parse_number(answer)) is None else number for answer in answers]
+    votes = Counter(ballot for ballot in ballots if ballot != "")
     if not votes:
         return False
     winner = votes.most_common(1)[0][0]
-    return any(right for answer, right in zip(group.answers, group.correct, strict=True) if answer == winner)
+    return any(right for ballot, right in zip(ballots, group.correct, strict=True) if ballot == winner)
 
 
 def result_rows(rewarded: RewardBatch, groups: Sequence[Group]) -> list[dict[str, Any]]:

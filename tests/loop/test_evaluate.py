@@ -172,6 +172,7 @@ def test_majority():
     assert majority_correct(group(("", "", "b"), (False, False, True))), "no answer has no vote"
     assert not majority_correct(group(("", ""), (False, False)))
     assert majority_correct(group(("b", "a"), (True, False))), "a tie goes to the first given"
+    assert majority_correct(group(("7", "7", "1,000", "1000.0", "$1000"), (False, False, True, True, True)))
 
 
 def test_standard_error_is_of_the_mean():
