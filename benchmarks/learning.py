@@ -4,7 +4,8 @@
 
 For each seed: the warm start, GRPO, and `atomrl eval` on held-out problems (of the eval split, which is disjoint from
 training by a hash of the content) before and after, sampled at temperature 1 and greedy; the trained model with its
-reasoning taken away (`<think></think><answer>` is forced, and the answer alone is scored); and GRPO for as many steps
+reasoning taken away (`<think></think><answer>` is forced, or the hasty `<think>easy</think><answer>` that it has seen,
+and the answer alone is scored); and GRPO for as many steps
 from the same start with rewards that are random (a hash of the completion's text and the prompt decides).
 
 What is finished is not run again. Prints a table, writes `results.json` and `learning.png`.
@@ -16,19 +17,20 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-BLANK = "<think></think><answer>"
+BLANK, HASTY = "<think></think><answer>", "<think>easy</think><answer>"
 
 
-def random_reward(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+def random_reward(prompts: list[Any], completions: list[str], seed: int = 0, **columns: Any) -> list[float]:
     """1 or 0 by a hash, as often as the untrained model is right: about one time in three."""
     pairs = zip(prompts, completions, strict=True)
-    return [float(hashlib.blake2b(f"{p}|{c}".encode(), digest_size=1).digest()[0] < 85) for p, c in pairs]
+    return [float(hashlib.blake2b(f"{seed}|{p}|{c}".encode(), digest_size=1).digest()[0] < 85) for p, c in pairs]
 
 
 def run(arguments: list[str], log: Path) -> tuple[float, float]:
@@ -56,31 +58,35 @@ def run(arguments: list[str], log: Path) -> tuple[float, float]:
 def evaluate(model: Path, out: Path, problems: int, *options: str) -> dict[str, float]:
     """The figures of `atomrl eval` by name."""
     if not out.exists():
-        base = ["eval", str(model), "--data", "chain", "--limit", str(problems), "--max-tokens", "48", "--seed", "77"]
+        base = ["eval", str(model), "--data", "chain", "--limit", str(problems), "--max-tokens", "48"]
+        base += ["--samples-per-prompt", "1" if "--temperature" in options else "4"]
         run([*base, "--out", str(out), *options], out.with_suffix(".log"))
     figures = json.loads(out.read_text(encoding="utf-8"))["overall"]
     return {name: figure["mean"] for name, figure in figures.items()}
 
 
 def one_seed(seed: int, out: Path, problems: int) -> dict[str, Any]:
-    """Everything for one seed; what is in `out` already is not run again."""
+    """Everything for one seed; what is in `out` already is not run again, and what was left half done is started over."""
     folder = out / f"seed-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     result_file = folder / "result.json"
     if result_file.exists():
         return json.loads(result_file.read_text(encoding="utf-8"))
+    for name in ("warm-start", "grpo", "random"):
+        shutil.rmtree(folder / name, ignore_errors=True)
     where = [f"output_dir={folder}", f"seed={seed}"]
     started = folder / "warm-start/model"
     log = folder / "runs.log"
     warm_s, warm_mb = run(["sft", str(ROOT / "configs/quickstart_sft.yaml"), "run_name=warm-start", *where], log)
     train = ["train", str(ROOT / "configs/quickstart.yaml"), f"model.path={started}", *where]
     grpo_s, grpo_mb = run([*train, "run_name=grpo"], log)
-    functions = "reward.functions=[{function: learning.random_reward}, {function: strict_math, weight: 0}]"
+    draws = f"{{function: learning.random_reward, args: {{seed: {seed}}}}}"
+    functions = f"reward.functions=[{draws}, {{function: strict_math, weight: 0}}]"
     run([*train, "run_name=random", functions, "eval.before=false", "eval.after=false", "eval.every_steps=0"], log)
     trained, control = folder / "grpo/model", folder / "random/model"
     before = evaluate(started, folder / "before.json", problems)
     after = evaluate(trained, folder / "after.json", problems)
-    blank_options = ("--response-prefix", BLANK, "--reward", "exact_match")
+    answer_alone = ("--reward", "exact_match", "--response-prefix")
     result = {
         "seed": seed,
         "accuracy_before": before["accuracy"],
@@ -90,7 +96,8 @@ def one_seed(seed: int, out: Path, problems: int) -> dict[str, Any]:
         "format_after": after["format"],
         "reasoning_tokens_before": before["reasoning_tokens"],
         "reasoning_tokens_after": after["reasoning_tokens"],
-        "accuracy_blanked": evaluate(trained, folder / "blank.json", problems, *blank_options)["accuracy"],
+        "accuracy_blanked": evaluate(trained, folder / "blank.json", problems, *answer_alone, BLANK)["accuracy"],
+        "accuracy_hasty": evaluate(trained, folder / "hasty.json", problems, *answer_alone, HASTY)["accuracy"],
         "accuracy_random_reward": evaluate(control, folder / "control.json", problems)["accuracy"],
         "warm_start_s": round(warm_s, 1),
         "grpo_s": round(grpo_s, 1),
