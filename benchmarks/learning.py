@@ -66,7 +66,7 @@ def evaluate(model: Path, out: Path, problems: int, *options: str) -> dict[str, 
 
 
 def one_seed(seed: int, out: Path, problems: int) -> dict[str, Any]:
-    """Everything for one seed; what is in `out` already is not run again, and what was left half done is started over."""
+    """Everything for one seed. A finished one is not run again; one that was left half done is started over."""
     folder = out / f"seed-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     result_file = folder / "result.json"
