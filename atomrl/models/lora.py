@@ -159,10 +159,15 @@ def export(adapter_folder: str | Path, folder: str | Path, base: str | Path | No
         adapter_folder: holds adapter_config.json and adapter_model.safetensors.
         folder: where the merged model goes, in float32 or the dtype that the base's files have.
         base: the base model; None takes the one that adapter_config.json names.
+
+    Raises:
+        ConfigError: the adapters are scaled in a way of peft's that is not known here.
     """
     from atomrl.models import loading
 
     settings = _peft().LoraConfig.from_pretrained(str(adapter_folder))
+    if settings.use_rslora or settings.alpha_pattern:  # any other variant has other tensors, which are refused
+        raise ConfigError(f"{adapter_folder} has use_rslora or alpha_pattern: merge it with peft's merge_and_unload")
     base = base or settings.base_model_name_or_path
     targets = settings.target_modules
     config = LoraConfig(

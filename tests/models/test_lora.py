@@ -68,6 +68,14 @@ def test_export(tmp_path):
     torch.testing.assert_close(exported(TOKENS).logits, policy(TOKENS), atol=1e-4, rtol=1e-4)
 
 
+def test_export_refuses_adapters_that_it_would_scale_wrongly(base, tmp_path):
+    save_adapters(adapted(base), tmp_path)
+    config = tmp_path / "adapter_config.json"
+    config.write_text(config.read_text().replace('"use_rslora": false', '"use_rslora": true'))
+    with pytest.raises(ConfigError, match="use_rslora"):
+        export(tmp_path, tmp_path / "merged")
+
+
 def test_reference_is_the_model_without_adapters(base):
     policy, plain = adapted(base), load_policy(base, dtype="float32").eval()
     logits = policy(TOKENS)
