@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomrl.cli.sampling import KEYS, add_sampling_arguments, config_over, open_engine
+from atomrl.cli.sampling import KEYS, add_sampling_arguments, config_over, open_engine, within_context
 
 if TYPE_CHECKING:
     from atomrl.config import RunConfig
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if out.suffix != ".json":
         raise ValueError(f"--out {out}: the result is JSON, and its completions go beside it; name it *.json")
     started = time.perf_counter()
-    result = evaluate_config(config, arguments.response_prefix, out)
+    result, config = evaluate_config(config, arguments.response_prefix, out)
     seconds = time.perf_counter() - started
     write_result(out, config, arguments.response_prefix, result, seconds)
     print(table(result))
@@ -93,8 +93,12 @@ def config_of(arguments: argparse.Namespace) -> RunConfig:
     return config
 
 
-def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> EvalResult:
-    """Load model and problems, and evaluate. All that can be wrong is checked before weights are loaded."""
+def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple[EvalResult, RunConfig]:
+    """Load model and problems, and evaluate. All that can be wrong is checked before weights are loaded.
+
+    Returns:
+        The figures, and the config with the length of completions that was used.
+    """
     from atomrl.assembly import eval_sampling, model_path
     from atomrl.data.processor import DataProcessor
     from atomrl.data.sources import load_samples
@@ -109,9 +113,12 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> EvalR
     tokenizer = load_tokenizer(model_path(config), config.model.trust_remote_code)
     processor = DataProcessor(tokenizer, config.data)
     check_writable(out)
+    prompts = processor.token_ids(processor.filter_overlong(report.samples)[0])
+    prefix = tokenizer.encode(response_prefix, add_special_tokens=False)
+    config = within_context(config, min(max(map(len, prompts)), processor.max_prompt_tokens) + len(prefix))
     engine = open_engine(config, tokenizer)
     try:
-        return evaluate(engine, report.samples, processor, rewards, eval_sampling(config), response_prefix)
+        return evaluate(engine, report.samples, processor, rewards, eval_sampling(config), response_prefix), config
     finally:
         engine.close()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from atomrl.cli.sampling import KEYS, add_sampling_arguments, config_over, open_engine
+from atomrl.cli.sampling import KEYS, add_sampling_arguments, config_over, open_engine, within_context
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(arguments.model)
     sample = Sample(sample_id="prompt", prompt=text, ground_truth=None)
     batch = DataProcessor(tokenizer, config.data).to_prompt_batch([("prompt", sample)])
+    config = within_context(config, len(batch.prompt_token_ids[0]))
     engine = open_engine(config, tokenizer)
     (completions,) = engine.generate(batch, eval_sampling(config)).completions
     engine.close()

@@ -32,7 +32,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="auto (default), float32 or bfloat16")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default 1.0)")
     parser.add_argument("--top-p", type=float, help="(default 1.0)")
-    parser.add_argument("--max-tokens", type=int, help="tokens of a completion (default 256)")
+    parser.add_argument("--max-tokens", type=int, help="tokens of a completion (default 256, or what the context has)")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="ends a completion; repeatable")
     parser.add_argument("--seed", type=int, help="(default 0)")
     parser.add_argument("--chat-template", help="auto (default), or none: take the prompt as it is")
@@ -52,6 +52,19 @@ def config_over(base: dict[str, Any], options: dict[str, Any], keys: dict[str, s
         if options.get(option) is not None:
             tree = merge_trees(tree, nest(key, options[option]))
     return build_config(tree, source)
+
+
+def within_context(config: RunConfig, longest_prompt: int) -> RunConfig:
+    """Where nobody said how long a completion may be: as long as the default, or as the model's context leaves room."""
+    from atomrl.assembly import model_path
+    from atomrl.models.loading import model_config_only
+
+    context = getattr(model_config_only(model_path(config)), "max_position_embeddings", None)
+    said = config.eval.max_completion_tokens is not None or "max_completion_tokens" in config.rollout.model_fields_set
+    if context is None or said or context <= longest_prompt:
+        return config
+    room = min(config.rollout.max_completion_tokens, context - longest_prompt)
+    return config.model_copy(update={"eval": config.eval.model_copy(update={"max_completion_tokens": room})})
 
 
 def open_engine(config: RunConfig, tokenizer: Any) -> RolloutEngine:

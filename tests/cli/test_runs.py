@@ -235,6 +235,17 @@ def test_generate_prints_text_alone(folder, capsys):
     assert "--- 2 of 2" in capsys.readouterr().out
 
 
+def test_a_short_context_needs_no_options(folder, capsys):
+    """The default of 256 tokens would pass it."""
+    make_tiny_model(folder / "short", max_position_embeddings=24)
+    assert main(["eval", "short", "--data", "eval.jsonl", "--response-prefix", "<a>", "--out", "r.json"]) == 0
+    assert main(["generate", "short", "--prompt", "1+1="]) == 0
+    rows = [json.loads(line) for line in (folder / "r.jsonl").read_text().splitlines()]
+    assert all(row["prompt_tokens"] + row["completion_tokens"] <= 24 for row in rows)
+    error = fails(capsys, "eval", "short", "--data", "eval.jsonl", "--max-tokens", "30", "--out", "r.json")
+    assert "passes the model's context of 24" in error
+
+
 def test_dry_run_says_everything_and_writes_nothing(folder, capsys):
     before = sorted(folder.iterdir())
     assert main(["train", "c.yaml", "--dry-run", "train.rows_per_update=2"]) == 0
