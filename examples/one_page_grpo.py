@@ -1,0 +1,157 @@
+"""The whole of GRPO on one page: python examples/one_page_grpo.py
+
+A small GPT with random weights first imitates worked solutions, most of them hasty: it then mostly jumps to an answer,
+and is mostly wrong. GRPO lets it try every problem several times and makes likelier what did better than the other
+tries at the same problem. What it finds is that writing the steps down pays.
+
+The framework is not used: only atoms (one equation each), the GPT and the task. About two minutes on two CPU cores.
+"""
+
+import argparse
+import random
+import time
+
+import torch
+from torch.optim.lr_scheduler import OneCycleLR
+
+from atomrl.atoms.advantages import group_zscore, per_token
+from atomrl.atoms.logprobs import row_logprobs
+from atomrl.atoms.policy_losses import clipped_policy_loss
+from atomrl.atoms.ratios import token_ratio
+from atomrl.atoms.reductions import token_mean
+from atomrl.data import chain
+from atomrl.data.generators import content_split
+from atomrl.models.gpt import new_gpt
+from atomrl.models.tokenizer import make_tokenizer
+from atomrl.rewards.math import strict_math
+
+STEPS_OF_A_PROBLEM = 5  # all prompts are then equally long, and sampling needs no padding
+MAX_COMPLETION_TOKENS = 40
+
+
+def make_problems(rng, count, split="train"):
+    """Problems of one split; a hash of the text decides which split a problem is of."""
+    problems = []
+    while len(problems) < count:
+        problem = chain.make(rng, min_steps=STEPS_OF_A_PROBLEM, max_steps=STEPS_OF_A_PROBLEM)
+        if content_split(problem["prompt"]) == split:
+            problems.append(problem)
+    return problems
+
+
+def encode(tokenizer, problems):
+    """Prompts as one tensor [P, prompt tokens]."""
+    texts = [f"<|user|>{problem['prompt']}<|assistant|>" for problem in problems]
+    return torch.tensor(tokenizer(texts)["input_ids"])
+
+
+def logprobs_and_mask(model, tokens, prompt_tokens, eos):
+    """Log-probs [B, T] of completions, and the mask [B, T] of their tokens: up to and with the first end."""
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    ended = (tokens[:, prompt_tokens:] == eos).int()
+    mask[:, prompt_tokens:] = ended.cumsum(1) - ended == 0
+    logprobs, _ = row_logprobs(model.forward_hidden(tokens), model.head_weight, tokens, mask)
+    return logprobs, mask
+
+
+def imitate(model, tokenizer, rng, rows):
+    """The loss of supervised training: minus the mean log-prob of a demonstration's tokens."""
+    problems = make_problems(rng, rows)
+    prompts = encode(tokenizer, problems)
+    solutions = [chain.demonstrate(rng, problem) + "<|end|>" for problem in problems]
+    solutions = tokenizer(solutions, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
+    tokens = torch.cat([prompts, solutions], dim=1)
+    logprobs, mask = logprobs_and_mask(model, tokens, prompts.shape[1], tokenizer.eos_token_id)
+    return -(token_mean(mask) * logprobs).sum()
+
+
+@torch.no_grad()
+def sample(model, prompts, eos):
+    """Continue each row [B, prompt tokens] until all have ended. No cache: every token costs a whole forward pass."""
+    tokens, running = prompts, torch.ones(len(prompts), dtype=torch.bool)
+    for _ in range(MAX_COMPLETION_TOKENS):
+        logits = model.forward_hidden(tokens[running])[:, -1] @ model.head_weight.T
+        drawn = torch.full((len(tokens),), eos)
+        drawn[running] = torch.multinomial(logits.softmax(-1), 1)[:, 0]
+        tokens = torch.cat([tokens, drawn[:, None]], dim=1)
+        running &= drawn != eos
+        if not running.any():
+            break
+    return tokens
+
+
+def score(tokenizer, tokens, prompt_tokens, problems):
+    """Rewards [B]: 1 for the right form and the right answer. Also the texts."""
+    texts = tokenizer.batch_decode(tokens[:, prompt_tokens:], skip_special_tokens=True)
+    return torch.tensor(strict_math(problems, texts, [problem["ground_truth"] for problem in problems])), texts
+
+
+def grpo(model, tokenizer, rng, prompts_per_step, completions_per_prompt):
+    """The loss of one GRPO step, and the mean reward and length of its completions."""
+    problems = [p for p in make_problems(rng, prompts_per_step) for _ in range(completions_per_prompt)]
+    prompts = encode(tokenizer, problems)
+    tokens = sample(model, prompts, tokenizer.eos_token_id)
+    rewards, _ = score(tokenizer, tokens, prompts.shape[1], problems)
+
+    groups = torch.arange(prompts_per_step).repeat_interleave(completions_per_prompt)
+    logprobs, mask = logprobs_and_mask(model, tokens, prompts.shape[1], tokenizer.eos_token_id)
+    advantages = per_token(group_zscore(rewards, groups), mask)
+    ratio = token_ratio(logprobs, logprobs.detach(), mask)  # one update a step: the old policy is the policy itself
+    loss = (token_mean(mask) * clipped_policy_loss(ratio, advantages)).sum()
+    return loss, rewards.mean().item(), mask.sum(1).float().mean().item()
+
+
+def evaluate(model, tokenizer, problems, title):
+    """Accuracy on problems that were never trained on."""
+    prompts = encode(tokenizer, problems)
+    tokens = sample(model, prompts, tokenizer.eos_token_id)
+    rewards, texts = score(tokenizer, tokens, prompts.shape[1], problems)
+    print(f"\n{title}: accuracy {rewards.mean():.3f} on {len(problems)} held-out problems")
+    for problem, text in list(zip(problems, texts, strict=True))[:3]:
+        print(f"  {problem['prompt']}\n    {text}    (truth: {problem['ground_truth']})")
+    print(flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--imitation-steps", type=int, default=900)
+    parser.add_argument("--grpo-steps", type=int, default=40)
+    parser.add_argument("--held-out", type=int, default=500, help="problems to evaluate on")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    rng, started = random.Random(args.seed), time.time()
+    tokenizer = make_tokenizer(chain.WORDS)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model = new_gpt(len(tokenizer), layers=2, hidden=64, heads=2, seed=args.seed, **ends)
+    held_out = make_problems(random.Random("held out"), args.held_out, "eval")
+
+    def update(optimizer, loss):
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.0)
+    schedule = OneCycleLR(optimizer, 4e-3, args.imitation_steps, pct_start=0.05, cycle_momentum=False)
+    for step in range(1, args.imitation_steps + 1):
+        loss = imitate(model, tokenizer, rng, rows=64)
+        update(optimizer, loss)
+        schedule.step()
+        if step % 50 == 0:
+            print(f"imitation {step:4d}  loss {loss.item():.3f}  {time.time() - started:4.0f} s", flush=True)
+    evaluate(model, tokenizer, held_out, "Before GRPO")
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0)
+    for step in range(1, args.grpo_steps + 1):
+        loss, reward, length = grpo(model, tokenizer, rng, prompts_per_step=16, completions_per_prompt=8)
+        update(optimizer, loss)
+        if step % 5 == 0:
+            print(
+                f"GRPO {step:4d}  reward {reward:.3f}  tokens {length:4.1f}  {time.time() - started:4.0f} s", flush=True
+            )
+    evaluate(model, tokenizer, held_out, "After GRPO")
+
+
+if __name__ == "__main__":
+    main()
