@@ -28,7 +28,7 @@ WORDS = (
     "easy",
 )
 """What a tokenizer for this task has as one token each."""
-CAREFUL = 0.25
+CAREFUL = 0.3
 """Share of careful demonstrations."""
 
 
