@@ -55,6 +55,16 @@ def run(arguments: list[str], log: Path) -> tuple[float, float]:
     return time.perf_counter() - started, usage.ru_maxrss / 1024
 
 
+def one_run(name: str, arguments: list[str], folder: Path) -> dict[str, float]:
+    """A run of this name in `folder`: its seconds and peak memory. A finished one is not run again."""
+    cost_file = folder / f"{name}.json"
+    if not cost_file.exists():
+        shutil.rmtree(folder / name, ignore_errors=True)
+        seconds, peak_mb = run([*arguments, f"run_name={name}"], folder / "runs.log")
+        cost_file.write_text(json.dumps({"seconds": seconds, "peak_mb": peak_mb}) + "\n", encoding="utf-8")
+    return json.loads(cost_file.read_text(encoding="utf-8"))
+
+
 def evaluate(model: Path, out: Path, problems: int, *options: str) -> dict[str, float]:
     """The figures of `atomrl eval` by name."""
     if not out.exists():
@@ -66,24 +76,18 @@ def evaluate(model: Path, out: Path, problems: int, *options: str) -> dict[str, 
 
 
 def one_seed(seed: int, out: Path, problems: int) -> dict[str, Any]:
-    """Everything for one seed. A finished one is not run again; one that was left half done is started over."""
+    """Everything for one seed; what is in `out` already is not run again."""
     folder = out / f"seed-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     result_file = folder / "result.json"
     if result_file.exists():
         return json.loads(result_file.read_text(encoding="utf-8"))
-    for name in ("warm-start", "grpo", "random"):
-        shutil.rmtree(folder / name, ignore_errors=True)
     where = [f"output_dir={folder}", f"seed={seed}"]
     started = folder / "warm-start/model"
-    log = folder / "runs.log"
-    warm_s, warm_mb = run(["sft", str(ROOT / "configs/quickstart_sft.yaml"), "run_name=warm-start", *where], log)
+    warm = one_run("warm-start", ["sft", str(ROOT / "configs/quickstart_sft.yaml"), *where], folder)
     train = ["train", str(ROOT / "configs/quickstart.yaml"), f"model.path={started}", *where]
-    grpo_s, grpo_mb = run([*train, "run_name=grpo"], log)
-    draws = f"{{function: learning.random_reward, args: {{seed: {seed}}}}}"
-    functions = f"reward.functions=[{draws}, {{function: strict_math, weight: 0}}]"
-    run([*train, "run_name=random", functions, "eval.before=false", "eval.after=false", "eval.every_steps=0"], log)
-    trained, control = folder / "grpo/model", folder / "random/model"
+    grpo = one_run("grpo", train, folder)
+    trained = folder / "grpo/model"
     before = evaluate(started, folder / "before.json", problems)
     after = evaluate(trained, folder / "after.json", problems)
     answer_alone = ("--reward", "exact_match", "--response-prefix")
@@ -98,11 +102,14 @@ def one_seed(seed: int, out: Path, problems: int) -> dict[str, Any]:
         "reasoning_tokens_after": after["reasoning_tokens"],
         "accuracy_blanked": evaluate(trained, folder / "blank.json", problems, *answer_alone, BLANK)["accuracy"],
         "accuracy_hasty": evaluate(trained, folder / "hasty.json", problems, *answer_alone, HASTY)["accuracy"],
-        "accuracy_random_reward": evaluate(control, folder / "control.json", problems)["accuracy"],
-        "warm_start_s": round(warm_s, 1),
-        "grpo_s": round(grpo_s, 1),
-        "peak_mb": round(max(warm_mb, grpo_mb)),
+        "warm_start_s": round(warm["seconds"], 1),
+        "grpo_s": round(grpo["seconds"], 1),
+        "peak_mb": round(max(warm["peak_mb"], grpo["peak_mb"])),
     }
+    draws = f"{{function: learning.random_reward, args: {{seed: {seed}}}}}"
+    functions = f"reward.functions=[{draws}, {{function: strict_math, weight: 0}}]"
+    one_run("random", [*train, functions, "eval.before=false", "eval.after=false", "eval.every_steps=0"], folder)
+    result["accuracy_random_reward"] = evaluate(folder / "random/model", folder / "control.json", problems)["accuracy"]
     result_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result
 
