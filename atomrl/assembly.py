@@ -61,7 +61,7 @@ def train(config: RunConfig, resume: bool = False) -> dict[str, Any]:
     axes, path = config.algorithm.axes, model_path(config)
     algorithm = build_algorithm(config.algorithm.name, axes, report_entropy=config.train.report_entropy)
     rewards = build_rewards(config.reward)
-    tokenizer = load_tokenizer(path, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.trust_remote_code)
     processor = DataProcessor(tokenizer, config.data, prompt_limit(config, path))
     held_out = load_split(config, processor, "eval")
     stream = PromptStream(load_split(config, processor, "train"), seed=config.seed, shuffle=config.data.shuffle)
@@ -119,7 +119,7 @@ def sft(config: RunConfig, resume: bool = False) -> dict[str, Any]:
     run, progress = open_run(config, resume, fingerprint)
     earlier_s = progress.wall_s
     path = fresh_model(config, run, resume) if config.sft.gpt else model_path(config)
-    tokenizer = load_tokenizer(path, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.trust_remote_code)
     processor = DataProcessor(tokenizer, config.data)
     kept, _ = processor.filter_overlong(report.samples)
     stream = PromptStream(kept, seed=config.seed, shuffle=config.data.shuffle)
@@ -223,9 +223,18 @@ def eval_sampling(config: RunConfig) -> SamplingParams:
     )
 
 
-def device_name() -> str:
-    """`cuda` where there is one, else `cpu`."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def device_name(wanted: str = "auto") -> str:
+    """The device of `model.device`: of `auto`, `cuda` where there is one, else `cpu`.
+
+    Raises:
+        ConfigError: this machine does not have it.
+    """
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto":
+        return "cuda" if found else "cpu"
+    if wanted != "cpu" and int(wanted.partition(":")[2] or 0) >= found:
+        raise ConfigError(f"model.device={wanted}: torch sees {found} CUDA devices on this machine")
+    return wanted
 
 
 def build_trainer(
@@ -237,7 +246,7 @@ def build_trainer(
         config.train,
         total_updates=schedule.steps * schedule.updates_per_epoch * schedule.epochs_per_step,
         tokenizer=tokenizer,
-        device=device_name(),
+        device=device_name(config.model.device),
         temperature=config.rollout.temperature,
         needs_reference=needs_reference,
         seed=config.seed,
@@ -255,8 +264,8 @@ def build_engine(
     if name not in ENGINES:
         raise ConfigError(f"rollout.engine: unknown engine {name!r}; there are {', '.join(ENGINES)}")
     settings = {
-        "dtype": compute_dtype(dtype, device_name()),
-        "device": device_name(),
+        "dtype": compute_dtype(dtype, device_name(model.device)),
+        "device": device_name(model.device),
         "max_concurrent_completions": rollout.max_concurrent_completions,
     }
     if name == "native":

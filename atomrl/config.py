@@ -39,6 +39,10 @@ class ModelConfig(Section):
 
     path: str | None = None
     """A folder in Hugging Face layout, or a hub name. Required, but where `sft.gpt` makes a fresh model."""
+    tokenizer: str | None = None
+    """Where its tokenizer is, if not beside the model: a folder or a hub name."""
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """Where trainer and engine compute: `cpu`, `cuda`, `cuda:1`, ...; `auto` is a GPU where there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What the forward pass computes in; master weights are float32 in either case. `auto` is bfloat16 where the
     hardware multiplies it fast."""

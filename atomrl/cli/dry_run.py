@@ -31,7 +31,9 @@ def dry_run(config: RunConfig) -> None:
     local = path is not None and is_local(path)
     processor = None
     if local and path is not None:
-        processor = DataProcessor(load_tokenizer(path), config.data, prompt_limit(config, path))
+        processor = DataProcessor(
+            load_tokenizer(config.model.tokenizer or path), config.data, prompt_limit(config, path)
+        )
     train, held_out = (load_samples(config.data, split, config.seed) for split in ("train", "eval"))
     used, lines = describe_data("train", train, processor)
     eval_lines = describe_data("eval", held_out, processor)[1] if held_out.samples else ["eval: none"]

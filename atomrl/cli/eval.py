@@ -110,7 +110,7 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     report = load_samples(config.data, "eval", config.seed)
     if report.skipped:
         print(f"{report.source}: {report.skipped} rows with problems were skipped", file=sys.stderr)
-    tokenizer = load_tokenizer(model_path(config), config.model.trust_remote_code)
+    tokenizer = load_tokenizer(config.model.tokenizer or model_path(config), config.model.trust_remote_code)
     processor = DataProcessor(tokenizer, config.data)
     check_writable(out)
     prompts = processor.token_ids(processor.filter_overlong(report.samples)[0])

@@ -267,7 +267,8 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    folder = resolve_folder(path, weights=False)
+    own = any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    folder = Path(path) if own else resolve_folder(path, weights=False)  # a tokenizer needs no model beside it
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError) as error:
