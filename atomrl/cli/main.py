@@ -17,6 +17,7 @@ COMMANDS = {
     "atoms": "list the atoms, or show one: equation, shapes, paper, example",
     "export": "merge a checkpoint's adapters and write a plain model folder",
     "plot": "draw the curves of a run",
+    "doctor": "say what is wrong with a run; without one, what this machine has and what will be used",
 }
 """Command -> what it does; `atomrl.cli.NAME` has `add_arguments(parser)` and `run(arguments) -> exit code`."""
 

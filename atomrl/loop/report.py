@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from atomrl.metrics import Max, Mean, Metrics, merge, spread, values
-from atomrl.stages import AdvantageBatch, RewardBatch
+from atomrl.stages import AdvantageBatch, Completion, RewardBatch
+
+# An answer that is closed, with more behind it than white space and a full stop.
+_CLOSED = re.compile(r"(</answer>|\\boxed\{[^{}]*\}|####\s*\S+\s).{8,}", re.DOTALL)
 
 
 class Stopwatch:
@@ -41,8 +45,14 @@ class Stopwatch:
         }
 
 
-def rollout_metrics(rewarded: RewardBatch, credited: AdvantageBatch) -> dict[str, float]:
-    """Rewards, groups, lengths and advantages of a step's rollouts."""
+def rollout_metrics(
+    rewarded: RewardBatch, credited: AdvantageBatch, special_ids: Collection[int] = ()
+) -> dict[str, float]:
+    """Rewards, groups, lengths and advantages of a step's rollouts.
+
+    Args:
+        special_ids: the tokenizer's special tokens, one of which ends a completion.
+    """
     completions = [completion for group in rewarded.completions for completion in group]
     groups = [[reward for reward in group if reward is not None] for group in rewarded.rewards]
     groups = [group for group in groups if group]
@@ -61,13 +71,54 @@ def rollout_metrics(rewarded: RewardBatch, credited: AdvantageBatch) -> dict[str
         metrics["by_group/frac_all_good"] = sum(reward > 0 for reward in equal) / len(groups)
         metrics["by_group/frac_all_bad"] = sum(reward <= 0 for reward in equal) / len(groups)
     metrics["reward/missing"] = float(len(completions) - len(scores))
+    metrics["reward/missing_ratio"] = 1 - len(scores) / max(1, len(completions))
+    metrics |= length_correlation(rewarded)
     metrics |= spread("response_length", (len(completion.token_ids) for completion in completions))
     truncated = sum(completion.finish_reason == "length" for completion in completions)
     metrics["response_length/clip_ratio"] = truncated / max(1, len(completions))
+    ran_on = sum(goes_on(completion, special_ids) for completion in completions)
+    metrics["response_length/ran_on_ratio"] = ran_on / max(1, len(completions))
     metrics |= spread("prompt_length", (len(prompt) for prompt in rewarded.prompt_token_ids))
     if credited.loss_mask.any():
         metrics |= spread("critic/advantages", credited.advantages[credited.loss_mask].tolist())
     return metrics
+
+
+def goes_on(completion: Completion, special_ids: Collection[int]) -> bool:
+    """Whether a completion was cut at the limit although it had come to an end before.
+
+    Example:
+        >>> end = {2}
+        >>> goes_on(Completion(token_ids=(5, 2, 5, 5), text="4 4 4", logprobs=None, finish_reason="length"), end)
+        True
+    """
+    if completion.finish_reason != "length" or not all(completion.loss_mask):
+        return False
+    return any(token in special_ids for token in completion.token_ids[:-1]) or bool(_CLOSED.search(completion.text))
+
+
+def length_correlation(rewarded: RewardBatch) -> dict[str, float]:
+    """Correlation of reward and length among completions of a group that are equally correct (the first part judges),
+    where a reward that is fair to length has none. Nothing where such completions all earn the same."""
+    if not rewarded.reward_parts:
+        return {}
+    first = next(iter(rewarded.reward_parts.values()))
+    like: dict[tuple[int, bool], list[tuple[float, float]]] = {}
+    for p, group in enumerate(rewarded.rewards):
+        for g, reward in enumerate(group):
+            part = first[p][g]
+            if reward is not None and part is not None:
+                length = float(len(rewarded.completions[p][g].token_ids))
+                like.setdefault((p, part >= 1.0), []).append((length, reward))
+    xx = xy = yy = 0.0
+    for pairs in like.values():
+        mean_length = sum(length for length, _ in pairs) / len(pairs)
+        mean_reward = sum(reward for _, reward in pairs) / len(pairs)
+        for length, reward in pairs:
+            xx += (length - mean_length) ** 2
+            xy += (length - mean_length) * (reward - mean_reward)
+            yy += (reward - mean_reward) ** 2
+    return {"reward/length_correlation": xy / (xx * yy) ** 0.5} if xx * yy > 1e-12 else {}
 
 
 def update_metrics(results: Sequence[Metrics]) -> dict[str, float]:

@@ -151,7 +151,8 @@ def run_step(parts: Parts, schedule: Schedule, step: int) -> dict[str, float]:
         parts.engine.load_weights(parts.trainer.weights(), version=step)
     credit = dict(zip(trained_completions(rewarded, schedule.max_row_tokens), mean_advantages(credited), strict=True))
     parts.record.log_rollouts(step, rewarded, credit)
-    return rollout_metrics(rewarded, credited) | update_metrics(results) | watch.metrics(rewarded)
+    special_ids = frozenset(parts.processor.tokenizer.all_special_ids)
+    return rollout_metrics(rewarded, credited, special_ids) | update_metrics(results) | watch.metrics(rewarded)
 
 
 def learn(

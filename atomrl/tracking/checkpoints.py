@@ -1,18 +1,20 @@
 """Checkpoint folders that are complete or absent.
 
 A checkpoint is written aside, every file is hashed into `MANIFEST.json`, and the folder is renamed last; so a run
-that is killed while it saves leaves nothing that could be taken for a checkpoint. Reading checks the hashes.
+that is killed while it saves leaves nothing that could be taken for a checkpoint. Reading checks the hashes. What is
+removed is renamed first, so that a kill leaves no half of a checkpoint either.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 MANIFEST = "MANIFEST.json"
@@ -39,64 +41,128 @@ def step_folders(root: Path) -> list[tuple[int, Path]]:
 
 
 @contextlib.contextmanager
-def writing_checkpoint(root: Path, step: int, keep: int) -> Iterator[Path]:
-    """A folder to save into. When the block ends without an error it becomes `root/step_NNNNNN`, and only the
-    newest `keep` checkpoints stay; after an error it is removed and the older checkpoints are as they were.
+def writing_checkpoint(root: Path, step: int) -> Iterator[Path]:
+    """A folder to save into. When the block ends without an error it becomes `root/step_NNNNNN`; after an error it is
+    removed and the older checkpoints are as they were.
+
+    Raises:
+        OSError: the disk is full; the message names the folder and what to do.
 
     Example:
         >>> import tempfile
         >>> root = Path(tempfile.mkdtemp())
-        >>> with writing_checkpoint(root, 10, keep=2) as folder:
+        >>> with writing_checkpoint(root, 10) as folder:
         ...     _ = (folder / "weights").write_text("w")
         >>> checkpoint_fault(root / "step_000010") is None
         True
     """
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, not {keep}")
-    final, aside = root / step_folder(step), root / f".{step_folder(step)}.partial"
+    final, aside, old = (root / form.format(step_folder(step)) for form in ("{}", ".{}.partial", ".{}.old"))
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        _write_manifest(aside)
-        old = root / f".{step_folder(step)}.old"
-        if final.exists():  # the same step again, after a resume from an older one
-            final.rename(old)
-        aside.rename(final)
-        _flush_to_disk(root)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    for _, folder in step_folders(root)[:-keep]:
-        shutil.rmtree(folder)
+    with disk_full_named(root, f"the checkpoint of step {step} was not written; those before it are as they were"):
+        try:
+            aside.mkdir(parents=True)
+            yield aside
+            _write_manifest(aside)
+            if final.exists():  # the same step again
+                final.rename(old)
+            aside.rename(final)
+            _flush_to_disk(root)
+            shutil.rmtree(old, ignore_errors=True)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def keep_checkpoints(root: Path, newest: int, also: Collection[int] = ()) -> None:
+    """Remove all checkpoints but the `newest` ones and those of the steps in `also`.
+
+    Raises:
+        ValueError: `newest` is less than 1.
+    """
+    if newest < 1:
+        raise ValueError(f"keep must be at least 1, not {newest}")
+    for step, folder in step_folders(root)[:-newest]:
+        if step not in also:
+            remove_checkpoint(folder)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Rename, then delete: a kill leaves the whole checkpoint or none."""
+    doomed = folder.with_name(f".{folder.name}.removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def set_damaged_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint to `step_NNNNNN.damaged`, which nothing reads and nothing counts."""
+    aside = folder.with_name(f"{folder.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
+
+
+def clear_leftovers(root: Path) -> None:
+    """Remove what a kill in the middle of a save or of a removal has left; no checkpoint is touched."""
+    for leftover in root.glob(".step_*"):
+        whole = root / leftover.name.removeprefix(".").removesuffix(".old")
+        if leftover.suffix == ".old" and not whole.exists():  # killed between the two renames
+            leftover.rename(whole)
+        else:
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def checkpoint_fault(folder: Path) -> str | None:
     """What is wrong with a checkpoint (a file that is missing, or whose content is not what was written), or None."""
     try:
-        manifest: dict[str, str] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
+        text = (folder / MANIFEST).read_text(encoding="utf-8")
+        manifest: dict[str, str] = json.loads(text)["sha256"]
+        if text != _manifest_text(manifest):
+            return f"{MANIFEST} is not what was written"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     for name, digest in manifest.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if _sha256(path) != digest:
-            return f"{name} is not what was written (its hash differs)"
+        try:
+            found = _sha256(path)
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if found != digest:
+            return f"{name} is not what was written ({path.stat().st_size} bytes; its hash differs)"
     return None
 
 
+@contextlib.contextmanager
+def disk_full_named(folder: Path, what: str) -> Iterator[None]:
+    """Turns "no space left", by whichever library it is raised, into an OSError that says where and what to do."""
+    try:
+        yield
+    except Exception as error:  # safetensors and tokenizers have errors of their own
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        if not full and "(os error 28)" not in str(error) and "No space left on device" not in str(error):
+            raise
+        raise OSError(
+            f"the disk is full: {folder}: {what}. Make room there (checkpoint.keep=1 keeps fewer checkpoints, "
+            "tracking.save_rollouts=false no completions), then go on with --resume"
+        ) from error
+
+
 def _write_manifest(folder: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    paths = sorted(folder.rglob("*"))
+    files = [path for path in paths if path.is_file()]
     if not files:
         raise ValueError("nothing was saved into the checkpoint")
     digests = {str(path.relative_to(folder)): _sha256(path) for path in files}
-    for path in files:
-        _flush_to_disk(path)
     manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"sha256": digests}, indent=1) + "\n", encoding="utf-8")
-    _flush_to_disk(manifest)
-    _flush_to_disk(folder)
+    manifest.write_text(_manifest_text(digests), encoding="utf-8")
+    for path in [*paths, manifest, folder]:  # files, and folders for the names in them
+        _flush_to_disk(path)
+
+
+def _manifest_text(digests: dict[str, str]) -> str:
+    return json.dumps({"sha256": digests}, indent=1) + "\n"
 
 
 def _sha256(path: Path) -> str:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.config import RunConfig
+from atomrl.doctor.watch import Doctor
 from atomrl.stages import RewardBatch
 from atomrl.tracking.console import Progress
-from atomrl.tracking.run_directory import RunDirectory
+from atomrl.tracking.run_directory import RunDirectory, read_metrics
 from atomrl.tracking.sinks import Sinks
 
 
@@ -27,6 +28,12 @@ class Recorder:
         self.sinks = Sinks(config, directory)
         self.progress = Progress(config.train.steps, first_step=directory.first_step, name=config.run_name)
         self._save_rollouts = config.tracking.save_rollouts
+        self.doctor = Doctor()
+        metrics = directory.path / "metrics.jsonl"
+        if metrics.exists():  # a resumed run: what was found then is not said again
+            for row in read_metrics(metrics):
+                self.doctor.observe(row)
+            directory.write_findings(self.doctor.findings)
 
     def __enter__(self) -> Recorder:
         self.progress.__enter__()
@@ -34,13 +41,21 @@ class Recorder:
 
     def __exit__(self, *error: object) -> None:
         self.progress.__exit__(*error)
+        if self.doctor.findings:
+            names = ", ".join(f"{finding.id} (step {finding.step})" for finding in self.doctor.findings)
+            self.progress.note(f"the doctor found: {names}; `atomrl doctor {self.directory.path}` says it again")
         self.sinks.close()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line in `metrics.jsonl`, in every sink and on the terminal."""
-        self.directory.log(step, metrics)
+        """One line in `metrics.jsonl`, in every sink and on the terminal; and what the doctor newly finds."""
+        row = self.directory.log(step, metrics)
         self.sinks.log(metrics, step)
         self.progress.update(step, metrics)
+        new = self.doctor.observe(row)
+        for finding in new:
+            self.progress.note(str(finding))
+        if new:
+            self.directory.write_findings(self.doctor.findings)
 
     def log_rollouts(
         self, step: int, rewarded: RewardBatch, advantages: Mapping[tuple[int, int], float] | None = None

@@ -4,6 +4,7 @@ runs/NAME/
   config.yaml      the resolved config
   env.json         versions, hardware, commit, command; never environment variables
   metrics.jsonl    one flat JSON object a line, each with "step": pd.read_json(path, lines=True)
+  findings.jsonl   what the doctor found, if it did
   rollouts/step_000010/{train,eval}.jsonl   one completion a line
   checkpoints/step_000010/                  complete or absent, see `checkpoints.py`
   summary.json, curves.png                  at the end
@@ -17,14 +18,17 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError, RunConfig, dump_config, read_yaml
+from atomrl.doctor.findings import Finding
 from atomrl.stages import RewardBatch
 from atomrl.tracking.checkpoints import checkpoint_fault, step_folder, step_folders, writing_checkpoint
 from atomrl.tracking.environment import describe_environment
 
+FINDINGS = "findings.jsonl"
 FRESH_MODEL = "fresh_model"
 """In a run that starts from a model made for it: that model."""
 STARTED = {"config.yaml", "env.json", FRESH_MODEL}
@@ -96,14 +100,20 @@ class RunDirectory:
             if folder_step > step:  # a damaged one: it must not count among those that are kept
                 shutil.rmtree(folder)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line to `metrics.jsonl`. NaN and infinities, which JSON lacks, become null."""
+    def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """Append one line to `metrics.jsonl`, and return it. NaN and infinities, which JSON lacks, become null."""
         row: dict[str, Any] = {"step": int(step)}
         for name, value in metrics.items():
             number = float(value)
             row[name] = (value if isinstance(value, int) else number) if math.isfinite(number) else None
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+        return row
+
+    def write_findings(self, findings: Iterable[Finding]) -> None:
+        """What the doctor has found so far; no file where it is nothing."""
+        path, rows = self.path / FINDINGS, [asdict(finding) | {"page": finding.page} for finding in findings]
+        write_jsonl(path, rows) if rows else path.unlink(missing_ok=True)
 
     def log_rollouts(
         self,

@@ -16,7 +16,7 @@ LAYERS = [
     {"config", "metrics"},
     {"stages"},
     {"atoms"},
-    {"protocols"},
+    {"protocols", "doctor"},
     {"objective", "rewards", "data", "models", "tracking", "six_section"},
     {"algorithms", "rollout", "training"},
     {"loop"},
