@@ -1,0 +1,72 @@
+"""On a CUDA device the same parts give the same numbers as on the CPU, and a run goes through."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from atomrl.cli.main import main
+from atomrl.metrics import values
+from atomrl.rollout.hf import HFEngine
+from atomrl.rollout.native import NativeEngine
+from atomrl.stages import PromptBatch, Sample, SamplingParams
+from tests.conformance.test_backends import make_local
+from tests.tiny import make_tiny_model
+from tests.training.batches import make_algorithm, make_batch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_tiny_model(tmp_path / "model", "qwen2")
+
+
+def test_updates_are_those_of_the_cpu(folder):
+    batch, algorithm = make_batch(), make_algorithm()
+    on_cpu, on_gpu = (make_local(folder, device=device) for device in ("cpu", "cuda"))
+    for _ in range(3):
+        expected = values(on_cpu.train_step(batch, algorithm))
+        assert values(on_gpu.train_step(batch, algorithm)) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    trained = dict(on_gpu.weights())
+    for name, weight in on_cpu.weights():
+        torch.testing.assert_close(trained[name].cpu(), weight, atol=2e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("engine", [NativeEngine, HFEngine])
+def test_rollouts_and_trainer_agree(folder, engine):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    settings = {"dtype": torch.float32, "device": "cuda", "max_concurrent_completions": 8}
+    rollout = engine.from_pretrained(str(folder), tokenizer, **settings)
+    prompts = PromptBatch(
+        samples=tuple(Sample(sample_id=str(index), prompt="", ground_truth="") for index in range(3)),
+        prompt_ids=("0", "1", "2"),
+        prompt_token_ids=((7, 8, 9), (20,), (30, 31, 32, 33, 34, 35)),
+    )
+    drawn = rollout.generate(prompts, SamplingParams(completions_per_prompt=4, max_completion_tokens=20))
+    backend = make_local(folder, device="cuda")
+    for prompt, group in zip(prompts.prompt_token_ids, drawn.completions, strict=True):
+        for completion in group:
+            tokens = torch.tensor([prompt + completion.token_ids], device="cuda")
+            logits = backend.policy.forward(tokens)[0, len(prompt) - 1 : -1]
+            logprobs = logits.log_softmax(-1)[torch.arange(len(logits)), list(completion.token_ids)]
+            torch.testing.assert_close(logprobs.cpu(), torch.tensor(completion.logprobs), atol=1e-4, rtol=1e-4)
+
+
+def test_a_whole_run(folder, tmp_path):
+    options = [
+        f"model.path={folder}",
+        f"output_dir={tmp_path}",
+        "data.train=arithmetic",
+        "data.train_size=8",
+        "model.device=cuda",
+    ]
+    options += ["train.steps=2", "rollout.prompts_per_step=2", "rollout.completions_per_prompt=4"]
+    config = tmp_path / "run.yaml"
+    config.write_text("run_name: on-gpu\nreward: {functions: [{function: exact_match}]}\n", encoding="utf-8")
+    assert main(["train", str(config), *options, "rollout.max_completion_tokens=8"]) == 0
+    assert (tmp_path / "on-gpu/summary.json").is_file()
