@@ -1,7 +1,8 @@
-"""What a mask selects."""
+"""What a mask selects, in all and by row. What is off the mask, NaN included, has no influence."""
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -25,14 +26,16 @@ def masked_sum(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) ->
     return values.masked_fill(~mask, 0.0).sum()
 
 
-def masked_mean(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
+def masked_mean(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], eps: float = 0.0) -> Float[Tensor, ""]:
     """Mean of the values under the mask; 0 where the mask is empty.
 
-        sum_{m_t = 1} x_t / max(1, sum_t m_t)
+        sum_{m_t = 1} x_t / max(1, sum_t m_t)         (divided by sum_t m_t + eps where eps is given)
 
     Args:
         values: any numbers.
         mask: True where a value counts.
+        eps: added to the count. The default is none, so that the mean is exact (as in TRL and AReaL); verl and
+            NeMo-RL add 1e-8 against an empty mask.
 
     Returns:
         A scalar.
@@ -41,4 +44,67 @@ def masked_mean(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -
         >>> masked_mean(torch.tensor([1.0, 9.0, 3.0]), torch.tensor([True, False, True]))
         tensor(2.)
     """
-    return masked_sum(values, mask) / mask.sum().clamp(min=1)
+    return masked_sum(values, mask) / _count(mask.sum(), eps, values.dtype)
+
+
+def row_sum(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
+    """Sum of each row's values under the mask.
+
+        S_i = sum_{m_it = 1} x_it
+
+    Args:
+        values: any numbers.
+        mask: True where a value counts.
+
+    Returns:
+        One number per row; 0 for an empty row.
+
+    Example:
+        >>> row_sum(torch.tensor([[1.0, 9.0, 3.0], [5.0, 6.0, 7.0]]), torch.tensor([[1, 0, 1], [0, 0, 0]]).bool())
+        tensor([4., 0.])
+    """
+    return values.masked_fill(~mask, 0.0).sum(1)
+
+
+def row_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], eps: float = 0.0) -> Float[Tensor, " B"]:
+    """Mean of each row's values under the mask.
+
+        M_i = sum_{m_it = 1} x_it / max(1, |m_i|)     (divided by |m_i| + eps where eps is given)
+
+    Args:
+        values: any numbers.
+        mask: True where a value counts.
+        eps: as in `masked_mean`.
+
+    Returns:
+        One number per row; 0 for an empty row.
+
+    Example:
+        >>> row_mean(torch.tensor([[1.0, 9.0, 3.0], [5.0, 6.0, 7.0]]), torch.tensor([[1, 0, 1], [0, 0, 0]]).bool())
+        tensor([2., 0.])
+    """
+    return row_sum(values, mask) / _count(mask.sum(1), eps, values.dtype)
+
+
+def row_max(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
+    """Largest of each row's values under the mask.
+
+        X_i = max_{m_it = 1} x_it
+
+    Args:
+        values: any numbers.
+        mask: True where a value counts.
+
+    Returns:
+        One number per row; 0 for an empty row.
+
+    Example:
+        >>> row_max(torch.tensor([[-1.0, 9.0, -3.0], [5.0, 6.0, 7.0]]), torch.tensor([[1, 0, 1], [0, 0, 0]]).bool())
+        tensor([-1.,  0.])
+    """
+    highest = values.masked_fill(~mask, -torch.inf).amax(1)
+    return highest.masked_fill(~mask.any(1), 0.0)
+
+
+def _count(counts: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    return counts.to(dtype) + eps if eps else counts.to(dtype).clamp(min=1)

@@ -1,13 +1,22 @@
-"""How much likelier a token is now than when it was sampled."""
+"""How much likelier a token, or a completion, is now than when it was sampled.
+
+Three levels to choose from, each as a log-ratio and as a ratio: by token (PPO), by completion (GSPO), and by completion
+with the gradient of each token on its own (GSPO-token).
+"""
 
 from __future__ import annotations
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from atomrl.atoms.masks import row_mean, row_sum
+
 
 def token_log_ratio(
-    logprobs: Float[Tensor, "B T"], old_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    clamp: float | None = None,
 ) -> Float[Tensor, "B T"]:
     """Log of the likelihood ratio of each token, 0 off the mask.
 
@@ -20,6 +29,9 @@ def token_log_ratio(
         logprobs: of the policy, with gradient.
         old_logprobs: of the policy at the start of the step.
         mask: True where the model wrote the token.
+        clamp: bound on the absolute value; a token beyond it has no gradient. The default is none, as in TRL, AReaL,
+            slime, NeMo-RL and ROLL: a ratio that far off is a fault that should be seen. verl, SkyRL and OpenRLHF
+            bound it by 20.
 
     Returns:
         Log-ratios; gradients flow to `logprobs` under the mask only.
@@ -28,22 +40,27 @@ def token_log_ratio(
         >>> token_log_ratio(torch.tensor([[-1.0, 9.0]]), torch.tensor([[-1.5, 0.0]]), torch.tensor([[True, False]]))
         tensor([[0.5000, 0.0000]])
     """
-    return (logprobs - old_logprobs).masked_fill(~mask, 0.0)
+    log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
+    return log_ratio if clamp is None else log_ratio.clamp(-clamp, clamp)
 
 
 def token_ratio(
-    logprobs: Float[Tensor, "B T"], old_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    clamp: float | None = None,
 ) -> Float[Tensor, "B T"]:
     """The likelihood ratio of each token, 1 off the mask.
 
         rho_t = pi_theta(a_t | s_t) / pi_old(a_t | s_t)
 
-    Paper: PPO, arXiv:1707.06347, section 3. The log-ratio is not clamped (as in TRL; verl clamps it to 20).
+    Paper: PPO, arXiv:1707.06347, section 3.
 
     Args:
         logprobs: of the policy, with gradient.
         old_logprobs: of the policy at the start of the step.
         mask: True where the model wrote the token.
+        clamp: as in `token_log_ratio`.
 
     Returns:
         Ratios.
@@ -52,4 +69,139 @@ def token_ratio(
         >>> token_ratio(torch.tensor([[0.0]]), torch.tensor([[0.0]]), torch.tensor([[True]]))
         tensor([[1.]])
     """
-    return token_log_ratio(logprobs, old_logprobs, mask).exp()
+    return token_log_ratio(logprobs, old_logprobs, mask, clamp).exp()
+
+
+def sequence_log_ratio(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    length_normalised: bool = True,
+    clamp: float | None = None,
+    token_clamp: float | None = None,
+    eps: float = 0.0,
+) -> Float[Tensor, " B"]:
+    """Log of the likelihood ratio of each completion.
+
+        s_i = (1 / |m_i|) sum_t m_it log rho_it       (the sum alone without length normalisation)
+
+    Paper: GSPO, arXiv:2507.18071, equation 7. Differs from PPO: one ratio for all tokens of a completion, with the
+    gradient shared between them. The sum is the exact ratio of the completions' probabilities (RLOO's sequence-level
+    PPO); the mean, GSPO's, does not grow with the length.
+
+    Args:
+        logprobs: of the policy, with gradient.
+        old_logprobs: of the policy at the start of the step.
+        mask: True where the model wrote the token.
+        length_normalised: divide by the number of tokens.
+        clamp: bound on the absolute value of the result, as in `token_log_ratio`.
+        token_clamp: bound on each token's log-ratio before the sum. The default is none, as in all peers but VESPO.
+        eps: added to the number of tokens. The default is none; NeMo-RL adds 1e-8.
+
+    Returns:
+        One log-ratio per row, with gradient; 0 for an empty row. `per_token` spreads it.
+
+    Example:
+        >>> logprobs, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.5]])
+        >>> sequence_log_ratio(logprobs, old, torch.tensor([[True, True]]))
+        tensor([0.5000])
+        >>> sequence_log_ratio(logprobs, old, torch.tensor([[True, True]]), length_normalised=False)
+        tensor([1.])
+    """
+    tokens = token_log_ratio(logprobs, old_logprobs, mask, token_clamp)
+    rows = row_mean(tokens, mask, eps) if length_normalised else row_sum(tokens, mask)
+    return rows if clamp is None else rows.clamp(-clamp, clamp)
+
+
+def sequence_ratio(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    length_normalised: bool = True,
+    clamp: float | None = None,
+    eps: float = 0.0,
+) -> Float[Tensor, " B"]:
+    """The likelihood ratio of each completion, by default to the power of one over its length.
+
+        r_i = exp(s_i),   s_i of `sequence_log_ratio`
+
+    Paper: GSPO, arXiv:2507.18071, equation 7.
+
+    Args:
+        logprobs: of the policy, with gradient.
+        old_logprobs: of the policy at the start of the step.
+        mask: True where the model wrote the token.
+        length_normalised: the geometric mean of the tokens' ratios; otherwise their product.
+        clamp: as in `sequence_log_ratio`.
+        eps: as in `sequence_log_ratio`.
+
+    Returns:
+        One ratio per row; 1 for an empty row.
+
+    Example:
+        >>> sequence_ratio(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, True]]))
+        tensor([1.])
+    """
+    return sequence_log_ratio(logprobs, old_logprobs, mask, length_normalised, clamp, eps=eps).exp()
+
+
+def sequence_token_log_ratio(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    ceiling: float | None = None,
+) -> Float[Tensor, "B T"]:
+    """The completion's log-ratio in value, with the gradient of each token's own log-prob.
+
+        log s_it = sg[s_i] + log pi_theta(a_t) - sg[log pi_theta(a_t)],   s_i of `sequence_log_ratio`
+
+    Paper: GSPO, arXiv:2507.18071, equation 14 (GSPO-token). With one advantage per completion its gradient equals
+    GSPO's; it differs where advantages differ between tokens.
+
+    Args:
+        logprobs: of the policy, with gradient.
+        old_logprobs: of the policy at the start of the step.
+        mask: True where the model wrote the token.
+        ceiling: upper bound, beyond which a token has no gradient. The default is none, as in TRL; verl and SkyRL
+            have 10.
+
+    Returns:
+        Log-ratios per token, 0 off the mask.
+
+    Example:
+        >>> logprobs, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.1]])
+        >>> sequence_token_log_ratio(logprobs, old, torch.tensor([[True, True]]))
+        tensor([[0.3000, 0.3000]])
+    """
+    rows = sequence_log_ratio(logprobs.detach(), old_logprobs, mask)
+    own = token_log_ratio(logprobs, logprobs.detach(), mask)
+    log_ratio = (own + rows[:, None]).masked_fill(~mask, 0.0)
+    return log_ratio if ceiling is None else log_ratio.clamp(max=ceiling)
+
+
+def sequence_token_ratio(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    ceiling: float | None = None,
+) -> Float[Tensor, "B T"]:
+    """The completion's ratio in value, with the gradient of each token's own log-prob.
+
+        s_it = sg[r_i] pi_theta(a_t) / sg[pi_theta(a_t)]
+
+    Paper: GSPO, arXiv:2507.18071, equation 14 (GSPO-token).
+
+    Args:
+        logprobs: of the policy, with gradient.
+        old_logprobs: of the policy at the start of the step.
+        mask: True where the model wrote the token.
+        ceiling: as in `sequence_token_log_ratio`.
+
+    Returns:
+        Ratios per token, 1 off the mask.
+
+    Example:
+        >>> sequence_token_ratio(torch.tensor([[-1.0]]), torch.tensor([[-1.0]]), torch.tensor([[True]]))
+        tensor([[1.]])
+    """
+    return sequence_token_log_ratio(logprobs, old_logprobs, mask, ceiling).exp()

@@ -1,16 +1,26 @@
 """Reduction as data: the weight of each token in the loss of one optimizer step.
 
 The loss is `(loss_weights * per_token).sum()`, so the weights say what is averaged over what. They are computed once,
-over the whole step, before it is split: micro-batches, ranks and packing then cannot change the objective.
+over the whole step, before it is split: micro-batches, ranks and packing then cannot change the objective. What is
+divided by can be given where a process sees only a part of the step (`total_tokens`, `total_rows`).
+
+Weights are float32 unless asked for in another `dtype`.
 """
 
 from __future__ import annotations
 
-from jaxtyping import Bool, Float
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+EmptyRows = Literal["drop", "count"]
 
-def token_mean(mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+
+def token_mean(
+    mask: Bool[Tensor, "B T"], total_tokens: float | None = None, dtype: torch.dtype = torch.float32
+) -> Float[Tensor, "B T"]:
     """Every token weighs the same: long completions count more.
 
         w_{i,t} = m_{i,t} / sum_{j,s} m_{j,s}
@@ -19,6 +29,8 @@ def token_mean(mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
 
     Args:
         mask: True where the model wrote the token, for all rows of the optimizer step.
+        total_tokens: what to divide by instead of the mask's count; 1 gives a plain sum.
+        dtype: of the weights.
 
     Returns:
         Weights that sum to 1 (to 0 for an empty mask).
@@ -28,43 +40,64 @@ def token_mean(mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         tensor([[0.0000, 0.2500, 0.2500],
                 [0.0000, 0.2500, 0.2500]])
     """
-    return mask.float() / mask.sum().clamp(min=1)
+    return mask.to(dtype) / (mask.sum().clamp(min=1) if total_tokens is None else total_tokens)
 
 
-def sequence_mean(mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def sequence_mean(
+    mask: Bool[Tensor, "B T"],
+    empty_rows: EmptyRows = "drop",
+    total_rows: float | None = None,
+    eps: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, "B T"]:
     """Every completion weighs the same: a token of a long one counts less.
 
         w_{i,t} = m_{i,t} / (|m_i| N),    N = number of rows with a token
 
-    Paper: GRPO in DeepSeekMath, arXiv:2402.03300, equation 3. Rows without a token are not counted in N (as in verl
-    and OpenRLHF; TRL counts them).
+    Paper: GRPO in DeepSeekMath, arXiv:2402.03300, equation 3.
 
     Args:
         mask: True where the model wrote the token, for all rows of the optimizer step.
+        empty_rows: whether rows without a token count in N. The default drops them, as verl and OpenRLHF do, so that
+            padding a batch with empty rows changes nothing; TRL, SkyRL and ROLL count them.
+        total_rows: N itself, where it is known.
+        eps: added to |m_i|. The default is none; verl, OpenRLHF and NeMo-RL add 1e-8.
+        dtype: of the weights.
 
     Returns:
-        Weights that sum to 1 (to 0 for an empty mask).
+        Weights that sum to 1 (to 0 for an empty mask) where empty rows are dropped.
 
     Example:
         >>> sequence_mean(torch.tensor([[True, True, True, True], [True, False, False, False]]))
         tensor([[0.1250, 0.1250, 0.1250, 0.1250],
                 [0.5000, 0.0000, 0.0000, 0.0000]])
     """
-    tokens = mask.sum(dim=1, keepdim=True)
-    rows = (tokens > 0).sum().clamp(min=1)
-    return mask.float() / (tokens.clamp(min=1) * rows)
+    lengths = mask.sum(1, keepdim=True).to(dtype)
+    lengths = lengths + eps if eps else lengths.clamp(min=1)
+    return mask.to(dtype) / (lengths * _rows(mask, empty_rows, total_rows))
 
 
-def constant_length(mask: Bool[Tensor, "B T"], length: int) -> Float[Tensor, "B T"]:
+def constant_length(
+    mask: Bool[Tensor, "B T"],
+    length: int,
+    empty_rows: EmptyRows = "count",
+    total_rows: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, "B T"]:
     """A token's weight does not depend on how long its own or any other completion is.
 
-        w_{i,t} = m_{i,t} / (B L)
+        w_{i,t} = m_{i,t} / (N L)
 
-    Paper: Dr. GRPO, arXiv:2503.20783, appendix A. B counts all rows, L is a constant, usually the limit on length.
+    Paper: Dr. GRPO, arXiv:2503.20783, appendix A. L is a constant, usually the limit on length; a length of 1 gives
+    the mean over rows of their sums ("sequence-mean-token-sum", LUSPO arXiv:2602.05261).
 
     Args:
         mask: True where the model wrote the token, for all rows of the optimizer step.
         length: L, in tokens.
+        empty_rows: whether rows without a token count in N. The default counts them, as TRL and SkyRL do: N is then
+            as constant as L. verl drops them.
+        total_rows: N itself, where it is known.
+        dtype: of the weights.
 
     Returns:
         Weights that sum to the mean length divided by L.
@@ -79,4 +112,76 @@ def constant_length(mask: Bool[Tensor, "B T"], length: int) -> Float[Tensor, "B 
     """
     if length < 1:
         raise ValueError(f"length must be at least 1 token, got {length}")
-    return mask.float() / (max(1, mask.shape[0]) * length)
+    return mask.to(dtype) / (_rows(mask, empty_rows, total_rows) * length)
+
+
+def group_token_mean(
+    mask: Bool[Tensor, "B T"], group_ids: Int[Tensor, " B"], dtype: torch.dtype = torch.float32
+) -> Float[Tensor, "B T"]:
+    """Every group of rows weighs the same, and every token within its group.
+
+        w_{i,t} = m_{i,t} / (G |m_g|),    g = group of row i, |m_g| = its tokens, G = number of groups
+
+    With the completions of a prompt as the group no prompt counts more for its long answers (SkyRL's `prompt_mean`).
+    With micro-batches as the group it is the mean of micro-batch means that older trainers took, an objective that
+    depends on how a batch is split: use it to reproduce such a run only.
+
+    Args:
+        mask: True where the model wrote the token, for all rows of the optimizer step.
+        group_ids: equal for rows of one group. A group without a token counts in G.
+        dtype: of the weights.
+
+    Returns:
+        Weights that sum to 1 where no group is empty.
+
+    Example:
+        >>> group_token_mean(torch.tensor([[True, True], [True, True], [True, False]]), torch.tensor([0, 0, 1]))
+        tensor([[0.1250, 0.1250],
+                [0.1250, 0.1250],
+                [0.5000, 0.0000]])
+    """
+    groups, index = torch.unique(group_ids, return_inverse=True)
+    tokens = torch.zeros(len(groups), dtype=dtype, device=mask.device).index_add(0, index, mask.sum(1).to(dtype))
+    return mask.to(dtype) / (tokens.clamp(min=1)[index, None] * len(groups))
+
+
+def weighted_sum(
+    per_token: Float[Tensor, "B T"],
+    loss_weights: Float[Tensor, "B T"],
+    *factors: Bool[Tensor, "B T"] | Float[Tensor, "B T"],
+    scale: float = 1.0,
+) -> Float[Tensor, ""]:
+    """The loss: per-token losses times their weights, summed.
+
+        L = scale sum_{i,t} w_{i,t} c_{i,t} l_{i,t}
+
+    A token of no weight has no influence, whatever its loss: NaN times 0 does not happen.
+
+    Args:
+        per_token: loss per token, with gradient.
+        loss_weights: of a reduction, over the whole optimizer step.
+        factors: what else multiplies a token: importance weights of a correction, or a choice of tokens. They carry
+            no gradient and do not change what is divided by.
+        scale: of the whole. The default of 1 is for gradients that are summed over processes; where a back end
+            averages them, the number of processes undoes it.
+
+    Returns:
+        A scalar; micro-batches of a step add up to it.
+
+    Example:
+        >>> losses, weights = torch.tensor([[1.0, 2.0, float("nan")]]), torch.tensor([[0.5, 0.5, 0.0]])
+        >>> weighted_sum(losses, weights)
+        tensor(1.5000)
+        >>> weighted_sum(losses, weights, torch.tensor([[True, False, True]]))
+        tensor(0.5000)
+    """
+    weights, used = loss_weights, loss_weights != 0
+    for factor in factors:
+        weights = torch.where(used, weights * factor.detach(), 0.0)
+    return scale * (per_token.masked_fill(weights == 0, 0.0) * weights).sum()
+
+
+def _rows(mask: Tensor, empty_rows: EmptyRows, total_rows: float | None) -> Tensor | float:
+    if total_rows is not None:
+        return total_rows
+    return max(1.0, float(len(mask))) if empty_rows == "count" else mask.any(1).sum().clamp(min=1)
