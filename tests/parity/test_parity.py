@@ -1,0 +1,23 @@
+"""Our atoms give the numbers of the libraries that people trust: one test per file of golden numbers."""
+
+import pytest
+
+from tests.parity import harness
+from tests.parity.not_covered import NOT_COVERED
+
+
+def test_file(golden_file):
+    stem = golden_file.stem
+    if stem not in harness.all_adapters():
+        assert stem in NOT_COVERED, "write an adapter in tests/parity/adapters, or the reason in not_covered.py"
+        pytest.skip(NOT_COVERED[stem])
+    outcome = harness.check_file(golden_file)
+    assert outcome.cases
+    if outcome.faults:
+        pytest.fail("\n".join(outcome.faults), pytrace=False)
+
+
+def test_every_adapter_and_every_reason_has_a_file():
+    stems = {path.stem for path in harness.GOLDEN.glob("*.json")}
+    assert set(harness.all_adapters()) <= stems
+    assert set(NOT_COVERED) <= stems
