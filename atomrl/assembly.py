@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -22,8 +20,9 @@ from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
 from atomrl.data.stream import PromptStream
 from atomrl.loop.evaluate import EvalResult, evaluate
-from atomrl.loop.sft import demonstration_batch, demonstration_tokens, supervise
-from atomrl.loop.sync import Parts, Progress, Save, Schedule
+from atomrl.loop.recovery import identity, open_run, saver
+from atomrl.loop.sft import demonstration_batch, demonstration_tokens, fitting_demonstrations, supervise
+from atomrl.loop.sync import Parts, Progress, Schedule
 from atomrl.loop.sync import train as run_training
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder, save_model
@@ -39,8 +38,6 @@ from atomrl.training.local import LocalBackend
 
 log = logging.getLogger(__name__)
 ENGINES = {"native": NativeEngine, "hf": HFEngine}
-STATE = "progress.json"
-"""In every checkpoint: how far the run is."""
 
 
 def train(config: RunConfig, resume: bool = False) -> dict[str, Any]:
@@ -66,7 +63,8 @@ def train(config: RunConfig, resume: bool = False) -> dict[str, Any]:
     held_out = load_split(config, processor, "eval")
     stream = PromptStream(load_split(config, processor, "train"), seed=config.seed, shuffle=config.data.shuffle)
     schedule = make_schedule(config)
-    run, progress = open_run(config, resume, stream.fingerprint)
+    now = identity(stream, processor, path)
+    run, progress = open_run(config, resume, now, allow_changes)
     earlier_s = progress.wall_s
     trainer = build_trainer(config, path, tokenizer, schedule, needs_reference="ref_logprobs" in algorithm.needs)
     engine = build_engine(config.rollout.engine, path, tokenizer, config.model.dtype, config.rollout, config.model)
@@ -95,13 +93,13 @@ def train(config: RunConfig, resume: bool = False) -> dict[str, Any]:
             record=record,
             evaluate=evaluate_now,
         )
-        done = run_training(parts, schedule, progress, saver(trainer, stream.fingerprint))
+        done = run_training(parts, schedule, progress, saver(trainer, now))
         if done and config.eval.after:
             evaluate_now(progress.step)
     return finish(run, config, progress, done, earlier_s + time.perf_counter() - started)
 
 
-def sft(config: RunConfig, resume: bool = False) -> dict[str, Any]:
+def sft(config: RunConfig, resume: bool = False, allow_changes: bool = False) -> dict[str, Any]:
     """`atomrl sft`: supervised training on demonstrations; with `sft.gpt`, of a model made from scratch.
 
     A step draws `train.rows_per_update` demonstrations. Otherwise as `train`.
@@ -113,12 +111,14 @@ def sft(config: RunConfig, resume: bool = False) -> dict[str, Any]:
     demonstrate = demonstrator(config)
     for sample in report.samples[:1]:
         demonstrate(sample, random.Random(0))  # a missing field shows now
-    fingerprint = PromptStream(report.samples, seed=config.seed).fingerprint
     rows = config.train.rows_per_update or 64
     schedule = replace(make_schedule(config), prompts_per_step=rows, updates_per_epoch=1, epochs_per_step=1)
-    run, progress = open_run(config, resume, fingerprint)
-    earlier_s = progress.wall_s
-    path = fresh_model(config, run, resume) if config.sft.gpt else model_path(config)
+    if config.sft.gpt:
+        now = {"data (data.train)": PromptStream(report.samples).fingerprint}
+        run, progress = open_run(config, resume, now, allow_changes)
+        path = fresh_model(config, run)
+    else:
+        path = model_path(config)
     tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.trust_remote_code)
     processor = DataProcessor(tokenizer, config.data)
     kept, _ = processor.filter_overlong(report.samples)
@@ -126,16 +126,28 @@ def sft(config: RunConfig, resume: bool = False) -> dict[str, Any]:
     trainer = build_trainer(config, path, tokenizer, schedule, needs_reference=False)
 
     def draw(count: int) -> RewardBatch:
-        items = stream.take(count)
+        batch = demonstrations(stream.take(count))
         progress.position = stream.position
+        return batch
+
+    def demonstrations(items: Sequence[tuple[str, Sample]]) -> RewardBatch:
         texts = [demonstrate(sample, random.Random(f"{config.seed}/{prompt_id}")) for prompt_id, sample in items]
         return demonstration_batch(processor.to_prompt_batch(items), demonstration_tokens(texts, tokenizer))
 
+    context = context_tokens(path, config)
+    if context is not None:
+        kept = fitting_demonstrations(kept, demonstrations, context)
+        schedule = replace(schedule, max_row_tokens=min(context, schedule.max_row_tokens or context))
+
+    if not config.sft.gpt:
+        now = identity(stream, processor, path)
+        run, progress = open_run(config, resume, now, allow_changes)
+    earlier_s = progress.wall_s
     with closing_all(trainer), Recorder(config, run) as record:
         if progress.step:
             trainer.load(run.checkpoint_folder(progress.step))
             stream.position = progress.position
-        done = supervise(trainer, SFT, draw, record, progress, saver(trainer, fingerprint), schedule)
+        done = supervise(trainer, SFT, draw, record, progress, saver(trainer, now), schedule)
     return finish(run, config, progress, done, earlier_s + time.perf_counter() - started)
 
 
@@ -156,8 +168,13 @@ def prompt_limit(config: RunConfig, path: str) -> int:
     Raises:
         ConfigError: it leaves nothing.
     """
-    context = getattr(model_config_only(path, config.model.trust_remote_code), "max_position_embeddings", None)
+    context = context_tokens(path, config)
     completion = max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0)
+def context_tokens(path: str, config: RunConfig) -> int | None:
+    """The longest row that a model is made for, where its config tells."""
+    return getattr(model_config_only(path, config.model.trust_remote_code), "max_position_embeddings", None)
+
+
     if context is not None and context <= completion:
         raise ConfigError(
             f"max_completion_tokens={completion} leaves no room for a prompt in the context of {path}, {context} tokens"
@@ -297,10 +314,10 @@ def demonstrator(config: RunConfig) -> Callable[[Sample, random.Random], str]:
     return from_field
 
 
-def fresh_model(config: RunConfig, run: RunDirectory, resume: bool) -> str:
-    """A GPT with fresh weights and a tokenizer for the task, in the run's folder; the one there when resumed."""
+def fresh_model(config: RunConfig, run: RunDirectory) -> str:
+    """A GPT with fresh weights and a tokenizer for the task, in the run's folder; the one there when it goes on."""
     folder = run.path / FRESH_MODEL
-    if not (resume and folder.exists()):
+    if run.first_step == 1 or not folder.exists():
         assert config.sft is not None and config.sft.gpt is not None
         tokenizer = make_tokenizer(task_words(config.data.train))
         model = new_gpt(
@@ -313,33 +330,6 @@ def fresh_model(config: RunConfig, run: RunDirectory, resume: bool) -> str:
         )
         save_model(model, tokenizer, folder)
     return str(folder)
-
-
-def open_run(config: RunConfig, resume: bool, fingerprint: str) -> tuple[RunDirectory, Progress]:
-    """The run's folder, and how far it is.
-
-    Raises:
-        ConfigError: the folder exists (or not, to resume), or the data is not the data of the checkpoint.
-    """
-    run = RunDirectory.create(config, resume)
-    if run.first_step == 1:
-        return run, Progress()
-    folder = run.checkpoint_folder(run.first_step - 1)
-    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    if state.pop("data_fingerprint") != fingerprint:
-        raise ConfigError(f"{folder} was trained on other data than data.train now gives; start a new run instead")
-    return run, Progress(**state)
-
-
-def saver(trainer: TrainingBackend, fingerprint: str) -> Save:
-    """Writes model, optimizer and progress into a folder."""
-
-    def save(folder: Path, progress: Progress) -> None:
-        trainer.save(folder)
-        state = asdict(progress) | {"data_fingerprint": fingerprint}
-        (folder / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-
-    return save
 
 
 def headline(result: EvalResult) -> dict[str, float]:
@@ -359,7 +349,7 @@ def finish(run: RunDirectory, config: RunConfig, progress: Progress, done: bool,
         "wall_s": round(seconds, 2),
         **{f"{name}_before": value for name, value in before.items()},
         **{f"{name}_after": value for name, value in (after if progress.step else {}).items()},
-        "model": str(run.link_model(run.checkpoint_folder(progress.step))) if progress.step else None,
+        "model": str(run.path / "model") if progress.step else None,
     }
     run.finish(summary)
     return summary

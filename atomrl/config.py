@@ -109,8 +109,8 @@ class RewardItem(Section):
     """One reward and its weight in the sum."""
 
     function: str
-    """A built-in name, or a dotted path to any function of the same signature."""
-    weight: float = 1.0
+    """A built-in name, or a dotted path to a function of the same signature, to verl's `compute_score`, or to a class
+    that is called with a `RolloutBatch`."""
     args: dict[str, Any] = {}
 
 
@@ -174,9 +174,9 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the state is saved; the end of a run is always saved."""
+    """When the state is saved and what stays; the end of a run is always saved (docs/recovery.md)."""
 
-    every_steps: int = Field(0, ge=0)
+    every_steps: int = Field(20, ge=0)
     """0: only at the end."""
     keep: int = Field(2, ge=1)
 
@@ -209,6 +209,10 @@ class GptConfig(Section):
 class SftConfig(Section):
     """Supervised training (`atomrl sft`); steps, rows and learning rate are those of `train`."""
 
+    """How many of the newest ones."""
+    keep_best: str | None = None
+    """A metric, as `critic/score/mean`: the checkpoint with the best value of it stays too (`RUN/best`)."""
+    best_is: Literal["max", "min"] = "max"
     completion_field: str = "completion"
     """Where a row of a file has its demonstration; a generator writes its own."""
     gpt: GptConfig | None = None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from atomrl.loop.report import Stopwatch, update_metrics
-from atomrl.loop.sync import Progress, RunRecord, Save, Schedule, learn, run_steps
+from atomrl.loop.sync import Progress, RunRecord, Save, Schedule, before_updates, learn, run_steps
 from atomrl.protocols import Algorithm, TrainingBackend
-from atomrl.stages import Completion, PromptBatch, RewardBatch
+from atomrl.stages import Completion, PromptBatch, RewardBatch, Sample
+
+log = logging.getLogger(__name__)
 
 
 def supervise(
@@ -32,7 +35,8 @@ def supervise(
 
     def one_step(step: int) -> dict[str, float]:
         watch = Stopwatch()
-        drawn = draw(schedule.prompts_per_step)
+        with before_updates():
+            drawn = draw(schedule.prompts_per_step)
         _, results = learn(trainer, algorithm, drawn, schedule, step, watch)
         return update_metrics(results) | watch.metrics(drawn)
 
@@ -58,3 +62,29 @@ def demonstration_tokens(texts: Sequence[str], tokenizer: Any) -> list[tuple[int
         raise ValueError("the tokenizer has no end-of-sequence token, so a model could not learn to stop")
     encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     return [(*tokens, tokenizer.eos_token_id) for tokens in encoded]
+
+
+def fitting_demonstrations(
+    samples: Sequence[Sample], demonstrations: Callable[[Sequence[tuple[str, Sample]]], RewardBatch], context: int
+) -> list[Sample]:
+    """The samples whose prompt and demonstration, as drawn in the first epoch, fit the model's context.
+
+    Raises:
+        ValueError: none does.
+    """
+    batch = demonstrations([(f"0:{sample.sample_id}", sample) for sample in samples])
+    lengths = [
+        len(prompt) + len(group[0].token_ids)
+        for prompt, group in zip(batch.prompt_token_ids, batch.completions, strict=True)
+    ]
+    kept = [sample for sample, length in zip(samples, lengths, strict=True) if length <= context]
+    if len(kept) < len(samples):
+        longest = max(range(len(samples)), key=lengths.__getitem__)
+        what = (
+            f"{len(samples) - len(kept)} of {len(samples)} demonstrations do not fit the model's context of {context} "
+            f"tokens (the longest, with its prompt: {lengths[longest]} tokens, {samples[longest].sample_id})"
+        )
+        if not kept:
+            raise ValueError(f"{what}; take a model with a longer context (sft.gpt.max_tokens), or shorter data")
+        log.warning("%s and are left out", what)
+    return kept

@@ -80,6 +80,7 @@ class Progress:
 
 
 Save = Callable[[Path, Progress], None]
+BEFORE_UPDATES = "no update of this step had begun: model and optimizer are those of the step before"
 
 
 class NoSignal(RuntimeError):
@@ -119,20 +120,39 @@ def run_steps(
 
     Returns:
         Whether the last step was reached; False after Ctrl-C or SIGTERM, which end the step under way and save.
+
+    Raises:
+        Exception: whatever a step raises. Where it came before the step's first update, the steps done are saved.
     """
     saved = progress.step
     with stop_request() as stopped:
         while progress.step < schedule.steps and not stopped():
             started = time.perf_counter()
-            metrics = one_step(progress.step + 1)
+            try:
+                metrics = one_step(progress.step + 1)
+            except Exception as error:
+                if saved != progress.step and BEFORE_UPDATES in getattr(error, "__notes__", ()):
+                    save_checkpoint(record, progress, save)
+                    log.warning("step %d failed; the %d steps before it are saved", progress.step + 1, progress.step)
+                raise
             progress.step += 1
             progress.wall_s += time.perf_counter() - started
             record.log(progress.step, metrics)
             if schedule.save_every_steps and progress.step % schedule.save_every_steps == 0:
                 saved = save_checkpoint(record, progress, save)
-    if saved != progress.step:
-        save_checkpoint(record, progress, save)
+        if saved != progress.step:
+            save_checkpoint(record, progress, save)
     return progress.step >= schedule.steps
+
+
+@contextmanager
+def before_updates() -> Iterator[None]:
+    """Notes on an error that the weights were not touched yet, so that `run_steps` may save the steps before."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(BEFORE_UPDATES)
+        raise
 
 
 def save_checkpoint(record: RunRecord, progress: Progress, save: Save) -> int:
@@ -145,7 +165,8 @@ def save_checkpoint(record: RunRecord, progress: Progress, save: Save) -> int:
 def run_step(parts: Parts, schedule: Schedule, step: int) -> dict[str, float]:
     """One step: rollouts, rewards, rows, annotations, advantages, updates, weights."""
     watch = Stopwatch()
-    rewarded = collect(parts, schedule.prompts_per_step, step, watch)
+    with before_updates():
+        rewarded = collect(parts, schedule.prompts_per_step, step, watch)
     credited, results = learn(parts.trainer, parts.algorithm, rewarded, schedule, step, watch)
     with watch("sync_weights"):
         parts.engine.load_weights(parts.trainer.weights(), version=step)

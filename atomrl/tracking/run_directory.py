@@ -7,32 +7,52 @@ runs/NAME/
   findings.jsonl   what the doctor found, if it did
   rollouts/step_000010/{train,eval}.jsonl   one completion a line
   checkpoints/step_000010/                  complete or absent, see `checkpoints.py`
+  model, best                               links to the newest checkpoint, and to the best (`checkpoint.keep_best`)
   summary.json, curves.png                  at the end
+  .lock                                     held by the process that writes the run
 """
 
 from __future__ import annotations
 
+import difflib
+import fcntl
 import json
+import logging
 import math
+import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from atomrl.config import ConfigError, RunConfig, dump_config, read_yaml
+from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config, read_yaml
 from atomrl.doctor.findings import Finding
 from atomrl.stages import RewardBatch
-from atomrl.tracking.checkpoints import checkpoint_fault, step_folder, step_folders, writing_checkpoint
+from atomrl.tracking.checkpoints import (
+    checkpoint_fault,
+    clear_leftovers,
+    disk_full_named,
+    keep_checkpoints,
+    set_damaged_aside,
+    step_folder,
+    step_folders,
+    writing_checkpoint,
+)
 from atomrl.tracking.environment import describe_environment
+from atomrl.tracking.resume import config_changes, stop_for_changes, stopping_changes
 
 FINDINGS = "findings.jsonl"
 FRESH_MODEL = "fresh_model"
 """In a run that starts from a model made for it: that model."""
-STARTED = {"config.yaml", "env.json", FRESH_MODEL}
+LOCK = ".lock"
+STARTED = {"config.yaml", "env.json", "inputs", FRESH_MODEL, LOCK}
 """What a run has written that ended before its first step: such a folder is used again."""
+
+
+log = logging.getLogger(__name__)
 
 
 class RunDirectory:
@@ -43,62 +63,88 @@ class RunDirectory:
         first_step: the step to do next: 1, or the one after the checkpoint that is resumed.
     """
 
-    def __init__(self, path: Path, *, keep: int = 2) -> None:
+    def __init__(self, path: Path, checkpoints: CheckpointConfig | None = None) -> None:
         self.path = path
-        self.keep = keep
+        self.checkpoints = checkpoints or CheckpointConfig()
         self.first_step = 1
 
     @classmethod
-    def create(cls, config: RunConfig, resume: bool = False) -> RunDirectory:
+    def create(
+        cls,
+        config: RunConfig,
+        resume: bool = False,
+        allow_changes: bool = False,
+        differs: Callable[[Path], list[str]] = lambda checkpoint: [],
+    ) -> RunDirectory:
         """Open `output_dir/run_name`: a new folder, or with `resume` an existing one.
 
         Resuming cuts metrics and rollouts that are later than the newest whole checkpoint (all of them if there is
-        none), and prints what differs between the config then and now.
+        none), and prints what differs between the config then and now. The folder is locked until the process ends.
+
+        Args:
+            allow_changes: resume although something differs that decides the run (`resume.HARMLESS` does not).
+            differs: what else differs between now and a checkpoint, a line each.
 
         Raises:
-            ConfigError: the folder exists and `resume` is not set, or the other way round.
+            ConfigError: the folder exists and `resume` is not set, or the other way round; another process writes
+                it; or the config differs.
         """
-        run = cls(config.run_dir, keep=config.checkpoint.keep)
-        if resume:
-            run._reopen(config)
-            return run
-        if run.path.exists() and {path.name for path in run.path.iterdir()} - STARTED:
+        run = cls(config.run_dir, config.checkpoint)
+        present = {path.name for path in run.path.iterdir()} if run.path.is_dir() else set()
+        begun = {name for name in present - STARTED if not name.endswith(".partial")}
+        if resume and not ("config.yaml" in present or (present and not begun)):
+            raise ConfigError(f"there is no run to resume in {run.path}; start it without --resume")
+        if begun and not resume:
             raise ConfigError(
                 f"the run {run.path} exists already. Continue it with --resume, or start another with "
                 f"run_name=NEW_NAME (or delete the folder)"
             )
         run.path.mkdir(parents=True, exist_ok=True)
-        _write(run.path / "config.yaml", dump_config(config))
-        _write_json(run.path / "env.json", describe_environment())
+        _lock(run.path)
+        if resume and "config.yaml" in present:
+            run._reopen(config, allow_changes, differs)
+        else:
+            _write(run.path / "config.yaml", dump_config(config))
+            _write_json(run.path / "env.json", describe_environment())
         return run
 
-    def _reopen(self, config: RunConfig) -> None:
-        if not (self.path / "config.yaml").is_file():
-            raise ConfigError(f"there is no run to resume in {self.path}; start it without --resume")
-        changes = config_changes(read_yaml(self.path / "config.yaml"), config)
-        for line in changes:
-            print(f"resume: {line}", file=sys.stderr)
+    def _reopen(self, config: RunConfig, allow_changes: bool, differs: Callable[[Path], list[str]]) -> None:
+        """Every change is made whole or not at all, and once made is left alone by the next: so a kill in between
+        needs no more than to resume again. The config is written last, because what it says is then true."""
+        clear_leftovers(self.path / "checkpoints")
         newest = self.latest_checkpoint()
         done = step_of_checkpoint(newest) if newest else None
+        changes = config_changes(read_yaml(self.path / "config.yaml"), config)
+        others = differs(newest) if newest else []
+        if newest and not allow_changes:  # without a checkpoint all is done anew, so nothing can be mixed
+            stop_for_changes(self.path, [*stopping_changes(changes, config), *others])
+        for line in [*changes, *others]:
+            print(f"resume: {line}", file=sys.stderr)
+        print(f"resume: {self.path} goes on " + (f"after step {done}" if newest else "from the start: no checkpoint"),
+              file=sys.stderr)  # fmt: skip
         self.first_step = 1 if done is None else done + 1
-        self._cut_after(-1 if done is None else done)
-        _write(self.path / "config.yaml", dump_config(config))
-        environment = json.loads((self.path / "env.json").read_text(encoding="utf-8"))
-        attempt = {"first_step": self.first_step, "config_changes": changes, **describe_environment()}
+        self._cut_after(-1 if done is None else done, finished=done is not None and done >= config.train.steps)
+        stored = self.path / "env.json"
+        environment = json.loads(stored.read_text(encoding="utf-8")) if stored.is_file() else {}
+        attempt = {"first_step": self.first_step, "config_changes": [*changes, *others], **describe_environment()}
         environment["resumed"] = [*environment.get("resumed", []), attempt]
-        _write_json(self.path / "env.json", environment)
+        _write_json(stored, environment)
+        _write(self.path / "config.yaml", dump_config(config))
 
-    def _cut_after(self, step: int) -> None:
+    def _cut_after(self, step: int, finished: bool) -> None:
+        """Remove what is later than a step; where that was the last one, also its evaluation, which is done again."""
         path = self.path / "metrics.jsonl"
         if path.exists():
-            kept = [row for row in read_metrics(path) if row["step"] <= step]
+            rows = [row for row in read_metrics(path) if row["step"] <= step]
+            kept = [row for row in rows if not (finished and row["step"] == step and is_evaluation(row))]
             _write(path, "".join(json.dumps(row) + "\n" for row in kept))
         for folder_step, folder in step_folders(self.path / "rollouts"):
             if folder_step > step:
                 shutil.rmtree(folder)
         for folder_step, folder in step_folders(self.path / "checkpoints"):
             if folder_step > step:  # a damaged one: it must not count among those that are kept
-                shutil.rmtree(folder)
+                set_damaged_aside(folder)
+        (self.path / "summary.json").unlink(missing_ok=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Append one line to `metrics.jsonl`, and return it. NaN and infinities, which JSON lacks, become null."""
@@ -106,7 +152,8 @@ class RunDirectory:
         for name, value in metrics.items():
             number = float(value)
             row[name] = (value if isinstance(value, int) else number) if math.isfinite(number) else None
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        path = self.path / "metrics.jsonl"
+        with disk_full_named(self.path, f"the metrics of step {step} were not written"), path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         return row
 
@@ -138,9 +185,40 @@ class RunDirectory:
         """Where the checkpoint of a step is, or will be."""
         return self.path / "checkpoints" / step_folder(step)
 
-    def checkpoint(self, step: int) -> AbstractContextManager[Path]:
-        """`with run.checkpoint(step) as folder:` save into `folder`; it is renamed into place when all is written."""
-        return writing_checkpoint(self.path / "checkpoints", step, self.keep)
+    @contextmanager
+    def checkpoint(self, step: int) -> Iterator[Path]:
+        """`with run.checkpoint(step) as folder:` save into `folder`; it is renamed into place when all is written.
+
+        Then `model` and `best` are set, and what `checkpoint.keep` and `keep_best` do not keep is removed.
+        """
+        root, settings = self.path / "checkpoints", self.checkpoints
+        with writing_checkpoint(root, step) as folder:
+            yield folder
+            metrics = self.path / "metrics.jsonl"
+            if metrics.exists():  # the rows up to this step are part of what a checkpoint promises
+                _flush(metrics)
+        shutil.rmtree(root / f"{step_folder(step)}.damaged", ignore_errors=True)
+        self._link("model", self.checkpoint_folder(step))
+        best = self._best_step()
+        if best is not None:
+            self._link("best", self.checkpoint_folder(best))
+        keep_checkpoints(root, settings.keep, also=() if best is None else (best,))
+
+    def _best_step(self) -> int | None:
+        """Of the checkpoints, the one whose step has the best `checkpoint.keep_best`; the later of equals."""
+        name = self.checkpoints.keep_best
+        path = self.path / "metrics.jsonl"
+        if name is None or not path.exists():
+            return None
+        rows = read_metrics(path)
+        value = {row["step"]: row[name] for row in rows if row.get(name) is not None}
+        if not value:
+            near = difflib.get_close_matches(name, {key for row in rows for key in row}, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            log.warning("checkpoint.keep_best: no step has had the metric %r so far%s", name, hint)
+        sign = 1 if self.checkpoints.best_is == "max" else -1
+        candidates = [step for step, _ in step_folders(self.path / "checkpoints") if step in value]
+        return max(candidates, key=lambda step: (sign * value[step], step), default=None)
 
     def latest_checkpoint(self) -> Path | None:
         """The newest checkpoint whose files are all as they were written; damaged ones are named on stderr."""
@@ -151,13 +229,12 @@ class RunDirectory:
             print(f"checkpoint {folder} is damaged and is passed over: {fault}", file=sys.stderr)
         return None
 
-    def link_model(self, checkpoint: Path) -> Path:
-        """Let `model` in the run's folder be this checkpoint, so that a later command need not know its step."""
-        link, aside = self.path / "model", self.path / ".model.partial"
+    def _link(self, name: str, checkpoint: Path) -> None:
+        """A link in the run's folder, so that a later command need not know the step."""
+        aside = self.path / f".{name}.partial"
         aside.unlink(missing_ok=True)
         aside.symlink_to(checkpoint.relative_to(self.path), target_is_directory=True)
-        aside.replace(link)
-        return link
+        aside.replace(self.path / name)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`, and `curves.png` where matplotlib is installed."""
@@ -207,25 +284,15 @@ def rollout_rows(step: int, rewarded: RewardBatch, advantages: Mapping[tuple[int
     return rows
 
 
-def config_changes(before: Mapping[str, Any], now: RunConfig) -> list[str]:
-    """What differs between a stored config tree and a config: `train.steps: 100 -> 200`."""
-    old, new = flat_tree(before), flat_tree(now.model_dump(mode="json"))
-    keys = [*old, *(key for key in new if key not in old)]
-    return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
-
-
-def flat_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested dict with dotted keys.
+def is_evaluation(row: Mapping[str, Any]) -> bool:
+    """Whether a row of `metrics.jsonl` is an evaluation's, which has no other metrics.
 
     Example:
-        >>> flat_tree({"a": {"b": 1}, "c": [2]})
-        {'a.b': 1, 'c': [2]}
+        >>> is_evaluation({"step": 5, "val-core/sums/acc/mean@1": 0.5}), is_evaluation({"step": 5, "actor/lr": 0.1})
+        (True, False)
     """
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        nested = isinstance(value, Mapping) and value
-        flat.update(flat_tree(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value})
-    return flat
+    names = row.keys() - {"step"}
+    return bool(names) and all(name.startswith("val-") for name in names)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -247,15 +314,45 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """One JSON object a line; a value that JSON has no form for is written as its text."""
-    _write(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+    lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    _write(path, "".join(lines), flush=False)
 
 
 def _write_json(path: Path, value: Any) -> None:
     _write(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
 
 
-def _write(path: Path, text: str) -> None:
-    """Written aside and renamed, so that a kill leaves the old file or the new one."""
+def _write(path: Path, text: str, flush: bool = True) -> None:
+    """Written aside and renamed, so that a kill leaves the old file or the new one (`flush`: so does a power cut)."""
     aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
+    with disk_full_named(path.parent, f"{path.name} was not written"):
+        aside.write_text(text, encoding="utf-8")
+        if flush:
+            _flush(aside)
+        aside.replace(path)
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _lock(folder: Path) -> None:
+    """Hold the run's lock until this process ends, however it ends: the kernel lets go of it.
+
+    A lock of the process (`lockf`), not of the open file: workers that it forks do not keep it.
+    """
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        holder = os.read(handle, 100).decode(errors="replace").strip()
+        os.close(handle)
+        raise ConfigError(
+            f"another process ({holder or 'unknown'}) is writing the run {folder}: let it end or stop it, or take "
+            "another run_name"
+        ) from None
+    except OSError as error:  # some network file systems have no locks
+        log.warning("%s cannot be locked (%s): see to it that no other process writes this run", folder, error.strerror)
+    os.truncate(handle, 0)
+    os.write(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode())

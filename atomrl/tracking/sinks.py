@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import queue
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +16,10 @@ from atomrl.tracking.run_directory import RunDirectory
 
 TABLE_COLUMNS = ("prompt", "completion", "ground_truth", "reward", "advantage", "finish_reason")
 MAX_SAMPLES = 32
+MAX_WAITING = 256
+"""Calls that may wait for a slow sink; while so many wait, further ones are dropped and counted."""
+PATIENCE_S = 30.0
+"""At the end of a run, a sink is left behind when it has finished no call for this long."""
 
 
 class TensorBoardSink:
@@ -70,7 +77,7 @@ class WandbSink:
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        data = [[_cell(name, row[name]) for name in TABLE_COLUMNS] for row in rows[:MAX_SAMPLES]]
+        data = [[_cell(name, row[name]) for name in TABLE_COLUMNS] for row in rows]
         self._run.log({"samples": self._wandb.Table(columns=list(TABLE_COLUMNS), data=data)}, step=step)
 
     def close(self) -> None:
@@ -81,12 +88,70 @@ SINKS: dict[str, Callable[[RunConfig, RunDirectory], Tracker]] = {"tensorboard":
 """Sinks by name. To add one: its class, and a line here."""
 
 
+class BackgroundSink:
+    """A sink that works in a thread of its own, so that one that is slow, hangs or raises takes no time of a step.
+
+    One that raises is named once and then left out: a tracker must not end a training run. The thread is a daemon's,
+    so one that hangs does not keep the process either.
+
+    Args:
+        name: in messages.
+        sink: called from the thread alone.
+    """
+
+    def __init__(self, name: str, sink: Tracker) -> None:
+        self.name = name
+        self.dropped = 0
+        self._sink = sink
+        self._waiting: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(MAX_WAITING)
+        self._finished = 0
+        self._thread = threading.Thread(target=self._work, name=f"sink {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, action: Callable[[Tracker], None]) -> None:
+        """Let the sink do something when it comes to it; never waits."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self._waiting.put_nowait(action)
+        except queue.Full:
+            self.dropped += 1
+
+    def _work(self) -> None:
+        try:
+            while (action := self._waiting.get()) is not None:
+                action(self._sink)
+                self._finished += 1
+            self._sink.close()
+        except Exception as error:  # whatever a tracker raises, training goes on
+            print(f"tracking: {self.name} failed and is left out from here on: {error}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Wait for what is under way, as long as it gets on."""
+        finished, since = -1, time.monotonic()
+        ending = False
+        while self._thread.is_alive():
+            if not ending:
+                try:
+                    self._waiting.put(None, timeout=0.05)
+                    ending = True
+                except queue.Full:
+                    pass
+            self._thread.join(0.05)
+            if self._finished != finished:
+                finished, since = self._finished, time.monotonic()
+            elif time.monotonic() - since > PATIENCE_S:
+                print(f"tracking: {self.name} hangs and is left behind", file=sys.stderr)
+                break
+        if self.dropped:
+            print(f"tracking: {self.name} was too slow: {self.dropped} calls were dropped", file=sys.stderr)
+
+
 class Sinks:
-    """All sinks of a run as one. A sink that fails while the run is under way is named once and then left out: a
-    tracker must not end a training run. (One that cannot start is an error.)"""
+    """All sinks of a run as one. (A sink that cannot start is an error; one that fails later is not.)"""
 
     def __init__(self, config: RunConfig, run: RunDirectory) -> None:
-        self._sinks = {name: SINKS[name](config, run) for name in config.tracking.sinks}
+        self._sinks = [BackgroundSink(name, SINKS[name](config, run)) for name in config.tracking.sinks]
         self._every = config.tracking.log_every_steps
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -95,22 +160,21 @@ class Sinks:
 
     def log_now(self, metrics: Mapping[str, float], step: int) -> None:
         """Whatever `log_every_steps` says."""
+        metrics = dict(metrics)
         self._each(lambda sink: sink.log(metrics, step))
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         if step % self._every == 0:
-            self._each(lambda sink: sink.log_samples(rows, step))
+            shown = list(rows[:MAX_SAMPLES])
+            self._each(lambda sink: sink.log_samples(shown, step))
 
     def close(self) -> None:
-        self._each(lambda sink: sink.close())
+        for sink in self._sinks:
+            sink.close()
 
     def _each(self, action: Callable[[Tracker], None]) -> None:
-        for name, sink in list(self._sinks.items()):
-            try:
-                action(sink)
-            except Exception as error:  # whatever a tracker raises, training goes on
-                print(f"tracking: {name} failed and is left out from here on: {error}", file=sys.stderr)
-                del self._sinks[name]
+        for sink in self._sinks:
+            sink.put(action)
 
 
 def _text(prompt: Any) -> str:

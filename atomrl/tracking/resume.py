@@ -1,0 +1,126 @@
+"""What may differ between a run and its resumption: the config, and what the config's paths lead to."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from atomrl.config import ConfigError, RunConfig, build_config
+
+HARMLESS = (
+    "run_name",
+    "output_dir",
+    "checkpoint",
+    "tracking",
+    "eval.every_steps",
+    "eval.before",
+    "eval.after",
+    # What these name is compared by its content (`identity`), so a folder may have moved.
+    "model.path",
+    "model.tokenizer",
+    "data.train",
+    # Speed and memory; the objective stays, though not its last bits.
+    "model.device",
+    "model.gradient_checkpointing",
+    "model.compile",
+    "rollout.max_concurrent_completions",
+    "train.tokens_per_micro_batch",
+    "train.rows_per_micro_batch",
+)
+"""Keys, and sections of keys, that may change when a run is resumed. Every other change stops it."""
+WHOLE_FILE_BYTES = 64 * 2**20
+SAMPLED_BLOCKS, BLOCK_BYTES = 64, 2**16
+
+
+def config_changes(before: Mapping[str, Any], now: RunConfig) -> list[str]:
+    """What differs between a stored config tree and a config: `train.steps: 100 -> 200`.
+
+    A key that the stored tree lacks, because it is of an older version, counts as its default.
+    """
+    with contextlib.suppress(ConfigError):  # it has a key that is no more, which is a difference
+        before = build_config(before).model_dump(mode="json")
+    old, new = flat_tree(before), flat_tree(now.model_dump(mode="json"))
+    keys = [*old, *(key for key in new if key not in old)]
+    return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
+
+
+def stopping_changes(changes: list[str], now: RunConfig) -> list[str]:
+    """Those of `config_changes` after which the run would not be the one that was started.
+
+    `train.steps` may change where the learning rate does not depend on it (constant, without warm-up).
+    """
+    free = HARMLESS
+    if now.train.schedule == "constant" and not now.train.warmup_ratio:
+        free = (*HARMLESS, "train.steps")
+    return [line for line in changes if not f"{line.partition(':')[0]}.".startswith(tuple(f"{key}." for key in free))]
+
+
+def flat_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested dict with dotted keys.
+
+    Example:
+        >>> flat_tree({"a": {"b": 1}, "c": [2]})
+        {'a.b': 1, 'c': [2]}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        nested = isinstance(value, Mapping) and value
+        flat.update(flat_tree(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value})
+    return flat
+
+
+def identity_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Which of the things in two `identity` tables are others now; what only one of them knows is not compared.
+
+    Example:
+        >>> identity_changes({"data": "1", "tokenizer": "2"}, {"data": "3", "tokenizer": "2"})
+        ['data: not what the run was started with']
+    """
+    return [
+        f"{name}: not what the run was started with" for name in before if now.get(name, before[name]) != before[name]
+    ]
+
+
+def stop_for_changes(where: Path, changes: list[str]) -> None:
+    """
+    Raises:
+        ConfigError: there are any; with all of them, and the ways on.
+    """
+    if changes:
+        raise ConfigError(
+            f"{where} cannot be resumed as it is, because this differs:\n"
+            + "\n".join(f"  {line}" for line in changes)
+            + "\nPut it back; or start another run with run_name=NEW_NAME; or go on with the change: --allow-changes"
+        )
+
+
+def model_identity(folder: Path) -> str:
+    """A hash of a model's config and weights. Of files over 64 MiB it reads 64 blocks, spread evenly, and the size."""
+    digest = hashlib.sha256()
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]):
+        if not path.is_file():
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            if size <= WHOLE_FILE_BYTES:
+                digest.update(file.read())
+                continue
+            for block in range(SAMPLED_BLOCKS):
+                file.seek((size - BLOCK_BYTES) * block // (SAMPLED_BLOCKS - 1))
+                digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def tokenizer_identity(tokenizer: Any) -> str:
+    """A hash of all that decides how a tokenizer turns a prompt into token ids."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    # Truncation and padding are settings of the last call, no part of the tokenizer.
+    rules = {**json.loads(fast.to_str()), "truncation": None, "padding": None} if fast else tokenizer.get_vocab()
+    ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+    content = [rules, tokenizer.chat_template, ids]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
