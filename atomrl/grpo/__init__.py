@@ -1,0 +1,34 @@
+"""GRPO from Python: a trainer with the arguments that its users know, and the five functions that GRPO is made of.
+
+    from atomrl.grpo import GRPOArgs, GRPOTrainer
+    from atomrl.rewards import correctness_reward, digit_reward
+
+    args = GRPOArgs()
+    args.lr = 1e-6
+    args.num_generations = 4
+    trainer = GRPOTrainer(model="your-model-path", tokenizer="your-tokenizer-path",
+                          reward_funcs=[correctness_reward, digit_reward], args=args)
+    trainer.train()
+
+`docs/facade.md` has the arguments, what a run leaves, and the whole algorithm written out with the five functions.
+"""
+
+from atomrl.grpo.arguments import GRPOArgs
+from atomrl.grpo.functions import (
+    compute_advantages,
+    compute_kl_penalty,
+    compute_policy_loss,
+    generate_samples,
+    get_action_log_probs,
+)
+from atomrl.grpo.trainer import GRPOTrainer
+
+__all__ = [
+    "GRPOArgs",
+    "GRPOTrainer",
+    "compute_advantages",
+    "compute_kl_penalty",
+    "compute_policy_loss",
+    "generate_samples",
+    "get_action_log_probs",
+]

@@ -1,0 +1,160 @@
+"""The arguments of `GRPOTrainer`, checked as they are set, and what each becomes in a config."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from atomrl.config import ConfigError, merge_trees, nest
+
+TABLE = {
+    "lr": "train.learning_rate",
+    "num_generations": "rollout.completions_per_prompt",
+    "device": "model.device",
+    "save_steps": "checkpoint.every_steps",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_generate_length": "rollout.max_completion_tokens",
+    "beta": "algorithm.kl.coefficient",
+    "num_iterations": "train.epochs_per_step",
+}
+"""Arguments that move into the config as they are. `to_tree` and the trainer see to the others."""
+
+ELSEWHERE = {
+    "learning_rate": "lr",
+    "num_train_epochs": "epoch",
+    "epochs": "epoch",
+    "max_completion_length": "max_generate_length",
+    "max_new_tokens": "max_generate_length",
+    "per_device_train_batch_size": "batch_size",
+    "epsilon": "clip_eps",
+    "clip_epsilon": "clip_eps",
+    "kl_coef": "beta",
+    "group_size": "num_generations",
+    "mu": "num_iterations",
+}
+"""What other libraries call them: the answer to an unknown name."""
+
+
+class GRPOArgs(BaseModel):
+    """The arguments of a GRPO run. Set them by keyword or one by one; each is checked when it is set.
+
+    A step draws `num_generations` completions for each of `batch_size * gradient_accumulation_steps` prompts, makes
+    one optimizer step on all of them, and repeats that optimizer step `num_iterations` times.
+
+    Raises:
+        AttributeError: there is no argument of this name; the message has the nearest.
+        ConfigError: a value that the argument does not take.
+
+    Example:
+        >>> args = GRPOArgs(lr=2e-6)
+        >>> args.num_generations = 4
+        >>> args.learning_rate = 1e-5
+        Traceback (most recent call last):
+            ...
+        AttributeError: GRPOArgs has no argument 'learning_rate'; did you mean 'lr'?
+    """
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
+
+    output_dir: str | None = None
+    """The folder of the run. None: `runs/grpo`, or `runs/grpo-2`, ... where that exists."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, ...; `auto` is a GPU where there is one."""
+    lr: float = Field(1e-6, gt=0)
+    """Learning rate, constant."""
+    save_steps: int = Field(100, ge=0)
+    """A checkpoint every so many steps; 0 saves at the end alone."""
+    epoch: float = Field(1, gt=0)
+    """Passes over the data; the last step is filled up from the next pass."""
+    num_generations: int = Field(8, ge=2)
+    """Completions of a prompt: the group within which they are compared."""
+    max_prompt_length: int = Field(256, ge=1)
+    """In tokens; longer prompts are left out, and counted."""
+    max_generate_length: int = Field(256, ge=1)
+    """Tokens of a completion."""
+    reward_weights: list[float] | None = None
+    """One for each reward function; None is 1 for all."""
+    beta: float = Field(0.0, ge=0)
+    """Weight of the KL penalty towards the model at the start; 0 loads no second model."""
+    clip_eps: float = Field(0.2, ge=0)
+    """The ratio's gradient stops beyond 1 - clip_eps and 1 + clip_eps."""
+    gradient_accumulation_steps: int = Field(2, ge=1)
+    """Forward passes, of `batch_size` prompts each, in an optimizer step."""
+    num_iterations: int = Field(1, ge=1)
+    """Optimizer steps on the same completions."""
+    batch_size: int = Field(1, ge=1)
+    """Prompts in a forward pass, with all their completions."""
+
+    def __init__(self, **values: Any) -> None:
+        for name in values:
+            _check_name(name)
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _problem(error) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        try:
+            super().__setattr__(name, value)
+        except ValidationError as error:
+            raise _problem(error) from None
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts of an optimizer step."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    def to_tree(self) -> dict[str, Any]:
+        """The arguments as a part of a config's tree; `epoch`, `output_dir` and rewards need more than arguments.
+
+        Example:
+            >>> GRPOArgs(clip_eps=0.3).to_tree()["algorithm"]["clip"]
+            {'low': 0.3, 'high': 0.3}
+        """
+        rows = self.batch_size * self.num_generations
+        tree: dict[str, Any] = {
+            "rollout": {"prompts_per_step": self.prompts_per_step},
+            "algorithm": {"name": "grpo", "clip": {"low": self.clip_eps, "high": self.clip_eps}},
+            # Rows alone limit a forward pass: there is no argument that limits its tokens.
+            "train": {
+                "rows_per_micro_batch": rows,
+                "tokens_per_micro_batch": rows * (self.max_prompt_length + self.max_generate_length),
+            },
+        }
+        for name, key in TABLE.items():
+            tree = merge_trees(tree, nest(key, getattr(self, name)))
+        return tree
+
+
+def name_arguments(message: str) -> str:
+    """A message about a config with the names of the arguments in place of the config's keys.
+
+    Example:
+        >>> name_arguments("rollout.max_completion_tokens=256 leaves no room")
+        'max_generate_length=256 leaves no room'
+    """
+    for name, key in TABLE.items():
+        section, _, leaf = key.rpartition(".")
+        prefix = rf"(?:{re.escape(section)}\.)" + ("" if leaf in ("coefficient", "device") else "?")
+        message = re.sub(rf"(?<![\w.]){prefix}{leaf}\b", name, message)
+    return message
+
+
+def _check_name(name: str) -> None:
+    known = list(GRPOArgs.model_fields)
+    if name not in known:
+        near = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        raise AttributeError(f"GRPOArgs has no argument {name!r}; {hint}")
+
+
+def _problem(error: ValidationError) -> ConfigError:
+    lines = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        lines.append(f"GRPOArgs.{name}: {item['msg']} (got {item['input']!r})")
+    return ConfigError("\n".join(lines))

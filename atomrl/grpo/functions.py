@@ -1,0 +1,393 @@
+"""The five functions that GRPO is made of, each a thin cover of the atoms and engines that the trainer itself uses.
+
+Axes: P prompts, G completions of each, B = P * G rows (prompt and completion, right-padded), T tokens of the longest
+row. A tensor `[B, T]` is indexed by the token itself: `logprobs[b, t] = log p(tokens[b, t] | tokens[b, <t])`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from atomrl.assembly import build_engine, device_name
+from atomrl.atoms.advantages import group_mean_baseline, per_token
+from atomrl.atoms.logprobs import row_logprobs
+from atomrl.atoms.masks import masked_mean, masked_sum
+from atomrl.atoms.policy_losses import clipped_policy_loss, clipped_tokens
+from atomrl.atoms.ratios import token_ratio
+from atomrl.config import DataConfig, ModelConfig, RolloutConfig
+from atomrl.data.processor import DataProcessor
+from atomrl.data.rows import to_rows
+from atomrl.models.gpt import GPT
+from atomrl.models.loading import HFModel, load_policy
+from atomrl.objective import Advantage, Aggregate, Kl
+from atomrl.rollout.hf import HFEngine
+from atomrl.rollout.stopping import eos_token_ids
+from atomrl.stages import RewardBatch, Sample, SamplingParams
+
+
+class Samples(TypedDict):
+    """What `generate_samples` returns."""
+
+    tokens: Int[Tensor, "B T"]
+    loss_mask: Bool[Tensor, "B T"]
+    lengths: Int[Tensor, " B"]
+    prompt_lengths: Int[Tensor, " B"]
+    group_ids: Int[Tensor, " B"]
+    rollout_logprobs: Float[Tensor, "B T"]
+    truncated: Bool[Tensor, " B"]
+
+
+class ActionLogProbs(TypedDict):
+    """What `get_action_log_probs` returns."""
+
+    logprobs: Float[Tensor, "B T"]
+    entropy: Float[Tensor, "B T"]
+
+
+class Advantages(TypedDict):
+    """What `compute_advantages` returns."""
+
+    advantages: Float[Tensor, "B T"]
+    sequence_advantages: Float[Tensor, " B"]
+    centred_rewards: Float[Tensor, " B"]
+
+
+class PolicyLoss(TypedDict):
+    """What `compute_policy_loss` returns."""
+
+    loss: Float[Tensor, ""]
+    per_token_loss: Float[Tensor, "B T"]
+    loss_weights: Float[Tensor, "B T"]
+    ratio: Float[Tensor, "B T"]
+    clipped: Bool[Tensor, "B T"]
+
+
+class KlPenalty(TypedDict):
+    """What `compute_kl_penalty` returns."""
+
+    kl: Float[Tensor, "B T"]
+    mean_kl: Float[Tensor, ""]
+
+
+def generate_samples(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str | list[dict[str, str]]],
+    *,
+    num_generations: int = 8,
+    max_generate_length: int = 256,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> Samples:
+    """Draw a group of completions for each prompt: what GRPO learns from.
+
+        o_{p,1}, ..., o_{p,G} ~ pi_theta( . | prompt p)
+
+    Text goes through the tokenizer's chat template as a user's message, where it has one, as in training. The tokens
+    are those that were sampled: nothing is decoded and tokenized again.
+
+    Paper: DeepSeekMath, arXiv:2402.03300, section 4.1 ("sample a group of outputs from the old policy").
+
+    Args:
+        model: a folder in Hugging Face layout, a hub name, or a loaded transformers model (which stays as it is).
+        tokenizer: of the model.
+        prompts: P texts, or lists of messages.
+        num_generations: G.
+        max_generate_length: tokens after which a completion is cut off.
+        temperature: divides the logits; 0 takes the likeliest token.
+        seed: the same seed gives the same completions.
+
+    Returns:
+        `tokens` [B, T] int64: prompt and completion, padded on the right; rows of one prompt follow each other.
+        `loss_mask` [B, T] bool: True on the completion's tokens, the end-of-sequence token included.
+        `lengths`, `prompt_lengths` [B] int64: tokens of the row without padding, and of its prompt.
+        `group_ids` [B] int64: the index of the prompt.
+        `rollout_logprobs` [B, T] float32: of the sampled tokens as the engine computed them, 0 off the mask.
+        `truncated` [B] bool: the completion was cut off.
+
+    Raises:
+        ValueError: a prompt is empty, or too long for the model's context.
+
+    Example:
+        >>> import tempfile
+        >>> from atomrl.models.gpt import new_gpt
+        >>> from atomrl.models.loading import save_model
+        >>> from atomrl.models.tokenizer import make_tokenizer
+        >>> tokenizer, folder = make_tokenizer(), tempfile.mkdtemp()
+        >>> gpt = new_gpt(vocab_size=len(tokenizer), layers=1, hidden=32, heads=1, eos_token_id=1, pad_token_id=0)
+        >>> save_model(gpt, tokenizer, folder)
+        >>> samples = generate_samples(folder, tokenizer, ["1+1="], num_generations=3, max_generate_length=4)
+        >>> samples["group_ids"], samples["prompt_lengths"]  # <|user|> 1 + 1 = <|assistant|>
+        (tensor([0, 0, 0]), tensor([6, 6, 6]))
+        >>> rows = zip(samples["tokens"], samples["loss_mask"])
+        >>> texts = [tokenizer.decode(tokens[mask], skip_special_tokens=True) for tokens, mask in rows]
+        >>> len(texts)
+        3
+    """
+    if isinstance(prompts, str) or not prompts:
+        raise ValueError("prompts must be a list of at least one prompt")
+    processor = DataProcessor(tokenizer, DataConfig(train="-", max_prompt_tokens=10**6))
+    prompt = [tuple(text) if isinstance(text, list) else text for text in prompts]
+    items = [(str(i), Sample(sample_id=str(i), prompt=text, ground_truth=None)) for i, text in enumerate(prompt)]
+    sampling = SamplingParams(
+        completions_per_prompt=num_generations,
+        max_completion_tokens=max_generate_length,
+        temperature=temperature,
+        seed=seed,
+    )
+    batch = processor.to_prompt_batch(items)
+    if isinstance(model, str | Path):
+        path, settings = str(model), ModelConfig(path=str(model))
+        engine = build_engine("native", path, tokenizer, settings.dtype, RolloutConfig(), settings)
+        rollouts = engine.generate(batch, sampling)
+        engine.close()
+    else:
+        rollouts = _generate_with(model, tokenizer, batch, sampling)
+    zeros = tuple((0.0,) * num_generations for _ in prompts)
+    rows = to_rows(RewardBatch(**vars(rollouts), rewards=zeros, reward_parts={}))
+    return {name: getattr(rows, name) for name in Samples.__annotations__}  # type: ignore[return-value]
+
+
+def _generate_with(model: Any, tokenizer: Any, batch: Any, sampling: SamplingParams) -> Any:
+    """Completions of a loaded transformers model, whose mode and settings are put back."""
+    from transformers import GenerationConfig
+
+    if not hasattr(model, "generate"):
+        raise TypeError(f"model must be a folder, a hub name or a transformers model, not {type(model).__name__}")
+    eos = eos_token_ids(getattr(model, "name_or_path", ""), model.config, tokenizer)
+    training, own = model.training, model.generation_config
+    model.generation_config = GenerationConfig()  # its own sampling settings must not mix with ours
+    try:
+        engine = HFEngine(model.eval(), eos, tokenizer, RolloutConfig().max_concurrent_completions)
+        return engine.generate(batch, sampling)
+    finally:
+        model.train(training)
+        model.generation_config = own
+
+
+def get_action_log_probs(
+    model: Any, tokens: Int[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"], temperature: float = 1.0
+) -> ActionLogProbs:
+    """How likely the model finds the tokens that were sampled: the actions of the policy.
+
+        logprobs[b, t] = log pi_theta(tokens[b, t] | tokens[b, <t])
+                       = z_x - log sum_v exp(z_v),   z = logits / temperature at position t - 1, x = tokens[b, t]
+
+    Call it on the policy with gradient for `logprobs`; once before the updates, under `torch.no_grad()`, for
+    `old_logprobs`; on the frozen start for `ref_logprobs`. The shift by one position is done here, and the logits of
+    the whole vocabulary are made a chunk of tokens at a time, so that they never exist at once.
+
+    Paper: PPO, arXiv:1707.06347 (the policy's probability of an action); a language model's action is a token.
+
+    Args:
+        model: a transformers causal language model, AtomRL's own `GPT`, or a path (loaded for this call).
+        tokens: rows as `generate_samples` makes them: prompt and completion, padded on the right.
+        loss_mask: True on the tokens whose log-probs are wanted, which is the completion.
+        temperature: that of the sampling (give 1 for 0).
+
+    Returns:
+        `logprobs` [B, T] float32: nats, at most 0; 0 off the mask. With gradient, unless under `torch.no_grad()`.
+        `entropy` [B, T] float32: of the distribution that each token was drawn from, in nats; 0 off the mask.
+
+    Raises:
+        ValueError: the temperature is not above 0, or the shapes differ.
+
+    Example:
+        >>> import torch
+        >>> from atomrl.models.gpt import new_gpt
+        >>> model = new_gpt(vocab_size=11, layers=1, hidden=32, heads=1)
+        >>> tokens = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])          # prompt 5 6, completions 7 8 and 9
+        >>> loss_mask = torch.tensor([[False, False, True, True], [False, False, True, False]])
+        >>> result = get_action_log_probs(model, tokens, loss_mask)
+        >>> result["logprobs"].shape, (result["logprobs"] < 0).tolist()
+        (torch.Size([2, 4]), [[False, False, True, True], [False, False, True, False]])
+        >>> result["logprobs"].requires_grad
+        True
+    """
+    if tokens.shape != loss_mask.shape:
+        raise ValueError(f"tokens {tuple(tokens.shape)} and loss_mask {tuple(loss_mask.shape)} must have one shape")
+    policy = _as_policy(model)
+    hidden = policy.forward_hidden(tokens)
+    logprobs, entropy = row_logprobs(hidden, policy.head_weight, tokens, loss_mask, temperature, with_entropy=True)
+    assert entropy is not None
+    return {"logprobs": logprobs, "entropy": entropy}
+
+
+def _as_policy(model: Any) -> GPT | HFModel:
+    if isinstance(model, GPT | HFModel):
+        return model
+    if isinstance(model, str | Path):
+        return load_policy(model, trainable=False, device=device_name())
+    if not hasattr(model, "get_output_embeddings"):
+        raise TypeError(f"model must be a causal language model or a path, not {type(model).__name__}")
+    policy = HFModel(model)
+    policy.check_head()
+    return policy
+
+
+def compute_advantages(
+    rewards: Float[Tensor, " B"],
+    group_ids: Int[Tensor, " B"],
+    loss_mask: Bool[Tensor, "B T"],
+    mode: Literal["grpo", "grpo_no_std", "raw"] = "grpo",
+    eps: float = 1e-6,
+) -> Advantages:
+    """How much better each completion was than the others of its prompt: the critic that GRPO does without.
+
+        grpo          A_i = (r_i - mean_group r) / (std_group r + eps)
+        grpo_no_std   A_i = r_i - mean_group r                           (Dr. GRPO)
+        raw           A_i = r_i                                          (REINFORCE)
+
+    Every token of a completion gets its completion's advantage. A group in which all rewards are equal gives exactly
+    0, and so teaches nothing.
+
+    Paper: DeepSeekMath, arXiv:2402.03300, section 4.1.2; Dr. GRPO, arXiv:2503.20783.
+
+    Args:
+        rewards: one for each completion.
+        group_ids: equal for completions of one prompt.
+        loss_mask: True on the completion's tokens.
+        mode: which of the three.
+        eps: added to the standard deviation (`grpo` alone).
+
+    Returns:
+        `advantages` [B, T]: per token, 0 off the mask, without gradient.
+        `sequence_advantages` [B]: one for each completion.
+        `centred_rewards` [B]: reward minus the mean of its group, whatever the mode.
+
+    Raises:
+        ValueError: the mode is unknown, or eps is negative.
+
+    Example:
+        >>> import torch
+        >>> loss_mask = torch.tensor([[False, True, True], [False, True, False]])
+        >>> result = compute_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), loss_mask)
+        >>> result["advantages"]
+        tensor([[ 0.0000,  0.7071,  0.7071],
+                [ 0.0000, -0.7071,  0.0000]])
+        >>> result["centred_rewards"]
+        tensor([ 0.5000, -0.5000])
+    """
+    if mode not in ("grpo", "grpo_no_std", "raw"):
+        raise ValueError(f"mode {mode!r} is none of grpo, grpo_no_std, raw")
+    credit = Advantage(mode, eps)(rewards, group_ids)
+    return {
+        "advantages": per_token(credit, loss_mask),
+        "sequence_advantages": credit,
+        "centred_rewards": group_mean_baseline(rewards, group_ids),
+    }
+
+
+def compute_policy_loss(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
+    clip_eps: float = 0.2,
+    clip_eps_high: float | None = None,
+    aggregate: Literal["token_mean", "sequence_mean"] = "token_mean",
+) -> PolicyLoss:
+    """PPO's clipped loss: make good tokens likelier, but no more than a little at a time.
+
+        rho_t = exp(logprobs_t - old_logprobs_t)
+        L_t   = -min(rho_t A_t, clip(rho_t, 1 - clip_eps, 1 + clip_eps_high) A_t)
+        loss  = sum_{b,t} w_{b,t} L_{b,t}
+
+    On the first update after sampling rho is 1, the loss is minus the mean advantage (near 0 for GRPO), and the
+    gradient is that of REINFORCE. The clip acts from the second update on the same samples.
+
+    Paper: PPO, arXiv:1707.06347, equation 7; DeepSeekMath, arXiv:2402.03300, equation 3 (which averages by
+    `sequence_mean`); two clip bounds: DAPO, arXiv:2503.14476.
+
+    Args:
+        logprobs: of the policy, with gradient.
+        old_logprobs: of the policy that sampled, without gradient.
+        advantages: per token.
+        loss_mask: True on the completion's tokens; what is off it has no influence, NaN included.
+        clip_eps: how far the ratio may fall below 1, and rise above it.
+        clip_eps_high: another bound above.
+        aggregate: `token_mean` weighs all tokens the same, `sequence_mean` all completions.
+
+    Returns:
+        `loss` []: to call `backward()` on.
+        `per_token_loss` [B, T]: L, not weighted.
+        `loss_weights` [B, T]: w; they sum to 1.
+        `ratio` [B, T]: rho, 1 off the mask.
+        `clipped` [B, T] bool: tokens that give no gradient, because the clip acts on them.
+
+    Raises:
+        ValueError: a clip bound is negative, or the aggregate is unknown.
+
+    Example:
+        >>> import torch
+        >>> logprobs = torch.tensor([[0.0, -0.5, -1.0]], requires_grad=True)
+        >>> old_logprobs = torch.tensor([[0.0, -1.0, -1.0]])
+        >>> loss_mask = torch.tensor([[False, True, True]])
+        >>> result = compute_policy_loss(logprobs, old_logprobs, loss_mask.float(), loss_mask)
+        >>> result["ratio"].detach(), result["clipped"]
+        (tensor([[1.0000, 1.6487, 1.0000]]), tensor([[False,  True, False]]))
+        >>> result["loss"].backward(); logprobs.grad
+        tensor([[ 0.0000,  0.0000, -0.5000]])
+    """
+    if aggregate not in ("token_mean", "sequence_mean"):
+        raise ValueError(f"aggregate {aggregate!r} is none of token_mean, sequence_mean")
+    high = clip_eps if clip_eps_high is None else clip_eps_high
+    ratio = token_ratio(logprobs, old_logprobs, loss_mask)
+    per_token_loss = clipped_policy_loss(ratio, advantages, clip_eps, high)
+    weights = Aggregate(aggregate)(loss_mask)
+    return {
+        "loss": masked_sum(weights * per_token_loss, loss_mask),
+        "per_token_loss": per_token_loss,
+        "loss_weights": weights,
+        "ratio": ratio,
+        "clipped": clipped_tokens(ratio, advantages, clip_eps, high) & loss_mask,
+    }
+
+
+def compute_kl_penalty(
+    logprobs: Float[Tensor, "B T"],
+    ref_logprobs: Float[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
+    estimator: Literal["k1", "k2", "k3"] = "k3",
+) -> KlPenalty:
+    """How far the policy has gone from where it started, token by token: what keeps it from forgetting the language.
+
+        d_t  = logprobs_t - ref_logprobs_t
+        k1_t = d_t                      unbiased, of high variance
+        k2_t = d_t^2 / 2                biased; its gradient is that of the KL
+        k3_t = exp(-d_t) - 1 + d_t      unbiased, never negative: GRPO's
+
+    The loss of GRPO is `compute_policy_loss(...)["loss"] + beta * compute_kl_penalty(...)["mean_kl"]`; beta is 0.04 in
+    the paper, and many use 0 today.
+
+    Paper: DeepSeekMath, arXiv:2402.03300, equation 4; Schulman, "Approximating KL divergence" (2020).
+
+    Args:
+        logprobs: of the policy, with gradient.
+        ref_logprobs: of the reference, without.
+        loss_mask: True on the completion's tokens.
+        estimator: which of the three.
+
+    Returns:
+        `kl` [B, T]: the estimate of each token in nats, 0 off the mask.
+        `mean_kl` []: its mean over the mask.
+
+    Raises:
+        ValueError: the estimator is unknown.
+
+    Example:
+        >>> import torch
+        >>> result = compute_kl_penalty(torch.tensor([[-1.0, 9.0]]), torch.tensor([[-1.5, 0.0]]),
+        ...                             torch.tensor([[True, False]]))
+        >>> result["kl"], result["mean_kl"]
+        (tensor([[0.1065, 0.0000]]), tensor(0.1065))
+    """
+    if estimator not in ("k1", "k2", "k3"):
+        raise ValueError(f"estimator {estimator!r} is none of k1, k2, k3")
+    kl = Kl(estimator)(logprobs, ref_logprobs, loss_mask)
+    return {"kl": kl, "mean_kl": masked_mean(kl, loss_mask)}

@@ -1,0 +1,136 @@
+"""What `GRPOTrainer` is given as objects, turned into what a config can name: files and reward names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from atomrl.config import ConfigError, DataConfig
+from atomrl.data.files import RawRow, write_jsonl
+from atomrl.data.generators import generate, is_generator
+from atomrl.data.problems import DataError, problem_list
+from atomrl.data.sources import read_source, to_samples
+from atomrl.rewards.compute import name_functions
+from atomrl.rewards.table import find_reward
+
+BUILT_IN_PROBLEMS = 512
+INSTRUCTION = "Think between <think> and </think>, then write the number alone between <answer> and </answer>."
+ANSWERS = ("ground_truth", "answer", "solution")
+"""Columns that are the ground truth, the first that the rows have."""
+
+Rows = list[dict[str, Any]]
+
+
+def built_in_rows() -> Rows:
+    """The task without a `train_dataset`: arithmetic of two steps, with how to write the answer.
+
+    Example:
+        >>> built_in_rows()[0]["prompt"]  # doctest: +ELLIPSIS
+        'Start with ...'
+    """
+    rows = generate("arithmetic", BUILT_IN_PROBLEMS, steps=2)
+    return [{**row, "prompt": f"{row['prompt']}\n{INSTRUCTION}"} for row in rows]
+
+
+def dataset_rows(dataset: Any, name: str) -> Rows:
+    """The rows of a list of dicts, a JSONL or Parquet file, or a Hugging Face dataset, checked.
+
+    Where no row has a `ground_truth`, the column `answer` or `solution` is that too.
+
+    Args:
+        name: of the argument, for messages.
+
+    Raises:
+        DataError: it is none of these or empty, or rows have problems: all are listed.
+    """
+    raw = _raw_rows(dataset, name)
+    rows = [item.row for item in raw if item.row is not None]
+    if len(rows) == len(raw):
+        answer = next((key for key in ANSWERS if any(key in row for row in rows)), None)
+        if answer not in (None, "ground_truth"):
+            rows = [{**row, "ground_truth": row.get(answer)} for row in rows]
+            raw = [RawRow(item.place, row) for item, row in zip(raw, rows, strict=True)]
+    _, problems = to_samples(raw, DataConfig(train="-", answer_field=answer_field(rows)))
+    problems += [f"{item.place}: {fault}" for item in raw if item.row is not None and (fault := _not_json(item.row))]
+    if problems:
+        raise DataError(f"{name}: {len(problems)} rows have problems:\n{problem_list(problems)}")
+    if not rows:
+        raise DataError(f"{name} holds no row")
+    return rows
+
+
+def answer_field(rows: Rows) -> str | None:
+    """`ground_truth` where the rows have it."""
+    return "ground_truth" if any("ground_truth" in row for row in rows) else None
+
+
+def _raw_rows(dataset: Any, name: str) -> list[RawRow]:
+    if isinstance(dataset, str | Path):
+        if is_generator(str(dataset)):
+            raise DataError(
+                f"{name}: {dataset} is a task; pass its problems: "
+                f"atomrl.data.generators.generate({str(dataset)!r}, 500)"
+            )
+        return list(read_source(str(dataset)))
+    if isinstance(dataset, Mapping):
+        raise DataError(f"{name} is a mapping with the keys {', '.join(map(str, dataset))}; pass one of its splits")
+    if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            f"{name} must be a list of dicts, a JSONL file or a Hugging Face dataset, not {type(dataset).__name__}"
+        )
+    rows = []
+    for index, row in enumerate(dataset):
+        problem = None if isinstance(row, Mapping) else f"a row is a dict with a prompt, not {type(row).__name__}"
+        rows.append(RawRow(f"{name}[{index}]", None if problem else dict(row), problem))
+        if problem:
+            break  # nor are the others
+    return rows
+
+
+def _not_json(row: Mapping[str, Any]) -> str | None:
+    try:
+        json.dumps(row, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        return f"a value that JSON has no form for: {error}"
+    return None
+
+
+def write_rows(rows: Rows, path: Path, resume: bool) -> str:
+    """Write a run's problems into its folder; on a resume, check that they are the same.
+
+    Raises:
+        ConfigError: they are others.
+    """
+    if resume:
+        kept = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        if kept != [json.dumps(row, ensure_ascii=False) for row in rows]:
+            raise ConfigError(f"the run was started with other problems than it is resumed with ({path})")
+    else:
+        write_jsonl(rows, path)
+    return str(path)
+
+
+def reward_items(functions: Any, weights: Sequence[float] | None) -> tuple[list[dict[str, Any]], dict[str, Callable]]:
+    """The rewards as a config has them, and by name those that exist in this process alone.
+
+    Args:
+        functions: one or several of: a function, a built-in name, a dotted path.
+        weights: one for each, or None for 1 each.
+
+    Raises:
+        ConfigError: there is none, the weights are not as many, or one is no function.
+    """
+    given = list(functions) if isinstance(functions, Sequence) and not isinstance(functions, str) else [functions]
+    if not given or given == [None]:
+        raise ConfigError("reward_funcs: name at least one reward function")
+    if weights is not None and len(weights) != len(given):
+        raise ConfigError(f"GRPOArgs.reward_weights has {len(weights)} values for {len(given)} reward functions")
+    for function in given:
+        if isinstance(function, str):
+            find_reward(function)
+        elif not callable(function):
+            raise ConfigError(f"reward_funcs: {function!r} is neither a function nor the name of one")
+    names, local = name_functions(given)
+    return [{"function": n, "weight": w} for n, w in zip(names, weights or [1.0] * len(given), strict=True)], local
