@@ -40,14 +40,13 @@ log = logging.getLogger(__name__)
 ENGINES = {"native": NativeEngine, "hf": HFEngine}
 
 
-def train(config: RunConfig, resume: bool = False, allow_changes: bool = False) -> dict[str, Any]:
+def train(config: RunConfig, resume: bool = False) -> dict[str, Any]:
     """`atomrl train`: reinforcement learning from a config to a summary.
 
     Config, data, rewards and the model's tokenizer are checked before weights are loaded.
 
     Args:
-        resume: go on from the newest checkpoint of the run, whose folder must exist.
-        allow_changes: resume although config, data, tokenizer or model differ.
+        resume: go on from the newest checkpoint of the run, which must exist.
 
     Returns:
         What is in the run's `summary.json`.
@@ -123,13 +122,6 @@ def sft(config: RunConfig, resume: bool = False, allow_changes: bool = False) ->
     tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.trust_remote_code)
     processor = DataProcessor(tokenizer, config.data)
     kept, _ = processor.filter_overlong(report.samples)
-    stream = PromptStream(kept, seed=config.seed, shuffle=config.data.shuffle)
-    trainer = build_trainer(config, path, tokenizer, schedule, needs_reference=False)
-
-    def draw(count: int) -> RewardBatch:
-        batch = demonstrations(stream.take(count))
-        progress.position = stream.position
-        return batch
 
     def demonstrations(items: Sequence[tuple[str, Sample]]) -> RewardBatch:
         texts = [demonstrate(sample, random.Random(f"{config.seed}/{prompt_id}")) for prompt_id, sample in items]
@@ -139,11 +131,18 @@ def sft(config: RunConfig, resume: bool = False, allow_changes: bool = False) ->
     if context is not None:
         kept = fitting_demonstrations(kept, demonstrations, context)
         schedule = replace(schedule, max_row_tokens=min(context, schedule.max_row_tokens or context))
-
+    stream = PromptStream(kept, seed=config.seed, shuffle=config.data.shuffle)
     if not config.sft.gpt:
         now = identity(stream, processor, path)
         run, progress = open_run(config, resume, now, allow_changes)
     earlier_s = progress.wall_s
+    trainer = build_trainer(config, path, tokenizer, schedule, needs_reference=False)
+
+    def draw(count: int) -> RewardBatch:
+        batch = demonstrations(stream.take(count))
+        progress.position = stream.position
+        return batch
+
     with closing_all(trainer), Recorder(config, run) as record:
         if progress.step:
             trainer.load(run.checkpoint_folder(progress.step))
@@ -163,6 +162,11 @@ def model_path(config: RunConfig) -> str:
     return config.model.path
 
 
+def context_tokens(path: str, config: RunConfig) -> int | None:
+    """The longest row that a model is made for, where its config tells."""
+    return getattr(model_config_only(path, config.model.trust_remote_code), "max_position_embeddings", None)
+
+
 def prompt_limit(config: RunConfig, path: str) -> int:
     """`data.max_prompt_tokens`, or what the model's context leaves beside a completion, if that is less.
 
@@ -171,11 +175,6 @@ def prompt_limit(config: RunConfig, path: str) -> int:
     """
     context = context_tokens(path, config)
     completion = max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0)
-def context_tokens(path: str, config: RunConfig) -> int | None:
-    """The longest row that a model is made for, where its config tells."""
-    return getattr(model_config_only(path, config.model.trust_remote_code), "max_position_embeddings", None)
-
-
     if context is not None and context <= completion:
         raise ConfigError(
             f"max_completion_tokens={completion} leaves no room for a prompt in the context of {path}, {context} tokens"

@@ -179,6 +179,10 @@ class CheckpointConfig(Section):
     every_steps: int = Field(20, ge=0)
     """0: only at the end."""
     keep: int = Field(2, ge=1)
+    """How many of the newest ones."""
+    keep_best: str | None = None
+    """A metric, as `critic/score/mean`: the checkpoint with the best value of it stays too (`RUN/best`)."""
+    best_is: Literal["max", "min"] = "max"
 
 
 class TrackingConfig(Section):
@@ -209,10 +213,6 @@ class GptConfig(Section):
 class SftConfig(Section):
     """Supervised training (`atomrl sft`); steps, rows and learning rate are those of `train`."""
 
-    """How many of the newest ones."""
-    keep_best: str | None = None
-    """A metric, as `critic/score/mean`: the checkpoint with the best value of it stays too (`RUN/best`)."""
-    best_is: Literal["max", "min"] = "max"
     completion_field: str = "completion"
     """Where a row of a file has its demonstration; a generator writes its own."""
     gpt: GptConfig | None = None
