@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -40,13 +40,14 @@ log = logging.getLogger(__name__)
 ENGINES = {"native": NativeEngine, "hf": HFEngine}
 
 
-def train(config: RunConfig, resume: bool = False) -> dict[str, Any]:
+def train(config: RunConfig, resume: bool = False, allow_changes: bool = False) -> dict[str, Any]:
     """`atomrl train`: reinforcement learning from a config to a summary.
 
     Config, data, rewards and the model's tokenizer are checked before weights are loaded.
 
     Args:
-        resume: go on from the newest checkpoint of the run, which must exist.
+        resume: go on from the newest checkpoint of the run, whose folder must exist.
+        allow_changes: resume although config, data, tokenizer or model differ.
 
     Returns:
         What is in the run's `summary.json`.
