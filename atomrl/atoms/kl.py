@@ -201,6 +201,33 @@ def k2_gradient(
     return estimate.detach() + surrogate - surrogate.detach()
 
 
+def jensen_shannon_estimate(
+    logprobs: Float[Tensor, "B T"], other_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """How far two policies are from their mixture, by k3: a symmetric measure of the gap between engine and trainer.
+
+        JS_t = (k3(log m, log p) + k3(log m, log q)) / 2,    m = (p + q) / 2
+
+    Paper: Lin, "Divergence measures based on the Shannon entropy" (1991), with Schulman's k3 in the place of the KL.
+
+    Args:
+        logprobs: log p of the sampled tokens.
+        other_logprobs: log q of the same tokens.
+        mask: True where the model wrote the token.
+
+    Returns:
+        Estimate per token in nats, 0 off the mask.
+
+    Example:
+        >>> logprobs, other = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
+        >>> jensen_shannon_estimate(logprobs, other, torch.tensor([[True]]))
+        tensor([[0.0589]])
+    """
+    p, q = logprobs.masked_fill(~mask, 0.0), other_logprobs.masked_fill(~mask, 0.0)
+    mixture = torch.logaddexp(p, q) - math.log(2)
+    return (k3_kl(mixture, p, mask) + k3_kl(mixture, q, mask)) / 2
+
+
 def distribution_kl(
     logprobs: Float[Tensor, "*batch V"], other_logprobs: Float[Tensor, "*batch V"]
 ) -> Float[Tensor, "*batch"]:

@@ -19,7 +19,7 @@ EmptyRows = Literal["drop", "count"]
 
 
 def token_mean(
-    mask: Bool[Tensor, "B T"], total_tokens: float | None = None, dtype: torch.dtype = torch.float32
+    mask: Bool[Tensor, "B T"], total_tokens: float | None = None, eps: float = 0.0, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "B T"]:
     """Every token weighs the same: long completions count more.
 
@@ -30,6 +30,7 @@ def token_mean(
     Args:
         mask: True where the model wrote the token, for all rows of the optimizer step.
         total_tokens: what to divide by instead of the mask's count; 1 gives a plain sum.
+        eps: added to the mask's count. The default is none, as in most peers; NeMo-RL adds 1e-8.
         dtype: of the weights.
 
     Returns:
@@ -40,7 +41,10 @@ def token_mean(
         tensor([[0.0000, 0.2500, 0.2500],
                 [0.0000, 0.2500, 0.2500]])
     """
-    return mask.to(dtype) / (mask.sum().clamp(min=1) if total_tokens is None else total_tokens)
+    if total_tokens is not None:
+        return mask.to(dtype) / total_tokens
+    tokens = mask.sum().to(dtype)
+    return mask.to(dtype) / (tokens + eps if eps else tokens.clamp(min=1))
 
 
 def sequence_mean(

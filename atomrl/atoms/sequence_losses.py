@@ -1,0 +1,166 @@
+"""Policy losses whose weight is one number per completion."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from atomrl.atoms.masks import row_mean, row_sum
+
+
+def sequence_clipped_log_ratio(
+    log_ratio: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+) -> Float[Tensor, "B T"]:
+    """Log-ratios clipped on the side on which the advantage pulls, before their mean is taken.
+
+        A_t > 0: min(log rho_t, clip_high)       A_t < 0: max(log rho_t, -clip_low)       A_t = 0: 0
+
+    Paper: GMPO, arXiv:2507.20673, equation 4. Differs from PPO: the clip is in log space, on the factors of a product.
+
+    Args:
+        log_ratio: per token, with gradient.
+        advantages: per token, without gradient.
+        clip_low: the lower bound's distance from 0, in nats.
+        clip_high: the upper bound's distance from 0, in nats.
+
+    Returns:
+        Log-ratios; those that are clipped have no gradient.
+
+    Example:
+        >>> sequence_clipped_log_ratio(torch.tensor([[0.9, -0.9, 0.9]]), torch.tensor([[1.0, 1.0, -1.0]]))
+        tensor([[ 0.4000, -0.9000,  0.9000]])
+    """
+    sign = advantages.sign()
+    return sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-clip_low, clip_high))
+
+
+def geometric_mean_loss(
+    log_ratio: Float[Tensor, "B T"], advantages: Float[Tensor, " B"], mask: Bool[Tensor, "B T"], eps: float = 0.0
+) -> Float[Tensor, " B"]:
+    """The advantage of a completion times the geometric mean of its tokens' ratios.
+
+        L_i = -A_i exp((1 / |m_i|) sum_t m_it log rho_it)
+
+    Paper: GMPO, arXiv:2507.20673, equation 3, with log-ratios of `sequence_clipped_log_ratio`. Differs from GRPO:
+    the arithmetic mean of the ratios is replaced, so that a single large ratio counts little.
+
+    Args:
+        log_ratio: per token, with gradient.
+        advantages: per completion. An empty row has a ratio of 1 and so a loss of -A_i, as in TRL; give it an
+            advantage of 0 (say the mean over its tokens, as verl does) for no loss.
+        mask: True where the model wrote the token.
+        eps: added to |m_i|. The default is none, as in TRL; verl adds 1e-8.
+
+    Returns:
+        Loss per completion.
+
+    Example:
+        >>> geometric_mean_loss(torch.tensor([[0.2, -0.2]]), torch.tensor([2.0]), torch.tensor([[True, True]]))
+        tensor([-2.])
+    """
+    return -advantages * row_mean(log_ratio, mask, eps).exp()
+
+
+def geometric_mean(
+    values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], eps: float = 0.0, floor: float = 0.0
+) -> Float[Tensor, " B"]:
+    """Geometric mean of each row's values under the mask.
+
+        G_i = exp((1 / |m_i|) sum_t m_it log(x_it + floor))
+
+    Paper: none; how verl takes importance weights into GMPO (arXiv:2507.20673).
+
+    Args:
+        values: not negative.
+        mask: True where a value counts.
+        eps: added to |m_i|, as in `row_mean`.
+        floor: added to the values, against log 0. The default is none; verl adds 1e-10.
+
+    Returns:
+        One number per row, without gradient; 1 for an empty row.
+
+    Example:
+        >>> geometric_mean(torch.tensor([[1.0, 4.0]]), torch.tensor([[True, True]]))
+        tensor([2.])
+    """
+    return row_mean((values.detach() + floor).log(), mask, eps).exp()
+
+
+def topr_weights(
+    ratio: Float[Tensor, "B T"], scores: Float[Tensor, " B"], positive: float = 1.0, negative: float = 1.0
+) -> Float[Tensor, "B T"]:
+    """Weights that leave good completions as they are and taper bad ones off as they become unlikely.
+
+        w_it = positive                    where R_i > 0
+        w_it = negative clip(rho_it, 0, 1) elsewhere
+
+    Paper: TOPR, arXiv:2503.14286, equation 8. The ratio is the token's, as in ROLL; the paper's is the completion's
+    (spread one with `per_token`).
+
+    Args:
+        ratio: likelihood ratio per token.
+        scores: what says whether a completion is good, usually its reward.
+        positive: weight of good completions.
+        negative: weight of bad completions.
+
+    Returns:
+        Weights for `reinforce_loss`, without gradient.
+
+    Example:
+        >>> topr_weights(torch.tensor([[3.0], [3.0], [0.5]]), torch.tensor([1.0, -1.0, -1.0]))
+        tensor([[1.0000],
+                [1.0000],
+                [0.5000]])
+    """
+    return torch.where(scores[:, None] > 0, positive, negative * ratio.detach().clamp(0.0, 1.0))
+
+
+def vespo_weights(
+    log_ratio: Float[Tensor, "B T"],
+    advantages: Float[Tensor, " B"],
+    mask: Bool[Tensor, "B T"],
+    rollout_weights: Float[Tensor, "B T"] | None = None,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> Float[Tensor, " B"]:
+    """A soft weight of the completion's ratio W: W^k exp(lambda (1 - W)), greatest near 1 and falling on both sides.
+
+        log phi_i = lambda + k log W_i - lambda W_i,    log W_i = sum_t m_it (log rho_it + log w_it)
+
+    Paper: VESPO, arXiv:2602.10693. Differs from GSPO: the ratio is a product, not normalised by length, and the
+    weight is smooth; phi(1) = 1.
+
+    Args:
+        log_ratio: per token; bounded by 20 on each side.
+        advantages: per completion; k and lambda are the positive ones where A_i >= 0.
+        mask: True where the model wrote the token.
+        rollout_weights: importance weights w_it of the rollout, bounded to [1e-8, e^20].
+        k_positive: exponent for good completions.
+        lambda_positive: decay for good completions, at least 1e-4.
+        k_negative: exponent for bad completions.
+        lambda_negative: decay for bad completions, at least 1e-4.
+
+    Returns:
+        Weights for `reinforce_loss` (after `per_token`), without gradient.
+
+    Example:
+        >>> vespo_weights(torch.tensor([[0.0], [0.5]]), torch.tensor([1.0, 1.0]), torch.tensor([[True], [True]]))
+        tensor([1.0000, 0.3882])
+    """
+    lowest = math.log(1e-8)
+    log_w = row_sum(log_ratio.detach().clamp(-20.0, 20.0), mask)
+    if rollout_weights is not None:
+        log_w = log_w + row_sum(rollout_weights.detach().log().clamp(lowest, 20.0), mask)
+    log_w = log_w.clamp(lowest, 20.0)
+    good = advantages >= 0
+    k = torch.where(good, k_positive, k_negative).to(log_w.dtype)
+    decay = torch.where(good, lambda_positive, lambda_negative).to(log_w.dtype).clamp(min=1e-4)
+    return (decay + k * log_w - decay * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

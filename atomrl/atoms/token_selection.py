@@ -1,0 +1,195 @@
+"""Which tokens a loss is taken over: high-entropy tokens, and those where advantage and log-prob go together.
+
+A selection is a factor of `weighted_sum`: what the loss is divided by stays as it was.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from atomrl.atoms.masks import masked_mean
+
+
+def high_entropy_tokens(
+    entropies: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], fraction: float = 0.2
+) -> Bool[Tensor, "B T"]:
+    """The tokens at which the policy was least sure: the forks of a reasoning.
+
+        keep_t = H_t >= quantile_{1 - fraction}(H)
+
+    Paper: "Beyond the 80/20 rule", arXiv:2506.01939, equation 7. The quantile is over all rows that are given, with
+    linear interpolation, as in TRL: give it the whole optimizer step.
+
+    Args:
+        entropies: per token, in nats.
+        mask: True where the model wrote the token.
+        fraction: of tokens to keep, between 0 and 1.
+
+    Returns:
+        True for the tokens that are kept, ties included; never off the mask.
+
+    Raises:
+        ValueError: the fraction is not between 0 and 1.
+
+    Example:
+        >>> high_entropy_tokens(torch.tensor([[0.1, 2.0, 0.3, 1.0]]), torch.tensor([[True, True, True, True]]), 0.5)
+        tensor([[False,  True, False,  True]])
+    """
+    _check_fraction(fraction)
+    chosen = entropies.detach()[mask].sort().values
+    if not len(chosen):
+        return torch.zeros_like(mask)
+    # Not torch.quantile, which refuses more than 16 million values.
+    rank = torch.tensor(1 - fraction, dtype=chosen.dtype) * (len(chosen) - 1)
+    low, high = chosen[int(rank.floor())], chosen[int(rank.ceil())]
+    return (entropies.detach() >= low.lerp(high, (rank - rank.floor()).to(low.device))) & mask
+
+
+def highest_entropy_tokens(
+    entropies: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], tokens: int
+) -> Bool[Tensor, "B T"]:
+    """A number of tokens, those at which the policy was least sure.
+
+        keep_t = H_t is among the N greatest
+
+    Paper: after arXiv:2506.01939, with a budget instead of a fraction.
+
+    Args:
+        entropies: per token, in nats.
+        mask: True where the model wrote the token.
+        tokens: N; all that there are where they are fewer.
+
+    Returns:
+        True for exactly min(N, |m|) tokens.
+
+    Example:
+        >>> highest_entropy_tokens(torch.tensor([[0.1, 2.0, 0.3]]), torch.tensor([[True, True, True]]), tokens=1)
+        tensor([[False,  True, False]])
+    """
+    return _top(entropies.detach(), mask, tokens)
+
+
+def random_tokens(
+    mask: Bool[Tensor, "B T"], tokens: int, generator: torch.Generator | None = None
+) -> Bool[Tensor, "B T"]:
+    """A number of tokens at random: the control of `highest_entropy_tokens`.
+
+        keep = a uniform sample of N tokens, without replacement
+
+    Paper: the control of arXiv:2506.01939, section 5.
+
+    Args:
+        mask: True where the model wrote the token.
+        tokens: N; all that there are where they are fewer.
+        generator: of random numbers, on the mask's device.
+
+    Returns:
+        True for exactly min(N, |m|) tokens.
+
+    Example:
+        >>> random_tokens(torch.tensor([[True, True, False]]), tokens=9)
+        tensor([[ True,  True, False]])
+    """
+    return _top(torch.rand(mask.shape, generator=generator, device=mask.device), mask, tokens)
+
+
+def token_covariance(
+    logprobs: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], eps: float = 0.0
+) -> Float[Tensor, "B T"]:
+    """How much each token makes for certainty: tokens that are likely and good lower the entropy.
+
+        cov_t = (A_t - mean A) (log pi_theta(a_t) - mean log pi_theta)
+
+    Paper: "The entropy mechanism of RL for reasoning language models", arXiv:2505.22617, equation 10.
+
+    Args:
+        logprobs: of the policy; detached.
+        advantages: per token.
+        mask: True where the model wrote the token; means are over it.
+        eps: added to the count, 1e-8 for Clip-Cov in verl.
+
+    Returns:
+        Covariance per token, without gradient; 0 off the mask.
+
+    Example:
+        >>> token_covariance(torch.tensor([[-1.0, -3.0]]), torch.tensor([[1.0, -1.0]]), torch.tensor([[True, True]]))
+        tensor([[1., 1.]])
+    """
+    logprobs = logprobs.detach()
+    product = (advantages - masked_mean(advantages, mask, eps)) * (logprobs - masked_mean(logprobs, mask, eps))
+    return product.masked_fill(~mask, 0.0)
+
+
+def clip_covariance_tokens(
+    covariance: Float[Tensor, "B T"],
+    candidates: Bool[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    ratio: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+    generator: torch.Generator | None = None,
+) -> Bool[Tensor, "B T"]:
+    """Clip-Cov: some tokens of high covariance, at random, get no gradient, so that the entropy does not collapse.
+
+        drop = a uniform sample of max(1, int(ratio |m|)) of the candidates with low < cov_t < high
+
+    Paper: arXiv:2505.22617, equation 11.
+
+    Args:
+        covariance: of `token_covariance`.
+        candidates: tokens that may be dropped: those that the clip has not stopped already.
+        mask: True where the model wrote the token.
+        ratio: of tokens to drop.
+        low: lower bound of the covariance.
+        high: upper bound of the covariance.
+        generator: of random numbers, on the mask's device.
+
+    Returns:
+        True for the tokens that are kept; a factor of `weighted_sum`.
+
+    Example:
+        >>> covariance, every = torch.tensor([[0.0, 2.0, 9.0]]), torch.tensor([[True, True, True]])
+        >>> clip_covariance_tokens(covariance, every, every)
+        tensor([[ True, False,  True]])
+    """
+    eligible = candidates & mask & (covariance > low) & (covariance < high)
+    return ~random_tokens(eligible, max(1, int(ratio * int(mask.sum()))), generator)
+
+
+def highest_covariance_tokens(
+    covariance: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], fraction: float = 2e-3
+) -> Bool[Tensor, "B T"]:
+    """KL-Cov: the tokens of the highest covariance, which get a penalty for leaving the old policy.
+
+        pick = the max(1, int(fraction |m|)) tokens of greatest cov_t
+
+    Paper: arXiv:2505.22617, equations 12 and 13; the penalty is `abs_kl` to the old policy.
+
+    Args:
+        covariance: of `token_covariance`.
+        mask: True where the model wrote the token.
+        fraction: of tokens to pick.
+
+    Returns:
+        True for the tokens to penalise.
+
+    Example:
+        >>> highest_covariance_tokens(torch.tensor([[0.0, 2.0, 9.0]]), torch.tensor([[True, True, True]]))
+        tensor([[False, False,  True]])
+    """
+    return _top(covariance.detach(), mask, max(1, int(fraction * int(mask.sum()))))
+
+
+def _top(values: Tensor, mask: Tensor, count: int) -> Tensor:
+    keep = torch.zeros_like(mask).flatten()
+    at = mask.flatten().nonzero()[:, 0]
+    chosen = values.flatten()[at].topk(max(0, min(count, len(at)))).indices
+    keep[at[chosen]] = True
+    return keep.view_as(mask)
+
+
+def _check_fraction(fraction: float) -> None:
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"fraction={fraction} must be between 0 and 1")

@@ -1,0 +1,103 @@
+"""Trust regions by how far probabilities moved, not by their ratio (DPPO).
+
+A ratio overstates the move of an unlikely token and understates that of a likely one. Here the change of the sampled
+token's probability, or the divergence of the two-outcome distribution "this token or another", decides.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+def probability_change(
+    logprobs: Float[Tensor, "B T"], old_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """How much the probability of each token has changed. Its absolute value is the binary total variation.
+
+        d_t = pi_theta(a_t) - pi_old(a_t)
+
+    Paper: DPPO, arXiv:2602.04879, section 4.2.
+
+    Args:
+        logprobs: of the policy; detached.
+        old_logprobs: of the policy that the tokens came from.
+        mask: True where the model wrote the token.
+
+    Returns:
+        Change in probability, between -1 and 1, without gradient; 0 off the mask.
+
+    Example:
+        >>> probability_change(torch.tensor([[0.5]]).log(), torch.tensor([[0.3]]).log(), torch.tensor([[True]]))
+        tensor([[0.2000]])
+    """
+    return logprobs.detach().masked_fill(~mask, 0.0).exp() - old_logprobs.masked_fill(~mask, 0.0).exp()
+
+
+def binary_kl(
+    logprobs: Float[Tensor, "B T"], old_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], eps: float = 1e-8
+) -> Float[Tensor, "B T"]:
+    """KL divergence of "this token or another" under the old policy from that under the new.
+
+        D_t = q (log q - log p) + (1 - q) log((1 - q + eps) / (1 - p + eps)),    p = pi_theta(a_t), q = pi_old(a_t)
+
+    Paper: DPPO, arXiv:2602.04879, section 4.2. A lower bound of the KL over the whole vocabulary.
+
+    Args:
+        logprobs: of the policy; detached.
+        old_logprobs: of the policy that the tokens came from.
+        mask: True where the model wrote the token.
+        eps: against a division by 0 where a token is certain; 1e-8 as in verl and SkyRL.
+
+    Returns:
+        Nats per token, without gradient; 0 off the mask.
+
+    Example:
+        >>> binary_kl(torch.tensor([[0.25]]).log(), torch.tensor([[0.5]]).log(), torch.tensor([[True]]))
+        tensor([[0.1438]])
+    """
+    new, old = logprobs.detach().masked_fill(~mask, 0.0), old_logprobs.masked_fill(~mask, 0.0)
+    p, q = new.exp(), old.exp()
+    return q * (old - new) + (1 - q) * ((1 - q + eps) / (1 - p + eps)).log()
+
+
+def trust_region_tokens(
+    change: Float[Tensor, "B T"],
+    divergence: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"] | None = None,
+    low: float = 0.2,
+    high: float = 0.2,
+    zero_advantage: Literal["keep", "as_negative"] = "keep",
+) -> Bool[Tensor, "B T"]:
+    """Which tokens may still move: near the old policy, or on their way back to it.
+
+        keep_t = not (A_t > 0 and d_t > 0 and D_t > high) and not (A_t < 0 and d_t < 0 and D_t > low)
+
+    Paper: DPPO, arXiv:2602.04879, equation 10. Differs from PPO's clip: the divergence is bounded, not the ratio.
+
+    Args:
+        change: d_t of `probability_change`, whose sign says where the token has moved.
+        divergence: D_t, the absolute change or `binary_kl`.
+        advantages: per token. Without them both bounds hold wherever a token goes, as in prime-rl's "ipo".
+        low: bound for tokens that became less likely.
+        high: bound for tokens that became likelier.
+        zero_advantage: what A_t = 0 counts as. The default keeps it, as SkyRL does: it has no loss, so that dropping
+            it would only distort the fraction that is dropped. verl and prime-rl treat it as negative.
+
+    Returns:
+        True where the token is kept.
+
+    Example:
+        >>> change, advantages = torch.tensor([[0.3, 0.3, -0.3]]), torch.tensor([[1.0, -1.0, -1.0]])
+        >>> trust_region_tokens(change, change.abs(), advantages)
+        tensor([[False,  True, False]])
+    """
+    up = (change > 0) & (divergence > high)
+    down = (change < 0) & (divergence > low)
+    if advantages is None:
+        return ~(up | down)
+    negative = advantages <= 0 if zero_advantage == "as_negative" else advantages < 0
+    return ~(torch.where(advantages > 0, up, negative & down))

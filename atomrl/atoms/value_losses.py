@@ -1,0 +1,92 @@
+"""What a critic's prediction costs, per token."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+def clipped_value_loss(
+    values: Float[Tensor, "B T"],
+    old_values: Float[Tensor, "B T"],
+    returns: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    clip: float | None = 0.2,
+    kind: Literal["squared", "huber"] = "squared",
+    huber_delta: float = 10.0,
+) -> Float[Tensor, "B T"]:
+    """Half the squared error of the values, with the worse of the prediction and one that moved at most `clip`.
+
+        L_t = max((v_t - R_t)^2, (clip(v_t, v_old - c, v_old + c) - R_t)^2) / 2
+
+    Paper: PPO's reference implementation (the paper, arXiv:1707.06347, equation 9, has no clip); GAE's returns.
+
+    Args:
+        values: predictions, with gradient.
+        old_values: predictions at the start of the step.
+        returns: targets, without gradient.
+        mask: True where the model wrote the token.
+        clip: c, in units of the return; None for the plain error. A token whose clipped error is the greater has no
+            gradient.
+        kind: the error: half its square, or Huber's, which is linear beyond `huber_delta`. The default is the
+            square, as in all peers; AReaL has both.
+        huber_delta: where Huber's error becomes linear, in units of the return.
+
+    Returns:
+        Loss per token, 0 off the mask. It includes the factor 1/2.
+
+    Example:
+        >>> old, mask = torch.zeros(1, 1), torch.tensor([[True]])
+        >>> clipped_value_loss(torch.tensor([[0.5]]), old, torch.tensor([[1.0]]), mask)
+        tensor([[0.3200]])
+    """
+    plain = _value_error(values, returns, mask, kind, huber_delta)
+    if clip is None:
+        return plain
+    clipped = values.clamp(old_values - clip, old_values + clip)
+    return torch.maximum(plain, _value_error(clipped, returns, mask, kind, huber_delta))
+
+
+def clipped_values(
+    values: Float[Tensor, "B T"],
+    old_values: Float[Tensor, "B T"],
+    returns: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    clip: float = 0.2,
+) -> Bool[Tensor, "B T"]:
+    """Which tokens the clip of `clipped_value_loss` gives no gradient.
+
+        (clip(v_t, v_old - c, v_old + c) - R_t)^2 > (v_t - R_t)^2
+
+    Paper: PPO's reference implementation.
+
+    Args:
+        values: predictions.
+        old_values: predictions at the start of the step.
+        returns: targets.
+        mask: True where the model wrote the token.
+        clip: c, in units of the return.
+
+    Returns:
+        True where it acts; its mean over the mask is the metric `critic/vf_clipfrac`.
+
+    Example:
+        >>> old, mask = torch.zeros(1, 2), torch.tensor([[True, True]])
+        >>> clipped_values(torch.tensor([[0.5, 0.1]]), old, torch.tensor([[1.0, 1.0]]), mask)
+        tensor([[ True, False]])
+    """
+    clipped = values.clamp(old_values - clip, old_values + clip)
+    return (_value_error(clipped, returns, mask) > _value_error(values, returns, mask)) & mask
+
+
+def _value_error(
+    values: Tensor, returns: Tensor, mask: Tensor, kind: str = "squared", huber_delta: float = 10.0
+) -> Tensor:
+    values, returns = values.masked_fill(~mask, 0.0), returns.masked_fill(~mask, 0.0)
+    if kind == "huber":
+        return F.huber_loss(values, returns, reduction="none", delta=huber_delta)
+    return (values - returns).square() / 2
