@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from atomrl.config import ConfigError, RunConfig, dump_config
+from atomrl.data.checks import repetitions
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import LoadReport, load_samples
 
@@ -67,6 +68,7 @@ def describe_data(name: str, report: LoadReport, processor: DataProcessor | None
     lines = [f"{name}: {report.source}: {len(samples)} problems ({', '.join(f'{n} x{c}' for n, c in sources.items())})"]
     if report.skipped:
         lines.append(f"       {report.skipped} rows with problems are skipped")
+    lines += [f"       {line}" for line in repetitions(samples)]
     if processor is None:
         return len(samples), lines
     lengths = sorted(len(ids) for ids in processor.token_ids(samples))

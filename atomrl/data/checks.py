@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from atomrl.data.files import read_rows
 from atomrl.data.generators import normalise_content
@@ -29,6 +29,8 @@ class DataReport:
     """One line each: file, line and reason."""
     duplicates: list[tuple[str, str]]
     """(place, place of the first row with the same normalised prompt)."""
+    same_id: list[tuple[str, str]]
+    """The same of the column `id`, where there is one. AtomRL does not use it."""
     prompt_chars: list[int]
     """The length of every usable prompt in characters, sorted."""
     data_sources: dict[str, int]
@@ -59,6 +61,7 @@ class DataReport:
             lines.append("data sources: " + ", ".join(f"{name} {n}" for name, n in self.data_sources.items()))
         lines.append("columns: " + (", ".join(self.columns) or "none beside prompt and ground truth"))
         lines += _section("duplicates by normalised prompt", self.duplicates, "is the same as")
+        lines += _section("rows with the same id", self.same_id, "is the same as") if self.same_id else []
         if self.against is not None:
             lines += _section(f"prompts that are also in {self.against}", self.overlap, "is the same as")
         if self.problems:
@@ -72,6 +75,37 @@ _QUANTILES = {0: "shortest", 50: "median", 90: "90%", 99: "99%", 100: "longest"}
 def _section(title: str, pairs: Sequence[tuple[str, str]], verb: str) -> list[str]:
     lines = [f"{title}: {len(pairs)}"]
     return [*lines, problem_list([f"{here} {verb} {there}" for here, there in pairs])] if pairs else lines
+
+
+def repeated(samples: Sequence[Sample], key: Callable[[Sample], Any]) -> list[tuple[str, str]]:
+    """(place, place of the first with the same key) of every sample whose key was there before; None is no key.
+
+    Example:
+        >>> samples = [Sample(sample_id=f"a:{line}", prompt=text, ground_truth="") for line, text in enumerate("xyx")]
+        >>> repeated(samples, lambda sample: sample.prompt)
+        [('a:2', 'a:0')]
+    """
+    first: dict[Any, str] = {}
+    pairs = []
+    for sample in samples:
+        value = key(sample)
+        if value in first:
+            pairs.append((sample.sample_id, first[value]))
+        elif value is not None:
+            first[value] = sample.sample_id
+    return pairs
+
+
+def repetitions(samples: Sequence[Sample]) -> list[str]:
+    """Lines that name the rows that occur twice, by prompt or by id; none where none does."""
+    by_prompt, by_id = repeated(samples, lambda sample: normalise_content(sample.prompt)), repeated(samples, _own_id)
+    lines = _section("duplicates by normalised prompt", by_prompt, "is the same as") if by_prompt else []
+    return lines + (_section("rows with the same id", by_id, "is the same as") if by_id else [])
+
+
+def _own_id(sample: Sample) -> str | None:
+    own = sample.columns.get("id")
+    return None if own is None else repr(own)
 
 
 def check_data(path: str | Path, config: DataConfig | None = None, against: str | Path | None = None) -> DataReport:
@@ -90,16 +124,9 @@ def check_data(path: str | Path, config: DataConfig | None = None, against: str 
 
         config = DataConfig(train=str(path))
     samples, problems, rows = _load(path, config)
-    first: dict[str, str] = {}
-    duplicates = []
-    for sample in samples:
-        content = normalise_content(sample.prompt)
-        if content in first:
-            duplicates.append((sample.sample_id, first[content]))
-        else:
-            first[content] = sample.sample_id
     overlap = []
     if against is not None:
+        first = {normalise_content(sample.prompt): sample.sample_id for sample in reversed(samples)}
         for sample in _load(against, config)[0]:
             here = first.get(normalise_content(sample.prompt))
             if here is not None:
@@ -108,7 +135,8 @@ def check_data(path: str | Path, config: DataConfig | None = None, against: str 
         path=str(path),
         rows=rows,
         problems=problems,
-        duplicates=duplicates,
+        duplicates=repeated(samples, lambda sample: normalise_content(sample.prompt)),
+        same_id=repeated(samples, _own_id),
         prompt_chars=sorted(_chars(sample) for sample in samples),
         data_sources=dict(Counter(sample.data_source for sample in samples).most_common()),
         columns=sorted(samples[0].columns) if samples else [],

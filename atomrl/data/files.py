@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +42,36 @@ def read_rows(path: str | Path) -> Iterator[RawRow]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[RawRow]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            place = f"{path.name}:{number}"
-            if number == 1:
-                if line.startswith((b"\xff\xfe", b"\xfe\xff")):
-                    raise DataError(f"{path} is UTF-16; save it as UTF-8")
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if not line.strip():
-                continue
-            try:
-                yield RawRow(place, parse_line(line))
-            except DataError as error:
-                yield RawRow(place, None, str(error))
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                place = f"{path.name}:{number}"
+                if number == 1:
+                    _refuse_other_formats(path, line)
+                    line = line.removeprefix(b"\xef\xbb\xbf")
+                if len(line) > MAX_LINE_BYTES:
+                    while not line.endswith(b"\n") and (line := file.readline(MAX_LINE_BYTES)):
+                        pass
+                    yield RawRow(place, None, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+                elif line.strip():
+                    yield _raw_row(place, line)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _raw_row(place: str, line: bytes) -> RawRow:
+    try:
+        return RawRow(place, parse_line(line))
+    except DataError as error:
+        return RawRow(place, None, str(error))
+
+
+def _refuse_other_formats(path: Path, line: bytes) -> None:
+    for start, what in _FOREIGN.items():
+        if line.startswith(start):
+            raise DataError(f"{path}:1: not JSONL but {what}")
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
@@ -69,6 +86,12 @@ def parse_line(line: bytes) -> dict[str, Any]:
     """
     try:
         text = line.decode("utf-8").strip()
+        if "\0" in text:
+            raise DataError("holds NUL bytes: a file in UTF-16 (save it as UTF-8), or one that a crash has torn")
+        if text in ("{", "["):
+            raise DataError(
+                "not valid JSON by itself; it goes on over several lines; JSONL needs one object a line"
+            )
         row = _DECODER.decode(text)
         if "\\u" in text:
             json.dumps(row, ensure_ascii=False).encode("utf-8")
@@ -109,6 +132,18 @@ def _finite(text: str) -> float:
     return value
 
 
+MAX_LINE_BYTES = 64 << 20
+"""No row is longer: a file without line ends must not be read into memory whole."""
+_FOREIGN = {
+    b"\xff\xfe": "UTF-16; save it as UTF-8",
+    b"\xfe\xff": "UTF-16; save it as UTF-8",
+    b"\x1f\x8b": "gzip; unpack it (gunzip)",
+    b"PK\x03\x04": "a ZIP archive; unpack it",
+    b"\x28\xb5\x2f\xfd": "zstd; unpack it (unzstd)",
+    b"PAR1": "Parquet; name it .parquet",
+}
+"""First bytes of files that are taken for JSONL, and what to do."""
+
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
 
 
@@ -120,12 +155,26 @@ def _parquet_rows(path: Path) -> Iterator[RawRow]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise DataError(f"{path} has two columns of one name, among {', '.join(names)}")
             for batch in file.iter_batches():
-                for row in batch.to_pylist():
+                try:
+                    rows = [RawRow("", row) for row in batch.to_pylist()]
+                except UnicodeDecodeError:  # in some of them: one by one, which is many times slower
+                    rows = [_parquet_row(batch.slice(index, 1)) for index in range(batch.num_rows)]
+                for row in rows:
                     number += 1
-                    yield RawRow(f"{path.name}:{number}", row)
+                    yield replace(row, place=f"{path.name}:{number}")
     except (ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable Parquet file: {error}") from None
+
+
+def _parquet_row(row: Any) -> RawRow:
+    try:
+        return RawRow("", row.to_pylist()[0])
+    except UnicodeDecodeError:
+        return RawRow("", None, "holds a text that is not valid UTF-8")
 
 
 def write_jsonl(rows: Iterable[Mapping[str, Any]], path: str | Path) -> int:

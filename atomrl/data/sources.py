@@ -138,8 +138,8 @@ def _sample(place: str, row: Mapping[str, Any], fields: _Fields) -> Sample:
     prompt = check_prompt(_lookup(row, fields.prompt))
     answer = None if fields.answer is None else _lookup(row, fields.answer)
     blank = answer is None or (isinstance(answer, str) and not answer.strip())
-    if fields.answer is not None and (blank or (isinstance(answer, float) and math.isnan(answer))):
-        raise DataError(f"field {fields.answer!r} is empty")
+    if fields.answer is not None and (blank or (isinstance(answer, float) and not math.isfinite(answer))):
+        raise DataError(f"field {fields.answer!r} is empty" if blank else f"field {fields.answer!r} is {answer}")
     used = {fields.prompt, fields.data_source}
     if fields.pattern is None or fields.answer == "ground_truth":
         used.add(fields.answer)  # with a pattern the whole answer stays as a column, if its name is free

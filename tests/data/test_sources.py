@@ -211,7 +211,7 @@ def test_a_mapped_field_does_not_hide_another(tmp_path):
     [
         (b"", "holds no usable row"),
         (b"\n \n", "holds no usable row"),
-        ("{}".encode("utf-16"), "is UTF-16"),
+        ("{}".encode("utf-16"), "UTF-16; save it as UTF-8"),
         (b"\x00\x01\x02\xff", "not valid UTF-8"),
     ],
 )
