@@ -336,6 +336,9 @@ def gradient_spikes(rows: Rows) -> Verdict:
     )
 
 
+NO_SIGNAL = frozenset({"missing_stop_token", "length_limit", "learning_rate_too_high", "constant_reward"})
+"""What leaves all completions without reward."""
+
 RULES = (
     Rule("skipped_updates", "error", skipped_updates),
     Rule("reward_failures", "error", reward_failures),
@@ -346,12 +349,10 @@ RULES = (
     Rule("length_limit", "warning", length_limit, frozenset({"missing_stop_token", "learning_rate_too_high"})),
     Rule("pays_for_length", "error", pays_for_length),
     Rule("reward_without_accuracy", "error", reward_without_accuracy, frozenset({"pays_for_length"})),
-    Rule("constant_reward", "error", constant_reward,
-         frozenset({"missing_stop_token", "length_limit", "learning_rate_too_high"})),
-    Rule("no_mixed_groups", "warning", no_mixed_groups, frozenset({"constant_reward", "learning_rate_too_high"})),
-    Rule("dead_reward_part", "warning", dead_reward_part,
-         frozenset({"constant_reward", "missing_stop_token", "length_limit", "learning_rate_too_high"})),
+    Rule("constant_reward", "error", constant_reward, NO_SIGNAL),
+    Rule("no_mixed_groups", "warning", no_mixed_groups, NO_SIGNAL),
+    Rule("dead_reward_part", "warning", dead_reward_part, NO_SIGNAL),
     Rule("entropy_collapse", "warning", entropy_collapse, frozenset({"learning_rate_too_high", "constant_reward"})),
     Rule("gradient_spikes", "warning", gradient_spikes, frozenset({"learning_rate_too_high"})),
-)  # fmt: skip
+)
 """In the order of causes: what explains another stands before it."""
