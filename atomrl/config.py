@@ -109,8 +109,8 @@ class RewardItem(Section):
     """One reward and its weight in the sum."""
 
     function: str
-    """A built-in name, or a dotted path to a function of the same signature, to verl's `compute_score`, or to a class
-    that is called with a `RolloutBatch`."""
+    """A built-in name, or a dotted path to any function of the same signature."""
+    weight: float = 1.0
     args: dict[str, Any] = {}
 
 
