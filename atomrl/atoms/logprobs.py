@@ -181,7 +181,7 @@ def _parts(total: int, size: int) -> list[slice]:
 
 
 def row_logprobs(
-    hidden: Float[Tensor, "B T H"],
+    hidden: Float[Tensor, "B T H"] | Float[Tensor, "N H"],
     head_weight: Float[Tensor, "V H"],
     tokens: Int[Tensor, "B T"],
     loss_mask: Bool[Tensor, "B T"],
@@ -196,7 +196,7 @@ def row_logprobs(
     Position 0 has nothing before it and is never computed, whatever the mask; only what the mask names is.
 
     Args:
-        hidden: after the final norm, of every token of the rows.
+        hidden: after the final norm, of every token of the rows; or only of those before a wanted token, row by row.
         head_weight: the output matrix.
         tokens: the rows.
         loss_mask: True where a log-prob is wanted.
@@ -216,8 +216,10 @@ def row_logprobs(
     wanted = loss_mask.clone()
     wanted[:, 0] = False
     at = wanted.flatten().nonzero()[:, 0]
+    if hidden.dim() == 3:
+        hidden = hidden.reshape(rows * length, -1).index_select(0, at - 1)
     logprobs, entropy = fused_token_logprobs(
-        hidden.reshape(rows * length, -1).index_select(0, at - 1),
+        hidden,
         head_weight,
         tokens.flatten()[at],
         temperature,

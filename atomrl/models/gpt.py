@@ -73,12 +73,17 @@ class Attention(nn.Module):
         else:
             self.q_norm = self.k_norm = None
 
+    def project(self, x: Tensor) -> Tensor:
+        """[..., H] -> queries, keys and values, [..., heads + 2 kv_heads, D]."""
+        qkv = fused_linear(x, self.q_proj, self.k_proj, self.v_proj).unflatten(-1, (-1, self.size))
+        if self.q_norm is None:
+            return qkv
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=-2)
+        return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=-2)
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         rows, tokens, _ = x.shape
-        qkv = fused_linear(x, self.q_proj, self.k_proj, self.v_proj).view(rows, tokens, -1, self.size)
-        if self.q_norm is not None:
-            q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
-            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
+        qkv = self.project(x)
         if mask is not None:
             return self.o_proj(AttentionFunction.apply(qkv, cos, sin, mask, self.kv_heads))
         qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
@@ -167,6 +172,10 @@ class GPT(nn.Module):
         """[V, H]: logits are `hidden @ head_weight.T`."""
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
+    @property
+    def compiled(self) -> bool:
+        return self.run_layer is not _run_layer
+
     def forward_hidden(self, tokens: Tensor) -> Tensor:
         """Hidden states after the final norm.
 
@@ -177,8 +186,7 @@ class GPT(nn.Module):
             [B, T, H] in `compute_dtype`.
         """
         weight, length = self.model.embed_tokens.weight, tokens.shape[1]
-        compiled = self.run_layer is not _run_layer
-        if compiled:
+        if self.compiled:
             tokens = F.pad(tokens, (0, self._compiled_length(length) - length))
         x = F.embedding(tokens, weight).to(self.compute_dtype or weight.dtype)
         cos, sin = self.rope_tables(tokens.shape[1], tokens.device)
@@ -186,7 +194,7 @@ class GPT(nn.Module):
         if tokens.device.type == "cpu" and tokens.shape[1] <= BMM_MAX_TOKENS:
             mask = torch.full((tokens.shape[1],) * 2, -torch.inf, dtype=x.dtype).triu(1)
         for layer in self.model.layers:
-            if compiled:
+            if self.compiled:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(self.run_layer, layer, x, cos, sin, mask, use_reentrant=False)

@@ -98,6 +98,79 @@ class AttentionFunction(torch.autograd.Function):
         return result, None, None, None, None
 
 
+class PackedAttention(torch.autograd.Function):
+    """`AttentionFunction` on a stream of tokens in blocks (`shared_prefix.Block`), some after a shared prompt."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, plans: list[tuple[Any, Tensor, Tensor, Tensor]], kv_heads: int) -> Tensor:
+        """qkv [N, heads + 2 kv_heads, D] -> [N, heads * D].
+
+        A plan is a block, its cos and sin [1 or R, C, heads + kv_heads, D/2], and what is added to its scores
+        [1 or R * kv_heads, group * C, P + C]. Blocks after prompts follow the one that holds the prompts.
+        """
+        size, group = qkv.shape[2], qkv.shape[1] // kv_heads - 2
+        out, saved, prompts = qkv.new_empty(len(qkv), kv_heads * group * size), [], None
+        for block, cos, sin, bias in plans:
+            from_q, from_k, from_v = _heads(block.spread(qkv), kv_heads)
+            (q_cos, k_cos), (q_sin, k_sin) = _tables(cos, kv_heads), _tables(sin, kv_heads)
+            q = torch.empty(from_q.shape, dtype=qkv.dtype)
+            k, v = (qkv.new_empty(block.rows, kv_heads, bias.shape[2], size) for _ in range(2))
+            before = bias.shape[2] - block.length
+            _rotate_into(q, from_q, q_cos, q_sin)
+            _rotate_into(k[:, :, before:], from_k, k_cos, k_sin)
+            v[:, :, before:].copy_(from_v)
+            if prompts is None:
+                prompts = k, v
+            if before:
+                for part, theirs in zip((k, v), prompts, strict=True):
+                    part[:, :, :before] = theirs.index_select(0, block.prompts)
+            q, k, v = (x.view(block.rows * kv_heads, -1, size) for x in (q, k, v))
+            scores = torch.baddbmm(bias, q, k.transpose(1, 2))
+            shares = torch.softmax(scores, dim=-1, out=scores)
+            mixed = torch.bmm(shares, v).view(from_q.shape).permute(0, 3, 1, 2, 4)
+            if block.real is None:
+                out[block.start : block.stop].view(mixed.shape).copy_(mixed)
+            else:
+                out[block.start : block.stop] = block.collect(mixed.flatten(2))
+            saved += [q, k, v, shares]
+        ctx.save_for_backward(*saved)
+        ctx.plans, ctx.kv_heads, ctx.group = plans, kv_heads, group
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        plans, kv_heads, group, saved = ctx.plans, ctx.kv_heads, ctx.group, ctx.saved_tensors
+        size = saved[0].shape[2]
+        result = grad.new_empty(len(grad), kv_heads * (group + 2), size)
+        shared: list[tuple[Tensor, Tensor, Tensor]] = []
+        for number, (block, cos, sin, bias) in reversed(list(enumerate(plans))):
+            q, k, v, shares = saved[4 * number : 4 * number + 4]
+            own = block.spread(grad).unflatten(2, (kv_heads, group, size)).permute(0, 2, 3, 1, 4).reshape(q.shape)
+            grad_v = torch.bmm(shares.transpose(1, 2), own)
+            grad_shares = torch.bmm(own, v.transpose(1, 2))
+            grad_scores = torch.ops.aten._softmax_backward_data(grad_shares, shares, -1, shares.dtype)
+            grad_q, grad_k = torch.bmm(grad_scores, k), torch.bmm(grad_scores.transpose(1, 2), q)
+            grad_k, grad_v = (x.view(block.rows, kv_heads, -1, size) for x in (grad_k, grad_v))
+            before = bias.shape[2] - block.length
+            if before:
+                shared.append((block.prompts, grad_k[:, :, :before], grad_v[:, :, :before]))
+                grad_k, grad_v = grad_k[:, :, before:], grad_v[:, :, before:]
+            if number == 0:
+                for owners, more_k, more_v in shared:
+                    grad_k.index_add_(0, owners, more_k)
+                    grad_v.index_add_(0, owners, more_v)
+            part = result[block.start : block.stop]
+            rows = part.unflatten(0, (block.rows, -1)) if block.real is None else block.spread(result)
+            to_q, to_k, to_v = _heads(rows, kv_heads)
+            (q_cos, k_cos), (q_sin, k_sin) = _tables(cos, kv_heads), _tables(sin, kv_heads)
+            _rotate_into(to_q, grad_q.view(to_q.shape), q_cos, -q_sin)
+            _rotate_into(to_k, grad_k, k_cos, -k_sin)
+            to_v.copy_(grad_v)
+            if block.real is not None:
+                part.copy_(block.collect(rows))
+        return result, None, None
+
+
 class Rotate(torch.autograd.Function):
     """Rotary positions alone, for attention by SDPA; the backward is the rotation by the opposite angle."""
 
@@ -124,9 +197,9 @@ def _heads(qkv: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _tables(table: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """[T, heads + kv_heads, D/2] as views that fit `_heads`."""
-    q, k = table.split([table.shape[1] - kv_heads, kv_heads], dim=1)
-    return q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3), k.transpose(0, 1)
+    """[..., T, heads + kv_heads, D/2] as views that fit `_heads`."""
+    q, k = table.split([table.shape[-2] - kv_heads, kv_heads], dim=-2)
+    return q.unflatten(-2, (kv_heads, -1)).movedim(-4, -2), k.transpose(-3, -2)
 
 
 def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:

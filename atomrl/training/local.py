@@ -26,6 +26,7 @@ from atomrl.models.loading import (
     save_model,
 )
 from atomrl.models.lora import adapters_disabled, has_adapters, load_adapters, save_adapters
+from atomrl.models.shared_prefix import states_before
 from atomrl.protocols import Algorithm, Annotation, ModelOutputs, Output
 from atomrl.stages import RowBatch, TrainingBatch, select_rows
 from atomrl.training.micro_batches import micro_batches
@@ -127,7 +128,7 @@ class LocalBackend:
     def _outputs(self, model: Policy, micro: RowBatch, outputs: frozenset[Output]) -> ModelOutputs:
         tokens, mask = micro.tokens.to(self.device), micro.loss_mask.to(self.device)
         logprobs, entropy = row_logprobs(
-            model.forward_hidden(tokens),
+            states_before(model, tokens, mask, micro.prompt_lengths),
             model.head_weight,
             tokens,
             mask,
