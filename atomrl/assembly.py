@@ -63,13 +63,14 @@ def train(config: RunConfig, resume: bool = False, allow_changes: bool = False) 
     processor = DataProcessor(tokenizer, config.data, prompt_limit(config, path))
     held_out = load_split(config, processor, "eval")
     stream = PromptStream(load_split(config, processor, "train"), seed=config.seed, shuffle=config.data.shuffle)
+    rewards.check_sources([*stream.samples, *held_out])
     schedule = make_schedule(config)
     now = identity(stream, processor, path)
     run, progress = open_run(config, resume, now, allow_changes)
     earlier_s = progress.wall_s
     trainer = build_trainer(config, path, tokenizer, schedule, needs_reference="ref_logprobs" in algorithm.needs)
     engine = build_engine(config.rollout.engine, path, tokenizer, config.model.dtype, config.rollout, config.model)
-    with closing_all(trainer, engine), Recorder(config, run) as record:
+    with closing_all(trainer, engine, rewards), Recorder(config, run) as record:
 
         def evaluate_now(version: int) -> dict[str, float]:
             if not held_out:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-
-class ConfigError(ValueError):
-    """A mistake in a config; the message says which key, what is wrong and what to do."""
+from atomrl.trees import ConfigError as ConfigError
+from atomrl.trees import merge_trees as merge_trees
+from atomrl.trees import nest as nest
+from atomrl.trees import parse_overrides as parse_overrides
+from atomrl.trees import read_yaml as read_yaml
 
 
 class Section(BaseModel):
@@ -105,19 +107,49 @@ class RolloutConfig(Section):
     """Rows that an engine decodes at once."""
 
 
-class RewardItem(Section):
-    """One reward and its weight in the sum."""
+class RewardRoute(Section):
+    """A reward and how it is called."""
 
     function: str
-    """A built-in name, or a dotted path to any function of the same signature."""
-    weight: float = 1.0
+    """A built-in name, or a dotted path to a function of the same signature, to verl's `compute_score`, or to a class
+    that is called with a `RolloutBatch`."""
     args: dict[str, Any] = {}
+    timeout_s: float = Field(10.0, gt=0)
+    """For one completion, in rewards that run in worker processes (all but the cheap built-in ones)."""
+
+
+class RewardItem(RewardRoute):
+    """One reward and its weight in the sum."""
+
+    weight: float = 1.0
 
 
 class RewardConfig(Section):
     """What a completion earns."""
 
-    functions: list[RewardItem] = Field([RewardItem(function="strict_math")], min_length=1)
+    functions: list[RewardItem] = [RewardItem(function="strict_math")]
+    """For every completion. Empty unless given where there is a table `by_data_source`."""
+    by_data_source: dict[str, RewardRoute] = {}
+    """data source -> the reward of its completions; a name alone is enough: `openai/gsm8k: gsm8k`."""
+    workers: int = Field(2, ge=1)
+    """Processes that rewards run in."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_routes(cls, tree: Any) -> Any:
+        if not isinstance(tree, Mapping) or not isinstance(tree.get("by_data_source"), Mapping):
+            return tree
+        routes = {
+            source: {"function": route} if isinstance(route, str) else route
+            for source, route in tree["by_data_source"].items()
+        }
+        return {**({"functions": []} if routes else {}), **tree, "by_data_source": routes}
+
+    @model_validator(mode="after")
+    def _at_least_one(self) -> RewardConfig:
+        if not self.functions and not self.by_data_source:
+            raise ValueError("reward.functions is empty and there is no reward.by_data_source: nothing gives a reward")
+        return self
 
 
 class AlgorithmConfig(BaseModel):
@@ -264,84 +296,6 @@ class RunConfig(Section):
         return Path(self.output_dir) / self.run_name
 
 
-def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """`a.b=1`, `--a.b=1` and `--a.b 1` as a nested dict; values are YAML.
-
-    Example:
-        >>> parse_overrides(["train.steps=3", "--model.path", "m"])
-        {'train': {'steps': 3}, 'model': {'path': 'm'}}
-    """
-    tree: dict[str, Any] = {}
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        key, equals, text = argument.removeprefix("--").partition("=")
-        if not equals:
-            if not argument.startswith("--") or not rest:
-                raise ConfigError(f"{argument!r} is no override; write key=value, as in train.steps=100")
-            text = rest.pop(0)
-        node = tree
-        *parents, leaf = key.split(".")
-        for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                raise ConfigError(f"override {argument!r}: {parent} was already given a value")
-        node[leaf] = _scalar(text)
-    return tree
-
-
-def _scalar(text: str) -> Any:
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    if isinstance(value, str):  # YAML reads 1e-6 as text
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-def merge_trees(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`changes` over `base`, dict by dict."""
-    merged = dict(base)
-    for key, value in changes.items():
-        old = merged.get(key)
-        merged[key] = merge_trees(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return merged
-
-
-def nest(key: str, value: Any) -> dict[str, Any]:
-    """A dotted key as a nested dict.
-
-    Example:
-        >>> nest("a.b", 1)
-        {'a': {'b': 1}}
-    """
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """A YAML file as a dict.
-
-    Raises:
-        ConfigError: it is absent, no YAML (with the line), or no mapping.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist")
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections, not {type(tree).__name__}")
-    return tree
-
-
 def build_config(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
     """Validate a tree.
 
@@ -372,7 +326,8 @@ def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[s
     keys = []
     for name, info in section.model_fields.items():
         keys.append(prefix + name)
-        for kind in (info.annotation, *getattr(info.annotation, "__args__", ())):
+        parts = () if get_origin(info.annotation) is dict else get_args(info.annotation)  # a table has keys of its own
+        for kind in (info.annotation, *parts):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 keys += known_keys(kind, f"{prefix}{name}.")
     return keys

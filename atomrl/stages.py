@@ -142,13 +142,29 @@ class RolloutBatch(PromptBatch):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardFailure:
+    """A completion to which a reward could give no usable value."""
+
+    reward: str
+    """The name of the part."""
+    kind: Literal["timeout", "error", "crash", "invalid"]
+    """Took too long; raised an exception; ended its process; returned what is no finite number, or too many or few."""
+    message: str
+    prompt_id: str
+    completion_index: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardBatch(RolloutBatch):
     """One reward per completion, and every named part of it."""
 
     rewards: tuple[tuple[float | None, ...], ...]
-    """[P][G] weighted sum of the parts; None where no part gave a value. Such a completion becomes no row."""
+    """[P][G] weighted sum of the parts; None where no part gave a value, or one that counts failed. Such a completion
+    becomes no row."""
     reward_parts: Mapping[str, tuple[tuple[float | None, ...], ...]]
     """name -> [P][G], unweighted."""
+    reward_failures: tuple[RewardFailure, ...] = ()
+    """Of all completions that were scored for this batch, also of groups that were refused afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True)

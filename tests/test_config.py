@@ -69,7 +69,7 @@ def test_every_section_but_the_algorithm_refuses_unknown_keys():
             r"min_completion_tokens holds in evaluation too",
         ),
         ({"model": {"path": None}}, r"model.path: is required"),
-        ({"reward": {"functions": []}}, r"reward.functions: "),
+        ({"reward": {"functions": []}}, r"reward.functions is empty"),
         ({"run_name": "../r"}, r"run_name: "),
         ({"run_name": ""}, r"run_name: "),
     ],

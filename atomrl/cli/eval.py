@@ -110,6 +110,7 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     report = load_samples(config.data, "eval", config.seed)
     if report.skipped:
         print(f"{report.source}: {report.skipped} rows with problems were skipped", file=sys.stderr)
+    rewards.check_sources(report.samples)
     tokenizer = load_tokenizer(config.model.tokenizer or model_path(config), config.model.trust_remote_code)
     processor = DataProcessor(tokenizer, config.data)
     check_writable(out)
@@ -121,6 +122,7 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
         return evaluate(engine, report.samples, processor, rewards, eval_sampling(config), response_prefix), config
     finally:
         engine.close()
+        rewards.close()
 
 
 def check_writable(out: Path) -> None:

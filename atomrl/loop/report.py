@@ -7,7 +7,8 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from atomrl.metrics import Max, Mean, Metrics, merge, spread, values
+from atomrl.metrics import Count, Max, Mean, Metrics, merge, spread, values
+from atomrl.rewards.compute import failure_counts
 from atomrl.stages import AdvantageBatch, Completion, RewardBatch
 
 # An answer that is closed, with more behind it than white space and a full stop.
@@ -70,6 +71,7 @@ def rollout_metrics(
         metrics["by_group/frac_mixed"] = 1 - len(equal) / len(groups)
         metrics["by_group/frac_all_good"] = sum(reward > 0 for reward in equal) / len(groups)
         metrics["by_group/frac_all_bad"] = sum(reward <= 0 for reward in equal) / len(groups)
+    metrics |= failure_counts(rewarded)
     metrics["reward/missing"] = float(len(completions) - len(scores))
     metrics["reward/missing_ratio"] = 1 - len(scores) / max(1, len(completions))
     metrics |= length_correlation(rewarded)
@@ -122,9 +124,14 @@ def length_correlation(rewarded: RewardBatch) -> dict[str, float]:
 
 
 def update_metrics(results: Sequence[Metrics]) -> dict[str, float]:
-    """The mean over the updates of a step (the maximum, for a maximum)."""
+    """The mean over the updates of a step; for a maximum, the maximum, and for a count, the sum.
+
+    Example:
+        >>> update_metrics([{"lr": Mean(0.1), "actor/skipped_updates": Count()}, {"lr": Mean(0.3)}])
+        {'lr': 0.2, 'actor/skipped_updates': 1.0, 'training/updates': 2.0}
+    """
     merged = merge(
-        {name: metric if isinstance(metric, Max) else Mean(metric.value) for name, metric in result.items()}
+        {name: metric if isinstance(metric, Max | Count) else Mean(metric.value) for name, metric in result.items()}
         for result in results
     )
     return values(merged) | {"training/updates": float(len(results))}

@@ -253,11 +253,19 @@ def join_prompts(first: RewardBatch, second: RewardBatch) -> RewardBatch:
     """Both, one after the other."""
     names = [item.name for item in fields(first) if item.name not in _NOT_BY_PROMPT]
     changes = {name: getattr(first, name) + getattr(second, name) for name in names}
-    parts = {name: part + second.reward_parts[name] for name, part in first.reward_parts.items()}
-    return replace(first, **changes, reward_parts=parts)
+    parts = {
+        name: _part(first, name) + _part(second, name) for name in {**first.reward_parts, **second.reward_parts}
+    }
+    failures = first.reward_failures + second.reward_failures
+    return replace(first, **changes, reward_parts=parts, reward_failures=failures)
 
 
-_NOT_BY_PROMPT = {"policy_version", "reward_parts"}
+def _part(batch: RewardBatch, name: str) -> tuple[tuple[float | None, ...], ...]:
+    """A part of the reward, which a batch lacks where no completion of it was given one."""
+    return batch.reward_parts.get(name) or tuple((None,) * len(group) for group in batch.completions)
+
+
+_NOT_BY_PROMPT = {"policy_version", "reward_parts", "reward_failures"}
 
 
 def mean_advantages(credited: AdvantageBatch) -> list[float]:

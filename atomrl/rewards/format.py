@@ -57,6 +57,17 @@ def extract_answer(text: str) -> str:
         >>> extract_answer(r"thus \boxed{\frac{1}{2}}.")
         '\\frac{1}{2}'
     """
+    marked = marked_answer(text)
+    return text.strip() if marked is None else marked
+
+
+def marked_answer(text: str) -> str | None:
+    """The answer that a completion marks as such, in the order of `extract_answer`, or None.
+
+    Example:
+        >>> marked_answer("#### 18"), marked_answer("18")
+        ('18', None)
+    """
     tagged = tagged_answer(text)
     if tagged is not None:
         return tagged
@@ -64,7 +75,7 @@ def extract_answer(text: str) -> str:
     if marked:
         return tail.strip().split("\n", 1)[0].strip()
     boxed = last_boxed(text)
-    return text.strip() if boxed is None else boxed.strip()
+    return None if boxed is None else boxed.strip()
 
 
 def tagged_answer(text: str) -> str | None:

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from atomrl.rewards.answers import answers_equal, parse_number
-from atomrl.rewards.format import extract_answer, has_strict_format, split_strict
+from atomrl.rewards.format import has_strict_format, marked_answer, split_strict
 
 
 def strict_math(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
@@ -35,17 +35,29 @@ def strict_format(prompts: list[Any], completions: list[str], **columns: Any) ->
     return [float(has_strict_format(completion)) for completion in completions]
 
 
-def exact_match(prompts: list[Any], completions: list[str], ground_truth: list[Any], **columns: Any) -> list[float]:
-    """1.0 where the answer (`rewards.format.extract_answer`) is the truth, character for character, else 0.0.
+def exact_match(
+    prompts: list[Any],
+    completions: list[str],
+    ground_truth: list[Any],
+    format_score: float = 0.0,
+    **columns: Any,
+) -> list[float]:
+    """1.0 where the answer (`rewards.format.extract_answer`) is the truth, character for character.
 
-    Only the white space around both is ignored.
+    Only the white space around both is ignored. Any other answer earns `format_score` where it is marked as one (by
+    `<answer>`, `####` or `\\boxed{}`), and 0.0 where it is not.
 
     Example:
-        >>> exact_match([""] * 2, ["The answer is <answer>B</answer>", "b"], ["B", "B"])
-        [1.0, 0.0]
+        >>> texts = ["The answer is <answer>B</answer>", "<answer>C</answer>", "b"]
+        >>> exact_match([""] * 3, texts, ["B"] * 3, format_score=0.1)
+        [1.0, 0.1, 0.0]
     """
-    pairs = zip(completions, ground_truth, strict=True)
-    return [float(extract_answer(completion) == str(truth).strip()) for completion, truth in pairs]
+    scores = []
+    for completion, truth in zip(completions, ground_truth, strict=True):
+        marked = marked_answer(completion)
+        right = (completion.strip() if marked is None else marked) == str(truth).strip()
+        scores.append(1.0 if right else format_score * (marked is not None))
+    return scores
 
 
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", re.ASCII)  # 10-3 ends in 3, not in -3

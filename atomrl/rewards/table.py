@@ -9,20 +9,36 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from atomrl.rewards import boxes, tasks
+from atomrl.rewards.boxes import boxed
 from atomrl.rewards.errors import RewardError
 from atomrl.rewards.math import exact_match, gsm8k, strict_format, strict_math
+from atomrl.rewards.penalties import length_penalty, repetition_penalty
 from atomrl.rewards.tasks import countdown, reasoning_gym
+from atomrl.rewards.tutorial import correctness_reward, digit_reward, hard_format_reward, mark_reward
 
 RewardFunction = Callable[..., Any]
 
 REWARDS: dict[str, RewardFunction] = {
+    "boxed": boxed,
+    "correctness_reward": correctness_reward,
     "countdown": countdown,
+    "digit_reward": digit_reward,
     "exact_match": exact_match,
     "gsm8k": gsm8k,
+    "hard_format_reward": hard_format_reward,
+    "length_penalty": length_penalty,
+    "mark_reward": mark_reward,
     "reasoning_gym": reasoning_gym,
+    "repetition_penalty": repetition_penalty,
     "strict_format": strict_format,
     "strict_math": strict_math,
 }
+
+POOLED: dict[str, Callable[[], None]] = {"boxed": boxes.warm_up, "reasoning_gym": tasks.warm_up}
+"""Built-in rewards that run in worker processes, because the package that they call may hang or end its process; and
+what imports that package. All others are string operations that are linear in the length of the text, and exact
+arithmetic on numbers of at most 100 characters: they run in this process."""
 
 
 def find_reward(name: str) -> RewardFunction:
@@ -54,3 +70,18 @@ def find_reward(name: str) -> RewardFunction:
     if not callable(function):
         raise RewardError(f"reward {name!r}: module {module_name!r} has no function {attribute!r}")
     return function
+
+
+def importable_name(function: RewardFunction) -> str | None:
+    """The name by which `find_reward` finds a function in any process, or None.
+
+    Example:
+        >>> importable_name(exact_match), importable_name(lambda: 0)
+        ('exact_match', None)
+    """
+    for name, built_in in REWARDS.items():
+        if built_in is function:
+            return name
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    found = getattr(sys.modules.get(module or ""), name or "", None)
+    return None if found is not function or module == "__main__" else f"{module}.{name}"

@@ -88,6 +88,14 @@ def _scorer(name: str, args: str) -> Callable[[str, dict[str, Any]], float]:
     return create_dataset(name, seed=0, size=500, **json.loads(args)).score_answer
 
 
+def warm_up() -> None:
+    """Import the package, which takes some seconds: no part of a completion's time."""
+    try:
+        import reasoning_gym.factory  # noqa: F401
+    except ImportError:
+        raise RewardError("the reasoning_gym reward needs the extra: pip install 'atomrl[tasks]'") from None
+
+
 LITERAL_TASKS = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
 ARITHMETIC_TASKS = ("countdown", "puzzle24")
 FORMULA_TASKS = ("intermediate_integration", "polynomial_multiplication", "simple_integration")

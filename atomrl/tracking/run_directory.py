@@ -259,6 +259,10 @@ def rollout_rows(step: int, rewarded: RewardBatch, advantages: Mapping[tuple[int
         advantages: by (prompt, completion); what was not trained on has none and is written as null.
     """
     rows = []
+    failures: dict[tuple[str, int], dict[str, str]] = {}
+    for failure in rewarded.reward_failures:
+        of_row = failures.setdefault((failure.prompt_id, failure.completion_index), {})
+        of_row[failure.reward] = f"{failure.kind}: {failure.message}"
     for p, sample in enumerate(rewarded.samples):
         for g, completion in enumerate(rewarded.completions[p]):
             reward = rewarded.rewards[p][g]
@@ -276,6 +280,7 @@ def rollout_rows(step: int, rewarded: RewardBatch, advantages: Mapping[tuple[int
                     "token_ids": list(completion.token_ids),
                     "reward": reward,
                     "reward_parts": {name: part[p][g] for name, part in rewarded.reward_parts.items()},
+                    "reward_failures": failures.get((rewarded.prompt_ids[p], g), {}),
                     "advantage": advantages.get((p, g)),
                     "finish_reason": completion.finish_reason,
                     "policy_version": rewarded.policy_version,

@@ -23,11 +23,6 @@ from atomrl.training.local import LocalBackend
 from tests.tiny import make_tiny_model
 
 
-def letter_reward(prompts, completions, **columns):
-    """Pays for the share of letters up to m."""
-    return [sum(c in "abcdefghijklm" for c in text) / max(1, len(text)) for text in completions]
-
-
 class Record:
     """Keeps what a run would write."""
 
@@ -82,7 +77,7 @@ def make_parts(model, folder, steps=4, algorithm=None, **schedule):
         algorithm=algorithm or build_algorithm("grpo", {}, report_entropy=True),
         stream=PromptStream(samples, seed=0),
         processor=DataProcessor(tokenizer, DataConfig(train="x.jsonl")),
-        rewards=build_rewards(RewardConfig(functions=[{"function": "tests.loop.test_sync.letter_reward"}])),
+        rewards=build_rewards(RewardConfig(functions=[{"function": "tests.letters.letter_reward"}])),
         sampling=SamplingParams(completions_per_prompt=4, max_completion_tokens=12),
         record=Record(folder),
         evaluate=lambda version: None,

@@ -1,9 +1,10 @@
-"""Several rewards on one batch: alignment, names, weights, None, and errors that name reward and sample."""
+"""Several rewards on one batch, in this process: alignment, names, weights, None, failures, routing, styles."""
 
 from __future__ import annotations
 
 import random
 import sys
+from dataclasses import fields
 from fractions import Fraction
 
 import numpy
@@ -16,7 +17,7 @@ from atomrl.config import RewardConfig, RewardItem
 from atomrl.rewards import compute
 from atomrl.rewards.errors import RewardError
 from atomrl.rewards.table import REWARDS, find_reward
-from atomrl.stages import Completion, RolloutBatch, Sample
+from atomrl.stages import Completion, RewardBatch, RolloutBatch, Sample
 
 HERE = "tests.rewards.test_compute."
 
@@ -36,9 +37,22 @@ def rollouts(groups: dict[str, list[str]], **samples) -> RolloutBatch:
     )
 
 
-def build(*functions, **keys):
+def build(*functions, patience=compute.PATIENCE, **keys):
+    """Functions of this module run in this process: workers have a test module of their own."""
     items = [item if isinstance(item, RewardItem) else RewardItem(function=item, **keys) for item in functions]
-    return compute.build_rewards(RewardConfig(functions=items))
+    names = [item.function for item in items if item.function.startswith(HERE)]
+    here = vars(sys.modules[__name__])
+    local = {name: here[name.removeprefix(HERE)] for name in names if callable(here.get(name.removeprefix(HERE)))}
+    return compute.build_rewards(RewardConfig(functions=items), local, patience)
+
+
+def failures(result, name):
+    """{(sample id, completion): 'kind: message'} of one part."""
+    return {
+        (item.prompt_id.removeprefix("0:"), item.completion_index): f"{item.kind}: {item.message}"
+        for item in result.reward_failures
+        if item.reward == name
+    }
 
 
 def length(prompts, completions, scale=1.0, **columns):
@@ -147,10 +161,15 @@ def returns(value):
     "value", [float("nan"), float("inf"), -float("inf"), "1.0", [1.0], {}, 1j, 10**400, object(), numpy.float32("nan"),
               torch.tensor([1.0, 2.0])],
 )  # fmt: skip
-def test_values_that_are_no_finite_number(value, monkeypatch):
+def test_values_that_are_no_finite_number_are_no_value(value, monkeypatch):
     monkeypatch.setitem(REWARDS, "odd", returns(value))
-    with pytest.raises(RewardError, match=r"reward 'odd' returned .* for sample 'b', completion 1: 'bad'"):
-        build("odd")(rollouts(BATCH))
+    result = build("odd")(rollouts(BATCH))
+    assert result.rewards == ((1.0, 1.0), (1.0, None, 1.0))
+    (failure,) = failures(result, "odd").items()
+    assert failure[0] == ("b", 1) and failure[1].startswith("invalid: it returned ")
+    assert compute.failure_counts(result) == {
+        "reward/odd/timeouts": 0, "reward/odd/errors": 0, "reward/odd/crashes": 0, "reward/odd/invalid": 1
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("value", [2, True, 2.5, numpy.float32(2.5), numpy.int64(2), Fraction(1, 2), torch.tensor(2.5)])
@@ -171,12 +190,12 @@ def test_arrays_are_taken_as_lists(monkeypatch):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ([1.0] * 4, "returned 4 values for 5 completions"),
-        ([1.0] * 6, "returned 6 values for 5 completions"),
+        ([1.0] * 9, "returned 9 values for 10 completions"),
+        ([1.0] * 11, "returned 11 values for 10 completions"),
         ([], "returned 0 values"),
         (1.0, "must return a list of numbers, not float"),
         (None, "must return a list of numbers, not NoneType"),
-        ("11111", "must return a list of numbers, not str"),
+        ("1111111111", "must return a list of numbers, not str"),
         ({"a": 1}, "must return a list of numbers, not dict"),
         ({1.0}, "must return a list of numbers, not set"),
         (numpy.float64(1), "must return a list of numbers, not float"),
@@ -184,31 +203,67 @@ def test_arrays_are_taken_as_lists(monkeypatch):
 )
 def test_results_that_are_no_list_of_the_right_length(result, message, monkeypatch):
     monkeypatch.setitem(REWARDS, "odd", lambda prompts, completions, **columns: result)
-    with pytest.raises(RewardError, match=f"reward 'odd' {message}"):
-        build("odd")(rollouts(BATCH))
+    batch = rollouts({"a": list("01234"), "b": list("56789")})
+    with pytest.raises(RewardError, match=f"reward 'odd' failed on every completion so far, .*invalid: it {message}"):
+        build("odd")(batch)
+    scored = build("odd", patience=None)(batch)
+    assert scored.rewards == ((None,) * 5,) * 2 and len(scored.reward_failures) == 10
 
 
 def raises(prompts, completions, **columns):
     return [1 / (completion != "bad") for completion in completions]
 
 
-def raises_on_many(prompts, completions, **columns):
-    if len(completions) > 2:
-        raise RuntimeError("too many")
-    return [0.0] * len(completions)
+def exits(prompts, completions, **columns):
+    if "bad" in completions:
+        sys.exit("no")
+    return [1.0] * len(completions)
 
 
 def needs_level(prompts, completions, level, **columns):
     return [0.0] * len(completions)
 
 
-def test_exceptions_name_reward_and_sample():
-    with pytest.raises(RewardError, match=r"'raises' failed on sample 'b', completion 1: 'bad': ZeroDivisionError"):
-        build(HERE + "raises")(rollouts(BATCH))
-    with pytest.raises(RewardError, match=r"'raises_on_many' failed on the batch of \d completions from sample"):
-        build(HERE + "raises_on_many")(rollouts(BATCH))
-    with pytest.raises(RewardError, match=r"needs_level.*'level' \(columns: ground_truth, data_source\)"):
-        build(HERE + "needs_level")(rollouts(BATCH))
+@pytest.mark.parametrize(("function", "error"), [("raises", "ZeroDivisionError"), ("exits", "SystemExit")])
+def test_an_exception_costs_its_own_completion_only(function, error, caplog):
+    result = build(HERE + function)(rollouts(BATCH))
+    assert result.rewards == ((1.0, 1.0), (1.0, None, 1.0))
+    (message,) = failures(result, function).values()
+    assert message.startswith(f"error: {error}: ") and "test_compute.py:" in message
+    assert f"reward '{function}' has no value for sample 'b', completion 1: 'bad': error: {error}" in caplog.text
+
+
+def test_a_mistake_stops_at_the_first_batch():
+    with pytest.raises(
+        RewardError, match=r"needs_level.*'level'.*\(columns: ground_truth, data_source, completion_tok"
+    ):
+        build(HERE + "needs_level")(rollouts({"a": list("0123"), "b": list("4567")}))
+
+
+def test_three_batches_without_a_value_stop_a_reward_that_worked():
+    rewards = build(HERE + "raises")
+    rewards(rollouts(BATCH))
+    for _ in range(2):
+        assert rewards(rollouts({"a": ["bad", "bad"]})).rewards == ((None, None),)
+    rewards(rollouts(BATCH))
+    for _ in range(2):
+        rewards(rollouts({"a": ["bad"]}))
+    with pytest.raises(RewardError, match="failed on every completion of 3 batches in a row"):
+        rewards(rollouts({"a": ["bad"]}))
+
+
+def always_none(prompts, completions, **columns):
+    return [None] * len(completions)
+
+
+def test_none_is_no_failure_and_a_failed_part_leaves_no_partial_reward():
+    result = build(HERE + "always_none")(rollouts(BATCH))
+    assert result.rewards == ((None, None), (None, None, None)) and result.reward_failures == ()
+    result = build(HERE + "raises", HERE + "length", HERE + "always_none")(rollouts(BATCH))
+    assert result.rewards == ((2.0, 2.0), (2.0, None, 2.0))  # not the length alone, which would pass for a low reward
+    assert result.reward_parts["length"][1][1] == 3.0
+    logged = build(RewardItem(function=HERE + "raises", weight=0), HERE + "length")(rollouts(BATCH))
+    assert logged.rewards == ((1.0, 1.0), (1.0, 3.0, 1.0)) and len(logged.reward_failures) == 1
 
 
 def no_columns(prompts, completions):
@@ -239,6 +294,110 @@ NOT_A_FUNCTION = 3
 def test_rewards_that_cannot_be_built(item, message):
     with pytest.raises(RewardError, match=message):
         build(RewardItem(**item))
+
+
+def verl_score(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):
+    if solution_str == "bad":
+        raise ValueError("bad")
+    if solution_str == "plain":
+        return scale
+    return {"score": scale * len(solution_str), "acc": solution_str == ground_truth, "pred": solution_str,
+            "seen": (extra_info or {}).get("index", -1), "nan": float("nan")}  # fmt: skip
+
+
+def test_verls_compute_score_is_taken_as_it_is():
+    samples = {"a": Sample(sample_id="a", prompt="p", ground_truth="xy", columns={"extra_info": {"index": 7}})}
+    rewards = build(HERE + "verl_score", HERE + "sometimes", args={})
+    result = rewards(rollouts({"a": ["xy", "plain"], "b": ["bad", "-"]}, **samples))
+    assert result.reward_parts == {
+        "verl_score": ((2.0, 1.0), (None, 1.0)),
+        "sometimes": ((1.0, 1.0), (1.0, None)),
+        "verl_score/acc": ((1.0, None), (None, 0.0)),
+        "verl_score/seen": ((7.0, None), (None, -1.0)),
+    }
+    assert result.rewards == ((3.0, 2.0), (None, 1.0))
+    assert failures(result, "verl_score") == {("b", 0): failures(result, "verl_score")["b", 0]}
+    assert set(compute.failure_counts(result)) == {
+        f"reward/{name}/{kind}" for name in ("verl_score", "sometimes") for kind in compute.COUNTERS.values()
+    }
+    assert build(HERE + "verl_score", args={"scale": 3})(rollouts({"a": ["plain"]})).rewards == ((3.0,),)
+    with pytest.raises(RewardError, match="has no argument 'scales'"):
+        build(HERE + "verl_score", args={"scales": 3})
+
+
+class Shortest:
+    """Pays the shortest completion of a prompt."""
+
+    def __init__(self, pay=1.0):
+        self.pay = pay
+
+    def __call__(self, rollout_batch):
+        lengths = [[len(completion.text) for completion in group] for group in rollout_batch.completions]
+        rewards = tuple(tuple(self.pay * (n == min(group)) for n in group) for group in lengths)
+        plain = {item.name: getattr(rollout_batch, item.name) for item in fields(RolloutBatch)}
+        parts = {"length": tuple(tuple(float(n) for n in group) for group in lengths)}
+        return RewardBatch(**plain, rewards=rewards, reward_parts=parts)
+
+
+class Misshapen:
+    def __call__(self, rollout_batch):
+        plain = {item.name: getattr(rollout_batch, item.name) for item in fields(RolloutBatch)}
+        return RewardBatch(**plain, rewards=((1.0,),) * len(rollout_batch.samples), reward_parts={})
+
+
+class NotAReward:
+    pass
+
+
+def test_a_class_scores_whole_batches():
+    result = build(HERE + "Shortest", args={"pay": 2.0})(rollouts({"a": ["x", "yy"], "b": [], "c": ["zzz"]}))
+    assert result.rewards == ((2.0, 0.0), (), (2.0,))
+    assert result.reward_parts["Shortest/length"] == ((1.0, 2.0), (), (3.0,))
+    batch = rollouts({"a": list("0123"), "b": list("4567")})
+    with pytest.raises(RewardError, match=r"invalid: its rewards have the shape \[1, 1\], the completions \[4, 4\]"):
+        build(HERE + "Misshapen")(batch)
+    with pytest.raises(RewardError, match="class without __call__"):
+        build(HERE + "NotAReward")
+
+
+def test_the_table_of_data_sources():
+    config = RewardConfig.model_validate(
+        {
+            "by_data_source": {"gsm": "gsm8k", "short": {"function": HERE + "length", "args": {"scale": 2.0}}},
+            "functions": [{"function": HERE + "sometimes", "weight": 0.5}],
+        }
+    )
+    here = {HERE + "length": length, HERE + "sometimes": sometimes}
+    rewards = compute.build_rewards(config, here)
+    samples = {
+        "a": Sample(sample_id="a", prompt="p", ground_truth="1", data_source="gsm"),
+        "b": Sample(sample_id="b", prompt="p", ground_truth="", data_source="short"),
+        "c": Sample(sample_id="c", prompt="p", ground_truth="5", data_source="gsm"),
+    }
+    result = rewards(rollouts({"a": ["1", "2"], "b": ["xyz", "-"], "c": ["5"]}, **samples))
+    assert result.reward_parts == {
+        "by_data_source": ((1.0, 0.0), (6.0, 2.0), (1.0,)),
+        "sometimes": ((1.0, 1.0), (1.0, None), (1.0,)),
+    }
+    assert result.rewards == ((1.5, 0.5), (6.5, 2.0), (1.5,))
+    rewards.check_sources(samples.values())
+    odd = Sample(sample_id="odd", prompt="p", ground_truth="", data_source="gms")
+    for ask in (
+        lambda: rewards.check_sources([*samples.values(), odd]),
+        lambda: rewards(rollouts({"o": ["1"]}, o=odd)),
+    ):
+        with pytest.raises(RewardError, match=r"sample 'odd': its data_source 'gms' has no reward in .*'gsm', 'short'"):
+            ask()
+    only_table = RewardConfig.model_validate({"by_data_source": {"gsm": "gsm8k"}})
+    assert only_table.functions == [] and RewardConfig().functions[0].function == "strict_math"
+    with pytest.raises(ValueError, match=r"reward\.functions is empty"):
+        RewardConfig(functions=[])
+
+
+def test_functions_that_only_this_process_has_are_named():
+    names, local = compute.name_functions([REWARDS["gsm8k"], length, lambda **columns: [], Shortest(), "boxed"])
+    assert names == ["gsm8k", length.__module__ + ".length", "reward", "Shortest", "boxed"]
+    assert list(local) == ["reward", "Shortest"]
 
 
 def test_an_argument_may_not_have_the_name_of_a_column():

@@ -1,0 +1,81 @@
+"""The four rewards of the well-known GSM8K tutorials for GRPO, in their `<think>` and `<answer>` form.
+
+They differ from the tutorials in three points, each of which gave 0 to what was right: numbers are compared as
+numbers (18.0 is 18, 1,000 is 1000), the reasoning may have several lines, and the text may end at `</answer>`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from atomrl.rewards.answers import answers_equal
+from atomrl.rewards.format import tagged_answer
+
+_FORM = re.compile(r"<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>\n?", re.DOTALL)
+_MARKS = ("<think>\n", "</think>\n", "<answer>\n", "</answer>\n")
+
+
+def correctness_reward(
+    prompts: list[Any],
+    completions: list[str],
+    ground_truth: list[Any] | None = None,
+    answer: list[Any] | None = None,
+    answers: list[Any] | None = None,
+    **columns: Any,
+) -> list[float]:
+    """2.0 where the last `<answer>` block equals the truth (`rewards.answers.answers_equal`), else 0.0.
+
+    Args:
+        ground_truth: the truth; a GSM8K solution counts by what follows its `####`.
+        answer, answers: read where there is no `ground_truth`, for data sets that call the column so.
+
+    Raises:
+        ValueError: a completion has no truth in any of the three.
+
+    Example:
+        >>> correctness_reward([""] * 2, ["<answer>18</answer>", "18"], ["18", "18"])
+        [2.0, 0.0]
+    """
+    given = [column for column in (ground_truth, answer, answers) if column is not None]
+    scores = []
+    for row, completion in enumerate(completions):
+        truth = next((column[row] for column in given if column[row] is not None), None)
+        if truth is None:
+            raise ValueError("there is no truth: none of the columns ground_truth, answer and answers has a value")
+        if isinstance(truth, str):
+            truth = truth.rpartition("####")[2]
+        found = tagged_answer(completion)
+        scores.append(2.0 * (found is not None and answers_equal(found, truth)))
+    return scores
+
+
+def digit_reward(prompts: list[Any], completions: list[str], *unused: Any, **columns: Any) -> list[float]:
+    """0.5 where the last `<answer>` block is digits only (no sign, point or comma), else 0.0.
+
+    Example:
+        >>> digit_reward([""] * 2, ["<answer>18</answer>", "<answer>$18</answer>"])
+        [0.5, 0.0]
+    """
+    found = [tagged_answer(completion) or "" for completion in completions]
+    return [0.5 * (text.isascii() and text.isdigit()) for text in found]
+
+
+def hard_format_reward(prompts: list[Any], completions: list[str], *unused: Any, **columns: Any) -> list[float]:
+    r"""0.5 for exactly `<think>\n...\n</think>\n<answer>\n...\n</answer>`, with or without a last line end, else 0.0.
+
+    Example:
+        >>> hard_format_reward([""] * 2, ["<think>\n9+9\n</think>\n<answer>\n18\n</answer>", "<answer>18</answer>"])
+        [0.5, 0.0]
+    """
+    return [0.5 * bool(_FORM.fullmatch(completion)) for completion in completions]
+
+
+def mark_reward(prompts: list[Any], completions: list[str], *unused: Any, **columns: Any) -> list[float]:
+    r"""0.125 for each of the four tags that stands exactly once, at the end of its line: a step towards the form.
+
+    Example:
+        >>> mark_reward([""] * 2, ["<think>\n9+9\n</think>\n<answer>\n18\n</answer>", "<think>\n<answer>18"])
+        [0.5, 0.125]
+    """
+    return [0.125 * sum((text + "\n").count(mark) == 1 for mark in _MARKS) for text in completions]
