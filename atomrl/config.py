@@ -251,6 +251,25 @@ class SftConfig(Section):
     """Start from a fresh GPT of this shape, in place of `model.path`."""
 
 
+class PretrainConfig(Section):
+    """Training on plain text (`atomrl pretrain`); `data.train` is a folder of `atomrl data prepare`. Steps, windows in
+    an optimizer step (`rows_per_update`, 64), learning rate and micro-batches are those of `train`, and the loss on
+    the validation split is computed every `eval.every_steps`."""
+
+    gpt: GptConfig | None = None
+    """Start from a fresh GPT of this shape, in place of `model.path`."""
+    window_tokens: int = Field(256, ge=2)
+    """Tokens of a row, cut from the text at a random place."""
+    eval_windows: int = Field(64, ge=1)
+    """Windows of the validation split, the same at every step."""
+    sample_every_steps: int = Field(0, ge=0)
+    """Write samples, and at the end; 0: none."""
+    samples: int = Field(2, ge=1)
+    sample_tokens: int = Field(128, ge=1)
+    sample_prompt: str = Field("\n", min_length=1)
+    sample_temperature: float = Field(0.8, ge=0)
+
+
 class RunConfig(Section):
     """Everything that decides a run."""
 
@@ -268,22 +287,26 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
     sft: SftConfig | None = None
+    pretrain: PretrainConfig | None = None
 
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> RunConfig:
         rollout, rows = self.rollout, self.train.rows_per_update
         total = rollout.prompts_per_step * rollout.completions_per_prompt
-        if rows is not None and total % rows and self.sft is None:  # which draws no rollouts
+        supervised = self.sft or self.pretrain  # which draw no rollouts
+        if rows is not None and total % rows and supervised is None:
             raise ValueError(
                 f"train.rows_per_update={rows} does not divide the {total} rows of a step "
                 f"(rollout.prompts_per_step={rollout.prompts_per_step} x "
                 f"rollout.completions_per_prompt={rollout.completions_per_prompt})"
             )
-        if (self.model.path is None) == (self.sft is None or self.sft.gpt is None):
+        if self.sft is not None and self.pretrain is not None:
+            raise ValueError("sft and pretrain are two kinds of run; give one")
+        if (self.model.path is None) == (supervised is None or supervised.gpt is None):
             raise ValueError(
                 "model.path: is required (a folder or a hub name)"
                 if self.model.path is None
-                else "model.path and sft.gpt are two places to start from; give one"
+                else f"model.path and {'sft' if self.sft else 'pretrain'}.gpt are two places to start from; give one"
             )
         if rollout.min_completion_tokens > rollout.max_completion_tokens:
             raise ValueError("rollout.min_completion_tokens is larger than rollout.max_completion_tokens")
