@@ -8,6 +8,7 @@ A correction is a factor per token without gradient: a weight (truncated or mask
 from __future__ import annotations
 
 import math
+from typing import TypedDict
 
 import torch
 from jaxtyping import Bool, Float
@@ -142,12 +143,12 @@ def within(
     return (statistic >= low) & (statistic <= high)
 
 
-def normalised_weights(
+def mean_weight(
     weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], by_row: bool = False, eps: float = 1e-8
-) -> Float[Tensor, "B T"]:
-    """Self-normalised importance sampling: weights with a mean of 1 over the step.
+) -> Float[Tensor, ""]:
+    """What self-normalised importance sampling divides by: the mean weight of a step.
 
-        w' = w / mean(w)
+        mean over tokens of w_t, or over rows of the row's mean
 
     Paper: verl's `rollout_is_batch_normalize`; Owen, "Monte Carlo theory, methods and examples", section 9.2.
 
@@ -155,7 +156,33 @@ def normalised_weights(
         weights: per token, for all rows of the optimizer step.
         mask: True where the model wrote the token.
         by_row: the mean over the rows that have tokens of their means, instead of over tokens.
-        eps: added to counts; a mean that is not above it leaves the weights as they are.
+        eps: added to counts; a mean that is not above it is taken for 1.
+
+    Returns:
+        A scalar, not 0. `weights / mean_weight(weights, mask)` has a mean of 1.
+
+    Example:
+        >>> mean_weight(torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]]))
+        tensor(2.)
+    """
+    mean = masked_mean(row_mean(weights, mask), mask.any(1)) if by_row else masked_mean(weights, mask, eps)
+    return torch.where(mean > eps, mean, 1.0)
+
+
+def normalised_weights(
+    weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], by_row: bool = False, eps: float = 1e-8
+) -> Float[Tensor, "B T"]:
+    """Self-normalised importance sampling: weights with a mean of 1 over the step.
+
+        w' = w / mean(w)
+
+    Paper: as `mean_weight`, which takes the same arguments.
+
+    Args:
+        weights: per token, for all rows of the optimizer step.
+        mask: True where the model wrote the token.
+        by_row: as in `mean_weight`.
+        eps: as in `mean_weight`.
 
     Returns:
         Weights.
@@ -164,8 +191,7 @@ def normalised_weights(
         >>> normalised_weights(torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]]))
         tensor([[0.5000, 1.5000]])
     """
-    mean = masked_mean(row_mean(weights, mask), mask.any(1)) if by_row else masked_mean(weights, mask, eps)
-    return weights / torch.where(mean > eps, mean, 1.0)
+    return weights / mean_weight(weights, mask, by_row, eps)
 
 
 def off_policy_sequences(
@@ -331,3 +357,43 @@ def dropped_rows(keep: Bool[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Bool[T
         tensor([ True, False])
     """
     return row_sum((~keep).float(), mask) > 0
+
+
+class WeightSpread(TypedDict):
+    """What `weight_spread` gives, each a scalar."""
+
+    mean: Tensor
+    std: Tensor
+    highest: Tensor
+    lowest: Tensor
+    max_deviation: Tensor
+
+
+def weight_spread(weights: Float[Tensor, " N"]) -> WeightSpread:
+    """How far a set of weights is from all being 1, which they are where engine and trainer agree.
+
+        mean w, std w (divided by N - 1; 0 for N = 1), max w, min w, max |w - 1|
+
+    Args:
+        weights: one per completion, say `row_mean` of a correction's.
+
+    Returns:
+        The five numbers by name.
+
+    Raises:
+        ValueError: there are no weights.
+
+    Example:
+        >>> weight_spread(torch.tensor([0.5, 1.0, 1.2]))["max_deviation"]
+        tensor(0.5000)
+    """
+    if not len(weights):
+        raise ValueError("weight_spread needs at least one weight")
+    std = weights.std() if len(weights) > 1 else weights.new_zeros(())
+    return WeightSpread(
+        mean=weights.mean(),
+        std=std,
+        highest=weights.max(),
+        lowest=weights.min(),
+        max_deviation=(weights - 1).abs().max(),
+    )

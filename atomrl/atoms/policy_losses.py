@@ -238,7 +238,7 @@ def sapo_loss(
     """
     if not tau_positive > 0 or not tau_negative > 0:
         raise ValueError(f"temperatures must be above 0, got {tau_positive} and {tau_negative}")
-    tau = torch.where(advantages > 0, tau_positive, tau_negative).to(ratio.dtype)
+    tau = torch.where(advantages > 0, torch.full_like(ratio, tau_positive), tau_negative)
     return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
 
 

@@ -19,7 +19,11 @@ EmptyRows = Literal["drop", "count"]
 
 
 def token_mean(
-    mask: Bool[Tensor, "B T"], total_tokens: float | None = None, eps: float = 0.0, dtype: torch.dtype = torch.float32
+    mask: Bool[Tensor, "B T"],
+    counted: Bool[Tensor, "B T"] | None = None,
+    total_tokens: float | None = None,
+    eps: float = 0.0,
+    dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "B T"]:
     """Every token weighs the same: long completions count more.
 
@@ -29,6 +33,8 @@ def token_mean(
 
     Args:
         mask: True where the model wrote the token, for all rows of the optimizer step.
+        counted: the tokens that are counted, where those are not the mask's: the whole completions when a selection of
+            tokens should not make the rest weigh more.
         total_tokens: what to divide by instead of the mask's count; 1 gives a plain sum.
         eps: added to the mask's count. The default is none, as in most peers; NeMo-RL adds 1e-8.
         dtype: of the weights.
@@ -43,12 +49,13 @@ def token_mean(
     """
     if total_tokens is not None:
         return mask.to(dtype) / total_tokens
-    tokens = mask.sum().to(dtype)
+    tokens = (mask if counted is None else counted).sum().to(dtype)
     return mask.to(dtype) / (tokens + eps if eps else tokens.clamp(min=1))
 
 
 def sequence_mean(
     mask: Bool[Tensor, "B T"],
+    counted: Bool[Tensor, "B T"] | None = None,
     empty_rows: EmptyRows = "drop",
     total_rows: float | None = None,
     eps: float = 0.0,
@@ -62,6 +69,7 @@ def sequence_mean(
 
     Args:
         mask: True where the model wrote the token, for all rows of the optimizer step.
+        counted: as in `token_mean`.
         empty_rows: whether rows without a token count in N. The default drops them, as verl and OpenRLHF do, so that
             padding a batch with empty rows changes nothing; TRL, SkyRL and ROLL count them.
         total_rows: N itself, where it is known.
@@ -76,9 +84,10 @@ def sequence_mean(
         tensor([[0.1250, 0.1250, 0.1250, 0.1250],
                 [0.5000, 0.0000, 0.0000, 0.0000]])
     """
-    lengths = mask.sum(1, keepdim=True).to(dtype)
+    counted = mask if counted is None else counted
+    lengths = counted.sum(1, keepdim=True).to(dtype)
     lengths = lengths + eps if eps else lengths.clamp(min=1)
-    return mask.to(dtype) / (lengths * _rows(mask, empty_rows, total_rows))
+    return mask.to(dtype) / (lengths * _rows(counted, empty_rows, total_rows))
 
 
 def constant_length(
@@ -120,7 +129,10 @@ def constant_length(
 
 
 def group_token_mean(
-    mask: Bool[Tensor, "B T"], group_ids: Int[Tensor, " B"], dtype: torch.dtype = torch.float32
+    mask: Bool[Tensor, "B T"],
+    group_ids: Int[Tensor, " B"],
+    counted: Bool[Tensor, "B T"] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "B T"]:
     """Every group of rows weighs the same, and every token within its group.
 
@@ -133,6 +145,7 @@ def group_token_mean(
     Args:
         mask: True where the model wrote the token, for all rows of the optimizer step.
         group_ids: equal for rows of one group. A group without a token counts in G.
+        counted: as in `token_mean`.
         dtype: of the weights.
 
     Returns:
@@ -145,7 +158,8 @@ def group_token_mean(
                 [0.5000, 0.0000]])
     """
     groups, index = torch.unique(group_ids, return_inverse=True)
-    tokens = torch.zeros(len(groups), dtype=dtype, device=mask.device).index_add(0, index, mask.sum(1).to(dtype))
+    lengths = (mask if counted is None else counted).sum(1).to(dtype)
+    tokens = torch.zeros(len(groups), dtype=dtype, device=mask.device).index_add(0, index, lengths)
     return mask.to(dtype) / (tokens.clamp(min=1)[index, None] * len(groups))
 
 

@@ -161,6 +161,6 @@ def vespo_weights(
         log_w = log_w + row_sum(rollout_weights.detach().log().clamp(lowest, 20.0), mask)
     log_w = log_w.clamp(lowest, 20.0)
     good = advantages >= 0
-    k = torch.where(good, k_positive, k_negative).to(log_w.dtype)
-    decay = torch.where(good, lambda_positive, lambda_negative).to(log_w.dtype).clamp(min=1e-4)
+    k = torch.where(good, torch.full_like(log_w, k_positive), k_negative)
+    decay = torch.where(good, torch.full_like(log_w, lambda_positive), lambda_negative).clamp(min=1e-4)
     return (decay + k * log_w - decay * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,0 +1,252 @@
+"""Corrections of rollouts: importance weights, rejection, off-policy masks and their metrics."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from atomrl.atoms import corrections, kl, masks, policy_losses, reductions, token_selection
+from tests.parity.arranging import Values, every, fraction, rows
+
+ESTIMATORS = {"k1": "k1_kl", "k2": "k2_kl", "k3": "k3_kl"}
+
+
+def bounds_of(threshold: Any) -> tuple[float | None, float]:
+    """verl's thresholds: a number, or "low_high"."""
+    parts = [float(part) for part in str(threshold).split("_")]
+    return (parts[0], parts[1]) if len(parts) == 2 else (None, parts[0])
+
+
+def verl_weights_of(
+    train: Tensor, rollout: Tensor, mask: Tensor, level: str, threshold: Any, normalise: bool
+) -> tuple[Tensor, Tensor]:
+    """The weights, and what they were before they were normalised; both 0 off the mask."""
+    low, high = bounds_of(threshold)
+    raw = raw_weights(train, rollout, mask, level)
+    applied = (
+        corrections.truncated_weights(raw, high) if low is None else corrections.masked_weights(raw, low, high)
+    ).masked_fill(~mask, 0.0)
+    weights = corrections.normalised_weights(applied, mask, by_row=level == "sequence") if normalise else applied
+    return weights, applied
+
+
+def raw_weights(train: Tensor, rollout: Tensor, mask: Tensor, level: str) -> Tensor:
+    if level == "token":
+        log_ratio = corrections.rollout_log_ratio(train, rollout, mask)
+    else:
+        log_ratio = rows(masks.row_sum(corrections.rollout_log_ratio(train, rollout, mask), mask), mask)
+    return corrections.importance_weights(log_ratio, clamp=20.0)
+
+
+def verl_weights(inputs: Values, params: Values) -> Values:
+    train, rollout, mask = inputs["train_log_probs"], inputs["rollout_log_probs"], inputs["mask"]
+    level, (low, high) = params["rollout_is"], bounds_of(params["threshold"])
+    weights, applied = verl_weights_of(train, rollout, mask, level, params["threshold"], params["batch_normalize"])
+    least = 1 / high if low is None else low
+    raw = raw_weights(train, rollout, mask, level)
+    sums = masks.row_sum(corrections.rollout_log_ratio(train, rollout, mask), mask)
+    if level == "token":
+        highest, lowest = applied[mask].max(), applied[mask].min()
+        above, below, among = raw > high, raw < least, mask
+    else:
+        highest = corrections.importance_weights(sums.max(), clamp=20.0)
+        lowest = corrections.importance_weights(sums.min())
+        products = corrections.importance_weights(sums)
+        above, below, among = products > high, products < least, every(sums)
+    by_row = corrections.weight_spread(masks.row_mean(applied, mask, eps=1e-8))
+    raw_rows = masks.row_mean(raw, mask, eps=1e-8)
+    clamped = corrections.truncated_weights(applied, high)
+    metrics = {
+        "rollout_is_mean": masks.masked_mean(applied, mask, eps=1e-8),
+        "rollout_is_max": highest,
+        "rollout_is_min": lowest,
+        "rollout_is_ratio_fraction_high": fraction(above, among),
+        "rollout_is_ratio_fraction_low": fraction(below, among),
+        "rollout_is_std": corrections.masked_std(clamped, mask, eps=1e-8),
+        "rollout_is_eff_sample_size": corrections.effective_sample_fraction(clamped, mask, eps=1e-8),
+        "rollout_is_seq_mean": by_row["mean"],
+        "rollout_is_seq_std": by_row["std"],
+        "rollout_is_seq_max": by_row["highest"],
+        "rollout_is_seq_min": by_row["lowest"],
+        "rollout_is_seq_max_deviation": by_row["max_deviation"],
+        "rollout_is_seq_fraction_high": fraction(raw_rows > high, every(raw_rows)),
+        "rollout_is_seq_fraction_low": fraction(raw_rows < least, every(raw_rows)),
+        "rollout_is_oob_ratio": fraction(~corrections.within(raw, least, high), mask),
+    }
+    factor = corrections.mean_weight(applied, mask, by_row=level == "sequence")
+    return {"weights": weights, "metrics": metrics | {"rollout_is_batch_norm_factor": factor}}
+
+
+def verl_rejection(
+    train: Tensor, rollout: Tensor, mask: Tensor, options: str, thresholds: Any
+) -> tuple[Tensor, Values]:
+    """What is kept, and the metrics of each option."""
+    keep, metrics = every(mask), {}
+    present = mask.any(1)
+    for option, threshold in zip(options.split(","), str(thresholds).split(","), strict=True):
+        unit, estimator = option.rsplit("_", 1)
+        values = getattr(kl, ESTIMATORS[estimator])(rollout, train, mask, input_clamp=20.0)
+        if unit == "token":
+            statistic, among = values, mask
+        else:
+            among = present
+            if unit == "seq_mean":
+                statistic = masks.row_mean(values, mask, eps=1e-8)
+            else:
+                statistic = {"seq_sum": masks.row_sum, "seq_max": masks.row_max}[unit](values, mask)
+        low, high = bounds_of(threshold)
+        low, tested = -math.inf if low is None else low, statistic
+        if estimator == "k1":
+            low = 1 / high if low == -math.inf else low
+            tested = corrections.importance_weights(statistic)
+        inside = corrections.within(tested, low, high)
+        spread = statistic if unit == "token" else rows(statistic, mask)
+        kept = inside if unit == "token" else rows(inside, mask)
+        keep = keep & kept
+        name = f"rollout_rs_{option}"
+        metrics |= {
+            f"{name}_mean": masks.masked_mean(spread, mask, eps=1e-8),
+            f"{name}_max": statistic[among].max(),
+            f"{name}_min": statistic[among].min(),
+            f"{name}_fraction_high": fraction(tested > high, among),
+            f"{name}_fraction_low": fraction(tested < low, among),
+            f"{name}_masked_fraction": fraction(~kept, mask),
+            f"{name}_seq_masked_fraction": fraction(corrections.dropped_rows(kept, mask), present),
+        }
+    dropped = corrections.dropped_rows(keep, mask)
+    metrics |= {
+        "rollout_rs_masked_fraction": fraction(~keep, mask),
+        "rollout_rs_seq_masked_fraction": fraction(dropped, every(dropped)),
+    }
+    return keep, metrics
+
+
+def rejection(inputs: Values, params: Values) -> Values:
+    mask = inputs["mask"]
+    keep, metrics = verl_rejection(
+        inputs["train_log_probs"], inputs["rollout_log_probs"], mask, params["rollout_rs"], params["threshold"]
+    )
+    return {"new_mask": mask & keep, "metrics": metrics}
+
+
+def offpolicy_metrics(inputs: Values, params: Values) -> Values:
+    train, rollout, mask = inputs["train_log_probs"], inputs["rollout_log_probs"], inputs["mask"]
+    log_ratio = corrections.rollout_log_ratio(train, rollout, mask)
+    means = {"train": masks.row_mean(train, mask, eps=1e-8), "rollout": masks.row_mean(rollout, mask, eps=1e-8)}
+    gap = kl.k1_kl(means["rollout"][:, None], means["train"][:, None], every(mask[:, :1]))
+    metrics = {
+        "training_ppl": corrections.perplexity(train, mask, eps=1e-8).mean(),
+        "training_log_ppl": -means["train"].mean(),
+        "rollout_ppl": corrections.perplexity(rollout, mask, eps=1e-8).mean(),
+        "rollout_log_ppl": -means["rollout"].mean(),
+        "kl": masks.masked_mean(kl.k1_kl(rollout, train, mask), mask, eps=1e-8),
+        "k3_kl": masks.masked_mean(kl.k3_kl(rollout, train, mask), mask, eps=1e-8),
+        "log_ppl_diff": gap.mean(),
+        "log_ppl_abs_diff": gap.abs().mean(),
+        "log_ppl_diff_max": gap.max(),
+        "log_ppl_diff_min": gap.min(),
+        "ppl_ratio": corrections.importance_weights(gap).mean(),
+        "chi2_token": masks.masked_mean(corrections.chi_square(log_ratio), mask, eps=1e-8),
+        "chi2_seq": corrections.chi_square(masks.row_sum(log_ratio, mask)).mean(),
+    }
+    return {"metrics": metrics}
+
+
+def importance_ratio(inputs: Values, params: Values) -> Values:
+    mask = inputs["mask"]
+    log_ratio = corrections.rollout_log_ratio(
+        inputs["train_log_probs"], inputs["rollout_log_probs"], mask, missing_is_equal=True
+    )
+    level, action = params["mode"].split("_")
+    if level == "sequence":
+        log_ratio = masks.row_sum(log_ratio, mask)[:, None]
+    weights = corrections.importance_weights(log_ratio)
+    low = 0.0 if params["clip_min"] is None else float(params["clip_min"])
+    high = math.inf if params["clip_max"] is None else float(params["clip_max"])
+    if action == "truncate":
+        return {"ratio": corrections.truncated_weights(weights, high, low)}
+    return {"ratio": corrections.masked_weights(weights, low, high)}
+
+
+def opsm_trl(inputs: Values, params: Values) -> Values:
+    mask = inputs["mask"]
+    known = mask & ~inputs["sampling_log_probs"].isnan()
+    gaps = kl.k1_kl(inputs["sampling_log_probs"], inputs["log_probs"], known)
+    keep = corrections.off_policy_sequences(
+        masks.row_mean(gaps, mask), inputs["advantages"][:, None], float(params["off_policy_threshold"])
+    )
+    return {"keep": keep}
+
+
+def opsm_slime(inputs: Values, params: Values) -> Values:
+    mask = inputs["mask"]
+    divergence = masks.row_mean(kl.k1_kl(inputs["old_log_probs"], inputs["log_probs"], mask), mask)
+    keep = corrections.off_policy_sequences(divergence, inputs["advantages"], float(params["opsm_delta"]))
+    per_column = masks.row_max(reductions.sequence_mean(mask, total_rows=1.0, dtype=divergence.dtype), mask)
+    return {
+        "keep_mask": keep,
+        "masked_sequence_count": reductions.weighted_sum((~keep).to(divergence.dtype), rows(per_column, mask)),
+        "gspo_sequence_kl": rows(divergence, mask),
+    }
+
+
+def m2po(inputs: Values, params: Values) -> Values:
+    log_ratio = corrections.rollout_log_ratio(
+        inputs["proximal_log_probs"], inputs["behaviour_log_probs"], inputs["mask"]
+    )
+    return {"new_mask": corrections.second_moment_tokens(log_ratio, inputs["mask"], float(params["m2_threshold"]))}
+
+
+def high_entropy(inputs: Values, params: Values) -> Values:
+    keep = token_selection.high_entropy_tokens(inputs["entropies"], inputs["mask"], 1 - float(params["threshold"]))
+    return {"entropy_mask": keep}
+
+
+def off_policy_correction(inputs: Values, params: Values) -> list[Tensor]:
+    """SkyRL's factors of a loss, as its `off_policy_correction` section asks for them."""
+    if "rollout_log_probs" not in inputs:
+        return []
+    mask = inputs["mask"]
+    log_ratio = corrections.rollout_log_ratio(inputs["old_log_probs"], inputs["rollout_log_probs"], mask)
+    weights = corrections.importance_weights(log_ratio, clamp=20.0)
+    product = corrections.importance_weights(masks.row_sum(log_ratio, mask))
+    factors: list[Tensor] = []
+    if params.get("tis_ratio_type") == "token":
+        factors.append(corrections.truncated_weights(weights, float(params["token_tis_ratio_clip_high"])))
+    if params.get("tis_ratio_type") == "sequence":
+        truncated = corrections.truncated_weights(product, float(params["sequence_tis_ratio_clip_high"]))
+        factors.append(rows(truncated, mask))
+    metric = params.get("sequence_mask_metric")
+    if metric == "product":
+        kept = corrections.within(product, float(params["product_mask_low"]), float(params["product_mask_high"]))
+        factors.append(rows(kept, mask))
+    if metric == "geometric":
+        mean = corrections.importance_weights(masks.row_mean(log_ratio, mask))
+        kept = corrections.within(mean, float(params["geo_mask_low"]), float(params["geo_mask_high"]))
+        factors.append(rows(kept, mask))
+    token = [params.get(f"token_mask_is_threshold_{side}") for side in ("low", "high")]
+    if None not in token:
+        factors.append(corrections.within(weights, *map(float, token)))
+    outlier = [params.get(f"outlier_token_is_threshold_{side}") for side in ("low", "high")]
+    if outlier != [None, None]:
+        low, high = (
+            (-math.inf if outlier[0] is None else float(outlier[0])),
+            (math.inf if outlier[1] is None else float(outlier[1])),
+        )
+        inside = ~policy_losses.out_of_bounds(weights, low, high)
+        factors.append(rows(~corrections.dropped_rows(inside, mask), mask))
+    return factors
+
+
+ADAPTERS = {
+    "rollout_correction.weights.verl": verl_weights,
+    "rollout_correction.rejection.verl": rejection,
+    "rollout_correction.offpolicy_metrics.verl": offpolicy_metrics,
+    "rollout_correction.importance_ratio.trl": importance_ratio,
+    "off_policy.opsm.trl": opsm_trl,
+    "off_policy.opsm_and_gspo_kl.slime": opsm_slime,
+    "off_policy.m2po_mask.areal": m2po,
+    "token_selection.high_entropy_mask.trl": high_entropy,
+}

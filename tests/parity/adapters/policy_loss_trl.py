@@ -1,0 +1,193 @@
+"""TRL's policy losses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomrl.atoms import (
+    corrections,
+    kl,
+    masks,
+    policy_losses,
+    ratios,
+    reductions,
+    sequence_losses,
+    token_selection,
+    value_losses,
+)
+from tests.parity.arranging import Values, every, fraction, rows
+
+
+def weights_and_scale(params: Values, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
+    accumulated = float(params.get("gradient_accumulation_steps", 1))
+    kind = params["loss_type"]
+    if kind in ("dapo", "cispo", "vespo"):
+        total = max(float(params["num_items_in_batch"]), 1.0)
+        scale = float(params["steps_per_generation"]) / accumulated if "steps_per_generation" in params else 1.0
+        return reductions.token_mean(mask, total_tokens=total, dtype=dtype), scale
+    if kind == "bnpo":
+        return reductions.token_mean(mask, dtype=dtype), 1 / accumulated
+    if kind in ("dr_grpo", "luspo"):
+        length = int(params["max_completion_length"]) if kind == "dr_grpo" else 1
+        return reductions.constant_length(mask, length, dtype=dtype), 1 / accumulated
+    return reductions.sequence_mean(mask, empty_rows="count", dtype=dtype), 1 / accumulated
+
+
+def ratio_of(inputs: Values, level: str) -> Tensor:
+    """[B, T], or [B, 1] at sequence level."""
+    arguments = inputs["log_probs"], inputs["old_log_probs"], inputs["mask"]
+    if level == "sequence":
+        return ratios.sequence_ratio(*arguments)[:, None]
+    return (ratios.token_ratio if level == "token" else ratios.sequence_token_ratio)(*arguments)
+
+
+def per_token(inputs: Values, params: Values) -> tuple[Tensor, Values]:
+    """The loss per token and the metrics."""
+    kind, mask, log_probs = params["loss_type"], inputs["mask"], inputs["log_probs"]
+    ratio = ratio_of(inputs, params["importance_sampling_level"])
+    advantages = inputs["advantages"][:, None].expand(ratio.shape)
+    spread = rows(inputs["advantages"], mask)
+    low, high = float(params["epsilon_low"]), float(params["epsilon_high"])
+    if kind == "cispo":
+        cut = policy_losses.clipped_tokens(ratio, advantages, math.inf, high - 1)
+        loss = policy_losses.cispo_loss(log_probs, ratio, spread, mask, math.inf, high - 1)
+        return loss, {"cispo_clip_ratio": fraction(cut, mask)}
+    if kind == "sapo":
+        return policy_losses.sapo_loss(ratio, advantages, float(params["tau_pos"]), float(params["tau_neg"])), {}
+    if kind == "vespo":
+        phi = sequence_losses.vespo_weights(
+            ratios.token_log_ratio(log_probs, inputs["old_log_probs"], mask),
+            inputs["advantages"],
+            mask,
+            inputs.get("importance_sampling_ratio") if params.get("importance_sampling_correction") else None,
+            *(float(params[name]) for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")),
+        )
+        loss = policy_losses.reinforce_loss(log_probs, spread, mask, rows(phi, mask))
+        return loss, {"vespo/phi_seq_mean": phi.mean()}
+    delta = None if params.get("delta") is None else float(params["delta"])
+    loss = policy_losses.clipped_policy_loss(ratio, advantages, low, high, ratio_cap=delta)
+    capped = ratio if delta is None else corrections.truncated_weights(ratio, delta)
+    among = mask if ratio.shape == mask.shape else every(ratio)
+    return loss.expand(mask.shape), clip_metrics(capped, advantages, among, low, high)
+
+
+def clip_metrics(ratio: Tensor, advantages: Tensor, among: Tensor, low: float, high: float) -> Values:
+    bounds = {"low": (low, math.inf), "high": (math.inf, high), "region": (low, high)}
+    return {
+        f"clip_ratio/{name}_mean": fraction(policy_losses.clipped_tokens(ratio, advantages, *bound), among)
+        for name, bound in bounds.items()
+    }
+
+
+def factors_of(inputs: Values, params: Values) -> tuple[list[Tensor], Tensor]:
+    """What multiplies a token's loss, and the tokens of the entropy bonus."""
+    mask, factors = inputs["mask"], []
+    if params.get("off_policy_mask_threshold") is not None:
+        gaps = kl.k1_kl(inputs["sampling_log_probs"], inputs["log_probs"].detach(), mask)
+        keep = corrections.off_policy_sequences(
+            masks.row_mean(gaps, mask), inputs["advantages"][:, None], float(params["off_policy_mask_threshold"])
+        )
+        factors.append(keep.expand(mask.shape))
+    selected = mask
+    if params.get("top_entropy_quantile", 1.0) < 1.0:
+        quantile = float(params["top_entropy_quantile"])
+        selected = token_selection.high_entropy_tokens(inputs["entropies"].float(), mask, quantile)
+        factors.append(selected)
+    if params.get("importance_sampling_correction") and params["loss_type"] != "vespo":
+        factors.append(inputs["importance_sampling_ratio"].expand(mask.shape))
+    return factors, selected
+
+
+def kl_weight(inputs: Values, params: Values) -> Tensor | None:
+    if not params.get("use_bias_correction_kl"):
+        return None
+    return ratio_of(inputs, params["importance_sampling_level"]).expand(inputs["mask"].shape)
+
+
+def grpo_trainer(inputs: Values, params: Values) -> Values:
+    mask, log_probs = inputs["mask"], inputs["log_probs"]
+    loss, metrics = per_token(inputs, params)
+    factors, selected = factors_of(inputs, params)
+    weights, scale = weights_and_scale(params, mask, loss.dtype)
+    total = reductions.weighted_sum(loss, weights, *factors, scale=scale)
+    if float(params.get("beta", 0.0)):
+        penalty = kl.k3_kl(log_probs, inputs["ref_log_probs"], mask, weight=kl_weight(inputs, params))
+        total = total + float(params["beta"]) * reductions.weighted_sum(penalty, weights, scale=scale)
+    if float(params.get("entropy_coef", 0.0)):
+        bonus = reductions.token_mean(selected, dtype=loss.dtype)
+        total = total - reductions.weighted_sum(inputs["entropies"], bonus, scale=float(params["entropy_coef"]))
+    return {"loss": total, "metrics": metrics}
+
+
+def gmpo(inputs: Values, params: Values) -> Values:
+    mask, row_advantages = inputs["mask"], inputs["advantages"]
+    advantages = rows(row_advantages, mask)
+    log_ratio = ratios.token_log_ratio(inputs["log_probs"], inputs["old_log_probs"], mask)
+    low, high = float(params["epsilon_low"]), float(params["epsilon_high"])
+    clipped = sequence_losses.sequence_clipped_log_ratio(log_ratio, advantages, low, high)
+    loss = sequence_losses.geometric_mean_loss(clipped, row_advantages, mask)
+    total = masks.masked_mean(loss, every(loss))
+    if float(params.get("beta", 0.0)):
+        weights = reductions.sequence_mean(mask, empty_rows="count", dtype=loss.dtype)
+        penalty = kl.k3_kl(inputs["log_probs"], inputs["ref_log_probs"], mask)
+        total = total + reductions.weighted_sum(penalty, weights, scale=float(params["beta"]))
+    sides = {
+        "low": policy_losses.out_of_bounds(log_ratio, -low, math.inf) & (advantages < 0),
+        "high": policy_losses.out_of_bounds(log_ratio, -math.inf, high) & (advantages > 0),
+    }
+    sides["region"] = sides["low"] | sides["high"]
+    return {
+        "loss": total,
+        "metrics": {f"clip_ratio/{side}_mean": fraction(flags, mask) for side, flags in sides.items()},
+    }
+
+
+def rloo(inputs: Values, params: Values) -> Values:
+    advantages = inputs["advantages"][:, None]
+    ratio = ratios.sequence_ratio(
+        inputs["log_probs"], inputs["old_log_probs"], inputs["mask"], length_normalised=False
+    )[:, None]
+    low, high = float(params["epsilon_low"]), float(params["epsilon_high"])
+    loss = policy_losses.clipped_policy_loss(ratio, advantages, low, high)
+    metrics = clip_metrics(ratio, advantages, every(ratio), low, high)
+    return {"loss": masks.masked_mean(loss, every(loss)), "metrics": metrics}
+
+
+def up_to(last: Tensor, like: Tensor) -> Tensor:
+    return torch.arange(like.shape[1]) <= last[:, None]
+
+
+def ppo_with_value(inputs: Values, params: Values) -> Values:
+    last: Any = inputs["last_token_index"]
+    mask, value_mask = up_to(last, inputs["log_probs"]), up_to(last + 1, inputs["value_predictions"])
+    ratio = ratios.token_ratio(inputs["log_probs"], inputs["old_log_probs"], mask)
+    clip, value_clip = float(params["cliprange"]), float(params["cliprange_value"])
+    policy = masks.masked_mean(policy_losses.clipped_policy_loss(ratio, inputs["advantages"], clip, clip), mask)
+    arguments = inputs["value_predictions"], inputs["old_values"], inputs["returns"], value_mask, value_clip
+    value = masks.masked_mean(value_losses.clipped_value_loss(*arguments), value_mask)
+    clipped = fraction(value_losses.clipped_values(*arguments), value_mask)
+    return {
+        "loss": policy + float(params["vf_coef"]) * value,
+        "policy_loss": policy,
+        "value_loss": value,
+        "metrics": {"value_clip_frac": clipped},
+    }
+
+
+ADAPTERS = {
+    "policy_loss.ppo_family.trl": grpo_trainer,
+    "policy_loss.gspo.trl": grpo_trainer,
+    "policy_loss.gspo_token.trl": grpo_trainer,
+    "policy_loss.cispo.trl": grpo_trainer,
+    "policy_loss.sapo.trl": grpo_trainer,
+    "policy_loss.luspo.trl": grpo_trainer,
+    "policy_loss.vespo.trl": grpo_trainer,
+    "policy_loss.modifiers.trl": grpo_trainer,
+    "policy_loss.gmpo.trl": gmpo,
+    "policy_loss.rloo_sequence_ppo.trl": rloo,
+    "policy_loss.ppo_with_value.trl": ppo_with_value,
+}

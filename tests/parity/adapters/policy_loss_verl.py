@@ -1,0 +1,202 @@
+"""verl's policy losses."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from atomrl.atoms import (
+    corrections,
+    kl,
+    masks,
+    policy_losses,
+    ratios,
+    reductions,
+    sequence_losses,
+    token_selection,
+    trust_region,
+)
+from tests.parity.adapters.corrections import verl_rejection, verl_weights_of
+from tests.parity.arranging import Values, every, fraction, verl_weights
+
+
+def reduced(per_token: Tensor, inputs: Values, mode: str, *factors: Tensor) -> Tensor:
+    given = [inputs["rollout_is_weights"]] if "rollout_is_weights" in inputs else []
+    weights = verl_weights(mode, inputs["mask"], per_token.dtype)
+    return reductions.weighted_sum(per_token, weights, *given, *factors)
+
+
+def ppo_kl(inputs: Values, clamp: float | None = None) -> Tensor:
+    old, new, mask = inputs["old_log_probs"], inputs["log_probs"], inputs["mask"]
+    return masks.masked_mean(kl.k1_kl(old, new.detach(), mask, input_clamp=clamp), mask)
+
+
+def bounds(params: Values) -> dict[str, float]:
+    return {"clip_low": float(params["clip_ratio_low"]), "clip_high": float(params["clip_ratio_high"])}
+
+
+def vanilla(inputs: Values, params: Values) -> Values:
+    advantages, mask, dual = inputs["advantages"], inputs["mask"], float(params["clip_ratio_c"])
+    ratio = ratios.token_ratio(inputs["log_probs"], inputs["old_log_probs"], mask, clamp=20.0)
+    loss = policy_losses.clipped_policy_loss(ratio, advantages, **bounds(params), dual_clip=dual)
+    lower = policy_losses.dual_clipped_tokens(ratio, advantages, dual, bounds(params)["clip_low"])
+    metrics = {
+        "pg_clipfrac": fraction(policy_losses.clipped_tokens(ratio, advantages, **bounds(params)), mask),
+        "pg_clipfrac_lower": fraction(lower, mask),
+        "ppo_kl": ppo_kl(inputs, 20.0),
+    }
+    return {"loss": reduced(loss, inputs, params["loss_agg_mode"]), "metrics": metrics}
+
+
+def gspo(inputs: Values, params: Values) -> Values:
+    advantages, mask = inputs["advantages"], inputs["mask"]
+    ratio = ratios.sequence_token_ratio(inputs["log_probs"], inputs["old_log_probs"], mask, ceiling=10.0)
+    loss = policy_losses.clipped_policy_loss(ratio, advantages, **bounds(params))
+    metrics = {
+        "pg_clipfrac": fraction(policy_losses.clipped_tokens(ratio, advantages, **bounds(params)), mask),
+        "pg_clipfrac_lower": 0.0,
+        "ppo_kl": ppo_kl(inputs),
+    }
+    return {"loss": reduced(loss, inputs, "seq-mean-token-mean"), "metrics": metrics}
+
+
+def sapo(inputs: Values, params: Values) -> Values:
+    ratio = ratios.token_ratio(inputs["log_probs"], inputs["old_log_probs"], inputs["mask"], clamp=20.0)
+    loss = policy_losses.sapo_loss(ratio, inputs["advantages"], float(params["tau_pos"]), float(params["tau_neg"]))
+    metrics = {"pg_clipfrac": 0.0, "pg_clipfrac_lower": 0.0, "ppo_kl": ppo_kl(inputs, 20.0)}
+    return {"loss": reduced(loss, inputs, "seq-mean-token-mean"), "metrics": metrics}
+
+
+def cispo(inputs: Values, params: Values) -> Values:
+    mask = inputs["mask"]
+    ratio = ratios.token_ratio(inputs["log_probs"], inputs["old_log_probs"], mask, clamp=20.0)
+    loss = policy_losses.cispo_loss(inputs["log_probs"], ratio, inputs["advantages"], mask, **bounds(params))
+    low, high = 1 - bounds(params)["clip_low"], 1 + bounds(params)["clip_high"]
+    metrics = {
+        "pg_clipfrac": fraction(policy_losses.out_of_bounds(ratio, low, high), mask),
+        "pg_clipfrac_lower": 0.0,
+        "ppo_kl": ppo_kl(inputs, 20.0),
+    }
+    return {"loss": reduced(loss, inputs, params["loss_agg_mode"]), "metrics": metrics}
+
+
+def gpg(inputs: Values, params: Values) -> Values:
+    loss = policy_losses.reinforce_loss(inputs["log_probs"], inputs["advantages"], inputs["mask"])
+    return {"loss": reduced(loss, inputs, params["loss_agg_mode"]), "metrics": {}}
+
+
+def dro(inputs: Values, params: Values) -> Values:
+    loss = policy_losses.mirror_descent_loss(
+        inputs["log_probs"], inputs["old_log_probs"], inputs["advantages"], inputs["mask"], float(params["dro_beta"])
+    )
+    return {"loss": reduced(loss, inputs, params["loss_agg_mode"]), "metrics": {"ppo_kl": ppo_kl(inputs)}}
+
+
+def clip_cov(inputs: Values, params: Values) -> Values:
+    log_probs, advantages, mask = inputs["log_probs"], inputs["advantages"], inputs["mask"]
+    ratio = ratios.token_ratio(log_probs, inputs["old_log_probs"], mask)
+    loss = policy_losses.clipped_policy_loss(ratio, advantages, **bounds(params))
+    keep = token_selection.clip_covariance_tokens(
+        token_selection.token_covariance(log_probs, advantages, mask, eps=1e-8),
+        ~policy_losses.clipped_tokens(ratio, advantages, **bounds(params)),
+        mask,
+        float(params["clip_cov_ratio"]),
+        float(params["clip_cov_lb"]),
+        float(params["clip_cov_ub"]),
+    )
+    metrics = {"pg_clipfrac": fraction(~keep, mask), "ppo_kl": ppo_kl(inputs)}
+    return {"loss": reduced(loss, inputs, params["loss_agg_mode"], keep), "metrics": metrics}
+
+
+def kl_cov(inputs: Values, params: Values) -> Values:
+    log_probs, old, mask = inputs["log_probs"], inputs["old_log_probs"], inputs["mask"]
+    ratio = ratios.token_ratio(log_probs, old, mask)
+    loss = policy_losses.clipped_policy_loss(ratio, inputs["advantages"], math.inf, math.inf)
+    covariance = token_selection.token_covariance(log_probs, inputs["advantages"], mask)
+    picked = token_selection.highest_covariance_tokens(covariance, mask, float(params["kl_cov_ratio"]))
+    distance = kl.abs_kl(log_probs, old, mask)
+    mode = params["loss_agg_mode"]
+    total = reduced(loss, inputs, mode) + float(params["ppo_kl_coef"]) * reduced(distance, inputs, mode, picked)
+    return {"loss": total, "metrics": {"ppo_kl": masks.masked_mean(distance, mask)}}
+
+
+def geo_mean(inputs: Values, params: Values) -> Values:
+    advantages, mask = inputs["advantages"], inputs["mask"]
+    log_ratio = ratios.token_log_ratio(inputs["log_probs"], inputs["old_log_probs"], mask)
+    low, high = bounds(params).values()
+    clipped = sequence_losses.sequence_clipped_log_ratio(log_ratio, advantages, low, high)
+    row_advantages = masks.row_mean(advantages, mask, eps=1e-8)
+    loss = sequence_losses.geometric_mean_loss(clipped, row_advantages, mask, eps=1e-8)[:, None]
+    factors = []
+    if "rollout_is_weights" in inputs:
+        weights = sequence_losses.geometric_mean(inputs["rollout_is_weights"], mask, eps=1e-8, floor=1e-10)
+        factors = [weights[:, None]]
+    outside = policy_losses.out_of_bounds(log_ratio, -low, high)
+    metrics = {
+        "pg_clipfrac": fraction(outside & (advantages > 0), mask),
+        "pg_clipfrac_lower": fraction(outside & (advantages < 0), mask),
+        "ppo_kl": ppo_kl(inputs),
+    }
+    row_weights = reductions.token_mean(every(loss), dtype=loss.dtype)
+    return {"loss": reductions.weighted_sum(loss, row_weights, *factors), "metrics": metrics}
+
+
+def dppo(inputs: Values, params: Values, divergence: str) -> Values:
+    log_probs, old, mask = inputs["log_probs"], inputs["old_log_probs"], inputs["mask"]
+    cap = float(params["clip_ratio_c"])
+    ratio = ratios.token_ratio(log_probs, old, mask, clamp=20.0)
+    change = trust_region.probability_change(log_probs, old, mask)
+    moved = change.abs() if divergence == "tv" else trust_region.binary_kl(log_probs, old, mask)
+    low, high = bounds(params).values()
+    keep = trust_region.trust_region_tokens(change, moved, inputs["advantages"], low, high, "as_negative")
+    weights = corrections.truncated_weights(ratio, cap)
+    loss = policy_losses.reinforce_loss(log_probs, inputs["advantages"], mask, weights)
+    metrics = {
+        "pg_clipfrac": fraction(~keep, mask),
+        "pg_clipfrac_lower": fraction(policy_losses.out_of_bounds(ratio, -math.inf, cap) & keep, mask),
+        "ppo_kl": ppo_kl(inputs, 20.0),
+    }
+    return {"loss": reduced(loss, inputs, params["loss_agg_mode"], keep), "metrics": metrics}
+
+
+def bypass_mode(inputs: Values, params: Values) -> Values:
+    train, rollout, mask = inputs["log_probs"].detach(), inputs["rollout_log_probs"], inputs["mask"]
+    kept = {**inputs, "old_log_probs": rollout}
+    factors, metrics = [], {}
+    if params.get("rollout_is"):
+        normalise = params.get("rollout_is_batch_normalize", False)
+        weights, applied = verl_weights_of(
+            train, rollout, mask, params["rollout_is"], params["rollout_is_threshold"], normalise
+        )
+        factors, metrics["rollout_is_mean"] = [weights], masks.masked_mean(applied, mask)
+    if params.get("rollout_rs"):
+        keep, _ = verl_rejection(train, rollout, mask, params["rollout_rs"], params["rollout_rs_threshold"])
+        kept["mask"] = mask & keep
+        metrics["rollout_rs_masked_fraction"] = fraction(~keep, mask)
+        dropped = corrections.dropped_rows(keep, mask)
+        metrics["rollout_rs_seq_masked_fraction"] = fraction(dropped, every(dropped))
+    if params["loss_type"] == "ppo_clip":
+        ours = vanilla(kept, params)
+        return {"loss": ours["loss"], "metrics": metrics | ours["metrics"]}
+    loss = policy_losses.reinforce_loss(inputs["log_probs"], inputs["advantages"], kept["mask"])
+    return {
+        "loss": reduced(loss, kept, params["loss_agg_mode"], *factors),
+        "metrics": metrics | {"ppo_kl": ppo_kl(kept)},
+    }
+
+
+ADAPTERS = {
+    "policy_loss.vanilla.verl": vanilla,
+    "policy_loss.gspo.verl": gspo,
+    "policy_loss.sapo.verl": sapo,
+    "policy_loss.cispo.verl": cispo,
+    "policy_loss.gpg.verl": gpg,
+    "policy_loss.dro.verl": dro,
+    "policy_loss.clip_cov.verl": clip_cov,
+    "policy_loss.kl_cov.verl": kl_cov,
+    "policy_loss.geo_mean.verl": geo_mean,
+    "policy_loss.dppo_tv.verl": lambda inputs, params: dppo(inputs, params, "tv"),
+    "policy_loss.dppo_kl.verl": lambda inputs, params: dppo(inputs, params, "kl"),
+    "policy_loss.bypass_mode.verl": bypass_mode,
+}
