@@ -52,7 +52,7 @@ def reward_failures(rows: Rows) -> Verdict:
     failures = {
         name.removeprefix("reward/"): value
         for name, value in rows[-1].items()
-        if name.startswith("reward/") and name.endswith(("failures", "timeouts", "errors", "crashes")) and value
+        if name.startswith("reward/") and name.endswith(("/timeouts", "/errors", "/crashes", "/invalid")) and value
     }
     detail = f" ({', '.join(f'{name} {value:.0f}' for name, value in failures.items())})" if failures else ""
     return (
@@ -130,19 +130,19 @@ def missing_stop_token(rows: Rows) -> Verdict:
     )
 
 
-LIMIT_STEPS, LIMIT_SHARE = 5, 0.25
+LIMIT_STEPS, LIMIT_SHARE = 5, 0.15
 
 
 def length_limit(rows: Rows) -> Verdict:
     """Many completions are cut at the limit: what they would have earned is never seen (DAPO, arXiv:2503.14476,
     section 3.4, on the noise that this puts into rewards)."""
     cut = recent(rows, "response_length/clip_ratio", LIMIT_STEPS)
-    if not cut or statistics.fmean(cut) < LIMIT_SHARE:
+    if not cut or statistics.median(cut) < LIMIT_SHARE:
         return None
     longest = recent(rows, "response_length/max", 1)
     limit = f" of {longest[0]:.0f} tokens" if longest else ""
     return (
-        f"{statistics.fmean(cut):.0%} of the completions were cut at the limit{limit} in the last {LIMIT_STEPS} steps.",
+        f"{statistics.median(cut):.0%} of the completions are cut at the limit{limit} (median of {LIMIT_STEPS} steps).",
         "a larger rollout.max_completion_tokens (twice), or a prompt that asks for less. If the texts in rollouts/ are "
         "complete and then run on, see docs/failures/missing_stop_token.md.",
     )
@@ -208,18 +208,24 @@ def dead_reward_part(rows: Rows) -> Verdict:
     )
 
 
-CERTAIN_LENGTH_PAY, LENGTH_STEPS, LONGER = 0.9, 5, 1.25
+EQUALLY_CORRECT, LENGTH_ALONE, LENGTH_STEPS, LONGER = 0.9, 0.99, 5, 1.25
 
 
 def pays_for_length(rows: Rows) -> Verdict:
-    """Among completions of a group that are equally correct the longer earn more; or reward and length rise together
-    while accuracy does not (on length and reward: Dr. GRPO, arXiv:2503.20783)."""
+    """Among completions of a group that are equally correct the longer earn more; or length alone decides the reward;
+    or both rise together while accuracy does not (on length and reward: Dr. GRPO, arXiv:2503.20783)."""
     advice = "the reward without its dependence on length (reward.functions); compare reward/NAME/mean by part."
-    tied = recent(rows, "reward/length_correlation", LENGTH_STEPS)
-    if tied and min(tied) > CERTAIN_LENGTH_PAY:
+    tied = recent(rows, "reward/length_correlation_equally_correct", LENGTH_STEPS)
+    if tied and min(tied) > EQUALLY_CORRECT:
         return (
             f"The reward pays for length: among equally correct completions of a group the longer earn more "
             f"(correlation {statistics.fmean(tied):.2f}).",
+            advice,
+        )
+    alone = recent(rows, "reward/length_correlation", LENGTH_STEPS)
+    if alone and min(alone) > LENGTH_ALONE:
+        return (
+            f"The reward pays for length and nothing else: their correlation is {min(alone):.3f} in every group.",
             advice,
         )
     score, length, accuracy = (
@@ -295,17 +301,19 @@ def rollout_gap(rows: Rows) -> Verdict:
 
 
 _GAP = "training/rollout_probs_diff_mean"
-ENTROPY_SHARE, ENTROPY_STEPS, SOLVED = 0.1, 5, 0.9
+ENTROPY_SHARE, ENTROPY_STEPS, SOLVED, MIXED = 0.1, 5, 0.85, 0.5
 
 
 def entropy_collapse(rows: Rows) -> Verdict:
-    """Entropy has fallen to a tenth of the start's while much is still wrong: the policy repeats itself and no longer
-    explores (arXiv:2505.22617 finds that reward stops rising where entropy is used up)."""
+    """Entropy has fallen to a tenth of the start's while much is still wrong and most groups are all alike: the policy
+    repeats itself and no longer explores (arXiv:2505.22617 finds that reward stops rising where entropy is used up)."""
     start, now = column(rows[:3], "actor/entropy"), recent(rows, "actor/entropy", ENTROPY_STEPS)
     accuracy = recent(rows, "train/accuracy", ENTROPY_STEPS)
     if not start or not now or not accuracy or len(rows) < 3 + ENTROPY_STEPS:
         return None
     if statistics.fmean(now) > ENTROPY_SHARE * statistics.fmean(start) or statistics.fmean(accuracy) > SOLVED:
+        return None
+    if statistics.fmean(recent(rows, "by_group/frac_mixed", ENTROPY_STEPS) or [0.0]) > MIXED:
         return None
     return (
         f"Entropy fell from {statistics.fmean(start):.2g} to {statistics.fmean(now):.2g} nats per token, with accuracy "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from atomrl.metrics import Count, Max, Mean, Metrics, merge, spread, values
@@ -100,27 +100,40 @@ def goes_on(completion: Completion, special_ids: Collection[int]) -> bool:
 
 
 def length_correlation(rewarded: RewardBatch) -> dict[str, float]:
-    """Correlation of reward and length among completions of a group that are equally correct (the first part judges),
-    where a reward that is fair to length has none. Nothing where such completions all earn the same."""
+    """Correlation of reward and length within groups, and the same among completions of a group that are equally
+    correct (the first part judges), where a reward that is fair to length has none. Nothing where all earn the same."""
     if not rewarded.reward_parts:
         return {}
     first = next(iter(rewarded.reward_parts.values()))
-    like: dict[tuple[int, bool], list[tuple[float, float]]] = {}
+    groups: dict[object, list[tuple[float, float]]] = {}
+    alike: dict[object, list[tuple[float, float]]] = {}
     for p, group in enumerate(rewarded.rewards):
         for g, reward in enumerate(group):
             part = first[p][g]
             if reward is not None and part is not None:
-                length = float(len(rewarded.completions[p][g].token_ids))
-                like.setdefault((p, part >= 1.0), []).append((length, reward))
+                pair = float(len(rewarded.completions[p][g].token_ids)), reward
+                groups.setdefault(p, []).append(pair)
+                alike.setdefault((p, part >= 1.0), []).append(pair)
+    name = "reward/length_correlation"
+    found = {name: correlation_within(groups.values()), f"{name}_equally_correct": correlation_within(alike.values())}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def correlation_within(groups: Iterable[Sequence[tuple[float, float]]]) -> float | None:
+    """Of x and y, each from its group's mean; None where one of them does not vary.
+
+    Example:
+        >>> correlation_within([[(1.0, 0.0), (2.0, 1.0)], [(7.0, 5.0), (9.0, 7.0)]])
+        1.0
+    """
     xx = xy = yy = 0.0
-    for pairs in like.values():
-        mean_length = sum(length for length, _ in pairs) / len(pairs)
-        mean_reward = sum(reward for _, reward in pairs) / len(pairs)
-        for length, reward in pairs:
-            xx += (length - mean_length) ** 2
-            xy += (length - mean_length) * (reward - mean_reward)
-            yy += (reward - mean_reward) ** 2
-    return {"reward/length_correlation": xy / (xx * yy) ** 0.5} if xx * yy > 1e-12 else {}
+    for pairs in groups:
+        mean_x, mean_y = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
+        for x, y in pairs:
+            xx += (x - mean_x) ** 2
+            xy += (x - mean_x) * (y - mean_y)
+            yy += (y - mean_y) ** 2
+    return xy / (xx * yy) ** 0.5 if xx * yy > 1e-12 else None
 
 
 def update_metrics(results: Sequence[Metrics]) -> dict[str, float]:

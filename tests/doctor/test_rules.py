@@ -1,0 +1,182 @@
+"""The rules: each on rows that are sick and on rows that are nearly so; on recorded runs; and on any rows at all."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atomrl.config import known_keys
+from atomrl.doctor.rules import RULES
+from atomrl.doctor.watch import FIRST_ROWS, LAST_ROWS, Doctor, diagnose
+from atomrl.objective import Objective
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs/failures"
+RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.jsonl"))
+
+HEALTHY = {
+    "critic/score/mean": 0.4, "critic/score/min": 0.0, "critic/score/max": 1.0, "train/accuracy": 0.4,
+    "reward/strict_math/mean": 0.4, "by_group/frac_mixed": 0.9, "by_group/frac_all_bad": 0.1,
+    "reward/missing_ratio": 0.0,
+    "response_length/mean": 20.0, "response_length/max": 40.0, "response_length/clip_ratio": 0.02,
+    "response_length/ran_on_ratio": 0.0, "actor/entropy": 0.3, "actor/grad_norm": 0.2, "actor/lr": 1e-6,
+    "actor/ppo_kl": 0.0, "actor/pg_clipfrac": 0.0, "training/rollout_probs_diff_mean": 3e-7,
+}  # fmt: skip
+
+
+def rows(steps=20, **changes):
+    """Healthy rows; a change is a value for all steps, or a function of the step. `_` in a name stands for `/`."""
+    made = []
+    for step in range(1, steps + 1):
+        row = {"step": step} | HEALTHY
+        for name, value in changes.items():
+            new = value(step) if callable(value) else value
+            row[NAMES[name]] = new
+        made.append(row)
+    return made
+
+
+NAMES = {name.replace("/", "_").replace("@", "_"): name for name in HEALTHY} | {
+    "correlation": "reward/length_correlation",
+    "equally": "reward/length_correlation_equally_correct",
+    "skipped": "actor/skipped_updates", "bonus": "reward/bonus/mean",
+}  # fmt: skip
+
+
+def late(before, after, start=8):
+    return lambda step: before if step < start else after
+
+
+SICK = {
+    "skipped_updates": {"skipped": late(None, 1.0)},
+    "reward_failures": {"reward_missing_ratio": late(0.0, 0.05)},
+    "stale_weights": {"training_rollout_probs_diff_mean": lambda step: 3e-7 if step == 1 else 1e-3 * step},
+    "rollout_gap": {"training_rollout_probs_diff_mean": 0.08},
+    "learning_rate_too_high": {"actor_ppo_kl": late(0.0, 0.5)},
+    "missing_stop_token": {"response_length_clip_ratio": 1.0, "response_length_ran_on_ratio": 0.8},
+    "length_limit": {"response_length_clip_ratio": 0.3},
+    "pays_for_length": {"equally": 0.95},
+    "reward_without_accuracy": {
+        "critic_score_mean": lambda step: 0.4 + 0.02 * step,
+        "train_accuracy": lambda step: 0.4 - 0.01 * step,
+    },
+    "constant_reward": {"critic_score_mean": 0.0, "critic_score_max": 0.0},
+    "no_mixed_groups": {"by_group_frac_mixed": 0.0, "by_group_frac_all_bad": 0.6},
+    "dead_reward_part": {"reward_strict_math_mean": 0.0, "bonus": 0.4},
+    "entropy_collapse": {"actor_entropy": late(0.3, 0.01), "by_group_frac_mixed": late(0.9, 0.3)},
+    "gradient_spikes": {"actor_grad_norm": lambda step: 9.0 if step == 15 else 0.2},
+}
+MORE_SICK = [
+    ("learning_rate_too_high", {"critic_score_mean": late(0.4, 0.05), "actor_entropy": late(0.3, 2.0)}),
+    ("learning_rate_too_high", {"critic_score_mean": late(0.4, 0.0), "critic_score_max": late(1.0, 0.0),
+                                "response_length_clip_ratio": late(0.0, 1.0)}),
+    ("pays_for_length", {"correlation": 0.999}),
+    ("pays_for_length", {"critic_score_mean": lambda step: 0.4 + 0.02 * step, "train_accuracy": 0.4,
+                         "response_length_mean": lambda step: 20.0 + 2 * step}),
+    ("constant_reward", {"critic_score_mean": 1.0, "critic_score_min": 1.0}),
+    ("no_mixed_groups", {"by_group_frac_mixed": 0.0, "by_group_frac_all_bad": 0.2}),
+]  # fmt: skip
+NEARLY = {
+    "a good run that ends certain": {"critic_score_mean": lambda step: min(0.98, 0.4 + 0.04 * step),
+                                     "train_accuracy": lambda step: min(0.98, 0.4 + 0.04 * step),
+                                     "actor_entropy": lambda step: 0.3 * 0.8**step,
+                                     "response_length_mean": lambda step: 20.0 + step},
+    "a good run that thinks longer": {"critic_score_mean": lambda step: 0.4 + 0.02 * step,
+                                      "train_accuracy": lambda step: 0.4 + 0.02 * step,
+                                      "response_length_mean": lambda step: 20.0 + 2 * step},
+    "bfloat16": {"training_rollout_probs_diff_mean": lambda step: 0.008 + 0.0001 * step},
+    "right answers are longer": {"correlation": 0.95},
+    "some cut": {"response_length_clip_ratio": 0.1, "response_length_ran_on_ratio": 0.1},
+    "some steps without mixed groups": {"by_group_frac_mixed": lambda step: 0.0 if step % 5 else 0.1},
+    "one step of equal rewards": {"critic_score_max": lambda step: 0.0 if step == 9 else 1.0},
+    "noise": {"critic_score_mean": lambda step: 0.4 + 0.05 * (step * 7 % 5), "actor_grad_norm":
+              lambda step: 0.1 + 0.3 * (step % 3)},
+    "format first, accuracy later": {"reward_strict_math_mean": lambda step: 0.0 if step < 9 else 0.1, "bonus": 0.3},
+}  # fmt: skip
+
+
+def ids(given_rows):
+    return [finding.id for finding in diagnose(given_rows)]
+
+
+@pytest.mark.parametrize(("name", "changes"), [*SICK.items(), *MORE_SICK])
+def test_a_sick_run_hears_its_illness_and_nothing_else(name, changes):
+    assert ids(rows(**changes)) == [name]
+
+
+def test_every_rule_is_tested():
+    assert set(SICK) == {rule.id for rule in RULES}
+
+
+@pytest.mark.parametrize("changes", [{}, *NEARLY.values()], ids=["healthy", *NEARLY])
+def test_a_healthy_run_hears_nothing(changes):
+    assert ids(rows(steps=40, **changes)) == []
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_recorded_runs(path):
+    """Metrics of `benchmarks/doctor.py`: a file's name says what should be found in it."""
+    recorded = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    expected = path.stem.partition(".")[0]
+    assert ids(recorded) == ([] if expected == "healthy" else [expected])
+    assert len(recorded) <= 20 or expected == "healthy"
+
+
+def test_all_illnesses_are_recorded():
+    six = {"learning_rate_too_high", "constant_reward", "pays_for_length", "missing_stop_token", "length_limit"}
+    assert {path.stem.partition(".")[0] for path in RECORDED} == six | {"stale_weights", "healthy"}
+
+
+VALUE = st.none() | st.floats(-1e6, 1e6) | st.sampled_from([0.0, 1.0, 1e-300])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.dictionaries(st.sampled_from(sorted(NAMES.values())), VALUE), max_size=30))
+def test_no_row_is_too_odd(metrics):
+    """A run must not die of its doctor; and what it says does not depend on when it is asked."""
+    given_rows = [{"step": step} | row for step, row in enumerate(metrics, start=1)]
+    doctor = Doctor()
+    said = [finding for row in given_rows for finding in doctor.observe(row)]
+    assert said == doctor.findings == diagnose(given_rows)
+    assert len({finding.id for finding in said}) == len(said)
+
+
+def test_a_long_run_is_not_kept_whole_and_its_start_is_remembered():
+    doctor = Doctor()
+    for row in rows(steps=1000, actor_entropy=late(0.3, 0.01, start=900), by_group_frac_mixed=0.3):
+        doctor.observe(row)
+    assert len(doctor._rows) == FIRST_ROWS + LAST_ROWS
+    assert [(finding.id, finding.step) for finding in doctor.findings] == [("entropy_collapse", 904)]
+
+
+def test_evaluations_are_passed_over():
+    mixed = [
+        row for step in range(20) for row in (rows(1)[0] | {"step": step}, {"step": step, "val-core/a/acc/mean@1": 0})
+    ]
+    assert ids(mixed) == []
+
+
+def test_every_rule_has_its_page_and_every_page_its_rule():
+    assert {path.stem for path in PAGES.glob("*.md")} - {"README"} == {rule.id for rule in RULES}
+    index = (PAGES / "README.md").read_text(encoding="utf-8")
+    assert all(f"]({rule.id}.md)" in index for rule in RULES)
+
+
+def config_keys(text):
+    sections = r"(?:model|data|rollout|reward|algorithm|train|eval|checkpoint|tracking)"
+    return set(re.findall(rf"(?<![\w/.-]){sections}\.[a-z_]+(?:\.[a-z_]+)*", text))
+
+
+def test_the_keys_that_are_named_exist():
+    axes = {name: axis for name, axis in vars(Objective()).items() if axis is not None}
+    valid = {*known_keys(), *(f"algorithm.{name}" for name in axes)}
+    valid |= {f"algorithm.{name}.{key}" for name, axis in axes.items() for key in vars(axis)}
+    texts = [(PAGES / f"{rule.id}.md").read_text(encoding="utf-8") for rule in RULES]
+    texts += [finding.advice for changes in SICK.values() for finding in diagnose(rows(**changes))]
+    named = set().union(*map(config_keys, texts))
+    assert len(named) > 15 and named <= valid, named - valid
