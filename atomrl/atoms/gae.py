@@ -1,0 +1,156 @@
+"""Credit along a completion: returns and generalised advantage estimation, for single turns and many.
+
+A row may have gaps: tokens of an observation (a tool's output, a user's turn) that the model did not write.
+`observation` says what they are to the recursion:
+
+- "skip" (the default; verl, NeMo-RL): not there. The next token that the model wrote follows directly, so neither the
+  length nor the content of an observation changes the credit of what came before;
+- "zero_step" (OpenRLHF, slime): steps without reward and value, each of which discounts once more;
+- "reset" (SkyRL's REINFORCE++): the end of an episode, so that later reward never reaches earlier turns;
+- "leak" (SkyRL's GAE): steps like any other, with whatever reward and value stand there; the mask is not used.
+
+Right padding is a gap that is never left. Rewards belong to the token at which they stand; nothing follows the last.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+class Gae(TypedDict):
+    """What `gae` returns, both `[B, T]`."""
+
+    advantages: Tensor
+    """In reward units, not whitened."""
+    returns: Tensor
+    """Advantage plus value: what the value is trained towards."""
+
+
+def gae(
+    rewards: Float[Tensor, "B T"],
+    values: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    gamma: float = 1.0,
+    lam: float | Float[Tensor, " B"] = 0.95,
+    observation: Literal["skip", "zero_step", "leak"] = "skip",
+) -> Gae:
+    """Generalised advantage estimation.
+
+        delta_t = r_t + gamma V_{t+1} - V_t
+        A_t = delta_t + gamma lam A_{t+1} = sum_{l >= 0} (gamma lam)^l delta_{t+l}
+
+    where t+1 is the next step of the row, and V and A are 0 after the last.
+
+    Paper: GAE, arXiv:1506.02438, equations 11 to 16.
+
+    Args:
+        rewards: per token.
+        values: of the state in which each token was chosen.
+        mask: True where the model wrote the token.
+        gamma: discount per step, 0 to 1.
+        lam: 0 is one-step temporal difference, 1 the return minus the value; or one number per row.
+        observation: see the module.
+
+    Returns:
+        Advantages and returns, without gradient. With "skip", 0 off the mask; otherwise all columns are steps.
+
+    Raises:
+        ValueError: gamma is not within 0 to 1.
+
+    Example:
+        >>> mask = torch.tensor([[True, False, True]])
+        >>> result = gae(torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[0.5, 9.0, 0.5]]), mask, lam=1.0)
+        >>> result["advantages"], result["returns"]
+        (tensor([[0.5000, 0.0000, 0.5000]]), tensor([[1., 0., 1.]]))
+    """
+    _check_discount(gamma)
+    rewards, values = rewards.detach(), values.detach()
+    if observation != "leak":
+        rewards, values = rewards.masked_fill(~mask, 0.0), values.masked_fill(~mask, 0.0)
+    is_step = mask if observation == "skip" else torch.ones_like(mask)
+    next_value = advantage = values.new_zeros(len(values))
+    columns = []
+    for t in reversed(range(values.shape[1])):
+        new = rewards[:, t] + gamma * next_value - values[:, t] + gamma * lam * advantage
+        next_value = torch.where(is_step[:, t], values[:, t], next_value)
+        advantage = torch.where(is_step[:, t], new, advantage)
+        columns.append(advantage)
+    advantages = torch.stack(columns[::-1], 1) if columns else torch.zeros_like(values)
+    advantages = advantages.masked_fill(~is_step, 0.0)
+    return {"advantages": advantages, "returns": advantages + values}
+
+
+def length_adaptive_lambda(mask: Bool[Tensor, "B T"], alpha: float) -> Float[Tensor, " B"]:
+    """A lambda that looks further ahead in a longer completion, so that its beginning still sees the reward.
+
+        lam_i = 1 - 1 / (alpha |m_i|),   within 0 to 1
+
+    Paper: VAPO, arXiv:2504.05118, section 4.2, where alpha is 0.05.
+
+    Args:
+        mask: True where the model wrote the token.
+        alpha: how the horizon grows with length: 1 / (1 - lam) is alpha times the tokens.
+
+    Returns:
+        One lambda per row, in float64; 0 for rows of at most 1 / alpha tokens.
+
+    Raises:
+        ValueError: alpha is not above 0.
+
+    Example:
+        >>> length_adaptive_lambda(torch.ones(2, 40, dtype=torch.bool), alpha=0.05)
+        tensor([0.5000, 0.5000], dtype=torch.float64)
+    """
+    if alpha <= 0:
+        raise ValueError(f"alpha must be above 0, got {alpha}")
+    return 1 - 1 / (alpha * mask.sum(1).double()).clamp(min=1)
+
+
+def discounted_returns(
+    rewards: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    gamma: float = 1.0,
+    observation: Literal["skip", "zero_step", "reset"] = "skip",
+) -> Float[Tensor, "B T"]:
+    """Reward to go from each token: REINFORCE++, ReMax.
+
+        G_t = r_t + gamma G_{t+1}
+
+    Paper: REINFORCE++, arXiv:2501.03262; Williams (1992). Rewards off the mask are ignored.
+
+    Args:
+        rewards: per token.
+        mask: True where the model wrote the token.
+        gamma: discount per step, 0 to 1.
+        observation: see the module.
+
+    Returns:
+        Returns in reward units, without gradient. With "zero_step" all columns are steps, otherwise 0 off the mask.
+
+    Raises:
+        ValueError: gamma is not within 0 to 1.
+
+    Example:
+        >>> discounted_returns(torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[True, False, True]]), gamma=0.5)
+        tensor([[0.5000, 0.0000, 1.0000]])
+    """
+    _check_discount(gamma)
+    rewards = rewards.detach().masked_fill(~mask, 0.0)
+    is_step = torch.ones_like(mask) if observation == "zero_step" else mask
+    running = rewards.new_zeros(len(rewards))
+    columns = []
+    for t in reversed(range(rewards.shape[1])):
+        off_mask = torch.zeros_like(running) if observation == "reset" else running
+        running = torch.where(is_step[:, t], rewards[:, t] + gamma * running, off_mask)
+        columns.append(running)
+    returns = torch.stack(columns[::-1], 1) if columns else rewards
+    return returns.masked_fill(~is_step, 0.0)
+
+
+def _check_discount(gamma: float) -> None:
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma must be within 0 to 1, got {gamma}")
