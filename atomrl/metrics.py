@@ -46,6 +46,20 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class Count:
+    """How often something happened; it adds up over micro-batches and, unlike a `Sum`, over the updates of a step."""
+
+    total: float = 1.0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.total + other.total)
+
+    @property
+    def value(self) -> float:
+        return self.total
+
+
+@dataclass(frozen=True)
 class Max:
     """The largest value seen."""
 
@@ -59,7 +73,7 @@ class Max:
         return self.largest
 
 
-Metric = Mean | Sum | Max
+Metric = Mean | Sum | Count | Max
 Metrics = dict[str, Metric]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from atomrl.config import RunConfig  # pydantic is imported in functions: a command's help does not wait for it
 
-FLAGS = ("--dry-run", "--resume", "--traceback", "--help", "-h")
+FLAGS = ("--dry-run", "--resume", "--allow-changes", "--traceback", "--help", "-h")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -52,6 +52,14 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", dest="config_option", metavar="CONFIG", help="the same as CONFIG")
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.steps=10; also --train.steps 10")
+
+
+def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--resume` and `--allow-changes`."""
+    parser.add_argument("--resume", action="store_true", help="go on from the run's newest whole checkpoint")
+    parser.add_argument(
+        "--allow-changes", action="store_true", help="with --resume: although config, data, tokenizer or model differ"
+    )
 
 
 def join_overrides(arguments: Sequence[str]) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from atomrl.cli.main import INTERRUPTED
@@ -13,11 +15,14 @@ from atomrl.cli.main import INTERRUPTED
 if TYPE_CHECKING:
     from atomrl.config import RunConfig
 
-Job = Callable[["RunConfig", bool], dict[str, Any]]
+Job = Callable[["RunConfig", bool, bool], dict[str, Any]]
+"""config, resume, allow_changes -> summary"""
 
 ADVICE = {
     "OutOfMemoryError": "Lower train.tokens_per_micro_batch or rollout.max_concurrent_completions, or set "
     "model.gradient_checkpointing=true; atomrl train CONFIG --dry-run estimates the memory.",
+    "Diverged": "Lower train.learning_rate; model.dtype=float32 does not overflow so soon; RUN/rollouts has the "
+    "rewards that it happened with. --resume --allow-changes goes on from the checkpoint before, with other settings.",
     "NoSignal": "With other settings, --resume goes on from the newest checkpoint.",
 }
 """What to do about errors of a run that are no mistakes in the config."""
@@ -33,7 +38,8 @@ def run_to_the_end(
     """
     print("\n".join([compact(config), "", *header]), file=sys.stderr)
     try:
-        summary = job(config, arguments.resume)
+        with terminated_like_interrupted():
+            summary = job(config, arguments.resume, arguments.allow_changes)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(how_to_go_on(command, config, arguments)) from None
     except RuntimeError as error:
@@ -45,6 +51,20 @@ def run_to_the_end(
         print(f"stopped early: {how_to_go_on(command, config, arguments)}", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+@contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM ends a job as Ctrl-C does, also while it starts or evaluates: parts are closed, workers end."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def compact(config: RunConfig) -> str:
@@ -60,11 +80,12 @@ def compact(config: RunConfig) -> str:
 
 def how_to_go_on(command: str, config: RunConfig, arguments: argparse.Namespace) -> str:
     """The command that continues this run."""
-    from atomrl.tracking.run_directory import RunDirectory
+    from atomrl.tracking.checkpoints import step_folders
 
     if not config.run_dir.is_dir():
         return "nothing was written"
-    newest = RunDirectory(config.run_dir).latest_checkpoint()
+    folders = [path for _, path in step_folders(config.run_dir / "checkpoints")]  # `--resume` checks their content
+    newest = folders[-1] if folders else None
     path = arguments.config_option or arguments.config
     given = [item for item in (arguments.config, *arguments.overrides) if item and item != path]
     line = " ".join(["atomrl", command, str(path), *given, "--resume"])

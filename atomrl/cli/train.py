@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from atomrl.cli.door import add_config_arguments, config_from, join_overrides
+from atomrl.cli.door import add_config_arguments, add_resume_arguments, config_from, join_overrides
 from atomrl.cli.running import run_to_the_end
 
 prepare = join_overrides
@@ -18,7 +18,7 @@ prepare = join_overrides
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
-    parser.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
+    add_resume_arguments(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",

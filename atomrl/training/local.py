@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from atomrl.atoms.logprobs import row_logprobs
 from atomrl.config import ConfigError, ModelConfig, TrainConfig
-from atomrl.metrics import Mean, Metrics, Sum, merge
+from atomrl.metrics import Count, Mean, Metrics, merge
 from atomrl.models.loading import (
     HFModel,
     Policy,
@@ -29,12 +29,18 @@ from atomrl.models.lora import adapters_disabled, has_adapters, load_adapters, s
 from atomrl.models.shared_prefix import states_before
 from atomrl.protocols import Algorithm, Annotation, ModelOutputs, Output
 from atomrl.stages import RowBatch, TrainingBatch, select_rows
-from atomrl.training.micro_batches import micro_batches
+from atomrl.training.micro_batches import is_out_of_memory, micro_batches, padded_tokens
 from atomrl.training.schedules import learning_rate
 
 log = logging.getLogger(__name__)
 STATE_FOLDER = "training_state"
 """Beside the model, so that a server that loads every *.safetensors of the folder does not meet it."""
+MAX_SKIPPED_IN_A_ROW = 3
+Result = TypeVar("Result")
+
+
+class Diverged(RuntimeError):
+    """Too many updates in a row had a gradient that is not finite."""
 
 
 class LocalBackend:
@@ -75,6 +81,9 @@ class LocalBackend:
         self.train, self.tokenizer, self.total_updates = train, tokenizer, total_updates
         self.temperature = temperature or 1.0
         self.updates = 0
+        self.tokens_per_micro_batch = train.tokens_per_micro_batch  # halved where memory runs out
+        self._out_of_memory = 0  # how often, since the last update
+        self._skipped_in_a_row = 0
         settings = {
             "dtype": compute_dtype(model.dtype, self.device),
             "device": self.device,
@@ -115,15 +124,54 @@ class LocalBackend:
     @torch.no_grad()
     def _all_logprobs(self, model: Policy, rows: RowBatch) -> Tensor:
         logprobs = torch.zeros(rows.tokens.shape)
-        for index in self._split(rows, None):
-            micro = select_rows(rows, index)
-            part = self._outputs(model, micro, frozenset({"logprobs"})).logprobs
-            logprobs[index, : part.shape[1]] = part.cpu()
+
+        def fill(split: list[Tensor]) -> None:
+            for index in split:
+                part = self._outputs(model, select_rows(rows, index), frozenset({"logprobs"})).logprobs
+                logprobs[index, : part.shape[1]] = part.cpu()
+
+        self._in_micro_batches(rows, None, fill)
         return logprobs
 
     def _split(self, rows: RowBatch, group_ids: Tensor | None) -> list[Tensor]:
-        train = self.train
-        return micro_batches(rows.lengths, group_ids, train.tokens_per_micro_batch, train.rows_per_micro_batch)
+        return micro_batches(rows.lengths, group_ids, self.tokens_per_micro_batch, self.train.rows_per_micro_batch)
+
+    def _in_micro_batches(
+        self, rows: RowBatch, group_ids: Tensor | None, compute: Callable[[list[Tensor]], Result]
+    ) -> Result:
+        """`compute(the rows of each micro-batch)`; where memory runs out, again from its start with smaller ones.
+
+        Raises:
+            ConfigError: what does not fit is a single row, or a group that has to stay together.
+        """
+        while True:
+            split = self._split(rows, group_ids)
+            try:
+                return compute(split)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error).partition("\n")[0] or type(error).__name__
+            # The error is gone here, and with it the tensors that its traceback held.
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            largest = max(split, key=lambda index: padded_tokens(rows.lengths, index))
+            size = padded_tokens(rows.lengths, largest)
+            if len(largest if group_ids is None else group_ids[largest].unique()) == 1:
+                what = "a single row" if len(largest) == 1 else f"a group of {len(largest)} rows, which stay together,"
+                raise ConfigError(
+                    f"out of memory: {what} of {size} padded tokens does not fit ({reason}). Set "
+                    "model.gradient_checkpointing=true or model.lora={rank: 16}; or lower train.max_row_tokens, "
+                    "rollout.max_completion_tokens or data.max_prompt_tokens; or take a smaller model"
+                )
+            self.tokens_per_micro_batch = size // 2
+            self._out_of_memory += 1
+            log.warning(
+                "out of memory with %d padded tokens in a micro-batch (%s): from here on at most %d; "
+                "train.tokens_per_micro_batch=%d sets it from the start",
+                size, reason, size // 2, size // 2,
+            )  # fmt: skip
 
     def _outputs(self, model: Policy, micro: RowBatch, outputs: frozenset[Output]) -> ModelOutputs:
         tokens, mask = micro.tokens.to(self.device), micro.loss_mask.to(self.device)
@@ -142,35 +190,49 @@ class LocalBackend:
 
         Returns:
             The loss's metrics merged, `actor/grad_norm` (before clipping) and `actor/lr`. An update whose gradient is
-            not finite is left out, with a warning and `actor/skipped_updates`.
+            not finite is left out, with a warning and `actor/skipped_updates`; so is one whose gradient is exactly 0
+            (`actor/empty_updates`): weights and optimizer stay. Where memory runs out, micro-batches are halved until
+            they fit, with the same gradient (`actor/out_of_memory`).
 
         Raises:
             ValueError: the batch is empty, or the algorithm wants an output that this back end has not.
+            ConfigError: not even one row fits into memory.
+            Diverged: the third update in a row with a gradient that is not finite.
         """
         unknown = algorithm.outputs - {"logprobs", "entropy"}
         if unknown or not batch.rows:
             what = f"the local back end has no output {sorted(unknown)}" if unknown else "the batch has no rows"
             raise ValueError(f"{algorithm.name}: {what}")
         keep = None if algorithm.row_unit == "row" else batch.group_ids
-        micros = [_to(select_rows(batch, index), self.device) for index in self._split(batch, keep)]
 
         def outputs(micro: TrainingBatch) -> ModelOutputs:
             return self._outputs(self.policy, micro, algorithm.outputs)
 
-        if algorithm.update is not None:
-            metrics = algorithm.update(list(self._trained().values()), micros, outputs)
-        else:
+        def micro_batch(index: Tensor) -> TrainingBatch:
+            return _to(select_rows(batch, index), self.device)
+
+        def accumulate(split: list[Tensor]) -> list[Metrics]:
             parts = []
-            for micro in micros:
+            for index in split:
+                micro = micro_batch(index)
                 result = algorithm.loss(outputs(micro), micro)
                 result.loss.backward()
                 parts.append(result.metrics)
-            metrics = merge([*parts, self._step()])
+            return parts
+
+        if algorithm.update is not None:
+            micros = [micro_batch(index) for index in self._split(batch, keep)]
+            metrics = algorithm.update(list(self._trained().values()), micros, outputs)
+        else:
+            metrics = merge([*self._in_micro_batches(batch, keep, accumulate), self._step()])
+        if self._out_of_memory:
+            metrics = metrics | {"actor/out_of_memory": Count(self._out_of_memory)}
+            self._out_of_memory = 0
         self.updates += 1
         return metrics
 
     def _step(self) -> Metrics:
-        """Clip, set the learning rate, step."""
+        """Clip, set the learning rate, step; or leave the update out, where its gradient is 0 or not finite."""
         train = self.train
         rate = learning_rate(
             self.updates,
@@ -182,16 +244,27 @@ class LocalBackend:
         )
         weights = list(self._trained().values())
         norm = torch.nn.utils.clip_grad_norm_(weights, train.max_grad_norm, foreach=True).item()
-        finite = norm < float("inf")
-        if finite:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
-        else:
-            log.warning("update %d left out: its gradient norm is %s", self.updates, norm)
-        self.optimizer.zero_grad(set_to_none=True)
         metrics: Metrics = {"actor/lr": Mean(rate)}
-        return metrics | ({"actor/grad_norm": Mean(norm)} if finite else {"actor/skipped_updates": Sum(1.0)})
+        if not norm < float("inf"):
+            self._skipped_in_a_row += 1
+            log.warning("update %d left out: its gradient norm is %s", self.updates, norm)
+            metrics["actor/skipped_updates"] = Count()
+            if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                raise Diverged(
+                    f"{MAX_SKIPPED_IN_A_ROW} updates in a row, up to update {self.updates}, had a gradient that is not "
+                    f"finite (norm {norm}); the weights are those of the last update that was"
+                )
+        else:
+            self._skipped_in_a_row = 0
+            metrics["actor/grad_norm"] = Mean(norm)
+            if norm == 0:  # momentum and weight decay would move weights although the batch says nothing
+                metrics["actor/empty_updates"] = Count()
+            else:
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate
+                self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return metrics
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights, adapters merged, named as in its Hugging Face state dict; not copied."""
@@ -217,7 +290,8 @@ class LocalBackend:
             for key, value in self.optimizer.state.get(weight, {}).items():
                 tensors[f"{key}/{name}"] = value.contiguous()
         save_file(tensors, state_folder / "optimizer.safetensors")
-        (state_folder / "trainer.json").write_text(json.dumps({"updates": self.updates}) + "\n", encoding="utf-8")
+        state = {"updates": self.updates, "skipped_in_a_row": self._skipped_in_a_row}
+        (state_folder / "trainer.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
 
     def load(self, folder: Path) -> None:
         """Continue exactly from `save`.
@@ -245,7 +319,8 @@ class LocalBackend:
             kind, _, name = key.partition("/")
             where = value.device if kind == "step" and self.device.type == "cpu" else self.device
             self.optimizer.state[trained[name]][kind] = value.to(where)
-        self.updates = json.loads((state_folder / "trainer.json").read_text(encoding="utf-8"))["updates"]
+        state = json.loads((state_folder / "trainer.json").read_text(encoding="utf-8"))
+        self.updates, self._skipped_in_a_row = state["updates"], state["skipped_in_a_row"]
 
     def close(self) -> None:
         """Free the model, the optimizer and the reference."""

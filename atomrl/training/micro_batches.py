@@ -45,3 +45,26 @@ def micro_batches(
         else:
             batches[-1] += rows
     return [torch.tensor(batch) for batch in batches]
+
+
+def padded_tokens(lengths: Tensor, index: Tensor) -> int:
+    """What the rows at `index` take in one forward pass: rows times the longest of them.
+
+    Example:
+        >>> padded_tokens(torch.tensor([2, 9, 3, 8]), torch.tensor([0, 3]))
+        16
+    """
+    return len(index) * int(lengths[index].max())
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out, of a GPU or of the machine.
+
+    Example:
+        >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
+        True
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    signs = ("can't allocate memory", "not enough memory", "out of memory")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
