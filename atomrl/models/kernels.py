@@ -1,7 +1,8 @@
 """Pieces of a decoder layer whose backward pass is written by hand.
 
 Autograd's own version of each reads and writes large tensors several times more often, which on a CPU costs as much
-as the matrix products. `tests/models/test_kernels.py` holds each against the plain formula and finite differences.
+as the matrix products. In float32 on a CPU, norm and SwiGLU run in C++ where it can be built (`cpp`).
+`tests/models/test_kernels.py` holds each against the plain formula and finite differences.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from atomrl.models import cpp
+
 
 class RMSNormFunction(torch.autograd.Function):
     """y = x r w with r = 1 / sqrt(mean(x^2) + eps); statistics in float32 or wider."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.fast = cpp.usable(x)
+        if ctx.fast:
+            x, out, scale = cpp.norm_forward(x, weight, eps)
+            ctx.save_for_backward(x, weight, scale)
+            return out
         wide = torch.promote_types(x.dtype, torch.float32)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -27,6 +35,8 @@ class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
+        if ctx.fast:
+            return *cpp.norm_backward(x, weight, scale, grad), None
         normed = x * scale
         along = grad * normed
         grad_weight = along.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
@@ -41,12 +51,17 @@ class SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
         ctx.save_for_backward(both)
+        ctx.fast = cpp.usable(both) and both.is_contiguous()
+        if ctx.fast:
+            return cpp.swiglu_forward(both)
         gate, up = both.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (both,) = ctx.saved_tensors
+        if ctx.fast:
+            return cpp.swiglu_backward(both, grad)
         gate, up = both.chunk(2, dim=-1)
         result = torch.empty_like(both)
         grad_gate, grad_up = result.chunk(2, dim=-1)
@@ -128,7 +143,7 @@ class PackedAttention(torch.autograd.Function):
             scores = torch.baddbmm(bias, q, k.transpose(1, 2))
             shares = torch.softmax(scores, dim=-1, out=scores)
             mixed = torch.bmm(shares, v).view(from_q.shape).permute(0, 3, 1, 2, 4)
-            if block.real is None:
+            if block.even:
                 out[block.start : block.stop].view(mixed.shape).copy_(mixed)
             else:
                 out[block.start : block.stop] = block.collect(mixed.flatten(2))
@@ -160,13 +175,13 @@ class PackedAttention(torch.autograd.Function):
                     grad_k.index_add_(0, owners, more_k)
                     grad_v.index_add_(0, owners, more_v)
             part = result[block.start : block.stop]
-            rows = part.unflatten(0, (block.rows, -1)) if block.real is None else block.spread(result)
+            rows = part.unflatten(0, (block.rows, -1)) if block.even else block.spread(result)
             to_q, to_k, to_v = _heads(rows, kv_heads)
             (q_cos, k_cos), (q_sin, k_sin) = _tables(cos, kv_heads), _tables(sin, kv_heads)
             _rotate_into(to_q, grad_q.view(to_q.shape), q_cos, -q_sin)
             _rotate_into(to_k, grad_k, k_cos, -k_sin)
             to_v.copy_(grad_v)
-            if block.real is not None:
+            if not block.even:
                 part.copy_(block.collect(rows))
         return result, None, None
 

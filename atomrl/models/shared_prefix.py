@@ -7,6 +7,7 @@ are not computed at all. What is left lies in one stream of tokens [N, H], and o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from atomrl.models import gpt
+from atomrl.models import cpp, gpt
 from atomrl.models.kernels import PackedAttention, Rotate
 
 LEAST_SAVING = 1 / 32
@@ -31,26 +32,45 @@ class Block:
     stop: int
     rows: int
     length: int
-    real: Tensor | None
-    """[stop - start] where each token is among the R * C; None where every sequence has C."""
+    slots: Tensor
+    """[stop - start] where each token is among the R * C."""
+    even: bool
+    """Every sequence has C tokens."""
+    positions: Tensor
+    """[stop - start] of each token in its row."""
     prompts: Tensor | None
     """[R] the sequence of the first block that comes before this one; None where nothing does."""
-    positions: Tensor
-    """[1 or R, C] for rotation."""
-    mask: Tensor
-    """[1 or R, C, P + C] 0 or -inf: of the P tokens of the prompt and the sequence's own."""
+    before: int
+    """P: tokens of the longest prompt before; 0 where nothing is."""
+    seen: Tensor
+    """[R] tokens of the prompt before each sequence."""
 
     def spread(self, x: Tensor) -> Tensor:
         """The block's part of a stream [N, ...] as [R, C, ...], zeros where a sequence is shorter."""
         x = x[self.start : self.stop]
-        if self.real is not None:
-            x = x.new_zeros(self.rows * self.length, *x.shape[1:]).index_copy(0, self.real, x)
+        if not self.even:
+            x = x.new_zeros(self.rows * self.length, *x.shape[1:]).index_copy(0, self.slots, x)
         return x.unflatten(0, (self.rows, self.length))
 
     def collect(self, x: Tensor) -> Tensor:
         """[R, C, ...] -> the block's part of a stream."""
         x = x.flatten(0, 1)
-        return x if self.real is None else x.index_select(0, self.real)
+        return x if self.even else x.index_select(0, self.slots)
+
+    def angles(self) -> Tensor:
+        """[1 or R, C] positions with padding, for the rotation of `spread`; the same for all rows where they are."""
+        seen = self.seen[:1] if bool((self.seen == self.seen[0]).all()) else self.seen
+        return seen[:, None] + torch.arange(self.length)
+
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """[1 or R, C, P + C] 0 or -inf: of the P tokens of the prompt and the sequence's own."""
+        own = torch.full((self.length, self.length), -torch.inf, dtype=dtype).triu(1)[None]
+        if self.prompts is None:
+            return own
+        seen = self.seen[:1] if bool((self.seen == self.seen[0]).all()) else self.seen
+        hidden = torch.arange(self.before) >= seen[:, None]
+        prompt = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)[:, None]
+        return torch.cat([prompt.expand(-1, self.length, -1), own.expand(len(seen), -1, -1)], dim=2)
 
 
 @dataclass(frozen=True)
@@ -141,99 +161,90 @@ def make_stream(tokens: Tensor, wanted: Tensor, prompt_lengths: Tensor) -> Strea
 
 def _block(start: int, part: list[tuple[int, int, int]], owners: list[int] | None, prompts: list[int]) -> Block:
     """A block of sequences (row, begin, end), each after its prompt where there are `owners`."""
-    sizes = torch.tensor([end - begin for _, begin, end in part])
-    rows, length = len(part), int(sizes.max())
-    even = bool((sizes == length).all())
-    real = None if even else (torch.arange(length) < sizes[:, None]).flatten().nonzero()[:, 0]
-    begins = torch.tensor([begin for _, begin, _ in part])
-    begins = begins[:1] if bool((begins == begins[0]).all()) else begins
-    mask = torch.full((length, length), -torch.inf).triu(1)[None]
-    if owners is not None:
-        seen = torch.arange(max(prompts)) < begins[:, None]
-        before = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[:, None].expand(-1, length, -1)
-        mask = torch.cat([before, mask.expand(len(begins), -1, -1)], dim=2)
+    begins, ends = torch.tensor([piece[1:] for piece in part]).T.contiguous()
+    sizes, length = ends - begins, int((ends - begins).max())
+    own = torch.arange(length).expand(len(part), -1)
+    real = own < sizes[:, None]
     return Block(
         start=start,
         stop=start + int(sizes.sum()),
-        rows=rows,
+        rows=len(part),
         length=length,
-        real=real,
+        slots=real.flatten().nonzero()[:, 0],
+        even=bool(real.all()),
+        positions=(begins[:, None] + own)[real],
         prompts=None if owners is None else torch.tensor(owners),
-        positions=begins[:, None] + torch.arange(length),
-        mask=mask,
+        before=0 if owners is None else max(prompts),
+        seen=begins,
     )
 
 
 def _forward(model: gpt.GPT, tokens: Tensor, stream: Stream) -> Tensor:
     weight = model.model.embed_tokens.weight
     x = F.embedding(tokens.flatten()[stream.source], weight).to(model.compute_dtype or weight.dtype)
-    longest = max(int(block.positions.max()) for block in stream.blocks) + 1  # padding may lie beyond all tokens
-    cos, sin = model.rope_tables(longest, tokens.device)
-    first = model.model.layers[0].self_attn
-    if tokens.shape[1] <= gpt.BMM_MAX_TOKENS:
-        group = first.heads // first.kv_heads
-        plans = [
-            (block, cos[block.positions], sin[block.positions], _bias(block, first.kv_heads, group, x.dtype))
-            for block in stream.blocks
-        ]
-    else:
-        cos, sin, plans = cos[stream.positions], sin[stream.positions], None
+    attend = _attention(model, x, stream, explicit=tokens.shape[1] <= gpt.BMM_MAX_TOKENS)
     kept, back = stream.before.unique(return_inverse=True)
-    last = len(model.model.layers) - 1
-    for number, layer in enumerate(model.model.layers):
-        keep = kept if number == last and len(kept) < len(x) else None
-        arguments = (layer, x, stream.blocks, plans, cos, sin, keep)
+    last = model.model.layers[-1]
+    for layer in model.model.layers:
+        keep = kept if layer is last and len(kept) < len(x) else None
         if model.gradient_checkpointing and torch.is_grad_enabled():
-            x = checkpoint(_layer, *arguments, use_reentrant=False)
+            x = checkpoint(_layer, layer, x, attend, keep, use_reentrant=False)
         else:
-            x = _layer(*arguments)
+            x = _layer(layer, x, attend, keep)
     at = stream.before if len(kept) == len(stream.source) else back
     return model.model.norm(x).index_select(0, at)
 
 
-def _bias(block: Block, kv_heads: int, group: int, dtype: torch.dtype) -> Tensor:
-    """The mask as `PackedAttention` adds it: [1 or R * kv_heads, group * C, P + C]."""
-    mask = block.mask.to(dtype).repeat(1, group, 1)
-    return mask if len(mask) == 1 else mask.repeat_interleave(kv_heads, dim=0)
-
-
-def _layer(
-    layer: gpt.Layer,
-    x: Tensor,
-    blocks: tuple[Block, ...],
-    plans: list[tuple[Block, Tensor, Tensor, Tensor]] | None,
-    cos: Tensor,
-    sin: Tensor,
-    keep: Tensor | None,
-) -> Tensor:
+def _layer(layer: gpt.Layer, x: Tensor, attend: Callable[[Tensor], Tensor], keep: Tensor | None) -> Tensor:
     """`Layer.forward` on a stream; `keep` are the tokens that go on."""
-    attention = layer.self_attn
-    qkv = attention.project(layer.input_layernorm(x))
-    if plans is not None:
-        mixed = PackedAttention.apply(qkv, plans, attention.kv_heads)
-    else:
-        mixed = _long_attention(qkv, blocks, cos, sin, attention.heads, attention.kv_heads)
+    mixed = attend(layer.self_attn.project(layer.input_layernorm(x)))
     if keep is not None:
         x, mixed = x.index_select(0, keep), mixed.index_select(0, keep)
-    x = x + attention.o_proj(mixed)
+    x = x + layer.self_attn.o_proj(mixed)
     return x + layer.mlp(layer.post_attention_layernorm(x))
 
 
+def _attention(model: gpt.GPT, x: Tensor, stream: Stream, explicit: bool) -> Callable[[Tensor], Tensor]:
+    """The attention of all layers on this stream: qkv [N, heads + 2 kv_heads, D] -> [N, heads * D]."""
+    blocks, attention = stream.blocks, model.model.layers[0].self_attn
+    heads, kv_heads = attention.heads, attention.kv_heads
+    longest = max(int(block.seen.max()) + block.length for block in blocks)  # padding may lie beyond all tokens
+    cos, sin = model.rope_tables(longest, x.device)
+    if not explicit:
+        cos, sin = cos[stream.positions], sin[stream.positions]
+        masks = [None if block.prompts is None else block.mask(x.dtype)[:, None] for block in blocks]
+        return lambda qkv: _long_attention(qkv, blocks, masks, cos, sin, heads, kv_heads)
+    if cpp.usable(x):
+        cos, sin = cos[:, -1].contiguous(), sin[:, -1].contiguous()  # those of a key head, without 1 / sqrt(D)
+        return lambda qkv: cpp.StreamAttention.apply(qkv, blocks, cos, sin, kv_heads)
+    plans = []
+    for block in blocks:
+        bias, angles = block.mask(x.dtype).repeat(1, heads // kv_heads, 1), block.angles()
+        bias = bias if len(bias) == 1 else bias.repeat_interleave(kv_heads, dim=0)
+        plans.append((block, cos[angles], sin[angles], bias))
+    return lambda qkv: PackedAttention.apply(qkv, plans, kv_heads)
+
+
 def _long_attention(
-    qkv: Tensor, blocks: tuple[Block, ...], cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+    qkv: Tensor,
+    blocks: tuple[Block, ...],
+    masks: list[Tensor | None],
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
 ) -> Tensor:
     """Attention by SDPA, which keeps no scores: qkv [N, heads + 2 kv_heads, D] -> [N, heads * D]."""
     qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
     q, k = Rotate.apply(qk, cos, sin).split([heads, kv_heads], dim=1)
     parts, prompts = [], None
-    for block in blocks:
+    for block, mask in zip(blocks, masks, strict=True):
         own = [block.spread(part).transpose(1, 2) for part in (q, k, v)]
         if block.prompts is None:
             prompts = prompts or own[1:]
         else:
             before = [part.index_select(0, block.prompts) for part in prompts]
             own[1:] = [torch.cat(pair, dim=2) for pair in zip(before, own[1:], strict=True)]
-        mask = None if block.prompts is None else block.mask[:, None].to(q.dtype)
         mixed = F.scaled_dot_product_attention(
             *own, attn_mask=mask, is_causal=mask is None, scale=1.0, enable_gqa=heads > kv_heads
         )

@@ -1,24 +1,17 @@
-"""Builds and loads the C++ of `kernels.cpp`, on demand and once per machine."""
+"""The C++ of `kernels.cpp`, as `atomrl.models.cpp` builds it."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
+from atomrl.models.cpp import load_library
+
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-logger = logging.getLogger(__name__)
 
 
 _ADDRESSES = (
@@ -39,36 +32,6 @@ class KernelArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _SIZES),
         ("eps", ctypes.c_double),
     )
-
-
-def _cpu() -> str:
-    """What `-march=native` depends on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    named = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
-    return "\n".join([platform.machine(), platform.processor(), *named])
-
-
-def build(source: Path, compiler: str, folder: Path) -> Path:
-    """Compile `source` into `folder`, under a name that changes with source, flags, compiler and CPU.
-
-    Two processes may build at once: each writes its own file, and renaming it is atomic.
-
-    Raises:
-        subprocess.CalledProcessError: the compiler failed; OSError: the folder cannot be written.
-    """
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    key = hashlib.blake2b(digest_size=12)
-    for part in (source.read_bytes(), " ".join(_FLAGS).encode(), version, _cpu().encode()):
-        key.update(hashlib.blake2b(part).digest())
-    library = folder / f"{source.stem}-{key.hexdigest()}.so"
-    if not library.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / library.name
-            subprocess.run([compiler, *_FLAGS, str(source), "-o", str(made)], capture_output=True, check=True)
-            os.replace(made, library)
-    return library
 
 
 class Kernels:
@@ -116,20 +79,6 @@ class Kernels:
 
 @cache
 def load_kernels() -> Kernels | None:
-    """The kernels, or None where it cannot be built; a log line says which, and why.
-
-    It is kept in `$XDG_CACHE_HOME/atomrl` (by default `~/.cache/atomrl`).
-    """
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        logger.warning("native rollout: no C++ compiler (g++, or CXX), so it runs in PyTorch alone, more slowly")
-        return None
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atomrl"
-    try:
-        library = ctypes.CDLL(str(build(_SOURCE, compiler, folder)))
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else error
-        logger.warning("native rollout: PyTorch alone, more slowly; the C++ kernels failed: %s", reason)
-        return None
-    logger.info("native rollout: with the C++ kernels %s", library._name)
-    return Kernels(library)
+    """The kernels, or None where they cannot be built; a log line says which, and why."""
+    library = load_library(_SOURCE, "native rollout")
+    return None if library is None else Kernels(library)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from atomrl.atoms.logprobs import row_logprobs
-from atomrl.models import gpt, shared_prefix
+from atomrl.models import cpp, gpt, shared_prefix
 from atomrl.models.gpt import GPT
 from atomrl.models.shared_prefix import make_stream, states_before
 
@@ -147,3 +147,15 @@ def test_gradients_by_finite_differences():
     direction = torch.randn_like(start)
     slope = (loss(start + 1e-6 * direction) - loss(start - 1e-6 * direction)) / 2e-6
     assert slope.item() == pytest.approx((weight.grad * direction).sum().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_cpp_equals_pytorch_in_float32(groups, monkeypatch):
+    if not cpp.usable(torch.zeros(1)):
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(shared_prefix, "LEAST_SAVING", 0.0)
+    rows = make_rows(GROUPS[groups])
+    exact, found = results(make_model(), *rows, shared=False), results(make_model().float(), *rows, shared=True)
+    torch.testing.assert_close(found[0].double(), exact[0], atol=1e-5, rtol=1e-5)
+    for name, gradient in exact[2].items():
+        assert (found[2][name] - gradient).norm() <= 1e-5 * gradient.norm(), name

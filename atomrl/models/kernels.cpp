@@ -1,0 +1,157 @@
+// Training's elementwise work in float32 on a CPU, each in one pass over memory: RMS norm, SwiGLU, and around the matrix
+// products of attention the rotation with the change of layout, and the masked softmax. Each with its backward pass.
+// Plain C++ with vectors of 16 floats, which any compiler of the GCC family lowers to what the machine has.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define PRAGMA(text) _Pragma(#text)
+#define PARALLEL(work) PRAGMA(omp parallel for schedule(static) num_threads(threads) if ((work) > 32768))
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+
+static inline Floats load(const float* from) { Floats x; memcpy(&x, from, 64); return x; }
+static inline void store(float* to, Floats x) { memcpy(to, &x, 64); }
+static inline Floats exp16(Floats x) {  // Cody-Waite and a polynomial; relative error 2e-7 for x in [-87, 0]
+    x = x < -87.f ? Floats{} - 87.f : x;
+    const Floats n = (x * 1.44269504f + 12582912.f) - 12582912.f;
+    const Floats f = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    Floats p = f * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * f + 8.3334519073e-3f; p = p * f + 4.1665795894e-2f;
+    p = p * f + 1.6666665459e-1f; p = p * f + 5.0000001201e-1f;
+    p = p * f * f + f + 1.f;
+    const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+    Floats scale; memcpy(&scale, &power, 64);
+    return p * scale;
+}
+static inline Floats part(const float* from, int64_t count, float fill) {  // the last `count` < 16 of a row
+    Floats x = Floats{} + fill; memcpy(&x, from, 4 * count); return x;
+}
+static inline float sum(Floats x) { float total = 0; for (int i = 0; i < 16; i++) total += x[i]; return total; }
+static inline float dot(const float* a, const float* b, int64_t n) {
+    Floats total{}; int64_t i = 0;
+    for (; i + 16 <= n; i += 16) total += load(a + i) * load(b + i);
+    return sum(total + part(a + i, n - i, 0) * part(b + i, n - i, 0));
+}
+static inline Floats sigmoid(Floats g) {
+    const Floats e = exp16(g < 0.f ? g : -g), one = Floats{} + 1.f;
+    return (g < 0.f ? e : one) / (1.f + e);
+}
+
+extern "C" {
+
+void norm_forward(const float* x, const float* weight, float* out, float* scale, int64_t rows, int64_t width, double eps,
+                  int64_t threads) {
+    PARALLEL(rows * width)
+    for (int64_t r = 0; r < rows; r++) {
+        const float* from = x + r * width; float* to = out + r * width;
+        const float s = scale[r] = 1.f / std::sqrt(dot(from, from, width) / width + float(eps));
+        for (int64_t i = 0; i < width; i++) to[i] = from[i] * s * weight[i];
+    }
+}
+
+// `parts` [threads, width] is zero, and takes each thread's share of the weight's gradient: summed in order, the result
+// does not depend on which thread was first.
+void norm_backward(const float* x, const float* weight, const float* scale, const float* grad, float* grad_x,
+                   float* parts, int64_t rows, int64_t width, int64_t threads) {
+    PARALLEL(rows * width)
+    for (int64_t t = 0; t < threads; t++) {
+        float* sums = parts + t * width;
+        for (int64_t r = rows * t / threads; r < rows * (t + 1) / threads; r++) {
+            const float *from = x + r * width, *g = grad + r * width; float* to = grad_x + r * width;
+            const float s = scale[r]; Floats along{}; int64_t i = 0; float rest = 0;
+            for (; i + 16 <= width; i += 16) along += load(g + i) * load(weight + i) * load(from + i);
+            for (; i < width; i++) rest += g[i] * weight[i] * from[i];
+            const float mean = (sum(along) + rest) * s * s / width;
+            for (i = 0; i < width; i++) {
+                sums[i] += g[i] * from[i] * s;
+                to[i] = (g[i] * weight[i] - from[i] * mean) * s;
+            }
+        }
+    }
+}
+
+void swiglu_forward(const float* both, float* out, int64_t rows, int64_t width, int64_t threads) {
+    PARALLEL(rows * width)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *gate = both + 2 * r * width, *up = gate + width; float* to = out + r * width;
+        for (int64_t i = 0; i < width; i += 16) {
+            const int64_t n = width - i < 16 ? width - i : 16;
+            const Floats g = part(gate + i, n, 0), y = g * sigmoid(g) * part(up + i, n, 0);
+            memcpy(to + i, &y, 4 * n);
+        }
+    }
+}
+
+void swiglu_backward(const float* both, const float* grad, float* result, int64_t rows, int64_t width, int64_t threads) {
+    PARALLEL(rows * width)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *gate = both + 2 * r * width, *up = gate + width, *from = grad + r * width;
+        float* to = result + 2 * r * width;
+        for (int64_t i = 0; i < width; i += 16) {
+            const int64_t n = width - i < 16 ? width - i : 16;
+            const Floats g = part(gate + i, n, 0), s = sigmoid(g), d = part(from + i, n, 0);
+            const Floats to_gate = d * part(up + i, n, 0) * s * (1.f + g * (1.f - s)), to_up = d * g * s;
+            memcpy(to + i, &to_gate, 4 * n); memcpy(to + width + i, &to_up, 4 * n);
+        }
+    }
+}
+
+// Some heads of a stream [tokens, stride], `first` floats into each token, to rows [R, heads, S, D] (back: from them).
+// Token n is at `skip` + slots[n] % C of row slots[n] / C. Rotated by the angle of its position and scaled where there
+// are tables [positions, D/2]; back, by the opposite angle.
+void move_heads(float* stream, float* rows, const int64_t* slots, const int64_t* positions, const float* cosine,
+                const float* sine, int64_t tokens, int64_t stride, int64_t first, int64_t heads, int64_t D, int64_t C,
+                int64_t S, int64_t skip, int64_t back, double factor, int64_t threads) {
+    const int64_t half = D / 2; const float scale = factor, sign = back ? -scale : scale;
+    PARALLEL(tokens * heads * D)
+    for (int64_t n = 0; n < tokens; n++) {
+        const int64_t row = slots[n] / C, at = slots[n] % C + skip;
+        for (int64_t h = 0; h < heads; h++) {
+            float *a = stream + n * stride + first + h * D, *b = rows + ((row * heads + h) * S + at) * D;
+            const float* __restrict from = back ? b : a; float* __restrict to = back ? a : b;
+            if (!cosine) { memcpy(to, from, 4 * D); continue; }
+            const float *c = cosine + positions[n] * half, *s = sine + positions[n] * half;
+            for (int64_t i = 0; i < half; i++) to[i] = from[i] * (c[i] * scale) - from[half + i] * (s[i] * sign);
+            for (int64_t i = 0; i < half; i++) to[half + i] = from[half + i] * (c[i] * scale) + from[i] * (s[i] * sign);
+        }
+    }
+}
+
+// Scores [R, heads, C, P + C] -> shares in place. Query c of a row sees the first prompts[row] of P, and own 0..c.
+void softmax_forward(float* scores, const int64_t* prompts, int64_t rows, int64_t heads, int64_t C, int64_t P,
+                     int64_t threads) {
+    const int64_t S = P + C;
+    PARALLEL(rows * heads * C * S)
+    for (int64_t q = 0; q < rows * heads * C; q++) {
+        float* x = scores + q * S; const int64_t end = P + q % C + 1, seen = P ? prompts[q / (heads * C)] : 0;
+        for (int64_t i = seen; i < P; i++) x[i] = -INFINITY;
+        Floats top = Floats{} - INFINITY, total{}; int64_t i = 0;
+        for (; i + 16 <= end; i += 16) { const Floats y = load(x + i); top = y > top ? y : top; }
+        if (i < end) { const Floats y = part(x + i, end - i, -INFINITY); top = y > top ? y : top; }
+        float most = top[0];
+        for (int j = 1; j < 16; j++) most = top[j] > most ? top[j] : most;
+        for (i = 0; i < end; i += 16) {
+            const int64_t n = end - i < 16 ? end - i : 16;
+            const Floats y = part(x + i, n, -INFINITY), z = y == -INFINITY ? Floats{} : exp16(y - most);
+            total += z; memcpy(x + i, &z, 4 * n);
+        }
+        const float scale = 1.f / sum(total);
+        for (i = 0; i < end; i++) x[i] *= scale;
+        memset(x + end, 0, 4 * (S - end));
+    }
+}
+
+// The gradient of shares -> that of scores, in place; what a query does not see has a share of 0.
+void softmax_backward(const float* shares, float* grad, int64_t queries, int64_t C, int64_t P, int64_t threads) {
+    const int64_t S = P + C;
+    PARALLEL(queries * S)
+    for (int64_t q = 0; q < queries; q++) {
+        const float* y = shares + q * S; float* g = grad + q * S; const int64_t end = P + q % C + 1;
+        const float mean = dot(y, g, end);
+        for (int64_t i = 0; i < end; i++) g[i] = y[i] * (g[i] - mean);
+        memset(g + end, 0, 4 * (S - end));
+    }
+}
+}
