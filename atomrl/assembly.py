@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from atomrl.loop.sync import train as run_training
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder, save_model
 from atomrl.models.tokenizer import make_tokenizer
-from atomrl.protocols import RolloutEngine, TrainingBackend
+from atomrl.protocols import RewardFunction, RolloutEngine, TrainingBackend
 from atomrl.rewards.compute import build_rewards
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
@@ -40,7 +40,12 @@ log = logging.getLogger(__name__)
 ENGINES = {"native": NativeEngine, "hf": HFEngine}
 
 
-def train(config: RunConfig, resume: bool = False, allow_changes: bool = False) -> dict[str, Any]:
+def train(
+    config: RunConfig,
+    resume: bool = False,
+    allow_changes: bool = False,
+    local_rewards: Mapping[str, RewardFunction] | None = None,
+) -> dict[str, Any]:
     """`atomrl train`: reinforcement learning from a config to a summary.
 
     Config, data, rewards and the model's tokenizer are checked before weights are loaded.
@@ -48,6 +53,7 @@ def train(config: RunConfig, resume: bool = False, allow_changes: bool = False) 
     Args:
         resume: go on from the newest checkpoint of the run, whose folder must exist.
         allow_changes: resume although config, data, tokenizer or model differ.
+        local_rewards: functions that exist in this process alone, by the name that the config has for them.
 
     Returns:
         What is in the run's `summary.json`.
@@ -58,7 +64,7 @@ def train(config: RunConfig, resume: bool = False, allow_changes: bool = False) 
     started = time.perf_counter()
     axes, path = config.algorithm.axes, model_path(config)
     algorithm = build_algorithm(config.algorithm.name, axes, report_entropy=config.train.report_entropy)
-    rewards = build_rewards(config.reward)
+    rewards = build_rewards(config.reward, local_rewards)
     tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.trust_remote_code)
     processor = DataProcessor(tokenizer, config.data, prompt_limit(config, path))
     held_out = load_split(config, processor, "eval")

@@ -139,16 +139,18 @@ def documented(pytestconfig):
 
 
 def test_the_documentation_has_every_key_with_its_default(pytestconfig):
-    main, lora, sft, algorithm = documented(pytestconfig)
+    main, lora, sft, pretrain, algorithm = documented(pytestconfig)
     config = build_config(main)
     names = {"run_name": main["run_name"], "model": {"path": "PATH"}, "data": {"train": "train.jsonl"}}
     assert config == build_config(names), "the defaults"
     shown = set(known_keys())
-    for tree in (main, lora, sft):
+    for tree in (main, lora, sft, pretrain):
         shown -= set(dotted(tree))
     assert not shown, "keys that the documentation lacks"
     assert build(**lora).model.lora == build(model={"lora": {}}).model.lora
     assert build(model={"path": None}, **sft).sft == build(model={"path": None}, sft={"gpt": {}}).sft
+    default = build(model={"path": None}, pretrain={"gpt": {}}).pretrain
+    assert build(model={"path": None}, **pretrain).pretrain == default
     assert algorithm["algorithm"]["name"] == "grpo"
 
 
@@ -156,7 +158,7 @@ def test_the_documented_axes_are_those_of_the_algorithm(pytestconfig):
     from atomrl.algorithms.table import ALGORITHMS
     from atomrl.objective import override
 
-    axes = {key: value for key, value in documented(pytestconfig)[3]["algorithm"].items() if key != "name"}
+    axes = {key: value for key, value in documented(pytestconfig)[-1]["algorithm"].items() if key != "name"}
     assert override(ALGORITHMS["grpo"], axes) == ALGORITHMS["grpo"]
 
 

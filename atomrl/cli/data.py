@@ -1,8 +1,10 @@
-"""Check a data file, or make one from a task.
+"""Check a data file, make one from a task, or tokenize text for `atomrl pretrain`.
 
 atomrl data check train.jsonl --answer-field answer
 atomrl data make countdown --size 1000 --seed 0 --out countdown.jsonl
 atomrl data make arithmetic --size 500 --split eval --out held_out.jsonl steps=4
+atomrl data prepare input.txt --tokenizer char --out data/shakespeare
+atomrl data prepare books/*.txt --tokenizer gpt2 --val-fraction 0.01 --out data/books
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from atomrl.data.generators import GENERATORS
 
-    parser.add_argument("action", choices=("check", "make"))
+    parser.add_argument("action", choices=("check", "make", "prepare"))
     parser.add_argument("name", metavar="FILE|TASK", help=f"tasks: {', '.join(GENERATORS)}, reasoning_gym:NAME")
-    parser.add_argument("arguments", nargs="*", metavar="key=value", help="arguments of the task")
+    parser.add_argument("arguments", nargs="*", metavar="key=value|FILE", help="of a task; or further text files")
     check = parser.add_argument_group("check")
     check.add_argument("--prompt-field", default="prompt")
     check.add_argument("--answer-field", default="ground_truth", help="null: the rows have none")
@@ -27,11 +29,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make.add_argument("--size", type=int, help="problems to draw")
     make.add_argument("--seed", type=int, default=0)
     make.add_argument("--split", choices=("train", "eval"), default="train", help="the two have no problem in common")
-    make.add_argument("--out", type=Path, help="the JSONL file to write")
+    make.add_argument("--out", type=Path, help="the JSONL file to write; of prepare, the folder")
+    prepare = parser.add_argument_group("prepare")
+    prepare.add_argument("--tokenizer", metavar="char|gpt2|MODEL", help="MODEL: a folder or a hub name")
+    prepare.add_argument("--val-fraction", type=float, default=0.1, help="of the text, at its end (default 0.1)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return make(arguments) if arguments.action == "make" else check(arguments)
+    return {"make": make, "check": check, "prepare": prepare_text}[arguments.action](arguments)
+
+
+def prepare_text(arguments: argparse.Namespace) -> int:
+    """Text files to a folder of token ids."""
+    from atomrl.data.text import distinct_characters
+    from atomrl.data.tokens import prepare_tokens
+    from atomrl.models.vocabulary import text_tokenizer
+
+    for option in ("out", "tokenizer"):
+        if getattr(arguments, option) is None:
+            raise ValueError(f"data prepare needs --{option}")
+    paths, name = [arguments.name, *arguments.arguments], arguments.tokenizer
+    tokenizer = text_tokenizer(name, distinct_characters(paths) if name == "char" else ())
+    meta = prepare_tokens(paths, tokenizer, name, arguments.out, arguments.val_fraction)
+    for split, part in (("train", meta.train), ("val", meta.val)):
+        print(f"{split}: {part.tokens:,} tokens of {part.characters:,} characters ({part.bytes:,} bytes)")
+    print(f"{arguments.out}: {name}, {meta.vocab_size:,} tokens in the vocabulary, {meta.dtype}")
+    return 0
 
 
 def make(arguments: argparse.Namespace) -> int:

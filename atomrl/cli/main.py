@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import keyword
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,15 +12,18 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": "train a model with reinforcement learning",
     "sft": "train a model on demonstrations",
+    "pretrain": "train a model on plain text",
     "eval": "score a model on held-out problems",
     "generate": "complete a prompt",
-    "data": "check a data file, or make one from a task",
+    "data": "check a data file, make one from a task, or tokenize text",
     "atoms": "list the atoms, or show one: equation, shapes, paper, example",
+    "import": "turn a nanoGPT checkpoint into a model folder",
     "export": "merge a checkpoint's adapters and write a plain model folder",
     "plot": "draw the curves of a run",
     "doctor": "say what is wrong with a run; without one, what this machine has and what will be used",
 }
-"""Command -> what it does; `atomrl.cli.NAME` has `add_arguments(parser)` and `run(arguments) -> exit code`."""
+"""Command -> what it does; `atomrl.cli.NAME` (`import_` for `import`, a word that Python keeps for itself) has
+`add_arguments(parser)` and `run(arguments) -> exit code`."""
 
 USER_ERROR, INTERRUPTED = 2, 130
 
@@ -53,7 +57,7 @@ def run_command(name: str, arguments: list[str]) -> int:
     """Parse and run one of `COMMANDS`, turning errors into messages."""
     show_traceback = "--traceback" in arguments
     try:
-        command = importlib.import_module(f"atomrl.cli.{name}")
+        command = importlib.import_module(f"atomrl.cli.{name}{'_' if keyword.iskeyword(name) else ''}")
         parser = argparse.ArgumentParser(
             prog=f"atomrl {name}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )

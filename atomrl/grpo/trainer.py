@@ -72,7 +72,9 @@ class GRPOTrainer:
                 if hasattr(model, "peft_config")
                 else f"model must be a folder, a hub name or a transformers model, not {type(model).__name__}"
             )
-        if tokenizer is None and self._model is not None:
+        if self._model is None:
+            resolve_folder(model, weights=False)  # a name that leads nowhere shows now
+        elif tokenizer is None:
             raise ConfigError("tokenizer: is required beside a loaded model")
         self._tokenizer_path = str(tokenizer) if isinstance(tokenizer, str | Path) else None
         self._tokenizer_beside_model = tokenizer is None

@@ -9,6 +9,7 @@ from typing import TextIO
 
 SHOWN = {
     "loss": ("sft/nll_per_token", "{:.3f}"),
+    "train loss": ("train/loss", "{:.3f}"),
     "reward": ("critic/score/mean", "{:.3f}"),
     "accuracy": ("train/accuracy", "{:.3f}"),
     "length": ("response_length/mean", "{:.1f}"),

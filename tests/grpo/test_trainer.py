@@ -110,18 +110,29 @@ def test_resume_gives_the_weights_of_a_run_that_never_stopped(folder):
     with pytest.raises(ConfigError, match="True or False"):
         trainer("whole").train(resume_from_checkpoint="whole/checkpoints/step_000001")
 
-    script = (
-        "import os, signal\nfrom atomrl.grpo import *\nrows = {rows}\nseen = []\n"
-        "def letters(prompts, completions, **columns):\n"
-        "    seen.append(1)\n    len(seen) == 3 and os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    return [sum(c in 'abcdefghijklm' for c in text) / max(1, len(text)) for text in completions]\n"
-        "args = GRPOArgs(lr=1e-3, num_generations=2, max_generate_length=4, output_dir='cut', save_steps=1, epoch=1)\n"
-        "print(GRPOTrainer('model', 'model', letters, args, train_dataset=rows).train()['finished'])\n"
-    )
-    (folder / "script.py").write_text(script.format(rows=ROWS))
-    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "False" and "goes on" in done.stderr
+    script = """
+import os, signal, sys
+from atomrl.grpo import *
+
+seen = []
+
+def letters(prompts, completions, **columns):
+    seen.append(1)
+    if len(seen) == 2 and "--kill" in sys.argv:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [sum(c in "abcdefghijklm" for c in text) / max(1, len(text)) for text in completions]
+
+args = GRPOArgs(lr=1e-3, num_generations=2, max_generate_length=4, output_dir="cut", save_steps=1, epoch=1)
+trainer = GRPOTrainer("model", "model", letters, args, train_dataset=ROWS)
+print(trainer.train(resume_from_checkpoint="--kill" not in sys.argv)["finished"])
+"""
+    (folder / "script.py").write_text(script.replace("ROWS", repr(ROWS)))
+    for arguments, finished in (["--kill"], "False"), ([], "True"):
+        done = subprocess.run([sys.executable, "script.py", *arguments], capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout.strip() == finished, done.stderr
+        assert ("goes on" in done.stderr.splitlines()[-1]) == (finished == "False")
+    whole, cut = weights(folder / "whole" / "model"), weights(folder / "cut" / "model")
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
 def test_objects_in_place_of_paths(folder):
