@@ -52,7 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from atomrl.config import dump_config
+    from atomrl.tracking.environment import refuse_secrets
+
     config = config_of(arguments)
+    refuse_secrets(dump_config(config))
     out = arguments.out or default_out(config)
     if out.suffix != ".json":
         raise ValueError(f"--out {out}: the result is JSON, and its completions go beside it; name it *.json")

@@ -14,8 +14,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from atomrl.config import ConfigError
+
 PACKAGES = ("atomrl", "torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "reasoning-gym", "vllm")
-_SECRET = re.compile(r"(?i)([\w.-]*(?:token|secret|password|passwd|api[_-]?key)(?:=|\s+))(\S+)|(?<=://)[^/@\s]+(?=@)")
+_WORDS = r"token|secret|password|passwd|credential|api[_-]?key"
+_SECRET = re.compile(
+    rf"(?i)([\w.-]*(?:{_WORDS})['\"]?(?:\s*[=:]\s*|\s+))([^\s,}}]+)"  # by its name
+    r"|(?<=://)[^/@\s]+(?=@)"  # in a URL
+    r"|\b(?:hf_|sk-|gh[pousr]_|glpat-|xox[abpr]-)[\w-]{16,}|\bAKIA[0-9A-Z]{16}\b"  # by its form
+)
+MIN_SECRET = 8
+"""Characters of a secret; shorter values of variables with such names are switches and numbers."""
 
 
 def describe_environment() -> dict[str, Any]:
@@ -40,8 +49,33 @@ def redact(arguments: Sequence[str]) -> str:
     Example:
         >>> redact(["atomrl", "train", "c.yaml", "x.api_key=abc", "https://me:pw@host/x"])
         'atomrl train c.yaml x.api_key=[redacted] https://[redacted]@host/x'
+        >>> redact(["atomrl", "sft", "rollout.stop_token_ids=[2]", "--hub", "hf_abcdefghijklmnopqrst"])
+        "atomrl sft 'rollout.stop_token_ids=[2]' --hub [redacted]"
     """
-    return _SECRET.sub(lambda match: (match.group(1) or "") + "[redacted]", shlex.join(arguments))
+    line = shlex.join(arguments)
+    for value in secret_variables().values():
+        line = line.replace(value, "[redacted]")
+    return _SECRET.sub(lambda match: (match.group(1) or "") + "[redacted]", line)
+
+
+def secret_variables() -> dict[str, str]:
+    """The environment variables that hold secrets, by their names."""
+    named = re.compile(rf"(?i)(?:{_WORDS}|[_-]key)s?(?:$|_)")
+    return {name: value for name, value in os.environ.items() if named.search(name) and len(value) >= MIN_SECRET}
+
+
+def refuse_secrets(config_text: str) -> None:
+    """A config is written to the run's folder and sent to trackers, so it must hold no secret of the environment.
+
+    Raises:
+        ConfigError: it does, as when a shell wrote `$API_KEY` into an override.
+    """
+    for name, value in secret_variables().items():
+        if value in config_text:
+            raise ConfigError(
+                f"the config holds the value of the environment variable {name}, and a config is written to the run's "
+                "folder. Leave it out, and let the code that needs it read the variable"
+            )
 
 
 def _versions() -> dict[str, str]:

@@ -41,7 +41,7 @@ from atomrl.tracking.checkpoints import (
     step_folders,
     writing_checkpoint,
 )
-from atomrl.tracking.environment import describe_environment
+from atomrl.tracking.environment import describe_environment, refuse_secrets
 from atomrl.tracking.resume import config_changes, stop_for_changes, stopping_changes
 
 FINDINGS = "findings.jsonl"
@@ -87,8 +87,9 @@ class RunDirectory:
 
         Raises:
             ConfigError: the folder exists and `resume` is not set, or the other way round; another process writes
-                it; or the config differs.
+                it; the config differs; or it holds a secret of the environment.
         """
+        refuse_secrets(dump_config(config))
         run = cls(config.run_dir, config.checkpoint)
         present = {path.name for path in run.path.iterdir()} if run.path.is_dir() else set()
         begun = {name for name in present - STARTED if not name.endswith(".partial")}

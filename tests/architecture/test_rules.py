@@ -98,21 +98,6 @@ def test_files_and_functions_are_short(path):
             assert lines <= MAX_BODY_LINES, f"{node.name} has a body of {lines} lines"
 
 
-def test_nothing_executes_or_unpickles_what_it_reads():
-    banned = {"eval", "exec", "sympify"}
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call):
-                continue
-            name = ast.unparse(node.func)
-            assert name not in banned, f"{path}:{node.lineno} calls {name}"
-            assert not name.startswith("pickle."), f"{path}:{node.lineno} uses pickle"
-            keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
-            if name == "torch.load":
-                assert keywords.get("weights_only") == "True", f"{path}:{node.lineno}: torch.load without weights_only"
-            assert keywords.get("trust_remote_code") != "True", f"{path}:{node.lineno} trusts remote code"
-
-
 def loaded_by(statement: str) -> set[str]:
     code = f"import sys; {statement}; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
