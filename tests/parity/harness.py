@@ -49,7 +49,7 @@ class Outcome:
     cases: int = 0
     faults: list[str] = field(default_factory=list)
     largest: float = 0.0
-    """Largest |ours - expected| outside `metrics`, absolute."""
+    """Largest difference outside `metrics`: absolute, and relative to numbers above 1."""
 
 
 @functools.cache
@@ -192,7 +192,10 @@ def pairs(place: str, ours: Any, expected: Any) -> Iterator[tuple[str, Any, Any]
 
 
 def compare(ours: Any, expected: Any, where: Tensor | None, rtol: float, atol: float) -> tuple[str, float]:
-    """A fault ('' if there is none) and the largest absolute difference. Integers and bools must be equal."""
+    """A fault ('' if there is none) and the largest |ours - expected| / max(1, |expected|).
+
+    Integers and bools must be equal.
+    """
     if expected is None or (isinstance(expected, str) and expected != "NaN"):
         return ("" if ours == expected else f"{ours!r} instead of {expected!r}"), 0.0
     want = torch.tensor(with_nan(expected), dtype=torch.float64)
@@ -206,7 +209,7 @@ def compare(ours: Any, expected: Any, where: Tensor | None, rtol: float, atol: f
     same = (got == want) | (got.isnan() & want.isnan())
     difference = (got - want).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf"))
     bad = difference > atol + rtol * want.abs().nan_to_num(posinf=0.0)
-    largest = float(difference.max()) if difference.numel() else 0.0
+    largest = float((difference / want.abs().clamp(min=1.0)).max()) if difference.numel() else 0.0
     if not bad.any():
         return "", largest
     index = tuple(bad.nonzero()[0].tolist())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomrl.atoms import advantages, baselines, gae, groups, kl, shaping, whiten
+from atomrl.atoms import advantages, baselines, gae, groups, kl, masks, shaping, whiten
 
 Values = dict[str, Any]
 SMALL = 1e-8
@@ -162,9 +162,9 @@ def rloo_trl(inputs: Values, params: Values) -> Values:
     mask = inputs["mask"]
     if params["reward_clip_range"] is not None:
         rewards = shaping.clipped_reward(rewards, *params["reward_clip_range"])
-    placed = shaping.reward_at_last_token(rewards, mask, empty_row="last_column")
-    divergence = kl.k1_kl(inputs["log_probs"], inputs["ref_log_probs"], mask)
-    rewards = shaping.sequence_reward(shaping.kl_penalised_reward(placed, divergence, params["beta"]))
+    divergence = masks.row_sum(kl.k1_kl(inputs["log_probs"], inputs["ref_log_probs"], mask), mask)
+    # One column: the KL of the whole completion.
+    rewards = shaping.kl_penalised_reward(rewards[:, None], divergence[:, None], params["beta"])[:, 0]
     if not params["normalize_advantages"]:
         return {"advantages": advantages.leave_one_out_baseline(rewards, ids)}
     centred = advantages.leave_one_out_baseline(rewards, ids, missing="nan")

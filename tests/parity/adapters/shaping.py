@@ -42,25 +42,34 @@ def normalised_std_eps(inputs: Values, params: Values) -> Values:
     return {"normalized": whiten.masked_whiten(values, mask, unbiased=unbiased, eps=eps, eps_role="std")}
 
 
+def limits(params: Values) -> dict[str, int]:
+    return {"max_completion_tokens": params["max_response_length"], "buffer_tokens": params["overlong_buffer_len"]}
+
+
 def overlong(capped: bool, inputs: Values, params: Values) -> Values:
-    lengths, rewards = inputs["lengths"], inputs["base_rewards"]
-    limits = (params["max_response_length"], params["overlong_buffer_len"])
-    penalty = shaping.soft_overlong_penalty(lengths, *limits, factor=params["penalty_factor"], capped=capped)
-    pays = shaping.in_overlong_buffer(lengths, *limits)
+    rewards, factor = inputs["base_rewards"], params["penalty_factor"]
+    penalty = shaping.soft_overlong_penalty(inputs["lengths"], **limits(params), factor=factor, capped=capped)
     parts = torch.stack([rewards, penalty.to(rewards.dtype)], 1)
+    return {"overlong_reward": penalty, "total_reward": shaping.weighted_reward(parts, torch.ones(2))}
+
+
+def overlong_counted(inputs: Values, params: Values) -> Values:
+    pays = shaping.in_overlong_buffer(inputs["lengths"], **limits(params))
+    return overlong(True, inputs, params) | {"num_penalized": pays.sum()}
+
+
+def overlong_placed(inputs: Values, params: Values) -> Values:
+    lengths = inputs["lengths"]
     written = torch.arange(int(lengths.max())) < lengths[:, None]
-    return {
-        "overlong_reward": penalty,
-        "is_overlong": pays,
-        "num_penalized": pays.sum(),
-        "total_reward": shaping.weighted_reward(parts, torch.ones(2)),
+    return overlong(False, inputs, params) | {
+        "is_overlong": shaping.in_overlong_buffer(lengths, **limits(params)),
         "reward_token_index": shaping.last_token_index(written),
     }
 
 
 def soft_overlong(inputs: Values, params: Values) -> Values:
-    limits = (params["max_completion_len"], params["soft_punish_cache"])
-    return {"penalty": shaping.soft_overlong_penalty(inputs["lengths"], *limits)}
+    limit, buffer = params["max_completion_len"], params["soft_punish_cache"]
+    return {"penalty": shaping.soft_overlong_penalty(inputs["lengths"], limit, buffer)}
 
 
 def repetition(inputs: Values, params: Values) -> Values:
@@ -112,10 +121,10 @@ ADAPTERS = {
     "whiten.masked_whiten.slime": whitened,
     "whiten.masked_normalize_row.openrlhf": normalised_rows,
     "whiten.masked_normalization.areal": normalised_std_eps,
-    "reward_shaping.overlong.verl": partial(overlong, False),
+    "reward_shaping.overlong.verl": overlong_placed,
     "reward_shaping.overlong.nemo_rl": partial(overlong, False),
     "reward_shaping.overlong.areal": partial(overlong, False),
-    "reward_shaping.overlong.openrlhf": partial(overlong, True),
+    "reward_shaping.overlong.openrlhf": overlong_counted,
     "reward_shaping.soft_overlong_punishment.trl": soft_overlong,
     "reward_shaping.repetition_penalty.trl": repetition,
     "reward_shaping.stop_properly.openrlhf": stop_properly,
