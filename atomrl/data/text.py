@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from atomrl.data.problems import DataError
 
 CHUNK_CHARACTERS = 2**18
-_LINE_END = re.compile(r"\S\n(?=\S)")
 
 
 def text_chunks(path: str | Path, characters: int = CHUNK_CHARACTERS) -> Iterator[str]:
@@ -45,9 +43,10 @@ def text_chunks(path: str | Path, characters: int = CHUNK_CHARACTERS) -> Iterato
 
 def _last_cut(text: str) -> int:
     """Where to cut; 0 to read on first. A text without line ends is cut at white space, or else anywhere."""
-    for start in range(max(0, len(text) - 4096), -1, -4096):
-        if found := list(_LINE_END.finditer(text, start)):
-            return found[-1].end()
+    at = len(text) - 1
+    while (at := text.rfind("\n", 1, at)) > 0:
+        if not text[at - 1].isspace() and not text[at + 1].isspace():
+            return at + 1
     if len(text) < 4 * CHUNK_CHARACTERS:
         return 0
     return text.rfind(" ") if " " in text[len(text) // 2 :] else len(text)
