@@ -111,27 +111,27 @@ class _Fused(torch.autograd.Function):
         head = weight.to(hidden.dtype)
         logprobs, log_norm, entropy = (torch.empty(len(tokens), dtype=wide, device=hidden.device) for _ in range(3))
         keep = any(ctx.needs_input_grad[:2]) and len(tokens) <= chunk
-        kept = None
+        kept = total = None
         for part in _parts(len(tokens), chunk):
             scaled = _scaled_logits(hidden[part], head, temperature, wide)
             picked = scaled.gather(1, tokens[part, None])[:, 0]
             largest = scaled.amax(1)
-            shares = torch.sub(scaled, largest[:, None], out=None if keep or with_entropy else scaled).exp_()
+            shares = torch.sub(scaled, largest[:, None], out=scaled if not with_entropy else None).exp_()
             total = shares.sum(1)
             log_norm[part] = largest + total.log()
             logprobs[part] = picked - log_norm[part]
             if with_entropy:
                 entropy[part] = log_norm[part] - shares.mul_(scaled).sum(1) / total
-            kept = scaled if keep else None
+            kept = scaled if keep else None  # without entropy, these are the shares before they are divided by `total`
             del scaled, shares
-        ctx.save_for_backward(hidden, weight, tokens, log_norm, entropy if with_entropy else None, kept)
+        ctx.save_for_backward(hidden, weight, tokens, log_norm, entropy if with_entropy else None, kept, total)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, tokens, log_norm, entropy, kept = ctx.saved_tensors
+        hidden, weight, tokens, log_norm, entropy, kept, total = ctx.saved_tensors
         if entropy is None:
             grad_entropy = None
         if grad_logprobs is None and grad_entropy is None:
@@ -140,26 +140,45 @@ class _Fused(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for part in _parts(len(tokens), ctx.chunk):
-            scaled = _scaled_logits(hidden[part], head, ctx.temperature, log_norm.dtype) if kept is None else kept
-            logs = torch.sub(scaled, log_norm[part, None], out=scaled if kept is None else None)
-            if grad_entropy is None:
-                delta = logs.exp_().mul_(-grad_logprobs[part, None])
+            if kept is not None and entropy is None:
+                delta = kept * (-grad_logprobs / total)[:, None]
             else:
-                shares = logs.exp()
-                delta = logs.add_(entropy[part, None]).mul_(-grad_entropy[part, None])
-                if grad_logprobs is not None:
-                    delta.sub_(grad_logprobs[part, None])
-                delta.mul_(shares)
-                del shares
+                scaled = kept
+                if kept is None:
+                    scaled = _scaled_logits(hidden[part], head, ctx.temperature, log_norm.dtype)
+                delta = _delta(scaled, log_norm, entropy, grad_logprobs, grad_entropy, part, in_place=kept is None)
+                del scaled
             if grad_logprobs is not None:
                 delta.scatter_add_(1, tokens[part, None], grad_logprobs[part, None])
-            delta = delta.div_(ctx.temperature).to(hidden.dtype)
+            if ctx.temperature != 1.0:
+                delta.div_(ctx.temperature)
+            delta = delta.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(delta, head, out=grad_hidden[part])
             if grad_weight is not None:
                 _add_outer(grad_weight, delta, hidden[part])
-            del scaled, logs, delta
+            del delta
         return grad_hidden, grad_weight, None, None, None, None
+
+
+def _delta(
+    scaled: Tensor,
+    log_norm: Tensor,
+    entropy: Tensor | None,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    part: slice,
+    in_place: bool,
+) -> Tensor:
+    """The gradient of a chunk's scaled logits, but for that of the picked ones."""
+    logs = torch.sub(scaled, log_norm[part, None], out=scaled if in_place else None)
+    if grad_entropy is None:
+        return logs.exp_().mul_(-grad_logprobs[part, None])
+    shares = logs.exp()
+    delta = logs.add_(entropy[part, None]).mul_(-grad_entropy[part, None])
+    if grad_logprobs is not None:
+        delta.sub_(grad_logprobs[part, None])
+    return delta.mul_(shares)
 
 
 def _add_outer(total: Tensor, delta: Tensor, hidden: Tensor) -> None:

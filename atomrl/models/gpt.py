@@ -104,8 +104,12 @@ class MLP(nn.Module):
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=bias)
 
+    def gated(self, x: Tensor) -> Tensor:
+        """What `down_proj` projects."""
+        return SwiGLUFunction.apply(fused_linear(x, self.gate_proj, self.up_proj))
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(SwiGLUFunction.apply(fused_linear(x, self.gate_proj, self.up_proj)))
+        return self.down_proj(self.gated(x))
 
 
 class Layer(nn.Module):

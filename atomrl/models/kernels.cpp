@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #define PRAGMA(text) _Pragma(#text)
 #define PARALLEL(work) PRAGMA(omp parallel for schedule(static) num_threads(threads) if ((work) > 32768))
@@ -11,8 +12,6 @@
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 
-static inline Floats load(const float* from) { Floats x; memcpy(&x, from, 64); return x; }
-static inline void store(float* to, Floats x) { memcpy(to, &x, 64); }
 static inline Floats exp16(Floats x) {  // Cody-Waite and a polynomial; relative error 2e-7 for x in [-87, 0]
     x = x < -87.f ? Floats{} - 87.f : x;
     const Floats n = (x * 1.44269504f + 12582912.f) - 12582912.f;
@@ -25,14 +24,21 @@ static inline Floats exp16(Floats x) {  // Cody-Waite and a polynomial; relative
     Floats scale; memcpy(&scale, &power, 64);
     return p * scale;
 }
-static inline Floats part(const float* from, int64_t count, float fill) {  // the last `count` < 16 of a row
+// Up to 16 floats; where `count` is a constant, these are single instructions.
+template <class Count> static inline Floats part(const float* from, Count count, float fill = 0) {
     Floats x = Floats{} + fill; memcpy(&x, from, 4 * count); return x;
+}
+template <class Count> static inline void put(float* to, Floats x, Count count) { memcpy(to, &x, 4 * count); }
+template <class Work> static inline void each16(int64_t n, Work work) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) work(i, std::integral_constant<int64_t, 16>());
+    if (i < n) work(i, n - i);
 }
 static inline float sum(Floats x) { float total = 0; for (int i = 0; i < 16; i++) total += x[i]; return total; }
 static inline float dot(const float* a, const float* b, int64_t n) {
-    Floats total{}; int64_t i = 0;
-    for (; i + 16 <= n; i += 16) total += load(a + i) * load(b + i);
-    return sum(total + part(a + i, n - i, 0) * part(b + i, n - i, 0));
+    Floats total{};
+    each16(n, [&](int64_t i, auto count) { total += part(a + i, count) * part(b + i, count); });
+    return sum(total);
 }
 static inline Floats sigmoid(Floats g) {
     const Floats e = exp16(g < 0.f ? g : -g), one = Floats{} + 1.f;
@@ -47,7 +53,7 @@ void norm_forward(const float* x, const float* weight, float* out, float* scale,
     for (int64_t r = 0; r < rows; r++) {
         const float* from = x + r * width; float* to = out + r * width;
         const float s = scale[r] = 1.f / std::sqrt(dot(from, from, width) / width + float(eps));
-        for (int64_t i = 0; i < width; i++) to[i] = from[i] * s * weight[i];
+        each16(width, [&](int64_t i, auto n) { put(to + i, part(from + i, n) * s * part(weight + i, n), n); });
     }
 }
 
@@ -60,14 +66,14 @@ void norm_backward(const float* x, const float* weight, const float* scale, cons
         float* sums = parts + t * width;
         for (int64_t r = rows * t / threads; r < rows * (t + 1) / threads; r++) {
             const float *from = x + r * width, *g = grad + r * width; float* to = grad_x + r * width;
-            const float s = scale[r]; Floats along{}; int64_t i = 0; float rest = 0;
-            for (; i + 16 <= width; i += 16) along += load(g + i) * load(weight + i) * load(from + i);
-            for (; i < width; i++) rest += g[i] * weight[i] * from[i];
-            const float mean = (sum(along) + rest) * s * s / width;
-            for (i = 0; i < width; i++) {
-                sums[i] += g[i] * from[i] * s;
-                to[i] = (g[i] * weight[i] - from[i] * mean) * s;
-            }
+            const float s = scale[r]; Floats along{};
+            each16(width, [&](int64_t i, auto n) { along += part(g + i, n) * part(weight + i, n) * part(from + i, n); });
+            const float mean = sum(along) * s * s / width;
+            each16(width, [&](int64_t i, auto n) {
+                const Floats y = part(from + i, n), d = part(g + i, n);
+                put(sums + i, part(sums + i, n) + d * y * s, n);
+                put(to + i, (d * part(weight + i, n) - y * mean) * s, n);
+            });
         }
     }
 }
@@ -76,11 +82,10 @@ void swiglu_forward(const float* both, float* out, int64_t rows, int64_t width, 
     PARALLEL(rows * width)
     for (int64_t r = 0; r < rows; r++) {
         const float *gate = both + 2 * r * width, *up = gate + width; float* to = out + r * width;
-        for (int64_t i = 0; i < width; i += 16) {
-            const int64_t n = width - i < 16 ? width - i : 16;
-            const Floats g = part(gate + i, n, 0), y = g * sigmoid(g) * part(up + i, n, 0);
-            memcpy(to + i, &y, 4 * n);
-        }
+        each16(width, [&](int64_t i, auto n) {
+            const Floats g = part(gate + i, n);
+            put(to + i, g * sigmoid(g) * part(up + i, n), n);
+        });
     }
 }
 
@@ -89,12 +94,11 @@ void swiglu_backward(const float* both, const float* grad, float* result, int64_
     for (int64_t r = 0; r < rows; r++) {
         const float *gate = both + 2 * r * width, *up = gate + width, *from = grad + r * width;
         float* to = result + 2 * r * width;
-        for (int64_t i = 0; i < width; i += 16) {
-            const int64_t n = width - i < 16 ? width - i : 16;
-            const Floats g = part(gate + i, n, 0), s = sigmoid(g), d = part(from + i, n, 0);
-            const Floats to_gate = d * part(up + i, n, 0) * s * (1.f + g * (1.f - s)), to_up = d * g * s;
-            memcpy(to + i, &to_gate, 4 * n); memcpy(to + width + i, &to_up, 4 * n);
-        }
+        each16(width, [&](int64_t i, auto n) {
+            const Floats g = part(gate + i, n), s = sigmoid(g), d = part(from + i, n);
+            put(to + i, d * part(up + i, n) * s * (1.f + g * (1.f - s)), n);
+            put(to + width + i, d * g * s, n);
+        });
     }
 }
 
@@ -127,18 +131,16 @@ void softmax_forward(float* scores, const int64_t* prompts, int64_t rows, int64_
     for (int64_t q = 0; q < rows * heads * C; q++) {
         float* x = scores + q * S; const int64_t end = P + q % C + 1, seen = P ? prompts[q / (heads * C)] : 0;
         for (int64_t i = seen; i < P; i++) x[i] = -INFINITY;
-        Floats top = Floats{} - INFINITY, total{}; int64_t i = 0;
-        for (; i + 16 <= end; i += 16) { const Floats y = load(x + i); top = y > top ? y : top; }
-        if (i < end) { const Floats y = part(x + i, end - i, -INFINITY); top = y > top ? y : top; }
+        Floats top = Floats{} - INFINITY, total{};
+        each16(end, [&](int64_t i, auto n) { const Floats y = part(x + i, n, -INFINITY); top = y > top ? y : top; });
         float most = top[0];
         for (int j = 1; j < 16; j++) most = top[j] > most ? top[j] : most;
-        for (i = 0; i < end; i += 16) {
-            const int64_t n = end - i < 16 ? end - i : 16;
+        each16(end, [&](int64_t i, auto n) {
             const Floats y = part(x + i, n, -INFINITY), z = y == -INFINITY ? Floats{} : exp16(y - most);
-            total += z; memcpy(x + i, &z, 4 * n);
-        }
+            total += z; put(x + i, z, n);
+        });
         const float scale = 1.f / sum(total);
-        for (i = 0; i < end; i++) x[i] *= scale;
+        each16(end, [&](int64_t i, auto n) { put(x + i, part(x + i, n) * scale, n); });
         memset(x + end, 0, 4 * (S - end));
     }
 }
@@ -150,7 +152,7 @@ void softmax_backward(const float* shares, float* grad, int64_t queries, int64_t
     for (int64_t q = 0; q < queries; q++) {
         const float* y = shares + q * S; float* g = grad + q * S; const int64_t end = P + q % C + 1;
         const float mean = dot(y, g, end);
-        for (int64_t i = 0; i < end; i++) g[i] = y[i] * (g[i] - mean);
+        each16(end, [&](int64_t i, auto n) { put(g + i, part(y + i, n) * (part(g + i, n) - mean), n); });
         memset(g + end, 0, 4 * (S - end));
     }
 }

@@ -200,8 +200,15 @@ def _layer(layer: gpt.Layer, x: Tensor, attend: Callable[[Tensor], Tensor], keep
     mixed = attend(layer.self_attn.project(layer.input_layernorm(x)))
     if keep is not None:
         x, mixed = x.index_select(0, keep), mixed.index_select(0, keep)
-    x = x + layer.self_attn.o_proj(mixed)
-    return x + layer.mlp(layer.post_attention_layernorm(x))
+    x = _add_linear(x, layer.self_attn.o_proj, mixed)
+    return _add_linear(x, layer.mlp.down_proj, layer.mlp.gated(layer.post_attention_layernorm(x)))
+
+
+def _add_linear(x: Tensor, linear: gpt.Linear, y: Tensor) -> Tensor:
+    """x + linear(y), in one pass where the layer is a plain product."""
+    if type(linear) is not gpt.Linear or linear.bias is not None:
+        return x + linear(y)
+    return torch.addmm(x, y, linear.weight.to(y.dtype).T)
 
 
 def _attention(model: gpt.GPT, x: Tensor, stream: Stream, explicit: bool) -> Callable[[Tensor], Tensor]:
