@@ -228,6 +228,29 @@ def jensen_shannon_estimate(
     return (k3_kl(mixture, p, mask) + k3_kl(mixture, q, mask)) / 2
 
 
+def kl_terms(
+    logprobs: Float[Tensor, "*batch V"], other_logprobs: Float[Tensor, "*batch V"]
+) -> Float[Tensor, "*batch V"]:
+    """What each value of the vocabulary adds to a KL divergence.
+
+        p_v (log p_v - log q_v)
+
+    Paper: Kullback and Leibler, "On information and sufficiency" (1951).
+
+    Args:
+        logprobs: log p.
+        other_logprobs: log q.
+
+    Returns:
+        Nats per value, with gradient to both; 0 where p = 0.
+
+    Example:
+        >>> kl_terms(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.75, 0.25]).log())
+        tensor([-0.2027,  0.3466])
+    """
+    return logprobs.exp() * torch.where(logprobs == -torch.inf, 0.0, logprobs - other_logprobs)
+
+
 def distribution_kl(
     logprobs: Float[Tensor, "*batch V"], other_logprobs: Float[Tensor, "*batch V"]
 ) -> Float[Tensor, "*batch"]:
@@ -239,18 +262,17 @@ def distribution_kl(
     noise, and it needs whole distributions.
 
     Args:
-        logprobs: log p. Of a part of the vocabulary, without normalising it again, the sum may be negative.
+        logprobs: log p. Over a part of the vocabulary, not normalised again, the sum may be negative.
         other_logprobs: log q.
 
     Returns:
-        Nats per position, with gradient to both; a value with p = 0 adds nothing.
+        Nats per position, with gradient to both.
 
     Example:
         >>> distribution_kl(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.75, 0.25]).log())
         tensor(0.1438)
     """
-    gap = torch.where(logprobs == -torch.inf, 0.0, logprobs - other_logprobs)
-    return (logprobs.exp() * gap).sum(-1)
+    return kl_terms(logprobs, other_logprobs).sum(-1)
 
 
 def adaptive_coefficient(
@@ -284,60 +306,6 @@ def adaptive_coefficient(
         raise ValueError(f"target_kl={target_kl} and horizon={horizon} must be above 0")
     error = min(max(current_kl / target_kl - 1, -max_error), max_error)
     return coefficient * (1 + error * samples / horizon)
-
-
-def kl_penalised_rewards(
-    rewards: Float[Tensor, "B T"], kl: Float[Tensor, "B T"], coefficient: float
-) -> Float[Tensor, "B T"]:
-    """Rewards per token, less the KL of the token: the KL "in the reward".
-
-        r'_t = r_t - beta kl_t
-
-    Paper: Ziegler et al., arXiv:1909.08593, equation 2. Differs from a KL in the loss: credit for later KL reaches
-    earlier tokens through the return.
-
-    Args:
-        rewards: per token, in task units.
-        kl: of an estimator, per token in nats, 0 off the mask. It is detached.
-        coefficient: beta, in task units per nat.
-
-    Returns:
-        Rewards per token.
-
-    Example:
-        >>> kl_penalised_rewards(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 1.0]]), 0.1)
-        tensor([[-0.0500,  0.9000]])
-    """
-    return rewards - coefficient * kl.detach()
-
-
-def reward_at_last_token(
-    rewards: Float[Tensor, " B"], mask: Bool[Tensor, "B T"], lowest: float = -math.inf, highest: float = math.inf
-) -> Float[Tensor, "B T"]:
-    """A completion's reward on the last token that the model wrote.
-
-        r_it = clip(R_i, lowest, highest) [t = last t with m_it = 1]
-
-    Paper: InstructGPT, arXiv:2203.02155, section 3.5 (the reward ends the episode).
-
-    Args:
-        rewards: per completion.
-        mask: True where the model wrote the token. An empty row has its reward in the last column, as in OpenRLHF:
-            a sum over the row then still is its reward.
-        lowest: lower bound of a reward; the default is none.
-        highest: upper bound of a reward; the default is none.
-
-    Returns:
-        Rewards per token.
-
-    Example:
-        >>> reward_at_last_token(torch.tensor([2.0]), torch.tensor([[False, True, True, False]]))
-        tensor([[0., 0., 2., 0.]])
-    """
-    bounded = rewards.clamp(lowest, highest)
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask.any(1), (columns * mask).amax(1), mask.shape[1] - 1)
-    return torch.where(columns == last[:, None], bounded[:, None], 0.0)
 
 
 def _bounded(

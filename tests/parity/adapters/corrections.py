@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from atomrl.atoms import corrections, kl, masks, policy_losses, reductions, token_selection
+from atomrl.atoms import corrections, diagnostics, kl, masks, policy_losses, reductions, token_selection
 from tests.parity.arranging import Values, every, fraction, rows
 
 ESTIMATORS = {"k1": "k1_kl", "k2": "k2_kl", "k3": "k3_kl"}
@@ -55,7 +55,7 @@ def verl_weights(inputs: Values, params: Values) -> Values:
         lowest = corrections.importance_weights(sums.min())
         products = corrections.importance_weights(sums)
         above, below, among = products > high, products < least, every(sums)
-    by_row = corrections.weight_spread(masks.row_mean(applied, mask, eps=1e-8))
+    by_row = diagnostics.weight_spread(masks.row_mean(applied, mask, eps=1e-8))
     raw_rows = masks.row_mean(raw, mask, eps=1e-8)
     clamped = corrections.truncated_weights(applied, high)
     metrics = {
@@ -64,8 +64,8 @@ def verl_weights(inputs: Values, params: Values) -> Values:
         "rollout_is_min": lowest,
         "rollout_is_ratio_fraction_high": fraction(above, among),
         "rollout_is_ratio_fraction_low": fraction(below, among),
-        "rollout_is_std": corrections.masked_std(clamped, mask, eps=1e-8),
-        "rollout_is_eff_sample_size": corrections.effective_sample_fraction(clamped, mask, eps=1e-8),
+        "rollout_is_std": diagnostics.masked_std(clamped, mask, eps=1e-8),
+        "rollout_is_eff_sample_size": diagnostics.effective_sample_fraction(clamped, mask, eps=1e-8),
         "rollout_is_seq_mean": by_row["mean"],
         "rollout_is_seq_std": by_row["std"],
         "rollout_is_seq_max": by_row["highest"],
@@ -113,9 +113,9 @@ def verl_rejection(
             f"{name}_fraction_high": fraction(tested > high, among),
             f"{name}_fraction_low": fraction(tested < low, among),
             f"{name}_masked_fraction": fraction(~kept, mask),
-            f"{name}_seq_masked_fraction": fraction(corrections.dropped_rows(kept, mask), present),
+            f"{name}_seq_masked_fraction": fraction(diagnostics.dropped_rows(kept, mask), present),
         }
-    dropped = corrections.dropped_rows(keep, mask)
+    dropped = diagnostics.dropped_rows(keep, mask)
     metrics |= {
         "rollout_rs_masked_fraction": fraction(~keep, mask),
         "rollout_rs_seq_masked_fraction": fraction(dropped, every(dropped)),
@@ -137,9 +137,9 @@ def offpolicy_metrics(inputs: Values, params: Values) -> Values:
     means = {"train": masks.row_mean(train, mask, eps=1e-8), "rollout": masks.row_mean(rollout, mask, eps=1e-8)}
     gap = kl.k1_kl(means["rollout"][:, None], means["train"][:, None], every(mask[:, :1]))
     metrics = {
-        "training_ppl": corrections.perplexity(train, mask, eps=1e-8).mean(),
+        "training_ppl": diagnostics.perplexity(train, mask, eps=1e-8).mean(),
         "training_log_ppl": -means["train"].mean(),
-        "rollout_ppl": corrections.perplexity(rollout, mask, eps=1e-8).mean(),
+        "rollout_ppl": diagnostics.perplexity(rollout, mask, eps=1e-8).mean(),
         "rollout_log_ppl": -means["rollout"].mean(),
         "kl": masks.masked_mean(kl.k1_kl(rollout, train, mask), mask, eps=1e-8),
         "k3_kl": masks.masked_mean(kl.k3_kl(rollout, train, mask), mask, eps=1e-8),
@@ -148,8 +148,8 @@ def offpolicy_metrics(inputs: Values, params: Values) -> Values:
         "log_ppl_diff_max": gap.max(),
         "log_ppl_diff_min": gap.min(),
         "ppl_ratio": corrections.importance_weights(gap).mean(),
-        "chi2_token": masks.masked_mean(corrections.chi_square(log_ratio), mask, eps=1e-8),
-        "chi2_seq": corrections.chi_square(masks.row_sum(log_ratio, mask)).mean(),
+        "chi2_token": masks.masked_mean(diagnostics.chi_square(log_ratio), mask, eps=1e-8),
+        "chi2_seq": diagnostics.chi_square(masks.row_sum(log_ratio, mask)).mean(),
     }
     return {"metrics": metrics}
 
@@ -236,7 +236,7 @@ def off_policy_correction(inputs: Values, params: Values) -> list[Tensor]:
             (math.inf if outlier[1] is None else float(outlier[1])),
         )
         inside = ~policy_losses.out_of_bounds(weights, low, high)
-        factors.append(rows(~corrections.dropped_rows(inside, mask), mask))
+        factors.append(rows(~diagnostics.dropped_rows(inside, mask), mask))
     return factors
 
 

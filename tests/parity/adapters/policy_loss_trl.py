@@ -27,7 +27,7 @@ def weights_and_scale(params: Values, mask: Tensor, dtype: torch.dtype) -> tuple
     kind = params["loss_type"]
     if kind in ("dapo", "cispo", "vespo"):
         total = max(float(params["num_items_in_batch"]), 1.0)
-        scale = float(params["steps_per_generation"]) / accumulated if "steps_per_generation" in params else 1.0
+        scale = float(params.get("steps_per_generation", 1)) / accumulated
         return reductions.token_mean(mask, total_tokens=total, dtype=dtype), scale
     if kind == "bnpo":
         return reductions.token_mean(mask, dtype=dtype), 1 / accumulated
@@ -53,8 +53,10 @@ def per_token(inputs: Values, params: Values) -> tuple[Tensor, Values]:
     spread = rows(inputs["advantages"], mask)
     low, high = float(params["epsilon_low"]), float(params["epsilon_high"])
     if kind == "cispo":
-        cut = policy_losses.clipped_tokens(ratio, advantages, math.inf, high - 1)
-        loss = policy_losses.cispo_loss(log_probs, ratio, spread, mask, math.inf, high - 1)
+        # `epsilon_high` is the cap itself and may be below 1, which is no CISPO clip range.
+        cut = policy_losses.out_of_bounds(ratio, -math.inf, high) & (advantages > 0)
+        weights = corrections.truncated_weights(ratio, high)
+        loss = policy_losses.reinforce_loss(log_probs, spread, mask, weights)
         return loss, {"cispo_clip_ratio": fraction(cut, mask)}
     if kind == "sapo":
         return policy_losses.sapo_loss(ratio, advantages, float(params["tau_pos"]), float(params["tau_neg"])), {}
@@ -117,9 +119,15 @@ def grpo_trainer(inputs: Values, params: Values) -> Values:
     if float(params.get("beta", 0.0)):
         penalty = kl.k3_kl(log_probs, inputs["ref_log_probs"], mask, weight=kl_weight(inputs, params))
         total = total + float(params["beta"]) * reductions.weighted_sum(penalty, weights, scale=scale)
+        metrics = metrics | {"kl": masks.masked_mean(penalty, mask)}
+    # Logged before it is divided by the number of accumulated micro-batches.
+    metrics = metrics | {"policy_loss": total if params["loss_type"] in ("dapo", "cispo", "vespo") else total / scale}
     if float(params.get("entropy_coef", 0.0)):
+        accumulated = float(params.get("gradient_accumulation_steps", 1))
         bonus = reductions.token_mean(selected, dtype=loss.dtype)
-        total = total - reductions.weighted_sum(inputs["entropies"], bonus, scale=float(params["entropy_coef"]))
+        total = total - reductions.weighted_sum(
+            inputs["entropies"], bonus, scale=float(params["entropy_coef"]) / accumulated
+        )
     return {"loss": total, "metrics": metrics}
 
 
@@ -130,20 +138,19 @@ def gmpo(inputs: Values, params: Values) -> Values:
     low, high = float(params["epsilon_low"]), float(params["epsilon_high"])
     clipped = sequence_losses.sequence_clipped_log_ratio(log_ratio, advantages, low, high)
     loss = sequence_losses.geometric_mean_loss(clipped, row_advantages, mask)
-    total = masks.masked_mean(loss, every(loss))
+    total, metrics = masks.masked_mean(loss, every(loss)), {}
     if float(params.get("beta", 0.0)):
         weights = reductions.sequence_mean(mask, empty_rows="count", dtype=loss.dtype)
         penalty = kl.k3_kl(inputs["log_probs"], inputs["ref_log_probs"], mask)
         total = total + reductions.weighted_sum(penalty, weights, scale=float(params["beta"]))
+        metrics = {"kl": masks.masked_mean(penalty, mask)}
     sides = {
         "low": policy_losses.out_of_bounds(log_ratio, -low, math.inf) & (advantages < 0),
         "high": policy_losses.out_of_bounds(log_ratio, -math.inf, high) & (advantages > 0),
     }
     sides["region"] = sides["low"] | sides["high"]
-    return {
-        "loss": total,
-        "metrics": {f"clip_ratio/{side}_mean": fraction(flags, mask) for side, flags in sides.items()},
-    }
+    metrics |= {f"clip_ratio/{side}_mean": fraction(flags, mask) for side, flags in sides.items()}
+    return {"loss": total, "metrics": metrics}
 
 
 def rloo(inputs: Values, params: Values) -> Values:

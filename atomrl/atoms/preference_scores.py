@@ -1,0 +1,226 @@
+"""What enters a preference loss: scores of completions, margins of pairs, weights of pairs."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from atomrl.atoms.masks import row_mean, row_sum
+
+Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+
+
+def implicit_reward(log_ratio: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " P"]:
+    """The reward for which the policy is optimal under a KL penalty, up to a constant of the prompt.
+
+        r = beta (log pi_theta(y) - log pi_ref(y))
+
+    Paper: DPO, arXiv:2305.18290, equation 5.
+
+    Args:
+        log_ratio: per completion, in nats.
+        beta: coefficient of the penalty.
+
+    Returns:
+        Rewards.
+
+    Example:
+        >>> implicit_reward(torch.tensor([5.0]))
+        tensor([0.5000])
+    """
+    return beta * log_ratio
+
+
+def f_divergence_score(
+    log_ratio: Float[Tensor, " P"], divergence: Divergence = "reverse_kl", alpha: float = 1.0
+) -> Float[Tensor, " P"]:
+    """What takes the place of a log-ratio where another divergence than the reverse KL holds the policy.
+
+        f'(u),  u = exp(z):   reverse_kl z    forward_kl 1 - exp(-z)    js_divergence log 2 + log sigmoid(z)
+                              alpha_divergence (exp((a - 1) z) - 1) / (a - 1), which is z for a = 1
+
+    Paper: f-DPO, arXiv:2309.16240, table 1 (constants that cancel in a margin are chosen so that f'(1) = 0).
+
+    Args:
+        log_ratio: z, in nats.
+        divergence: which one.
+        alpha: a, of `alpha_divergence`. Its exponent is bounded by 80.
+
+    Returns:
+        Scores.
+
+    Raises:
+        ValueError: the divergence is not known.
+
+    Example:
+        >>> f_divergence_score(torch.tensor([0.0]), "forward_kl")
+        tensor([0.])
+    """
+    if divergence == "reverse_kl" or (divergence == "alpha_divergence" and alpha == 1):
+        return log_ratio
+    if divergence == "forward_kl":
+        return -(-log_ratio).expm1()
+    if divergence == "js_divergence":
+        return math.log(2) + F.logsigmoid(log_ratio)
+    if divergence == "alpha_divergence":
+        return ((alpha - 1) * log_ratio).clamp(max=80.0).expm1() / (alpha - 1)
+    raise ValueError(f"divergence={divergence!r} is not one of {Divergence.__args__}")
+
+
+def length_normalised(scores: Float[Tensor, " P"], lengths: Int[Tensor, " P"]) -> Float[Tensor, " P"]:
+    """Scores per token: long completions have no larger margins for their length.
+
+        s / max(1, n)
+
+    Paper: length-normalised DPO in Tulu 3, arXiv:2411.15124, equation 6; IPO as its authors advise.
+
+    Args:
+        scores: sums over tokens.
+        lengths: tokens of each completion.
+
+    Returns:
+        Scores per token.
+
+    Example:
+        >>> length_normalised(torch.tensor([6.0]), torch.tensor([3]))
+        tensor([2.])
+    """
+    return scores / lengths.clamp(min=1)
+
+
+def sorted_margin(better: Float[Tensor, " P"], worse: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+    """Margins between two distributions of scores, matched by rank instead of by pair.
+
+        D_k = better_(k) - worse_(k),   both sorted
+
+    Paper: AOT, arXiv:2406.05882, equations 9 and 10 (first-order stochastic dominance). Its loss is `dpo_loss`.
+
+    Args:
+        better: scores that should dominate: those of chosen completions; or of the policy's own margins.
+        worse: scores that should be dominated.
+
+    Returns:
+        Margins in ascending order of rank; they belong to no single pair.
+
+    Example:
+        >>> sorted_margin(torch.tensor([3.0, 1.0]), torch.tensor([0.0, 2.0]))
+        tensor([1., 1.])
+    """
+    return better.sort().values - worse.sort().values
+
+
+def length_desensitised_logprob(
+    logprobs: Float[Tensor, "P T"], mask: Bool[Tensor, "P T"], shared_length: Int[Tensor, " P"], alpha: float = 0.5
+) -> Float[Tensor, " P"]:
+    """Log-prob of a completion in which what is longer than the other of its pair counts less.
+
+        log p = sum over the first L tokens + alpha * sum over the rest,    L = length of the shorter completion
+
+    Paper: LD-DPO, arXiv:2409.06411, equation 10.
+
+    Args:
+        logprobs: per token.
+        mask: True on the completion.
+        shared_length: L, in tokens.
+        alpha: between 0 (the rest does not count) and 1 (DPO).
+
+    Returns:
+        One number per completion, with gradient.
+
+    Example:
+        >>> every = torch.tensor([[True, True, True]])
+        >>> length_desensitised_logprob(torch.tensor([[-1.0, -1.0, -1.0]]), every, torch.tensor([2]))
+        tensor([-2.5000])
+    """
+    first = mask & (mask.cumsum(1) <= shared_length[:, None])
+    return row_sum(logprobs, first) + alpha * row_sum(logprobs, mask & ~first)
+
+
+def wpo_weight(
+    logprobs: Float[Tensor, "P T"], log_collision: Float[Tensor, "P T"], mask: Bool[Tensor, "P T"]
+) -> Float[Tensor, " P"]:
+    """How much a completion looks like one of the policy's own: off-policy pairs count less.
+
+        w = exp(mean_t (log pi_theta(a_t) - log sum_v pi_theta(v)^2))
+
+    Paper: WPO, arXiv:2406.11827, equations 5 and 6. The weight of a pair is the product of its two.
+
+    Args:
+        logprobs: of the policy.
+        log_collision: log sum_v pi(v)^2 per token, the log of `collision_probability`.
+        mask: True on the completion.
+
+    Returns:
+        One weight per completion, without gradient; 1 where the policy is uniform.
+
+    Example:
+        >>> wpo_weight(torch.tensor([[0.5]]).log(), torch.tensor([[0.5]]).log(), torch.tensor([[True]]))
+        tensor([1.])
+    """
+    return row_mean((logprobs - log_collision).detach(), mask).exp()
+
+
+def collision_probability(logits: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch"]:
+    """How likely two samples of one distribution are the same.
+
+        sum_v p_v^2 = exp(logsumexp(2 z) - 2 logsumexp(z))
+
+    Paper: WPO, arXiv:2406.11827, equation 6; also the variance term of the optimal token baseline.
+
+    Args:
+        logits: z.
+
+    Returns:
+        A probability per position.
+
+    Example:
+        >>> collision_probability(torch.tensor([0.0, 0.0]))
+        tensor(0.5000)
+    """
+    return ((2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)).exp()
+
+
+def alpha_score(logprob: Float[Tensor, " P"], alpha: float) -> Float[Tensor, " P"]:
+    """A log-prob, bent so that its slope falls (alpha > 0) or rises with likelihood.
+
+        s = (1 - p^-alpha) / alpha,   which is log p for alpha = 0
+
+    Paper: AlphaPO, arXiv:2501.03884, equation 5.
+
+    Args:
+        logprob: average log-prob of a completion.
+        alpha: shape.
+
+    Returns:
+        Scores, to take the place of log-probs in SimPO.
+
+    Example:
+        >>> alpha_score(torch.tensor([0.0, -1.0]), alpha=0.0)
+        tensor([ 0., -1.])
+    """
+    return logprob if alpha == 0 else -(-alpha * logprob).expm1() / alpha
+
+
+def log_odds_ratio(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+    """By how much the odds of the chosen completion exceed those of the rejected one, in logs.
+
+        log(p_c / (1 - p_c)) - log(p_r / (1 - p_r))
+
+    Paper: ORPO, arXiv:2403.07691, equations 4 and 6.
+
+    Args:
+        chosen: average log-prob per token of the chosen completion, below 0.
+        rejected: of the rejected one.
+
+    Returns:
+        One number per pair.
+
+    Example:
+        >>> log_odds_ratio(torch.tensor([0.5]).log(), torch.tensor([0.25]).log())
+        tensor([1.0986])
+    """
+    return (chosen - rejected) - ((-chosen.exp()).log1p() - (-rejected.exp()).log1p())

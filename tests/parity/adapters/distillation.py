@@ -1,0 +1,64 @@
+"""Distances of a student from its teacher."""
+
+from __future__ import annotations
+
+from atomrl.atoms import distillation, masks, reductions
+from tests.parity.arranging import Values, every
+
+
+def trl_jsd(inputs: Values, params: Values) -> Values:
+    student = inputs["student_logits"]
+    distance = distillation.generalised_jsd(
+        student, inputs["teacher_logits"], float(params["beta"]), float(params["temperature"])
+    )
+    labelled = inputs.get("labels") is not None
+    kept = inputs["labels"] != -100 if labelled else every(distance)
+    count = max(int(kept.sum()), 1)
+    if params.get("num_items_in_batch") is not None:
+        total = float(params["num_items_in_batch"])
+    elif params["reduction"] == "sum":
+        total = 1.0
+    elif params["reduction"] == "mean":
+        total = float(count * student.shape[-1])
+    else:
+        total = float(count if labelled else len(student))
+    weights = reductions.token_mean(kept, total_tokens=total, dtype=distance.dtype)
+    return {"loss": reductions.weighted_sum(distance, weights)}
+
+
+def verl_topk(inputs: Values, params: Values) -> Values:
+    ids, teacher = inputs["teacher_topk_ids"], inputs["teacher_topk_log_probs"]
+    student = distillation.logprobs_at(inputs["student_logits"], ids)
+    floor = params.get("log_prob_min_clamp")
+    terms = distillation.topk_forward_kl(student, teacher, None if floor is None else float(floor))
+    overlap = distillation.topk_overlap(inputs["student_logits"], ids)
+    loss = masks.row_sum(terms, every(terms))
+    return {
+        "loss": loss,
+        "student_mass": distillation.probability_mass(student),
+        "teacher_mass": distillation.probability_mass(teacher),
+        "overlap_count": overlap.sum(-1),
+        "overlap_token_advantage": -masks.row_mean(terms, overlap),
+        "objective": {"sum": masks.masked_sum(loss, every(loss))},
+    }
+
+
+def nemo_topk(inputs: Values, params: Values) -> Values:
+    student, teacher, kind = inputs["student_topk_log_probs"], inputs["teacher_topk_log_probs"], params["kl_type"]
+    forward_weight = {"forward": 1.0, "reverse": 0.0, "mixed": float(params["mixed_kl_weight"])}[kind]
+    distance = distillation.mixed_kl(student, teacher, forward_weight)
+    weights = reductions.token_mean(inputs["mask"], eps=1e-8, dtype=distance.dtype)
+    loss = reductions.weighted_sum(distance, weights)
+    if params["zero_outside_topk"] and kind != "forward":
+        rest = distillation.reverse_kl_outside(
+            student, inputs["student_sum_p_logp"], float(params.get("log_infinitesimal", -100.0))
+        )
+        loss = loss + reductions.weighted_sum(rest, weights, scale=1 - forward_weight)
+    return {"loss": loss}
+
+
+ADAPTERS = {
+    "distillation.generalized_jsd.trl": trl_jsd,
+    "distillation.forward_kl_topk.verl": verl_topk,
+    "distillation.topk_kl.nemo_rl": nemo_topk,
+}

@@ -1,0 +1,166 @@
+"""Aggregation, value losses, supervised losses, log-probs and entropies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from atomrl.atoms import logprobs, masks, preference_scores, reductions, supervised_losses, value_losses
+from tests.parity.arranging import Values, every, fraction, verl_weights
+
+
+def number(value: float | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def verl_aggregation(inputs: Values, params: Values) -> Values:
+    losses, mask = inputs["per_token_loss"], inputs["mask"]
+    mode, rows = params["loss_agg_mode"], number(params.get("global_batch_size"))
+    tokens = number(params.get("batch_num_tokens")) if mode == "token-mean" else 1.0
+    if mode in ("token-mean", "token-sum"):
+        weights = reductions.token_mean(mask, total_tokens=tokens, dtype=losses.dtype)
+    elif mode == "seq-mean-token-mean":
+        weights = reductions.sequence_mean(mask, total_rows=rows, eps=1e-8, dtype=losses.dtype)
+    else:
+        length = 1
+        if mode == "seq-mean-token-sum-norm":
+            length = int(params.get("loss_scale_factor") or mask.shape[1])
+        weights = reductions.constant_length(mask, length, empty_rows="drop", total_rows=rows, dtype=losses.dtype)
+    return {"loss": reductions.weighted_sum(losses, weights, scale=float(params.get("dp_size", 1)))}
+
+
+def openrlhf_aggregation(inputs: Values, params: Values) -> Values:
+    losses, mask, scale = inputs["per_token_loss"], inputs["mask"], float(params.get("dp_size", 1))
+    if params["token_level_loss"]:
+        total = number(params.get("batch_num_tokens"))
+        weights = reductions.token_mean(mask, total_tokens=total, dtype=losses.dtype)
+    else:
+        rows = number(params.get("global_batch_size"))
+        weights = reductions.sequence_mean(mask, total_rows=rows, eps=1e-8, dtype=losses.dtype)
+    return {"loss": reductions.weighted_sum(losses, weights, scale=scale)}
+
+
+def roll_aggregation(inputs: Values, params: Values) -> Values:
+    losses, mask, mode = inputs["per_token_loss"], inputs["mask"], params["loss_agg_mode"]
+    rows, dtype = len(mask) + 1e-8, losses.dtype
+    if mode == "token-mean":  # the mask is counted and not applied
+        weights = reductions.token_mean(every(losses), counted=mask, dtype=dtype)
+    elif mode == "seq-mean-token-mean":
+        weights = reductions.sequence_mean(mask, total_rows=rows, eps=1e-8, dtype=dtype)
+    elif mode == "seq-mean-token-sum":
+        weights = reductions.constant_length(mask, 1, total_rows=rows, dtype=dtype)
+    else:
+        weights = reductions.constant_length(mask, mask.shape[1], total_rows=1.0, dtype=dtype)
+    return {"loss": reductions.weighted_sum(losses, weights)}
+
+
+def value(inputs: Values, clip: float | None, **options: float | str) -> Tensor:
+    arguments = inputs["value_predictions"], inputs["old_values"], inputs["returns"], inputs["mask"]
+    return value_losses.clipped_value_loss(*arguments, clip, **options)
+
+
+def value_clip_fraction(inputs: Values, clip: float | None, eps: float) -> Tensor | float:
+    if clip is None:
+        return 0.0
+    arguments = inputs["value_predictions"], inputs["old_values"], inputs["returns"], inputs["mask"]
+    return fraction(value_losses.clipped_values(*arguments, clip), inputs["mask"], eps)
+
+
+def verl_value(inputs: Values, params: Values) -> Values:
+    clip = float(params["cliprange_value"])
+    losses = value(inputs, clip)
+    weights = verl_weights(params["loss_agg_mode"], inputs["mask"], losses.dtype)
+    return {
+        "loss": reductions.weighted_sum(losses, weights),
+        "clip_frac": value_clip_fraction(inputs, clip, eps=1e-8),
+    }
+
+
+def openrlhf_value(inputs: Values, params: Values) -> Values:
+    losses, mask = value(inputs, number(params["clip_eps"])), inputs["mask"]
+    if params["token_level_loss"]:
+        weights = reductions.token_mean(mask, dtype=losses.dtype)
+    else:
+        weights = reductions.sequence_mean(mask, eps=1e-8, dtype=losses.dtype)
+    return {"loss": reductions.weighted_sum(losses, weights)}
+
+
+def skyrl_value(inputs: Values, params: Values) -> Values:
+    losses = value(inputs, number(params["value_clip"]))
+    weights = reductions.sequence_mean(inputs["mask"], empty_rows="count", dtype=losses.dtype)
+    return {"loss": reductions.weighted_sum(losses, weights)}
+
+
+def nemo_value(inputs: Values, params: Values) -> Values:
+    clip = number(params["cliprange"])
+    losses = value(inputs, clip)
+    weights = reductions.token_mean(inputs["mask"], eps=1e-8, dtype=losses.dtype)
+    return {
+        "loss": reductions.weighted_sum(losses, weights, scale=float(params["scale"])),
+        "clip_frac": value_clip_fraction(inputs, clip, eps=1e-8),
+    }
+
+
+def areal_value(inputs: Values, params: Values) -> Values:
+    kind = {"mse": "squared", "huber": "huber"}[params["loss_fn_type"]]
+    losses = value(inputs, number(params["value_eps_clip"]), kind=kind, huber_delta=float(params["huber_delta"]))
+    return {"loss": masks.masked_mean(losses, inputs["mask"])}
+
+
+def openrlhf_sft(inputs: Values, params: Values) -> Values:
+    losses = supervised_losses.nll_loss(inputs["log_probs"], inputs["mask"])
+    if params["token_level_loss"]:
+        weights = reductions.token_mean(inputs["mask"], dtype=losses.dtype)
+    else:
+        weights = reductions.sequence_mean(inputs["mask"], eps=1e-8, dtype=losses.dtype)
+    return {"loss": reductions.weighted_sum(losses, weights)}
+
+
+def trl_sft(inputs: Values, params: Values) -> Values:
+    atom = {"nll": supervised_losses.nll_loss, "dft": supervised_losses.dft_loss}[params["loss_type"]]
+    losses, given = atom(inputs["log_probs"], inputs["mask"]), params.get("num_items_in_batch")
+    total = None if given is None else max(float(given), 1.0)
+    weights = reductions.token_mean(inputs["mask"], total_tokens=total, dtype=losses.dtype)
+    return {"loss": reductions.weighted_sum(losses, weights)}
+
+
+def entropy_and_logprobs(inputs: Values, params: Values) -> Values:
+    logits, weights = inputs["logits"], inputs["weights"]
+    entropy, chosen = logprobs.token_entropy(logits), logprobs.token_logprobs(logits, inputs["token_ids"])
+    return {
+        "entropy": entropy,
+        "log_probs": chosen,
+        "sum_pi_squared": preference_scores.collision_probability(logits),
+        "objective": {
+            "weighted_entropy": reductions.weighted_sum(entropy, weights),
+            "weighted_log_probs": reductions.weighted_sum(chosen, weights),
+        },
+    }
+
+
+def entropy_loss(inputs: Values, params: Values) -> Values:
+    entropy = logprobs.token_entropy(inputs["logits"])
+    weights = verl_weights(params["loss_agg_mode"], inputs["mask"], entropy.dtype)
+    return {"entropy_loss": reductions.weighted_sum(entropy, weights)}
+
+
+def selective_log_softmax(inputs: Values, params: Values) -> Values:
+    chosen = logprobs.token_logprobs(inputs["logits"], inputs["token_ids"], float(params["temperature"]))
+    return {"log_probs": torch.where(inputs["row_mask"], chosen, 0.0)}
+
+
+ADAPTERS = {
+    "aggregation.agg_loss.verl": verl_aggregation,
+    "aggregation.agg_loss.roll": roll_aggregation,
+    "aggregation.aggregate_loss.openrlhf": openrlhf_aggregation,
+    "value_loss.clipped.verl": verl_value,
+    "value_loss.clipped.openrlhf": openrlhf_value,
+    "value_loss.clipped.skyrl": skyrl_value,
+    "value_loss.clipped.nemo_rl": nemo_value,
+    "value_loss.clipped.areal": areal_value,
+    "sft.nll.openrlhf": openrlhf_sft,
+    "sft.nll_dft.trl": trl_sft,
+    "logits.entropy_logprob.verl": entropy_and_logprobs,
+    "logits.entropy_loss.verl": entropy_loss,
+    "logits.selective_log_softmax.trl": selective_log_softmax,
+}
