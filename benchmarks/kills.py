@@ -293,7 +293,7 @@ def disturbed(folder: Path, out: Path, point: str, rng: random.Random, timing: A
     """Start a run, kill it as told, resume it to its end. Returns where the kill was."""
     if point in PHASES:
         seconds, counts = timing
-        for attempt in range(1, 21):
+        for attempt in range(1, 21):  # noqa: B007
             shutil.rmtree(out, ignore_errors=True)
             occurrence = rng.randint(first_after_save(point, counts), counts[point] - (1 if point != "save" else 0))
             landed = kill_in_phase(folder, out, point, occurrence, rng.uniform(0, 0.9) * seconds[point])

@@ -137,14 +137,19 @@ def correlation_within(groups: Iterable[Sequence[tuple[float, float]]]) -> float
 
 
 def update_metrics(results: Sequence[Metrics]) -> dict[str, float]:
-    """The mean over the updates of a step; for a maximum, the maximum, and for a count, the sum.
+    """The mean over the updates of a step; for a maximum, the maximum, and for a count, the sum. A mean of nothing (an
+    update without a token) does not count.
 
     Example:
         >>> update_metrics([{"lr": Mean(0.1), "actor/skipped_updates": Count()}, {"lr": Mean(0.3)}])
         {'lr': 0.2, 'actor/skipped_updates': 1.0, 'training/updates': 2.0}
     """
     merged = merge(
-        {name: metric if isinstance(metric, Max | Count) else Mean(metric.value) for name, metric in result.items()}
+        {
+            name: metric if isinstance(metric, Max | Count) else Mean(metric.value)
+            for name, metric in result.items()
+            if not (isinstance(metric, Mean) and metric.weight == 0)
+        }
         for result in results
     )
     return values(merged) | {"training/updates": float(len(results))}

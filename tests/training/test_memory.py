@@ -1,0 +1,108 @@
+"""Memory that runs out: smaller micro-batches with the same gradient, or the setting to change."""
+
+import pytest
+import torch
+
+from atomrl.config import ConfigError, ModelConfig, TrainConfig
+from atomrl.metrics import values
+from atomrl.training.local import LocalBackend
+from tests.tiny import make_tiny_model
+from tests.training.batches import make_algorithm, make_batch
+
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried ..."),
+    MemoryError(),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(make_tiny_model(tmp_path_factory.mktemp("memory") / "base"))
+
+
+class SmallMemory(LocalBackend):
+    """Runs out of it in the backward pass, when half of the gradient is there, over `limit` padded tokens."""
+
+    limit, error = 10**9, ERRORS[0]
+
+    def _outputs(self, model, micro, outputs):
+        given = super()._outputs(model, micro, outputs)
+        if micro.tokens.numel() > self.limit:
+            if not torch.is_grad_enabled():
+                raise self.error
+            next(reversed(list(model.parameters()))).sum().backward()
+            raise self.error
+        return given
+
+
+def make(folder, limit=10**9, error=ERRORS[0], **train):
+    backend = SmallMemory(
+        ModelConfig(path=folder, dtype="float32"),
+        TrainConfig(**({"learning_rate": 0.01} | train)),
+        total_updates=10,
+    )
+    backend.limit, backend.error = limit, error
+    return backend
+
+
+def gradient(backend, batch, algorithm):
+    """Of one step, without taking it; and the step's metrics."""
+    kept = {}
+
+    def keep():
+        kept.update({name: weight.grad.clone() for name, weight in backend.policy.named_parameters()})
+        return {}
+
+    backend._step = keep
+    return kept, values(backend.train_step(batch, algorithm))
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("unit", ["row", "group"])
+def test_the_gradient_is_that_of_enough_memory(folder, error, unit, caplog):
+    batch, algorithm = make_batch(rows=12), make_algorithm(row_unit=unit)
+    expected, plain = gradient(make(folder), batch, algorithm)
+    small = make(folder, limit=45, error=error)
+    found, metrics = gradient(small, batch, algorithm)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-4)
+    assert metrics.pop("actor/out_of_memory") >= 1 and metrics == pytest.approx(plain, rel=1e-4)
+    assert "train.tokens_per_micro_batch=" in caplog.text
+    budget = small.tokens_per_micro_batch
+    assert "actor/out_of_memory" not in small.train_step(batch, algorithm), "what was learned is kept"
+    assert small.tokens_per_micro_batch == budget <= 45 * 2
+
+
+def test_rows_per_micro_batch_is_halved_too(folder):
+    """Where it, and not the token budget, is what makes the micro-batches."""
+    batch = make_batch(rows=12)
+    expected, _ = gradient(make(folder), batch, make_algorithm())
+    found, metrics = gradient(make(folder, limit=30, rows_per_micro_batch=6), batch, make_algorithm())
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-4)
+    assert metrics["actor/out_of_memory"] >= 1
+
+
+def test_log_probs_come_out_of_small_memory_as_of_large(folder):
+    batch, needs = make_batch(rows=12), frozenset({"old_logprobs"})
+    small = make(folder, limit=30)
+    torch.testing.assert_close(
+        small.annotate(batch, needs).old_logprobs, make(folder).annotate(batch, needs).old_logprobs
+    )
+    assert values(small.train_step(batch, make_algorithm()))["actor/out_of_memory"] >= 1, "counted with the next update"
+
+
+def test_a_row_that_does_not_fit_names_the_settings(folder):
+    backend, before = make(folder, limit=5), None
+    before = {name: tensor.clone() for name, tensor in backend.weights()}
+    with pytest.raises(ConfigError, match=r"a single row of 14 .*gradient_checkpointing=true.*max_completion_tokens"):
+        backend.train_step(make_batch(), make_algorithm())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
+    with pytest.raises(ConfigError, match="a group of 2 rows, which stay together"):
+        make(folder, limit=5).train_step(make_batch(), make_algorithm(row_unit="group"))
+
+
+def test_other_errors_are_not_taken_for_want_of_memory(folder):
+    with pytest.raises(RuntimeError, match="shapes"):
+        make(folder, limit=5, error=RuntimeError("shapes do not fit")).train_step(make_batch(), make_algorithm())

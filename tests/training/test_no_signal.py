@@ -1,0 +1,139 @@
+"""Batches that say nothing, or nonsense: losses stay finite, weights stay where they are, and it is counted."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from atomrl.algorithms.table import ALGORITHMS, build_algorithm
+from atomrl.config import ModelConfig, TrainConfig
+from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
+from atomrl.loop.sync import Schedule, learn
+from atomrl.stages import Completion, RewardBatch, Sample
+from atomrl.training.local import Diverged, LocalBackend
+from tests.tiny import make_tiny_model
+from tests.training.batches import make_algorithm, make_batch
+
+SCHEDULE = Schedule(
+    steps=4, prompts_per_step=2, updates_per_epoch=2, epochs_per_step=1, max_row_tokens=16, eval_every_steps=0,
+    save_every_steps=0, seed=0,
+)  # fmt: skip
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(make_tiny_model(tmp_path_factory.mktemp("signal") / "base"))
+
+
+def make(folder, **train):
+    config = TrainConfig(**({"learning_rate": 0.01, "weight_decay": 0.1} | train))
+    return LocalBackend(ModelConfig(path=folder, dtype="float32"), config, total_updates=20, needs_reference=True)
+
+
+def completion(tokens, mask=(), finish="stop"):
+    logprobs = tuple(-1.0 for _ in tokens)
+    return Completion(token_ids=tuple(tokens), text="x", logprobs=logprobs, finish_reason=finish, loss_mask=mask)
+
+
+def rewarded(completions, rewards):
+    count = len(completions)
+    return RewardBatch(
+        samples=tuple(Sample(sample_id=str(p), prompt="p", ground_truth="") for p in range(count)),
+        prompt_ids=tuple(map(str, range(count))),
+        prompt_token_ids=((5, 6, 7),) * count,
+        completions=tuple(map(tuple, completions)),
+        policy_version=0,
+        rewards=tuple(map(tuple, rewards)),
+        reward_parts={"r": tuple(map(tuple, rewards))},
+    )
+
+
+FULL, EMPTY = completion((8, 9, 10)), completion(())
+MASKED = completion((8, 9, 10), mask=(False, False, False))
+CUT = completion((8, 9, 10, 11), finish="length")
+SILENT = {
+    "empty completions": (rewarded([[EMPTY, EMPTY]] * 2, [[1.0, 0.0]] * 2), {"training/updates": 0}),
+    "all tokens masked": (rewarded([[MASKED, MASKED]] * 2, [[1.0, 0.0]] * 2), {"actor/empty_updates": 2}),
+    "groups of one": (
+        rewarded([[FULL], [CUT]], [[1.0], [0.0]]),
+        {"actor/empty_updates": 2, "by_group/frac_mixed": 0},
+    ),
+    "equal rewards": (
+        rewarded([[FULL, CUT]] * 2, [[0.3, 0.3]] * 2),
+        {"actor/empty_updates": 2, "by_group/frac_mixed": 0, "by_group/frac_all_good": 1},
+    ),
+    "all overlong": (
+        rewarded([[CUT, CUT]] * 2, [[0.0, 0.0]] * 2),
+        {"actor/empty_updates": 2, "response_length/clip_ratio": 1, "by_group/frac_all_bad": 1},
+    ),
+    "no rewards": (rewarded([[FULL, CUT]] * 2, [[None, None]] * 2), {"training/updates": 0, "reward/missing": 4}),
+    "prompts that fill the row": (
+        replace(rewarded([[FULL, CUT]], [[1.0, 0.0]]), prompt_token_ids=(tuple(range(5, 25)),)),
+        {"training/updates": 0},
+    ),
+}
+
+
+def step(backend, algorithm, batch, number):
+    credited, results = learn(backend, algorithm, batch, SCHEDULE, number, Stopwatch())
+    return rollout_metrics(batch, credited) | update_metrics(results)
+
+
+@pytest.mark.parametrize("case", SILENT)
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "sft"])
+def test_without_a_signal_nothing_moves(folder, name, case):
+    """Also when Adam has momentum and weight decay is on."""
+    try:
+        algorithm = build_algorithm(name, {}, report_entropy=True)
+    except ValueError as error:
+        pytest.skip(f"{name} needs settings: {error}")
+    backend = make(folder)
+    batch, counted = SILENT[case]
+    lively = rewarded([[FULL, CUT], [CUT, FULL]], [[1.0, 0.0], [0.5, 0.25]])
+    before_any = {key: tensor.clone() for key, tensor in backend.weights()}
+    step(backend, algorithm, lively, 1)
+    before = {key: tensor.clone() for key, tensor in backend.weights()}
+    assert any(not torch.equal(tensor, before_any[key]) for key, tensor in before.items())
+    metrics = step(backend, algorithm, batch, 2)
+    assert all(math.isfinite(value) for value in metrics.values()), metrics
+    assert all(torch.equal(tensor, before[key]) for key, tensor in backend.weights())
+    for key, value in counted.items():
+        assert metrics[key] == value, (key, metrics)
+    step(backend, algorithm, lively, 3)
+    assert any(not torch.equal(tensor, before[key]) for key, tensor in backend.weights()), "and then it goes on"
+
+
+def test_three_gradients_in_a_row_that_are_not_finite_stop_the_run(folder):
+    backend, algorithm = make(folder), make_algorithm()
+    poisoned = make_batch(advantages=torch.full_like(make_batch().advantages, NAN))
+    before = {key: tensor.clone() for key, tensor in backend.weights()}
+    backend.train_step(poisoned, algorithm)
+    backend.train_step(poisoned, algorithm)
+    backend.train_step(make_batch(), algorithm)
+    assert any(not torch.equal(tensor, before[key]) for key, tensor in backend.weights())
+    for _ in range(2):
+        assert backend.train_step(poisoned, algorithm)["actor/skipped_updates"].value == 1
+    with pytest.raises(Diverged, match=r"3 updates in a row, up to update 5, had a gradient that is not finite"):
+        backend.train_step(poisoned, algorithm)
+
+
+def test_a_resumed_run_goes_on_counting(folder, tmp_path):
+    backend, algorithm = make(folder), make_algorithm()
+    poisoned = make_batch(advantages=torch.full_like(make_batch().advantages, NAN))
+    backend.train_step(poisoned, algorithm)
+    backend.train_step(poisoned, algorithm)
+    backend.save(tmp_path)
+    resumed = make(folder)
+    resumed.load(tmp_path)
+    with pytest.raises(Diverged):
+        resumed.train_step(poisoned, algorithm)
+
+
+def test_skipped_updates_of_a_step_are_summed(folder):
+    """Two of three: not two thirds."""
+    backend, algorithm = make(folder), make_algorithm()
+    good, bad = make_batch(), make_batch(advantages=torch.full_like(make_batch().advantages, NAN))
+    metrics = update_metrics([backend.train_step(batch, algorithm) for batch in (bad, good, bad)])
+    assert metrics["actor/skipped_updates"] == 2 and metrics["training/updates"] == 3
