@@ -17,10 +17,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from atomrl.atoms.groups import _statistics, group_mean, group_std, leave_one_out_mean
+from atomrl.atoms._options import _check_option
+from atomrl.atoms.groups import Lone, _statistics, group_mean, group_std, leave_one_out_mean
 
-Lone = Literal["zero", "raw"]
 Missing = Literal["zero", "nan"]
+Nonpositive = Literal["zero", "divide"]
 
 
 def raw_reward(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
@@ -67,6 +68,9 @@ def group_mean_baseline(
     Returns:
         Advantages in reward units, without gradient. Exactly 0 in a group of equal rewards.
 
+    Raises:
+        ValueError: an option is unknown.
+
     Example:
         >>> group_mean_baseline(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 7]))
         tensor([ 0.5000, -0.5000,  0.0000])
@@ -95,6 +99,9 @@ def leave_one_out_baseline(
 
     Returns:
         Advantages in reward units, without gradient. Exactly 0 in a group of equal rewards.
+
+    Raises:
+        ValueError: an option is unknown.
 
     Example:
         >>> leave_one_out_baseline(torch.tensor([1.0, 0.0, 0.0, 5.0]), torch.tensor([0, 0, 0, 7]))
@@ -131,7 +138,7 @@ def group_zscore(
         Advantages in standard deviations, without gradient. Exactly 0 in a group of equal rewards.
 
     Raises:
-        ValueError: eps is negative.
+        ValueError: eps is negative, or an option is unknown.
 
     Example:
         >>> group_zscore(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
@@ -178,7 +185,7 @@ def maxrl_advantage(
     rewards: Float[Tensor, " B"],
     group_ids: Int[Tensor, " B"],
     eps: float = 0.0,
-    nonpositive_mean: Literal["zero", "divide"] = "zero",
+    nonpositive_mean: Nonpositive = "zero",
     group_of_one: Lone = "zero",
 ) -> Float[Tensor, " B"]:
     """Deviation from the group's mean reward in units of that mean: follows the gradient of the log success rate.
@@ -200,12 +207,13 @@ def maxrl_advantage(
         Advantages without unit and without gradient.
 
     Raises:
-        ValueError: eps is negative, or 0 with `nonpositive_mean="divide"`.
+        ValueError: eps is negative, or 0 with `nonpositive_mean="divide"`; or an option is unknown.
 
     Example:
         >>> maxrl_advantage(torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 1, 1]))
         tensor([ 2., -1., -1.,  0.,  0.])
     """
+    _check_option("nonpositive_mean", nonpositive_mean, Nonpositive)
     if eps < 0 or (nonpositive_mean == "divide" and eps == 0):
         raise ValueError(f"eps={eps} must not be negative, and above 0 to divide by a mean that may be 0")
     exact = rewards.detach().double()
@@ -240,6 +248,8 @@ def _lone_and_missing(
     advantages: Tensor, rewards: Tensor, group_ids: Tensor, group_of_one: Lone, missing: Missing
 ) -> Tensor:
     """The two options of the module, applied to float64 advantages; in the dtype of the rewards."""
+    _check_option("group_of_one", group_of_one, Lone)
+    _check_option("missing", missing, Missing)
     group = _statistics(rewards, group_ids)
     alone = group.values if group_of_one == "raw" else torch.zeros_like(group.values)
     advantages = torch.where(group.count <= 1, alone, advantages)

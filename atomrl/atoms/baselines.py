@@ -11,6 +11,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from atomrl.atoms._options import _check_option
+from atomrl.atoms.groups import Lone
+
+Position = Literal["column", "token"]
+
 
 def best_minus_second(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
     """Credit for the best completion alone, by how much it beats the second best: the group's best-of-k is raised.
@@ -48,7 +53,7 @@ def length_weighted_baseline(
     rewards: Float[Tensor, " B"],
     lengths: Int[Tensor, " B"],
     group_ids: Int[Tensor, " B"],
-    group_of_one: Literal["zero", "raw"] = "zero",
+    group_of_one: Lone = "zero",
 ) -> Float[Tensor, " B"]:
     """Reward minus the mean reward of its group, weighted by length: the baseline of least variance.
 
@@ -66,10 +71,14 @@ def length_weighted_baseline(
     Returns:
         Advantages in reward units, without gradient; 0 in a group without a token.
 
+    Raises:
+        ValueError: an option is unknown.
+
     Example:
         >>> length_weighted_baseline(torch.tensor([1.0, 0.0]), torch.tensor([1, 3]), torch.tensor([0, 0]))
         tensor([ 0.7500, -0.2500])
     """
+    _check_option("group_of_one", group_of_one, Lone)
     exact, weights = rewards.detach().double(), lengths.double()
     names, index = torch.unique(group_ids, return_inverse=True)
     zeros = exact.new_zeros(len(names))
@@ -180,7 +189,7 @@ def optimal_token_baseline(
     mask: Bool[Tensor, "B T"],
     group_ids: Int[Tensor, " B"],
     eps: float = 1e-8,
-    position: Literal["column", "token"] = "column",
+    position: Position = "column",
     zero_tail: bool = True,
 ) -> Float[Tensor, "B T"]:
     """The baseline of least variance for each position: the group's returns, weighted by how noisy each is there.
@@ -205,12 +214,16 @@ def optimal_token_baseline(
     Returns:
         Baseline per token, in reward units, without gradient; 0 in a group of one and off the mask.
 
+    Raises:
+        ValueError: an option is unknown.
+
     Example:
         >>> returns, energy = torch.tensor([[1.0], [0.0]]), torch.tensor([[1.0], [3.0]])
         >>> optimal_token_baseline(returns, energy, torch.tensor([[True], [True]]), torch.tensor([0, 0]))
         tensor([[0.2500],
                 [0.2500]])
     """
+    _check_option("position", position, Position)
     rows, width = mask.shape
     names, index = torch.unique(group_ids, return_inverse=True)
     columns = torch.arange(width, device=mask.device).expand(rows, width)

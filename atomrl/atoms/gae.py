@@ -20,6 +20,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from atomrl.atoms._options import _check_option
+
+GaeObservation = Literal["skip", "zero_step", "leak"]
+ReturnObservation = Literal["skip", "zero_step", "reset"]
+
 
 class Gae(TypedDict):
     """What `gae` returns, both `[B, T]`."""
@@ -36,7 +41,7 @@ def gae(
     mask: Bool[Tensor, "B T"],
     gamma: float = 1.0,
     lam: float | Float[Tensor, " B"] = 0.95,
-    observation: Literal["skip", "zero_step", "leak"] = "skip",
+    observation: GaeObservation = "skip",
 ) -> Gae:
     """Generalised advantage estimation.
 
@@ -59,7 +64,7 @@ def gae(
         Advantages and returns, without gradient. With "skip", 0 off the mask; otherwise all columns are steps.
 
     Raises:
-        ValueError: gamma is not within 0 to 1.
+        ValueError: gamma is not within 0 to 1, or an option is unknown.
 
     Example:
         >>> mask = torch.tensor([[True, False, True]])
@@ -68,6 +73,7 @@ def gae(
         (tensor([[0.5000, 0.0000, 0.5000]]), tensor([[1., 0., 1.]]))
     """
     _check_discount(gamma)
+    _check_option("observation", observation, GaeObservation)
     rewards, values = rewards.detach(), values.detach()
     if observation != "leak":
         rewards, values = rewards.masked_fill(~mask, 0.0), values.masked_fill(~mask, 0.0)
@@ -114,7 +120,7 @@ def discounted_returns(
     rewards: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
     gamma: float = 1.0,
-    observation: Literal["skip", "zero_step", "reset"] = "skip",
+    observation: ReturnObservation = "skip",
 ) -> Float[Tensor, "B T"]:
     """Reward to go from each token: REINFORCE++, ReMax.
 
@@ -132,13 +138,14 @@ def discounted_returns(
         Returns in reward units, without gradient. With "zero_step" all columns are steps, otherwise 0 off the mask.
 
     Raises:
-        ValueError: gamma is not within 0 to 1.
+        ValueError: gamma is not within 0 to 1, or an option is unknown.
 
     Example:
         >>> discounted_returns(torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[True, False, True]]), gamma=0.5)
         tensor([[0.5000, 0.0000, 1.0000]])
     """
     _check_discount(gamma)
+    _check_option("observation", observation, ReturnObservation)
     rewards = rewards.detach().masked_fill(~mask, 0.0)
     is_step = torch.ones_like(mask) if observation == "zero_step" else mask
     running = rewards.new_zeros(len(rewards))

@@ -15,6 +15,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from atomrl.atoms._options import _check_option
+
+Lone = Literal["zero", "raw"]
+Lonely = Literal["drop", "keep"]
+
 
 @dataclass(frozen=True)
 class GroupStatistics:
@@ -70,7 +75,7 @@ def group_mean(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Fl
 
 
 def leave_one_out_mean(
-    rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], group_of_one: Literal["zero", "raw"] = "zero"
+    rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], group_of_one: Lone = "zero"
 ) -> Float[Tensor, " B"]:
     """Mean reward of the *other* completions of the group: independent of the completion's own reward.
 
@@ -88,10 +93,14 @@ def leave_one_out_mean(
     Returns:
         In reward units.
 
+    Raises:
+        ValueError: an option is unknown.
+
     Example:
         >>> leave_one_out_mean(torch.tensor([1.0, 0.0, 2.0, 5.0]), torch.tensor([0, 0, 0, 7]))
         tensor([1.0000, 1.5000, 0.5000, 5.0000])
     """
+    _check_option("group_of_one", group_of_one, Lone)
     group = _statistics(rewards, group_ids)
     deviation = group.values - group.mean
     mean = group.mean - deviation / (group.count - 1).clamp(min=1)
@@ -181,7 +190,7 @@ def groups_with_spread(
     rewards: Float[Tensor, " B"],
     group_ids: Int[Tensor, " B"],
     min_std: float = 0.0,
-    group_of_one: Literal["drop", "keep"] = "drop",
+    group_of_one: Lonely = "drop",
 ) -> Bool[Tensor, " B"]:
     """Which completions belong to a group whose rewards differ: the others have no advantage to learn from.
 
@@ -201,12 +210,13 @@ def groups_with_spread(
         True for every completion of a group to keep.
 
     Raises:
-        ValueError: `min_std` is negative.
+        ValueError: `min_std` is negative, or an option is unknown.
 
     Example:
         >>> groups_with_spread(torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1, 2]))
         tensor([ True,  True, False, False, False])
     """
+    _check_option("group_of_one", group_of_one, Lonely)
     if min_std < 0:
         raise ValueError(f"min_std must not be negative, got {min_std}")
     keep = group_std(rewards.double(), group_ids) > min_std

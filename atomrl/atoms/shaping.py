@@ -8,6 +8,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from atomrl.atoms._options import _check_option
+
+EmptyRow = Literal["drop", "last_column"]
+
 
 def weighted_reward(parts: Float[Tensor, "B K"], weights: Float[Tensor, " K"]) -> Float[Tensor, " B"]:
     """One reward out of several, each with its weight.
@@ -234,7 +238,7 @@ def last_token_index(mask: Bool[Tensor, "B T"]) -> Int[Tensor, " B"]:
 def reward_at_last_token(
     rewards: Float[Tensor, " B"],
     mask: Bool[Tensor, "B T"],
-    empty_row: Literal["drop", "last_column"] = "drop",
+    empty_row: EmptyRow = "drop",
     one_past: bool = False,
 ) -> Float[Tensor, "B T"]:
     """A completion's reward at the token that ended it, 0 elsewhere.
@@ -254,10 +258,14 @@ def reward_at_last_token(
     Returns:
         Reward per token.
 
+    Raises:
+        ValueError: an option is unknown.
+
     Example:
         >>> reward_at_last_token(torch.tensor([2.0]), torch.tensor([[True, True, False]]))
         tensor([[0., 2., 0.]])
     """
+    _check_option("empty_row", empty_row, EmptyRow)
     width = mask.shape[1]
     last, empty = last_token_index(mask), ~mask.any(1)
     place = (last + one_past).clamp(max=width - 1).masked_fill(empty, width - 1 if empty_row == "last_column" else -1)

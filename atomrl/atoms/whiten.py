@@ -8,7 +8,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from atomrl.atoms._options import _check_option
 from atomrl.atoms.masks import masked_mean, row_mean
+
+EpsRole = Literal["variance", "std", "floor"]
 
 
 def masked_variance(
@@ -43,7 +46,7 @@ def masked_whiten(
     mask: Bool[Tensor, "B T"],
     unbiased: bool = True,
     eps: float = 1e-8,
-    eps_role: Literal["variance", "std", "floor"] = "variance",
+    eps_role: EpsRole = "variance",
     shift_mean: bool = True,
     count_eps: float = 0.0,
     keep_off_mask: bool = False,
@@ -71,7 +74,7 @@ def masked_whiten(
         In standard deviations. Nearly 0 (0 in exact arithmetic) where all values are equal.
 
     Raises:
-        ValueError: eps is negative.
+        ValueError: eps is negative, or an option is unknown.
 
     Example:
         >>> masked_whiten(torch.tensor([[1.0, 9.0, 3.0]]), torch.tensor([[True, False, True]]))
@@ -90,7 +93,7 @@ def row_whiten(
     mask: Bool[Tensor, "B T"],
     unbiased: bool = False,
     eps: float = 1e-8,
-    eps_role: Literal["variance", "std", "floor"] = "floor",
+    eps_role: EpsRole = "floor",
 ) -> Float[Tensor, "B T"]:
     """Values of each row brought to mean 0 and variance 1 over the row's tokens under the mask.
 
@@ -110,7 +113,7 @@ def row_whiten(
         In standard deviations, 0 off the mask.
 
     Raises:
-        ValueError: eps is negative.
+        ValueError: eps is negative, or an option is unknown.
 
     Example:
         >>> row_whiten(torch.tensor([[1.0, 9.0, 3.0]]), torch.tensor([[True, False, True]]))
@@ -151,7 +154,8 @@ def masked_mean_baseline(
     return (centred if keep_off_mask else centred.masked_fill(~mask, 0.0)).to(values.dtype)
 
 
-def _divisor(variance: Tensor, eps: float, eps_role: str) -> Tensor:
+def _divisor(variance: Tensor, eps: float, eps_role: EpsRole) -> Tensor:
+    _check_option("eps_role", eps_role, EpsRole)
     if eps < 0:
         raise ValueError(f"eps must not be negative, got {eps}")
     roots = {"variance": (variance + eps).sqrt(), "std": variance.sqrt() + eps, "floor": variance.clamp(min=eps).sqrt()}

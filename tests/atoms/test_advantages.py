@@ -3,9 +3,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomrl.atoms.advantages import group_mean_baseline, group_zscore, per_token, raw_reward
+from atomrl.atoms.advantages import (
+    group_mean_baseline,
+    group_zscore,
+    leave_one_out_baseline,
+    maxrl_advantage,
+    per_token,
+    raw_reward,
+    standardised,
+)
 
-MODES = [raw_reward, group_mean_baseline, group_zscore]
+MODES = [raw_reward, group_mean_baseline, group_zscore, leave_one_out_baseline, maxrl_advantage]
+NAN = float("nan")
 
 
 def test_zscore_by_hand():
@@ -72,3 +81,47 @@ def test_per_token():
 def test_shapes_are_checked():
     with pytest.raises(Exception, match="group_ids"):
         group_zscore(torch.ones(3), torch.tensor([0, 0]))
+
+
+def test_leave_one_out_by_hand():
+    rewards, groups = torch.tensor([3.0, 0.0, 1.5, 8.0]), torch.tensor([0, 0, 0, 1])
+    assert leave_one_out_baseline(rewards, groups).tolist() == pytest.approx([2.25, -2.25, 0, 0])
+    assert leave_one_out_baseline(rewards, groups, group_of_one="raw")[3].item() == 8.0
+
+
+def test_maxrl_by_hand():
+    rewards, groups = torch.tensor([1.0, 0.0, 0.0, 0.0, -1.0, -3.0]), torch.tensor([0, 0, 0, 0, 1, 1])
+    assert maxrl_advantage(rewards, groups).tolist() == pytest.approx([3, -1, -1, -1, 0, 0])
+    divided = maxrl_advantage(rewards, groups, eps=1e-9, nonpositive_mean="divide")
+    assert divided[4:].tolist() == pytest.approx([-0.5, 0.5])
+    with pytest.raises(ValueError, match="eps"):
+        maxrl_advantage(rewards, groups, nonpositive_mean="divide")
+
+
+def test_a_group_of_one_may_keep_its_reward():
+    rewards, groups = torch.tensor([3.0, 1.0, 0.0]), torch.tensor([0, 1, 1])
+    assert group_mean_baseline(rewards, groups, group_of_one="raw").tolist() == [3.0, 0.5, -0.5]
+    assert group_zscore(rewards, groups, eps=0.5, group_of_one="raw")[0].item() == pytest.approx(3.0 / 1.5)
+
+
+@pytest.mark.parametrize("mode", MODES[1:4])
+def test_a_missing_reward_has_no_advantage_and_no_influence(mode):
+    rewards, groups = torch.tensor([1.0, NAN, 0.0, NAN, 4.0]), torch.tensor([0, 0, 0, 1, 1])
+    present = ~rewards.isnan()
+    ours = mode(rewards, groups)
+    torch.testing.assert_close(ours[present], mode(rewards[present], groups[present]))
+    assert ours[~present].tolist() == [0.0, 0.0]
+    assert mode(rewards, groups, missing="nan").isnan().tolist() == (~present).tolist()
+
+
+def test_standardised_leaves_alone_what_has_no_spread():
+    ours = standardised(torch.tensor([2.0, 2.0]), torch.tensor([0.0, 3.0]), eps=1.0)
+    assert ours.tolist() == [2.0, 0.5]
+    with pytest.raises(ValueError, match="eps"):
+        standardised(torch.ones(1), torch.ones(1), eps=-1.0)
+
+
+@pytest.mark.parametrize("option", ["group_of_one", "missing"])
+def test_unknown_options_are_refused(option):
+    with pytest.raises(Exception, match=option):
+        group_zscore(torch.ones(2), torch.tensor([0, 0]), **{option: "none"})

@@ -1,0 +1,115 @@
+import math
+
+import pytest
+import torch
+
+from atomrl.atoms import advantages, baselines
+
+IDS = torch.tensor([0, 0, 0, 1])
+
+
+def slow_token_baseline(returns, energy, mask, ids, eps, position, zero_tail):
+    """The definition, one token at a time."""
+    lengths = mask.sum(1).tolist()
+    place = (mask.cumsum(1) - 1) if position == "token" else torch.arange(mask.shape[1]).expand(mask.shape)
+    result = torch.zeros_like(returns)
+    for i, t in mask.nonzero().tolist():
+        group = [j for j in range(len(ids)) if ids[j] == ids[i] and (position == "column" or lengths[j] > 0)]
+        others = [lengths[j] for j in group if j != i]
+        if not others or (zero_tail and lengths[i] > max(others) and place[i, t] >= max(others)):
+            continue
+        cells = [(j, u) for j, u in mask.nonzero().tolist() if j in group and place[j, u] == place[i, t]]
+        total = sum(energy[j, u].item() for j, u in cells)
+        result[i, t] = sum(energy[j, u].item() * returns[j, u].item() for j, u in cells) / (total + eps)
+    return result
+
+
+@pytest.mark.parametrize("position", ["column", "token"])
+@pytest.mark.parametrize("zero_tail", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_optimal_token_baseline_is_its_definition(position, zero_tail, seed):
+    torch.manual_seed(seed)
+    returns, energy = torch.randn(6, 5, dtype=torch.float64), torch.rand(6, 5, dtype=torch.float64)
+    mask, ids = torch.rand(6, 5) < 0.6, torch.tensor([0, 0, 0, 1, 1, 2])
+    mask[1] = False
+    arguments = (returns, energy, mask, ids, 1e-8, position, zero_tail)
+    torch.testing.assert_close(baselines.optimal_token_baseline(*arguments), slow_token_baseline(*arguments))
+
+
+def test_the_score_of_a_token_is_the_gradient_of_its_logprob():
+    logits = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
+    tokens = torch.tensor([1, 0, 6, 3])
+    logprobs = logits.log_softmax(1).gather(1, tokens[:, None])[:, 0]
+    norms = torch.stack([torch.autograd.grad(lp, logits, retain_graph=True)[0].square().sum() for lp in logprobs])
+    squares = logits.softmax(1).square().sum(1)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    ours = baselines.cumulative_score_norm(logprobs[None], squares[None], mask)
+    torch.testing.assert_close(ours[0], norms.cumsum(0))
+    half = torch.full((1, 4), 0.5, dtype=torch.float64)
+    ours = baselines.cumulative_score_norm(logprobs[None], squares[None], mask, half)
+    torch.testing.assert_close(ours[0], norms.cumsum(0) / 4)
+
+
+def test_best_minus_second_by_hand():
+    rewards = torch.tensor([0.2, 0.9, 0.5, 7.0])
+    assert baselines.best_minus_second(rewards, IDS).tolist() == pytest.approx([0, 0.4, 0, 0])
+    assert baselines.best_minus_second(torch.tensor([0.9, 0.9, 0.5, 7.0]), IDS).tolist() == [0, 0, 0, 0]
+
+
+def test_length_weighted_by_hand():
+    rewards, lengths = torch.tensor([1.0, 0.0, 0.0, 5.0]), torch.tensor([2, 1, 1, 3])
+    ours = baselines.length_weighted_baseline(rewards, lengths, IDS)
+    assert ours.tolist() == pytest.approx([0.5, -0.5, -0.5, 0.0])
+    raw = baselines.length_weighted_baseline(rewards, lengths, IDS, group_of_one="raw")
+    assert raw.tolist() == pytest.approx([0.5, -0.5, -0.5, 5.0])
+    same = torch.full((4,), 3, dtype=torch.long)
+    torch.testing.assert_close(
+        baselines.length_weighted_baseline(rewards, same, IDS), advantages.group_mean_baseline(rewards, IDS)
+    )
+    assert baselines.length_weighted_baseline(rewards, same * 0, IDS).tolist() == [0.0] * 4
+
+
+def test_rescaled_by_nonzero_rewards_by_hand():
+    ours = baselines.rescaled_by_nonzero_rewards(torch.ones(4), torch.tensor([1.0, 0, 0, 0]), normaliser=2.0)
+    assert ours.tolist() == [2.0] * 4
+    assert baselines.rescaled_by_nonzero_rewards(torch.zeros(4), torch.zeros(4)).tolist() == [0.0] * 4
+    with pytest.raises(ValueError, match="normaliser"):
+        baselines.rescaled_by_nonzero_rewards(torch.ones(1), torch.ones(1), 0.0)
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e8, -7.3])
+def test_equal_rewards_and_single_completions_give_exactly_zero(value):
+    rewards, ids = torch.tensor([value] * 7 + [2.0]), torch.tensor([0] * 7 + [1])
+    assert baselines.best_minus_second(rewards, ids).tolist() == [0.0] * 8
+    assert baselines.length_weighted_baseline(rewards, torch.arange(8), ids).tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -1e30])
+def test_what_is_off_the_mask_is_harmless(garbage):
+    mask = torch.tensor([[True, False, True], [True, True, False], [False] * 3])
+    ids, numbers = torch.zeros(3, dtype=torch.long), torch.rand(3, 3)
+
+    def credit(dirty):
+        returns, logprobs, squares = (
+            numbers.where(mask, dirty),
+            (-numbers).where(mask, dirty),
+            numbers.where(mask, dirty),
+        )
+        energy = baselines.cumulative_score_norm(logprobs, squares, mask)
+        baseline = baselines.optimal_token_baseline(returns, energy, mask, ids)
+        return baselines.return_minus_baseline(returns, baseline, mask)
+
+    assert torch.equal(credit(garbage), credit(0.0))
+    assert (credit(garbage)[~mask] == 0).all()
+
+
+def test_no_rows():
+    nothing, ids = torch.zeros(0), torch.zeros(0, dtype=torch.long)
+    assert baselines.best_minus_second(nothing, ids).shape == (0,)
+    assert baselines.length_weighted_baseline(nothing, ids, ids).shape == (0,)
+
+
+def test_bad_values_are_refused():
+    numbers, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    with pytest.raises(Exception, match="position"):
+        baselines.optimal_token_baseline(numbers, numbers, mask, torch.tensor([0]), position="row")

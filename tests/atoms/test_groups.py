@@ -1,0 +1,114 @@
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atomrl.atoms import groups
+
+NAN = math.nan
+STATISTICS = [
+    groups.group_mean,
+    groups.group_std,
+    groups.leave_one_out_mean,
+    groups.leave_one_out_std,
+    groups.groups_with_spread,
+    groups.groups_with_mean_inside,
+]
+
+
+@st.composite
+def grouped(draw):
+    size = draw(st.integers(1, 12))
+    rewards = draw(st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, -3.0]), min_size=size, max_size=size))
+    ids = draw(st.lists(st.integers(-2, 2), min_size=size, max_size=size))
+    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(ids)
+
+
+@given(data=grouped())
+@settings(max_examples=100, deadline=None)
+def test_against_a_loop_over_the_members(data):
+    rewards, ids = data
+    for i in range(len(rewards)):
+        members = [j for j in range(len(rewards)) if ids[j] == ids[i]]
+        mine, others = [rewards[j].item() for j in members], [rewards[j].item() for j in members if j != i]
+        assert groups.group_mean(rewards, ids)[i].item() == pytest.approx(statistics.mean(mine))
+        std = statistics.stdev(mine) if len(mine) > 1 else 0.0
+        assert groups.group_std(rewards, ids)[i].item() == pytest.approx(std, abs=1e-12)
+        assert groups.group_std(rewards, ids, unbiased=False)[i].item() == pytest.approx(
+            statistics.pstdev(mine), abs=1e-12
+        )
+        mean = statistics.mean(others) if others else rewards[i].item()
+        assert groups.leave_one_out_mean(rewards, ids)[i].item() == pytest.approx(mean)
+        std = statistics.stdev(others) if len(others) > 1 else 0.0
+        assert groups.leave_one_out_std(rewards, ids)[i].item() == pytest.approx(std, abs=1e-12)
+        assert groups.groups_with_spread(rewards, ids)[i].item() == (len(set(mine)) > 1)
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+@given(data=grouped(), random=st.randoms())
+@settings(max_examples=20, deadline=None)
+def test_the_order_of_rows_does_not_matter(statistic, data, random):
+    rewards, ids = data
+    order = list(range(len(ids)))
+    random.shuffle(order)
+    torch.testing.assert_close(statistic(rewards, ids)[order], statistic(rewards[order], ids[order]))
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, 1e8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rewards_have_exactly_their_mean_and_no_spread(value, dtype):
+    rewards, ids = torch.full((7,), value, dtype=dtype), torch.zeros(7, dtype=torch.long)
+    assert torch.equal(groups.group_mean(rewards, ids), rewards)
+    assert torch.equal(groups.leave_one_out_mean(rewards, ids), rewards)
+    for std in (groups.group_std, groups.leave_one_out_std):
+        assert std(rewards, ids).tolist() == [0.0] * 7
+    assert not groups.groups_with_spread(rewards, ids).any()
+
+
+def test_the_others_may_be_equal_where_one_is_not():
+    rewards, ids = torch.tensor([0.1] * 6 + [0.9]), torch.zeros(7, dtype=torch.long)
+    assert groups.leave_one_out_std(rewards, ids)[-1].item() == 0.0
+    assert groups.leave_one_out_std(rewards, ids)[0].item() > 0.3
+
+
+def test_missing_rewards_are_in_no_statistic():
+    rewards, ids = torch.tensor([1.0, NAN, 0.0, NAN, 4.0, NAN]), torch.tensor([0, 0, 0, 1, 1, 2])
+    assert groups.group_mean(rewards, ids).tolist() == [0.5, 0.5, 0.5, 4.0, 4.0, 0.0]
+    assert groups.group_std(rewards, ids).tolist() == pytest.approx([0.5**0.5] * 3 + [0.0] * 3)
+    assert groups.leave_one_out_mean(rewards, ids)[[0, 2, 4]].tolist() == [0.0, 1.0, 4.0]
+    assert groups.groups_with_spread(rewards, ids).tolist() == [True] * 3 + [False] * 3
+
+
+def test_dynamic_sampling_options():
+    rewards, ids = torch.tensor([0.5, 0.5, 0.5, 0.50001, 0.2]), torch.tensor([0, 0, 1, 1, 2])
+    assert groups.groups_with_spread(rewards, ids).tolist() == [False, False, True, True, False]
+    assert groups.groups_with_spread(rewards, ids, group_of_one="keep").tolist() == [False, False, True, True, True]
+    assert not groups.groups_with_spread(rewards, ids, min_std=0.1).any()
+    assert groups.groups_with_mean_inside(rewards, ids, 0.4, 0.6).tolist() == [True, True, True, True, False]
+    bounds = torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.tensor([0, 0, 1, 1])
+    assert not groups.groups_with_mean_inside(*bounds).any()
+
+
+def test_deviations_about_another_baseline():
+    deviations, ids = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 1])
+    assert groups.group_root_mean_square(deviations, ids).tolist() == pytest.approx([5**0.5, 5**0.5, 3])
+    assert groups.group_root_mean_square(deviations, ids, unbiased=False)[0].item() == pytest.approx(2.5**0.5)
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_no_gradient_and_no_rows(statistic):
+    assert not statistic(torch.ones(2, requires_grad=True), torch.tensor([0, 0])).requires_grad
+    assert statistic(torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0,)
+
+
+def test_bad_values_are_refused():
+    rewards, ids = torch.ones(2), torch.tensor([0, 0])
+    with pytest.raises(ValueError, match="min_std"):
+        groups.groups_with_spread(rewards, ids, min_std=-1.0)
+    with pytest.raises(ValueError, match="below"):
+        groups.groups_with_mean_inside(rewards, ids, 1.0, 0.0)
+    with pytest.raises(Exception, match="group_of_one"):
+        groups.leave_one_out_mean(rewards, ids, group_of_one="own")
