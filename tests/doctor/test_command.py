@@ -85,3 +85,18 @@ def test_in_a_run_it_is_said_once_and_kept(config, capsys):
 def test_a_healthy_run_has_no_file_and_no_line(config, capsys):
     assert log(config, rows(12)) is None
     assert "doctor" not in capsys.readouterr().err
+
+
+def test_a_resumed_run_does_not_say_it_again(config, capsys):
+    sick = rows(12, response_length_clip_ratio=0.3)
+    directory = RunDirectory.create(config)
+    with Recorder(config, directory) as record:
+        for row in sick[:7]:
+            record.log(row["step"], {name: value for name, value in row.items() if name != "step"})
+            if row["step"] == 6:
+                with record.checkpoint(6) as folder:
+                    (folder / "weights").write_text("w")
+    capsys.readouterr()
+    assert [finding["step"] for finding in log(config, sick[6:], resume=True)] == [5]
+    text = capsys.readouterr().err
+    assert "are cut at the limit" not in text and "the doctor found: length_limit (step 5)" in text
