@@ -15,6 +15,7 @@ COMMANDS = {
     "pretrain": "train a model on plain text",
     "eval": "score a model on held-out problems",
     "generate": "complete a prompt",
+    "reward": "try rewards on a file of completions",
     "data": "check a data file, make one from a task, or tokenize text",
     "atoms": "list the atoms, or show one: equation, shapes, paper, example",
     "import": "turn a nanoGPT checkpoint into a model folder",

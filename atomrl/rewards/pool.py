@@ -25,6 +25,7 @@ from atomrl.rewards.errors import RewardError
 TICK_S = 0.05
 LOAD_LIMIT_S = 300.0
 """For importing a reward's module in a worker; no part of a completion's time."""
+MAX_ENDED_LOADING = 4
 MAX_CHUNK = 16
 _COMMAND = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from atomrl.rewards.worker import nursery; "
 _COMMAND += "nursery(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])"
@@ -74,6 +75,7 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._clock = 0.0
         self._seen = 0.0
+        self._ended_loading = 0
         self._finalizer = weakref.finalize(self, _end_all, self._workers, self._nurseries, os.getpid())
 
     @property
@@ -162,7 +164,11 @@ class WorkerPool:
                 answer = _read(worker.connection)
                 if answer is None:
                     self._lost(
-                        worker, queue, found, task, "crash: the worker process ended (os._exit, a signal, memory)"
+                        worker,
+                        queue,
+                        found,
+                        task,
+                        "crash: its process ended (by os._exit, a signal, or for want of memory)",
                     )
                 else:
                     self._take(worker, answer, found, tasks)
@@ -181,6 +187,7 @@ class WorkerPool:
             raise RewardError(f"reward {name!r} cannot be loaded in a worker process: {answer['load_error']}")
         if worker.loading:
             worker.loading = False
+            self._ended_loading = 0
         else:
             found.append((worker.pending.popleft(), Outcome(**answer)))
         if worker.pending:
@@ -191,16 +198,19 @@ class WorkerPool:
     ) -> None:
         """A worker ended or has to: the call under way failed, those behind it are put back."""
         self._kill(worker)
-        if worker.loading:
-            raise RewardError(f"reward {task.scorer.name!r}: importing it in a worker process ends the process")
-        found.append((worker.pending.popleft(), failed(task.size, failure, task.timeout_s)))
+        if worker.loading:  # it ended before it began: killed while idle, or by the module that it imports
+            self._ended_loading += 1
+            if self._ended_loading >= MAX_ENDED_LOADING:
+                raise RewardError(f"reward {task.scorer.name!r}: importing it in a worker process ends the process")
+        else:
+            found.append((worker.pending.popleft(), failed(task.size, failure, task.timeout_s)))
         queue.extendleft(reversed(worker.pending))
         worker.pending.clear()
 
     def _start_worker(self) -> _Worker:
         for fresh in (False, True):
             if fresh or not self._nurseries:
-                self.close()
+                _end_nurseries(self._nurseries)  # its workers are noticed one by one, with what they had to do
                 self._nurseries.append(_start_nursery(self._preload))
             control = self._nurseries[0][1]
             ours, theirs = socket.socketpair()
@@ -273,6 +283,10 @@ def _end_all(
     patience = time.monotonic() + 2.0
     while any(map(_exists, pids)) and time.monotonic() < patience:
         time.sleep(0.002)  # the nursery must see them die, or they stay as zombies where init reaps none
+    _end_nurseries(nurseries)
+
+
+def _end_nurseries(nurseries: list[tuple[subprocess.Popen[bytes], socket.socket]]) -> None:
     while nurseries:
         process, control = nurseries.pop()
         process.kill()

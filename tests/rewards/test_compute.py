@@ -17,24 +17,10 @@ from atomrl.config import RewardConfig, RewardItem
 from atomrl.rewards import compute
 from atomrl.rewards.errors import RewardError
 from atomrl.rewards.table import REWARDS, find_reward
-from atomrl.stages import Completion, RewardBatch, RolloutBatch, Sample
+from atomrl.stages import RewardBatch, RolloutBatch, Sample
+from tests.rewards.batches import rollouts
 
 HERE = "tests.rewards.test_compute."
-
-
-def rollouts(groups: dict[str, list[str]], **samples) -> RolloutBatch:
-    """A batch of {sample id: texts}."""
-    made = [samples.get(name) or Sample(sample_id=name, prompt=f"p-{name}", ground_truth=name) for name in groups]
-    return RolloutBatch(
-        samples=tuple(made),
-        prompt_ids=tuple(f"0:{name}" for name in groups),
-        prompt_token_ids=((1,),) * len(groups),
-        completions=tuple(
-            tuple(Completion(token_ids=(1,), text=text, logprobs=None, finish_reason="stop") for text in texts)
-            for texts in groups.values()
-        ),
-        policy_version=3,
-    )
 
 
 def build(*functions, patience=compute.PATIENCE, **keys):

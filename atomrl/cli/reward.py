@@ -1,0 +1,177 @@
+"""Try rewards on completions that are there already, before any training.
+
+atomrl reward boxed completions.jsonl --out scored.jsonl
+atomrl reward gsm8k,my_rewards.mine runs/NAME/rollouts/step_000010/train.jsonl --out scored.jsonl
+atomrl reward exact_match completions.jsonl --out scored.jsonl format_score=0.1
+
+A line of the file has `prompt`, `completion`, `ground_truth` (where the reward needs one) and any other columns. Each
+comes out with `reward` (the sum), `reward_parts`, and `reward_failures` where a reward gave no usable value. With two
+rewards or more the summary says where they differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atomrl.rewards.compute import Rewards
+    from atomrl.stages import RewardBatch, RolloutBatch
+
+SHOWN = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME[,NAME]", help="built-in rewards, or dotted paths to functions")
+    parser.add_argument("file", metavar="FILE", type=Path, help="JSONL with prompt, completion, ground_truth")
+    parser.add_argument("arguments", nargs="*", metavar="key=value", help="arguments of the reward")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSONL file to write")
+    parser.add_argument("--timeout-s", type=float, default=10.0, help="for one completion (default 10)")
+    parser.add_argument("--workers", type=int, default=2, help="processes (default 2)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from atomrl.cli.eval import check_writable
+    from atomrl.data.files import write_jsonl
+
+    names = arguments.name.split(",")
+    rewards = build(names, arguments)
+    if arguments.out.resolve() == arguments.file.resolve():
+        raise ValueError(f"--out {arguments.out} is the file that is read; name another")
+    rows = read(arguments.file)
+    check_writable(arguments.out)
+    started = time.perf_counter()
+    try:
+        scored = rewards(batch(arguments.file, rows))
+    finally:
+        rewards.close()
+    seconds = time.perf_counter() - started
+    write_jsonl([row for _, row in with_rewards(rows, scored)], arguments.out)
+    print(summary(scored, [place for place, _ in rows], [one for (one,) in rewards.seconds], seconds))
+    print(f"\n{arguments.out}")
+    return 0
+
+
+def build(names: Sequence[str], arguments: argparse.Namespace) -> Rewards:
+    """The rewards of the command line; the arguments are passed to the only one.
+
+    Raises:
+        ValueError: an unknown reward or argument.
+    """
+    from atomrl.config import build_config, parse_overrides
+    from atomrl.rewards.compute import build_rewards
+
+    args = parse_overrides(arguments.arguments)
+    if args and len(names) > 1:
+        raise ValueError("key=value arguments are for a single reward; with several, score one at a time")
+    items = [{"function": name, "args": args, "timeout_s": arguments.timeout_s} for name in names]
+    tree = {"run_name": "reward", "model": {"path": "-"}, "data": {"train": "-"}}
+    config = build_config({**tree, "reward": {"functions": items, "workers": arguments.workers}}, "atomrl reward")
+    return build_rewards(config.reward, patience=None)
+
+
+def read(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(place, row) of every line.
+
+    Raises:
+        DataError: lines that are no row with a prompt and a completion, each with its place.
+    """
+    from atomrl.data.files import read_rows
+    from atomrl.data.problems import DataError, problem_list
+
+    rows, problems = [], []
+    for raw in read_rows(file):
+        problem = raw.problem
+        if raw.row is not None:
+            if not isinstance(raw.row.get("completion"), str):
+                problem = "'completion' must be text"
+            elif not isinstance(raw.row.get("prompt"), (str, list)):
+                problem = "'prompt' must be text or messages"
+        if problem or raw.row is None:
+            problems.append(f"{raw.place}: {problem}")
+        else:
+            rows.append((raw.place, raw.row))
+    if problems:
+        raise DataError(f"{file}: {len(problems)} lines cannot be scored:\n" + problem_list(problems))
+    if not rows:
+        raise DataError(f"{file} holds no row")
+    return rows
+
+
+def batch(file: Path, rows: Sequence[tuple[str, dict[str, Any]]]) -> RolloutBatch:
+    """The rows as a batch of one completion for each prompt."""
+    from atomrl.stages import Completion, RolloutBatch, Sample
+
+    own = ("prompt", "completion", "ground_truth", "data_source", "completion_tokens", "token_ids", "reward",
+           "reward_parts", "reward_failures")  # fmt: skip
+    samples, completions = [], []
+    for place, row in rows:
+        prompt = row["prompt"] if isinstance(row["prompt"], str) else tuple(row["prompt"])
+        columns = {name: value for name, value in row.items() if name not in own}
+        truth, source = row.get("ground_truth"), row.get("data_source", "default")
+        samples.append(Sample(sample_id=place, prompt=prompt, ground_truth=truth, data_source=source, columns=columns))
+        tokens = row.get("token_ids") or [0] * int(row.get("completion_tokens") or 0)  # only their number is used
+        completions.append(
+            (Completion(token_ids=tuple(tokens), text=row["completion"], logprobs=None, finish_reason="stop"),)
+        )
+    return RolloutBatch(
+        samples=tuple(samples),
+        prompt_ids=tuple(place for place, _ in rows),
+        prompt_token_ids=((),) * len(rows),
+        completions=tuple(completions),
+        policy_version=0,
+    )
+
+
+def with_rewards(rows: Sequence[tuple[str, dict[str, Any]]], scored: RewardBatch) -> list[tuple[str, dict[str, Any]]]:
+    """The rows with what they earned."""
+    failures: dict[str, dict[str, str]] = {}
+    for failure in scored.reward_failures:
+        failures.setdefault(failure.prompt_id, {})[failure.reward] = f"{failure.kind}: {failure.message}"
+    found = []
+    for index, (place, row) in enumerate(rows):
+        parts = {name: part[index][0] for name, part in scored.reward_parts.items()}
+        more = {"reward_failures": failures[place]} if place in failures else {}
+        kept = {key: value for key, value in row.items() if key != "reward_failures"}
+        found.append((place, {**kept, "reward": scored.rewards[index][0], "reward_parts": parts, **more}))
+    return found
+
+
+def summary(scored: RewardBatch, places: Sequence[str], row_seconds: Sequence[float], seconds: float) -> str:
+    """Distribution, failures and time; of two rewards, where they differ."""
+    lines = [f"{len(places)} completions in {seconds:.2f} s: {1000 * sum(row_seconds) / len(places):.2f} ms each"]
+    slowest = max(range(len(places)), key=row_seconds.__getitem__)
+    lines[0] += f", the slowest {row_seconds[slowest]:.2f} s ({places[slowest]})"
+    for name, part in scored.reward_parts.items():
+        values = [value for (value,) in part if value is not None]
+        lines += ["", f"{name}: {len(values)} values" + (f", mean {sum(values) / len(values):.4f}" if values else "")]
+        lines += distribution(values)
+        kinds = Counter(failure.kind for failure in scored.reward_failures if failure.reward == name)
+        if kinds:
+            lines.append("  no usable value: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
+        for failure in [item for item in scored.reward_failures if item.reward == name][:SHOWN]:
+            lines.append(f"    {failure.prompt_id}: {failure.kind}: {failure.message}")
+    (first, one), *others = list(scored.reward_parts.items())
+    for name, other in others:
+        differ = [place for place, (a,), (b,) in zip(places, one, other, strict=True) if a != b]
+        shown = f": {', '.join(differ[:SHOWN])}" + (", ..." if len(differ) > SHOWN else "") if differ else ""
+        lines += ["", f"{first} and {name} differ on {len(differ)} of {len(places)}{shown}"]
+    return "\n".join(lines)
+
+
+def distribution(values: Sequence[float]) -> list[str]:
+    """How often each value came; of more than ten different ones, ten ranges of equal width."""
+    counts = Counter(values)
+    if len(counts) > 10:
+        low, high = min(values), max(values)
+        bins = Counter(min(9, int(10 * (value - low) / (high - low))) for value in values)
+        width = (high - low) / 10
+        rows = [(f"{low + width * n:.4g} to {low + width * (n + 1):.4g}", bins[n]) for n in range(10)]
+    else:
+        rows = [(f"{value:.6g}", count) for value, count in sorted(counts.items())]
+    most = max((count for _, count in rows), default=1)
+    return [f"  {label:>20} {count:>7} {'#' * round(30 * count / most)}".rstrip() for label, count in rows]

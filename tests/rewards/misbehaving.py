@@ -1,0 +1,59 @@
+"""Rewards that do what the completion says, to be run in worker processes. Nothing here is slow to import."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+DEEDS = {
+    "raise": lambda: 1 / 0,
+    "hang": lambda: time.sleep(600),
+    "spin": lambda: 3 ** (10**9),  # one C call: no signal handler runs until it is over
+    "exit": lambda: os._exit(3),
+    "sysexit": lambda: sys.exit("no"),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "terminated": lambda: [os.kill(os.getpid(), number) for number in (signal.SIGTERM, signal.SIGINT)] and 1.0,
+    "nan": lambda: float("nan"),
+    "inf": lambda: -float("inf"),
+    "string": lambda: "1.0",
+    "none": lambda: None,
+    "recursion": lambda: DEEDS["recursion"](),
+    "print": lambda: print("from a reward") or 1.0,
+    "torch": lambda: float("torch" in sys.modules),
+    "random": random.random,
+    "pid": lambda: float(os.getpid()),
+    "child": lambda: [subprocess.Popen(["sleep", "600"]), time.sleep(600)],
+}
+
+
+def one(text):
+    return DEEDS[text]() if text in DEEDS else float(text)
+
+
+def obey(prompts, completions, **columns):
+    """Called with all completions of a batch."""
+    return [one(text) for text in completions]
+
+
+def obey_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Called with one completion at a time."""
+    return one(solution_str)
+
+
+def forgets(prompts, completions, **columns):
+    return [1.0] * (len(completions) - 1)
+
+
+class Obedient:
+    def __call__(self, rollout_batch):
+        from dataclasses import fields
+
+        from atomrl.stages import RewardBatch, RolloutBatch
+
+        plain = {item.name: getattr(rollout_batch, item.name) for item in fields(RolloutBatch)}
+        rewards = tuple(tuple(one(item.text) for item in group) for group in rollout_batch.completions)
+        return RewardBatch(**plain, rewards=rewards, reward_parts={})

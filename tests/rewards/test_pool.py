@@ -1,0 +1,243 @@
+"""Rewards that hang, crash and lie, in worker processes; and what becomes of the processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from atomrl.config import RewardConfig
+from atomrl.rewards.compute import build_rewards, failure_counts
+from atomrl.rewards.errors import RewardError
+from atomrl.stages import Sample
+from tests.rewards.batches import rollouts
+
+HERE = "tests.rewards.misbehaving."
+
+
+def build(function, timeout_s=30.0, workers=2, **options):
+    item = {"function": HERE + function, "timeout_s": timeout_s}
+    return build_rewards(RewardConfig(functions=[item], workers=workers), **options)
+
+
+@pytest.fixture(scope="module")
+def by_row():
+    rewards = build("obey_score")
+    yield rewards
+    rewards.close()
+
+
+@pytest.fixture(scope="module")
+def impatient():
+    rewards = build("obey_score", timeout_s=1.0)
+    yield rewards
+    rewards.close()
+
+
+def kinds(result):
+    return {(f.prompt_id.removeprefix("0:"), f.completion_index): f.kind for f in result.reward_failures}
+
+
+def wait_until(condition, seconds=60):
+    patience = time.monotonic() + seconds
+    while not condition() and time.monotonic() < patience:
+        time.sleep(0.02)
+    return condition()
+
+
+def alive(pid):
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+OUTCOMES = {
+    "raise": "error", "sysexit": "error", "recursion": "error", "exit": "crash", "killed": "crash", "nan": "invalid",
+    "inf": "invalid", "string": "invalid", "hang": "timeout", "spin": "timeout", "child": "timeout",
+}  # fmt: skip
+
+
+def test_each_misdeed_has_its_outcome_and_costs_no_other_score(impatient):
+    texts = [text for deed in OUTCOMES for text in (deed, str(len(deed)))] + ["none", "terminated"]
+    result = impatient(rollouts({"a": texts}))
+    expected = [None if text in OUTCOMES or text == "none" else 1.0 if text == "terminated" else float(text)
+                for text in texts]  # fmt: skip
+    assert list(result.rewards[0]) == expected
+    assert kinds(result) == {("a", 2 * n): kind for n, kind in enumerate(OUTCOMES.values())}
+    counts = failure_counts(result)
+    assert {name.rpartition("/")[2]: count for name, count in counts.items()} == {
+        "timeouts": 3, "errors": 3, "crashes": 2, "invalid": 3
+    }  # fmt: skip
+    assert impatient(rollouts({"a": ["1", "2", "3"]})).rewards == ((1.0, 2.0, 3.0),)
+
+
+@pytest.mark.parametrize("function", ["obey", "Obedient"])
+def test_a_call_with_the_whole_batch_that_fails_is_done_again_one_by_one(function):
+    rewards = build(function, timeout_s=2.0)
+    try:
+        result = rewards(rollouts({"a": ["1", "raise", "2"], "b": ["3"]}))
+        assert result.rewards == ((1.0, None, 2.0), (3.0,)) and kinds(result) == {("a", 1): "error"}
+        result = rewards(rollouts({"a": ["1", "exit", "2"], "b": ["nan"]}))
+        assert result.rewards == ((1.0, None, 2.0), (None,)) and kinds(result) == {
+            ("a", 1): "crash",
+            ("b", 0): "invalid",
+        }
+        result = rewards(rollouts({"a": ["1", "hang"], "b": ["3"]}))
+        assert result.rewards == ((1.0, None), (3.0,)) and kinds(result) == {("a", 1): "timeout"}
+    finally:
+        rewards.close()
+
+
+def test_a_wrong_number_of_values_is_no_value_for_any():
+    rewards = build("forgets", patience=None)
+    result = rewards(rollouts({"a": ["1", "2"]}))
+    rewards.close()
+    assert result.rewards == ((None, None),) and set(kinds(result).values()) == {"invalid"}
+    assert "returned 1 values for 2 completions" in result.reward_failures[0].message
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32), sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6))
+def test_permutations_drops_and_failures_never_give_a_completion_anothers_reward(by_row, seed, sizes):
+    rng = random.Random(seed)
+    bad = ["raise", "nan", "string", "sysexit", "none"] + ["exit"] * (seed % 10 == 0)
+    groups = {
+        f"{p}": [rng.choice(bad) if rng.random() < 0.3 else f"{p}.{g}1" for g in rng.sample(range(5), size)]
+        for p, size in rng.sample(list(enumerate(sizes)), len(sizes))
+    }
+    by_row.patience = None
+    result = by_row(rollouts(groups))
+    expected = tuple(tuple(None if text in bad else float(text) for text in texts) for texts in groups.values())
+    assert result.rewards == expected
+    failed = {(p, g) for p, texts in groups.items() for g, text in enumerate(texts) if text in bad and text != "none"}
+    assert set(kinds(result)) == failed
+
+
+def test_a_reward_that_never_works_stops_early():
+    for deed, kind in (("hang", "timeout"), ("exit", "crash")):
+        rewards = build("obey_score", timeout_s=0.3)
+        with pytest.raises(RewardError, match=f"the first 16 calls all hung or ended their process.*{kind}: "):
+            rewards(rollouts({f"p{n}": [deed] * 8 for n in range(16)}))
+        assert rewards(rollouts({"a": ["1"]})).rewards == ((1.0,),), "and leaves the pool whole"
+        rewards.close()
+
+
+def test_random_rewards_depend_on_the_completion_alone():
+    batch = rollouts({f"p{n}": ["random"] * 3 for n in range(10)})
+    results = []
+    for workers in (1, 3):
+        rewards = build("obey_score", workers=workers)
+        results += [rewards(batch).rewards, rewards(batch).rewards]
+        rewards.close()
+    assert all(result == results[0] for result in results)
+    assert len({value for group in results[0] for value in group}) == 30
+
+
+def test_workers_are_light_and_write_to_stderr_only(capfd):
+    rewards = build("obey_score")
+    assert rewards(rollouts({"a": ["torch", "print"] * 8})).rewards == ((0.0, 1.0) * 8,)
+    rewards.close()
+    captured = capfd.readouterr()
+    assert captured.out == "" and "from a reward" in captured.err
+
+
+def test_idle_workers_and_the_nursery_are_replaced_when_they_die(by_row):
+    by_row(rollouts({"a": ["pid"] * 40}))
+    for pid in by_row.pool.pids:
+        os.kill(pid, signal.SIGKILL)
+    assert by_row(rollouts({"a": ["2"] * 40})).rewards == ((2.0,) * 40,)
+    nursery, _ = by_row.pool._nurseries[0]
+    nursery.kill()
+    nursery.wait()
+    assert by_row(rollouts({"a": ["3"] * 40})).rewards == ((3.0,) * 40,)
+
+
+def test_several_threads_may_score(by_row):
+    found = {}
+
+    def score(n):
+        found[n] = by_row(rollouts({"a": [f"{n}.{k}" for k in range(30)]})).rewards[0]
+
+    threads = [threading.Thread(target=score, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {n: tuple(float(f"{n}.{k}") for k in range(30)) for n in range(4)}
+
+
+def test_columns_that_cannot_be_sent_and_modules_that_a_worker_cannot_import(by_row, tmp_path, monkeypatch):
+    sample = Sample(sample_id="a", prompt="p", ground_truth="", columns={"lock": threading.Lock()})
+    with pytest.raises(
+        RewardError, match=r"'tests.rewards.misbehaving.obey_score': the columns cannot be sent to a wor"
+    ):
+        by_row(rollouts({"a": ["1"]}, a=sample))
+    module = tmp_path / "only_once.py"
+    module.write_text("def f(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    rewards = build_rewards(RewardConfig(functions=[{"function": "only_once.f"}]))
+    module.write_text("raise RuntimeError('not twice')\n")
+    with pytest.raises(RewardError, match=r"'only_once.f' cannot be loaded in a worker process: .*not twice"):
+        rewards(rollouts({"a": ["1"]}))
+    rewards.close()
+    module.write_text("import os; os._exit(1)\n")
+    with pytest.raises(RewardError, match="importing it in a worker process ends the process"):
+        rewards(rollouts({"a": ["1"]}))
+    rewards.close()
+
+
+def test_closing_leaves_no_process(impatient):
+    impatient(rollouts({"a": ["child", "1"]}))
+    impatient(rollouts({"a": ["pid"] * 40}))
+    pids = [*impatient.pool.pids, impatient.pool._nurseries[0][0].pid]
+    assert len(pids) == 3 and all(map(alive, pids))
+    impatient.close()
+    assert not any(map(alive, pids)) and impatient.pool.pids == []
+
+
+SCRIPT = """
+import sys, threading, time
+from atomrl.config import RewardConfig
+from atomrl.rewards.compute import build_rewards
+from tests.rewards.batches import rollouts
+item = {"function": "tests.rewards.misbehaving.obey_score", "timeout_s": 500}
+rewards = build_rewards(RewardConfig(functions=[item]))
+rewards(rollouts({"a": ["1"] * 40}))
+print(rewards.pool._nurseries[0][0].pid, *rewards.pool.pids, flush=True)
+if sys.argv[1] == "busy":
+    rewards(rollouts({"a": ["hang", "spin"]}))
+elif sys.argv[1] == "raise":
+    raise RuntimeError
+elif sys.argv[1] == "wait":
+    time.sleep(500)
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "number"),
+    [("busy", signal.SIGKILL), ("busy", signal.SIGTERM), ("busy", signal.SIGINT), ("wait", signal.SIGKILL),
+     ("raise", None), ("end", None)],
+)  # fmt: skip
+def test_no_worker_outlives_the_process(state, number):
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, state], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=root
+    )
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) == 3
+    if number:
+        time.sleep(0.5)
+        process.send_signal(number)
+    process.wait(timeout=120)
+    process.stdout.close()
+    assert wait_until(lambda: not any(map(alive, pids)))
