@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from atomrl.atoms._options import _check_option
 from atomrl.atoms.masks import row_mean, row_sum
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
@@ -60,15 +61,14 @@ def f_divergence_score(
         >>> f_divergence_score(torch.tensor([0.0]), "forward_kl")
         tensor([0.])
     """
+    _check_option("divergence", divergence, Divergence)
     if divergence == "reverse_kl" or (divergence == "alpha_divergence" and alpha == 1):
         return log_ratio
     if divergence == "forward_kl":
         return -(-log_ratio).expm1()
     if divergence == "js_divergence":
         return math.log(2) + F.logsigmoid(log_ratio)
-    if divergence == "alpha_divergence":
-        return ((alpha - 1) * log_ratio).clamp(max=80.0).expm1() / (alpha - 1)
-    raise ValueError(f"divergence={divergence!r} is not one of {Divergence.__args__}")
+    return ((alpha - 1) * log_ratio).clamp(max=80.0).expm1() / (alpha - 1)
 
 
 def length_normalised(scores: Float[Tensor, " P"], lengths: Int[Tensor, " P"]) -> Float[Tensor, " P"]:

@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from atomrl.atoms._options import _check_option
+
 EmptyRows = Literal["drop", "count"]
 
 
@@ -79,6 +81,9 @@ def sequence_mean(
     Returns:
         Weights that sum to 1 (to 0 for an empty mask) where empty rows are dropped.
 
+    Raises:
+        ValueError: `empty_rows` is neither.
+
     Example:
         >>> sequence_mean(torch.tensor([[True, True, True, True], [True, False, False, False]]))
         tensor([[0.1250, 0.1250, 0.1250, 0.1250],
@@ -116,7 +121,7 @@ def constant_length(
         Weights that sum to the mean length divided by L.
 
     Raises:
-        ValueError: length is not positive.
+        ValueError: length is not positive, or `empty_rows` is neither.
 
     Example:
         >>> constant_length(torch.tensor([[True, True], [True, False]]), length=4)
@@ -200,6 +205,7 @@ def weighted_sum(
 
 
 def _rows(mask: Tensor, empty_rows: EmptyRows, total_rows: float | None) -> Tensor | float:
+    _check_option("empty_rows", empty_rows, EmptyRows)
     if total_rows is not None:
         return total_rows
     return max(1.0, float(len(mask))) if empty_rows == "count" else mask.any(1).sum().clamp(min=1)

@@ -12,6 +12,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from atomrl.atoms._options import _check_option
+
+ZeroAdvantage = Literal["keep", "as_negative"]
+
 
 def probability_change(
     logprobs: Float[Tensor, "B T"], old_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
@@ -70,7 +74,7 @@ def trust_region_tokens(
     advantages: Float[Tensor, "B T"] | None = None,
     low: float = 0.2,
     high: float = 0.2,
-    zero_advantage: Literal["keep", "as_negative"] = "keep",
+    zero_advantage: ZeroAdvantage = "keep",
 ) -> Bool[Tensor, "B T"]:
     """Which tokens may still move: near the old policy, or on their way back to it.
 
@@ -90,11 +94,15 @@ def trust_region_tokens(
     Returns:
         True where the token is kept.
 
+    Raises:
+        ValueError: `zero_advantage` is neither.
+
     Example:
         >>> change, advantages = torch.tensor([[0.3, 0.3, -0.3]]), torch.tensor([[1.0, -1.0, -1.0]])
         >>> trust_region_tokens(change, change.abs(), advantages)
         tensor([[False,  True, False]])
     """
+    _check_option("zero_advantage", zero_advantage, ZeroAdvantage)
     up = (change > 0) & (divergence > high)
     down = (change < 0) & (divergence > low)
     if advantages is None:

@@ -9,6 +9,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from atomrl.atoms._options import _check_option
+
+ErrorKind = Literal["squared", "huber"]
+
 
 def clipped_value_loss(
     values: Float[Tensor, "B T"],
@@ -16,7 +20,7 @@ def clipped_value_loss(
     returns: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
     clip: float | None = 0.2,
-    kind: Literal["squared", "huber"] = "squared",
+    kind: ErrorKind = "squared",
     huber_delta: float = 10.0,
 ) -> Float[Tensor, "B T"]:
     """Half the squared error of the values, with the worse of the prediction and one that moved at most `clip`.
@@ -39,11 +43,15 @@ def clipped_value_loss(
     Returns:
         Loss per token, 0 off the mask. It includes the factor 1/2.
 
+    Raises:
+        ValueError: `kind` is neither.
+
     Example:
         >>> old, mask = torch.zeros(1, 1), torch.tensor([[True]])
         >>> clipped_value_loss(torch.tensor([[0.5]]), old, torch.tensor([[1.0]]), mask)
         tensor([[0.3200]])
     """
+    _check_option("kind", kind, ErrorKind)
     plain = _value_error(values, returns, mask, kind, huber_delta)
     if clip is None:
         return plain

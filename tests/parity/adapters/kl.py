@@ -25,7 +25,7 @@ def estimate(name: str, log_probs: Tensor, ref: Tensor, mask: Tensor | None = No
 
 
 def result(values: Tensor) -> Values:
-    return {"kl": values, "objective": masks.masked_sum(values, every(values))}
+    return {"kl": values, "objective": lambda: masks.masked_sum(values, every(values))}
 
 
 def clamps(name: str) -> dict[str, float]:
@@ -55,7 +55,7 @@ def openrlhf(inputs: Values, params: Values) -> Values:
 def areal(inputs: Values, params: Values) -> Values:
     clamp = 10.0 if params["apply_clamp"] else None
     log_probs, ref = inputs["log_probs"], inputs["ref_log_probs"]
-    return result(estimate(params["kl_estimator"], log_probs, ref, output_clamp=clamp))
+    return {"kl": estimate(params["kl_estimator"], log_probs, ref, output_clamp=clamp)}
 
 
 def slime(inputs: Values, params: Values) -> Values:
@@ -72,9 +72,9 @@ def roll(inputs: Values, params: Values) -> Values:
     if name == "full":
         every_id = torch.arange(inputs["logits"].shape[-1]).expand(inputs["logits"].shape)
         whole = [distillation.logprobs_at(inputs[key], every_id) for key in ("logits", "ref_logits")]
-        return result(kl.distribution_kl(*whole))
+        return {"kl": kl.distribution_kl(*whole)}
     clamp = 10.0 if name == "k3" else None
-    return result(estimate(name, inputs["log_probs"], inputs["ref_log_probs"], output_clamp=clamp))
+    return {"kl": estimate(name, inputs["log_probs"], inputs["ref_log_probs"], output_clamp=clamp)}
 
 
 def nemo_rl(inputs: Values, params: Values) -> Values:

@@ -48,18 +48,7 @@ def ratio_of(inputs: Values, level: str) -> Tensor:
 def per_token(inputs: Values, params: Values) -> tuple[Tensor, Values]:
     """The loss per token and the metrics."""
     kind, mask, log_probs = params["loss_type"], inputs["mask"], inputs["log_probs"]
-    ratio = ratio_of(inputs, params["importance_sampling_level"])
-    advantages = inputs["advantages"][:, None].expand(ratio.shape)
     spread = rows(inputs["advantages"], mask)
-    low, high = float(params["epsilon_low"]), float(params["epsilon_high"])
-    if kind == "cispo":
-        # `epsilon_high` is the cap itself and may be below 1, which is no CISPO clip range.
-        cut = policy_losses.out_of_bounds(ratio, -math.inf, high) & (advantages > 0)
-        weights = corrections.truncated_weights(ratio, high)
-        loss = policy_losses.reinforce_loss(log_probs, spread, mask, weights)
-        return loss, {"cispo_clip_ratio": fraction(cut, mask)}
-    if kind == "sapo":
-        return policy_losses.sapo_loss(ratio, advantages, float(params["tau_pos"]), float(params["tau_neg"])), {}
     if kind == "vespo":
         phi = sequence_losses.vespo_weights(
             ratios.token_log_ratio(log_probs, inputs["old_log_probs"], mask),
@@ -70,6 +59,17 @@ def per_token(inputs: Values, params: Values) -> tuple[Tensor, Values]:
         )
         loss = policy_losses.reinforce_loss(log_probs, spread, mask, rows(phi, mask))
         return loss, {"vespo/phi_seq_mean": phi.mean()}
+    ratio = ratio_of(inputs, params["importance_sampling_level"])
+    advantages = inputs["advantages"][:, None].expand(ratio.shape)
+    low, high = float(params["epsilon_low"]), float(params["epsilon_high"])
+    if kind == "cispo":
+        # `epsilon_high` is the cap itself and may be below 1, which is no CISPO clip range.
+        cut = policy_losses.out_of_bounds(ratio, -math.inf, high) & (advantages > 0)
+        weights = corrections.truncated_weights(ratio, high)
+        loss = policy_losses.reinforce_loss(log_probs, spread, mask, weights)
+        return loss, {"cispo_clip_ratio": fraction(cut, mask)}
+    if kind == "sapo":
+        return policy_losses.sapo_loss(ratio, advantages, float(params["tau_pos"]), float(params["tau_neg"])), {}
     delta = None if params.get("delta") is None else float(params["delta"])
     loss = policy_losses.clipped_policy_loss(ratio, advantages, low, high, ratio_cap=delta)
     capped = ratio if delta is None else corrections.truncated_weights(ratio, delta)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from atomrl.atoms import (
     corrections,
-    diagnostics,
     kl,
     masks,
     policy_losses,
@@ -175,8 +174,6 @@ def bypass_mode(inputs: Values, params: Values) -> Values:
         keep, _ = verl_rejection(train, rollout, mask, params["rollout_rs"], params["rollout_rs_threshold"])
         kept["mask"] = mask & keep
         metrics["rollout_rs_masked_fraction"] = fraction(~keep, mask)
-        dropped = diagnostics.dropped_rows(keep, mask)
-        metrics["rollout_rs_seq_masked_fraction"] = fraction(dropped, every(dropped))
     if params["loss_type"] == "ppo_clip":
         ours = vanilla(kept, params)
         return {"loss": ours["loss"], "metrics": metrics | ours["metrics"]}
