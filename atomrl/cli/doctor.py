@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 FOUND = 1
 EXTRAS = {
@@ -46,12 +47,24 @@ def examine_run(folder: Path) -> int:
     rows = read_metrics(path) if path.is_file() else []
     if not rows:
         raise ConfigError(f"no metrics in {folder} (looked for {path.name}); is it the folder of a run?")
+    for number, row in enumerate(rows, start=1):
+        if not is_row(row):
+            raise ConfigError(
+                f"{path}, row {number}, is none of a run's: it needs a step and numbers, not {str(row)[:80]}"
+            )
     findings = diagnose(rows)
     for finding in findings:
         print(finding)
     if not findings:
         print(f"{folder}: {rows[-1]['step']} steps, and nothing is wrong that the doctor knows of")
     return FOUND if findings else 0
+
+
+def is_row(row: Any) -> bool:
+    """Whether this is a step with metrics by name, each a number or null."""
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return False
+    return all(value is None or isinstance(value, int | float) for value in row.values())
 
 
 def examine_machine() -> int:

@@ -191,8 +191,11 @@ PART_STEPS = 10
 
 
 def dead_reward_part(rows: Rows) -> Verdict:
-    """One of several reward functions has given 0 to everything for long, which the total hides."""
-    parts = [name for name in rows[-1] if name.startswith("reward/") and name.endswith("/mean")]
+    """One of several reward functions has given 0 to everything for long, which the total hides. (Of a function with
+    "penalty" in its name, 0 is the best value.)"""
+    parts = [
+        name for name in rows[-1] if name.startswith("reward/") and name.endswith("/mean") and "penalty" not in name
+    ]
     if len(parts) < 2:
         return None
     dead = [

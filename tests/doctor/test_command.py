@@ -35,6 +35,13 @@ def test_what_is_no_run_is_a_mistake(tmp_path, capsys):
     assert capsys.readouterr().err.count("is it the folder of a run?") == 2
 
 
+@pytest.mark.parametrize("row", ["[1]", '{"loss": 1.0}', '{"step": 1, "actor/entropy": "high"}'])
+def test_rows_of_something_else_are_a_mistake(row, tmp_path, capsys):
+    folder = write_metrics(tmp_path / "r", rows(3), torn=row + "\n")
+    assert main(["doctor", folder]) == 2
+    assert "metrics.jsonl, row 4, is none of a run's" in capsys.readouterr().err
+
+
 def test_this_machine(capsys, monkeypatch):
     for name in ("HF_TOKEN", "WANDB_API_KEY", "MY_PASSWORD"):
         monkeypatch.setenv(name, "s3cr3t-marker")

@@ -43,6 +43,7 @@ NAMES = {name.replace("/", "_").replace("@", "_"): name for name in HEALTHY} | {
     "correlation": "reward/length_correlation",
     "equally": "reward/length_correlation_equally_correct",
     "skipped": "actor/skipped_updates", "bonus": "reward/bonus/mean",
+    "penalty": "reward/length_penalty/mean",
 }  # fmt: skip
 
 
@@ -94,6 +95,7 @@ NEARLY = {
     "one step of equal rewards": {"critic_score_max": lambda step: 0.0 if step == 9 else 1.0},
     "noise": {"critic_score_mean": lambda step: 0.4 + 0.05 * (step * 7 % 5), "actor_grad_norm":
               lambda step: 0.1 + 0.3 * (step % 3)},
+    "a penalty that nobody earns": {"penalty": 0.0},
     "format first, accuracy later": {"reward_strict_math_mean": lambda step: 0.0 if step < 9 else 0.1, "bonus": 0.3},
 }  # fmt: skip
 
