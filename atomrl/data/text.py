@@ -7,7 +7,7 @@ from pathlib import Path
 
 from atomrl.data.problems import DataError
 
-CHUNK_CHARACTERS = 2**18
+CHUNK_CHARACTERS = 2**16
 
 
 def text_chunks(path: str | Path, characters: int = CHUNK_CHARACTERS) -> Iterator[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from atomrl.config import ConfigError, merge_trees, nest
 
@@ -59,7 +60,7 @@ class GRPOArgs(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
 
-    output_dir: str | None = None
+    output_dir: Annotated[str | None, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)] = None
     """The folder of the run. None: `runs/grpo`, or `runs/grpo-2`, ... where that exists."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, ...; `auto` is a GPU where there is one."""

@@ -67,6 +67,10 @@ def test_what_each_argument_becomes():
     assert config.algorithm.axes == {"clip": {"low": 0.1, "high": 0.1}, "kl": {"coefficient": 0.5}}
 
 
+def test_a_path_is_a_folders_name(tmp_path):
+    assert GRPOArgs(output_dir=tmp_path).output_dir == str(tmp_path)
+
+
 def test_messages_name_arguments_in_place_of_keys():
     for name, key in TABLE.items():
         assert name_arguments(f"{key}=3 is wrong") == f"{name}=3 is wrong"
