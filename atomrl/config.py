@@ -171,8 +171,8 @@ class TrainConfig(Section):
     """Passes over the rows of a step."""
     rows_per_update: int | None = Field(None, ge=1)
     """Completions in one optimizer step; None takes all rows of the step."""
-    tokens_per_micro_batch: int = Field(8192, ge=1)
-    """Padded tokens in one forward pass; changes speed and memory, never the gradient."""
+    tokens_per_micro_batch: int | None = Field(None, ge=1)
+    """Padded tokens in one forward pass; changes speed and memory, never the gradient. None: `micro_batch_tokens`."""
     rows_per_micro_batch: int | None = Field(None, ge=1)
     """A further limit on a forward pass, in rows."""
     max_row_tokens: int | None = Field(None, ge=2)
@@ -189,6 +189,10 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     report_entropy: bool = True
     """Log `actor/entropy` (costs one more reduction over the vocabulary)."""
+
+    def micro_batch_tokens(self, device_type: str) -> int:
+        """`tokens_per_micro_batch`, or by device: 3072 on a CPU (docs/benchmarks/training.md), 8192 elsewhere."""
+        return self.tokens_per_micro_batch or (3072 if device_type == "cpu" else 8192)
 
 
 class EvalConfig(Section):

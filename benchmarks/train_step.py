@@ -2,9 +2,12 @@
 
     python benchmarks/train_step.py --size small --dtype bfloat16 [--compile]
 
-Every contestant gets the same weights, rows, loss record, clipping and fused AdamW on float32 weights, and its own
-best micro-batch of `--rows`. Hugging Face's model computes logits of the completion alone and log-probs by
-`F.cross_entropy` on them; in bfloat16 it runs on a bfloat16 copy of the weights, which is faster than autocast.
+The rows are GRPO's: groups of 8 completions that share their prompt, and, for comparison, rows that share nothing.
+AtomRL computes a shared prompt once, and no token whose state no loss needs; Hugging Face's model computes each row
+whole, as the trainers around it do. Every contestant gets the same weights, rows, loss record, clipping and fused
+AdamW on float32 weights, and its own best micro-batch of `--rows`. Hugging Face's model computes logits of the
+completion alone and log-probs by `F.cross_entropy` on them; in bfloat16 it runs on a bfloat16 copy of the weights,
+which is faster than autocast.
 Contestants take turns in one run, and the median of each is shown. Compilation is timed apart. Gradients are compared
 with those of Hugging Face's eager attention in float32.
 """
@@ -151,12 +154,16 @@ def matmul_rate(dtype: torch.dtype, size: int = 2048) -> float:
     return 2 * size**3 / min(seconds(lambda: a @ b) for _ in range(5))
 
 
-def step_flops(config: Qwen2Config, rows: int) -> float:
-    """Of the matrix products of one step: three times the forward's, causal attention counted whole as it is done."""
+def step_flops(config: Qwen2Config, rows: int, computed: float) -> float:
+    """Of the matrix products of one step: three times the forward's, causal attention counted whole as it is done.
+
+    Args:
+        computed: tokens of a row that go through the layers, on average.
+    """
     length, hidden = PROMPT_TOKENS + COMPLETION_TOKENS, config.hidden_size
     kv = config.num_key_value_heads * hidden // config.num_attention_heads
     layer = 2 * hidden * (2 * hidden + 2 * kv + 3 * config.intermediate_size) + 4 * length * hidden
-    return 3 * rows * (length * config.num_hidden_layers * layer + COMPLETION_TOKENS * 2 * hidden * config.vocab_size)
+    return 3 * rows * (computed * config.num_hidden_layers * layer + COMPLETION_TOKENS * 2 * hidden * config.vocab_size)
 
 
 def gradient_error(gradients: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> tuple[float, float]:
@@ -167,7 +174,8 @@ def gradient_error(gradients: dict[str, torch.Tensor], exact: dict[str, torch.Te
     return whole, max(errors[name] / norms[name] for name in exact)
 
 
-def run(arguments: argparse.Namespace, folder: str) -> None:
+def make_model(arguments: argparse.Namespace, folder: str) -> tuple[Qwen2Config, int]:
+    """Save the model; its config and the rows of a step."""
     shape, rows = SIZES[arguments.size]
     rows = arguments.batch_rows or rows
     config = Qwen2Config(
@@ -177,8 +185,12 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     print(f"{model.num_parameters() / 1e6:.1f}M parameters, {rows} rows x 168 tokens, {arguments.dtype}", flush=True)
     model.save_pretrained(folder)
-    del model
-    batch, dtype = make_batch(rows, config.vocab_size), getattr(torch, arguments.dtype)
+    return config, rows
+
+
+def run(arguments: argparse.Namespace, folder: str, config: Qwen2Config, rows: int, group: int) -> None:
+    """Measure and print, with rows in groups of `group` that share their prompt."""
+    batch, dtype = make_batch(rows, config.vocab_size, group), getattr(torch, arguments.dtype)
     makers: dict[str, Callable[[int], Ours | HuggingFace]] = {
         "hf eager": lambda r: HuggingFace(folder, "eager", dtype, r),
         "hf sdpa": lambda r: HuggingFace(folder, "sdpa", dtype, r),
@@ -204,14 +216,19 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     for _ in range(arguments.rounds):
         for name, contestant in contestants.items():
             times[name].append(seconds(lambda c=contestant: c.step(batch)))
-    report(times, first, errors, chosen, dtype, step_flops(config, rows))
+    whole = PROMPT_TOKENS + COMPLETION_TOKENS
+    ours = PROMPT_TOKENS / group + COMPLETION_TOKENS - 1
+    flops = {name: step_flops(config, rows, whole if name.startswith("hf") else ours) for name in makers}
+    print(f"\ngroups of {group}" + (" (nothing is shared)" if group == 1 else f": {ours:.0f} tokens a row in atomrl"))
+    report(times, first, errors, chosen, dtype, flops)
 
 
-def report(times: dict, first: dict, errors: dict, chosen: dict, dtype: torch.dtype, flops: float) -> None:
+def report(times: dict, first: dict, errors: dict, chosen: dict, dtype: torch.dtype, flops: dict[str, float]) -> None:
     rate = matmul_rate(compute_dtype(str(dtype).removeprefix("torch.")))
     medians = {name: statistics.median(values) for name, values in times.items()}
     fastest_hf = min(medians["hf eager"], medians["hf sdpa"])
-    print(f"matrix products: {rate / 1e9:.0f} GFLOP/s; of a step: {flops / 1e9:.0f} GFLOP")
+    print(f"matrix products: {rate / 1e9:.0f} GFLOP/s; of a step, GFLOP: ", end="")
+    print(", ".join(f"{name} {flops[name] / 1e9:.0f}" for name in ("hf eager", "atomrl")))
     if dtype == torch.bfloat16 and not has_bfloat16("cpu"):
         print("this CPU has no bfloat16 instructions: atomrl answers dtype=bfloat16 by computing in float32")
     print(
@@ -221,7 +238,7 @@ def report(times: dict, first: dict, errors: dict, chosen: dict, dtype: torch.dt
         whole, worst = errors[name]
         print(
             f"{name:17}{median:9.3f}{min(times[name]):8.3f}{first[name]:9.2f}{chosen[name]:6d}"
-            f"{fastest_hf / median:6.2f}x{flops / median / rate:9.0%}  {whole:.1e}, {worst:.1e}"
+            f"{fastest_hf / median:6.2f}x{flops[name] / median / rate:9.0%}  {whole:.1e}, {worst:.1e}"
         )
 
 
@@ -232,11 +249,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 32, 64], help="micro-batches to choose from")
     parser.add_argument("--batch-rows", type=int, help="rows of the step, where the size's own would take too long")
+    parser.add_argument("--groups", type=int, nargs="+", default=[8, 1], help="completions that share a prompt")
     parser.add_argument("--compile", action="store_true", help="also show the compiled layer")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
-        run(arguments, folder)
+        config, rows = make_model(arguments, folder)
+        for group in arguments.groups:
+            run(arguments, folder, config, rows, group)
 
 
 if __name__ == "__main__":

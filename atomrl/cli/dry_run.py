@@ -86,20 +86,24 @@ def batch_arithmetic(config: RunConfig, problems: int | None = None) -> list[str
 
     Example:
         >>> from atomrl.config import build_config
-        >>> tree = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "d"}}
+        >>> tree = {"run_name": "r", "model": {"path": "m", "device": "cpu"}, "data": {"train": "d"}}
         >>> tree |= {"rollout": {"prompts_per_step": 4}, "train": {"rows_per_update": 16, "epochs_per_step": 2}}
         >>> print(*batch_arithmetic(build_config(tree), problems=100), sep="\\n")
         a step: 4 prompts x 8 completions = 32 rows, each of at most 768 tokens
         optimizer steps in a step: 32 rows / 16 rows_per_update x 2 epochs = 4
-        forward passes in an optimizer step: at most 2, of at most 10 rows (8192 tokens)
+        forward passes in an optimizer step: at most 4, of at most 4 rows (3072 tokens)
         the run: 100 steps x 4 prompts = 400 prompts = 4.00 passes over 100 problems; 400 optimizer steps
     """
+    from atomrl.assembly import device_name
+
     rollout, train = config.rollout, config.train
     rows = rollout.prompts_per_step * rollout.completions_per_prompt
     update_rows = train.rows_per_update or rows
     updates = rows // update_rows * train.epochs_per_step
     row_tokens = longest_row(config)
-    fitting = max(1, train.tokens_per_micro_batch // row_tokens)
+    device = config.model.device
+    tokens = train.micro_batch_tokens(device_name() if device == "auto" else device.partition(":")[0])
+    fitting = max(1, tokens // row_tokens)
     micro_rows = min(update_rows, fitting, train.rows_per_micro_batch or update_rows)
     prompts = train.steps * rollout.prompts_per_step
     passes = f" = {prompts / problems:.2f} passes over {problems} problems" if problems else ""
@@ -109,7 +113,7 @@ def batch_arithmetic(config: RunConfig, problems: int | None = None) -> list[str
         f"optimizer steps in a step: {rows} rows / {update_rows} rows_per_update x {train.epochs_per_step} epochs "
         f"= {updates}",
         f"forward passes in an optimizer step: at most {math.ceil(update_rows / micro_rows)}, "
-        f"of at most {micro_rows} rows ({train.tokens_per_micro_batch} tokens)",
+        f"of at most {micro_rows} rows ({tokens} tokens)",
         f"the run: {train.steps} steps x {rollout.prompts_per_step} prompts = {prompts} prompts{passes}; "
         f"{train.steps * updates} optimizer steps",
     ]

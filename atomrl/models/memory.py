@@ -71,7 +71,7 @@ def memory_estimate(config: RunConfig, *, needs_reference: bool = False) -> dict
     trained = adapter_parameters(shape, model.lora.rank) if model.lora else total
     row_tokens = config.data.max_prompt_tokens + rollout.max_completion_tokens
     row_tokens = min(row_tokens, train.max_row_tokens or row_tokens)
-    tokens = max(train.tokens_per_micro_batch, row_tokens)
+    tokens = max(train.micro_batch_tokens(device), row_tokens)
     if train.rows_per_micro_batch:
         tokens = min(tokens, train.rows_per_micro_batch * row_tokens)
     layer, checkpoint = activation_bytes_per_token(shape, row_tokens, compute, device == "cpu")

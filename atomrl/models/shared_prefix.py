@@ -110,11 +110,15 @@ def states_before(model: Any, tokens: Tensor, wanted: Tensor, prompt_lengths: Te
     """
     wanted = wanted.clone()
     wanted[:, 0] = False
-    plain = not isinstance(model, gpt.GPT) or model.compiled or tokens.device.type != "cpu" or not wanted.any()
-    if plain:
+    if not shares_prompts(model) or not wanted.any():
         hidden = model.forward_hidden(tokens).flatten(0, 1)
         return hidden.index_select(0, wanted.flatten().nonzero()[:, 0] - 1)
     return _forward(model, tokens, make_stream(tokens, wanted, prompt_lengths))
+
+
+def shares_prompts(model: Any) -> bool:
+    """Whether `states_before` shares the prompts of this model's rows."""
+    return isinstance(model, gpt.GPT) and not model.compiled and model.head_weight.device.type == "cpu"
 
 
 def make_stream(tokens: Tensor, wanted: Tensor, prompt_lengths: Tensor) -> Stream:

@@ -26,10 +26,10 @@ from atomrl.models.loading import (
     save_model,
 )
 from atomrl.models.lora import adapters_disabled, has_adapters, load_adapters, save_adapters
-from atomrl.models.shared_prefix import states_before
+from atomrl.models.shared_prefix import shares_prompts, states_before
 from atomrl.protocols import Algorithm, Annotation, ModelOutputs, Output
 from atomrl.stages import RowBatch, TrainingBatch, select_rows
-from atomrl.training.micro_batches import is_out_of_memory, micro_batches, padded_tokens
+from atomrl.training.micro_batches import group_pieces, is_out_of_memory, micro_batches, padded_tokens
 from atomrl.training.schedules import learning_rate
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class LocalBackend:
         self.train, self.tokenizer, self.total_updates = train, tokenizer, total_updates
         self.temperature = temperature or 1.0
         self.updates = 0
-        self.tokens_per_micro_batch = train.tokens_per_micro_batch  # halved where memory runs out
+        self.tokens_per_micro_batch = train.micro_batch_tokens(self.device.type)  # halved where memory runs out
         self._out_of_memory = 0  # how often, since the last update
         self._skipped_in_a_row = 0
         settings = {
@@ -134,7 +134,10 @@ class LocalBackend:
         return logprobs
 
     def _split(self, rows: RowBatch, group_ids: Tensor | None) -> list[Tensor]:
-        return micro_batches(rows.lengths, group_ids, self.tokens_per_micro_batch, self.train.rows_per_micro_batch)
+        limits = self.tokens_per_micro_batch, self.train.rows_per_micro_batch
+        if group_ids is None and shares_prompts(self.policy):
+            group_ids = group_pieces(rows.lengths, rows.group_ids, *limits)
+        return micro_batches(rows.lengths, group_ids, *limits)
 
     def _in_micro_batches(
         self, rows: RowBatch, group_ids: Tensor | None, compute: Callable[[list[Tensor]], Result]
@@ -243,7 +246,10 @@ class LocalBackend:
             train.min_lr_ratio,
         )
         weights = list(self._trained().values())
-        norm = torch.nn.utils.clip_grad_norm_(weights, train.max_grad_norm, foreach=True).item()
+        total = torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None], foreach=True)
+        norm = total.item()
+        if norm > train.max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(weights, train.max_grad_norm, total, foreach=True)
         metrics: Metrics = {"actor/lr": Mean(rate)}
         if not norm < float("inf"):
             self._skipped_in_a_row += 1

@@ -68,3 +68,29 @@ def is_out_of_memory(error: Exception) -> bool:
         return True
     signs = ("can't allocate memory", "not enough memory", "out of memory")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def group_pieces(
+    lengths: Tensor, group_ids: Tensor, tokens_per_micro_batch: int, rows_per_micro_batch: int | None = None
+) -> Tensor:
+    """Groups as far as they fit: rows that share a prompt are best computed together, but no budget is broken for it.
+
+    Args:
+        lengths, group_ids, tokens_per_micro_batch, rows_per_micro_batch: as in `micro_batches`.
+
+    Returns:
+        [B] the same number for rows to keep together: a group, or its equal pieces where it is over the budget.
+
+    Example:
+        >>> group_pieces(torch.tensor([5, 5, 5, 5, 2, 2]), torch.tensor([7, 7, 7, 7, 8, 8]), 10)
+        tensor([0, 0, 1, 1, 2, 2])
+    """
+    pieces, number = torch.empty_like(group_ids), 0
+    for group in group_ids.unique():
+        rows = (group_ids == group).nonzero()[:, 0]
+        rows = rows[lengths[rows].argsort(descending=True, stable=True)]
+        most = max(1, min(tokens_per_micro_batch // max(1, int(lengths[rows[0]])), rows_per_micro_batch or len(rows)))
+        parts = -(-len(rows) // most)
+        pieces[rows] = number + torch.arange(len(rows)) // -(-len(rows) // parts)
+        number += parts
+    return pieces
