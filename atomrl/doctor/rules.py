@@ -212,6 +212,7 @@ def dead_reward_part(rows: Rows) -> Verdict:
 
 
 EQUALLY_CORRECT, LENGTH_ALONE, LENGTH_STEPS, LONGER = 0.9, 0.99, 5, 1.25
+LENGTH_HALF, LENGTH_MOST = 0.5, 0.9
 
 
 def pays_for_length(rows: Rows) -> Verdict:
@@ -225,10 +226,11 @@ def pays_for_length(rows: Rows) -> Verdict:
             f"(correlation {statistics.fmean(tied):.2f}).",
             advice,
         )
-    alone = recent(rows, "reward/length_correlation", LENGTH_STEPS)
-    if alone and min(alone) > LENGTH_ALONE:
+    every = recent(rows, "reward/length_correlation", LENGTH_STEPS)
+    both = tied and every and statistics.fmean(tied) > LENGTH_HALF and statistics.fmean(every) > LENGTH_MOST
+    if both or (every and min(every) > LENGTH_ALONE):
         return (
-            f"The reward pays for length and nothing else: their correlation is {min(alone):.3f} in every group.",
+            f"The reward is little else than length: their correlation within groups is {statistics.fmean(every):.2f}.",
             advice,
         )
     score, length, accuracy = (
