@@ -1,0 +1,109 @@
+"""Trackers that raise, hang or are slow: training neither waits for them nor ends with them."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from atomrl.tracking import sinks
+from atomrl.tracking.recorder import Recorder
+from atomrl.tracking.run_directory import RunDirectory
+from tests.tracking.helpers import make_config, make_rewarded
+
+ROOT = Path(__file__).parents[2]
+
+
+class Hanging:
+    """Until `released` is set, its first call does not return."""
+
+    def __init__(self, config, run):
+        self.released, self.steps = threading.Event(), []
+
+    def log(self, metrics, step):
+        self.released.wait(600)
+        self.steps.append(step)
+
+    def log_samples(self, rows, step):
+        self.log({}, step)
+
+    def close(self):
+        pass
+
+
+def record(tmp_path, monkeypatch, kind, steps, patience_s=0.3):
+    """Seconds that `steps` steps of a run with one sink take, and the recorder's sink."""
+    monkeypatch.setitem(sinks.SINKS, "wandb", kind)
+    monkeypatch.setattr(sinks, "PATIENCE_S", patience_s)
+    config = make_config(tmp_path, tracking={"sinks": ["wandb"]})
+    started = time.monotonic()
+    with Recorder(config, RunDirectory.create(config)) as recorder:
+        for step in range(1, steps + 1):
+            recorder.log(step, {"a": 1.0})
+            recorder.log_rollouts(step, make_rewarded())
+        (sink,) = recorder.sinks._sinks
+    return time.monotonic() - started, sink
+
+
+def test_one_that_hangs_is_left_behind(tmp_path, monkeypatch, capsys):
+    seconds, sink = record(tmp_path, monkeypatch, Hanging, steps=200)
+    assert seconds < 60
+    said = capsys.readouterr().err
+    assert "wandb hangs and is left behind" in said
+    assert sink.dropped == 400 - sinks.MAX_WAITING - 1 and f"{sink.dropped} calls were dropped" in said
+    assert len((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()) == 200
+    sink._sink.released.set()
+
+
+def test_one_that_gets_on_is_waited_for(tmp_path, monkeypatch, capsys):
+    class Slow(Hanging):
+        def log(self, metrics, step):
+            time.sleep(0.02)
+            self.steps.append(step)
+
+    _, sink = record(tmp_path, monkeypatch, Slow, steps=30, patience_s=30)
+    assert sink._sink.steps == [step for step in range(1, 31) for _ in range(2)]
+    assert not sink._thread.is_alive() and "left" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["log", "log_samples", "close"])
+def test_one_that_raises_is_named_once(tmp_path, monkeypatch, capsys, method):
+    def broken(*arguments):
+        raise ConnectionError("offline")
+
+    kind = type("Broken", (Hanging,), {"log": lambda *a: None, "log_samples": lambda *a: None, method: broken})
+    record(tmp_path, monkeypatch, kind, steps=50)
+    assert capsys.readouterr().err.count("wandb failed and is left out from here on: offline") == 1
+    assert len((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()) == 50
+
+
+def test_a_hanging_sink_does_not_keep_the_process(tmp_path):
+    script = f"""
+from atomrl.tracking import sinks
+from tests.tracking.test_background_sinks import *
+monkey = pytest.MonkeyPatch()
+record(Path({str(tmp_path)!r}), monkey, Hanging, 3)
+print("done", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)  # would hang 600 s
+    assert done.returncode == 0 and "done" in done.stdout, done.stderr
+
+
+def test_metrics_are_those_of_the_time_of_the_call(tmp_path, monkeypatch):
+    """The loop may go on with its dict while the sink has not come to it."""
+    seen = []
+
+    class Late(Hanging):
+        def log(self, metrics, step):
+            time.sleep(0.1)
+            seen.append(dict(metrics))
+
+    monkeypatch.setitem(sinks.SINKS, "wandb", Late)
+    config = make_config(tmp_path, tracking={"sinks": ["wandb"]})
+    with Recorder(config, RunDirectory.create(config)) as recorder:
+        metrics = {"a": 1.0}
+        recorder.log(1, metrics)
+        metrics["a"] = 2.0
+    assert seen == [{"a": 1.0}]
