@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -79,55 +79,75 @@ def verl_weights(inputs: Values, params: Values) -> Values:
     return {"weights": weights, "metrics": metrics | {"rollout_is_batch_norm_factor": factor}}
 
 
-def verl_rejection(
-    train: Tensor, rollout: Tensor, mask: Tensor, options: str, thresholds: Any
-) -> tuple[Tensor, Values]:
-    """What is kept, and the metrics of each option."""
-    keep, metrics = every(mask), {}
-    present = mask.any(1)
-    for option, threshold in zip(options.split(","), str(thresholds).split(","), strict=True):
-        unit, estimator = option.rsplit("_", 1)
-        values = getattr(kl, ESTIMATORS[estimator])(rollout, train, mask, input_clamp=20.0)
-        if unit == "token":
-            statistic, among = values, mask
+class Rule(NamedTuple):
+    """One of verl's rejection options."""
+
+    statistic: Tensor
+    """[B, T], or [B] of a whole row."""
+    tested: Tensor
+    low: float
+    high: float
+    among: Tensor
+    kept: Tensor
+    """[B, T]"""
+
+
+def rejection_rule(train: Tensor, rollout: Tensor, mask: Tensor, option: str, threshold: str) -> Rule:
+    unit, estimator = option.rsplit("_", 1)
+    values = getattr(kl, ESTIMATORS[estimator])(rollout, train, mask, input_clamp=20.0)
+    if unit == "token":
+        statistic, among = values, mask
+    else:
+        among = mask.any(1)
+        if unit == "seq_mean":
+            statistic = masks.row_mean(values, mask, eps=1e-8)
         else:
-            among = present
-            if unit == "seq_mean":
-                statistic = masks.row_mean(values, mask, eps=1e-8)
-            else:
-                statistic = {"seq_sum": masks.row_sum, "seq_max": masks.row_max}[unit](values, mask)
-        low, high = bounds_of(threshold)
-        low, tested = -math.inf if low is None else low, statistic
-        if estimator == "k1":
-            low = 1 / high if low == -math.inf else low
-            tested = corrections.importance_weights(statistic)
-        inside = corrections.within(tested, low, high)
-        spread = statistic if unit == "token" else rows(statistic, mask)
-        kept = inside if unit == "token" else rows(inside, mask)
-        keep = keep & kept
+            statistic = {"seq_sum": masks.row_sum, "seq_max": masks.row_max}[unit](values, mask)
+    low, high = bounds_of(threshold)
+    low, tested = -math.inf if low is None else low, statistic
+    if estimator == "k1":  # its bounds are on the ratio
+        low = 1 / high if low == -math.inf else low
+        tested = corrections.importance_weights(statistic)
+    inside = corrections.within(tested, low, high)
+    return Rule(statistic, tested, low, high, among, inside if unit == "token" else rows(inside, mask))
+
+
+def rejection_rules(
+    train: Tensor, rollout: Tensor, mask: Tensor, options: str, thresholds: Any
+) -> tuple[Tensor, dict[str, Rule]]:
+    """What all options keep, and each by its name."""
+    rules = {
+        option: rejection_rule(train, rollout, mask, option, threshold)
+        for option, threshold in zip(options.split(","), str(thresholds).split(","), strict=True)
+    }
+    keep = every(mask)
+    for rule in rules.values():
+        keep = keep & rule.kept
+    return keep, rules
+
+
+def rejection(inputs: Values, params: Values) -> Values:
+    mask, metrics = inputs["mask"], {}
+    keep, rules = rejection_rules(
+        inputs["train_log_probs"], inputs["rollout_log_probs"], mask, params["rollout_rs"], params["threshold"]
+    )
+    for option, rule in rules.items():
+        spread = rule.statistic if rule.statistic.ndim == 2 else rows(rule.statistic, mask)
         name = f"rollout_rs_{option}"
         metrics |= {
             f"{name}_mean": masks.masked_mean(spread, mask, eps=1e-8),
-            f"{name}_max": statistic[among].max(),
-            f"{name}_min": statistic[among].min(),
-            f"{name}_fraction_high": fraction(tested > high, among),
-            f"{name}_fraction_low": fraction(tested < low, among),
-            f"{name}_masked_fraction": fraction(~kept, mask),
-            f"{name}_seq_masked_fraction": fraction(diagnostics.dropped_rows(kept, mask), present),
+            f"{name}_max": rule.statistic[rule.among].max(),
+            f"{name}_min": rule.statistic[rule.among].min(),
+            f"{name}_fraction_high": fraction(rule.tested > rule.high, rule.among),
+            f"{name}_fraction_low": fraction(rule.tested < rule.low, rule.among),
+            f"{name}_masked_fraction": fraction(~rule.kept, mask),
+            f"{name}_seq_masked_fraction": fraction(diagnostics.dropped_rows(rule.kept, mask), mask.any(1)),
         }
     dropped = diagnostics.dropped_rows(keep, mask)
     metrics |= {
         "rollout_rs_masked_fraction": fraction(~keep, mask),
         "rollout_rs_seq_masked_fraction": fraction(dropped, every(dropped)),
     }
-    return keep, metrics
-
-
-def rejection(inputs: Values, params: Values) -> Values:
-    mask = inputs["mask"]
-    keep, metrics = verl_rejection(
-        inputs["train_log_probs"], inputs["rollout_log_probs"], mask, params["rollout_rs"], params["threshold"]
-    )
     return {"new_mask": mask & keep, "metrics": metrics}
 
 
@@ -171,13 +191,16 @@ def importance_ratio(inputs: Values, params: Values) -> Values:
 
 
 def opsm_trl(inputs: Values, params: Values) -> Values:
-    mask = inputs["mask"]
-    known = mask & ~inputs["sampling_log_probs"].isnan()
-    gaps = kl.k1_kl(inputs["sampling_log_probs"], inputs["log_probs"], known)
-    keep = corrections.off_policy_sequences(
-        masks.row_mean(gaps, mask), inputs["advantages"][:, None], float(params["off_policy_threshold"])
-    )
-    return {"keep": keep}
+    return {"keep": trl_sequence_mask(inputs, float(params["off_policy_threshold"]))}
+
+
+def trl_sequence_mask(inputs: Values, bound: float) -> Tensor:
+    """[B, 1]. A log-prob that the engine did not give (NaN) adds 0 to the mean and counts in it."""
+    sampled = inputs.get("sampling_log_probs", inputs.get("old_log_probs"))
+    known = inputs["mask"] & ~sampled.isnan()
+    gaps = kl.k1_kl(sampled, inputs["log_probs"].detach(), known)
+    divergence = masks.row_mean(gaps, inputs["mask"])
+    return corrections.off_policy_sequences(divergence, inputs["advantages"][:, None], bound)
 
 
 def opsm_slime(inputs: Values, params: Values) -> Values:

@@ -77,7 +77,7 @@ def verl_value(inputs: Values, params: Values) -> Values:
 
 
 def openrlhf_value(inputs: Values, params: Values) -> Values:
-    losses, mask = value(inputs, number(params["clip_eps"])), inputs["mask"]
+    losses, mask = value(inputs, number(params.get("clip_eps"))), inputs["mask"]
     if params["token_level_loss"]:
         weights = reductions.token_mean(mask, dtype=losses.dtype)
     else:
@@ -86,13 +86,13 @@ def openrlhf_value(inputs: Values, params: Values) -> Values:
 
 
 def skyrl_value(inputs: Values, params: Values) -> Values:
-    losses = value(inputs, number(params["value_clip"]))
+    losses = value(inputs, number(params.get("value_clip")))
     weights = reductions.sequence_mean(inputs["mask"], empty_rows="count", dtype=losses.dtype)
     return {"loss": reductions.weighted_sum(losses, weights)}
 
 
 def nemo_value(inputs: Values, params: Values) -> Values:
-    clip = number(params["cliprange"])
+    clip = number(params.get("cliprange"))
     losses = value(inputs, clip)
     weights = reductions.token_mean(inputs["mask"], eps=1e-8, dtype=losses.dtype)
     return {
@@ -103,7 +103,7 @@ def nemo_value(inputs: Values, params: Values) -> Values:
 
 def areal_value(inputs: Values, params: Values) -> Values:
     kind = {"mse": "squared", "huber": "huber"}[params["loss_fn_type"]]
-    losses = value(inputs, number(params["value_eps_clip"]), kind=kind, huber_delta=float(params["huber_delta"]))
+    losses = value(inputs, number(params.get("value_eps_clip")), kind=kind, huber_delta=float(params["huber_delta"]))
     return {"loss": masks.masked_mean(losses, inputs["mask"])}
 
 

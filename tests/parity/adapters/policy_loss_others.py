@@ -38,7 +38,7 @@ def slime_ppo(inputs: Values, params: Values) -> Values:
     advantages, mask = inputs["advantages"], inputs["mask"]
     ratio = ratios.token_ratio(inputs["log_probs"], inputs["old_log_probs"], mask)
     bounds = float(params["eps_clip"]), float(params["eps_clip_high"])
-    dual = number(params["eps_clip_c"])
+    dual = number(params.get("eps_clip_c"))
     loss = policy_losses.clipped_policy_loss(ratio, advantages, *bounds, dual_clip=dual)
     return per_token_result(loss, mask, clip_mask=policy_losses.clipped_tokens(ratio, advantages, *bounds))
 
@@ -88,7 +88,7 @@ def openrlhf(inputs: Values, params: Values) -> Values:
         ratio = ratios.token_ratio(log_probs, old, mask, clamp=20.0)
         if correction:
             factors = openrlhf_correction(old, rollout, mask, correction, params["is_threshold"])
-    loss = policy_losses.clipped_policy_loss(ratio, advantages, *bounds, dual_clip=number(params["dual_clip"]))
+    loss = policy_losses.clipped_policy_loss(ratio, advantages, *bounds, dual_clip=number(params.get("dual_clip")))
     weigh = reductions.token_mean if by_token else reductions.sequence_mean
     weights = weigh(mask, eps=0.0 if by_token else 1e-8, dtype=loss.dtype)
     found = {
@@ -148,8 +148,8 @@ def areal(inputs: Values, params: Values) -> Values:
     mask = inputs["mask"]
     ratio, advantages = areal_ratio(inputs, params)
     low = float(params["eps_clip"])
-    bounds = low, number(params["eps_clip_higher"], low)
-    dual = number(params["c_clip"])
+    bounds = low, number(params.get("eps_clip_higher"), low)
+    dual = number(params.get("c_clip"))
     loss = policy_losses.clipped_policy_loss(ratio, advantages, *bounds, dual_clip=dual)
     factors, found, kept = [], {}, mask
     if params.get("rejection_sampling"):
@@ -210,9 +210,9 @@ def nemo_correction(inputs: Values, old: Tensor, mask: Tensor, params: Values) -
     weights = corrections.importance_weights(per_unit)
     metrics: Values = {}
     kind = params["truncated_importance_sampling_type"]
-    high = number(params["truncated_importance_sampling_ratio"])
+    high = number(params.get("truncated_importance_sampling_ratio"))
     if params["use_importance_sampling_correction"] and kind is not None and high is not None:
-        low = number(params["truncated_importance_sampling_ratio_min"], 0.0)
+        low = number(params.get("truncated_importance_sampling_ratio_min"), 0.0)
         inside = corrections.within(weights, low, high)
         metrics["is_oob_ratio"] = fraction(~inside, counted, eps=1e-8)
         if kind == "tis":
@@ -243,16 +243,15 @@ def nemo_ratio(inputs: Values, params: Values) -> tuple[Tensor, Tensor]:
 def nemo_loss(inputs: Values, params: Values, ratio: Tensor) -> tuple[Tensor, Values]:
     log_probs, advantages, token_mask = inputs["log_probs"], inputs["advantages"], inputs["mask"]
     low, high = float(params["ratio_clip_min"]), float(params["ratio_clip_max"])
-    if params["disable_ppo_ratio"]:
-        loss = policy_losses.reinforce_loss(log_probs, advantages, token_mask)
-        return loss, {"probs_ratio": log_probs, "probs_ratio_clamped": log_probs}
-    if params["force_on_policy_ratio"]:
+    if params["disable_ppo_ratio"]:  # the log-prob is put in the place of the ratio
+        ratio = log_probs
+    if params["disable_ppo_ratio"] or params["force_on_policy_ratio"]:
         low = high = math.inf
     clamped = corrections.truncated_weights(ratio, 1 + high, 1 - low)
     named = {"probs_ratio": ratio, "probs_ratio_clamped": clamped}
     if params["use_cispo"]:
         return policy_losses.cispo_loss(log_probs, ratio, advantages, token_mask, low, high), named
-    dual = number(params["ratio_clip_c"])
+    dual = number(params.get("ratio_clip_c"))
     return policy_losses.clipped_policy_loss(ratio, advantages, low, high, dual_clip=dual), named
 
 

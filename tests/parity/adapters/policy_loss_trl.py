@@ -19,6 +19,7 @@ from atomrl.atoms import (
     token_selection,
     value_losses,
 )
+from tests.parity.adapters.corrections import trl_sequence_mask
 from tests.parity.arranging import Values, every, fraction, rows
 
 
@@ -89,10 +90,7 @@ def factors_of(inputs: Values, params: Values) -> tuple[list[Tensor], Tensor]:
     """What multiplies a token's loss, and the tokens of the entropy bonus."""
     mask, factors = inputs["mask"], []
     if params.get("off_policy_mask_threshold") is not None:
-        gaps = kl.k1_kl(inputs["sampling_log_probs"], inputs["log_probs"].detach(), mask)
-        keep = corrections.off_policy_sequences(
-            masks.row_mean(gaps, mask), inputs["advantages"][:, None], float(params["off_policy_mask_threshold"])
-        )
+        keep = trl_sequence_mask(inputs, float(params["off_policy_mask_threshold"]))
         factors.append(keep.expand(mask.shape))
     selected = mask
     if params.get("top_entropy_quantile", 1.0) < 1.0:

@@ -17,7 +17,7 @@ from atomrl.atoms import (
     token_selection,
     trust_region,
 )
-from tests.parity.adapters.corrections import verl_rejection, verl_weights_of
+from tests.parity.adapters.corrections import rejection_rules, verl_weights_of
 from tests.parity.arranging import Values, every, fraction, verl_weights
 
 
@@ -171,7 +171,7 @@ def bypass_mode(inputs: Values, params: Values) -> Values:
         )
         factors, metrics["rollout_is_mean"] = [weights], masks.masked_mean(applied, mask)
     if params.get("rollout_rs"):
-        keep, _ = verl_rejection(train, rollout, mask, params["rollout_rs"], params["rollout_rs_threshold"])
+        keep, _ = rejection_rules(train, rollout, mask, params["rollout_rs"], params["rollout_rs_threshold"])
         kept["mask"] = mask & keep
         metrics["rollout_rs_masked_fraction"] = fraction(~keep, mask)
     if params["loss_type"] == "ppo_clip":
