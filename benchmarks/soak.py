@@ -5,9 +5,9 @@
 
 The real loop on a tiny model on the CPU: native engine, rewards in worker processes, two updates a step, completions
 kept, a checkpoint every 50 steps. `soak` prints resident memory (VmRSS) every 25 steps and its growth in 100 steps
-after the first 100, by a line through the points; it exits with 1 where that is 1 MB or more. `trackers` runs steps in
-turn without a sink, with one that raises, one that hangs and one that waits a second for a server that does not answer, so
-that all meet the same load, and prints each one's mean time of a step beside that of none.
+after the first 100, by a line through the points; it exits with 1 where that is 1 MB or more. `trackers` runs steps
+in turn without a sink, with one that raises, one that hangs and one that waits a second for a server that does not
+answer, so that all meet the same load, and prints each one's time of a step beside that of none.
 """
 
 from __future__ import annotations
