@@ -23,7 +23,7 @@ by breaking every atom in turn and seeing each file that uses it fail. Where lib
 parameter, and its docstring says which convention is the default, and why.
 
 Differences are |ours - theirs|, relative to theirs where that is above 1, the largest over all cases and outputs
-(logging metrics apart). About 1e-16 is float64; about 1e-7 is a library that computes in float32.
+(logging metrics apart). About 1e-16 is float64; about 1e-7 is a library that computes in float32, wholly or in part.
 """
 
 

@@ -21,3 +21,9 @@ def test_every_adapter_and_every_reason_has_a_file():
     stems = {path.stem for path in harness.GOLDEN.glob("*.json")}
     assert set(harness.all_adapters()) <= stems
     assert set(NOT_COVERED) <= stems
+
+
+def test_the_page_names_every_file():
+    page = (harness.GOLDEN.parents[2] / "docs" / "parity.md").read_text(encoding="utf-8")
+    missing = [path.stem for path in sorted(harness.GOLDEN.glob("*.json")) if f"| `{path.stem}` |" not in page]
+    assert not missing, "run python -m tests.parity.report"
