@@ -7,6 +7,8 @@ import unicodedata
 from fractions import Fraction
 
 MAX_NUMBER_CHARS = 100
+MAX_NFC_CHARS = 10_000
+"""Longer texts are compared as they are: composing a long run of combining marks takes quadratic time."""
 
 _DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,2})?"
 _NUMBER = re.compile(rf"(?P<sign>[+-]?)(?P<top>{_DECIMAL})(?:\s*/\s*(?P<bottom>{_DECIMAL}))?")
@@ -64,7 +66,9 @@ def normalise_text(text: str) -> str:
         >>> normalise_text(r" \boxed{New  York}.")
         'new york'
     """
-    text = " ".join(unicodedata.normalize("NFC", text).split()).removesuffix(".").rstrip()
+    if len(text) <= MAX_NFC_CHARS:
+        text = unicodedata.normalize("NFC", text)
+    text = " ".join(text.split()).removesuffix(".").rstrip()
     for _ in range(3):
         if match := _WRAPPED.fullmatch(text):
             text = match[1].strip()

@@ -128,6 +128,7 @@ class Rewards:
             rewards=_grouped([self._total(sheets, row) for row in range(size)], groups),
             reward_parts={name: _grouped(values, groups) for name, values in parts.items()},
             reward_failures=tuple(_failure_records(sheets, rows)),
+            part_weights={part.name: part.weight for part in self.parts},
         )
 
     def _calls(self, part: _Part, rows: Rows) -> list[_Call]:

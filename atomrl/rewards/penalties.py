@@ -48,7 +48,7 @@ def repetition_penalty(
 
     Example:
         >>> repetition_penalty([""] * 2, ["no no no no no", "each word once"])
-        [-0.6666666666666667, 0.0]
+        [-0.6666666666666666, 0.0]
     """
     if ngram_size < 1 or max_penalty > 0:
         raise ValueError(f"repetition_penalty needs {ngram_size=} >= 1 and {max_penalty=} <= 0")
@@ -57,5 +57,5 @@ def repetition_penalty(
         words = completion.lower().split()
         total = len(words) - ngram_size + 1
         distinct = len(set(zip(*(words[start:] for start in range(ngram_size)), strict=False)))
-        scores.append(max_penalty * (1 - distinct / total) if total > 0 else 0.0)
+        scores.append(max_penalty * (total - distinct) / total + 0.0 if total > 0 else 0.0)  # and no -0.0
     return scores

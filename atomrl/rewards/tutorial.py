@@ -6,13 +6,11 @@ numbers (18.0 is 18, 1,000 is 1000), the reasoning may have several lines, and t
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from atomrl.rewards.answers import answers_equal
-from atomrl.rewards.format import tagged_answer
+from atomrl.rewards.format import TAGS, tagged_answer
 
-_FORM = re.compile(r"<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>\n?", re.DOTALL)
 _MARKS = ("<think>\n", "</think>\n", "<answer>\n", "</answer>\n")
 
 
@@ -64,11 +62,19 @@ def digit_reward(prompts: list[Any], completions: list[str], *unused: Any, **col
 def hard_format_reward(prompts: list[Any], completions: list[str], *unused: Any, **columns: Any) -> list[float]:
     r"""0.5 for exactly `<think>\n...\n</think>\n<answer>\n...\n</answer>`, with or without a last line end, else 0.0.
 
+    Each tag stands once.
+
     Example:
         >>> hard_format_reward([""] * 2, ["<think>\n9+9\n</think>\n<answer>\n18\n</answer>", "<answer>18</answer>"])
         [0.5, 0.0]
     """
-    return [0.5 * bool(_FORM.fullmatch(completion)) for completion in completions]
+    return [0.5 * _has_form(completion.removesuffix("\n")) for completion in completions]
+
+
+def _has_form(text: str) -> bool:
+    _, opened, answer = text.removeprefix("<think>\n").partition("\n</think>\n<answer>\n")
+    outer = text.startswith("<think>\n") and answer.endswith("\n</answer>")
+    return bool(opened) and outer and all(text.count(tag) == 1 for tag in TAGS)
 
 
 def mark_reward(prompts: list[Any], completions: list[str], *unused: Any, **columns: Any) -> list[float]:

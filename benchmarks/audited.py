@@ -1,0 +1,73 @@
+"""The built-in rewards with an audit hook around each call: for `benchmarks/rewards.py`, in its worker processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from atomrl.rewards.table import POOLED, REWARDS
+
+AUDIT_LOG = "ATOMRL_AUDIT_LOG"
+PAYLOAD_MARK = "/tmp/atomrl_payload_was_run"
+STARTS = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pty.spawn", "ctypes.dlopen",
+          "socket.connect", "os.remove", "os.rename", "os.mkdir", "shutil.", "pickle.find_class")  # fmt: skip
+_watching = False
+_path = os.environ.get(AUDIT_LOG)
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    global _watching
+    if not _watching:
+        return
+    shown = ""
+    if event == "compile":
+        # the graders' own parser reads plain arithmetic into a tree; a payload in it would be seen here
+        shown = repr(arguments[0])[:200]
+        if "touch" not in shown and PAYLOAD_MARK not in shown and "__" not in shown:
+            return
+    elif event == "exec":
+        shown = repr(arguments[0])
+        if "<string>" not in shown and "'x'" not in shown:
+            return
+    elif event == "open":
+        mode, flags = str(arguments[1] or ""), int(arguments[2] or 0)
+        if not (set(mode) & set("wax+") or flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
+            return
+        shown = repr(arguments[:2])
+    elif not event.startswith(STARTS):
+        return
+    _watching = False
+    _write({"event": event, "what": shown or repr(arguments)[:200]})
+    _watching = True
+
+
+def _write(row: dict[str, Any]) -> None:
+    with open(str(_path), "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _audited(name: str) -> Any:
+    function = REWARDS[name]
+
+    def call(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+        global _watching
+        columns.pop("completion_tokens" if name != "length_penalty" else "", None)
+        _watching = True
+        try:
+            return function(prompts, completions, **columns)
+        finally:
+            _watching = False
+
+    return call
+
+
+if _path is not None:
+    for _warm_up in POOLED.values():
+        _warm_up()
+    _write({"event": "hook"})
+    sys.addaudithook(_hook)
+
+for _name in REWARDS:
+    globals()[_name] = _audited(_name)
