@@ -100,7 +100,7 @@ def masked_weights(weights: Float[Tensor, "*shape"], low: float, high: float) ->
 
         w' = w [low <= w <= high]
 
-    Paper: IcePop in Ring-1T, arXiv:2510.18855, section 3.2. Differs from truncation: an outlier has no gradient.
+    Paper: IcePop in Ring-1T, arXiv:2510.18855. Differs from truncation: an outlier has no gradient.
 
     Args:
         weights: of `importance_weights`.
@@ -149,7 +149,7 @@ def mean_weight(
 
         mean over tokens of w_t, or over rows of the row's mean
 
-    Paper: verl's `rollout_is_batch_normalize`; Owen, "Monte Carlo theory, methods and examples", section 9.2.
+    Paper: verl's `rollout_is_batch_normalize`; Owen, "Monte Carlo theory, methods and examples".
 
     Args:
         weights: per token, for all rows of the optimizer step.
@@ -200,7 +200,7 @@ def off_policy_sequences(
 
         keep_it = A_it >= 0 or KL_i <= bound,     KL_i = mean_t (log mu(a_t) - log pi_theta(a_t))
 
-    Paper: DeepSeek-V3.2, arXiv:2512.02556, equations 8 and 9.
+    Paper: DeepSeek-V3.2, arXiv:2512.02556.
 
     Args:
         divergence: KL_i, nats per token: `row_mean` of `k1_kl(rollout_logprobs, logprobs, mask)`.
@@ -225,7 +225,7 @@ def second_moment_tokens(
 
         keep the largest set of tokens with the smallest d_t^2 whose mean of d_t^2 is < bound
 
-    Paper: M2PO, arXiv:2510.01161, algorithm 1. Differs from a clip: how many tokens are dropped depends on how stale
+    Paper: M2PO, arXiv:2510.01161. Differs from a clip: how many tokens are dropped depends on how stale
     the whole batch is.
 
     Args:

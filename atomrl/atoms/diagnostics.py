@@ -82,7 +82,7 @@ def chi_square(log_ratio: Float[Tensor, "*shape"], clamp: float = 20.0) -> Float
 
         chi^2 = (pi / mu)^2 - 1,   in expectation under mu
 
-    Paper: Owen, "Monte Carlo theory, methods and examples", section 9.3.
+    Paper: Owen, "Monte Carlo theory, methods and examples".
 
     Args:
         log_ratio: d of `rollout_log_ratio`, per token, or its `row_sum`.

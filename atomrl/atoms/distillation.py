@@ -22,7 +22,7 @@ def generalised_jsd(
 
     with p of the teacher and q of the student; at its ends KL(p || q) for beta = 0 and KL(q || p) for beta = 1.
 
-    Paper: GKD, arXiv:2306.13649, equation 2. Not multiplied by the square of the temperature, as in TRL.
+    Paper: GKD, arXiv:2306.13649. Not multiplied by the square of the temperature, as in TRL.
 
     Args:
         student_logits: with gradient.

@@ -68,7 +68,7 @@ def abs_kl(
 
         abs_t = |log pi_theta(a_t) - log pi_ref(a_t)|
 
-    Paper: none; an option of verl, SkyRL and ROLL, and the penalty of KL-Cov (arXiv:2505.22617, equation 13).
+    Paper: none; an option of verl, SkyRL and ROLL, and the penalty of KL-Cov (arXiv:2505.22617).
 
     Args:
         logprobs: of the policy.
@@ -147,7 +147,7 @@ def k3_kl(
         k3_t = pi_ref(a_t) / pi_theta(a_t) - 1 - (log pi_ref(a_t) - log pi_theta(a_t))
 
     Paper: DeepSeekMath, arXiv:2402.03300, equation 4; with the ratio to the old policy as weight, DeepSeek-V3.2,
-    arXiv:2512.02556, equation 7.
+    arXiv:2512.02556.
 
     Args:
         logprobs: of the policy.

@@ -28,7 +28,7 @@ def clipped_policy_loss(
         L_t = min(L_t, -c A_t)
 
     Paper: PPO, arXiv:1707.06347, equation 7; asymmetric bounds ("clip-higher"): DAPO, arXiv:2503.14476, equation 10;
-    dual clip: arXiv:1912.09729, equation 5; two-sided clip: INTELLECT-2, arXiv:2505.07291, section 3.4.
+    dual clip: arXiv:1912.09729; two-sided clip: INTELLECT-2, arXiv:2505.07291.
 
     Args:
         ratio: likelihood ratio per token, with gradient.
@@ -97,7 +97,7 @@ def dual_clipped_tokens(
 
         A_t < 0 and max(rho_t, 1 - clip_low) > c
 
-    Paper: arXiv:1912.09729, equation 5.
+    Paper: arXiv:1912.09729 (dual-clip PPO).
 
     Args:
         ratio: likelihood ratio per token.
@@ -181,7 +181,7 @@ def cispo_loss(
 
         L_t = -sg[clip(rho_t, 1 - clip_low, 1 + clip_high)] A_t log pi_theta(a_t)
 
-    Paper: CISPO in MiniMax-M1, arXiv:2506.13585, equations 4 and 5; dropping clipped tokens: equations 6 and 7.
+    Paper: CISPO in MiniMax-M1, arXiv:2506.13585, equations 4 and 5; dropping clipped tokens is its unified form.
 
     Args:
         logprobs: of the policy, with gradient.
@@ -218,7 +218,7 @@ def sapo_loss(
 
         L_t = -(4 / tau) sigmoid(tau (rho_t - 1)) A_t,    tau = tau_positive where A_t > 0, else tau_negative
 
-    Paper: SAPO, arXiv:2511.20347, equations 5 and 6. At rho = 1 its gradient is that of the unclipped surrogate.
+    Paper: SAPO, arXiv:2511.20347. At rho = 1 its gradient is that of the unclipped surrogate.
 
     Args:
         ratio: likelihood ratio per token, with gradient.
@@ -253,7 +253,7 @@ def mirror_descent_loss(
 
         L_t = -A_t log pi_theta(a_t) + (beta / 2) (log pi_theta(a_t) - log pi_old(a_t))^2
 
-    Paper: Kimi k1.5, arXiv:2501.12599, equation 3; DRO, arXiv:2405.19107. Differs from PPO: valid far off the policy
+    Paper: Kimi k1.5, arXiv:2501.12599; DRO, arXiv:2405.19107. Differs from PPO: valid far off the policy
     without a ratio that could explode.
 
     Args:

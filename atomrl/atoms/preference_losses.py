@@ -46,7 +46,7 @@ def robust_dpo_loss(
 
         L = (-(1 - e) log sigmoid(beta D) + e log sigmoid(-beta D)) / (1 - 2 e)
 
-    Paper: robust DPO, arXiv:2403.00409, equation 12. Differs from cDPO: the sign of the second term.
+    Paper: robust DPO, arXiv:2403.00409. Differs from cDPO: the sign of the second term.
 
     Args:
         margin: D, in nats.
@@ -74,7 +74,7 @@ def hinge_preference_loss(margin: Float[Tensor, " P"], beta: float = 0.1) -> Flo
 
         L = max(0, 1 - beta D)
 
-    Paper: RSO, arXiv:2309.06657, equation 10, after SLiC-HF, arXiv:2305.10425.
+    Paper: RSO, arXiv:2309.06657, after SLiC-HF, arXiv:2305.10425.
 
     Args:
         margin: D, in nats.
@@ -117,7 +117,7 @@ def exo_loss(margin: Float[Tensor, " P"], beta: float = 0.1, label_smoothing: fl
 
         L = q log(q / (1 - e)) + (1 - q) log((1 - q) / e),    q = sigmoid(beta D)
 
-    Paper: EXO, arXiv:2402.00856, equation 16. Differs from cDPO, which is the forward KL: mode-seeking.
+    Paper: EXO, arXiv:2402.00856. Differs from cDPO, which is the forward KL: mode-seeking.
 
     Args:
         margin: D, in nats.
@@ -147,7 +147,7 @@ def nca_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], beta: f
 
         L = -log sigmoid(beta z_c) - (log sigmoid(-beta z_c) + log sigmoid(-beta z_r)) / 2
 
-    Paper: NCA, arXiv:2402.05369, section 4.2 (pairwise).
+    Paper: NCA, arXiv:2402.05369 (the pairwise loss).
 
     Args:
         chosen: z_c, in nats.
@@ -172,7 +172,7 @@ def bco_pair_loss(
 
         L = -log sigmoid(beta z_c - delta) - log sigmoid(-(beta z_r - delta))
 
-    Paper: BCO, arXiv:2404.04656, equation 10. For unpaired data: `bco_loss`.
+    Paper: BCO, arXiv:2404.04656. For unpaired data: `bco_loss`.
 
     Args:
         chosen: z_c, in nats.
@@ -195,7 +195,7 @@ def sppo_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], beta: 
 
         L = (z_c - 1 / (2 beta))^2 + (z_r + 1 / (2 beta))^2
 
-    Paper: SPPO, arXiv:2405.00675, equation 4.5 (eta is 1 / beta), with the win rate of the pair as 1 and 0.
+    Paper: SPPO, arXiv:2405.00675 (eta is 1 / beta), with the win rate of the pair as 1 and 0.
 
     Args:
         chosen: z_c, in nats.
@@ -217,7 +217,7 @@ def apo_zero_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], be
 
         L = 1 - sigmoid(beta z_c) + sigmoid(beta z_r)
 
-    Paper: APO, arXiv:2408.06266, equation 4. For a model that is worse than the chosen completions.
+    Paper: APO, arXiv:2408.06266. For a model that is worse than the chosen completions.
 
     Args:
         chosen: z_c, in nats.
@@ -239,7 +239,7 @@ def apo_down_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], be
 
         L = sigmoid(beta z_c) + 1 - sigmoid(beta (z_c - z_r))
 
-    Paper: APO, arXiv:2408.06266, equation 5. For a model that is better than the chosen completions.
+    Paper: APO, arXiv:2408.06266. For a model that is better than the chosen completions.
 
     Args:
         chosen: z_c, in nats.
@@ -261,7 +261,7 @@ def discopop_loss(margin: Float[Tensor, " P"], beta: float = 0.1, tau: float = 0
 
         L = (1 - w) (-log sigmoid(x)) + w exp(-x),    x = beta D, w = sigmoid(x / tau)
 
-    Paper: DiscoPOP, arXiv:2406.08414, equation 6 (log-ratio modulated loss).
+    Paper: DiscoPOP, arXiv:2406.08414 (log-ratio modulated loss).
 
     Args:
         margin: D, in nats.
@@ -310,7 +310,7 @@ def reward_centring_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " 
 
         L = (r_c + r_r)^2
 
-    Paper: Eisenstein et al., "Helping or herding?", arXiv:2312.09244, section 2.
+    Paper: Eisenstein et al., "Helping or herding?", arXiv:2312.09244.
 
     Args:
         chosen: reward of the preferred completion, with gradient.
@@ -331,7 +331,7 @@ def odds_ratio_loss(log_odds_ratio: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
 
         L = -log sigmoid(log odds_c - log odds_r)
 
-    Paper: ORPO, arXiv:2403.07691, equation 7; added to the NLL of the chosen completion with a weight.
+    Paper: ORPO, arXiv:2403.07691; added to the NLL of the chosen completion with a weight.
 
     Args:
         log_odds_ratio: of `log_odds_ratio`.

@@ -44,7 +44,7 @@ def f_divergence_score(
         f'(u),  u = exp(z):   reverse_kl z    forward_kl 1 - exp(-z)    js_divergence log 2 + log sigmoid(z)
                               alpha_divergence (exp((a - 1) z) - 1) / (a - 1), which is z for a = 1
 
-    Paper: f-DPO, arXiv:2309.16240, table 1 (constants that cancel in a margin are chosen so that f'(1) = 0).
+    Paper: f-DPO, arXiv:2309.16240 (constants that cancel in a margin are chosen so that f'(1) = 0).
 
     Args:
         log_ratio: z, in nats.
@@ -76,7 +76,7 @@ def length_normalised(scores: Float[Tensor, " P"], lengths: Int[Tensor, " P"]) -
 
         s / max(1, n)
 
-    Paper: length-normalised DPO in Tulu 3, arXiv:2411.15124, equation 6; IPO as its authors advise.
+    Paper: length-normalised DPO in Tulu 3, arXiv:2411.15124; IPO as its authors advise.
 
     Args:
         scores: sums over tokens.
@@ -97,7 +97,7 @@ def sorted_margin(better: Float[Tensor, " P"], worse: Float[Tensor, " P"]) -> Fl
 
         D_k = better_(k) - worse_(k),   both sorted
 
-    Paper: AOT, arXiv:2406.05882, equations 9 and 10 (first-order stochastic dominance). Its loss is `dpo_loss`.
+    Paper: AOT, arXiv:2406.05882 (first-order stochastic dominance). Its loss is `dpo_loss`.
 
     Args:
         better: scores that should dominate: those of chosen completions; or of the policy's own margins.
@@ -120,7 +120,7 @@ def length_desensitised_logprob(
 
         log p = sum over the first L tokens + alpha * sum over the rest,    L = length of the shorter completion
 
-    Paper: LD-DPO, arXiv:2409.06411, equation 10.
+    Paper: LD-DPO, arXiv:2409.06411.
 
     Args:
         logprobs: per token.
@@ -147,7 +147,7 @@ def wpo_weight(
 
         w = exp(mean_t (log pi_theta(a_t) - log sum_v pi_theta(v)^2))
 
-    Paper: WPO, arXiv:2406.11827, equations 5 and 6. The weight of a pair is the product of its two.
+    Paper: WPO, arXiv:2406.11827. The weight of a pair is the product of its two.
 
     Args:
         logprobs: of the policy.
@@ -169,7 +169,7 @@ def collision_probability(logits: Float[Tensor, "*batch V"]) -> Float[Tensor, "*
 
         sum_v p_v^2 = exp(logsumexp(2 z) - 2 logsumexp(z))
 
-    Paper: WPO, arXiv:2406.11827, equation 6; also the variance term of the optimal token baseline.
+    Paper: WPO, arXiv:2406.11827; also the variance term of the optimal token baseline.
 
     Args:
         logits: z.
@@ -189,7 +189,7 @@ def alpha_score(logprob: Float[Tensor, " P"], alpha: float) -> Float[Tensor, " P
 
         s = (1 - p^-alpha) / alpha,   which is log p for alpha = 0
 
-    Paper: AlphaPO, arXiv:2501.03884, equation 5.
+    Paper: AlphaPO, arXiv:2501.03884.
 
     Args:
         logprob: average log-prob of a completion.
@@ -210,7 +210,7 @@ def log_odds_ratio(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"]) -
 
         log(p_c / (1 - p_c)) - log(p_r / (1 - p_r))
 
-    Paper: ORPO, arXiv:2403.07691, equations 4 and 6.
+    Paper: ORPO, arXiv:2403.07691.
 
     Args:
         chosen: average log-prob per token of the chosen completion, below 0.

@@ -155,7 +155,7 @@ def sequence_token_log_ratio(
 
         log s_it = sg[s_i] + log pi_theta(a_t) - sg[log pi_theta(a_t)],   s_i of `sequence_log_ratio`
 
-    Paper: GSPO, arXiv:2507.18071, equation 14 (GSPO-token). With one advantage per completion its gradient equals
+    Paper: GSPO, arXiv:2507.18071 (GSPO-token). With one advantage per completion its gradient equals
     GSPO's; it differs where advantages differ between tokens.
 
     Args:
@@ -189,7 +189,7 @@ def sequence_token_ratio(
 
         s_it = sg[r_i] pi_theta(a_t) / sg[pi_theta(a_t)]
 
-    Paper: GSPO, arXiv:2507.18071, equation 14 (GSPO-token).
+    Paper: GSPO, arXiv:2507.18071 (GSPO-token).
 
     Args:
         logprobs: of the policy, with gradient.

@@ -21,7 +21,7 @@ def sequence_clipped_log_ratio(
 
         A_t > 0: min(log rho_t, clip_high)       A_t < 0: max(log rho_t, -clip_low)       A_t = 0: 0
 
-    Paper: GMPO, arXiv:2507.20673, equation 4. Differs from PPO: the clip is in log space, on the factors of a product.
+    Paper: GMPO, arXiv:2507.20673. Differs from PPO: the clip is in log space, on the factors of a product.
 
     Args:
         log_ratio: per token, with gradient.
@@ -47,7 +47,7 @@ def geometric_mean_loss(
 
         L_i = -A_i exp((1 / |m_i|) sum_t m_it log rho_it)
 
-    Paper: GMPO, arXiv:2507.20673, equation 3, with log-ratios of `sequence_clipped_log_ratio`. Differs from GRPO:
+    Paper: GMPO, arXiv:2507.20673, with log-ratios of `sequence_clipped_log_ratio`. Differs from GRPO:
     the arithmetic mean of the ratios is replaced, so that a single large ratio counts little.
 
     Args:
@@ -100,7 +100,7 @@ def topr_weights(
         w_it = positive                    where R_i > 0
         w_it = negative clip(rho_it, 0, 1) elsewhere
 
-    Paper: TOPR, arXiv:2503.14286, equation 8. The ratio is the token's, as in ROLL; the paper's is the completion's
+    Paper: TOPR, arXiv:2503.14286. The ratio is the token's, as in ROLL; the paper's is the completion's
     (spread one with `per_token`).
 
     Args:

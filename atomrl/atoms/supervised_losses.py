@@ -35,7 +35,7 @@ def dft_loss(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float
 
         L_t = -sg[pi_theta(a_t)] log pi_theta(a_t)
 
-    Paper: DFT, arXiv:2508.05629, equation 9. Differs from the NLL: its gradient lacks the factor 1/pi, with which
+    Paper: DFT, arXiv:2508.05629. Differs from the NLL: its gradient lacks the factor 1/pi, with which
     unlikely tokens of a demonstration dominate.
 
     Args:

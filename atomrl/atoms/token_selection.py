@@ -19,7 +19,7 @@ def high_entropy_tokens(
 
         keep_t = H_t >= quantile_{1 - fraction}(H)
 
-    Paper: "Beyond the 80/20 rule", arXiv:2506.01939, equation 7. The quantile is over all rows that are given, with
+    Paper: "Beyond the 80/20 rule", arXiv:2506.01939. The quantile is over all rows that are given, with
     linear interpolation, as in TRL: give it the whole optimizer step.
 
     Args:
@@ -78,7 +78,7 @@ def random_tokens(
 
         keep = a uniform sample of N tokens, without replacement
 
-    Paper: the control of arXiv:2506.01939, section 5.
+    Paper: the control of arXiv:2506.01939.
 
     Args:
         mask: True where the model wrote the token.
@@ -102,7 +102,7 @@ def token_covariance(
 
         cov_t = (A_t - mean A) (log pi_theta(a_t) - mean log pi_theta)
 
-    Paper: "The entropy mechanism of RL for reasoning language models", arXiv:2505.22617, equation 10.
+    Paper: "The entropy mechanism of RL for reasoning language models", arXiv:2505.22617.
 
     Args:
         logprobs: of the policy; detached.
@@ -135,7 +135,7 @@ def clip_covariance_tokens(
 
         drop = a uniform sample of max(1, int(ratio |m|)) of the candidates with low < cov_t < high
 
-    Paper: arXiv:2505.22617, equation 11.
+    Paper: Clip-Cov in arXiv:2505.22617.
 
     Args:
         covariance: of `token_covariance`.
@@ -165,7 +165,7 @@ def highest_covariance_tokens(
 
         pick = the max(1, int(fraction |m|)) tokens of greatest cov_t
 
-    Paper: arXiv:2505.22617, equations 12 and 13; the penalty is `abs_kl` to the old policy.
+    Paper: KL-Cov in arXiv:2505.22617; the penalty is `abs_kl` to the old policy.
 
     Args:
         covariance: of `token_covariance`.

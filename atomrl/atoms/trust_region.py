@@ -24,7 +24,7 @@ def probability_change(
 
         d_t = pi_theta(a_t) - pi_old(a_t)
 
-    Paper: DPPO, arXiv:2602.04879, section 4.2.
+    Paper: DPPO, arXiv:2602.04879.
 
     Args:
         logprobs: of the policy; detached.
@@ -48,7 +48,7 @@ def binary_kl(
 
         D_t = q (log q - log p) + (1 - q) log((1 - q + eps) / (1 - p + eps)),    p = pi_theta(a_t), q = pi_old(a_t)
 
-    Paper: DPPO, arXiv:2602.04879, section 4.2. A lower bound of the KL over the whole vocabulary.
+    Paper: DPPO, arXiv:2602.04879. A lower bound of the KL over the whole vocabulary.
 
     Args:
         logprobs: of the policy; detached.
@@ -80,7 +80,7 @@ def trust_region_tokens(
 
         keep_t = not (A_t > 0 and d_t > 0 and D_t > high) and not (A_t < 0 and d_t < 0 and D_t > low)
 
-    Paper: DPPO, arXiv:2602.04879, equation 10. Differs from PPO's clip: the divergence is bounded, not the ratio.
+    Paper: DPPO, arXiv:2602.04879. Differs from PPO's clip: the divergence is bounded, not the ratio.
 
     Args:
         change: d_t of `probability_change`, whose sign says where the token has moved.

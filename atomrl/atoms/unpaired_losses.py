@@ -21,7 +21,7 @@ def kto_loss(
         L = w_d (1 - sigmoid(beta (z - z_0)))   where good
         L = w_u (1 - sigmoid(beta (z_0 - z)))   where bad
 
-    Paper: KTO, arXiv:2402.01306, equation 8. With z_0 = 0 it is the unpaired APO-zero.
+    Paper: KTO, arXiv:2402.01306. With z_0 = 0 it is the unpaired APO-zero.
 
     Args:
         log_ratio: z, in nats, with gradient.
@@ -53,7 +53,7 @@ def bco_loss(
 
         L = -w log sigmoid(r - delta) where good,    -w log sigmoid(-(r - delta)) where bad
 
-    Paper: BCO, arXiv:2404.04656, equation 10.
+    Paper: BCO, arXiv:2404.04656.
 
     Args:
         rewards: implicit rewards beta z, with gradient.
@@ -78,7 +78,7 @@ def kto_reference(log_ratio: Float[Tensor, " N"]) -> Float[Tensor, ""]:
 
         z_0 = max(0, mean z')
 
-    Paper: KTO, arXiv:2402.01306, section 4.1.
+    Paper: KTO, arXiv:2402.01306.
 
     Args:
         log_ratio: z' of mismatched pairs of prompt and completion, in nats.
@@ -98,7 +98,7 @@ def running_mean(mean: Float[Tensor, ""], count: float, values: Float[Tensor, " 
 
         mean' = mean + (mean(x) - mean) N / (count + N)
 
-    Paper: BCO, arXiv:2404.04656, section 4 (its reward shift delta).
+    Paper: BCO, arXiv:2404.04656 (its reward shift delta).
 
     Args:
         mean: so far.
@@ -123,7 +123,7 @@ def density_ratio(
 
         clip(p / (1 - p + eps), lowest, highest)
 
-    Paper: BCO, arXiv:2404.04656, section 5 (underlying distribution matching).
+    Paper: BCO, arXiv:2404.04656 (underlying distribution matching).
 
     Args:
         probability: p, that the prompt is from the good ones.

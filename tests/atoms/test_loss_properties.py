@@ -7,6 +7,7 @@ rows is given to the loss at a time.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 
 import pytest
@@ -318,3 +319,28 @@ def test_weights_of_a_part_add_up_when_told_the_whole():
     torch.testing.assert_close(split, reductions.token_mean(mask))
     split = torch.cat([reductions.sequence_mean(part, total_rows=5.0) for part in mask.split(2)])
     torch.testing.assert_close(split, reductions.sequence_mean(mask))
+
+
+def combinations(count: int) -> list[tuple[str, str, str]]:
+    """Random points of the space that the axes span."""
+    pick = random.Random(0).choice
+    return [(pick(list(LOSSES)), pick(list(WEIGHTS)), pick(list(FACTORS))) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("loss", "weights", "factor"), combinations(60))
+def test_axes_combine(loss, weights, factor):
+    """Any loss with any reduction and any correction or selection, and a KL penalty: split and padded."""
+    clean = a_step(1)
+
+    def objective(step: Step) -> Tensor:
+        return LOSSES[loss](step) + 0.1 * LOSSES["k3"](step)
+
+    value, gradient = run(objective, prepared(clean, weights, factor), WHOLE)
+    assert math.isfinite(value) and torch.isfinite(gradient).all()
+    dirty = {
+        name: item.masked_fill(~clean["mask"], math.nan) if item.is_floating_point() and item.ndim == 2 else item
+        for name, item in clean.items()
+    }
+    other, split = run(objective, prepared(dirty, weights, factor), SPLITS[2])
+    assert other == pytest.approx(value, abs=1e-12)
+    torch.testing.assert_close(split, gradient, rtol=0, atol=1e-12)
