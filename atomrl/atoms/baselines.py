@@ -59,7 +59,7 @@ def length_weighted_baseline(
 
         A_i = r_i - sum_{j in group(i)} l_j r_j / sum_{j in group(i)} l_j
 
-    Paper: OPO, arXiv:2505.23585, equation 6. Differs from `group_mean_baseline`: a long completion has a gradient of
+    Paper: OPO, arXiv:2505.23585. Differs from `group_mean_baseline`: a long completion has a gradient of
     larger norm, and so weighs more. No division by the standard deviation.
 
     Args:
@@ -98,7 +98,7 @@ def rescaled_by_nonzero_rewards(
 
         A'_i = alpha A_i / F,   alpha = B / max(1, |{j : r_j != 0}|)
 
-    Paper: GPG, arXiv:2504.02546, section 3.2. Differs from GRPO: one factor for the whole batch instead of each group's
+    Paper: GPG, arXiv:2504.02546. Differs from GRPO: one factor for the whole batch instead of each group's
     standard deviation.
 
     Args:
@@ -129,7 +129,7 @@ def return_minus_baseline(
 
         A_t = (G_t - b_t) m_t
 
-    Paper: ReMax, arXiv:2310.10505, equation 4, with the reward of the greedy completion as b for every token of the
+    Paper: ReMax, arXiv:2310.10505, with the reward of the greedy completion as b for every token of the
     row; with `optimal_token_baseline`, arXiv:2602.07078.
 
     Args:

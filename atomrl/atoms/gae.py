@@ -95,7 +95,7 @@ def length_adaptive_lambda(mask: Bool[Tensor, "B T"], alpha: float) -> Float[Ten
 
         lam_i = 1 - 1 / (alpha |m_i|),   within 0 to 1
 
-    Paper: VAPO, arXiv:2504.05118, section 4.2, where alpha is 0.05.
+    Paper: VAPO, arXiv:2504.05118, where alpha is 0.05.
 
     Args:
         mask: True where the model wrote the token.

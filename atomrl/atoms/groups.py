@@ -81,7 +81,7 @@ def leave_one_out_mean(
 
         b_i = mean_{j in group(i), j != i} r_j
 
-    Paper: RLOO, arXiv:2402.14740, section 3.2; Kool et al., "Buy 4 REINFORCE samples, get a baseline for free!" (2019).
+    Paper: RLOO, arXiv:2402.14740; Kool et al., "Buy 4 REINFORCE samples, get a baseline for free!" (2019).
 
     Args:
         rewards: reward per completion; NaN where missing.

@@ -245,7 +245,7 @@ def reward_at_last_token(
 
         r_{i,t} = r_i [t = max {s : m_is = 1}]
 
-    Paper: Ziegler et al., arXiv:1909.08593, section 2.
+    Paper: Ziegler et al., arXiv:1909.08593.
 
     Args:
         rewards: reward per completion.
