@@ -62,8 +62,13 @@ def train(
         ConfigError, DataError, ValueError: what is wrong, where, and what to do.
     """
     started = time.perf_counter()
-    axes, path = config.algorithm.axes, model_path(config)
-    algorithm = build_algorithm(config.algorithm.name, axes, report_entropy=config.train.report_entropy)
+    path = model_path(config)
+    algorithm = build_algorithm(
+        config.algorithm.name,
+        config.algorithm.axes,
+        report_entropy=config.train.report_entropy,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+    )
     rewards = build_rewards(config.reward, local_rewards)
     tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.trust_remote_code)
     processor = DataProcessor(tokenizer, config.data, prompt_limit(config, path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -20,7 +20,7 @@ from atomrl.stages import (
     TrainingBatch,
 )
 
-Annotation = Literal["old_logprobs", "ref_logprobs", "values"]
+Annotation = Literal["old_logprobs", "old_entropy", "ref_logprobs", "values"]
 Output = Literal["logprobs", "entropy", "values"]
 
 
@@ -68,17 +68,25 @@ class Algorithm:
     name: str
     advantages: Callable[[RowBatch], AdvantageBatch]
     """Reward shaping and credit. Statistics over the batch are taken here, before any split; no gradient."""
-    weights: Callable[[Tensor], Tensor]
-    """loss mask [B, T] of one optimizer step -> loss weights [B, T]."""
+    weights: Callable[..., Tensor]
+    """loss mask [B, T] of one optimizer step (and group ids [B] where `row_unit` is "group") -> loss weights [B, T]."""
     loss: Callable[[ModelOutputs, TrainingBatch], LossOutput]
     needs: frozenset[Annotation] = frozenset()
     """What the back end annotates before the advantages."""
+    advantages_read: frozenset[Annotation] = frozenset()
+    """Those of `needs` that `advantages` reads. `old_logprobs` are left out on a step with a single update otherwise,
+    since the loss then has them anyhow."""
     outputs: frozenset[Output] = frozenset({"logprobs"})
     """What the forward pass gives the loss."""
     row_unit: Literal["row", "group", "pair"] = "row"
     """What a split into updates or micro-batches keeps together."""
     accept_group: Callable[[Sequence[float]], bool] | None = None
     """Which groups count, by their rewards; the loop refills the batch with others."""
+    extra_rollouts: Mapping[str, Any] | None = None
+    """Completions of the same prompts that are scored and not trained on, as changes of the `SamplingParams`; their
+    mean reward by prompt is in `baseline_rewards`."""
+    state: dict[str, float] = field(default_factory=dict)
+    """What persists from step to step (an adaptive coefficient); `advantages` changes it, and checkpoints hold it."""
     update: Callable[..., Metrics] | None = None
     """How gradients become a step; None is the optimizer's."""
 

@@ -197,6 +197,8 @@ def translate(tree: Mapping[str, Any], source: str, default_run_name: str) -> tu
     result = merge_trees(result, _other_keys(sections))
     if not sections.model_section.use_lora:
         result["model"].pop("lora", None)
+    if sections.advantage_config.mode in ("raw", "grpo_no_std"):  # which divide by no standard deviation
+        result["algorithm"]["advantage"].pop("eps", None)
     return result, _notices(sections)
 
 

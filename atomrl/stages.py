@@ -165,6 +165,10 @@ class RewardBatch(RolloutBatch):
     """name -> [P][G], unweighted."""
     reward_failures: tuple[RewardFailure, ...] = ()
     """Of all completions that were scored for this batch, also of groups that were refused afterwards."""
+    part_weights: Mapping[str, float] = field(default_factory=dict)
+    """name -> weight in the sum, of the parts that enter it."""
+    baseline_rewards: tuple[float | None, ...] | None = None
+    """[P] of the completions that an algorithm's `extra_rollouts` asks for beside those that are trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +204,12 @@ class RowBatch:
     """[B, T] float32, from the frozen reference."""
     values: Tensor | None = None
     """[B, T] float32, from the critic."""
+    old_entropy: Tensor | None = None
+    """[B, T] float32, nats of the trainer's distributions at the start of the step."""
+    reward_parts: Tensor | None = None
+    """[B, K, 2] float32: value (NaN where missing) and weight of each part of the reward."""
+    baseline_rewards: Tensor | None = None
+    """[B] float32: of the extra rollout of the row's prompt; NaN where missing."""
 
     @property
     def rows(self) -> int:
@@ -214,6 +224,8 @@ class AdvantageBatch(RowBatch):
     """[B, T] float32, 0 off the mask, no gradient."""
     returns: Tensor | None = None
     """[B, T] float32: what a critic is fitted to."""
+    selected: Tensor | None = None
+    """[B, T] bool: tokens that the algorithm chose out of the whole step."""
 
 
 @dataclass(frozen=True, kw_only=True)

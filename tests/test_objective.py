@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import ALGORITHMS, build_algorithm
+from atomrl.algorithms.table import build_algorithm
 from atomrl.metrics import merge, values
-from atomrl.objective import Objective, override
+from atomrl.objective import Clip, Objective, compose, override, with_limit
 from atomrl.protocols import ModelOutputs
 from atomrl.stages import RowBatch, TrainingBatch, select_rows
 
@@ -106,14 +106,38 @@ def test_needs_follow_the_axes():
         ({"clip": {"low": -1}}, "at least 0"),
         ({"clip": {"low": "a"}}, "at least 0"),
         ({"aggregate": "constant_length"}, "needs a length"),
+        ({"shaping": {"soft_overlong": True}}, "shaping.max_completion_tokens"),
+        ({"clip": {"type": "sapo", "low": 0.2}}, "algorithm.clip of type sapo: unknown name 'low'"),
+        ({"clip": {"low": True}}, "at least 0"),
+        ({"kl": {"place": "los"}}, "did you mean 'loss'"),
+        ({"kl": {"k2_gradient": 1}}, "true or false"),
+        ({"selection": {"type": "high_entropy", "tokens": 1.5}}, "a whole number"),
+        ({"correction": "token_tsi"}, "did you mean 'token_tis'"),
+        ({"accept_group": "mixed"}, "did you mean 'mixed_outcomes'"),
+        ({"advantage": {"type": "raw", "eps": 1.0}}, "it has no parameters"),
     ],
 )
 def test_bad_axes_are_named(axes, message):
     with pytest.raises(ValueError, match=message):
-        override(Objective(), axes)
+        compose("x", override(Objective(), axes))
 
 
 def test_unknown_algorithm_is_named():
     with pytest.raises(ValueError, match="did you mean 'grpo'"):
-        build_algorithm("gpro", {})
-    assert set(ALGORITHMS) == {"grpo"}
+        build_algorithm("grpoo", {})
+
+
+def test_a_new_type_starts_from_its_own_defaults_and_the_same_one_keeps_the_others():
+    objective = override(Objective(), {"clip": {"high": 0.3}})
+    assert override(objective, {"clip": {"low": 0.1}}).clip == Clip("ppo", low=0.1, high=0.3)
+    assert override(objective, {"clip": "cispo"}).clip == Clip("cispo", low=1.0, high=4.0)
+    with pytest.raises(AttributeError, match="frozen"):
+        objective.clip.low = 1.0
+
+
+def test_the_rollouts_limit_is_taken_where_the_axis_has_none():
+    objective = override(Objective(), {"aggregate": "constant_length", "shaping": {"soft_overlong": True}})
+    limited = with_limit(objective, 64)
+    assert limited.aggregate.length == 64 and limited.shaping.max_completion_tokens == 64
+    own = override(objective, {"aggregate": {"length": 9}, "shaping": {"max_completion_tokens": 7}})
+    assert with_limit(own, 64) == own

@@ -14,7 +14,7 @@ from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
 
 GRPO = Objective(
     advantage=Advantage("grpo", eps=1e-6),
-    clip=Clip(low=0.2, high=0.2),
+    clip=Clip("ppo", low=0.2, high=0.2),
     kl=Kl("k3", coefficient=0.0),
     aggregate=Aggregate("token_mean"),
 )

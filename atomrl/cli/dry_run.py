@@ -24,7 +24,8 @@ def dry_run(config: RunConfig) -> None:
     from atomrl.rewards.compute import build_rewards
 
     print(dump_config(config))
-    algorithm = build_algorithm(config.algorithm.name, config.algorithm.axes)
+    name, limit = config.algorithm.name, config.rollout.max_completion_tokens
+    algorithm = build_algorithm(name, config.algorithm.axes, max_completion_tokens=limit)
     build_rewards(config.reward)
     if config.rollout.engine not in ENGINES:
         raise ConfigError(f"rollout.engine: unknown engine {config.rollout.engine!r}; there are {', '.join(ENGINES)}")

@@ -60,7 +60,27 @@ def to_rows(rewarded: RewardBatch, max_row_tokens: int | None = None) -> RowBatc
         rewards=torch.tensor([row[4] for row in rows], dtype=torch.float32),
         truncated=torch.tensor([row[3].finish_reason == "length" for row in rows], dtype=torch.bool),
         rollout_logprobs=rollout_logprobs,
+        reward_parts=_reward_parts(rewarded, max_row_tokens),
+        baseline_rewards=None
+        if rewarded.baseline_rewards is None
+        else torch.tensor([_or_nan(rewarded.baseline_rewards[row[0]]) for row in rows], dtype=torch.float32),
     )
+
+
+def _reward_parts(rewarded: RewardBatch, max_row_tokens: int | None) -> Tensor | None:
+    """[B, K, 2] value and weight of each part that enters the sum."""
+    names = [name for name in rewarded.part_weights if rewarded.part_weights[name] and name in rewarded.reward_parts]
+    if not names:
+        return None
+    parts = [
+        [(_or_nan(rewarded.reward_parts[name][group][index]), rewarded.part_weights[name]) for name in names]
+        for group, index in trained_completions(rewarded, max_row_tokens)
+    ]
+    return torch.tensor(parts, dtype=torch.float32).view(len(parts), len(names), 2)
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value
 
 
 def to_training_batches(
@@ -76,7 +96,8 @@ def to_training_batches(
     for epoch in range(epochs):
         for index in _split(credited, algorithm.row_unit, updates, f"{seed}/{step}/{epoch}"):
             part = select_rows(credited, index)
-            yield TrainingBatch(**vars(part), loss_weights=algorithm.weights(part.loss_mask))
+            by_group = (part.group_ids,) if algorithm.row_unit == "group" else ()
+            yield TrainingBatch(**vars(part), loss_weights=algorithm.weights(part.loss_mask, *by_group))
 
 
 def _split(rows: RowBatch, unit: str, parts: int, key: str) -> list[Tensor]:

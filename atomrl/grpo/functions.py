@@ -24,7 +24,7 @@ from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows
 from atomrl.models.gpt import GPT
 from atomrl.models.loading import HFModel, load_policy
-from atomrl.objective import Advantage, Aggregate, Kl
+from atomrl.objective import Advantage, Aggregate, Kl, Scores
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.stopping import eos_token_ids
 from atomrl.stages import RewardBatch, Sample, SamplingParams
@@ -275,7 +275,7 @@ def compute_advantages(
     """
     if mode not in ("grpo", "grpo_no_std", "raw"):
         raise ValueError(f"mode {mode!r} is none of grpo, grpo_no_std, raw")
-    credit = Advantage(mode, eps)(rewards, group_ids)
+    credit = Advantage(mode, **({"eps": eps} if mode == "grpo" else {}))(Scores(rewards, group_ids))
     return {
         "advantages": per_token(credit, loss_mask),
         "sequence_advantages": credit,

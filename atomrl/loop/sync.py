@@ -20,7 +20,7 @@ from atomrl.data.stream import PromptStream
 from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
 from atomrl.metrics import Metrics
 from atomrl.protocols import Algorithm, RewardComputer, RolloutEngine, TrainingBackend
-from atomrl.stages import AdvantageBatch, RewardBatch, SamplingParams
+from atomrl.stages import AdvantageBatch, PromptBatch, RewardBatch, SamplingParams
 
 log = logging.getLogger(__name__)
 MAX_REFILLS = 20
@@ -77,6 +77,7 @@ class Progress:
     wall_s: float = 0.0
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     """step -> metrics of the evaluation after it; "0" is before training."""
+    algorithm_state: dict[str, float] = field(default_factory=dict)
 
 
 Save = Callable[[Path, Progress], None]
@@ -94,6 +95,7 @@ def train(parts: Parts, schedule: Schedule, progress: Progress, save: Save) -> b
         Whether the last step was reached (see `run_steps`).
     """
     parts.stream.position = progress.position
+    parts.algorithm.state.update(progress.algorithm_state)
     parts.engine.load_weights(parts.trainer.weights(), version=progress.step)
 
     def one_step(step: int) -> dict[str, float]:
@@ -101,6 +103,7 @@ def train(parts: Parts, schedule: Schedule, progress: Progress, save: Save) -> b
         if schedule.eval_every_steps and step % schedule.eval_every_steps == 0 and step < schedule.steps:
             parts.evaluate(step)
         progress.position = parts.stream.position
+        progress.algorithm_state = dict(parts.algorithm.state)
         return metrics
 
     return run_steps(one_step, parts.record, progress, save, schedule)
@@ -192,7 +195,7 @@ def learn(
     rows = to_rows(rewarded, schedule.max_row_tokens)
     updates = schedule.updates_per_epoch * schedule.epochs_per_step
     # With a single update the policy still is the one of the start of the step: no need to compute it twice.
-    needs = algorithm.needs - {"old_logprobs"} if updates == 1 else algorithm.needs
+    needs = algorithm.advantages_read | (algorithm.needs - {"old_logprobs"}) if updates == 1 else algorithm.needs
     with watch("annotate"):
         credited = algorithm.advantages(trainer.annotate(rows, needs))
     with watch("update_actor"):
@@ -221,12 +224,15 @@ def collect(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> RewardBa
             rollouts = parts.engine.generate(batch, replace(parts.sampling, step=step))
         with watch("reward"):
             rewarded = parts.rewards(rollouts)
+        if parts.algorithm.extra_rollouts is not None:
+            rewarded = replace(rewarded, baseline_rewards=baseline_rewards(parts, batch, step, watch))
         if accept is None:
             return rewarded
+        # A completion without a token becomes no row: its reward is no signal.
         good = [
             index
-            for index, group in enumerate(rewarded.rewards)
-            if accept([reward for reward in group if reward is not None])
+            for index, (group, completions) in enumerate(zip(rewarded.rewards, rewarded.completions, strict=True))
+            if accept([r for r, c in zip(group, completions, strict=True) if r is not None and c.token_ids])
         ]
         chosen = select_prompts(rewarded, good)
         kept = chosen if kept is None else join_prompts(kept, chosen)
@@ -239,23 +245,31 @@ def collect(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> RewardBa
     )
 
 
+def baseline_rewards(parts: Parts, batch: PromptBatch, step: int, watch: Stopwatch) -> tuple[float | None, ...]:
+    """The mean reward, by prompt, of completions that are drawn as the algorithm's `extra_rollouts` says."""
+    with watch("gen"):
+        extra = parts.engine.generate(
+            batch, replace(parts.sampling, step=step, **(parts.algorithm.extra_rollouts or {}))
+        )
+    with watch("reward"):
+        groups = [[reward for reward in group if reward is not None] for group in parts.rewards(extra).rewards]
+    return tuple(sum(group) / len(group) if group else None for group in groups)
+
+
 def select_prompts(batch: RewardBatch, index: list[int]) -> RewardBatch:
     """The prompts at `index` with all their completions."""
 
     def pick(groups: Any) -> tuple:
         return tuple(groups[i] for i in index)
 
-    changes = {item.name: pick(getattr(batch, item.name)) for item in fields(batch) if item.name not in _NOT_BY_PROMPT}
+    changes = {name: pick(getattr(batch, name)) for name in _by_prompt(batch)}
     return replace(batch, **changes, reward_parts={name: pick(part) for name, part in batch.reward_parts.items()})
 
 
 def join_prompts(first: RewardBatch, second: RewardBatch) -> RewardBatch:
     """Both, one after the other."""
-    names = [item.name for item in fields(first) if item.name not in _NOT_BY_PROMPT]
-    changes = {name: getattr(first, name) + getattr(second, name) for name in names}
-    parts = {
-        name: _part(first, name) + _part(second, name) for name in {**first.reward_parts, **second.reward_parts}
-    }
+    changes = {name: getattr(first, name) + getattr(second, name) for name in _by_prompt(first)}
+    parts = {name: _part(first, name) + _part(second, name) for name in {**first.reward_parts, **second.reward_parts}}
     failures = first.reward_failures + second.reward_failures
     return replace(first, **changes, reward_parts=parts, reward_failures=failures)
 
@@ -265,7 +279,13 @@ def _part(batch: RewardBatch, name: str) -> tuple[tuple[float | None, ...], ...]
     return batch.reward_parts.get(name) or tuple((None,) * len(group) for group in batch.completions)
 
 
-_NOT_BY_PROMPT = {"policy_version", "reward_parts", "reward_failures"}
+def _by_prompt(batch: RewardBatch) -> list[str]:
+    """The fields that are there and hold an item for each prompt."""
+    names = (item.name for item in fields(batch) if item.name not in _NOT_BY_PROMPT)
+    return [name for name in names if getattr(batch, name) is not None]
+
+
+_NOT_BY_PROMPT = {"policy_version", "reward_parts", "reward_failures", "part_weights"}
 
 
 def mean_advantages(credited: AdvantageBatch) -> list[float]:

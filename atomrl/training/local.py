@@ -101,37 +101,41 @@ class LocalBackend:
         return {name: weight for name, weight in self.policy.named_parameters() if weight.requires_grad}
 
     def annotate(self, rows: RowBatch, needs: frozenset[Annotation]) -> RowBatch:
-        """Add `old_logprobs` and `ref_logprobs` where asked, without gradient.
+        """Add `old_logprobs`, `old_entropy` and `ref_logprobs` where asked, without gradient.
 
         Raises:
             ValueError: `needs` names what this back end has not.
         """
-        unknown = needs - {"old_logprobs", "ref_logprobs"}
+        unknown = needs - {"old_logprobs", "old_entropy", "ref_logprobs"}
         if unknown:
             raise ValueError(f"the local back end cannot annotate {sorted(unknown)}")
         if "ref_logprobs" in needs and self.reference is None and not has_adapters(self.policy):
             raise ValueError("ref_logprobs are needed, but the back end was made without needs_reference=True")
+        old = {f"old_{name}": name for name in ("logprobs", "entropy") if f"old_{name}" in needs}
         added = {}
         self.policy.eval()
-        if "old_logprobs" in needs:
-            added["old_logprobs"] = self._all_logprobs(self.policy, rows)
+        if old:
+            added |= self._all_outputs(self.policy, rows, old)
         if "ref_logprobs" in needs:
             with nullcontext() if self.reference else adapters_disabled(self.policy):
-                added["ref_logprobs"] = self._all_logprobs(self.reference or self.policy, rows)
+                added |= self._all_outputs(self.reference or self.policy, rows, {"ref_logprobs": "logprobs"})
         self.policy.train()
         return replace(rows, **added)
 
     @torch.no_grad()
-    def _all_logprobs(self, model: Policy, rows: RowBatch) -> Tensor:
-        logprobs = torch.zeros(rows.tokens.shape)
+    def _all_outputs(self, model: Policy, rows: RowBatch, wanted: dict[str, Output]) -> dict[str, Tensor]:
+        """Outputs of the forward pass for all rows, by the names that they are wanted under."""
+        whole = {name: torch.zeros(rows.tokens.shape) for name in wanted}
 
         def fill(split: list[Tensor]) -> None:
             for index in split:
-                part = self._outputs(model, select_rows(rows, index), frozenset({"logprobs"})).logprobs
-                logprobs[index, : part.shape[1]] = part.cpu()
+                part = self._outputs(model, select_rows(rows, index), frozenset(wanted.values()))
+                for name, output in wanted.items():
+                    values = getattr(part, output)
+                    whole[name][index, : values.shape[1]] = values.cpu()
 
         self._in_micro_batches(rows, None, fill)
-        return logprobs
+        return whole
 
     def _split(self, rows: RowBatch, group_ids: Tensor | None) -> list[Tensor]:
         limits = self.tokens_per_micro_batch, self.train.rows_per_micro_batch

@@ -18,7 +18,7 @@ from atomrl.grpo import (
     get_action_log_probs,
 )
 from atomrl.models.loading import load_policy, load_tokenizer
-from atomrl.objective import policy_loss
+from atomrl.objective import override, policy_loss
 from atomrl.protocols import ModelOutputs
 from atomrl.stages import TrainingBatch
 from tests.tiny import make_tiny_model
@@ -93,9 +93,7 @@ def test_loss_and_gradient_are_the_trainers(samples):
     (result["loss"] + 0.1 * kl["mean_kl"]).backward()
     own = new.grad.clone()
     new.grad = None
-    from dataclasses import replace
-
-    objective = replace(GRPO, kl=replace(GRPO.kl, coefficient=0.1))
+    objective = override(GRPO, {"kl": {"coefficient": 0.1}})
     rest = {
         name: samples[name] for name in ("tokens", "loss_mask", "lengths", "prompt_lengths", "group_ids", "truncated")
     }

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import ALGORITHMS, build_algorithm
+from atomrl.algorithms.table import build_algorithm
 from atomrl.config import ModelConfig, TrainConfig
 from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
 from atomrl.loop.sync import Schedule, learn
@@ -47,6 +47,7 @@ def rewarded(completions, rewards):
         policy_version=0,
         rewards=tuple(map(tuple, rewards)),
         reward_parts={"r": tuple(map(tuple, rewards))},
+        part_weights={"r": 1.0},
     )
 
 
@@ -82,13 +83,10 @@ def step(backend, algorithm, batch, number):
 
 
 @pytest.mark.parametrize("case", SILENT)
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "sft"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "gdpo", "kl_cov"])
 def test_without_a_signal_nothing_moves(folder, name, case):
     """Also when Adam has momentum and weight decay is on."""
-    try:
-        algorithm = build_algorithm(name, {}, report_entropy=True)
-    except ValueError as error:
-        pytest.skip(f"{name} needs settings: {error}")
+    algorithm = build_algorithm(name, {}, report_entropy=True, max_completion_tokens=16)
     backend = make(folder)
     batch, counted = SILENT[case]
     lively = rewarded([[FULL, CUT], [CUT, FULL]], [[1.0, 0.0], [0.5, 0.25]])

@@ -1,0 +1,20 @@
+"""CISPO: the clipped ratio as a weight without gradient.
+
+    maximise  1/sum_j |o_j| sum_{i,t} sg[clip(rho_{i,t}, 0, 5)] A_i log pi(a_{i,t}),   A of GRPO
+
+Differs from GRPO: a token whose ratio is out of bounds keeps a gradient, so the rare words that begin a reflection are
+learned from. The paper gives no number for its one upper bound; 5 is a ratio of 1 + `high`.
+
+Paper: MiniMax-M1, arXiv:2506.13585, equations 4 and 5.
+"""
+
+from __future__ import annotations
+
+from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
+
+CISPO = Objective(
+    advantage=Advantage("grpo"),
+    clip=Clip("cispo", low=1.0, high=4.0),
+    kl=Kl(coefficient=0.0),
+    aggregate=Aggregate("token_mean"),
+)

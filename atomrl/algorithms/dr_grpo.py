@@ -1,0 +1,22 @@
+"""Dr. GRPO: GRPO without its two biases.
+
+    A_i = r_i - mean_group r
+    maximise  1/(N L) sum_i sum_t min(rho_{i,t} A_i, clip(rho_{i,t}, 0.8, 1.2) A_i),    L constant
+
+Differs from GRPO: no division by the standard deviation, which weights prompts by how even their outcomes are, and a
+constant (the rollout's `max_completion_tokens`) in the place of each completion's length, which made long wrong answers
+cheap.
+
+Paper: arXiv:2503.20783, section 3.
+"""
+
+from __future__ import annotations
+
+from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
+
+DR_GRPO = Objective(
+    advantage=Advantage("grpo_no_std"),
+    clip=Clip("ppo", low=0.2, high=0.2),
+    kl=Kl(coefficient=0.0),
+    aggregate=Aggregate("constant_length"),
+)

@@ -1,0 +1,32 @@
+"""Clip-Cov and KL-Cov: hold back the few tokens that make the entropy collapse.
+
+    cov_{i,t} = (A_i - mean A) (log pi_old(a_{i,t}) - mean log pi_old)
+    Clip-Cov: GRPO's loss, 0 for a random 0.02% of tokens with 1 < cov < 5
+    KL-Cov:   rho A without a clip, minus |log pi - log pi_old| on the 0.2% of tokens with the highest cov
+
+Differ from GRPO: likely tokens with a high advantage are what lowers the entropy, so those alone are detached
+(Clip-Cov) or pulled back (KL-Cov). The covariance is that of the policy at the start of the step, over all its rows, so
+that no split into updates or micro-batches changes the choice; the authors' code takes it micro-batch by micro-batch.
+
+Paper: arXiv:2505.22617, equations 10 to 13.
+"""
+
+from __future__ import annotations
+
+from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective, Selection
+
+CLIP_COV = Objective(
+    advantage=Advantage("grpo"),
+    clip=Clip("ppo", low=0.2, high=0.2),
+    kl=Kl(coefficient=0.0),
+    aggregate=Aggregate("token_mean"),
+    selection=Selection("clip_cov", fraction=2e-4, low=1.0, high=5.0),
+)
+
+KL_COV = Objective(
+    advantage=Advantage("grpo"),
+    clip=Clip("none"),
+    kl=Kl(coefficient=0.0),
+    aggregate=Aggregate("token_mean"),
+    selection=Selection("kl_cov", fraction=2e-3, coefficient=1.0),
+)

@@ -1,0 +1,21 @@
+"""GDPO: several rewards, each standardised by itself.
+
+    A_i = zscore_batch( sum_k w_k zscore_group(r_k)_i )
+
+Differs from GRPO: the sum of standardised rewards, not the standardised sum, so that a reward of small scale is not
+lost and different combinations that add up to the same number stay apart. The parts are those of `reward.functions`,
+with their weights.
+
+Paper: arXiv:2601.05242, equations 4 to 6.
+"""
+
+from __future__ import annotations
+
+from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
+
+GDPO = Objective(
+    advantage=Advantage("gdpo", eps=1e-4),
+    clip=Clip("ppo", low=0.2, high=0.2),
+    kl=Kl(coefficient=0.0),
+    aggregate=Aggregate("token_mean"),
+)

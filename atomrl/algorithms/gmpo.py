@@ -1,0 +1,20 @@
+"""GMPO: the geometric mean of a completion's ratios.
+
+    maximise  1/N sum_i A_i exp( 1/|o_i| sum_t clip_A(log rho_{i,t}, -0.4, 0.4) ),   A of GRPO
+
+Differs from GRPO: one extreme ratio counts little in a geometric mean, so the bounds are wider; the clip acts on each
+token's log-ratio on the advantage's side. Differs from GSPO: clipped by token, before the mean.
+
+Paper: arXiv:2507.20673, equations 3 and 4.
+"""
+
+from __future__ import annotations
+
+from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
+
+GMPO = Objective(
+    advantage=Advantage("grpo"),
+    clip=Clip("gmpo", low=0.4, high=0.4),
+    kl=Kl(coefficient=0.0),
+    aggregate=Aggregate("sequence_mean"),
+)

@@ -1,0 +1,33 @@
+"""GSPO: the ratio, and the clip, of whole completions.
+
+    s_i = (pi(o_i) / pi_old(o_i))^(1 / |o_i|)
+    maximise  1/N sum_i min(s_i A_i, clip(s_i, 1 - 3e-4, 1 + 4e-4) A_i),   A of GRPO
+
+Differs from GRPO: all tokens of a completion have its ratio and are clipped together. The bounds are that narrow
+because a geometric mean moves that little.
+
+GSPO-token has the same value and gives each token its own gradient, so that advantages may differ between tokens; with
+one advantage for each completion it is GSPO.
+
+Paper: arXiv:2507.18071, equations 5 to 7 and 13, 14.
+"""
+
+from __future__ import annotations
+
+from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective, Ratio
+
+GSPO = Objective(
+    advantage=Advantage("grpo"),
+    ratio=Ratio("sequence"),
+    clip=Clip("ppo", low=3e-4, high=4e-4),
+    kl=Kl(coefficient=0.0),
+    aggregate=Aggregate("sequence_mean"),
+)
+
+GSPO_TOKEN = Objective(
+    advantage=Advantage("grpo"),
+    ratio=Ratio("sequence_token"),
+    clip=Clip("ppo", low=3e-4, high=4e-4),
+    kl=Kl(coefficient=0.0),
+    aggregate=Aggregate("sequence_mean"),
+)

@@ -1,0 +1,24 @@
+"""High-entropy tokens only: the policy learns where it hesitates.
+
+    maximise  1/sum_j |o_j| sum_{i,t} [H_{i,t} in the step's top 20%] min(rho A, clip(rho, 0.8, 1.28) A),   A of GRPO
+
+Differs from DAPO's loss, its parent: tokens of low entropy have none. The entropy is that of the policy at the start of
+the step, and its quantile is over all rows of the step. It is an axis: any algorithm takes `selection: high_entropy`,
+by `fraction` or by a budget of `tokens`, and `selection: random` is the control.
+
+Paper: "Beyond the 80/20 rule", arXiv:2506.01939, equation 7.
+"""
+
+from __future__ import annotations
+
+from atomrl.objective import AcceptGroup, Advantage, Aggregate, Clip, Kl, Objective, Selection, Shaping
+
+HIGH_ENTROPY = Objective(
+    advantage=Advantage("grpo"),
+    clip=Clip("ppo", low=0.2, high=0.28),
+    kl=Kl(coefficient=0.0),
+    aggregate=Aggregate("token_mean"),
+    selection=Selection("high_entropy", fraction=0.2),
+    shaping=Shaping(soft_overlong=True),
+    accept_group=AcceptGroup("mixed_outcomes"),
+)

@@ -1,0 +1,21 @@
+"""MaxRL: towards the likelihood of success, in the place of its probability.
+
+    A_i = (r_i - mean_group r) / mean_group r
+    maximise  1/sum_j |o_j| sum_{i,t} A_i log pi(a_{i,t})
+
+Differs from GRPO: divides by the mean, so that a prompt counts as 1 / (its success rate), as in maximum likelihood:
+the gradient is that of log p, not of p. For rewards of 0 and 1.
+
+Paper: arXiv:2602.02710.
+"""
+
+from __future__ import annotations
+
+from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
+
+MAXRL = Objective(
+    advantage=Advantage("maxrl"),
+    clip=Clip("reinforce"),
+    kl=Kl(coefficient=0.0),
+    aggregate=Aggregate("token_mean"),
+)

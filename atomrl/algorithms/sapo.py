@@ -1,0 +1,20 @@
+"""SAPO: a gate that closes softly in the place of the clip.
+
+    maximise  1/N sum_i 1/|o_i| sum_t (4 / tau) sigmoid(tau (rho_{i,t} - 1)) A_i,   tau = 1.0 if A_i > 0 else 1.05
+
+Differs from GRPO: the gradient fades as the ratio leaves 1 and never stops at once; negative advantages, which push
+probability onto all other tokens, fade sooner.
+
+Paper: arXiv:2511.20347, equations 5 and 6.
+"""
+
+from __future__ import annotations
+
+from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
+
+SAPO = Objective(
+    advantage=Advantage("grpo"),
+    clip=Clip("sapo", tau_positive=1.0, tau_negative=1.05),
+    kl=Kl(coefficient=0.0),
+    aggregate=Aggregate("sequence_mean"),
+)

@@ -1,0 +1,52 @@
+"""The axes of a policy objective as data, and the one composer that turns them into an `Algorithm`.
+
+An axis (`axis.py`) is a table of functions, each of which nests atoms like its equation: those of credit in
+`credit.py`, those of the policy term in `policy.py` and `correction.py`. `Objective` makes one choice on each;
+`compose` makes the functions that the loop and the back ends call. A config overrides any axis (`override`).
+"""
+
+from __future__ import annotations
+
+from atomrl.objective.compose import Objective, compose, credit, override, policy_loss, rollout_gap, with_limit
+from atomrl.objective.correction import CORRECTIONS, Correction
+from atomrl.objective.credit import ADVANTAGES, AcceptGroup, Advantage, Scores, Shaping, mixed_outcomes
+from atomrl.objective.policy import (
+    AGGREGATES,
+    CLIPS,
+    KL_ESTIMATORS,
+    RATIOS,
+    SELECTIONS,
+    Aggregate,
+    Clip,
+    Kl,
+    Ratio,
+    Selection,
+)
+
+__all__ = [
+    "ADVANTAGES",
+    "AGGREGATES",
+    "CLIPS",
+    "CORRECTIONS",
+    "KL_ESTIMATORS",
+    "RATIOS",
+    "SELECTIONS",
+    "AcceptGroup",
+    "Advantage",
+    "Aggregate",
+    "Clip",
+    "Correction",
+    "Kl",
+    "Objective",
+    "Ratio",
+    "Scores",
+    "Selection",
+    "Shaping",
+    "compose",
+    "credit",
+    "mixed_outcomes",
+    "override",
+    "policy_loss",
+    "rollout_gap",
+    "with_limit",
+]

@@ -1,0 +1,76 @@
+"""Rows in float64 with everything an algorithm may read, and what a loss says of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from atomrl.data.rows import to_training_batches
+from atomrl.protocols import Algorithm, ModelOutputs
+from atomrl.stages import RowBatch, TrainingBatch, select_rows
+
+GROUP, LIMIT = 4, 8
+
+
+def make_rows(groups: int = 3, tokens: int = 11, seed: int = 0, rewards: Tensor | None = None) -> RowBatch:
+    """`groups` prompts with four completions each; the last row of all has no trained token."""
+    generator = torch.Generator().manual_seed(seed)
+    count = groups * GROUP
+
+    def numbers() -> Tensor:
+        return torch.rand(count, tokens, generator=generator, dtype=torch.float64)
+
+    prompts = torch.randint(1, 4, (groups,), generator=generator).repeat_interleave(GROUP)
+    lengths = prompts + torch.randint(2, LIMIT + 1, (count,), generator=generator)
+    position = torch.arange(tokens)[None]
+    mask = (position >= prompts[:, None]) & (position < lengths[:, None])
+    mask[-1] = False
+    old = -2 * numbers()
+    if rewards is None:
+        rewards = torch.rand(count, generator=generator, dtype=torch.float64).round(decimals=2)
+    parts = torch.stack([torch.rand(count, 2, generator=generator), torch.tensor([[1.0, 0.5]]).expand(count, 2)], -1)
+    return RowBatch(
+        tokens=torch.randint(0, 50, (count, tokens), generator=generator),
+        loss_mask=mask,
+        lengths=lengths,
+        prompt_lengths=prompts,
+        group_ids=torch.arange(groups).repeat_interleave(GROUP),
+        rewards=rewards,
+        truncated=lengths - prompts == LIMIT,
+        rollout_logprobs=old + 0.2 * (numbers() - 0.5),
+        old_logprobs=old,
+        ref_logprobs=-2 * numbers(),
+        old_entropy=2 * numbers(),
+        reward_parts=parts,
+        baseline_rewards=torch.rand(groups, generator=generator, dtype=torch.float64).repeat_interleave(GROUP),
+    )
+
+
+def moved_logprobs(rows: RowBatch, seed: int = 1) -> Tensor:
+    """Log-probs of a policy that has moved, by up to 0.6 nats a token: some ratios are out of every bound."""
+    assert rows.old_logprobs is not None
+    generator = torch.Generator().manual_seed(seed)
+    return rows.old_logprobs + 1.2 * (torch.rand(rows.tokens.shape, generator=generator, dtype=torch.float64) - 0.5)
+
+
+def training_batch(algorithm: Algorithm, rows: RowBatch) -> TrainingBatch:
+    """All rows in one optimizer step."""
+    credited = algorithm.advantages(rows)
+    (batch,) = to_training_batches(credited, algorithm, updates=1, epochs=1, seed=0, step=1)
+    return batch
+
+
+def loss_gradient(
+    algorithm: Algorithm, batch: TrainingBatch, logprobs: Tensor, parts: list[list[int]] | None = None
+) -> tuple[float, Tensor]:
+    """The loss and the gradient of the log-probs, when the batch goes through in parts."""
+    logprobs = logprobs.clone().requires_grad_()
+    total = 0.0
+    for part in parts or [list(range(batch.rows))]:
+        index = torch.tensor(part)
+        micro = select_rows(batch, index)
+        result = algorithm.loss(ModelOutputs(logprobs=logprobs[index, : micro.tokens.shape[1]]), micro)
+        result.loss.backward()
+        total += result.loss.item()
+    assert logprobs.grad is not None
+    return total, logprobs.grad
