@@ -11,6 +11,9 @@ from atomrl.atoms import corrections, diagnostics, kl, preference_scores, token_
 from atomrl.atoms.distillation import generalised_jsd, logprobs_at, mixed_kl, reverse_kl_outside
 from atomrl.atoms.masks import masked_mean, row_max, row_mean, row_sum
 from atomrl.atoms.preference_losses import bradley_terry_loss, dpo_loss, exo_loss, robust_dpo_loss
+from atomrl.atoms.reductions import token_mean, weighted_sum
+from atomrl.atoms.sequence_losses import vespo_weights
+from atomrl.atoms.trust_region import binary_kl, probability_change
 from atomrl.atoms.value_losses import clipped_value_loss, clipped_values
 
 MASK = torch.tensor([[True, True, False], [False, True, True], [False, False, False]])
@@ -260,3 +263,27 @@ def test_the_reverse_kl_adds_up_from_inside_and_outside():
     negentropy = (student.exp() * student).sum()
     ours = mixed_kl(inside, teacher[ids], 0.0) + reverse_kl_outside(inside, negentropy, -4.0)
     torch.testing.assert_close(ours, kl.distribution_kl(student, teacher))
+
+
+def test_a_factor_or_weight_that_is_nan_off_the_mask_is_harmless():
+    leaf = torch.full((1, 2), -1.0, requires_grad=True)
+    mask, nan = torch.tensor([[True, False]]), torch.tensor([[2.0, math.nan]])
+    estimate = kl.k3_kl(leaf, leaf.detach() - 0.5, mask, weight=nan)
+    loss = weighted_sum(estimate, token_mean(mask), nan)
+    loss.backward()
+    assert loss.item() == pytest.approx(4 * (math.exp(-0.5) - 0.5))
+    assert leaf.grad[0, 1] == 0 and torch.isfinite(leaf.grad[0, 0])
+
+
+def test_divergences_are_zero_off_the_mask():
+    nan, mask = torch.tensor([[math.nan, -1.0]]), torch.tensor([[False, True]])
+    assert probability_change(nan, nan - 1, mask)[0, 0] == 0
+    assert binary_kl(nan, nan - 1, mask)[0, 0] == 0
+    assert binary_kl(nan, nan - 1, mask)[0, 1] > 0
+
+
+def test_vespo_has_its_own_parameters_for_bad_completions():
+    log_ratio, mask = torch.full((2, 1), -0.5, dtype=torch.float64), torch.ones(2, 1, dtype=torch.bool)
+    good, bad = vespo_weights(log_ratio, torch.tensor([1.0, -1.0]).double(), mask).tolist()
+    assert good == pytest.approx(math.exp(3 - 2 * 0.5 - 3 * math.exp(-0.5)))
+    assert bad == pytest.approx(math.exp(2 - 3 * 0.5 - 2 * math.exp(-0.5)))
