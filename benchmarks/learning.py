@@ -6,7 +6,7 @@ For each seed: the warm start, GRPO, and `atomrl eval` on held-out problems (of 
 training by a hash of the content) before and after, sampled at temperature 1 and greedy; the trained model with its
 reasoning taken away (`<think></think><answer>` is forced, or the hasty `<think>easy</think><answer>` that it has seen,
 and the answer alone is scored); and GRPO for as many steps
-from the same start with rewards that are random (a hash of the completion's text and the prompt decides).
+from the same start with rewards that are random (a hash of the prompt and the completion's number decides).
 
 What is finished is not run again. Prints a table, writes `results.json` and `learning.png`.
 """
@@ -28,9 +28,13 @@ BLANK, HASTY = "<think></think><answer>", "<think>easy</think><answer>"
 
 
 def random_reward(prompts: list[Any], completions: list[str], seed: int = 0, **columns: Any) -> list[float]:
-    """1 or 0 by a hash, as often as the untrained model is right: about one time in three."""
-    pairs = zip(prompts, completions, strict=True)
-    return [float(hashlib.blake2b(f"{seed}|{p}|{c}".encode(), digest_size=1).digest()[0] < 85) for p, c in pairs]
+    """1 or 0 by a hash of the prompt and the place in the batch, as often as the untrained model is right.
+
+    Not of the completion: equal completions would then share their reward, and the style that repeats itself more would
+    be moved by the skew of the rewards, which is no noise.
+    """
+    places = enumerate(zip(prompts, completions, strict=True))
+    return [float(hashlib.blake2b(f"{seed}|{i}|{p}".encode(), digest_size=1).digest()[0] < 85) for i, (p, _) in places]
 
 
 def run(arguments: list[str], log: Path) -> tuple[float, float]:
