@@ -323,7 +323,7 @@ def disturbed(folder: Path, out: Path, point: str, rng: random.Random, timing: A
 def kill_command(folder: Path, out: Path, rng: random.Random) -> str:
     """The same through `python -m atomrl.cli.main train`, some time after its first checkpoint."""
     command = [sys.executable, "-m", "atomrl.cli.main", "train", str(folder / "c.yaml"), f"output_dir={out}"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # as the forked processes
     with (out.parent / f"{out.name}.log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         while not (out / "run" / "checkpoints" / "step_000003").exists() and process.poll() is None:

@@ -36,6 +36,7 @@ def describe_environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": _versions(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None,
         "cpu": _cpu_name(),
         "memory_gib": _memory_gib(),
         "gpus": _gpus(),

@@ -52,6 +52,8 @@ STARTED = {"config.yaml", "env.json", "inputs", FRESH_MODEL, LOCK}
 """What a run has written that ended before its first step: such a folder is used again."""
 
 
+LAST_BITS = ("threads", "cpu", "gpus", "packages")
+"""Of the environment: what may change the order in which numbers are added up."""
 log = logging.getLogger(__name__)
 
 
@@ -127,7 +129,14 @@ class RunDirectory:
         self._cut_after(-1 if done is None else done, finished=done is not None and done >= config.train.steps)
         stored = self.path / "env.json"
         environment = json.loads(stored.read_text(encoding="utf-8")) if stored.is_file() else {}
-        attempt = {"first_step": self.first_step, "config_changes": [*changes, *others], **describe_environment()}
+        now = describe_environment()
+        last = environment.get("resumed", [environment])[-1]
+        for name in LAST_BITS:
+            if newest and last.get(name, now[name]) != now[name]:
+                print(
+                    f"resume: {name}: {last[name]} -> {now[name]}; the last bits of results may differ", file=sys.stderr
+                )
+        attempt = {"first_step": self.first_step, "config_changes": [*changes, *others], **now}
         environment["resumed"] = [*environment.get("resumed", []), attempt]
         _write_json(stored, environment)
         _write(self.path / "config.yaml", dump_config(config))

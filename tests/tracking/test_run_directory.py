@@ -95,6 +95,7 @@ def test_rollout_rows(tmp_path):
         "token_ids": [4, 5],
         "reward": 1.0,
         "reward_parts": {"strict_math": 1.0},
+        "reward_failures": {},
         "advantage": 0.7,
         "finish_reason": "stop",
         "policy_version": 3,
@@ -191,3 +192,16 @@ def test_finish_writes_summary_and_picture(tmp_path):
     run.finish({"accuracy_after": 0.9})
     assert json.loads((run.path / "summary.json").read_text()) == {"accuracy_after": 0.9}
     assert (run.path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_number_of_threads_is_said(tmp_path, capsys, monkeypatch):
+    from atomrl.tracking import run_directory
+
+    run = RunDirectory.create(make_config(tmp_path))
+    save(run, 5)
+    RunDirectory.create(make_config(tmp_path), resume=True)
+    assert "last bits" not in capsys.readouterr().err
+    here = run_directory.describe_environment()
+    monkeypatch.setattr(run_directory, "describe_environment", lambda: here | {"threads": 77})
+    RunDirectory.create(make_config(tmp_path), resume=True)
+    assert f"threads: {here['threads']} -> 77; the last bits of results may differ" in capsys.readouterr().err
