@@ -13,6 +13,8 @@ AUDIT_LOG = "ATOMRL_AUDIT_LOG"
 PAYLOAD_MARK = "/tmp/atomrl_payload_was_run"
 STARTS = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pty.spawn", "ctypes.dlopen",
           "socket.connect", "os.remove", "os.rename", "os.mkdir", "shutil.", "pickle.find_class")  # fmt: skip
+WORDS = ("__import__", "open", "exec", "eval", "compile", "subprocess", "pathlib", "__class__", "write18", PAYLOAD_MARK)
+"""Of the payloads: no code that holds one may be compiled or run."""
 _watching = False
 _path = os.environ.get(AUDIT_LOG)
 
@@ -23,13 +25,14 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         return
     shown = ""
     if event == "compile":
-        # the graders' own parser reads plain arithmetic into a tree; a payload in it would be seen here
-        shown = repr(arguments[0])[:200]
-        if "touch" not in shown and PAYLOAD_MARK not in shown and "__" not in shown:
+        shown = repr(arguments[0])[:300]  # also what is only parsed
+        if not any(word in shown for word in WORDS):
             return
     elif event == "exec":
-        shown = repr(arguments[0])
-        if "<string>" not in shown and "'x'" not in shown:
+        code: Any = arguments[0]
+        shown = f"{getattr(code, 'co_names', '')} {getattr(code, 'co_consts', '')}"
+        # sympy runs code of its own making (Integer(18) for a number, products of monomials): no word of a payload
+        if getattr(code, "co_filename", "") != "<string>" or not any(word in shown for word in WORDS):
             return
     elif event == "open":
         mode, flags = str(arguments[1] or ""), int(arguments[2] or 0)
@@ -48,8 +51,7 @@ def _write(row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def _audited(name: str) -> Any:
-    function = REWARDS[name]
+def _audited(name: str, function: Any) -> Any:
 
     def call(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
         global _watching
@@ -70,4 +72,17 @@ if _path is not None:
     sys.addaudithook(_hook)
 
 for _name in REWARDS:
-    globals()[_name] = _audited(_name)
+    globals()[_name] = _audited(_name, REWARDS[_name])
+
+
+def _guilty(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+    """Compiles what a model wrote: the hook must see it."""
+    for text in completions:
+        try:
+            compile(text, "x", "exec")
+        except (SyntaxError, ValueError):
+            continue
+    return [0.0] * len(completions)
+
+
+guilty = _audited("guilty", _guilty)

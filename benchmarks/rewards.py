@@ -1,6 +1,6 @@
-"""Rewards under attack, and how well graders agree with labels. Writes benchmarks/results/rewards.json.
+"""Rewards under attack, and how well graders agree with labels.
 
-    python benchmarks/rewards.py [--shared FOLDER]
+    python benchmarks/rewards.py [--shared FOLDER] [--only attack speed ...] [--out FILE.json]
 
 1. 200 pathological expressions among 400 ordinary ones, on 2 workers: how long each call took beyond its time-out,
    whether every ordinary score is right, and whether the pool scores the next batch.
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from atomrl.config import RewardConfig
 from atomrl.rewards.compute import Rewards, build_rewards
 from atomrl.rewards.table import REWARDS
+from benchmarks.agreement import agreement
 from benchmarks.audited import AUDIT_LOG, PAYLOAD_MARK
 from tests.rewards.batches import rollouts
 
@@ -156,24 +157,32 @@ def audit() -> dict[str, Any]:
     log = Path(tempfile.mkdtemp()) / "audit.jsonl"
     os.environ[AUDIT_LOG] = str(log)
     texts, calls = payloads(), {}
-    columns = {"numbers": [9, 9], "reasoning_gym": {}, "completion_tokens": 9}
     for name in sorted(REWARDS):
-        from atomrl.stages import Sample
+        calls[name] = audited_call(name, texts)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    hooks = sum(line["event"] == "hook" for line in lines)
+    found = [line for line in lines if line["event"] != "hook"]
+    audited_call("guilty", texts)
+    control = sum(json.loads(line)["event"] != "hook" for line in log.read_text().splitlines()) - len(found)
+    return {"payloads": len(texts), "rewards": len(REWARDS), "scored": calls, "processes_with_a_hook": hooks,
+            "executions": len(found), "seen": found[:5], "mark_exists": Path(PAYLOAD_MARK).exists(),
+            "seen_of_a_reward_that_compiles_completions": control}  # fmt: skip
 
-        samples = {str(n): Sample(sample_id=str(n), prompt="p", ground_truth="18", columns=columns) for n in range(40)}
-        if name == "reasoning_gym":
-            samples |= reasoning_gym_samples(len(texts))
-        rewards = make_rewards(f"benchmarks.audited.{name}")
-        result = rewards(rollouts({str(n): [text] for n, text in enumerate(texts)}, **samples))
-        calls[name] = sum(value is not None for group in result.rewards for value in group)
-        if failures := result.reward_failures:
-            print(name, failures[0])
-        rewards.close()
-    lines = log.read_text().splitlines() if log.exists() else []
-    started = [line for line in lines if json.loads(line)["event"] == "hook"]
-    found = [line for line in lines if json.loads(line)["event"] != "hook"]
-    return {"payloads": len(texts), "rewards": len(REWARDS), "scored": calls, "hooks_set": len(started),
-            "executions": len(found), "seen": found[:5], "mark_exists": Path(PAYLOAD_MARK).exists()}  # fmt: skip
+
+def audited_call(name: str, texts: list[str]) -> int:
+    """How many of the texts one reward scored, in a worker with the hook."""
+    from atomrl.stages import Sample
+
+    columns = {"numbers": [9, 9], "reasoning_gym": {}}
+    samples = {
+        str(n): Sample(sample_id=str(n), prompt="p", ground_truth="18", columns=columns) for n in range(len(texts))
+    }
+    if name == "reasoning_gym":
+        samples |= reasoning_gym_samples(len(texts))
+    rewards = make_rewards(f"benchmarks.audited.{name}")
+    result = rewards(rollouts({str(n): [text] for n, text in enumerate(texts)}, **samples))
+    rewards.close()
+    return sum(value is not None for group in result.rewards for value in group)
 
 
 def reasoning_gym_samples(count: int) -> dict[str, Any]:
@@ -218,17 +227,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=["attack", "speed", "audit", "alignment", "agreement"])
     parser.add_argument("--shared", type=Path, help="a folder with data/gsm8k and data/preferences")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "rewards.json")
+    parser.add_argument("--out", type=Path, help="a JSON file for the results")
     arguments = parser.parse_args()
-    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    results = {}
     for name in arguments.only:
         if name == "agreement" and arguments.shared is None:
             continue
-        from benchmarks.agreement import agreement
-
         results[name] = agreement(arguments.shared) if name == "agreement" else globals()[name]()
         print(name, json.dumps(results[name], indent=1), flush=True)
-        arguments.out.parent.mkdir(exist_ok=True)
+    if arguments.out:
         arguments.out.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -56,7 +56,7 @@ def _far_apart(answer: str, truth: str) -> bool:
     given, wanted = parse_number(normalise_text(answer)), parse_number(normalise_text(truth))
     if given is None or wanted is None or "%" in answer + truth:  # 50% may be 50 or 0.5
         return False
-    return abs(given - wanted) > max(abs(wanted), Fraction(1, 100)) / 100
+    return abs(given - wanted) > max(Fraction(1, 10**4), abs(wanted) / 10**6)  # math-verify rounds to 6 decimals
 
 
 def _parse(text: str) -> list[Any]:

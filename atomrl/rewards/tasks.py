@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -111,8 +112,13 @@ def _safe_to_score(name: str, answer: str, entry: dict[str, Any]) -> bool:
     return name not in FORMULA_TASKS or is_tame_formula(answer)
 
 
+_LITERAL = re.compile(r"[0-9A-Za-z\s\[\](){},:'\"+.-]*")
+_NO_LITERAL = re.compile(r"[0-9A-Za-z\])}'\"]\s*[(\[]|\.\s*[A-Za-z]")
+
+
 def _is_literal(text: str) -> bool:
-    if len(text) > 10 * MAX_CHARS:
+    """Only what can be a literal reaches Python's parser: no call, no attribute, no operator but a sign."""
+    if len(text) > 10 * MAX_CHARS or not _LITERAL.fullmatch(text) or _NO_LITERAL.search(text):
         return False
     try:
         ast.literal_eval(text)
