@@ -148,7 +148,7 @@ def test_export_mistakes(capsys, tmp_path):
 def test_ctrl_c_says_how_to_go_on(capsys, config, monkeypatch):
     from atomrl import assembly
 
-    def interrupted(config, resume):
+    def interrupted(config, resume, allow_changes):
         config.run_dir.mkdir(parents=True)
         raise KeyboardInterrupt
 
@@ -162,7 +162,7 @@ def test_out_of_memory_names_the_settings_to_change(capsys, config, monkeypatch)
 
     from atomrl import assembly
 
-    def greedy(config, resume):
+    def greedy(config, resume, allow_changes):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(assembly, "train", greedy)
