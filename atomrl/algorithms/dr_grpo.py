@@ -7,7 +7,7 @@ Differs from GRPO: no division by the standard deviation, which weights prompts 
 constant (the rollout's `max_completion_tokens`) in the place of each completion's length, which made long wrong answers
 cheap.
 
-Paper: arXiv:2503.20783, section 3.
+Paper: arXiv:2503.20783.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Differs from GRPO: the sum of standardised rewards, not the standardised sum, so
 lost and different combinations that add up to the same number stay apart. The parts are those of `reward.functions`,
 with their weights.
 
-Paper: arXiv:2601.05242, equations 4 to 6.
+Paper: arXiv:2601.05242.
 """
 
 from __future__ import annotations

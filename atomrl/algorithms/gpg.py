@@ -5,7 +5,7 @@
 
 Differs from GRPO: no ratio, clip, KL or standard deviation; alpha makes up for groups without a signal.
 
-Paper: arXiv:2504.02546, equation 7.
+Paper: arXiv:2504.02546.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 Differs from GRPO: the baseline weighs completions by length, as their gradients are that much larger; exactly one
 update in a step, so no ratio, no clip and no KL.
 
-Paper: arXiv:2505.23585, equation 6.
+Paper: arXiv:2505.23585.
 """
 
 from __future__ import annotations

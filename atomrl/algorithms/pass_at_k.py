@@ -5,7 +5,7 @@
 Differs from GRPO: only the completion that the group's best reward hangs on has credit, so groups that are solved twice
 teach nothing and hard problems count most. k is the number of completions of a prompt.
 
-Paper: arXiv:2503.19595, section 3.
+Paper: arXiv:2503.19595.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Its baseline variant first takes the group's mean off and moves the KL into the 
 
     A_{i,t} = whiten_batch( r_i - mean_group r )
 
-Paper: arXiv:2501.03262, section 3.
+Paper: arXiv:2501.03262.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 Differs from RLOO: the baseline is a rollout of its own (the loop draws and scores it, and does not train on it), so one
 completion of each prompt will do.
 
-Paper: arXiv:2310.10505, algorithm 1.
+Paper: arXiv:2310.10505.
 """
 
 from __future__ import annotations

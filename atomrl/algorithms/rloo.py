@@ -6,7 +6,7 @@
 Differs from GRPO: an unbiased baseline, no division by the standard deviation, no ratio or clip, the KL in the
 reward, and the log-prob of a completion is the sum over its tokens (`constant_length` with a length of 1).
 
-Paper: arXiv:2402.14740, equations 5 and 8.
+Paper: arXiv:2402.14740.
 """
 
 from __future__ import annotations

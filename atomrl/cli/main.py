@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": "complete a prompt",
     "reward": "try rewards on a file of completions",
     "data": "check a data file, make one from a task, or tokenize text",
+    "explain": "print the objective of a config: its equation, atoms and papers, and what is known to go wrong",
     "atoms": "list the atoms, or show one: equation, shapes, paper, example",
     "import": "turn a nanoGPT checkpoint into a model folder",
     "export": "merge a checkpoint's adapters and write a plain model folder",

@@ -179,7 +179,7 @@ _remax.extra_rollouts = {"temperature": 0.0, "completions_per_prompt": 1}  # typ
 def _reinforce_pp(scores: Scores, *, gamma: float = 1.0, eps: float = 1e-8) -> Tensor:
     r"""The return of each token, standardised over all tokens of the batch.
 
-        A_{i,t} = whiten_batch( sum_{s >= t} gamma^{s-t} (r_i [s = last] - beta KL_{i,s}) )
+        A_{i,t} = whiten_batch( sum_{s >= t} gamma^{s-t} r_{i,s} )
 
     LaTeX: \hat A_{i,t} = \operatorname{whiten}_B\Big(\sum_{s \ge t} \gamma^{s-t} r_{i,s}\Big)
     """
@@ -188,6 +188,9 @@ def _reinforce_pp(scores: Scores, *, gamma: float = 1.0, eps: float = 1e-8) -> T
     if scores.kl_penalty is not None:
         rewards = kl_penalised_reward(rewards, scores.kl_penalty, 1.0, scores.mask)
     return masked_whiten(discounted_returns(rewards, scores.mask, gamma), scores.mask, eps=eps)
+
+
+_reinforce_pp.by_token = True  # type: ignore[attr-defined]
 
 
 def _reinforce_pp_baseline(scores: Scores, *, eps: float = 1e-8) -> Tensor:
@@ -237,12 +240,7 @@ def _shaped(
     highest: AnySign | None = None,
     mask_truncated: bool = False,
 ) -> Tensor:
-    r"""Penalties for length and repetition, then bounds.
-
-        r_i <- clip(r_i + overlong_i + repetition_i)
-
-    LaTeX: r_i \leftarrow \operatorname{clip}(r_i + p^{\mathrm{overlong}}_i + p^{\mathrm{repetition}}_i)
-    """
+    """Penalties for length and repetition, then bounds."""
     rewards = rows.rewards
     if soft_overlong:
         if max_completion_tokens is None:
