@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import sys
@@ -76,10 +77,10 @@ for _name in REWARDS:
 
 
 def _guilty(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
-    """Compiles what a model wrote: the hook must see it."""
+    """Hands what a model wrote to the compiler, if only to parse it: the hook must see that."""
     for text in completions:
         try:
-            compile(text, "x", "exec")
+            ast.parse(text)
         except (SyntaxError, ValueError):
             continue
     return [0.0] * len(completions)

@@ -166,7 +166,7 @@ def audit() -> dict[str, Any]:
     control = sum(json.loads(line)["event"] != "hook" for line in log.read_text().splitlines()) - len(found)
     return {"payloads": len(texts), "rewards": len(REWARDS), "scored": calls, "processes_with_a_hook": hooks,
             "executions": len(found), "seen": found[:5], "mark_exists": Path(PAYLOAD_MARK).exists(),
-            "seen_of_a_reward_that_compiles_completions": control}  # fmt: skip
+            "seen_of_a_reward_that_parses_completions": control}  # fmt: skip
 
 
 def audited_call(name: str, texts: list[str]) -> int:
