@@ -166,7 +166,8 @@ def _read(function: Callable[..., Any]) -> tuple[str, str, str]:
     text = inspect.getdoc(function) or ""
     body, _, print_form = text.partition("LaTeX:")
     equations = re.findall(r"^    (\S.*)$", body.partition("Example:")[0], re.MULTILINE)
-    return text.partition("\n")[0], equations[0].strip() if equations else "", " ".join(print_form.split())
+    printed = " ".join(print_form.partition("Example:")[0].split())
+    return text.partition("\n")[0], equations[0].strip() if equations else "", printed
 
 
 def _adds(objective: Objective, name: str) -> bool:
