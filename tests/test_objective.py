@@ -115,6 +115,13 @@ def test_needs_follow_the_axes():
         ({"correction": "token_tsi"}, "did you mean 'token_tis'"),
         ({"accept_group": "mixed"}, "did you mean 'mixed_outcomes'"),
         ({"advantage": {"type": "raw", "eps": 1.0}}, "it has no parameters"),
+        ({"aggregate": {"type": "constant_length", "length": 0}}, "algorithm: length must be at least 1"),
+        ({"selection": {"type": "high_entropy", "fraction": 1.5}}, "fraction=1.5 must be between 0 and 1"),
+        ({"clip": {"type": "sapo", "tau_positive": 0.0}}, "temperatures must be above 0"),
+        ({"shaping": {"lowest": 1.0, "highest": -1.0}}, "is above high"),
+        ({"shaping": {"soft_overlong": True, "max_completion_tokens": 4, "overlong_buffer_tokens": 5}}, "within 1 to"),
+        ({"advantage": {"type": "gpg", "normaliser": 0}}, "must not be 0"),
+        ({"advantage": {"type": "reinforce_pp", "gamma": 2.0}}, "gamma"),
     ],
 )
 def test_bad_axes_are_named(axes, message):

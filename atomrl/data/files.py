@@ -89,9 +89,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
         if "\0" in text:
             raise DataError("holds NUL bytes: a file in UTF-16 (save it as UTF-8), or one that a crash has torn")
         if text in ("{", "["):
-            raise DataError(
-                "not valid JSON by itself; it goes on over several lines; JSONL needs one object a line"
-            )
+            raise DataError("not valid JSON by itself; it goes on over several lines; JSONL needs one object a line")
         row = _DECODER.decode(text)
         if "\\u" in text:
             json.dumps(row, ensure_ascii=False).encode("utf-8")

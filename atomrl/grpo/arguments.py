@@ -62,7 +62,7 @@ class GRPOArgs(BaseModel):
 
     output_dir: Annotated[str | None, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)] = None
     """The folder of the run. None: `runs/grpo`, or `runs/grpo-2`, ... where that exists."""
-    device: str = "auto"
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """`cpu`, `cuda`, `cuda:1`, ...; `auto` is a GPU where there is one."""
     lr: float = Field(1e-6, gt=0)
     """Learning rate, constant."""

@@ -65,6 +65,8 @@ class GRPOTrainer:
         if args is not None and not isinstance(args, GRPOArgs):
             raise ConfigError(f"args must be a GRPOArgs, not {type(args).__name__}")
         self.args = GRPOArgs() if args is None else args.model_copy(deep=True)
+        if model is None:
+            raise ConfigError("model: is required (a folder, a hub name or a transformers model)")
         self._given, self._model = model, None if isinstance(model, str | Path) else model
         if self._model is not None and (hasattr(model, "peft_config") or not hasattr(model, "save_pretrained")):
             raise ConfigError(

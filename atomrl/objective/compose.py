@@ -108,6 +108,7 @@ def compose(
         ValueError: an axis needs a limit that is not known, or parameters that do not go together.
     """
     objective = with_limit(objective, max_completion_tokens)
+    rehearse(objective)
     state: dict[str, float] = {COEFFICIENT: objective.kl.coefficient} if objective.kl.target else {}
 
     def advantages(rows: RowBatch) -> AdvantageBatch:
@@ -132,6 +133,28 @@ def compose(
         extra_rollouts=extra_rollouts(objective.advantage),
         state=state,
     )
+
+
+def rehearse(objective: Objective) -> None:
+    """Compute the objective of two short rows, so that a parameter that an atom refuses is found before a run begins.
+
+    Raises:
+        ValueError: what the atom says.
+    """
+    mask = torch.tensor([[False, True, True]] * 2)
+    zeros = torch.zeros(2, 3)
+    rows = RowBatch(
+        tokens=torch.ones(2, 3, dtype=torch.long), loss_mask=mask, lengths=torch.tensor([3, 3]),
+        prompt_lengths=torch.tensor([1, 1]), group_ids=torch.tensor([0, 0]), rewards=torch.tensor([0.0, 1.0]),
+        truncated=torch.tensor([False, False]), rollout_logprobs=zeros, old_logprobs=zeros, ref_logprobs=zeros,
+        old_entropy=zeros, reward_parts=torch.ones(2, 1, 2), baseline_rewards=torch.zeros(2),
+    )  # fmt: skip
+    try:
+        credited = credit(objective, rows, {COEFFICIENT: objective.kl.coefficient})
+        weights = objective.aggregate(mask, rows.group_ids)
+        policy_loss(objective, ModelOutputs(logprobs=zeros), TrainingBatch(**vars(credited), loss_weights=weights))
+    except ValueError as error:
+        raise ValueError(f"algorithm: {error}") from None
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterable
 from fractions import Fraction
 
 MAX_NUMBER_CHARS = 100
@@ -95,3 +96,19 @@ def answers_equal(answer: str, truth: object) -> bool:
     given, wanted = normalise_text(answer), normalise_text(str(truth))
     number = parse_number(wanted)
     return given == wanted if number is None else parse_number(given) == number
+
+
+def require_truths(ground_truth: Iterable[object]) -> None:
+    """Without a truth nothing can be right: that is a failure to name, not a completion worth 0.
+
+    Raises:
+        ValueError: one is None.
+
+    Example:
+        >>> require_truths(["18", None])
+        Traceback (most recent call last):
+            ...
+        ValueError: ground_truth is missing
+    """
+    if any(truth is None for truth in ground_truth):
+        raise ValueError("ground_truth is missing")

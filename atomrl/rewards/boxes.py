@@ -12,7 +12,7 @@ from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
-from atomrl.rewards.answers import answers_equal, normalise_text, parse_number
+from atomrl.rewards.answers import answers_equal, normalise_text, parse_number, require_truths
 from atomrl.rewards.errors import RewardError
 from atomrl.rewards.format import last_boxed
 
@@ -33,6 +33,7 @@ def boxed(prompts: list[Any], completions: list[str], ground_truth: list[Any], *
     Raises:
         RewardError: math-verify is not installed.
     """
+    require_truths(ground_truth)
     pairs = zip(completions, ground_truth, strict=True)
     return [float(_equal(last_boxed(completion), truth)) for completion, truth in pairs]
 

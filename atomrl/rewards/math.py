@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from atomrl.rewards.answers import answers_equal, parse_number
+from atomrl.rewards.answers import answers_equal, parse_number, require_truths
 from atomrl.rewards.format import has_strict_format, marked_answer, split_strict
 
 
@@ -18,6 +18,7 @@ def strict_math(prompts: list[Any], completions: list[str], ground_truth: list[A
         >>> strict_math([""] * 2, ["<think>9+9</think><answer>18.0</answer>", "18"], ["18", "18"])
         [1.0, 0.0]
     """
+    require_truths(ground_truth)
     scores = []
     for completion, truth in zip(completions, ground_truth, strict=True):
         parts = split_strict(completion)
@@ -52,6 +53,7 @@ def exact_match(
         >>> exact_match([""] * 3, texts, ["B"] * 3, format_score=0.1)
         [1.0, 0.1, 0.0]
     """
+    require_truths(ground_truth)
     scores = []
     for completion, truth in zip(completions, ground_truth, strict=True):
         marked = marked_answer(completion)

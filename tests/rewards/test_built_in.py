@@ -170,3 +170,10 @@ def test_graders_agree_with_real_answers_put_into_their_forms(shared_dir):
     texts = ["{}\n\\boxed{{{}}}".format(*text.rsplit("\nA: ", 1)) for text, _, _ in some]
     found = boxed([""] * len(some), texts, [truth for _, truth, _ in some])
     assert sum(value == label for value, (_, _, label) in zip(found, some, strict=True)) / len(some) >= 0.985
+
+
+@pytest.mark.parametrize("reward", [strict_math, exact_match, gsm8k, boxed])
+def test_a_missing_truth_is_no_silent_zero(reward):
+    """Also where the completion would be wrong whatever the truth is."""
+    with pytest.raises(ValueError, match="ground_truth"):
+        reward(["", ""], ["no form", "None"], ["1", None])
