@@ -53,7 +53,7 @@ class Axis:
         for name, value in parameters.items():
             if name not in defaults:
                 check_name(f"{where} of type {type}", name, list(defaults))
-            check_value(f"{where}.{name}", value, defaults[name].annotation)
+            parameters[name] = checked_value(f"{where}.{name}", value, defaults[name].annotation)
         vars(self).update({"type": type, **{name: item.default for name, item in defaults.items()}, **parameters})
 
     @property
@@ -120,21 +120,26 @@ def check_name(where: str, name: object, valid: Sequence[str]) -> None:
         raise ValueError(f"{where}: unknown name {name!r}; " + (f"did you mean {near[0]!r}?" if near else hint))
 
 
-def check_value(where: str, value: object, annotation: Any) -> None:
-    """Raises ValueError where a value is not one of its annotation's."""
+def checked_value(where: str, value: Any, annotation: Any) -> Any:
+    """The value, a whole number as a float where the annotation wants one.
+
+    Raises:
+        ValueError: it is not one of the annotation's, or below 0 where the annotation is not `AnySign`.
+    """
     options = get_args(annotation) if get_origin(annotation) not in (None, Literal, Annotated) else (annotation,)
     if value is None and type(None) in options:
-        return
+        return None
     option = next(option for option in options if option is not type(None))
     if get_origin(option) is Literal:
         check_name(where, value, get_args(option))
-        return
+        return value
     if option is bool:
         if not isinstance(value, bool):
             raise ValueError(f"{where} must be true or false, got {value!r}")
-        return
+        return value
     kind = int if option is int else int | float
     signed = get_origin(option) is Annotated
     if isinstance(value, bool) or not isinstance(value, kind) or math.isnan(value) or not (signed or value >= 0):
         what = "a whole number" if option is int else "a number"
         raise ValueError(f"{where} must be {what}{'' if signed else ' of at least 0'}, got {value!r}")
+    return value if option is int else float(value)
