@@ -102,13 +102,13 @@ def require_truths(ground_truth: Iterable[object]) -> None:
     """Without a truth nothing can be right: that is a failure to name, not a completion worth 0.
 
     Raises:
-        ValueError: one is None.
+        TypeError: one is None.
 
     Example:
         >>> require_truths(["18", None])
         Traceback (most recent call last):
             ...
-        ValueError: ground_truth is missing
+        TypeError: ground_truth must be text or a number, not None: it is missing
     """
     if any(truth is None for truth in ground_truth):
-        raise ValueError("ground_truth is missing")
+        raise TypeError("ground_truth must be text or a number, not None: it is missing")
