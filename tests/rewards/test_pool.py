@@ -206,11 +206,12 @@ def test_closing_leaves_no_process(impatient):
 
 
 SCRIPT = """
-import sys, threading, time
+import signal, sys, threading, time
 from atomrl.config import RewardConfig
 from atomrl.rewards.compute import build_rewards
 from tests.rewards.batches import rollouts
 item = {"function": "tests.rewards.misbehaving.obey_score", "timeout_s": 500}
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 rewards = build_rewards(RewardConfig(functions=[item]))
 rewards(rollouts({"a": ["1"] * 40}))
 print(rewards.pool._nurseries[0][0].pid, *rewards.pool.pids, flush=True)
@@ -238,6 +239,9 @@ def test_no_worker_outlives_the_process(state, number):
     if number:
         time.sleep(0.5)
         process.send_signal(number)
-    process.wait(timeout=120)
+    try:
+        process.wait(timeout=120)
+    finally:
+        process.kill()
     process.stdout.close()
     assert wait_until(lambda: not any(map(alive, pids)))
