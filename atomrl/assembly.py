@@ -27,7 +27,7 @@ from atomrl.loop.sync import train as run_training
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder, save_model
 from atomrl.models.tokenizer import make_tokenizer
-from atomrl.protocols import RewardFunction, RolloutEngine, TrainingBackend
+from atomrl.protocols import Algorithm, RewardFunction, RolloutEngine, TrainingBackend
 from atomrl.rewards.compute import build_rewards
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
@@ -79,7 +79,7 @@ def train(
     now = identity(stream, processor, path)
     run, progress = open_run(config, resume, now, allow_changes)
     earlier_s = progress.wall_s
-    trainer = build_trainer(config, path, tokenizer, schedule, needs_reference="ref_logprobs" in algorithm.needs)
+    trainer = build_trainer(config, path, tokenizer, schedule, algorithm)
     engine = build_engine(config.rollout.engine, path, tokenizer, config.model.dtype, config.rollout, config.model)
     with closing_all(trainer, engine, rewards), Recorder(config, run) as record:
 
@@ -149,7 +149,7 @@ def sft(config: RunConfig, resume: bool = False, allow_changes: bool = False) ->
         now = identity(stream, processor, path)
         run, progress = open_run(config, resume, now, allow_changes)
     earlier_s = progress.wall_s
-    trainer = build_trainer(config, path, tokenizer, schedule, needs_reference=False)
+    trainer = build_trainer(config, path, tokenizer, schedule, SFT)
 
     def draw(count: int) -> RewardBatch:
         batch = demonstrations(stream.take(count))
@@ -268,9 +268,16 @@ def device_name(wanted: str = "auto") -> str:
 
 
 def build_trainer(
-    config: RunConfig, path: str, tokenizer: Any, schedule: Schedule, needs_reference: bool
+    config: RunConfig, path: str, tokenizer: Any, schedule: Schedule, algorithm: Algorithm
 ) -> TrainingBackend:
-    """The training back end."""
+    """The training back end, with the models that the algorithm needs beside the policy.
+
+    Raises:
+        ConfigError: it needs a teacher, and the config names none.
+    """
+    wants_teacher = any(name.startswith("teacher") for name in algorithm.needs | algorithm.outputs)
+    if wants_teacher and config.teacher is None:
+        raise ConfigError(f"teacher.path: is required by algorithm.name={algorithm.name}")
     return LocalBackend(
         config.model.model_copy(update={"path": path}),
         config.train,
@@ -278,7 +285,10 @@ def build_trainer(
         tokenizer=tokenizer,
         device=device_name(config.model.device),
         temperature=config.rollout.temperature,
-        needs_reference=needs_reference,
+        needs_reference="ref_logprobs" in algorithm.needs,
+        scores="scores" in algorithm.outputs,
+        critic=config.critic if "values" in algorithm.needs else None,
+        teacher=config.teacher.path if config.teacher and wants_teacher else None,
         seed=config.seed,
     )
 

@@ -255,6 +255,22 @@ class SftConfig(Section):
     """Start from a fresh GPT of this shape, in place of `model.path`."""
 
 
+class CriticConfig(Section):
+    """The critic, for algorithms that have one (PPO, A2C, TRPO); otherwise without effect."""
+
+    path: str | None = None
+    """Where its weights start from: a causal or a reward model; None is `model.path`."""
+    learning_rate: float = Field(1e-5, gt=0)
+    """Schedule, Adam's constants and clipping are those of `train`."""
+
+
+class TeacherConfig(Section):
+    """Whom the policy is distilled from."""
+
+    path: str
+    """A folder in Hugging Face layout, or a hub name; its vocabulary must be the policy's."""
+
+
 class PretrainConfig(Section):
     """Training on plain text (`atomrl pretrain`); `data.train` is a folder of `atomrl data prepare`. Steps, windows in
     an optimizer step (`rows_per_update`, 64), learning rate and micro-batches are those of `train`, and the loss on
@@ -292,6 +308,8 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     sft: SftConfig | None = None
     pretrain: PretrainConfig | None = None
+    critic: CriticConfig = CriticConfig()
+    teacher: TeacherConfig | None = None
 
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> RunConfig:

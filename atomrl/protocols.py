@@ -20,8 +20,8 @@ from atomrl.stages import (
     TrainingBatch,
 )
 
-Annotation = Literal["old_logprobs", "old_entropy", "ref_logprobs", "values"]
-Output = Literal["logprobs", "entropy", "values"]
+Annotation = Literal["old_logprobs", "old_entropy", "ref_logprobs", "teacher_logprobs", "values"]
+Output = Literal["logprobs", "entropy", "values", "scores", "distributions", "teacher_distributions"]
 
 
 @runtime_checkable
@@ -46,11 +46,23 @@ class RolloutEngine(Protocol):
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """What the forward pass gives the loss, all `[B, T]` and indexed by the token itself; 0 off the mask."""
+    """What the forward pass gives the loss: what the algorithm's `outputs` names, and nothing else.
 
-    logprobs: Tensor
+    What is `[B, T]` is indexed by the token itself and 0 off the mask.
+    """
+
+    logprobs: Tensor | None = None
+    """[B, T]"""
     entropy: Tensor | None = None
+    """[B, T]"""
     values: Tensor | None = None
+    """[B, T] of the critic: what it expects before each token."""
+    scores: Tensor | None = None
+    """[B] of a reward model: what it gives the whole row."""
+    distributions: Tensor | None = None
+    """[N, V] log-probs of every token of the vocabulary in the place of each of the N trained tokens, row by row."""
+    teacher_distributions: Tensor | None = None
+    """[N, V] the teacher's, without gradient."""
 
 
 @dataclass(frozen=True)

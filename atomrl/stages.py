@@ -202,6 +202,8 @@ class RowBatch:
     are the log-probs themselves."""
     ref_logprobs: Tensor | None = None
     """[B, T] float32, from the frozen reference."""
+    teacher_logprobs: Tensor | None = None
+    """[B, T] float32, from the teacher."""
     values: Tensor | None = None
     """[B, T] float32, from the critic."""
     old_entropy: Tensor | None = None

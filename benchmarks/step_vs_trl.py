@@ -83,11 +83,12 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
         for turn in range(arguments.steps + 2)
         for index, text in enumerate(prompt_texts(turn))
     ]
+    algorithm = build_algorithm("grpo", {}, report_entropy=True)
     sampling = {"min_completion_tokens": MIN_TOKENS} if workload == "ragged" else {"ignore_eos": True}
     parts = Parts(
         engine=build_engine("native", str(folder), tokenizer, arguments.dtype, config.rollout, config.model),
-        trainer=build_trainer(config, str(folder), tokenizer, schedule, needs_reference=False),
-        algorithm=build_algorithm("grpo", {}, report_entropy=True),
+        trainer=build_trainer(config, str(folder), tokenizer, schedule, algorithm),
+        algorithm=algorithm,
         stream=PromptStream(samples, shuffle=False),
         processor=DataProcessor(tokenizer, config.data),
         rewards=build_rewards(config.reward),

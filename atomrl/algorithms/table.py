@@ -24,7 +24,7 @@ from atomrl.algorithms.reinforce_pp import REINFORCE_PP, REINFORCE_PP_BASELINE
 from atomrl.algorithms.remax import REMAX
 from atomrl.algorithms.rloo import RLOO
 from atomrl.algorithms.sapo import SAPO
-from atomrl.objective import Objective, compose, override
+from atomrl.objective import Objective, override
 from atomrl.protocols import Algorithm
 
 ALGORITHMS: dict[str, Objective] = {
@@ -92,4 +92,4 @@ def build_algorithm(
         ['old_logprobs', 'ref_logprobs']
     """
     objective = objective_of(name, axes)
-    return compose(name, objective, report_entropy=report_entropy, max_completion_tokens=max_completion_tokens)
+    return objective.algorithm(name, report_entropy=report_entropy, max_completion_tokens=max_completion_tokens)

@@ -69,7 +69,7 @@ def pretrain(config: RunConfig, resume: bool = False, allow_changes: bool = Fals
     earlier_s = progress.wall_s
     path = starting_model(config, run, tokenizer)
     at_temperature_1 = config.model_copy(update={"rollout": RolloutConfig()})
-    trainer = assembly.build_trainer(at_temperature_1, path, tokenizer, schedule, needs_reference=False)
+    trainer = assembly.build_trainer(at_temperature_1, path, tokenizer, schedule, SFT)
     engine = sampler(config, path, tokenizer)
     held_out = tokens.windows("val", settings.eval_windows, settings.window_tokens, SEED_OF_VALIDATION, 0)
     with assembly.closing_all(trainer, *([engine] if engine else [])), Recorder(config, run) as record:

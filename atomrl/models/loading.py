@@ -233,13 +233,13 @@ def _load_hf(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> HFMod
     except (ValueError, OSError) as error:
         raise ConfigError(f"transformers cannot load {folder}: {error}") from None
     inner.config.use_cache = False
-    _switch_dropout_off(inner)
+    switch_dropout_off(inner)
     model = HFModel(inner)
     model.check_head()
     return model
 
 
-def _switch_dropout_off(inner: nn.Module) -> None:
+def switch_dropout_off(inner: nn.Module) -> None:
     """The policy that is trained must be the one that sampled, and that had none; the config keeps its values."""
     for module in inner.modules():
         names = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]

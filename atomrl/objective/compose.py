@@ -45,6 +45,12 @@ class Objective:
     shaping: Shaping = field(default_factory=Shaping)
     accept_group: AcceptGroup = field(default_factory=AcceptGroup)
 
+    def algorithm(
+        self, name: str, *, report_entropy: bool = False, max_completion_tokens: int | None = None
+    ) -> Algorithm:
+        """The record of this objective (`compose`)."""
+        return compose(name, self, report_entropy=report_entropy, max_completion_tokens=max_completion_tokens)
+
     @property
     def kl_in(self) -> str | None:
         """`loss` or `reward`; None where there is no penalty."""

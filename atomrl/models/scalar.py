@@ -1,0 +1,192 @@
+"""Models that give a number where a language model gives a distribution: critics and reward models.
+
+Both are a decoder with an output of size 1, in the layout of transformers' `...ForSequenceClassification` with one
+label: what is saved here loads there, and a reward model can start a critic. Every other sequence classifier (DeBERTa,
+...) is trained and called through transformers; it scores whole texts and cannot be a critic.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atomrl.config import ConfigError
+from atomrl.models.gpt import GPT, Linear, unsupported
+from atomrl.models.loading import (
+    compute_dtype,
+    model_config_only,
+    read_safetensors,
+    resolve_folder,
+    switch_dropout_off,
+)
+from atomrl.models.shared_prefix import states_before
+
+log = logging.getLogger(__name__)
+CLASSIFIER = "ForSequenceClassification"
+
+
+class GPTScalar(nn.Module):
+    """The decoder of `GPT` with an output matrix of one row, `score`.
+
+    Example:
+        >>> from atomrl.models.gpt import new_gpt
+        >>> model = GPTScalar(new_gpt(vocab_size=11, layers=1, hidden=32, heads=1))
+        >>> model.scores(torch.tensor([[1, 2, 3], [4, 5, 0]]), torch.tensor([3, 2])).shape
+        torch.Size([2])
+    """
+
+    def __init__(self, trunk: GPT) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.config = trunk.config
+        self.score = Linear(trunk.config.hidden_size, 1, bias=False)
+        nn.init.zeros_(self.score.weight)  # a fresh critic expects nothing, a fresh reward model prefers nothing
+
+    def values(self, tokens: Tensor, mask: Tensor, prompt_lengths: Tensor) -> Tensor:
+        """[B, T] float32: at each masked token the number that the token before it has; 0 elsewhere."""
+        wanted = mask.clone()
+        wanted[:, 0] = False
+        numbers = self.score(states_before(self.trunk, tokens, wanted, prompt_lengths))[:, 0].float()
+        at = wanted.flatten().nonzero()[:, 0]
+        return numbers.new_zeros(mask.numel()).index_copy(0, at, numbers).view(mask.shape)
+
+    def scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """[B] float32: the number at each row's last token."""
+        after = F.one_hot(lengths, tokens.shape[1] + 1).bool()
+        states = states_before(self.trunk, F.pad(tokens, (0, 1)), after, torch.zeros_like(lengths))
+        return self.score(states)[:, 0].float()
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights by the names of transformers' layout."""
+        own = {name.removeprefix("trunk."): weight.detach() for name, weight in self.named_parameters()}
+        return {name: weight for name, weight in own.items() if name != "lm_head.weight"}
+
+
+class HFScalar(nn.Module):
+    """Any sequence classifier of transformers with one label."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self.config = inner.config
+
+    def values(self, tokens: Tensor, mask: Tensor, prompt_lengths: Tensor) -> Tensor:
+        """Not of these: they see the whole text at once."""
+        raise ConfigError(f"critic.path: a {self.config.model_type} model reads whole texts; a critic must be causal")
+
+    def scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """[B] float32."""
+        attention = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+        padded = tokens.masked_fill(~attention, self.config.pad_token_id or 0)
+        return self.inner(input_ids=padded, attention_mask=attention.long()).logits[:, 0].float()
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights by transformers' names."""
+        return {name: weight.detach() for name, weight in self.inner.state_dict().items()}
+
+
+ScalarModel = GPTScalar | HFScalar
+
+
+def is_classifier(config: Any) -> bool:
+    """Whether a transformers config is of a model that has a score already."""
+    return any(name.endswith(CLASSIFIER) for name in config.architectures or ())
+
+
+def load_scalar(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    trainable: bool = True,
+) -> ScalarModel:
+    """A critic or reward model: of a reward model's folder as it is, of a language model's with a score of 0.
+
+    Args:
+        dtype: what the forward pass computes in; weights that are trained are float32 in any case.
+        trainable: False keeps all weights in `dtype` and without gradient.
+
+    Raises:
+        ConfigError: the model is not there, has several labels, or its files do not fit its config.
+    """
+    config = model_config_only(path, trust_remote_code)
+    folder = resolve_folder(path)
+    if is_classifier(config) and config.num_labels != 1:
+        raise ConfigError(f"{path} has {config.num_labels} labels; a reward model has one")
+    compute = compute_dtype(dtype, device)
+    weight_dtype = torch.float32 if trainable else compute
+    if unsupported(config) is None and any(folder.glob("*.safetensors")):
+        model: ScalarModel = _load_gpt_scalar(folder, config, weight_dtype)
+        model.trunk.compute_dtype = compute if compute != weight_dtype else None
+    else:
+        model = _load_hf_scalar(folder, config, weight_dtype, trust_remote_code)
+    return model.to(device).requires_grad_(trainable)
+
+
+def _load_gpt_scalar(folder: Path, config: Any, dtype: torch.dtype) -> GPTScalar:
+    config.tie_word_embeddings = True  # so that the decoder has no output matrix of its own
+    with torch.device("meta"):
+        trunk = GPT(config)
+    state = {name: tensor.to(dtype) for name, tensor in read_safetensors(folder) if "rotary_emb" not in name}
+    score = state.pop("score.weight", None)
+    state.pop("lm_head.weight", None)
+    try:
+        trunk.load_state_dict(state, assign=True)
+        model = GPTScalar(trunk).to(dtype)
+        if score is not None:
+            model.score.load_state_dict({"weight": score})
+    except RuntimeError as error:
+        raise ConfigError(f"the weights in {folder} do not fit its config.json: {error}") from None
+    return model
+
+
+def _load_hf_scalar(folder: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> HFScalar:
+    from transformers import AutoModelForSequenceClassification
+
+    fresh = not is_classifier(config)
+    try:
+        inner = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=trust_remote_code, num_labels=1
+        )
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"transformers cannot load {folder} as a reward model: {error}") from None
+    if fresh:
+        log.warning("%s has no score yet: it starts with a fresh one", folder)
+    switch_dropout_off(inner)
+    return HFScalar(inner)
+
+
+def save_scalar(model: ScalarModel, tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Write a folder that `AutoModelForSequenceClassification` loads: config, safetensors, tokenizer.
+
+    Args:
+        tokenizer: None leaves it out.
+        dtype: of the written weights; None keeps theirs.
+    """
+    from huggingface_hub import save_torch_state_dict
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: weight.to(dtype or weight.dtype).contiguous() for name, weight in model.state().items()}
+    save_torch_state_dict(state, folder, metadata={"format": "pt"})
+    config = model.config.__class__.from_dict(model.config.to_dict())
+    config.dtype = next(iter(state.values())).dtype
+    config.num_labels = 1
+    if isinstance(model, GPTScalar):
+        config.architectures = [_family(config.architectures) + CLASSIFIER]
+        if config.pad_token_id is None:  # transformers finds the last token by it
+            config.pad_token_id = getattr(tokenizer, "pad_token_id", None) or 0
+    config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _family(architectures: list[str] | None) -> str:
+    """`Llama` of `LlamaForCausalLM`."""
+    return (architectures or ["LlamaForCausalLM"])[0].partition("For")[0]

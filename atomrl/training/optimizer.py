@@ -1,0 +1,113 @@
+"""One set of weights and how gradients change it: AdamW, clipping, the learning rate, and what is not applied."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from atomrl.config import TrainConfig
+from atomrl.metrics import Count, Mean, Metrics
+from atomrl.training.schedules import learning_rate
+
+log = logging.getLogger(__name__)
+MAX_SKIPPED_IN_A_ROW = 3
+
+
+class Diverged(RuntimeError):
+    """Too many updates in a row had a gradient that is not finite."""
+
+
+class Optimizer:
+    """AdamW on float32 weights; weight decay on matrices alone.
+
+    Args:
+        name: `actor` or `critic`; its metrics begin with it.
+        weights: what it trains, by name.
+        train: Adam's constants, clipping and the schedule.
+        peak: the schedule's highest learning rate.
+        total_updates: of the whole run, for the schedule.
+    """
+
+    def __init__(
+        self, name: str, weights: dict[str, torch.nn.Parameter], train: TrainConfig, peak: float, total_updates: int
+    ) -> None:
+        self.name, self.weights, self.train, self.peak, self.total_updates = name, weights, train, peak, total_updates
+        self.skipped_in_a_row = 0
+        groups = [
+            {"params": [w for w in weights.values() if w.dim() >= 2], "weight_decay": train.weight_decay},
+            {"params": [w for w in weights.values() if w.dim() < 2], "weight_decay": 0.0},
+        ]
+        betas = (train.adam_beta1, train.adam_beta2)
+        self.adamw = torch.optim.AdamW(groups, lr=peak, betas=betas, eps=train.adam_eps, fused=True)
+
+    def step(self, updates: int) -> Metrics:
+        """Clip, set the learning rate, step; or leave the update out, where its gradient is 0 or not finite.
+
+        Args:
+            updates: how many were before.
+
+        Raises:
+            Diverged: the third in a row with a gradient that is not finite.
+        """
+        train, name = self.train, self.name
+        rate = learning_rate(
+            updates, self.total_updates, self.peak, train.schedule, train.warmup_ratio, train.min_lr_ratio
+        )
+        weights = list(self.weights.values())
+        total = torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None], foreach=True)
+        norm = total.item()
+        if norm > train.max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(weights, train.max_grad_norm, total, foreach=True)
+        metrics: Metrics = {f"{name}/lr": Mean(rate)}
+        if not norm < float("inf"):
+            self.skipped_in_a_row += 1
+            log.warning("update %d of the %s left out: its gradient norm is %s", updates, name, norm)
+            metrics[f"{name}/skipped_updates"] = Count()
+            if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                raise Diverged(
+                    f"{MAX_SKIPPED_IN_A_ROW} updates in a row, up to update {updates}, had a gradient that is not "
+                    f"finite (norm {norm}); the weights are those of the last update that was"
+                )
+        else:
+            self.skipped_in_a_row = 0
+            metrics[f"{name}/grad_norm"] = Mean(norm)
+            if norm == 0:  # momentum and weight decay would move weights although the batch says nothing
+                metrics[f"{name}/empty_updates"] = Count()
+            else:
+                for group in self.adamw.param_groups:
+                    group["lr"] = rate
+                self.adamw.step()
+        self.zero_grad()
+        return metrics
+
+    def zero_grad(self) -> None:
+        """Forget the gradient."""
+        self.adamw.zero_grad(set_to_none=True)
+
+    def save(self, file: Path, extra: dict[str, Tensor]) -> None:
+        """Write moments and counts, with `extra` beside them."""
+        from safetensors.torch import save_file
+
+        tensors = dict(extra)
+        for name, weight in self.weights.items():
+            for key, value in self.adamw.state.get(weight, {}).items():
+                tensors[f"{key}/{name}"] = value.contiguous()
+        save_file(tensors, file)
+
+    def load(self, file: Path, device: torch.device) -> dict[str, Tensor]:
+        """Continue from `save`. Returns the `extra`: what is not this optimizer's."""
+        from safetensors.torch import load_file
+
+        self.adamw.state.clear()
+        extra = {}
+        for key, value in load_file(file).items():
+            kind, _, name = key.partition("/")
+            if name not in self.weights:
+                extra[key] = value
+                continue
+            where = value.device if kind == "step" and device.type == "cpu" else device
+            self.adamw.state[self.weights[name]][kind] = value.to(where)
+        return extra
