@@ -1,0 +1,309 @@
+"""Every online algorithm on one task, from one warm-started checkpoint, with equal tokens.
+
+    python benchmarks/algorithms.py                          # all of atomrl.algorithms.table, three seeds
+    python benchmarks/algorithms.py grpo gspo --seeds 0      # some of them
+    python benchmarks/algorithms.py examples/objectives/*.yaml
+    python benchmarks/algorithms.py --docs                   # what is finished, into docs/
+    python benchmarks/algorithms.py --docs --plot            # table and pictures of docs/ anew, from its numbers
+
+A run is an algorithm's own config (configs/algorithms/NAME.yaml) with a few keys changed for all alike (`sized`): 128
+completions a step, a constant learning rate (so that it does not matter to it how many steps a run has), the model, the
+seed. It ends with the first step at which the completions that were drawn, for training, for groups that were refused
+and for baselines, have `--tokens` tokens together. For that its engine is the native one with a counter, which asks the
+loop to stop as Ctrl-C does. Held-out problems are the same before and after; three seeds have three sets of them.
+
+Each run is a process of its own and leaves OUT/NAME-seed-S.json; one that is there, made with the same config, is not
+made again. The gain's standard error is that of the problems' differences, after minus before, of all seeds together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from atomrl.algorithms.table import ALGORITHMS
+from atomrl.config import build_config, merge_trees, read_yaml
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs" / "algorithms"
+WARM_START = "runs/quickstart-warm-start/model"
+ROWS_PER_STEP = 128
+MAX_STEPS = 400
+"""A run that has not sampled its tokens by then is a failure."""
+STOPPED = "stopped.json"
+CURVES = ("tokens", "reward", "length", "entropy", "kl", "seconds")
+"""What a result has of each step. `reward` is of the completions that were trained on."""
+
+
+def sized(tree: Mapping[str, Any], model: str, seed: int, folder: Path) -> dict[str, Any]:
+    """A config with what all runs have in common. The updates in a step stay as many as they were."""
+    rollout, train = tree["rollout"], tree["train"]
+    completions = rollout["completions_per_prompt"]
+    rows = rollout["prompts_per_step"] * completions
+    update = train.get("rows_per_update")
+    changes = {
+        "output_dir": str(folder),
+        "seed": seed,
+        "model": {"path": model},
+        "data": {"eval_size": 250},
+        "rollout": {"engine": "counted", "prompts_per_step": ROWS_PER_STEP // completions},
+        "train": {
+            "steps": MAX_STEPS,
+            "schedule": "constant",
+            "warmup_ratio": 0.0,
+            "tokens_per_micro_batch": 1536,
+            **({"rows_per_update": update * ROWS_PER_STEP // rows} if update else {}),
+        },
+        "eval": {"before": False, "after": False, "every_steps": 5, "samples_per_prompt": 4},
+        "checkpoint": {"every_steps": 0},
+        "tracking": {"save_rollouts": False},
+    }
+    return merge_trees(tree, changes)
+
+
+def counting_engine(budget: int) -> Any:
+    """The native engine; when the completions drawn in training have `budget` tokens, it asks for this step to be the
+    last."""
+    from atomrl.rollout.native import NativeEngine
+
+    class Counted(NativeEngine):
+        tokens = 0
+        by_step: ClassVar[dict[int, int]] = {}
+        """step -> tokens drawn by its end"""
+        drawn: ClassVar[dict[int, list[tuple[tuple[int, ...], Any]]]] = {}
+        """step -> the sampled ones: the tokens of the prompt, and the completion"""
+
+        def generate(self, prompts: Any, sampling: Any) -> Any:
+            rollouts = super().generate(prompts, sampling)
+            if prompts.prompt_ids and prompts.prompt_ids[0].startswith("eval:"):
+                return rollouts
+            pairs = zip(prompts.prompt_token_ids, rollouts.completions, strict=True)
+            found = [(tuple(prompt), completion) for prompt, group in pairs for completion in group]
+            before, Counted.tokens = Counted.tokens, Counted.tokens + sum(len(c.token_ids) for _, c in found)
+            Counted.by_step[sampling.step] = Counted.tokens
+            if sampling.temperature > 0:
+                Counted.drawn.setdefault(sampling.step, []).extend(found)
+            if before < budget <= Counted.tokens:
+                os.kill(os.getpid(), signal.SIGTERM)  # the loop ends the step under way and saves
+            return rollouts
+
+    return Counted
+
+
+def kl_to_start(drawn: Sequence[tuple[tuple[int, ...], Any]], start: Any) -> float:
+    """Mean of log pi - log pi_start over tokens that pi drew, in nats per token."""
+    import torch
+
+    total, count = 0.0, 0
+    with torch.inference_mode():
+        for first in range(0, len(drawn), 64):
+            part = [(prompt, completion) for prompt, completion in drawn[first : first + 64] if completion.token_ids]
+            rows = [torch.tensor(prompt + tuple(completion.token_ids)) for prompt, completion in part]
+            tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            logprobs = start(tokens).logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+            for row, (prompt, completion) in zip(logprobs, part, strict=True):
+                own = row[len(prompt) - 1 : len(prompt) - 1 + len(completion.token_ids)]
+                total += float(torch.tensor(completion.logprobs).sum() - own.sum())
+                count += len(completion.token_ids)
+    return total / max(1, count)
+
+
+def accuracy_by_problem(tree: Mapping[str, Any], model: str, folder: Path) -> list[float]:
+    """The share of correct completions of each held-out problem."""
+    from atomrl.cli.eval import evaluate_config
+
+    config = build_config(merge_trees(tree, {"model": {"path": model}, "rollout": {"engine": "native"}}))
+    result, _ = evaluate_config(config, "", folder / "eval.json")
+    correct: dict[str, list[bool]] = {}
+    for row in result.rows:
+        correct.setdefault(row["prompt_id"], []).append(row["correct"])
+    return [sum(own) / len(own) for own in correct.values()]
+
+
+def one_run(tree: dict[str, Any], budget: int, result_file: Path) -> None:
+    """Evaluate, train, evaluate; in a process of its own."""
+    from transformers import AutoModelForCausalLM
+
+    from atomrl import assembly
+    from atomrl.tracking.run_directory import read_metrics
+
+    started = time.perf_counter()
+    config = build_config(tree)
+    shutil.rmtree(config.run_dir, ignore_errors=True)
+    folder, start_path = config.run_dir.parent, str(config.model.path)
+    before = accuracy_by_problem(tree, start_path, folder)
+    counted = counting_engine(budget)
+    assembly.ENGINES["counted"] = counted
+    summary = assembly.train(config)
+    if summary["finished"]:
+        raise RuntimeError(f"{MAX_STEPS} steps drew {counted.tokens} tokens, fewer than {budget}")
+    after = accuracy_by_problem(tree, summary["model"], folder)
+    rows = read_metrics(config.run_dir / "metrics.jsonl")
+    steps = [row for row in rows if "timing_s/step" in row]
+    start = AutoModelForCausalLM.from_pretrained(start_path)
+    held_out = {row["step"]: value for row in rows for name, value in row.items() if "/acc/mean@4" in name}
+    seconds = [sum(row["timing_s/step"] for row in steps[: i + 1]) for i in range(len(steps))]
+    result = {
+        "config": tree,
+        "budget": budget,
+        "before": before,
+        "after": after,
+        "tokens": [counted.by_step[row["step"]] for row in steps],
+        "reward": [row["critic/score/mean"] for row in steps],
+        "length": [row["response_length/mean"] for row in steps],
+        "entropy": [row["actor/entropy"] for row in steps],
+        "kl": [kl_to_start(counted.drawn[row["step"]], start) for row in steps],
+        "seconds": seconds,
+        "held_out": [[0, _mean(before)]]
+        + [[counted.by_step[step], value] for step, value in held_out.items()]
+        + [[counted.tokens, _mean(after)]],
+        "wall_s": time.perf_counter() - started,
+    }
+    result_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+
+
+def finished(result_file: Path, tree: dict[str, Any], budget: int) -> dict[str, Any] | None:
+    """The result of a run; None where there is none of this config."""
+    if not result_file.exists():
+        return None
+    result = json.loads(result_file.read_text(encoding="utf-8"))
+    return result if (result["config"], result["budget"]) == (tree, budget) else None
+
+
+def run_all(configs: Mapping[str, Path], seeds: Sequence[int], model: str, budget: int, out: Path) -> list[str]:
+    """Every run that is not finished, seeds outermost. Returns the names of those that failed."""
+    failed = []
+    for seed in seeds:
+        folder = out / f"seed-{seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, path in configs.items():
+            tree = sized(read_yaml(path), model, seed, folder)
+            result_file = out / f"{name}-seed-{seed}.json"
+            if finished(result_file, tree, budget):
+                continue
+            build_config(tree)
+            log = out / f"{name}-seed-{seed}.log"
+            command = [sys.executable, __file__, "--one", json.dumps([tree, budget, str(result_file)])]
+            with log.open("w", encoding="utf-8") as output:
+                code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode
+            result = finished(result_file, tree, budget) if code == 0 else None
+            if result is None:
+                failed.append(f"{name}, seed {seed}: see {log}")
+                print(f"seed {seed} {name:<22} FAILED, see {log}", flush=True)
+                continue
+            print(
+                f"seed {seed} {name:<22} {_mean(result['before']):.3f} -> {_mean(result['after']):.3f}  "
+                f"{len(result['tokens'])} steps, {result['wall_s']:.0f} s",
+                flush=True,
+            )
+    return failed
+
+
+def summarise(runs: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> dict[str, Any]:
+    """What the table and the pages show of an algorithm's runs, and the curves with few digits."""
+    before, after = ([value for run in runs for value in run[name]] for name in ("before", "after"))
+    gains = [b - a for a, b in zip(before, after, strict=True)]
+    gain, error = _mean(gains), _standard_error(gains)
+    curves = [
+        {name: [_rounded(value) for value in run[name]] for name in CURVES}
+        | {"held_out": [[tokens, _rounded(value)] for tokens, value in run["held_out"]], "seed": seed}
+        for run, seed in zip(runs, seeds, strict=True)
+    ]
+    return {
+        "accuracy_before": [_rounded(_mean(before)), _rounded(_standard_error(before))],
+        "accuracy_after": [_rounded(_mean(after)), _rounded(_standard_error(after))],
+        "accuracy_after_by_seed": [_rounded(_mean(run["after"])) for run in runs],
+        "gain": [_rounded(gain), _rounded(error)],
+        "gain_in_standard_errors": round(gain / error, 1) if error else (math.inf if gain else 0.0),
+        "problems": len(before),
+        "tokens": round(_mean([run["tokens"][-1] for run in runs])),
+        "steps": [len(run["tokens"]) for run in runs],
+        **{f"{name}_start": _rounded(_mean([run[name][0] for run in runs])) for name in CURVES[1:-1]},
+        **{f"{name}_end": _rounded(_mean([_mean(run[name][-3:]) for run in runs])) for name in CURVES[1:-1]},
+        "train_s": round(_mean([run["seconds"][-1] for run in runs]), 1),
+        "wall_s": round(max(run["wall_s"] for run in runs), 1),
+        "curves": curves,
+    }
+
+
+def collect(configs: Mapping[str, Path], seeds: Sequence[int], model: str, budget: int, out: Path) -> dict[str, Any]:
+    """Algorithm -> summary, of the runs that are finished."""
+    summaries = {}
+    for name, path in configs.items():
+        runs = {}
+        for seed in seeds:
+            tree = sized(read_yaml(path), model, seed, out / f"seed-{seed}")
+            if result := finished(out / f"{name}-seed-{seed}.json", tree, budget):
+                runs[seed] = result
+        if runs:
+            summaries[name] = summarise(list(runs.values()), list(runs))
+    return summaries
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def configs_of(names: Sequence[str]) -> dict[str, Path]:
+    """Run name -> config: those named (algorithms, or YAML files), or all of the table.
+
+    Raises:
+        SystemExit: there is no such algorithm or file.
+    """
+    paths = [Path(name) if name.endswith(".yaml") else CONFIGS / f"{name}.yaml" for name in names or ALGORITHMS]
+    absent = [str(path) for path in paths if not path.is_file()]
+    if absent:
+        raise SystemExit(f"there is no {', '.join(absent)}; algorithms are {', '.join(ALGORITHMS)}")
+    return {read_yaml(path)["run_name"]: path for path in paths}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--one"]:
+        tree, budget, result_file = json.loads(sys.argv[2])
+        return one_run(tree, budget, Path(result_file))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", nargs="*", metavar="NAME|CONFIG.yaml", help="default: every algorithm of the table")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--model", default=WARM_START, help=f"the checkpoint that all start from ({WARM_START})")
+    parser.add_argument("--tokens", type=int, default=60_000, help="sampled in a run (60000)")
+    parser.add_argument("--out", type=Path, default=Path("runs/algorithms"))
+    parser.add_argument(
+        "--docs", action="store_true", help="write table, numbers and pictures into docs/, not into OUT"
+    )
+    parser.add_argument("--plot", action="store_true", help="run nothing: table and pictures from the numbers there")
+    arguments = parser.parse_args()
+    configs = configs_of(arguments.configs)
+    if not arguments.plot and not (Path(arguments.model) / "config.json").is_file():
+        raise SystemExit(f"{arguments.model}: no model there; make it with: atomrl sft configs/quickstart_sft.yaml")
+    import algorithms_plot
+
+    where = algorithms_plot.places(ROOT / "docs" if arguments.docs else arguments.out, arguments.docs)
+    runs = (arguments.seeds, arguments.model, arguments.tokens, arguments.out)
+    failed = [] if arguments.plot or arguments.docs else run_all(configs, *runs)
+    old = json.loads(where.numbers.read_text(encoding="utf-8")) if where.numbers.exists() else {}
+    summaries = old if arguments.plot else old | collect(configs, *runs)
+    algorithms_plot.write(summaries, where)
+    raise SystemExit("\n".join(failed) or 0)
+
+
+if __name__ == "__main__":
+    main()
