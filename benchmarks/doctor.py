@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl import assembly
+from atomrl.assembly import supervised
 from atomrl.config import build_config, merge_trees, parse_overrides, read_yaml
 from atomrl.rollout.native import NativeEngine
 from atomrl.tracking.run_directory import read_metrics
@@ -102,7 +103,7 @@ def warm_start(out: Path) -> Path:
     overrides = parse_overrides([f"output_dir={out}", "run_name=warm-start", "train.steps=400"])
     if not (out / "warm-start/model").exists():
         shutil.rmtree(out / "warm-start", ignore_errors=True)
-        assembly.sft(build_config(merge_trees(read_yaml(ROOT / "configs/quickstart_sft.yaml"), overrides)))
+        supervised.sft(build_config(merge_trees(read_yaml(ROOT / "configs/quickstart_sft.yaml"), overrides)))
     return out / "warm-start/model"
 
 

@@ -21,6 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
-    from atomrl.assembly import sft
+    from atomrl.assembly.supervised import sft
 
     return run_to_the_end("sft", config, arguments, sft)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from atomrl import assembly
+from atomrl.assembly import supervised
 from atomrl.config import build_config, merge_trees, parse_overrides, read_yaml
 from atomrl.data import chain
 from atomrl.models.gpt import new_gpt
@@ -64,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data": {"train": write_rows(folder / "demonstrations.jsonl", demonstrations(random.Random(0), 5000))},
         "sft": {},
     }
-    assembly.sft(configure(tree, f"output_dir={folder}", "run_name=warm", f"train.steps={IMITATION_STEPS}"))
+    supervised.sft(configure(tree, f"output_dir={folder}", "run_name=warm", f"train.steps={IMITATION_STEPS}"))
     return folder
 
 
