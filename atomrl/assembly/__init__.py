@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
-from atomrl.algorithms.sft import SFT
 from atomrl.algorithms.table import build_algorithm
 from atomrl.config import ConfigError, ModelConfig, RolloutConfig, RunConfig
-from atomrl.data.generators import find_demonstrator, is_generator, task_words
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
 from atomrl.data.stream import PromptStream
 from atomrl.loop.evaluate import EvalResult, evaluate
 from atomrl.loop.recovery import identity, open_run, saver
-from atomrl.loop.sft import demonstration_batch, demonstration_tokens, fitting_demonstrations, supervise
 from atomrl.loop.sync import Parts, Progress, Schedule
 from atomrl.loop.sync import train as run_training
-from atomrl.models.gpt import new_gpt
-from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder, save_model
-from atomrl.models.tokenizer import make_tokenizer
+from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder
 from atomrl.protocols import Algorithm, RewardFunction, RolloutEngine, TrainingBackend
 from atomrl.rewards.compute import build_rewards
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
-from atomrl.stages import RewardBatch, Sample, SamplingParams
+from atomrl.stages import Sample, SamplingParams
 from atomrl.tracking.recorder import Recorder
-from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory
+from atomrl.tracking.run_directory import RunDirectory
 from atomrl.training.local import LocalBackend
 
 log = logging.getLogger(__name__)
