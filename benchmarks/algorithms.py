@@ -22,6 +22,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -227,7 +228,7 @@ def summarise(runs: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> dict[s
         "gain": [_rounded(gain), _rounded(error)],
         "gain_in_standard_errors": round(gain / error, 1) if error else (math.inf if gain else 0.0),
         "problems": len(before),
-        "tokens": round(_mean([run["tokens"][-1] for run in runs])),
+        "budget": runs[0]["budget"],
         "steps": [len(run["tokens"]) for run in runs],
         **{f"{name}_start": _rounded(_mean([run[name][0] for run in runs])) for name in CURVES[1:-1]},
         **{f"{name}_end": _rounded(_mean([_mean(run[name][-3:]) for run in runs])) for name in CURVES[1:-1]},
@@ -247,8 +248,14 @@ def collect(configs: Mapping[str, Path], seeds: Sequence[int], model: str, budge
             if result := finished(out / f"{name}-seed-{seed}.json", tree, budget):
                 runs[seed] = result
         if runs:
-            summaries[name] = summarise(list(runs.values()), list(runs))
+            summaries[name] = {"parents": parents_of(path)} | summarise(list(runs.values()), list(runs))
     return summaries
+
+
+def parents_of(path: Path) -> list[str]:
+    """The algorithms that a config's curves are shown with: those of its line `# Parents: a, b`, or grpo."""
+    found = re.search(r"^# Parents: (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1].split(", ") if found else ["grpo"]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ PANELS = {
     "seconds": "Time (s)",
 }
 """The columns of the picture of all; a page's own has the first five."""
-REFERENCE = "grpo"
+PARENT_STYLES = ("-", ":")
 
 
 class Places(NamedTuple):
@@ -80,7 +80,7 @@ def plus_minus(figure: Sequence[float]) -> str:
 
 
 def draw_all(summaries: Mapping[str, Any], out: Path) -> None:
-    """A row for each algorithm, a column for each metric with one scale; grey is the reference."""
+    """A row for each algorithm, a column for each metric with one scale; grey are its parents, most often grpo."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -88,20 +88,20 @@ def draw_all(summaries: Mapping[str, Any], out: Path) -> None:
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(h_pad=0.015, w_pad=0.05, hspace=0.0)
     grid = figure.subplots(len(summaries), len(PANELS), sharex=True, sharey="col", squeeze=False)
-    for row, (name, summary) in zip(grid, summaries.items(), strict=True):
+    for row, name in zip(grid, summaries, strict=True):
         for axis, metric in zip(row, PANELS, strict=True):
-            _draw_cell(axis, summaries, summary, metric)
+            _draw_cell(axis, summaries, name, metric)
         row[0].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=9, color=INK, labelpad=10)
     for axis, (metric, title) in zip(grid[0], PANELS.items(), strict=True):
         axis.set_title(title, loc="left", fontsize=10, color=INK)
-        axis.set_ylim(*_limits(summaries, metric))
+        axis.set_ylim(*_limits(summaries.values(), metric))
     for axis in grid[-1]:
         axis.set_xlabel("tokens sampled, thousands", fontsize=8, color=INK)
     figure.savefig(out)
 
 
 def draw_one(summaries: Mapping[str, Any], name: str, out: Path) -> None:
-    """An algorithm's own curves: accuracy, reward, length, entropy and KL, with the reference in grey."""
+    """An algorithm's own curves: accuracy, reward, length, entropy and KL, with its parents' in grey."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -110,10 +110,12 @@ def draw_one(summaries: Mapping[str, Any], name: str, out: Path) -> None:
     figure = Figure(figsize=(11, 2.1), layout="constrained", facecolor="white")
     FigureCanvasSVG(figure)
     for axis, metric in zip(figure.subplots(1, len(metrics)), metrics, strict=True):
-        _draw_cell(axis, summaries, summaries[name], metric)
+        _draw_cell(axis, summaries, name, metric)
         axis.set_title(PANELS[metric], loc="left", fontsize=9, color=INK)
-        axis.set_ylim(*_limits({name: summaries[name], REFERENCE: summaries.get(REFERENCE, summaries[name])}, metric))
+        axis.set_ylim(*_limits([summaries[name], *_parents(summaries, name).values()], metric))
     figure.axes[0].set_xlabel("tokens sampled, thousands", fontsize=8, color=INK)
+    if handles := figure.axes[0].get_legend_handles_labels()[0]:
+        figure.axes[0].legend(handles=handles, frameon=False, fontsize=8, loc="lower right", labelcolor=INK)
     text = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.sans-serif": ["DejaVu Sans"]}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
@@ -121,12 +123,12 @@ def draw_one(summaries: Mapping[str, Any], name: str, out: Path) -> None:
     out.write_text(re.sub(r"[ \t]+$", "", small, flags=re.MULTILINE), encoding="utf-8")
 
 
-def _draw_cell(axis: Any, summaries: Mapping[str, Any], summary: Mapping[str, Any], metric: str) -> None:
-    reference = summaries.get(REFERENCE)
-    if reference is not None and reference is not summary:
-        for curve in reference["curves"]:
-            axis.plot(*_points(curve, metric), color=GREY, linewidth=0.9)
-    for curve in summary["curves"]:
+def _draw_cell(axis: Any, summaries: Mapping[str, Any], name: str, metric: str) -> None:
+    for style, (parent, summary) in zip(PARENT_STYLES, _parents(summaries, name).items(), strict=False):
+        for i, curve in enumerate(summary["curves"]):
+            label = None if i else parent
+            axis.plot(*_points(curve, metric), color=GREY, linewidth=0.9, linestyle=style, label=label)
+    for curve in summaries[name]["curves"]:
         axis.plot(*_points(curve, metric), color=COLORS[curve["seed"] % len(COLORS)], linewidth=1.2)
     axis.grid(axis="y", color=GRID, linewidth=0.7)
     axis.set_axisbelow(True)
@@ -136,6 +138,13 @@ def _draw_cell(axis: Any, summaries: Mapping[str, Any], summary: Mapping[str, An
     axis.locator_params(nbins=4)
 
 
+def _parents(summaries: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Those that there are results of."""
+    return {
+        parent: summaries[parent] for parent in summaries[name]["parents"] if parent in summaries and parent != name
+    }
+
+
 def _points(curve: Mapping[str, Any], metric: str) -> tuple[list[float], list[float]]:
     if metric == "held_out":
         tokens, values = zip(*curve["held_out"], strict=True)
@@ -143,9 +152,9 @@ def _points(curve: Mapping[str, Any], metric: str) -> tuple[list[float], list[fl
     return [token / 1000 for token in curve["tokens"]], curve[metric]
 
 
-def _limits(summaries: Mapping[str, Any], metric: str) -> tuple[float, float]:
+def _limits(summaries: Iterable[Mapping[str, Any]], metric: str) -> tuple[float, float]:
     if metric == "held_out":
         return 0.0, 1.02
-    values = [value for s in summaries.values() for curve in s["curves"] for value in curve[metric]]
+    values = [value for s in summaries for curve in s["curves"] for value in curve[metric]]
     low, high = min(0.0, *values), max(values)
     return low, high + 0.05 * (high - low)

@@ -1,4 +1,5 @@
-"""The pages of docs/algorithms/ say what the code does: equations, axes, configs. To write those parts anew:
+"""The pages of docs/algorithms/ say what the code does: equations, axes, configs, and the figures of the benchmark in
+docs/benchmarks/algorithms.json. To write those parts anew:
 
 python -m tests.algorithms.test_pages
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from atomrl.objective.explain import in_use, latex, terms
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "algorithms"
+RESULTS = json.loads((ROOT / "docs" / "benchmarks" / "algorithms.json").read_text(encoding="utf-8"))
+"""Of benchmarks/algorithms.py."""
 MODULES = {
     "gspo_token": "gspo",
     "reinforce_pp_baseline": "reinforce_pp",
@@ -42,11 +46,38 @@ def cell(objective: Objective, axis: str) -> str:
     return f"{found.type}{f' ({changed})' if changed else ''}" if axis != "shaping" else changed
 
 
+def accuracy(figure: list[float]) -> str:
+    return f"{figure[0]:.3f} ± {figure[1]:.3f}"
+
+
+def gain(name: str) -> str:
+    """What the benchmark saw, for the table."""
+    if name not in RESULTS:
+        return "not measured"
+    mean, error = RESULTS[name]["gain"]
+    return f"{mean:+.2f} ± {error:.2f}"
+
+
+def measured(name: str) -> str:
+    """What the benchmark saw, for a page."""
+    if name not in RESULTS:
+        return f"No curve yet: `python benchmarks/algorithms.py {name}` makes one.\n"
+    result = RESULTS[name]
+    start, end = accuracy(result["accuracy_before"]), accuracy(result["accuracy_after"])
+    seeds = len(result["steps"])
+    return f"""![Learning curves of {name}](../images/algorithms/{name}.svg)
+
+From the same start with the same {result["budget"]:,} sampled tokens as [all others](../benchmarks/algorithms.md):
+accuracy on held-out problems {start} to **{end}**, a gain of {result["gain_in_standard_errors"]:.0f} standard errors
+({result["problems"]} problems, {seeds} seed{"s" * (seeds > 1)}, in colours; grey is grpo).
+"""
+
+
 def axes_table() -> str:
-    rows = [f"| name | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    rows = [f"| name | {' | '.join(COLUMNS)} | gain in accuracy |", "|---" * (len(COLUMNS) + 2) + "|"]
     for name, objective in ALGORITHMS.items():
         cells = [cell(objective, axis) for axis in COLUMNS]
-        rows.append(f"| [{name}]({module(name)}.md) | {' | '.join(cells)} |")
+        rows.append(f"| [{name}]({module(name)}.md) | {' | '.join(cells)} | {gain(name)} |")
     return "\n".join(rows)
 
 
@@ -75,7 +106,8 @@ def generated(name: str) -> str:
 
     atomrl explain configs/algorithms/{name}.yaml
     atomrl train configs/algorithms/{name}.yaml
-"""
+
+{measured(name)}"""
 
 
 def page(stem: str) -> str:
@@ -95,6 +127,18 @@ def test_pages_say_what_the_code_says(stem):
 
 def test_the_table_has_the_axes_of_every_algorithm():
     assert axes_table() in (DOCS / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_figures_are_those_of_the_curves(name):
+    """The summary that pages show was made of the runs whose curves are beside it, and their picture is there."""
+    result = RESULTS[name]
+    ends = [curve["held_out"][-1][1] for curve in result["curves"]]
+    assert result["accuracy_after_by_seed"] == ends
+    assert result["accuracy_after"][0] == pytest.approx(sum(ends) / len(ends), abs=1e-3)
+    assert all(curve["tokens"][-2] < result["budget"] <= curve["tokens"][-1] for curve in result["curves"])
+    picture = ROOT / "docs" / "images" / "algorithms" / f"{name}.svg"
+    assert picture.stat().st_size < 40_000
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
