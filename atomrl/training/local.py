@@ -24,7 +24,7 @@ from atomrl.models.loading import (
     policy_weights,
 )
 from atomrl.models.lora import adapters_disabled, has_adapters
-from atomrl.models.scalar import ScalarModel, load_scalar
+from atomrl.models.scalar import GPTScalar, HFScalar, ScalarModel, load_scalar
 from atomrl.models.shared_prefix import shares_prompts, states_before
 from atomrl.protocols import Algorithm, Annotation, ModelOutputs, Output
 from atomrl.stages import RowBatch, TrainingBatch, select_rows
@@ -34,6 +34,7 @@ from atomrl.training.optimizer import Optimizer
 from atomrl.training.state import State
 
 log = logging.getLogger(__name__)
+OF_A_POLICY = {"logprobs", "entropy", "distributions", "old_logprobs", "old_entropy", "ref_logprobs"}
 OWNER = {"values": "critic", "teacher_logprobs": "teacher", "teacher_distributions": "teacher"}
 Result = TypeVar("Result")
 
@@ -93,7 +94,7 @@ class LocalBackend:
             self.policy: Any = _reward_model(model, settings)
         else:
             self.policy = load_policy(model.path, lora=model.lora, **settings)
-            _prepare(self.policy, model)
+        _prepare(self.policy, model)
         self.policy.train()
         self.reference: Policy | None = None
         if needs_reference and model.lora is None:
@@ -106,6 +107,7 @@ class LocalBackend:
         self.optimizers = [Optimizer("actor", _trained(self.policy), train, train.learning_rate, total_updates)]
         if critic is not None:
             self.critic = load_scalar(critic.path or model.path, **settings).train()
+            _prepare(self.critic, model)
             self.optimizers.append(
                 Optimizer("critic", _trained(self.critic), train, critic.learning_rate, total_updates)
             )
@@ -139,8 +141,9 @@ class LocalBackend:
         for name in sorted(names & OWNER.keys()):
             if getattr(self, OWNER[name]) is None:
                 raise ValueError(f"{name} are needed, but the back end was made without a {OWNER[name]}")
-        if ("scores" in names) != isinstance(self.policy, ScalarModel) and names & {"scores", "logprobs"}:
-            raise ValueError(f"the back end's model gives no {sorted(names & {'scores', 'logprobs'})}")
+        wrong = names & OF_A_POLICY if isinstance(self.policy, ScalarModel) else names & {"scores"}
+        if wrong:
+            raise ValueError(f"the back end's model gives no {', '.join(sorted(wrong))}")
 
     @torch.no_grad()
     def _all_outputs(self, model: Policy, rows: RowBatch, wanted: dict[str, Output]) -> dict[str, Tensor]:
@@ -318,9 +321,11 @@ def _check_vocabulary(policy: Policy, teacher: Policy, path: str) -> None:
         )
 
 
-def _prepare(policy: Policy, config: ModelConfig) -> None:
+def _prepare(policy: Policy | ScalarModel, config: ModelConfig) -> None:
     """Checkpointing and compilation, as the config asks."""
-    if isinstance(policy, HFModel):
+    if isinstance(policy, GPTScalar):
+        policy = policy.trunk
+    if isinstance(policy, HFModel | HFScalar):
         if config.gradient_checkpointing:
             policy.inner.gradient_checkpointing_enable({"use_reentrant": False})
         if config.compile:
