@@ -14,17 +14,18 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from atomrl.sections import CriticConfig as CriticConfig
+from atomrl.sections import GptConfig as GptConfig
+from atomrl.sections import PreferenceConfig as PreferenceConfig
+from atomrl.sections import PretrainConfig as PretrainConfig
+from atomrl.sections import Section
+from atomrl.sections import SftConfig as SftConfig
+from atomrl.sections import TeacherConfig as TeacherConfig
 from atomrl.trees import ConfigError as ConfigError
 from atomrl.trees import merge_trees as merge_trees
 from atomrl.trees import nest as nest
 from atomrl.trees import parse_overrides as parse_overrides
 from atomrl.trees import read_yaml as read_yaml
-
-
-class Section(BaseModel):
-    """A group of keys. Unknown keys are errors, and values cannot be changed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
 
 
 class LoraConfig(Section):
@@ -233,63 +234,6 @@ class TrackingConfig(Section):
     save_rollouts: bool = True
 
 
-class GptConfig(Section):
-    """The shape of a GPT with fresh weights; its tokenizer is made for the data."""
-
-    layers: int = Field(4, ge=1)
-    hidden: int = Field(256, ge=32)
-    heads: int = Field(4, ge=1)
-    kv_heads: int | None = Field(None, ge=1)
-    intermediate: int | None = Field(None, ge=1)
-    family: Literal["llama", "qwen2"] = "llama"
-    max_tokens: int = Field(1024, ge=16)
-    """The longest row that a serving engine will accept."""
-
-
-class SftConfig(Section):
-    """Supervised training (`atomrl sft`); steps, rows and learning rate are those of `train`."""
-
-    completion_field: str = "completion"
-    """Where a row of a file has its demonstration; a generator writes its own."""
-    gpt: GptConfig | None = None
-    """Start from a fresh GPT of this shape, in place of `model.path`."""
-
-
-class CriticConfig(Section):
-    """The critic, for algorithms that have one (PPO, A2C, TRPO); otherwise without effect."""
-
-    path: str | None = None
-    """Where its weights start from: a causal or a reward model; None is `model.path`."""
-    learning_rate: float = Field(1e-5, gt=0)
-    """Schedule, Adam's constants and clipping are those of `train`."""
-
-
-class TeacherConfig(Section):
-    """Whom the policy is distilled from."""
-
-    path: str
-    """A folder in Hugging Face layout, or a hub name; its vocabulary must be the policy's."""
-
-
-class PretrainConfig(Section):
-    """Training on plain text (`atomrl pretrain`); `data.train` is a folder of `atomrl data prepare`. Steps, windows in
-    an optimizer step (`rows_per_update`, 64), learning rate and micro-batches are those of `train`, and the loss on
-    the validation split is computed every `eval.every_steps`."""
-
-    gpt: GptConfig | None = None
-    """Start from a fresh GPT of this shape, in place of `model.path`."""
-    window_tokens: int = Field(256, ge=2)
-    """Tokens of a row, cut from the text at a random place."""
-    eval_windows: int = Field(64, ge=1)
-    """Windows of the validation split, the same at every step."""
-    sample_every_steps: int = Field(0, ge=0)
-    """Write samples, and at the end; 0: none."""
-    samples: int = Field(2, ge=1)
-    sample_tokens: int = Field(128, ge=1)
-    sample_prompt: str = Field("\n", min_length=1)
-    sample_temperature: float = Field(0.8, ge=0)
-
-
 class RunConfig(Section):
     """Everything that decides a run."""
 
@@ -308,6 +252,7 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     sft: SftConfig | None = None
     pretrain: PretrainConfig | None = None
+    preference: PreferenceConfig | None = None
     critic: CriticConfig = CriticConfig()
     teacher: TeacherConfig | None = None
 
@@ -315,15 +260,16 @@ class RunConfig(Section):
     def _batch_arithmetic(self) -> RunConfig:
         rollout, rows = self.rollout, self.train.rows_per_update
         total = rollout.prompts_per_step * rollout.completions_per_prompt
-        supervised = self.sft or self.pretrain  # which draw no rollouts
-        if rows is not None and total % rows and supervised is None:
+        kinds = [name for name in ("sft", "pretrain", "preference") if getattr(self, name) is not None]
+        if rows is not None and total % rows and not kinds:  # which draw no rollouts
             raise ValueError(
                 f"train.rows_per_update={rows} does not divide the {total} rows of a step "
                 f"(rollout.prompts_per_step={rollout.prompts_per_step} x "
                 f"rollout.completions_per_prompt={rollout.completions_per_prompt})"
             )
-        if self.sft is not None and self.pretrain is not None:
-            raise ValueError("sft and pretrain are two kinds of run; give one")
+        if len(kinds) > 1:
+            raise ValueError(f"{' and '.join(kinds)} are {len(kinds)} kinds of run; give one")
+        supervised = self.sft or self.pretrain
         if (self.model.path is None) == (supervised is None or supervised.gpt is None):
             raise ValueError(
                 "model.path: is required (a folder or a hub name)"

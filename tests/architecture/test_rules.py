@@ -14,6 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Left to right; a module imports only from layers to its left, and from its own package.
 LAYERS = [
     {"trees"},
+    {"sections"},
     {"config", "metrics"},
     {"stages"},
     {"atoms"},
