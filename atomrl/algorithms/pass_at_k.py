@@ -1,11 +1,13 @@
-"""Pass@k training: what is raised is the best of a group, not its mean.
+"""Pass@k training: what is raised is the best of k completions, not their mean.
 
-    A_i = r_i - max_{j != i} r_j   for the single best of the group,   0 elsewhere
+    A_i = (mean_{S with i} R(S) - mean_S R(S)) / std_S R(S),   R(S) = max_{j in S} r_j over k-subsets S of the group
 
-Differs from GRPO: only the completion that the group's best reward hangs on has credit, so groups that are solved twice
-teach nothing and hard problems count most. k is the number of completions of a prompt.
+Differs from GRPO: a completion is credited with what it adds to the best of k, for all k-subsets of the group at once,
+in closed form. So groups that are mostly solved teach next to nothing, hard problems count most, and wrong completions
+of them cost little. k is 4 and must be less than `rollout.completions_per_prompt`; a k of 1 is GRPO. Where k is to be
+the whole group, `advantage: pass_at_k` (arXiv:2503.19595) credits the single best by how much it beats the second best.
 
-Paper: arXiv:2503.19595.
+Paper: arXiv:2508.10751, section 2.4.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
 
 PASS_AT_K = Objective(
-    advantage=Advantage("pass_at_k"),
+    advantage=Advantage("pass_at_k_analytic", k=4),
     clip=Clip("ppo", low=0.2, high=0.2),
     kl=Kl(coefficient=0.0),
     aggregate=Aggregate("token_mean"),

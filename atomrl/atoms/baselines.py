@@ -5,6 +5,7 @@ Those of a completion take rewards `[B]` and group ids `[B]`, as in `advantages`
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -47,6 +48,62 @@ def best_minus_second(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"]
     ties = exact.new_zeros(len(names)).index_add(0, index, is_best.double())[index]
     wins = is_best & (ties == 1) & second.isfinite()
     return torch.where(wins, best - second, 0.0).to(rewards.dtype)
+
+
+def best_of_k(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], k: int) -> Float[Tensor, " B"]:
+    """Pass@k training: how much better the best of k completions is for having this one among them.
+
+        R(S) = max_{j in S} r_j,   S any k completions of the group
+        A_i = (mean_{S with i} R(S) - mean_S R(S)) / std_S R(S)
+
+    in closed form over all C(n, k) subsets, as the j-th smallest reward is the best of C(j - 1, k - 1) of them. With
+    m of n completions right and rewards of 0 and 1 it is the paper's
+
+        mean = 1 - C(n - m, k) / C(n, k),   std = sqrt(mean (1 - mean))
+        A_right = (1 - mean) / std,   A_wrong = (1 - C(n - m - 1, k - 1) / C(n - 1, k - 1) - mean) / std
+
+    Paper: pass@k training, arXiv:2508.10751, equations 10 to 15. Differs from GRPO: a group of which most are right
+    teaches next to nothing, hard prompts count most. `best_minus_second` has k = n, where this one has no signal.
+
+    Args:
+        rewards: reward per completion; of any values, not only 0 and 1.
+        group_ids: equal for completions of one prompt.
+        k: how many attempts count as one. A k of 1 is `group_zscore` with the biased deviation.
+
+    Returns:
+        Advantages in standard deviations, without gradient; 0 where every k completions have the same best, as in
+        groups of at most k.
+
+    Raises:
+        ValueError: k is below 1.
+
+    Example:
+        >>> best_of_k(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 0]), k=2)
+        tensor([ 1.0000, -0.3333, -0.3333, -0.3333])
+    """
+    if k < 1:
+        raise ValueError(f"k={k} must be at least 1")
+    exact = rewards.detach().double()
+    advantages = torch.zeros_like(exact)
+    for group in group_ids.unique():
+        members = (group_ids == group).nonzero()[:, 0]
+        values, order = exact[members].sort()
+        n = len(values)
+        if n <= k or values[k - 1] == values[-1]:
+            continue
+        best = _shares(n, k)
+        mean = (best * values).sum()
+        std = (best * (values - mean).square()).sum().sqrt()
+        # Of subsets with i: the others' best is the (j-th of n - 1)-th with these shares, and i may beat it.
+        others = torch.stack([torch.cat([values[:i], values[i + 1 :]]) for i in range(n)])
+        own = torch.maximum(others, values[:, None]) @ _shares(n - 1, k - 1) if k > 1 else values
+        advantages[members[order]] = (own - mean) / std
+    return advantages.to(rewards.dtype)
+
+
+def _shares(n: int, k: int) -> Tensor:
+    """[n] the share of the k-subsets of n numbers in rising order whose greatest is the j-th."""
+    return torch.tensor([math.comb(j, k - 1) / math.comb(n, k) for j in range(n)], dtype=torch.float64)
 
 
 def length_weighted_baseline(

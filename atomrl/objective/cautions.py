@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from atomrl.objective.compose import Objective
 
-GROUP_BASELINES = {"grpo", "grpo_no_std", "rloo", "reinforce_pp_baseline", "opo", "gpg", "gdpo", "pass_at_k", "maxrl"}
+GROUP_BASELINES = {
+    "grpo", "grpo_no_std", "rloo", "reinforce_pp_baseline", "opo", "gpg", "gdpo", "pass_at_k", "pass_at_k_analytic",
+    "maxrl",
+}  # fmt: skip
 TRUST_REGIONS = {"ppo", "sapo", "gmpo", "dppo_tv", "dppo_kl"}
 
 
@@ -42,6 +45,13 @@ def std_normalisation(o: Objective, f: Facts) -> str | None:
 def group_of_one(o: Objective, f: Facts) -> str | None:
     if f.completions_per_prompt == 1 and o.advantage.type in GROUP_BASELINES:
         return f"no effect: one completion per prompt has nothing to be compared with; {o.advantage.type} is always 0"
+    return None
+
+
+def k_of_group(o: Objective, f: Facts) -> str | None:
+    if f.completions_per_prompt > 1 and o.advantage.parameters.get("k", 0) >= f.completions_per_prompt:
+        k, n = o.advantage.k, f.completions_per_prompt
+        return f"no effect: with k={k} of {n} completions per prompt every subset has the same best; advantages are 0"
     return None
 
 
@@ -166,6 +176,7 @@ RULES: tuple[Callable[[Objective, Facts], str | None], ...] = (
     length_bias,
     std_normalisation,
     group_of_one,
+    k_of_group,
     group_never_mixed,
     zero_kl,
     kl_gradient,

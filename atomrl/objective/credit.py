@@ -134,6 +134,17 @@ def _pass_at_k(scores: Scores, *, divide_by_std: bool = False, eps: float = 1e-6
     return standardised(advantages, group_std(scores.totals, scores.group_ids), eps) if divide_by_std else advantages
 
 
+def _pass_at_k_analytic(scores: Scores, *, k: int = 4) -> Tensor:
+    r"""How much better the best of k completions is for having this one among them, over all k-subsets S of the group.
+
+        A_i = (mean_{S with i} R(S) - mean_S R(S)) / std_S R(S),   R(S) = max_{j in S} r_j
+
+    LaTeX: \hat A_i = \frac{\operatorname{mean}_{S \ni i} R(S) - \operatorname{mean}_S R(S)}{\operatorname{std}_S R(S)},
+        \quad R(S) = \max_{j \in S} r_j, \quad S \subseteq g(i), |S| = k
+    """
+    return baselines.best_of_k(scores.totals, scores.group_ids, k)
+
+
 def _maxrl(scores: Scores, *, eps: float = 0.0) -> Tensor:
     r"""Deviation from the group's mean in units of that mean.
 
@@ -217,6 +228,7 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "gpg": _gpg,
     "gdpo": _gdpo,
     "pass_at_k": _pass_at_k,
+    "pass_at_k_analytic": _pass_at_k_analytic,
     "maxrl": _maxrl,
 }
 

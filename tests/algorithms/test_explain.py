@@ -74,6 +74,7 @@ CASES = {
     "length_bias": ({"aggregate": "sequence_mean"}, {}),
     "std_normalisation": ({}, {}),
     "group_of_one": ({"advantage": "rloo"}, {"completions_per_prompt": 1}),
+    "k_of_group": ({"advantage": "pass_at_k_analytic"}, {"completions_per_prompt": 4}),
     "group_never_mixed": ({"accept_group": "mixed_outcomes"}, {"completions_per_prompt": 1}),
     "zero_kl": ({"kl": {"target": 0.1}}, {}),
     "kl_gradient": ({"kl": {"type": "k1", "coefficient": 0.1}}, {}),

@@ -19,6 +19,7 @@ from tests.tiny import make_tiny_model
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "algorithms"
 EXTRA_AXES = {
+    "pass_at_k": {"advantage": {"k": 2}},  # of 4 completions
     "corrected": {"correction": "token_tis", "selection": "random", "kl": {"coefficient": 0.1, "target": 0.01}},
     "by prompt": {"aggregate": "prompt_mean", "correction": {"type": "kl_rejection", "bound": 1.0}},
 }
@@ -60,7 +61,7 @@ def test_every_algorithm_has_a_config_of_its_name():
         build_config(tree)
 
 
-@pytest.mark.parametrize("name", [*ALGORITHMS, *EXTRA_AXES])
+@pytest.mark.parametrize("name", dict.fromkeys([*ALGORITHMS, *EXTRA_AXES]))
 def test_every_config_trains_a_step(model, tmp_path, name, monkeypatch):
     monkeypatch.setattr("atomrl.tracking.curves.draw_curves", lambda *args: None)  # most of the time, and not asked for
     tree = read_yaml(CONFIGS / f"{name if name in ALGORITHMS else 'grpo'}.yaml")

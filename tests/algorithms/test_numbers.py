@@ -49,6 +49,7 @@ def test_advantages_by_hand():
     assert credit(advantage="opo") == pytest.approx([1 - 2 / 5, -2 / 5])
     assert credit(advantage="gpg") == [1, -1]  # alpha = 2 rows / 1 with a reward
     assert credit(advantage="pass_at_k") == [1, 0]
+    assert credit(advantage={"type": "pass_at_k_analytic", "k": 1}) == pytest.approx([1, -1])
     assert credit(advantage="maxrl") == [1, -1]
     assert credit(two_rows(baseline_rewards=torch.tensor([0.25, 0.25])), advantage="remax") == [0.75, -0.25]
     white = [0.6 / 0.3**0.5, -0.4 / 0.3**0.5]

@@ -25,8 +25,16 @@ EXTRA = {
     "gmpo of opo with straight-through k1": ("gmpo", {"advantage": "opo", "kl": {"type": "k1", "k2_gradient": True,
                                                       "coefficient": 0.1}}),
 }  # fmt: skip
+EXTRA |= {
+    "a critic and half of everything else": ("ppo", {
+        "advantage": {"gamma": 0.9, "length_alpha": 0.3}, "entropy": {"coefficient": 0.1}, "ratio": "sequence_token",
+        "selection": "high_entropy", "correction": "token_tis", "value": {"coefficient": 0.3, "clip": 0.05},
+        "shaping": {"mask_truncated": True}}),
+    "entropy without a critic": ("grpo", {"entropy": {"coefficient": 0.1}, "kl": {"coefficient": 0.1}}),
+}  # fmt: skip
 CASES = {name: (name, {}) for name in ALGORITHMS} | EXTRA
-GROUP_BASELINES = [n for n, o in ALGORITHMS.items() if o.advantage.type not in ("raw", "remax", "reinforce_pp")]
+CASES["pass_at_k"] = ("pass_at_k", {"advantage": {"k": 2}})  # of 4, the size of the groups here, there is one subset
+GROUP_BASELINES = [n for n, o in ALGORITHMS.items() if o.advantage.type not in ("raw", "remax", "reinforce_pp", "gae")]
 
 
 def build(case):
@@ -66,7 +74,7 @@ def test_any_order_of_rows_gives_the_same_gradient(case):
 def test_garbage_off_the_mask_is_harmless(case, garbage):
     rows = make_rows()
     off = ~rows.loss_mask
-    names = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "old_entropy")
+    names = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "old_entropy", "values")
     dirty = replace(rows, **{name: getattr(rows, name).masked_fill(off, garbage) for name in names})
     logprobs = moved_logprobs(rows)
     clean = loss_gradient(algorithm := build(case), training_batch(algorithm, rows), logprobs)

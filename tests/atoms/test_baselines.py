@@ -1,4 +1,6 @@
+import itertools
 import math
+import statistics
 
 import pytest
 import torch
@@ -54,6 +56,47 @@ def test_best_minus_second_by_hand():
     rewards = torch.tensor([0.2, 0.9, 0.5, 7.0])
     assert baselines.best_minus_second(rewards, IDS).tolist() == pytest.approx([0, 0.4, 0, 0])
     assert baselines.best_minus_second(torch.tensor([0.9, 0.9, 0.5, 7.0]), IDS).tolist() == [0, 0, 0, 0]
+
+
+def slow_best_of_k(rewards: list[float], k: int) -> list[float]:
+    """Every subset in turn."""
+    subsets = list(itertools.combinations(range(len(rewards)), k))
+    best = [max(rewards[j] for j in subset) for subset in subsets]
+    mean, std = statistics.fmean(best), statistics.pstdev(best)
+    own = [[b for b, subset in zip(best, subsets, strict=True) if i in subset] for i in range(len(rewards))]
+    return [(statistics.fmean(group) - mean) / std if std else 0.0 for group in own]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize("binary", [True, False])
+def test_best_of_k_is_the_enumeration_of_all_subsets(k, binary):
+    generator = torch.Generator().manual_seed(k)
+    rewards = torch.rand(18, generator=generator, dtype=torch.float64)
+    rewards = (rewards < 0.3).double() if binary else (4 * rewards).round()  # with ties
+    ids = torch.tensor([0, 1, 2])[torch.randperm(18, generator=generator) % 3]
+    found = baselines.best_of_k(rewards, ids, k)
+    for group in range(3):
+        expected = slow_best_of_k(rewards[ids == group].tolist(), k)
+        assert found[ids == group].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(("n", "right", "k"), [(8, 1, 4), (8, 3, 4), (32, 5, 4), (16, 2, 8)])
+def test_best_of_k_has_the_papers_closed_form(n, right, k):
+    wrong, comb = n - right, math.comb
+    mean = 1 - comb(wrong, k) / comb(n, k)
+    std = math.sqrt(mean * (1 - mean))
+    good, bad = (1 - mean) / std, (1 - mean - comb(wrong - 1, k - 1) / comb(n - 1, k - 1)) / std
+    rewards = torch.tensor([1.0] * right + [0.0] * wrong)
+    found = baselines.best_of_k(rewards, torch.zeros(n, dtype=torch.long), k)
+    assert found.tolist() == pytest.approx([good] * right + [bad] * wrong, abs=1e-6)
+
+
+def test_best_of_k_has_no_signal_where_every_subset_has_the_same_best():
+    ids = torch.zeros(4, dtype=torch.long)
+    for rewards, k in (([0.3] * 4, 2), ([0.3, 0.1, 0.3, 0.3], 2), ([1.0, 0.0, 0.5, 0.2], 4), ([1.0, 0.0, 0.5, 0.2], 9)):
+        assert not baselines.best_of_k(torch.tensor(rewards), ids, k).any()
+    with pytest.raises(ValueError, match="k=0 must be at least 1"):
+        baselines.best_of_k(torch.ones(4), ids, 0)
 
 
 def test_length_weighted_by_hand():
