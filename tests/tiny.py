@@ -81,3 +81,31 @@ def make_tiny_model(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)
+
+
+def make_tiny_deberta(folder: Path, labels: int = 1, seed: int = 0, **config: Any) -> Path:
+    """Save a random DeBERTa-v2 sequence classifier with a tokenizer of letters and digits, which makes pairs."""
+    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification, DebertaV2Tokenizer
+
+    special = [(token, 0.0) for token in ("[PAD]", "[CLS]", "[SEP]", "[UNK]")]
+    letters = [(letter, -3.0) for letter in "▁abcdefghijklmnopqrstuvwxyz0123456789+-*=?.,<>/"]
+    tokenizer = DebertaV2Tokenizer(vocab=special + letters, unk_id=3)
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.5,
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_biased_input": False,
+        "type_vocab_size": 0,
+        "num_labels": labels,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        DebertaV2ForSequenceClassification(DebertaV2Config(**(shape | config))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Path(folder)

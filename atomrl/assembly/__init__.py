@@ -63,7 +63,7 @@ def train(
         report_entropy=config.train.report_entropy,
         max_completion_tokens=config.rollout.max_completion_tokens,
     )
-    rewards = build_rewards(config.reward, local_rewards)
+    rewards = build_rewards(config.reward, local_rewards, device=device_name(config.model.device))
     tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.trust_remote_code)
     processor = DataProcessor(tokenizer, config.data, prompt_limit(config, path))
     held_out = load_split(config, processor, "eval")

@@ -19,14 +19,14 @@ def dry_run(config: RunConfig) -> None:
         ConfigError, DataError, ValueError: what is wrong, as the run itself would say it.
     """
     from atomrl.algorithms.table import build_algorithm
-    from atomrl.assembly import ENGINES, prompt_limit
+    from atomrl.assembly import ENGINES, device_name, prompt_limit
     from atomrl.models.loading import is_local, load_tokenizer
     from atomrl.rewards.compute import build_rewards
 
     print(dump_config(config))
     name, limit = config.algorithm.name, config.rollout.max_completion_tokens
     algorithm = build_algorithm(name, config.algorithm.axes, max_completion_tokens=limit)
-    build_rewards(config.reward)
+    build_rewards(config.reward, device=device_name(config.model.device))
     if config.rollout.engine not in ENGINES:
         raise ConfigError(f"rollout.engine: unknown engine {config.rollout.engine!r}; there are {', '.join(ENGINES)}")
     path = config.model.path

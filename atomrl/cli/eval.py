@@ -103,14 +103,14 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     Returns:
         The figures, and the config with the length of completions that was used.
     """
-    from atomrl.assembly import eval_sampling, model_path
+    from atomrl.assembly import device_name, eval_sampling, model_path
     from atomrl.data.processor import DataProcessor
     from atomrl.data.sources import load_samples
     from atomrl.loop.evaluate import evaluate
     from atomrl.models.loading import load_tokenizer
     from atomrl.rewards.compute import build_rewards
 
-    rewards = build_rewards(config.reward)
+    rewards = build_rewards(config.reward, device=device_name(config.model.device))
     report = load_samples(config.data, "eval", config.seed)
     if report.skipped:
         print(f"{report.source}: {report.skipped} rows with problems were skipped", file=sys.stderr)

@@ -64,6 +64,7 @@ def build(names: Sequence[str], arguments: argparse.Namespace) -> Rewards:
     """
     from atomrl.config import build_config, parse_overrides
     from atomrl.rewards.compute import build_rewards
+    from atomrl.rewards.table import LOADING
 
     args = parse_overrides(arguments.arguments)
     if args and len(names) > 1:
@@ -71,7 +72,12 @@ def build(names: Sequence[str], arguments: argparse.Namespace) -> Rewards:
     items = [{"function": name, "args": args, "timeout_s": arguments.timeout_s} for name in names]
     tree = {"run_name": "reward", "model": {"path": "-"}, "data": {"train": "-"}}
     config = build_config({**tree, "reward": {"functions": items, "workers": arguments.workers}}, "atomrl reward")
-    return build_rewards(config.reward, patience=None)
+    device = "cpu"
+    if set(names) & set(LOADING):
+        from atomrl.assembly import device_name
+
+        device = device_name()
+    return build_rewards(config.reward, patience=None, device=device)
 
 
 def read(file: Path) -> list[tuple[str, dict[str, Any]]]:

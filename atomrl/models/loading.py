@@ -269,6 +269,8 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
 
     own = any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     folder = Path(path) if own else resolve_folder(path, weights=False)  # a tokenizer needs no model beside it
+    if not any(file for pattern in ("tokenizer*", "*.model", "vocab*") for file in folder.glob(pattern)):
+        raise ConfigError(f"model {path} has no tokenizer")  # transformers would make up an empty one
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError) as error:

@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Any, Literal
 
 from atomrl.rewards.errors import RewardError
-from atomrl.rewards.table import POOLED, REWARDS, RewardFunction, find_reward
+from atomrl.rewards.table import LOADING, POOLED, REWARDS, RewardFunction, find_reward, importable_name
 from atomrl.stages import RewardBatch, RolloutBatch
 
 Style = Literal["columns", "compute_score", "batch"]
@@ -89,7 +89,9 @@ def find_scorer(name: str, args: Mapping[str, Any], function: RewardFunction | N
         function=function,
         style=style,
         args=dict(args),
-        in_process=(local and built_in is None) or (built_in is not None and built_in not in POOLED),
+        in_process=(local and built_in is None)
+        or (built_in is not None and built_in not in POOLED)
+        or importable_name(function) in LOADING.values(),
         by_row=style == "compute_score" or built_in is not None,
     )
 
@@ -112,6 +114,10 @@ def _check_signature(name: str, function: RewardFunction, style: Style, args: Ma
     parameters = _parameters(function)
     if parameters is None:
         return
+    required = [key for key, item in parameters.items() if item.default is item.empty and item.kind not in _ANY]
+    missing = [key for key in required if key not in args] if style == "batch" else []
+    if missing:
+        raise RewardError(f"reward {name!r} needs args: {{{missing[0]}: ...}}")
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     shown = f"({', '.join(map(str, parameters.values()))})"
     if style == "columns" and not takes_any:
@@ -212,6 +218,7 @@ def _call_batch(scorer: Scorer, payload: Mapping[str, Any]) -> Outcome:
     return outcome
 
 
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _STYLES = {"columns": _call_columns, "compute_score": _call_compute_score, "batch": _call_batch}
 
 

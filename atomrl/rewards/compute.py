@@ -12,7 +12,7 @@ from atomrl.rewards.calling import Outcome, Scorer, call, find_scorer, instantia
 from atomrl.rewards.errors import RewardError
 from atomrl.rewards.pool import Task, WorkerPool
 from atomrl.rewards.rows import Rows
-from atomrl.rewards.table import POOLED, RewardFunction
+from atomrl.rewards.table import LOADING, POOLED, RewardFunction
 from atomrl.stages import RewardBatch, RewardFailure, RolloutBatch, Sample
 
 if TYPE_CHECKING:
@@ -229,7 +229,10 @@ COUNTERS = {"timeout": "timeouts", "error": "errors", "crash": "crashes", "inval
 
 
 def build_rewards(
-    config: RewardConfig, local: Mapping[str, RewardFunction] | None = None, patience: int | None = PATIENCE
+    config: RewardConfig,
+    local: Mapping[str, RewardFunction] | None = None,
+    patience: int | None = PATIENCE,
+    device: str = "cpu",
 ) -> Rewards:
     """What scores a batch with all rewards of a config.
 
@@ -241,6 +244,7 @@ def build_rewards(
         local: functions that exist in this process only, by the name that an item calls them. They run here:
             exceptions are caught, but there is no time limit.
         patience: how many batches in a row a reward may fail on everything; None: for ever.
+        device: where reward models compute, unless their `args` say it.
 
     Raises:
         RewardError: a reward is unknown, does not take `**columns`, or does not take its `args`. What is returned
@@ -250,7 +254,7 @@ def build_rewards(
     local = local or {}
     parts: list[_Part] = []
     if config.by_data_source:
-        uses = {source: _use(route, local) for source, route in config.by_data_source.items()}
+        uses = {source: _use(route, local, device) for source, route in config.by_data_source.items()}
         parts.append(_Part(BY_SOURCE, 1.0, uses))
     for item in config.functions:
         if not math.isfinite(item.weight):
@@ -258,7 +262,7 @@ def build_rewards(
         base = item.function.rpartition(".")[2]
         taken = [part.name for part in parts]
         name = next(n for n in [base, *(f"{base}_{k}" for k in range(2, len(taken) + 3))] if n not in taken)
-        parts.append(_Part(name, item.weight, {None: _use(item, local)}))
+        parts.append(_Part(name, item.weight, {None: _use(item, local, device)}))
     return Rewards(parts, config.workers, patience)
 
 
@@ -300,8 +304,10 @@ def failure_counts(rewarded: RewardBatch) -> dict[str, float]:
     return counts
 
 
-def _use(route: RewardRoute, local: Mapping[str, RewardFunction]) -> _Use:
-    scorer = find_scorer(route.function, route.args, local.get(route.function))
+def _use(route: RewardRoute, local: Mapping[str, RewardFunction], device: str) -> _Use:
+    function = local.get(route.function)
+    defaults = {"device": device} if function is None and route.function in LOADING else {}
+    scorer = find_scorer(route.function, defaults | route.args, function)
     return _Use(instantiate(scorer) if scorer.in_process else scorer, route.timeout_s)
 
 

@@ -35,6 +35,10 @@ REWARDS: dict[str, RewardFunction] = {
     "strict_math": strict_math,
 }
 
+LOADING: dict[str, str] = {"reward_model": "atomrl.models.reward_model.RewardModel"}
+"""Built-in rewards with weights of their own, by their dotted path: imported when a config names one. They compute in
+this process, on the run's device, and are loaded once."""
+
 POOLED: dict[str, Callable[[], None]] = {"boxed": boxes.warm_up, "reasoning_gym": tasks.warm_up}
 """Built-in rewards that run in worker processes, because the package that they call may hang or end its process; and
 what imports that package. All others are string operations that are linear in the length of the text, and exact
@@ -55,9 +59,11 @@ def find_reward(name: str) -> RewardFunction:
     """
     if name in REWARDS:
         return REWARDS[name]
+    name = LOADING.get(name, name)
     if "." not in name:
-        near = difflib.get_close_matches(name, REWARDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"built in are {', '.join(REWARDS)}"
+        known = [*REWARDS, *LOADING]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"built in are {', '.join(known)}"
         raise RewardError(f"unknown reward {name!r}; {hint} (your own is named by a dotted path: my_module.f)")
     module_name, _, attribute = name.rpartition(".")
     if os.getcwd() not in sys.path:

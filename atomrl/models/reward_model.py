@@ -1,0 +1,199 @@
+"""A reward model as a reward, and what it reads: the same in training and in use.
+
+A reward model reads a prompt and a completion in one of three ways, by what its own tokenizer has:
+
+- a chat template: the conversation as the template writes it, as TRL and verl do;
+- two segments (DeBERTa and its like, the layout of OpenAssistant's): `tokenizer(prompt, completion)`;
+- neither: the prompt, the completion, and the end-of-sequence token where the completion came to its end. Where the
+  tokens that were sampled are tokens of this tokenizer they are taken as they are, and nothing is tokenized again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from atomrl.config import ConfigError
+from atomrl.models.loading import load_tokenizer, model_config_only
+from atomrl.models.scalar import ScalarModel, is_classifier, load_scalar
+from atomrl.stages import Completion, RewardBatch, RolloutBatch, Sample
+
+log = logging.getLogger(__name__)
+
+
+class RewardModel:
+    """The reward `reward_model`: what a sequence classifier with one label gives each completion.
+
+    It is loaded at the first batch and stays. A text over the model's limit loses its end, with a warning.
+
+    Args:
+        path: a folder in the layout of `AutoModelForSequenceClassification` with its tokenizer (`atomrl reward-model`
+            writes such folders), or a hub name.
+        device: as torch names it; a run gives its own.
+        dtype: what the model computes in: auto, float32 or bfloat16.
+        tokens_per_batch: padded tokens in one forward pass.
+
+    Raises:
+        ConfigError: there is no such model or tokenizer, it has several labels, or it is no classifier.
+    """
+
+    def __init__(self, path: str, device: str = "cpu", dtype: str = "auto", tokens_per_batch: int = 4096) -> None:
+        config = model_config_only(path)
+        if not is_classifier(config):
+            kind = (config.architectures or [config.model_type])[0]
+            raise ConfigError(
+                f"reward_model: {path} is a {kind}, which gives no score; `atomrl reward-model` makes a reward model "
+                "of a language model and preferences"
+            )
+        if config.num_labels != 1:
+            raise ConfigError(f"reward_model: {path} has {config.num_labels} labels; a reward model has one")
+        if tokens_per_batch < 1:
+            raise ConfigError(f"reward_model: tokens_per_batch must be at least 1, not {tokens_per_batch}")
+        self.path, self.device, self.dtype, self.tokens_per_batch = path, device, dtype, tokens_per_batch
+        self.reader = Reader(load_tokenizer(path), config, path)
+        self.model: ScalarModel | None = None
+
+    @torch.no_grad()
+    def __call__(self, rollouts: RolloutBatch) -> RewardBatch:
+        """The score of each completion, whatever else is in the batch."""
+        if self.model is None:
+            self.model = load_scalar(self.path, dtype=self.dtype, device=self.device, trainable=False).eval()
+        rows = self.reader.token_ids(rollouts)
+        scores = [0.0] * len(rows)
+        for index in _batches(rows, self.tokens_per_batch):
+            lengths = torch.tensor([len(rows[row]) for row in index])
+            tokens = torch.zeros(len(index), int(lengths.max()), dtype=torch.long)
+            for place, row in enumerate(index):
+                tokens[place, : len(rows[row])] = torch.tensor(rows[row])
+            found = self.model.scores(tokens.to(self.device), lengths.to(self.device)).tolist()
+            for row, score in zip(index, found, strict=True):
+                scores[row] = score
+        given = iter(scores)
+        return RewardBatch(
+            **{item.name: getattr(rollouts, item.name) for item in fields(RolloutBatch)},
+            rewards=tuple(tuple(next(given) for _ in group) for group in rollouts.completions),
+            reward_parts={},
+        )
+
+
+class Reader:
+    """From prompts and completions to the tokens that a reward model reads; see the module.
+
+    Args:
+        tokenizer: the reward model's own.
+        config: of the reward model, for its limit on length.
+        path: of the reward model, for messages.
+
+    Raises:
+        ConfigError: the model tells the two segments of a pair apart by numbers that are not passed on (BERT, ELECTRA).
+    """
+
+    def __init__(self, tokenizer: Any, config: Any, path: str) -> None:
+        self.tokenizer, self.path = tokenizer, path
+        self.limit = min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", None) or 1 << 30)
+        self.has_template = bool(tokenizer.chat_template)
+        separator = tokenizer.sep_token_id
+        self.makes_pairs = separator is not None and separator in tokenizer("a", "b")["input_ids"]
+        if self.makes_pairs and not self.has_template and (getattr(config, "type_vocab_size", 0) or 0) > 1:
+            raise ConfigError(
+                f"{path}: a {config.model_type} model has embeddings for the two segments of a pair "
+                "(type_vocab_size > 1), which are not supported; DeBERTa-v2 and RoBERTa have none"
+            )
+        self._warned = False
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether rows are the tokens of prompt and completion as they are."""
+        return not (self.has_template or self.makes_pairs)
+
+    def token_ids(self, rollouts: RolloutBatch) -> list[tuple[int, ...]]:
+        """The tokens of every completion with its prompt, in the order of the batch.
+
+        Raises:
+            ConfigError: a prompt of several messages without a template for them.
+        """
+        return [
+            self._within_limit(sample, completion, self._row(sample, prompt, completion))
+            for sample, prompt, group in zip(
+                rollouts.samples, rollouts.prompt_token_ids, rollouts.completions, strict=True
+            )
+            for completion in group
+        ]
+
+    def _row(self, sample: Sample, prompt: Sequence[int], completion: Completion) -> tuple[int, ...]:
+        if self.has_template:
+            text = self.tokenizer.apply_chat_template(_conversation(sample, completion.text), tokenize=False)
+            return self._encode(text, add_special_tokens=False)
+        if self.makes_pairs:
+            return self._encode(self._plain(sample), completion.text)
+        if self._decoded(completion.token_ids) == completion.text and self._asks(prompt, sample):
+            return (*prompt, *completion.token_ids)
+        end = self.tokenizer.eos_token_id
+        front = self._encode(self._plain(sample))
+        front = front[:-1] if front[-1:] == (end,) else front  # what some tokenizers put behind a text
+        ended = (end,) if completion.finish_reason == "stop" and end is not None else ()
+        return (*front, *self._encode(completion.text, add_special_tokens=False), *ended)
+
+    def _within_limit(self, sample: Sample, completion: Completion, row: tuple[int, ...]) -> tuple[int, ...]:
+        """Cut at the end; of a pair, at the end of the longer text, so that its special tokens stay."""
+        if len(row) <= self.limit:
+            return row
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "reward model %s reads at most %d tokens, and %s has %d: the end of such texts is cut off",
+                self.path, self.limit, sample.sample_id, len(row),
+            )  # fmt: skip
+        if self.has_template or not self.makes_pairs:
+            return row[: self.limit]
+        return self._encode(self._plain(sample), completion.text, truncation=True, max_length=self.limit)
+
+    def _decoded(self, token_ids: Sequence[int]) -> str | None:
+        """The text of tokens; None where some are none of this tokenizer's."""
+        if not token_ids or max(token_ids) >= len(self.tokenizer):
+            return None
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _asks(self, prompt: Sequence[int], sample: Sample) -> bool:
+        """Whether the tokens are the sample's prompt in this tokenizer's; a system prompt may go before."""
+        return isinstance(sample.prompt, str) and (self._decoded(prompt) or "").endswith(sample.prompt)
+
+    def _plain(self, sample: Sample) -> str:
+        """The prompt as one text: a single message of a user's is its content."""
+        if isinstance(sample.prompt, str):
+            return sample.prompt
+        if len(sample.prompt) > 1:
+            raise ConfigError(
+                f"{sample.sample_id}: the prompt has {len(sample.prompt)} messages, and the tokenizer of reward model "
+                f"{self.path} has no chat template for them"
+            )
+        return sample.prompt[0]["content"]
+
+    def _encode(self, *texts: str, **options: Any) -> tuple[int, ...]:
+        return tuple(self.tokenizer(*texts, verbose=False, **options)["input_ids"])
+
+
+def _conversation(sample: Sample, completion: str) -> list[dict[str, str]]:
+    """Prompt and completion as messages; a prompt whose last message is the assistant's is gone on with."""
+    if isinstance(sample.prompt, str):
+        return [{"role": "user", "content": sample.prompt}, {"role": "assistant", "content": completion}]
+    messages: list[dict[str, str]] = [{**message} for message in sample.prompt]
+    if messages[-1]["role"] == "assistant":
+        return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + completion}]
+    return [*messages, {"role": "assistant", "content": completion}]
+
+
+def _batches(rows: Sequence[Sequence[int]], budget: int) -> Iterator[list[int]]:
+    """Indices of rows of like length together, the longest first, within a budget of padded tokens."""
+    batch: list[int] = []
+    for row in sorted(range(len(rows)), key=lambda row: -len(rows[row])):
+        if batch and len(rows[batch[0]]) * (len(batch) + 1) > budget:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch

@@ -1,0 +1,194 @@
+"""Reward models as rewards, against transformers' own pipeline."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from atomrl.cli.main import main
+from atomrl.config import ConfigError, RewardConfig
+from atomrl.models.loading import load_tokenizer
+from atomrl.models.reward_model import RewardModel
+from atomrl.models.scalar import load_scalar, save_scalar
+from atomrl.rewards.compute import build_rewards
+from atomrl.rewards.errors import RewardError
+from atomrl.stages import Completion, RolloutBatch, Sample
+from tests.tiny import make_tiny_deberta, make_tiny_model
+
+QUESTIONS = ["what is 2+2?", "say a word", "3*3=?"]
+ANSWERS = [["it is 4.", "5"], ["a longer answer, with more words than the others", "word"], ["9", ""]]
+
+
+def rollouts(prompts=QUESTIONS, answers=ANSWERS, tokenizer=None, prompt_text=str, end=()):
+    """A batch; with a tokenizer its tokens are those of the texts, else they are of no tokenizer."""
+
+    def tokens(text):
+        return tuple(tokenizer.encode(text, add_special_tokens=False)) if tokenizer else (9999,)
+
+    samples = [Sample(sample_id=f"s{n}", prompt=prompt, ground_truth=None) for n, prompt in enumerate(prompts)]
+    return RolloutBatch(
+        samples=tuple(samples),
+        prompt_ids=tuple(sample.sample_id for sample in samples),
+        prompt_token_ids=tuple(tokens(prompt_text(prompt)) for prompt in prompts),
+        completions=tuple(
+            tuple(
+                Completion(token_ids=(*tokens(text), *end), text=text, logprobs=None, finish_reason="stop")
+                for text in group
+            )
+            for group in answers
+        ),
+        policy_version=0,
+    )
+
+
+def scores(path, batch, **args):
+    return [score for group in RewardModel(str(path), dtype="float32", **args)(batch).rewards for score in group]
+
+
+def classifier(path):
+    made = pipeline("text-classification", model=str(path), function_to_apply="none", top_k=None)
+    return lambda text, **options: made([text], **options)[0][0]["score"]
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A reward model as `atomrl reward-model` saves it, without a chat template."""
+    base = make_tiny_model(tmp_path / "base", "llama")
+    model, tokenizer = load_scalar(base, dtype="float32"), load_tokenizer(base)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))
+    tokenizer.chat_template = None
+    save_scalar(model, tokenizer, tmp_path / "own")
+    return tmp_path / "own"
+
+
+def test_pairs_are_scored_as_by_transformers_pipeline(tmp_path):
+    folder = make_tiny_deberta(tmp_path)
+    theirs = classifier(folder)
+    expected = [theirs({"text": q, "text_pair": a}) for q, group in zip(QUESTIONS, ANSWERS, strict=True) for a in group]
+    assert len({round(score, 4) for score in expected}) == 6
+    assert scores(folder, rollouts()) == pytest.approx(expected, abs=1e-5)
+    messages = [({"role": "user", "content": question},) for question in QUESTIONS]
+    assert scores(folder, rollouts(messages)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_chat_template_writes_the_conversation(tmp_path, own):
+    tokenizer = load_tokenizer(tmp_path / "base")
+    tokenizer.save_pretrained(own)
+    theirs = classifier(own)
+    template = AutoTokenizer.from_pretrained(own)
+
+    def text(question, answer):
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return template.apply_chat_template(turns, tokenize=False)
+
+    pairs = [(q, a) for q, group in zip(QUESTIONS, ANSWERS, strict=True) for a in group]
+    expected = [theirs(text(q, a), add_special_tokens=False) for q, a in pairs]
+    assert scores(own, rollouts()) == pytest.approx(expected, abs=1e-5)
+    begun = tuple(({"role": "user", "content": q}, {"role": "assistant", "content": "so "}) for q in QUESTIONS)
+    expected = [theirs(text(q, "so " + a), add_special_tokens=False) for q, a in pairs]
+    assert scores(own, rollouts(begun)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_tokens_that_were_sampled_are_taken_as_they_are(own):
+    tokenizer = load_tokenizer(own)
+    whole = rollouts(tokenizer=tokenizer, end=(1, tokenizer.eos_token_id))  # <s> within a text: only the tokens tell
+    theirs = AutoModelForSequenceClassification.from_pretrained(own)
+    expected = []
+    for prompt, group in zip(whole.prompt_token_ids, whole.completions, strict=True):
+        for completion in group:
+            ids = torch.tensor([[*prompt, *completion.token_ids]])
+            expected.append(theirs(ids, attention_mask=torch.ones_like(ids)).logits.item())
+    assert scores(own, whole) == pytest.approx(expected, abs=1e-5)
+    plain = scores(own, rollouts(tokenizer=tokenizer, end=(tokenizer.eos_token_id,)))
+    assert plain != pytest.approx(expected, abs=1e-3)
+    assert scores(own, rollouts()) == pytest.approx(plain, abs=1e-6), "tokens of another tokenizer: the text is read"
+
+
+@pytest.mark.parametrize("kind", ["pairs", "own"])
+def test_neither_order_nor_padding_nor_batches_matter(kind, own, tmp_path):
+    folder = own if kind == "own" else make_tiny_deberta(tmp_path / "deberta")
+    together = scores(folder, rollouts())
+    assert scores(folder, rollouts(), tokens_per_batch=1) == pytest.approx(together, abs=1e-5)
+    reverse = scores(folder, rollouts(QUESTIONS[::-1], [group[::-1] for group in ANSWERS[::-1]]))
+    assert reverse[::-1] == pytest.approx(together, abs=1e-5)
+
+
+def test_the_end_of_a_long_text_is_cut_with_a_warning(own, tmp_path, caplog):
+    folder = make_tiny_deberta(tmp_path / "deberta", max_position_embeddings=16)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    expected = classifier(folder)({"text": "what", "text_pair": "b" * 40}, truncation=True, max_length=16)
+    model = RewardModel(str(folder), dtype="float32")
+    batch = rollouts(["what"], [["b" * 40, "b" * 60]])
+    assert model(batch).rewards[0] == pytest.approx((expected, expected), abs=1e-5)
+    assert [len(row) for row in model.reader.token_ids(batch)] == [16, 16]
+    assert model.reader.token_ids(batch)[0][-1] == tokenizer.sep_token_id
+    warnings = [record for record in caplog.records if "is cut off" in record.getMessage()]
+    assert len(warnings) == 1 and "at most 16 tokens, and s0 has" in caplog.text
+    (row,) = RewardModel(str(own)).reader.token_ids(rollouts(["a" * 500], [["b" * 500]]))
+    assert len(row) == 512
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "absent", "does not exist"),
+        (lambda folder: make_tiny_model(folder), "LlamaForCausalLM, which gives no score; `atomrl reward-model`"),
+        (lambda folder: make_tiny_deberta(folder, labels=3), "3 labels"),
+        (lambda folder: make_tiny_deberta(folder, type_vocab_size=2), "type_vocab_size"),
+    ],
+)
+def test_what_is_no_reward_model_is_said_before_anything_runs(make, message, tmp_path):
+    path = make(tmp_path)
+    config = RewardConfig(functions=[{"function": "reward_model", "args": {"path": str(path)}}])
+    with pytest.raises(ConfigError, match=message):
+        build_rewards(config)
+
+
+def test_missing_things_are_named(tmp_path):
+    folder = make_tiny_deberta(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        RewardModel(str(folder))
+    with pytest.raises(RewardError, match=r"'reward_model' needs args: \{path: \.\.\.\}"):
+        build_rewards(RewardConfig(functions=[{"function": "reward_model"}]))
+    with pytest.raises(RewardError, match="no argument 'pth'"):
+        build_rewards(RewardConfig(functions=[{"function": "reward_model", "args": {"path": "p", "pth": 1}}]))
+
+
+def test_a_conversation_without_a_template_is_refused(tmp_path):
+    turns = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"})
+    with pytest.raises(ConfigError, match=r"s0: the prompt has 3 messages, and .* no chat template"):
+        RewardModel(str(make_tiny_deberta(tmp_path)))(rollouts([turns], [["d"]]))
+
+
+def test_it_is_loaded_once_and_runs_beside_other_rewards(tmp_path, monkeypatch):
+    from atomrl.models import reward_model
+
+    loads = []
+
+    def load(*args, **options):
+        loads.append(args)
+        return load_scalar(*args, **options)
+
+    monkeypatch.setattr(reward_model, "load_scalar", load)
+    folder = make_tiny_deberta(tmp_path)
+    items = [{"function": "reward_model", "args": {"path": str(folder)}}, {"function": "length_penalty", "weight": 0}]
+    with_both = build_rewards(RewardConfig(functions=items))
+    first, again = with_both(rollouts()), with_both(rollouts())
+    assert first.rewards == again.rewards == first.reward_parts["reward_model"] and len(loads) == 1
+    assert set(first.reward_parts) == {"reward_model", "length_penalty"}
+
+
+def test_the_reward_command_takes_it(tmp_path, capsys):
+    folder = make_tiny_deberta(tmp_path / "model")
+    rows = [{"prompt": q, "completion": group[0]} for q, group in zip(QUESTIONS, ANSWERS, strict=True)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out.jsonl"
+    given = ["reward", "reward_model", str(tmp_path / "in.jsonl"), "--out", str(out), f"path={folder}", "dtype=float32"]
+    assert main(given) == 0
+    found = [json.loads(line)["reward"] for line in out.read_text().splitlines()]
+    assert found == pytest.approx(scores(folder, rollouts())[::2], abs=1e-5)
+    assert main([*given[:-2], f"path={tmp_path / 'absent'}"]) == 2
+    assert "does not exist" in capsys.readouterr().err
