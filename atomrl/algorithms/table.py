@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from atomrl.algorithms.a2c import A2C
 from atomrl.algorithms.cispo import CISPO
 from atomrl.algorithms.dapo import DAPO
 from atomrl.algorithms.dppo import DPPO
@@ -20,6 +21,7 @@ from atomrl.algorithms.high_entropy import HIGH_ENTROPY
 from atomrl.algorithms.maxrl import MAXRL
 from atomrl.algorithms.opo import OPO
 from atomrl.algorithms.pass_at_k import PASS_AT_K
+from atomrl.algorithms.ppo import PPO
 from atomrl.algorithms.reinforce_pp import REINFORCE_PP, REINFORCE_PP_BASELINE
 from atomrl.algorithms.remax import REMAX
 from atomrl.algorithms.rloo import RLOO
@@ -49,6 +51,8 @@ ALGORITHMS: dict[str, Objective] = {
     "pass_at_k": PASS_AT_K,
     "maxrl": MAXRL,
     "high_entropy": HIGH_ENTROPY,
+    "ppo": PPO,
+    "a2c": A2C,
 }
 
 

@@ -1,7 +1,8 @@
 """The axes of a policy objective as data, and the one composer that turns them into an `Algorithm`.
 
 An axis (`axis.py`) is a table of functions, each of which nests atoms like its equation: those of credit in
-`credit.py`, those of the policy term in `policy.py` and `correction.py`. `Objective` makes one choice on each;
+`credit.py`, those of the policy term in `policy.py` and `correction.py`, those of a critic and of entropy in
+`critic.py`. `Objective` makes one choice on each;
 `compose` makes the functions that the loop and the back ends call. A config overrides any axis (`override`).
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 from atomrl.objective.compose import Objective, compose, credit, override, policy_loss, rollout_gap, with_limit
 from atomrl.objective.correction import CORRECTIONS, Correction
-from atomrl.objective.credit import ADVANTAGES, AcceptGroup, Advantage, Scores, Shaping, mixed_outcomes
+from atomrl.objective.credit import ADVANTAGES, AcceptGroup, Advantage, Credit, Scores, Shaping, mixed_outcomes
+from atomrl.objective.critic import VALUE_LOSSES, Entropy, Predictions, Value
 from atomrl.objective.policy import (
     AGGREGATES,
     CLIPS,
@@ -22,6 +24,7 @@ from atomrl.objective.policy import (
     Ratio,
     Selection,
 )
+from atomrl.objective.update import UPDATES, Update
 
 __all__ = [
     "ADVANTAGES",
@@ -31,17 +34,24 @@ __all__ = [
     "KL_ESTIMATORS",
     "RATIOS",
     "SELECTIONS",
+    "UPDATES",
+    "VALUE_LOSSES",
     "AcceptGroup",
     "Advantage",
     "Aggregate",
     "Clip",
     "Correction",
+    "Credit",
+    "Entropy",
     "Kl",
     "Objective",
+    "Predictions",
     "Ratio",
     "Scores",
     "Selection",
     "Shaping",
+    "Update",
+    "Value",
     "compose",
     "credit",
     "mixed_outcomes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -17,9 +17,11 @@ from atomrl.atoms.reductions import weighted_sum
 from atomrl.metrics import Max, Mean, Metrics, Sum
 from atomrl.objective.axis import check_name
 from atomrl.objective.correction import Correction, Rollout
-from atomrl.objective.credit import AcceptGroup, Advantage, Scores, Shaping, extra_rollouts, with_shaping
+from atomrl.objective.credit import AcceptGroup, Advantage, Credit, Scores, Shaping, extra_rollouts, with_shaping
+from atomrl.objective.critic import Entropy, Value
 from atomrl.objective.policy import Aggregate, Candidates, Clip, Kl, Ratio, Selection, Surrogate
-from atomrl.protocols import Algorithm, Annotation, LossOutput, ModelOutputs
+from atomrl.objective.update import Step, Update
+from atomrl.protocols import Algorithm, Annotation, Forward, LossOutput, ModelOutputs, Output
 from atomrl.stages import AdvantageBatch, RowBatch, TrainingBatch
 
 COEFFICIENT = "kl_coefficient"
@@ -30,9 +32,10 @@ COEFFICIENT = "kl_coefficient"
 class Objective:
     """One choice on each axis.
 
-    maximise  sum_{i,t} w_{i,t} [ c_{i,t} s_{i,t} clip(rho_{i,t}, A_{i,t}) - beta KL_{i,t} ]
+    maximise  sum_{i,t} w_{i,t} [ c_{i,t} s_{i,t} clip(rho_{i,t}, A_{i,t}) - beta KL_{i,t} + eta H_{i,t} ]
 
-    with weights w of the aggregate, correction c, selection s, and A from the rewards of a whole step.
+    with weights w of the aggregate, correction c, selection s, and A from the rewards of a whole step; and where A is
+    made with a critic, minimise its loss with the same weights.
     """
 
     advantage: Advantage = field(default_factory=Advantage)
@@ -44,6 +47,9 @@ class Objective:
     selection: Selection = field(default_factory=Selection)
     shaping: Shaping = field(default_factory=Shaping)
     accept_group: AcceptGroup = field(default_factory=AcceptGroup)
+    value: Value = field(default_factory=Value)
+    entropy: Entropy = field(default_factory=Entropy)
+    update: Update = field(default_factory=Update)
 
     def algorithm(
         self, name: str, *, report_entropy: bool = False, max_completion_tokens: int | None = None
@@ -55,6 +61,11 @@ class Objective:
     def kl_in(self) -> str | None:
         """`loss` or `reward`; None where there is no penalty."""
         return self.kl.place if self.kl.coefficient else None
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the advantage is made with a critic's values."""
+        return "values" in self.advantage.reads
 
 
 def override(objective: Objective, axes: Mapping[str, Any]) -> Objective:
@@ -123,9 +134,16 @@ def compose(
     def loss(outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
         return policy_loss(objective, outputs, batch, state.get(COEFFICIENT))
 
-    reads: set[Annotation] = set(objective.selection.reads)
+    reads: set[Annotation] = set(objective.selection.reads | objective.advantage.reads)
     if objective.kl_in == "reward" or (objective.kl_in and objective.kl.target):
         reads |= {"old_logprobs", "ref_logprobs"}
+    outputs: set[Output] = {"logprobs"} | ({"values"} if objective.has_critic else set())
+    if report_entropy or objective.entropy.coefficient:
+        outputs |= {"entropy"}
+
+    def update(parameters: Sequence[Tensor], micro_batches: Sequence[TrainingBatch], forward: Forward) -> Metrics:
+        return objective.update(Step(loss, frozenset(outputs - {"values"}), parameters, micro_batches, forward))
+
     return Algorithm(
         name=name,
         advantages=advantages,
@@ -133,11 +151,12 @@ def compose(
         loss=loss,
         needs=frozenset({"old_logprobs"} | ({"ref_logprobs"} if objective.kl_in else set()) | reads),
         advantages_read=frozenset(reads),
-        outputs=frozenset({"logprobs"} | ({"entropy"} if report_entropy else set())),
+        outputs=frozenset(outputs),
         row_unit=getattr(objective.aggregate.function, "row_unit", "row"),
         accept_group=None if objective.accept_group.type == "all" else objective.accept_group,
         extra_rollouts=extra_rollouts(objective.advantage),
         state=state,
+        update=None if objective.update.type == "optimizer" else update,
     )
 
 
@@ -153,12 +172,13 @@ def rehearse(objective: Objective) -> None:
         tokens=torch.ones(2, 3, dtype=torch.long), loss_mask=mask, lengths=torch.tensor([3, 3]),
         prompt_lengths=torch.tensor([1, 1]), group_ids=torch.tensor([0, 0]), rewards=torch.tensor([0.0, 1.0]),
         truncated=torch.tensor([False, False]), rollout_logprobs=zeros, old_logprobs=zeros, ref_logprobs=zeros,
-        old_entropy=zeros, reward_parts=torch.ones(2, 1, 2), baseline_rewards=torch.zeros(2),
+        old_entropy=zeros, reward_parts=torch.ones(2, 1, 2), baseline_rewards=torch.zeros(2), values=zeros,
     )  # fmt: skip
+    outputs = ModelOutputs(logprobs=zeros, entropy=zeros, values=zeros)
     try:
         credited = credit(objective, rows, {COEFFICIENT: objective.kl.coefficient})
         weights = objective.aggregate(mask, rows.group_ids)
-        policy_loss(objective, ModelOutputs(logprobs=zeros), TrainingBatch(**vars(credited), loss_weights=weights))
+        policy_loss(objective, outputs, TrainingBatch(**vars(credited), loss_weights=weights))
     except ValueError as error:
         raise ValueError(f"algorithm: {error}") from None
 
@@ -193,12 +213,15 @@ def credit(objective: Objective, rows: RowBatch, state: dict[str, float] | None 
         )
         state[COEFFICIENT] = adaptive_coefficient(state[COEFFICIENT], measured, target, horizon, float(rows.rows))
     rewards = objective.shaping(rows)
-    scores = Scores(rewards, rows.group_ids, mask, kl_penalty, with_shaping(rows, rewards), rows.baseline_rewards)
-    advantages = objective.advantage(scores)
+    parts = with_shaping(rows, rewards)
+    found = objective.advantage(
+        Scores(rewards, rows.group_ids, mask, kl_penalty, parts, rows.baseline_rewards, rows.values)
+    )
+    advantages, returns = found if isinstance(found, Credit) else (found, None)
     if objective.shaping.mask_truncated:
         mask = mask & ~rows.truncated[:, None]
     advantages = per_token(advantages, mask) if advantages.dim() == 1 else advantages.masked_fill(~mask, 0.0)
-    changes: dict[str, Any] = {"loss_mask": mask, "advantages": advantages}
+    changes: dict[str, Any] = {"loss_mask": mask, "advantages": advantages, "returns": returns}
     if objective.selection.type != "all":
         changes["selected"] = _select(objective.selection, rows, mask, advantages)
     return AdvantageBatch(**(vars(rows) | changes))
@@ -279,6 +302,12 @@ def policy_loss(
             metrics["actor/kl_loss"] = Mean(kl.detach().sum().item(), tokens)
     if outputs.entropy is not None:
         metrics["actor/entropy"] = Mean(masked_sum(outputs.entropy.detach(), mask).item(), tokens)
+    # A step of the policy alone asks for no values.
+    terms = [objective.value.loss(outputs.values, batch)] if outputs.values is not None else []
+    terms += [objective.entropy.loss(outputs.entropy, batch)] if objective.entropy.coefficient else []
+    for term, seen in terms:
+        loss = loss + term
+        metrics |= seen
     return LossOutput(loss=loss, metrics=metrics)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from atomrl.atoms.advantages import (
     raw_reward,
     standardised,
 )
-from atomrl.atoms.gae import discounted_returns
+from atomrl.atoms.gae import discounted_returns, gae, length_adaptive_lambda
 from atomrl.atoms.groups import group_std
 from atomrl.atoms.masks import row_sum
 from atomrl.atoms.shaping import (
@@ -31,7 +31,7 @@ from atomrl.atoms.shaping import (
     weighted_reward,
 )
 from atomrl.atoms.whiten import masked_whiten
-from atomrl.objective.axis import AnySign, Axis
+from atomrl.objective.axis import AnySign, Axis, reads
 from atomrl.stages import RowBatch
 
 
@@ -51,6 +51,8 @@ class Scores:
     """[B, K, 2] each part's value (NaN where missing) and weight."""
     baseline_rewards: Tensor | None = None
     """[B] of the extra rollout of each row's prompt; NaN where missing."""
+    values: Tensor | None = None
+    """[B, T] of the critic."""
 
     @property
     def totals(self) -> Tensor:
@@ -59,6 +61,20 @@ class Scores:
             return self.rewards
         assert self.mask is not None
         return kl_penalised_reward(self.rewards[:, None], row_sum(self.kl_penalty, self.mask)[:, None], 1.0)[:, 0]
+
+    @property
+    def by_token(self) -> Tensor:
+        """[B, T] the reward at the last token that the model wrote, less each token's penalty."""
+        assert self.mask is not None
+        rewards = reward_at_last_token(self.rewards, self.mask)
+        return rewards if self.kl_penalty is None else kl_penalised_reward(rewards, self.kl_penalty, 1.0, self.mask)
+
+
+class Credit(NamedTuple):
+    """Advantages with what a critic is fitted to, both [B, T]."""
+
+    advantages: Tensor
+    returns: Tensor
 
 
 def _raw(scores: Scores) -> Tensor:
@@ -195,10 +211,7 @@ def _reinforce_pp(scores: Scores, *, gamma: float = 1.0, eps: float = 1e-8) -> T
     LaTeX: \hat A_{i,t} = \operatorname{whiten}_B\Big(\sum_{s \ge t} \gamma^{s-t} r_{i,s}\Big)
     """
     assert scores.mask is not None
-    rewards = reward_at_last_token(scores.rewards, scores.mask)
-    if scores.kl_penalty is not None:
-        rewards = kl_penalised_reward(rewards, scores.kl_penalty, 1.0, scores.mask)
-    return masked_whiten(discounted_returns(rewards, scores.mask, gamma), scores.mask, eps=eps)
+    return masked_whiten(discounted_returns(scores.by_token, scores.mask, gamma), scores.mask, eps=eps)
 
 
 _reinforce_pp.by_token = True  # type: ignore[attr-defined]
@@ -216,7 +229,30 @@ def _reinforce_pp_baseline(scores: Scores, *, eps: float = 1e-8) -> Tensor:
     return masked_whiten(per_token(centred, scores.mask), scores.mask, eps=eps)
 
 
-ADVANTAGES: dict[str, Callable[..., Tensor]] = {
+@reads("values")
+def _gae(
+    scores: Scores, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True, length_alpha: float | None = None
+) -> Credit:
+    r"""What turned out better than a critic expected, tokens that the model did not write left out.
+
+        A_{i,t} = sum_{l >= 0} (gamma lam)^l delta_{i,t+l},   delta_{i,t} = r_{i,t} + gamma V_{i,t+1} - V_{i,t}
+
+    With `length_alpha` lambda grows with a completion's length, 1 - 1 / (length_alpha |o_i|), in the place of `lam`.
+
+    LaTeX: \hat A_{i,t} = \sum_{l \ge 0} (\gamma \lambda)^l \delta_{i,t+l}, \quad
+        \delta_{i,t} = r_{i,t} + \gamma V_{i,t+1} - V_{i,t}
+    """
+    assert scores.mask is not None and scores.values is not None, "annotated, as `advantages_read` asks"
+    horizon = lam if length_alpha is None else length_adaptive_lambda(scores.mask, length_alpha).to(scores.rewards)
+    found = gae(scores.by_token, scores.values, scores.mask, gamma, horizon)
+    advantages = found["advantages"]
+    return Credit(masked_whiten(advantages, scores.mask) if whiten else advantages, found["returns"])
+
+
+_gae.by_token = True  # type: ignore[attr-defined]
+
+
+ADVANTAGES: dict[str, Callable[..., Tensor | Credit]] = {
     "grpo": _grpo,
     "grpo_no_std": _grpo_no_std,
     "raw": _raw,
@@ -230,11 +266,12 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "pass_at_k": _pass_at_k,
     "pass_at_k_analytic": _pass_at_k_analytic,
     "maxrl": _maxrl,
+    "gae": _gae,
 }
 
 
 class Advantage(Axis):
-    """How rewards become credit: `Scores` -> [B] or [B, T]."""
+    """How rewards become credit: `Scores` -> [B] or [B, T], or a `Credit` where there is a critic."""
 
     label, kinds, default = "advantage", ADVANTAGES, "grpo"
 

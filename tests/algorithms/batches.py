@@ -43,6 +43,7 @@ def make_rows(groups: int = 3, tokens: int = 11, seed: int = 0, rewards: Tensor 
         old_entropy=2 * numbers(),
         reward_parts=parts,
         baseline_rewards=torch.rand(groups, generator=generator, dtype=torch.float64).repeat_interleave(GROUP),
+        values=numbers(),
     )
 
 
@@ -63,14 +64,26 @@ def training_batch(algorithm: Algorithm, rows: RowBatch) -> TrainingBatch:
 def loss_gradient(
     algorithm: Algorithm, batch: TrainingBatch, logprobs: Tensor, parts: list[list[int]] | None = None
 ) -> tuple[float, Tensor]:
-    """The loss and the gradient of the log-probs, when the batch goes through in parts."""
-    logprobs = logprobs.clone().requires_grad_()
+    """The loss and its gradient, when the batch goes through in parts.
+
+    The gradient is that of the log-probs, [B, T]; where the loss is also made of values and entropies, [B, T, 3] of
+    all. Values have moved by up to 0.5 from those of the start of the step: some are out of the clip.
+    """
+    given = {"logprobs": logprobs}
+    if "values" in algorithm.outputs:
+        given["values"] = batch.values + 0.5 * (40 * batch.values).sin()
+    if "entropy" in algorithm.outputs:
+        given["entropy"] = batch.old_entropy[:, : batch.tokens.shape[1]]
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
     total = 0.0
     for part in parts or [list(range(batch.rows))]:
         index = torch.tensor(part)
         micro = select_rows(batch, index)
-        result = algorithm.loss(ModelOutputs(logprobs=logprobs[index, : micro.tokens.shape[1]]), micro)
+        width = micro.tokens.shape[1]
+        outputs = ModelOutputs(**{name: leaf[index, :width] for name, leaf in leaves.items()})
+        result = algorithm.loss(outputs, micro)
         result.loss.backward()
         total += result.loss.item()
-    assert logprobs.grad is not None
-    return total, logprobs.grad
+    gradients = [leaf.grad for leaf in leaves.values()]
+    assert all(gradient is not None for gradient in gradients)
+    return total, gradients[0] if len(gradients) == 1 else torch.stack(gradients, -1)

@@ -1,0 +1,25 @@
+"""A2C: advantage actor-critic, without a ratio and without a clip.
+
+    A_{i,t} = sum_{s >= t} r_{i,s} - V_{i,t}
+    maximise  1/sum_j |o_j| sum_{i,t} [ A_{i,t} log pi(a_{i,t}) + 0.01 H_{i,t} ]
+    minimise  1/sum_j |o_j| sum_{i,t} (v_{i,t} - R_{i,t})^2 / 2
+
+Differs from PPO: one update on each batch of rollouts, the whole return in the place of its estimate by the next
+values (lambda is 1), and a bonus for entropy; no whitening, no KL. The paper discounts by 0.99 over endless games;
+a completion ends, and is not discounted.
+
+Paper: arXiv:1602.01783 (A3C, of which this is the synchronous form).
+"""
+
+from __future__ import annotations
+
+from atomrl.objective import Advantage, Aggregate, Clip, Entropy, Kl, Objective, Value
+
+A2C = Objective(
+    advantage=Advantage("gae", gamma=1.0, lam=1.0, whiten=False),
+    clip=Clip("reinforce"),
+    kl=Kl(coefficient=0.0),
+    aggregate=Aggregate("token_mean"),
+    value=Value("squared"),
+    entropy=Entropy(coefficient=0.01),
+)

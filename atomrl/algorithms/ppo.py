@@ -1,0 +1,28 @@
+"""PPO: proximal policy optimization with a critic, as it is used with language models.
+
+    A_{i,t} = whiten_batch( sum_{l >= 0} (gamma lam)^l delta_{i,t+l} )
+    delta_{i,t} = r_{i,t} + gamma V_{i,t+1} - V_{i,t},   r_{i,t} = r_i [t = last] - beta k1_{i,t}
+    maximise  1/sum_j |o_j| sum_{i,t} min(rho A, clip(rho, 0.8, 1.2) A)
+    minimise  1/sum_j |o_j| sum_{i,t} max((v - R)^2, (clip(v, V - 0.2, V + 0.2) - R)^2) / 2
+
+where R is A before whitening plus V.
+
+Differs from GRPO: a second model, the critic, is trained to tell the return from each token on, so that each token has
+credit of its own and one completion of each prompt will do. The KL is in the reward, token by token, and its
+coefficient follows a target: 6 nats for a continuation of 24 tokens.
+
+Paper: arXiv:1707.06347; whitening, KL in the reward and its controller from arXiv:1909.08593; gamma, lambda, the clip
+and a coefficient of 0.02 from arXiv:2203.02155. The clip of values is that of PPO's reference implementation.
+"""
+
+from __future__ import annotations
+
+from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective, Value
+
+PPO = Objective(
+    advantage=Advantage("gae", gamma=1.0, lam=0.95, whiten=True),
+    clip=Clip("ppo", low=0.2, high=0.2),
+    kl=Kl("k1", coefficient=0.02, place="reward", target=0.25, horizon=10000.0),
+    aggregate=Aggregate("token_mean"),
+    value=Value("clipped", clip=0.2),
+)
