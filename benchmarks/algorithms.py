@@ -42,7 +42,6 @@ WARM_START = "runs/quickstart-warm-start/model"
 ROWS_PER_STEP = 128
 MAX_STEPS = 400
 """A run that has not sampled its tokens by then is a failure."""
-STOPPED = "stopped.json"
 CURVES = ("tokens", "reward", "length", "entropy", "kl", "seconds")
 """What a result has of each step. `reward` is of the completions that were trained on."""
 
@@ -147,8 +146,8 @@ def one_run(tree: dict[str, Any], budget: int, result_file: Path) -> None:
     counted = counting_engine(budget)
     assembly.ENGINES["counted"] = counted
     summary = assembly.train(config)
-    if summary["finished"]:
-        raise RuntimeError(f"{MAX_STEPS} steps drew {counted.tokens} tokens, fewer than {budget}")
+    if counted.tokens < budget:  # somebody stopped it, or MAX_STEPS are too few
+        raise RuntimeError(f"{summary['steps']} steps drew {counted.tokens} tokens, fewer than {budget}")
     after = accuracy_by_problem(tree, summary["model"], folder)
     rows = read_metrics(config.run_dir / "metrics.jsonl")
     steps = [row for row in rows if "timing_s/step" in row]
@@ -171,7 +170,9 @@ def one_run(tree: dict[str, Any], budget: int, result_file: Path) -> None:
         + [[counted.tokens, _mean(after)]],
         "wall_s": time.perf_counter() - started,
     }
-    result_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    partial = result_file.with_suffix(".partial")
+    partial.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    partial.replace(result_file)
 
 
 def finished(result_file: Path, tree: dict[str, Any], budget: int) -> dict[str, Any] | None:
@@ -298,6 +299,8 @@ def main() -> None:
     )
     parser.add_argument("--plot", action="store_true", help="run nothing: table and pictures from the numbers there")
     arguments = parser.parse_args()
+    if arguments.tokens < 1:
+        parser.error(f"--tokens {arguments.tokens}: at least 1")
     configs = configs_of(arguments.configs)
     if not arguments.plot and not (Path(arguments.model) / "config.json").is_file():
         raise SystemExit(f"{arguments.model}: no model there; make it with: atomrl sft configs/quickstart_sft.yaml")
