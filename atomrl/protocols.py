@@ -20,7 +20,7 @@ from atomrl.stages import (
     TrainingBatch,
 )
 
-Annotation = Literal["old_logprobs", "old_entropy", "ref_logprobs", "teacher_logprobs", "values"]
+Annotation = Literal["old_logprobs", "old_entropy", "ref_logprobs", "teacher_logprobs", "values", "scores"]
 Output = Literal["logprobs", "entropy", "values", "scores", "distributions", "teacher_distributions"]
 
 

@@ -206,6 +206,8 @@ class RowBatch:
     """[B, T] float32, from the teacher."""
     values: Tensor | None = None
     """[B, T] float32, from the critic."""
+    scores: Tensor | None = None
+    """[B] float32, from the reward model that is trained."""
     old_entropy: Tensor | None = None
     """[B, T] float32, nats of the trainer's distributions at the start of the step."""
     reward_parts: Tensor | None = None

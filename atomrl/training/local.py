@@ -131,8 +131,8 @@ class LocalBackend:
                 added |= self._all_outputs(self.reference or self.policy, rows, {"ref_logprobs": "logprobs"})
         if "teacher_logprobs" in needs:
             added |= self._all_outputs(self.teacher, rows, {"teacher_logprobs": "logprobs"})
-        if "values" in needs:
-            added |= self._all_outputs(self.policy, rows, {"values": "values"})
+        for name in needs & {"values", "scores"}:
+            added |= self._all_outputs(self.policy, rows, {name: name})
         self.policy.train()
         return replace(rows, **added)
 
@@ -148,14 +148,18 @@ class LocalBackend:
     @torch.no_grad()
     def _all_outputs(self, model: Policy, rows: RowBatch, wanted: dict[str, Output]) -> dict[str, Tensor]:
         """Outputs of the forward pass for all rows, by the names that they are wanted under."""
-        whole = {name: torch.zeros(rows.tokens.shape) for name in wanted}
+        shape = rows.tokens.shape
+        whole = {name: torch.zeros(shape[:1] if output == "scores" else shape) for name, output in wanted.items()}
 
         def fill(split: list[Tensor]) -> None:
             for index in split:
                 part = self._outputs(model, select_rows(rows, index), frozenset(wanted.values()))
                 for name, output in wanted.items():
-                    values = getattr(part, output)
-                    whole[name][index, : values.shape[1]] = values.cpu()
+                    values = getattr(part, output).cpu()
+                    if output == "scores":
+                        whole[name][index] = values
+                    else:
+                        whole[name][index, : values.shape[1]] = values
 
         self._in_micro_batches(rows, None, fill)
         return whole

@@ -1,0 +1,78 @@
+"""The reward model's loss by numbers, and that no split changes it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from atomrl.algorithms.reward_model import reward_model
+from atomrl.metrics import merge, values
+from atomrl.protocols import ModelOutputs
+from atomrl.stages import RowBatch, TrainingBatch, select_rows
+
+SCORES = [2.0, 0.5, -1.0, 1.0, 0.25, 0.25]
+LABELS = [5.0, 3.0, 1.0, 0.0, 1.0, 0.0]
+
+
+def training_batch(algorithm, group_ids=(7, 7, 3, 3, 9, 9)):
+    lengths = torch.tensor([4, 3, 5, 2, 3, 3])
+    mask = torch.arange(5) < lengths[:, None]
+    mask[:, 0] = False
+    rows = RowBatch(
+        tokens=torch.ones(6, 5, dtype=torch.long),
+        loss_mask=mask,
+        lengths=lengths,
+        prompt_lengths=torch.zeros(6, dtype=torch.long),
+        group_ids=torch.tensor(group_ids),
+        rewards=torch.tensor(LABELS),
+        truncated=torch.zeros(6, dtype=torch.bool),
+    )
+    credited = algorithm.advantages(rows)
+    return TrainingBatch(**vars(credited), loss_weights=algorithm.weights(mask))
+
+
+def result(algorithm, scores, batch):
+    return algorithm.loss(ModelOutputs(scores=scores), batch)
+
+
+@pytest.mark.parametrize(("margin", "centring"), [(0.0, 0.0), (0.5, 0.0), (0.0, 0.01), (0.5, 0.01)])
+def test_the_loss_is_the_mean_over_pairs(margin, centring):
+    algorithm = reward_model(margin=margin, centring=centring)
+    pairs = [(2.0, 0.5, 2.0), (-1.0, 1.0, 1.0), (0.25, 0.25, 1.0)]
+    expected = sum(math.log1p(math.exp(-(c - r - margin * m))) + centring * (c + r) ** 2 for c, r, m in pairs) / 3
+    found = result(algorithm, torch.tensor(SCORES), training_batch(algorithm))
+    assert found.loss.item() == pytest.approx(expected, rel=1e-6)
+    assert values(found.metrics) == pytest.approx(
+        {
+            "reward_model/loss": expected,
+            "rewards/chosen": 1.25 / 3,
+            "rewards/rejected": 1.75 / 3,
+            "rewards/margins": -0.5 / 3,
+            "rewards/accuracies": 0.5,  # right, wrong, a tie
+        },
+        rel=1e-6,
+    )
+
+
+def test_micro_batches_change_neither_gradient_nor_metrics():
+    algorithm = reward_model(margin=1.0, centring=0.1)
+    batch = training_batch(algorithm)
+    whole = torch.tensor(SCORES, dtype=torch.float64, requires_grad=True)
+    together = result(algorithm, whole, batch)
+    together.loss.backward()
+    apart = torch.tensor(SCORES, dtype=torch.float64, requires_grad=True)
+    parts = []
+    for index in (torch.tensor([4, 5]), torch.tensor([0, 1, 2, 3])):
+        part = result(algorithm, apart[index], select_rows(batch, index))
+        part.loss.backward()
+        parts.append(part.metrics)
+    torch.testing.assert_close(apart.grad, whole.grad, atol=1e-12, rtol=0)
+    assert values(merge(parts)) == pytest.approx(values(together.metrics), rel=1e-12)
+
+
+@pytest.mark.parametrize("group_ids", [(7, 7, 3, 9, 3, 9), (7, 3, 3, 9, 9, 7)])
+def test_rows_that_are_no_pairs_are_refused(group_ids):
+    with pytest.raises(ValueError, match="rows must come in pairs"):
+        training_batch(reward_model(), group_ids)
