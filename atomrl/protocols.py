@@ -73,6 +73,26 @@ class LossOutput:
     metrics: Metrics
 
 
+class Forward(Protocol):
+    """The forward pass of a micro-batch: what is `wanted` of it, with gradient unless under `no_grad`.
+
+    `plain` outputs are made of operations that autograd differentiates forward and more than once; slower otherwise,
+    and the same but for rounding.
+    """
+
+    def __call__(self, micro: TrainingBatch, wanted: frozenset[Output], plain: bool = False) -> ModelOutputs: ...
+
+
+class Update(Protocol):
+    """A step of the policy that is not the optimizer's. It changes the parameters in place, or leaves them as they are
+    bit for bit, also where it raises: a back end that runs out of memory calls it again with smaller micro-batches.
+    Where a gradient is not finite, it says so by `actor/skipped_updates`."""
+
+    def __call__(
+        self, parameters: Sequence[Tensor], micro_batches: Sequence[TrainingBatch], outputs: Forward
+    ) -> Metrics: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """An algorithm as the loop and the back ends see it: data and functions, no class to inherit from."""
@@ -99,8 +119,8 @@ class Algorithm:
     mean reward by prompt is in `baseline_rewards`."""
     state: dict[str, float] = field(default_factory=dict)
     """What persists from step to step (an adaptive coefficient); `advantages` changes it, and checkpoints hold it."""
-    update: Callable[..., Metrics] | None = None
-    """How gradients become a step; None is the optimizer's."""
+    update: Update | None = None
+    """How gradients become a step of the policy; None is the optimizer's. A critic keeps its optimizer."""
 
 
 class TrainingBackend(Protocol):

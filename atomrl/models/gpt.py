@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from atomrl.models.kernels import AttentionFunction, RMSNormFunction, Rotate, SwiGLUFunction
+from atomrl.models.kernels import AttentionFunction, Rotate, are_plain, plain_attention, rms_norm, swiglu
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -51,9 +51,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu":
-            return RMSNormFunction.apply(x, self.weight.to(x.dtype), self.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -84,6 +82,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         rows, tokens, _ = x.shape
         qkv = self.project(x)
+        if are_plain():
+            return self.o_proj(plain_attention(qkv, cos, sin, self.kv_heads))
         if mask is not None:
             return self.o_proj(AttentionFunction.apply(qkv, cos, sin, mask, self.kv_heads))
         qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
@@ -106,7 +106,7 @@ class MLP(nn.Module):
 
     def gated(self, x: Tensor) -> Tensor:
         """What `down_proj` projects."""
-        return SwiGLUFunction.apply(fused_linear(x, self.gate_proj, self.up_proj))
+        return swiglu(fused_linear(x, self.gate_proj, self.up_proj))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.gated(x))
@@ -178,7 +178,7 @@ class GPT(nn.Module):
 
     @property
     def compiled(self) -> bool:
-        return self.run_layer is not _run_layer
+        return self.run_layer is not _run_layer and not are_plain()
 
     def forward_hidden(self, tokens: Tensor) -> Tensor:
         """Hidden states after the final norm.
@@ -194,16 +194,16 @@ class GPT(nn.Module):
             tokens = F.pad(tokens, (0, self._compiled_length(length) - length))
         x = F.embedding(tokens, weight).to(self.compute_dtype or weight.dtype)
         cos, sin = self.rope_tables(tokens.shape[1], tokens.device)
-        mask = None
+        mask, run_layer = None, self.run_layer if self.compiled else _run_layer
         if tokens.device.type == "cpu" and tokens.shape[1] <= BMM_MAX_TOKENS:
             mask = torch.full((tokens.shape[1],) * 2, -torch.inf, dtype=x.dtype).triu(1)
         for layer in self.model.layers:
             if self.compiled:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(self.run_layer, layer, x, cos, sin, mask, use_reentrant=False)
+                x = checkpoint(run_layer, layer, x, cos, sin, mask, use_reentrant=False)
             else:
-                x = self.run_layer(layer, x, cos, sin, mask)
+                x = run_layer(layer, x, cos, sin, mask)
         return self.model.norm(x[:, :length])
 
     def compile_layers(self) -> None:

@@ -3,10 +3,15 @@
 Autograd's own version of each reads and writes large tensors several times more often, which on a CPU costs as much
 as the matrix products. In float32 on a CPU, norm and SwiGLU run in C++ where it can be built (`cpp`).
 `tests/models/test_kernels.py` holds each against the plain formula and finite differences.
+
+A backward pass written by hand is differentiated in one way only. Within `plain_formulas()` a decoder is made of
+PyTorch's own operations instead, which autograd differentiates forward and any number of times.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +19,73 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomrl.models import cpp
+
+_plain = False
+
+
+@contextmanager
+def plain_formulas() -> Iterator[None]:
+    """Within it, models compute by operations that autograd differentiates in every mode; slower, the same values.
+
+    `GPT` leaves its kernels, shared prompts and compiled layers; transformers' models leave fused attention.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    global _plain
+    before, _plain = _plain, True
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        _plain = before
+
+
+def are_plain() -> bool:
+    """Whether `plain_formulas` is in force."""
+    return _plain
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight, with the mean square in float32 or wider.
+
+    Example:
+        >>> rms_norm(torch.tensor([3.0, 4.0]), torch.ones(2), 0.0)
+        tensor([0.8485, 1.1314])
+    """
+    if _plain:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(x.dtype)
+    if x.device.type == "cpu":
+        return RMSNormFunction.apply(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def swiglu(both: Tensor) -> Tensor:
+    """silu(gate) * up, of gate and up side by side in one tensor [..., 2 I]."""
+    if _plain:
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return SwiGLUFunction.apply(both)
+
+
+def plain_attention(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
+    """`AttentionFunction` in PyTorch's own operations, for rows of any length.
+
+    Args:
+        qkv: [B, T, heads + 2 kv_heads, D].
+        cos, sin: [T, heads + kv_heads, D/2].
+
+    Returns:
+        [B, T, heads * D].
+    """
+    qk, v = qkv.split([qkv.shape[2] - kv_heads, kv_heads], dim=2)
+    first, second = qk.chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
+    q, k = turned.split([turned.shape[2] - kv_heads, kv_heads], dim=2)
+    scores = torch.einsum("btkgd,bskd->bkgts", q.unflatten(2, (kv_heads, -1)), k)
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=qkv.device).triu(1)
+    shares = scores.masked_fill(later, -torch.inf).softmax(dim=-1)
+    return torch.einsum("bkgts,bskd->btkgd", shares, v).flatten(2)
 
 
 class RMSNormFunction(torch.autograd.Function):

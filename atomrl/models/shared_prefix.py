@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from atomrl.models import cpp, gpt
-from atomrl.models.kernels import PackedAttention, Rotate
+from atomrl.models.kernels import PackedAttention, Rotate, are_plain
 
 LEAST_SAVING = 1 / 32
 """Prompts are shared where that saves at least this share of the tokens: attention in two parts costs a little."""
@@ -118,7 +118,8 @@ def states_before(model: Any, tokens: Tensor, wanted: Tensor, prompt_lengths: Te
 
 def shares_prompts(model: Any) -> bool:
     """Whether `states_before` shares the prompts of this model's rows."""
-    return isinstance(model, gpt.GPT) and not model.compiled and model.head_weight.device.type == "cpu"
+    shares = isinstance(model, gpt.GPT) and not model.compiled and not are_plain()
+    return shares and model.head_weight.device.type == "cpu"
 
 
 def make_stream(tokens: Tensor, wanted: Tensor, prompt_lengths: Tensor) -> Stream:

@@ -14,15 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomrl.atoms.logprobs import row_logprobs
+from atomrl.atoms.natural_gradient import fisher_vector_product, flat
 from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
 from atomrl.metrics import Count, Metrics, merge
-from atomrl.models.loading import (
-    HFModel,
-    Policy,
-    compute_dtype,
-    load_policy,
-    policy_weights,
-)
+from atomrl.models.kernels import plain_formulas
+from atomrl.models.loading import HFModel, Policy, compute_dtype, load_policy, policy_weights
 from atomrl.models.lora import adapters_disabled, has_adapters
 from atomrl.models.scalar import GPTScalar, HFScalar, ScalarModel, load_scalar
 from atomrl.models.shared_prefix import shares_prompts, states_before
@@ -42,9 +38,8 @@ Result = TypeVar("Result")
 class LocalBackend:
     """Trains a policy on one device: AdamW on float32 weights, micro-batches by token budget.
 
-    An algorithm with an `update` of its own is called as `update(parameters, micro_batches, outputs) -> Metrics`:
-    the trained parameters, the batch in pieces that fit, and the forward pass of a piece (`ModelOutputs`, with
-    gradient unless under `no_grad`). It changes the parameters in place; optimizer and learning rate take no part.
+    An algorithm with an `update` of its own (`protocols.Update`) changes the policy's parameters itself; optimizer
+    and learning rate then take no part in it. A critic is trained by its own optimizer nevertheless.
 
     Args:
         model: which policy, its dtype, adapters, checkpointing and compilation.
@@ -57,10 +52,11 @@ class LocalBackend:
         scores: what is trained is a reward model, whose output is `scores`, and no language model.
         critic: hold a critic, trained beside the policy, for `values`.
         teacher: a model's folder or hub name, held frozen, for `teacher_logprobs` and `teacher_distributions`.
+        forward_mode: an algorithm's own update will ask for plain outputs, to differentiate them forward.
         seed: of adapters' first weights and of dropout.
 
     Raises:
-        ConfigError: the model is not there, or cannot be trained here.
+        ConfigError: the model is not there, or cannot be trained here, or has no forward-mode derivative.
     """
 
     def __init__(
@@ -76,6 +72,7 @@ class LocalBackend:
         scores: bool = False,
         critic: CriticConfig | None = None,
         teacher: str | None = None,
+        forward_mode: bool = False,
         seed: int = 0,
     ) -> None:
         torch.manual_seed(seed)
@@ -104,6 +101,8 @@ class LocalBackend:
             self.teacher = load_policy(teacher, trainable=False, **settings).eval()
             _check_vocabulary(self.policy, self.teacher, teacher)
         self.critic: ScalarModel | None = None
+        if forward_mode:
+            self._check_forward_mode()
         self.optimizers = [Optimizer("actor", _trained(self.policy), train, train.learning_rate, total_updates)]
         if critic is not None:
             self.critic = load_scalar(critic.path or model.path, **settings).train()
@@ -111,6 +110,23 @@ class LocalBackend:
             self.optimizers.append(
                 Optimizer("critic", _trained(self.critic), train, critic.learning_rate, total_updates)
             )
+
+    def _check_forward_mode(self) -> None:
+        weights = list(_trained(self.policy).values())
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+
+        def distributions(forward: bool) -> Tensor:
+            with plain_formulas():
+                return self._distributions(self.policy.forward_hidden(tokens)[0], self.policy)
+
+        try:
+            fisher_vector_product(distributions, torch.ones(2, device=self.device), weights, flat(weights))
+        except (NotImplementedError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                "algorithm.update: a trust region differentiates the policy forward, which this model cannot "
+                f"({reason}); take another model, or update: optimizer"
+            ) from None
 
     def annotate(self, rows: RowBatch, needs: frozenset[Annotation]) -> RowBatch:
         """Add what is asked for, without gradient.
@@ -230,7 +246,8 @@ class LocalBackend:
         return ModelOutputs(**found)
 
     def _distributions(self, states: Tensor, model: Policy) -> Tensor:
-        logits = F.linear(states, model.head_weight.to(states.dtype)).float()
+        logits = F.linear(states, model.head_weight.to(states.dtype))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.log_softmax(logits / self.temperature, dim=-1)
 
     def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
@@ -253,24 +270,17 @@ class LocalBackend:
         self._require(algorithm.outputs)
         keep = None if algorithm.row_unit == "row" else batch.group_ids
 
-        def outputs(micro: TrainingBatch) -> ModelOutputs:
-            return self._outputs(self.policy, micro, algorithm.outputs)
-
-        def micro_batch(index: Tensor) -> TrainingBatch:
-            return _to(select_rows(batch, index), self.device)
-
         def accumulate(split: list[Tensor]) -> list[Metrics]:
             parts = []
             for index in split:
-                micro = micro_batch(index)
-                result = algorithm.loss(outputs(micro), micro)
+                micro = _to(select_rows(batch, index), self.device)
+                result = algorithm.loss(self._outputs(self.policy, micro, algorithm.outputs), micro)
                 result.loss.backward()
                 parts.append(result.metrics)
             return parts
 
         if algorithm.update is not None:
-            micros = [micro_batch(index) for index in self._split(batch, keep)]
-            metrics = algorithm.update(list(self.optimizers[0].weights.values()), micros, outputs)
+            metrics = self._own_update(batch, algorithm, keep)
         else:
             parts = self._in_micro_batches(batch, keep, accumulate)
             metrics = merge([*parts, *(optimizer.step(self.updates) for optimizer in self.optimizers)])
@@ -279,6 +289,41 @@ class LocalBackend:
             self._out_of_memory = 0
         self.updates += 1
         return metrics
+
+    def _own_update(self, batch: TrainingBatch, algorithm: Algorithm, keep: Tensor | None) -> Metrics:
+        """The algorithm's step of the policy, and before it the critic's: of `critic/` metrics alone, as the policy's
+        part of the loss is counted by its own step."""
+        actor, *critics = self.optimizers
+
+        def outputs(micro: TrainingBatch, wanted: frozenset[Output], plain: bool = False) -> ModelOutputs:
+            with plain_formulas() if plain else nullcontext():
+                return self._outputs(self.policy, micro, wanted)
+
+        def criticise(split: list[Tensor]) -> list[Metrics]:
+            parts = []
+            for index in split:
+                micro = _to(select_rows(batch, index), self.device)
+                with torch.no_grad():
+                    policys = outputs(micro, algorithm.outputs - {"values"})
+                values = outputs(micro, frozenset({"values"})).values
+                result = algorithm.loss(replace(policys, values=values), micro)
+                result.loss.backward()
+                parts.append({name: metric for name, metric in result.metrics.items() if name.startswith("critic/")})
+            return parts
+
+        def step(split: list[Tensor]) -> Metrics:
+            micros = [_to(select_rows(batch, index), self.device) for index in split]
+            return algorithm.update(list(actor.weights.values()), micros, outputs)
+
+        parts = []
+        if critics and "values" in algorithm.outputs:
+            parts = [*self._in_micro_batches(batch, keep, criticise), critics[0].step(self.updates)]
+        metrics = self._in_micro_batches(batch, keep, step)
+        if "actor/skipped_updates" in metrics:
+            actor.leave_out(self.updates, float("nan"))
+        else:
+            actor.skipped_in_a_row = 0
+        return merge([*parts, metrics])
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights, adapters merged, named as in its Hugging Face state dict; not copied."""

@@ -63,14 +63,8 @@ class Optimizer:
             torch.nn.utils.clip_grads_with_norm_(weights, train.max_grad_norm, total, foreach=True)
         metrics: Metrics = {f"{name}/lr": Mean(rate)}
         if not norm < float("inf"):
-            self.skipped_in_a_row += 1
-            log.warning("update %d of the %s left out: its gradient norm is %s", updates, name, norm)
             metrics[f"{name}/skipped_updates"] = Count()
-            if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-                raise Diverged(
-                    f"{MAX_SKIPPED_IN_A_ROW} updates in a row, up to update {updates}, had a gradient that is not "
-                    f"finite (norm {norm}); the weights are those of the last update that was"
-                )
+            self.leave_out(updates, norm)
         else:
             self.skipped_in_a_row = 0
             metrics[f"{name}/grad_norm"] = Mean(norm)
@@ -82,6 +76,20 @@ class Optimizer:
                 self.adamw.step()
         self.zero_grad()
         return metrics
+
+    def leave_out(self, updates: int, norm: float) -> None:
+        """Count an update whose gradient is not finite.
+
+        Raises:
+            Diverged: it is the third in a row.
+        """
+        self.skipped_in_a_row += 1
+        log.warning("update %d of the %s left out: its gradient norm is %s", updates, self.name, norm)
+        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise Diverged(
+                f"{MAX_SKIPPED_IN_A_ROW} updates in a row, up to update {updates}, had a gradient that is not "
+                f"finite (norm {norm}); the weights are those of the last update that was"
+            )
 
     def zero_grad(self) -> None:
         """Forget the gradient."""

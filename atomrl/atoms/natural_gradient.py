@@ -1,0 +1,208 @@
+"""Steps in the metric of the policy's own distributions: Fisher-vector products, conjugate gradients, line search.
+
+A vector of all trained weights is flat, [D], in the order of the list of parameters (`flat`, `assign`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypedDict
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from jaxtyping import Float
+from torch import Tensor
+
+Product = Callable[[Tensor], Tensor]
+"""[D] -> [D]: a symmetric matrix that is never written down."""
+
+
+def flat(tensors: Sequence[Tensor]) -> Float[Tensor, " D"]:
+    """All elements in one vector, a copy without gradient.
+
+    Example:
+        >>> flat([torch.tensor([[1.0, 2.0]]), torch.tensor([3.0])])
+        tensor([1., 2., 3.])
+    """
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+@torch.no_grad()
+def assign(parameters: Sequence[Tensor], vector: Float[Tensor, " D"]) -> None:
+    """Write a vector into the parameters, in place: `assign(p, flat(p))` changes no bit.
+
+    Example:
+        >>> weight = torch.zeros(2)
+        >>> assign([weight], torch.tensor([1.0, 2.0]))
+        >>> weight
+        tensor([1., 2.])
+    """
+    for parameter, part in _parts(parameters, vector):
+        parameter.copy_(part)
+
+
+def fisher_vector_product(
+    distributions: Callable[[bool], Tensor],
+    weights: Float[Tensor, " N"],
+    parameters: Sequence[Tensor],
+    vector: Float[Tensor, " D"],
+) -> Float[Tensor, " D"]:
+    """The Fisher matrix of a policy times a vector, without the matrix.
+
+        F v = sum_n w_n sum_a pi_n(a) grad log pi_n(a) (grad log pi_n(a) . v)
+
+    The inner product is the derivative of the log-probs along v, by forward-mode differentiation; the outer sum is
+    one backward pass. Nothing is sampled or differenced: it is exact, and it is the Hessian of
+    KL(pi_old || pi) where pi = pi_old.
+
+    Paper: TRPO, arXiv:1502.05477, appendix C.1.
+
+    Args:
+        distributions: the forward pass with the parameters as they are, to log-probs [N, V] of every value in each of
+            N states. It is called with True for the derivative along v, under `no_grad`, and must then consist of
+            operations that have a forward-mode derivative; with False for the backward pass.
+        weights: of each state; those of parts of a batch add up to the product of the whole.
+        parameters: with gradient. Their values do not change.
+        vector: v.
+
+    Returns:
+        F v, without gradient.
+
+    Example: one state with logits (0, 0): F = diag(p) - p p^T
+        >>> logits = torch.zeros(1, 2, requires_grad=True)
+        >>> vector = torch.tensor([1.0, 0.0])
+        >>> fisher_vector_product(lambda forward: logits.log_softmax(1), torch.ones(1), [logits], vector)
+        tensor([ 0.2500, -0.2500])
+    """
+    with torch.no_grad(), forward_ad.dual_level():
+        for parameter, part in _parts(parameters, vector):
+            parameter.copy_(forward_ad.make_dual(parameter.detach().clone(), part.clone()))
+        logprobs, along = forward_ad.unpack_dual(distributions(True))
+        cotangents = weights[:, None] * logprobs.exp() * (torch.zeros_like(logprobs) if along is None else along)
+    with torch.enable_grad():
+        found = torch.autograd.grad(distributions(False), parameters, cotangents, allow_unused=True)
+    return flat([torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)])
+
+
+class Solution(TypedDict):
+    """What `conjugate_gradient` found."""
+
+    solution: Float[Tensor, " D"]
+    residual: float
+    """|b - A x| / |b|."""
+    iterations: int
+
+
+def conjugate_gradient(
+    product: Product, b: Float[Tensor, " D"], iterations: int = 10, tolerance: float = 1e-5
+) -> Solution:
+    """Solve A x = b for a symmetric positive definite A that is known by its products alone.
+
+        x' = x + alpha d,   alpha = r . r / d . A d,   d' = r' + (r' . r' / r . r) d,   r = b - A x
+
+    Paper: Hestenes and Stiefel, "Methods of conjugate gradients for solving linear systems" (1952); TRPO,
+    arXiv:1502.05477, appendix C.
+
+    Args:
+        product: v -> A v.
+        b: the right side.
+        iterations: products at most; D of them solve it but for rounding.
+        tolerance: ends earlier where |b - A x| <= tolerance |b|.
+
+    Returns:
+        x, and how well it solves. Where A turns out not to be positive along a direction, what was found before.
+
+    Example:
+        >>> matrix = torch.tensor([[2.0, 0.0], [0.0, 4.0]])
+        >>> conjugate_gradient(lambda v: matrix @ v, torch.tensor([2.0, 2.0]))["solution"]
+        tensor([1.0000, 0.5000])
+    """
+    x, residual, direction = torch.zeros_like(b), b.clone(), b.clone()
+    square = start = float(b @ b)
+    done = 0
+    while done < iterations and square > tolerance**2 * start:
+        image = product(direction)
+        curvature = float(direction @ image)
+        done += 1
+        if not curvature > 0:
+            break
+        alpha = square / curvature
+        x.add_(direction, alpha=alpha)
+        residual.sub_(image, alpha=alpha)
+        before, square = square, float(residual @ residual)
+        direction.mul_(square / before).add_(residual)
+    return Solution(solution=x, residual=math.sqrt(square / start) if start else 0.0, iterations=done)
+
+
+def natural_step(direction: Float[Tensor, " D"], product: Product, kl_bound: float) -> Float[Tensor, " D"] | None:
+    """The longest step along a direction whose KL is the bound, in the quadratic model of the KL.
+
+        s = sqrt(2 delta / x^T F x) x,   KL(pi_old || pi) ~ s^T F s / 2 = delta
+
+    Paper: TRPO, arXiv:1502.05477, appendix C.
+
+    Args:
+        direction: x.
+        product: v -> F v.
+        kl_bound: delta, in nats.
+
+    Returns:
+        s; None where x^T F x is not a number above 0, so that the model says nothing.
+
+    Example:
+        >>> natural_step(torch.tensor([2.0, 0.0]), lambda v: v, kl_bound=0.5)
+        tensor([1., 0.])
+    """
+    curvature = float(direction @ product(direction))
+    if not 0 < curvature < math.inf:
+        return None
+    return direction * math.sqrt(2 * kl_bound / curvature)
+
+
+class Search(TypedDict):
+    """What `line_search` ended with."""
+
+    scale: float
+    """Of the step; 0 where none was accepted."""
+    kl: float
+    gain: float
+    backtracks: int
+
+
+def line_search(
+    measure: Callable[[float], tuple[float, float]], kl_bound: float, backtracks: int = 10, ratio: float = 0.8
+) -> Search:
+    """The longest of a row of ever shorter steps that keeps the bound and improves the surrogate.
+
+        the smallest j with  KL(ratio^j s) <= delta  and  L(theta + ratio^j s) > L(theta),   j = 0 ... backtracks
+
+    Paper: TRPO, arXiv:1502.05477, appendix C.
+
+    Args:
+        measure: scale of the step -> KL in nats and gain of the surrogate, both as they are at that point. What is
+            NaN is not accepted.
+        kl_bound: delta.
+        backtracks: how often the step is made shorter at most.
+        ratio: by what, between 0 and 1.
+
+    Returns:
+        The scale with its KL and gain; all 0 where no step was accepted.
+
+    Example: a KL of scale^2, a gain of scale
+        >>> line_search(lambda scale: (scale**2, scale), kl_bound=0.5, ratio=0.5)
+        {'scale': 0.5, 'kl': 0.25, 'gain': 0.5, 'backtracks': 1}
+    """
+    scale = 1.0
+    for tries in range(backtracks + 1):
+        kl, gain = measure(scale)
+        if kl <= kl_bound and gain > 0:
+            return Search(scale=scale, kl=kl, gain=gain, backtracks=tries)
+        scale *= ratio
+    return Search(scale=0.0, kl=0.0, gain=0.0, backtracks=backtracks)
+
+
+def _parts(parameters: Sequence[Tensor], vector: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Each parameter with its part of a vector, in its shape."""
+    parts = vector.split([parameter.numel() for parameter in parameters])
+    return [(parameter, part.view_as(parameter)) for parameter, part in zip(parameters, parts, strict=True)]
