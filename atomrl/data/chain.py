@@ -14,6 +14,7 @@ No two steps share an operand, so that the next one can be found by the last one
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 SIGNS = {"Add": "+", "Subtract": "-", "Times": "*"}
@@ -30,6 +31,8 @@ WORDS = (
 """What a tokenizer for this task has as one token each."""
 CAREFUL = 0.3
 """Share of careful demonstrations."""
+ONE_BY_ONE = 0.6, 0.3
+"""Shares of right and of wrong solutions, in pairs, whose steps are written one by one."""
 
 
 def make(rng: random.Random, min_steps: int = 4, max_steps: int = 6) -> dict[str, Any]:
@@ -81,3 +84,34 @@ def demonstrate(rng: random.Random, row: dict[str, Any]) -> str:
     """
     reasoning = row["steps"] if rng.random() < CAREFUL else "easy"
     return f"<think>{reasoning}</think><answer>{row['ground_truth']}</answer>"
+
+
+def pair(rng: random.Random, row: dict[str, Any]) -> tuple[str, str]:
+    """A right and a wrong careful solution; the wrong one takes a false step, and counts on from there.
+
+    The steps are written in a chain, as in demonstrations, or one by one, which a model that knows those alone finds
+    unlikely. Right solutions are more often of the second kind, so that at first what is likely is as often wrong.
+
+    Example:
+        >>> row = {"steps": "3+5=8*7=6", "ground_truth": "6"}
+        >>> pair(random.Random(1), row)
+        ('<think>3+5=8,8*7=6</think><answer>6</answer>', '<think>3+5=0*7=0</think><answer>0</answer>')
+    """
+    start, *steps = re.findall(r"^\d|[-+*]\d=\d", row["steps"])
+    astray, value = rng.randrange(len(steps)), int(start)
+    wrong = [start]
+    for place, step in enumerate(steps):
+        operand = int(step[1])
+        value = {"+": value + operand, "-": value - operand, "*": value * operand}[step[0]] % 10
+        if place == astray:
+            value = (value + rng.randrange(1, 10)) % 10
+        wrong.append(f"{step[:2]}={value}")
+    chosen, rejected = ONE_BY_ONE
+    return _solution([start, *steps], rng.random() < chosen), _solution(wrong, rng.random() < rejected)
+
+
+def _solution(steps: list[str], one_by_one: bool) -> str:
+    """`3+5=8*7=6`, or `3+5=8,8*7=6`."""
+    separators = ["", *(f",{step[-1]}" for step in steps[1:-1])] if one_by_one else [""] * len(steps)
+    written = steps[0] + "".join(between + step for between, step in zip(separators, steps[1:], strict=False))
+    return f"<think>{written}</think><answer>{steps[-1][-1]}</answer>"

@@ -156,6 +156,18 @@ def find_demonstrator(task: str) -> Callable[[random.Random, dict[str, Any]], st
     return module.demonstrate
 
 
+def find_pairs(task: str) -> Callable[[random.Random, dict[str, Any]], tuple[str, str]]:
+    """The function of a generator's module that writes a preference: `pair(rng, row) -> (chosen, rejected)`.
+
+    Raises:
+        DataError: the generator has none.
+    """
+    module = importlib.import_module(GENERATORS[task]) if task in GENERATORS else None
+    if not hasattr(module, "pair"):
+        raise DataError(f"the task {task!r} writes no pairs of completions; give a file that has them")
+    return module.pair
+
+
 def task_words(task: str) -> tuple[str, ...]:
     """What a tokenizer made for the task should have as one token each; empty where the task (or file) has no say."""
     module = importlib.import_module(GENERATORS[task]) if task in GENERATORS else None

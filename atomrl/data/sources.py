@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,7 +33,13 @@ class LoadReport:
     """One line for each skipped row: place and reason."""
 
 
-def load_samples(config: DataConfig, split: Literal["train", "eval"] = "train", seed: int = 0) -> LoadReport:
+Convert = Callable[[Iterable[RawRow]], tuple[list[Sample], list[str]]]
+"""Rows -> samples, and a line for every row that is none."""
+
+
+def load_samples(
+    config: DataConfig, split: Literal["train", "eval"] = "train", seed: int = 0, convert: Convert | None = None
+) -> LoadReport:
     """The problems of one split.
 
     Of a file, `train_size` or `eval_size` keeps the first rows (the whole file is checked all the same); of a
@@ -42,6 +48,7 @@ def load_samples(config: DataConfig, split: Literal["train", "eval"] = "train", 
 
     Args:
         seed: decides what a generator draws; files do not depend on it.
+        convert: how rows become samples; None is `to_samples`.
 
     Returns:
         The samples, in the order of the file. No samples where `split` is `eval` and `config.eval` is None.
@@ -54,7 +61,7 @@ def load_samples(config: DataConfig, split: Literal["train", "eval"] = "train", 
     if source is None:
         return LoadReport(source="none", samples=[])
     rows = _generated(config, source, size, split, seed) if is_generator(source) else read_source(source)
-    samples, problems = to_samples(rows, config, generated=is_generator(source))
+    samples, problems = convert(rows) if convert else to_samples(rows, config, generated=is_generator(source))
     if problems and config.on_bad_row == "error":
         raise DataError(
             f"{source}: {len(problems)} rows have problems (data.on_bad_row=skip leaves them out):\n"

@@ -22,12 +22,14 @@ def supervise(
     progress: Progress,
     save: Save,
     schedule: Schedule,
+    evaluate: Callable[[int], object] | None = None,
 ) -> bool:
     """Run the remaining steps on batches that are drawn, not sampled.
 
     Args:
         draw: number of prompts -> their completions with rewards (`demonstration_batch` for supervised training).
         schedule: `prompts_per_step` is how many are drawn.
+        evaluate: called after every `eval_every_steps` steps but the last, with the step.
 
     Returns:
         Whether the last step was reached (see `loop.sync.run_steps`).
@@ -38,7 +40,10 @@ def supervise(
         with before_updates():
             drawn = draw(schedule.prompts_per_step)
         _, results = learn(trainer, algorithm, drawn, schedule, step, watch)
-        return update_metrics(results) | watch.metrics(drawn)
+        metrics = update_metrics(results) | watch.metrics(drawn)
+        if evaluate and schedule.eval_every_steps and step % schedule.eval_every_steps == 0 and step < schedule.steps:
+            evaluate(step)
+        return metrics
 
     return run_steps(one_step, record, progress, save, schedule)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,6 +14,8 @@ from atomrl.stages import RewardBatch
 from atomrl.tracking.console import Progress
 from atomrl.tracking.run_directory import RunDirectory, read_metrics
 from atomrl.tracking.sinks import Sinks
+
+_ACCURACY = re.compile("/acc/mean@|_accuracy$")
 
 
 class Recorder:
@@ -70,7 +73,7 @@ class Recorder:
         self.sinks.log_now(metrics, step)
         if self._save_rollouts:
             self.directory.write_rows(step, rows, "eval")
-        accuracy = [f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if "/acc/mean@" in key]
+        accuracy = [f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if _ACCURACY.search(key)]
         self.progress.note(f"step {step}: held-out accuracy: {', '.join(accuracy)}")
 
     def checkpoint(self, step: int) -> AbstractContextManager[Path]:
