@@ -66,7 +66,7 @@ def rollout_metrics(
         first = next(iter(rewarded.reward_parts.values()))
         judged = [reward >= 1.0 for group in first for reward in group if reward is not None]
         metrics |= {"train/accuracy": sum(judged) / len(judged)} if judged else {}
-    if groups:
+    if any(len(group) > 1 for group in groups):
         equal = [group[0] for group in groups if min(group) == max(group)]
         metrics["by_group/frac_mixed"] = 1 - len(equal) / len(groups)
         metrics["by_group/frac_all_good"] = sum(reward > 0 for reward in equal) / len(groups)
@@ -83,6 +83,19 @@ def rollout_metrics(
     metrics |= spread("prompt_length", (len(prompt) for prompt in rewarded.prompt_token_ids))
     if credited.loss_mask.any():
         metrics |= spread("critic/advantages", credited.advantages[credited.loss_mask].tolist())
+        metrics |= critic_metrics(credited)
+    return metrics
+
+
+def critic_metrics(credited: AdvantageBatch) -> dict[str, float]:
+    """What a critic expected at the start of the step, what came, and how much of its variance was expected."""
+    if credited.returns is None or credited.values is None:
+        return {}
+    expected, came = (item[credited.loss_mask].double() for item in (credited.values, credited.returns))
+    metrics = spread("critic/values", expected.tolist()) | spread("critic/returns", came.tolist())
+    variance = came.var(correction=0).item()
+    if variance > 0:  # returns that are all the same leave nothing to explain
+        metrics["critic/vf_explained_var"] = 1 - (came - expected).var(correction=0).item() / variance
     return metrics
 
 

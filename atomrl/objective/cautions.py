@@ -27,6 +27,7 @@ class Facts:
     """Whether the engine returns them."""
     reward_parts: int = 1
     """Parts that enter the sum."""
+    max_completion_tokens: int = 48
 
 
 def length_bias(o: Objective, f: Facts) -> str | None:
@@ -172,6 +173,48 @@ def standardised_without_groups(o: Objective, f: Facts) -> str | None:
     return None
 
 
+def discounted_away(o: Objective, f: Facts) -> str | None:
+    gamma = o.advantage.parameters.get("gamma", 1.0)
+    left = gamma**f.max_completion_tokens
+    if left < 0.1:
+        return f"biased: with gamma={gamma} a reward after {f.max_completion_tokens} tokens is {left:.1g} at the first"
+    return None
+
+
+def critic_far_away(o: Objective, f: Facts) -> str | None:
+    if not o.has_critic or o.advantage.length_alpha is not None:
+        return None
+    weight = o.advantage.lam**f.max_completion_tokens
+    if weight < 0.01:
+        what = f"at the first of {f.max_completion_tokens} tokens the reward itself weighs {weight:.1g}"
+        return f"biased: with lam={o.advantage.lam} {what}, the rest is the critic's word (length_alpha mends it)"
+    return None
+
+
+def value_without_critic(o: Objective, f: Facts) -> str | None:
+    if not o.has_critic and o.value != o.value.__class__():
+        return f"no effect: {o.advantage.type} reads no values, so there is no critic for the settings of value"
+    return None
+
+
+def untrained_critic(o: Objective, f: Facts) -> str | None:
+    if o.has_critic and o.value.coefficient == 0:
+        return "biased: value.coefficient is 0, so the critic stays what it starts as; a fresh one expects 0 everywhere"
+    return None
+
+
+def value_clip_without_effect(o: Objective, f: Facts) -> str | None:
+    if o.has_critic and o.value.type == "clipped" and f.updates_per_step == 1:
+        return "no effect: with one update in a step no value has moved yet, and the clip of values never acts"
+    return None
+
+
+def entropy_explosion(o: Objective, f: Facts) -> str | None:
+    if o.entropy.coefficient >= 0.01:
+        return "unstable: nothing bounds the bonus; over a large vocabulary entropy has exploded (arXiv:2505.22617)"
+    return None
+
+
 RULES: tuple[Callable[[Objective, Facts], str | None], ...] = (
     length_bias,
     std_normalisation,
@@ -195,6 +238,12 @@ RULES: tuple[Callable[[Objective, Facts], str | None], ...] = (
     negative_mean,
     greedy_sampling,
     standardised_without_groups,
+    discounted_away,
+    critic_far_away,
+    value_without_critic,
+    untrained_critic,
+    value_clip_without_effect,
+    entropy_explosion,
 )
 
 

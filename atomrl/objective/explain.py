@@ -88,11 +88,19 @@ def equation(objective: Objective) -> str:
         inner = f"{inner} {found['selection'].text}"
     if objective.kl_in == "loss":
         inner = f"{inner} - beta KL_{{i,t}}"
+    if in_use(objective, "entropy"):
+        inner = f"{inner} + eta H_{{i,t}}"
+        where.append(found["entropy"].text)
     where += [found["ratio"].text] if "rho" in inner else []
     where += [found["advantage"].text]
     where += _reward_lines(objective, found, latex=False)
-    bracketed = f"[ {inner} ]" if " - " in re.sub(r"\([^()]*\)|\[.*?\]", "", inner) else inner
-    return "\n".join([f"maximise  sum_{{i,t}} w_{{i,t}} {bracketed}", "where", *(f"  {line}" for line in where)])
+    outside = re.sub(r"\([^()]*\)|\[.*?\]", "", inner)
+    bracketed = f"[ {inner} ]" if re.search(" [+-] ", outside) else inner
+    goals = [f"maximise  sum_{{i,t}} w_{{i,t}} {bracketed}"]
+    if objective.has_critic:
+        goals.append(f"minimise  sum_{{i,t}} w_{{i,t}} c_v {found['value'].text}")
+        where.append("R_{i,t} = V_{i,t} + sum_{l >= 0} (gamma lam)^l delta_{i,t+l},   V = v at the start of the step")
+    return "\n".join([*goals, "where", *(f"  {line}" for line in where)])
 
 
 def latex(objective: Objective) -> str:
@@ -111,12 +119,21 @@ def latex(objective: Objective) -> str:
         inner = f"{inner} {found['selection'].latex}"
     if objective.kl_in == "loss":
         inner = rf"{inner} - \beta\, \mathrm{{KL}}_{{i,t}}"
+    if in_use(objective, "entropy"):
+        inner = rf"{inner} + \eta\, \mathcal{{H}}_{{i,t}}"
     if inner != found["clip"].latex:
         inner = rf"\Big[ {inner} \Big]"
     lines = [rf"\max_\theta \;& {found['aggregate'].latex} {inner}"]
+    if objective.has_critic:
+        lines += [rf"\min_\phi \;& {found['aggregate'].latex} c_v {found['value'].latex}"]
     lines += [f"& {found['ratio'].latex}"] if r"\rho" in inner else []
     lines += [f"& {found['advantage'].latex}"]
     lines += [f"& {line}" for line in _reward_lines(objective, found, latex=True)]
+    lines += [f"& {found['entropy'].latex}"] if in_use(objective, "entropy") else []
+    if objective.has_critic:
+        lines += [
+            r"& R_{i,t} = V_{i,t} + \sum_{l \ge 0} (\gamma \lambda)^l \delta_{i,t+l}, \quad V = v_{\phi_{\mathrm{old}}}"
+        ]
     return "\\begin{aligned}\n" + " \\\\\n".join(lines) + "\n\\end{aligned}"
 
 
@@ -187,6 +204,8 @@ def _reward_lines(objective: Objective, found: dict[str, Term], *, latex: bool) 
     lines = []
     kl = (r"\mathrm{KL}_{i,t} = " if latex else "KL_{i,t} = ") + (found["kl"].latex if latex else found["kl"].text)
     in_reward = objective.kl_in == "reward"
+    if objective.advantage.parameters.get("whiten"):
+        lines.append(r"\hat A \leftarrow \operatorname{whiten}_B(\hat A)" if latex else "A <- whiten_batch(A)")
     if getattr(objective.advantage.function, "by_token", False):
         reward = r"r_{i,t} = r_i\,\mathbb{1}[t = |o_i|]" if latex else "r_{i,t} = r_i [t = last]"
         penalty = r" - \beta\, \mathrm{KL}_{i,t}" if latex else " - beta KL_{i,t}"
@@ -221,6 +240,10 @@ def in_use(objective: Objective, name: str) -> bool:
     """Whether an axis has a part in the objective at all."""
     if name == "kl":
         return objective.kl_in is not None
+    if name == "value":
+        return objective.has_critic
+    if name == "entropy":
+        return objective.entropy.coefficient > 0
     return name not in ("correction", "selection", "shaping", "accept_group") or objective_has(objective, name)
 
 
@@ -229,6 +252,8 @@ def table(objective: Objective) -> str:
     lines = []
     off = {atom for name, (atom, *_) in SHAPING.items() if not getattr(objective.shaping, name)}
     off |= set() if objective.kl.k2_gradient else {"k2_gradient"}
+    switches = {"length_alpha": "length_adaptive_lambda", "whiten": "masked_whiten"}
+    off |= {atom for name, atom in switches.items() if not objective.advantage.parameters.get(name, True)}
     off |= {"clipped_reward"} if objective.shaping.lowest is objective.shaping.highest is None else set()
     for name, found in terms(objective).items():
         if not in_use(objective, name):

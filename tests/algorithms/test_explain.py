@@ -92,6 +92,12 @@ CASES = {
     "one_part": ({"advantage": "gdpo"}, {}),
     "negative_mean": ({"advantage": "maxrl", "shaping": {"repetition_ngram_tokens": 3}}, {}),
     "greedy_sampling": ({}, {"temperature": 0.0}),
+    "discounted_away": ({"advantage": {"type": "reinforce_pp", "gamma": 0.99}}, {"max_completion_tokens": 1000}),
+    "critic_far_away": ({"advantage": "gae"}, {"max_completion_tokens": 100}),
+    "value_without_critic": ({"value": {"clip": 0.5}}, {}),
+    "untrained_critic": ({"advantage": "gae", "value": {"coefficient": 0.0}}, {}),
+    "value_clip_without_effect": ({"advantage": "gae"}, {}),
+    "entropy_explosion": ({"entropy": {"coefficient": 0.01}}, {}),
     "standardised_without_groups": ({"advantage": "raw", "accept_group": "mixed_outcomes"}, {}),
 }
 QUIET = override(Objective(), {"advantage": "grpo_no_std"})
