@@ -13,12 +13,14 @@ from atomrl.algorithms.dppo import DPPO
 from atomrl.algorithms.dr_grpo import DR_GRPO
 from atomrl.algorithms.entropy_mechanism import CLIP_COV, KL_COV
 from atomrl.algorithms.gdpo import GDPO
+from atomrl.algorithms.gkd import GKD
 from atomrl.algorithms.gmpo import GMPO
 from atomrl.algorithms.gpg import GPG
 from atomrl.algorithms.grpo import GRPO
 from atomrl.algorithms.gspo import GSPO, GSPO_TOKEN
 from atomrl.algorithms.high_entropy import HIGH_ENTROPY
 from atomrl.algorithms.maxrl import MAXRL
+from atomrl.algorithms.on_policy_distillation import ON_POLICY_DISTILLATION
 from atomrl.algorithms.opo import OPO
 from atomrl.algorithms.pass_at_k import PASS_AT_K
 from atomrl.algorithms.ppo import PPO
@@ -51,6 +53,8 @@ ALGORITHMS: dict[str, Objective] = {
     "pass_at_k": PASS_AT_K,
     "maxrl": MAXRL,
     "high_entropy": HIGH_ENTROPY,
+    "gkd": GKD,
+    "on_policy_distillation": ON_POLICY_DISTILLATION,
     "ppo": PPO,
     "a2c": A2C,
 }

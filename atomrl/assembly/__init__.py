@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from atomrl.algorithms.table import build_algorithm
+from atomrl.assembly.teacher import check_teacher, needs_teacher
 from atomrl.config import ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
@@ -65,6 +66,7 @@ def train(
     )
     rewards = build_rewards(config.reward, local_rewards, device=device_name(config.model.device))
     tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.trust_remote_code)
+    check_teacher(config, algorithm, path, tokenizer)
     processor = DataProcessor(tokenizer, config.data, prompt_limit(config, path))
     held_out = load_split(config, processor, "eval")
     stream = PromptStream(load_split(config, processor, "train"), seed=config.seed, shuffle=config.data.shuffle)
@@ -212,14 +214,7 @@ def device_name(wanted: str = "auto") -> str:
 def build_trainer(
     config: RunConfig, path: str, tokenizer: Any, schedule: Schedule, algorithm: Algorithm
 ) -> TrainingBackend:
-    """The training back end, with the models that the algorithm needs beside the policy.
-
-    Raises:
-        ConfigError: it needs a teacher, and the config names none.
-    """
-    wants_teacher = any(name.startswith("teacher") for name in algorithm.needs | algorithm.outputs)
-    if wants_teacher and config.teacher is None:
-        raise ConfigError(f"teacher.path: is required by algorithm.name={algorithm.name}")
+    """The training back end, with the models that the algorithm needs beside the policy."""
     return LocalBackend(
         config.model.model_copy(update={"path": path}),
         config.train,
@@ -230,7 +225,7 @@ def build_trainer(
         needs_reference="ref_logprobs" in algorithm.needs,
         scores="scores" in algorithm.outputs,
         critic=config.critic if "values" in algorithm.needs else None,
-        teacher=config.teacher.path if config.teacher and wants_teacher else None,
+        teacher=config.teacher.path if config.teacher and needs_teacher(algorithm) else None,
         seed=config.seed,
     )
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from atomrl.config import ConfigError, RunConfig, dump_config
 from atomrl.data.checks import repetitions
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import LoadReport, load_samples
+
+if TYPE_CHECKING:
+    from atomrl.protocols import Algorithm
 
 
 def dry_run(config: RunConfig) -> None:
@@ -20,6 +24,7 @@ def dry_run(config: RunConfig) -> None:
     """
     from atomrl.algorithms.table import build_algorithm
     from atomrl.assembly import ENGINES, device_name, prompt_limit
+    from atomrl.assembly.teacher import check_teacher
     from atomrl.models.loading import is_local, load_tokenizer
     from atomrl.rewards.compute import build_rewards
 
@@ -33,16 +38,16 @@ def dry_run(config: RunConfig) -> None:
     local = path is not None and is_local(path)
     processor = None
     if local and path is not None:
-        processor = DataProcessor(
-            load_tokenizer(config.model.tokenizer or path), config.data, prompt_limit(config, path)
-        )
+        tokenizer = load_tokenizer(config.model.tokenizer or path)
+        check_teacher(config, algorithm, path, tokenizer)
+        processor = DataProcessor(tokenizer, config.data, prompt_limit(config, path))
     train, held_out = (load_samples(config.data, split, config.seed) for split in ("train", "eval"))
     used, lines = describe_data("train", train, processor)
     eval_lines = describe_data("eval", held_out, processor)[1] if held_out.samples else ["eval: none"]
     section("model", [describe_model(path, local)])
     section("data", lines + eval_lines)
     section("batch", batch_arithmetic(config, used))
-    section("memory", memory(config, "ref_logprobs" in algorithm.needs) if local else ["not known without the model"])
+    section("memory", memory(config, algorithm) if local else ["not known without the model"])
     taken = config.run_dir.exists() and any(config.run_dir.iterdir())
     section("run", [f"{config.run_dir}" + (" exists already: use --resume or another run_name" if taken else " (new)")])
 
@@ -126,13 +131,18 @@ def longest_row(config: RunConfig) -> int:
     return min(longest, config.train.max_row_tokens or longest)
 
 
-def memory(config: RunConfig, needs_reference: bool) -> list[str]:
+def memory(config: RunConfig, algorithm: Algorithm) -> list[str]:
     """The estimate, a line a part."""
+    from atomrl.assembly.teacher import needs_teacher
     from atomrl.models.memory import memory_estimate
 
-    return [
-        f"{name:<20}{readable(size)}" for name, size in memory_estimate(config, needs_reference=needs_reference).items()
-    ]
+    parts = memory_estimate(
+        config,
+        needs_reference="ref_logprobs" in algorithm.needs,
+        needs_teacher=needs_teacher(algorithm),
+        distributions="distributions" in algorithm.outputs,
+    )
+    return [f"{name:<20}{readable(size)}" for name, size in parts.items()]
 
 
 def readable(size: int) -> str:

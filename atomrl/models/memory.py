@@ -12,6 +12,9 @@ from atomrl.models.gpt import BMM_MAX_TOKENS, GPT, unsupported
 from atomrl.models.loading import compute_dtype, model_config_only
 
 FLOAT32 = 4
+DISTRIBUTIONS = 10
+"""Numbers per trained token and value of the vocabulary that a divergence of two distributions holds: its backward pass
+keeps seven and a half."""
 
 
 def count_parameters(config: Any) -> int:
@@ -50,7 +53,14 @@ def activation_bytes_per_token(config: Any, row_tokens: int, size: int, on_cpu: 
     return size * (4 * hidden + 2 * query + 2 * keys + 3 * inner + attention), size * hidden
 
 
-def memory_estimate(config: RunConfig, *, needs_reference: bool = False) -> dict[str, int]:
+def memory_estimate(
+    config: RunConfig,
+    *,
+    needs_reference: bool = False,
+    needs_teacher: bool = False,
+    needs_critic: bool = False,
+    distributions: bool = False,
+) -> dict[str, int]:
     """Bytes of each part of a run on one device, and their total; loads no weights.
 
     Activations, the log-prob chunk and the key-value cache are at their largest, for rows of full length. What torch
@@ -59,6 +69,9 @@ def memory_estimate(config: RunConfig, *, needs_reference: bool = False) -> dict
     Args:
         config: of the run; its model's config.json must be at hand.
         needs_reference: hold a frozen copy of the start.
+        needs_teacher: hold the teacher of the config, whose own config.json must be at hand too.
+        needs_critic: train a critic beside the policy; the config.json that it starts from must be at hand too.
+        distributions: compare whole distributions of policy and teacher.
 
     Raises:
         ConfigError: the model's config is not there.
@@ -74,10 +87,12 @@ def memory_estimate(config: RunConfig, *, needs_reference: bool = False) -> dict
     tokens = max(train.micro_batch_tokens(device), row_tokens)
     if train.rows_per_micro_batch:
         tokens = min(tokens, train.rows_per_micro_batch * row_tokens)
-    layer, checkpoint = activation_bytes_per_token(shape, row_tokens, compute, device == "cpu")
-    layers, kept = shape.num_hidden_layers, layer
-    if model.gradient_checkpointing:
-        layers, kept = 1, layer + shape.num_hidden_layers * checkpoint
+
+    def activations(shape: Any) -> int:
+        layer, checkpoint = activation_bytes_per_token(shape, row_tokens, compute, device == "cpu")
+        layers = shape.num_hidden_layers
+        return tokens * (layer + layers * checkpoint if model.gradient_checkpointing else layers * layer)
+
     _, _, keys, _ = _widths(shape)
     decoded = min(rollout.max_concurrent_completions, rollout.prompts_per_step * rollout.completions_per_prompt)
     cached = decoded * rollout.max_completion_tokens + rollout.prompts_per_step * config.data.max_prompt_tokens
@@ -87,12 +102,29 @@ def memory_estimate(config: RunConfig, *, needs_reference: bool = False) -> dict
         "gradients": trained * FLOAT32,
         "optimizer": 2 * trained * FLOAT32,
         "reference": total * compute if needs_reference and not model.lora else 0,
-        "activations": tokens * layers * kept,
+        **({"teacher": count_parameters(_teacher(config)) * compute} if needs_teacher else {}),
+        **({"distributions": DISTRIBUTIONS * tokens * shape.vocab_size * FLOAT32} if distributions else {}),
+        "activations": activations(shape),
         "log-prob chunk": 3 * chunk * FLOAT32,
         "engine weights": total * compute,
         "key-value cache": cached * 2 * shape.num_hidden_layers * keys * compute,
     }
+    if needs_critic:
+        critic = model_config_only(config.critic.path or model.path, model.trust_remote_code)
+        parts["critic"] = 4 * critic_parameters(critic) * FLOAT32  # weights, gradients and Adam's two moments
+        parts["critic activations"] = activations(critic)
     return parts | {"total": sum(parts.values())}
+
+
+def critic_parameters(config: Any) -> int:
+    """Parameters of a critic: a decoder with one number in the place of the output matrix."""
+    output = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return count_parameters(config) - output + config.hidden_size
+
+
+def _teacher(config: RunConfig) -> Any:
+    assert config.teacher is not None
+    return model_config_only(config.teacher.path, config.model.trust_remote_code)
 
 
 def _widths(config: Any) -> tuple[int, int, int, int]:

@@ -12,6 +12,7 @@ from atomrl.objective.compose import Objective, compose, credit, override, polic
 from atomrl.objective.correction import CORRECTIONS, Correction
 from atomrl.objective.credit import ADVANTAGES, AcceptGroup, Advantage, Credit, Scores, Shaping, mixed_outcomes
 from atomrl.objective.critic import VALUE_LOSSES, Entropy, Predictions, Value
+from atomrl.objective.distillation import Distillation
 from atomrl.objective.policy import (
     AGGREGATES,
     CLIPS,
@@ -41,6 +42,7 @@ __all__ = [
     "Aggregate",
     "Clip",
     "Correction",
+    "Distillation",
     "Credit",
     "Entropy",
     "Kl",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from atomrl.atoms.advantages import per_token
-from atomrl.atoms.kl import adaptive_coefficient
+from atomrl.atoms.kl import adaptive_coefficient, k1_kl
 from atomrl.atoms.masks import masked_mean, masked_sum
 from atomrl.atoms.ratios import token_log_ratio
 from atomrl.atoms.reductions import weighted_sum
@@ -19,6 +19,7 @@ from atomrl.objective.axis import check_name
 from atomrl.objective.correction import Correction, Rollout
 from atomrl.objective.credit import AcceptGroup, Advantage, Credit, Scores, Shaping, extra_rollouts, with_shaping
 from atomrl.objective.critic import Entropy, Value
+from atomrl.objective.distillation import Distillation
 from atomrl.objective.policy import Aggregate, Candidates, Clip, Kl, Ratio, Selection, Surrogate
 from atomrl.objective.update import Step, Update
 from atomrl.protocols import Algorithm, Annotation, Forward, LossOutput, ModelOutputs, Output
@@ -32,7 +33,7 @@ COEFFICIENT = "kl_coefficient"
 class Objective:
     """One choice on each axis.
 
-    maximise  sum_{i,t} w_{i,t} [ c_{i,t} s_{i,t} clip(rho_{i,t}, A_{i,t}) - beta KL_{i,t} + eta H_{i,t} ]
+    maximise  sum_{i,t} w_{i,t} [c_{i,t} s_{i,t} clip(rho_{i,t}, A_{i,t}) - beta KL_{i,t} - alpha D_{i,t} + eta H_{i,t}]
 
     with weights w of the aggregate, correction c, selection s, and A from the rewards of a whole step; and where A is
     made with a critic, minimise its loss with the same weights.
@@ -49,6 +50,7 @@ class Objective:
     accept_group: AcceptGroup = field(default_factory=AcceptGroup)
     value: Value = field(default_factory=Value)
     entropy: Entropy = field(default_factory=Entropy)
+    distillation: Distillation = field(default_factory=Distillation)
     update: Update = field(default_factory=Update)
 
     def algorithm(
@@ -140,6 +142,8 @@ def compose(
     outputs: set[Output] = {"logprobs"} | ({"values"} if objective.has_critic else set())
     if report_entropy or objective.entropy.coefficient:
         outputs |= {"entropy"}
+    if objective.distillation.coefficient:
+        outputs |= {"distributions", "teacher_distributions"}
 
     def update(parameters: Sequence[Tensor], micro_batches: Sequence[TrainingBatch], forward: Forward) -> Metrics:
         return objective.update(Step(loss, frozenset(outputs - {"values"}), parameters, micro_batches, forward))
@@ -173,8 +177,12 @@ def rehearse(objective: Objective) -> None:
         prompt_lengths=torch.tensor([1, 1]), group_ids=torch.tensor([0, 0]), rewards=torch.tensor([0.0, 1.0]),
         truncated=torch.tensor([False, False]), rollout_logprobs=zeros, old_logprobs=zeros, ref_logprobs=zeros,
         old_entropy=zeros, reward_parts=torch.ones(2, 1, 2), baseline_rewards=torch.zeros(2), values=zeros,
+        teacher_logprobs=zeros,
     )  # fmt: skip
-    outputs = ModelOutputs(logprobs=zeros, entropy=zeros, values=zeros)
+    same = torch.full((4, 2), 0.5).log()
+    outputs = ModelOutputs(
+        logprobs=zeros, entropy=zeros, values=zeros, distributions=same, teacher_distributions=same
+    )  # fmt: skip
     try:
         credited = credit(objective, rows, {COEFFICIENT: objective.kl.coefficient})
         weights = objective.aggregate(mask, rows.group_ids)
@@ -215,8 +223,11 @@ def credit(objective: Objective, rows: RowBatch, state: dict[str, float] | None 
     rewards = objective.shaping(rows)
     parts = with_shaping(rows, rewards)
     found = objective.advantage(
-        Scores(rewards, rows.group_ids, mask, kl_penalty, parts, rows.baseline_rewards, rows.values)
-    )
+        Scores(
+            rewards, rows.group_ids, mask, kl_penalty, parts, rows.baseline_rewards, rows.values,
+            rows.old_logprobs, rows.teacher_logprobs,
+        )
+    )  # fmt: skip
     advantages, returns = found if isinstance(found, Credit) else (found, None)
     if objective.shaping.mask_truncated:
         mask = mask & ~rows.truncated[:, None]
@@ -300,11 +311,14 @@ def policy_loss(
             kl = objective.kl(logprobs, batch.ref_logprobs, mask)
             loss = loss + coefficient * weighted_sum(kl, batch.loss_weights)
             metrics["actor/kl_loss"] = Mean(kl.detach().sum().item(), tokens)
+    if batch.teacher_logprobs is not None:
+        metrics["actor/teacher_kl"] = Mean(k1_kl(old, batch.teacher_logprobs, mask).sum().item(), tokens)
     if outputs.entropy is not None:
         metrics["actor/entropy"] = Mean(masked_sum(outputs.entropy.detach(), mask).item(), tokens)
     # A step of the policy alone asks for no values.
     terms = [objective.value.loss(outputs.values, batch)] if outputs.values is not None else []
     terms += [objective.entropy.loss(outputs.entropy, batch)] if objective.entropy.coefficient else []
+    terms += [objective.distillation.loss(outputs, batch)] if objective.distillation.coefficient else []
     for term, seen in terms:
         loss = loss + term
         metrics |= seen

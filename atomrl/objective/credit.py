@@ -21,6 +21,7 @@ from atomrl.atoms.advantages import (
 )
 from atomrl.atoms.gae import discounted_returns, gae, length_adaptive_lambda
 from atomrl.atoms.groups import group_std
+from atomrl.atoms.kl import k1_kl
 from atomrl.atoms.masks import row_sum
 from atomrl.atoms.shaping import (
     clipped_reward,
@@ -53,6 +54,10 @@ class Scores:
     """[B] of the extra rollout of each row's prompt; NaN where missing."""
     values: Tensor | None = None
     """[B, T] of the critic."""
+    old_logprobs: Tensor | None = None
+    """[B, T] of the policy at the start of the step."""
+    teacher_logprobs: Tensor | None = None
+    """[B, T] of the teacher."""
 
     @property
     def totals(self) -> Tensor:
@@ -252,6 +257,23 @@ def _gae(
 _gae.by_token = True  # type: ignore[attr-defined]
 
 
+@reads("old_logprobs", "teacher_logprobs")
+def _reverse_kl(scores: Scores) -> Tensor:
+    r"""How much likelier the teacher finds the token than the policy that drew it; rewards have no part in it.
+
+        A_{i,t} = - (log pi_old(a_t) - log p_teacher(a_t))
+
+    LaTeX: \hat A_{i,t} = -\big(\log \pi_{\mathrm{old}}(a_{i,t}) - \log p_{\mathrm{teacher}}(a_{i,t})\big)
+    """
+    assert scores.mask is not None and scores.old_logprobs is not None and scores.teacher_logprobs is not None
+    return -k1_kl(scores.old_logprobs, scores.teacher_logprobs, scores.mask)
+
+
+def _none(scores: Scores) -> Tensor:
+    """No credit: nothing is learned from rewards."""
+    return torch.zeros_like(scores.rewards)
+
+
 ADVANTAGES: dict[str, Callable[..., Tensor | Credit]] = {
     "grpo": _grpo,
     "grpo_no_std": _grpo_no_std,
@@ -267,6 +289,8 @@ ADVANTAGES: dict[str, Callable[..., Tensor | Credit]] = {
     "pass_at_k_analytic": _pass_at_k_analytic,
     "maxrl": _maxrl,
     "gae": _gae,
+    "reverse_kl": _reverse_kl,
+    "none": _none,
 }
 
 

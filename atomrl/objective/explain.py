@@ -86,16 +86,21 @@ def equation(objective: Objective) -> str:
             where.append(f"{symbol} = {found[name].text}")
     if _adds(objective, "selection"):
         inner = f"{inner} {found['selection'].text}"
+    if objective.advantage.type == "none":
+        inner = ""
     if objective.kl_in == "loss":
         inner = f"{inner} - beta KL_{{i,t}}"
     if in_use(objective, "entropy"):
         inner = f"{inner} + eta H_{{i,t}}"
         where.append(found["entropy"].text)
+    if in_use(objective, "distillation"):
+        inner = f"{inner} - alpha D_{{i,t}}".strip()
+        where.append(found["distillation"].text)
     where += [found["ratio"].text] if "rho" in inner else []
-    where += [found["advantage"].text]
+    where += [found["advantage"].text] if found["advantage"].text else []
     where += _reward_lines(objective, found, latex=False)
     outside = re.sub(r"\([^()]*\)|\[.*?\]", "", inner)
-    bracketed = f"[ {inner} ]" if re.search(" [+-] ", outside) else inner
+    bracketed = f"[ {inner} ]" if inner.startswith("-") or re.search(" [+-] ", outside) else inner
     goals = [f"maximise  sum_{{i,t}} w_{{i,t}} {bracketed}"]
     if objective.has_critic:
         goals.append(f"minimise  sum_{{i,t}} w_{{i,t}} c_v {found['value'].text}")
@@ -117,17 +122,21 @@ def latex(objective: Objective) -> str:
             inner = rf"{found[name].latex}\, {inner}"
     if _adds(objective, "selection"):
         inner = f"{inner} {found['selection'].latex}"
+    if objective.advantage.type == "none":
+        inner = ""
     if objective.kl_in == "loss":
         inner = rf"{inner} - \beta\, \mathrm{{KL}}_{{i,t}}"
     if in_use(objective, "entropy"):
         inner = rf"{inner} + \eta\, \mathcal{{H}}_{{i,t}}"
+    if in_use(objective, "distillation"):
+        inner = rf"{inner} - \alpha\, D_{{i,t}}".strip()
     if inner != found["clip"].latex:
         inner = rf"\Big[ {inner} \Big]"
     lines = [rf"\max_\theta \;& {found['aggregate'].latex} {inner}"]
     if objective.has_critic:
         lines += [rf"\min_\phi \;& {found['aggregate'].latex} c_v {found['value'].latex}"]
     lines += [f"& {found['ratio'].latex}"] if r"\rho" in inner else []
-    lines += [f"& {found['advantage'].latex}"]
+    lines += [f"& {found[name].latex}" for name in ("advantage", "distillation") if _printed(objective, found[name])]
     lines += [f"& {line}" for line in _reward_lines(objective, found, latex=True)]
     lines += [f"& {found['entropy'].latex}"] if in_use(objective, "entropy") else []
     if objective.has_critic:
@@ -135,6 +144,10 @@ def latex(objective: Objective) -> str:
             r"& R_{i,t} = V_{i,t} + \sum_{l \ge 0} (\gamma \lambda)^l \delta_{i,t+l}, \quad V = v_{\phi_{\mathrm{old}}}"
         ]
     return "\\begin{aligned}\n" + " \\\\\n".join(lines) + "\n\\end{aligned}"
+
+
+def _printed(objective: Objective, found: Term) -> bool:
+    return bool(found.latex) and in_use(objective, found.axis)
 
 
 def objective_has(objective: Objective, name: str) -> bool:
@@ -244,6 +257,10 @@ def in_use(objective: Objective, name: str) -> bool:
         return objective.has_critic
     if name == "entropy":
         return objective.entropy.coefficient > 0
+    if name == "distillation":
+        return objective.distillation.coefficient != 0
+    if name in ("ratio", "clip"):
+        return objective.advantage.type != "none"
     return name not in ("correction", "selection", "shaping", "accept_group") or objective_has(objective, name)
 
 

@@ -44,6 +44,7 @@ def make_rows(groups: int = 3, tokens: int = 11, seed: int = 0, rewards: Tensor 
         reward_parts=parts,
         baseline_rewards=torch.rand(groups, generator=generator, dtype=torch.float64).repeat_interleave(GROUP),
         values=numbers(),
+        teacher_logprobs=-2 * numbers(),
     )
 
 
@@ -61,6 +62,11 @@ def training_batch(algorithm: Algorithm, rows: RowBatch) -> TrainingBatch:
     return batch
 
 
+def three_values(logprobs: Tensor) -> Tensor:
+    """[N] -> [N, 3]: distributions made of a number each."""
+    return torch.stack([logprobs, -logprobs, torch.zeros_like(logprobs)], -1).log_softmax(-1)
+
+
 def loss_gradient(
     algorithm: Algorithm, batch: TrainingBatch, logprobs: Tensor, parts: list[list[int]] | None = None
 ) -> tuple[float, Tensor]:
@@ -74,14 +80,19 @@ def loss_gradient(
         given["values"] = batch.values + 0.5 * (40 * batch.values).sin()
     if "entropy" in algorithm.outputs:
         given["entropy"] = batch.old_entropy[:, : batch.tokens.shape[1]]
+    if "teacher_distributions" in algorithm.outputs:
+        given["distributions"] = logprobs
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
     total = 0.0
     for part in parts or [list(range(batch.rows))]:
         index = torch.tensor(part)
         micro = select_rows(batch, index)
         width = micro.tokens.shape[1]
-        outputs = ModelOutputs(**{name: leaf[index, :width] for name, leaf in leaves.items()})
-        result = algorithm.loss(outputs, micro)
+        parts = {name: leaf[index, :width] for name, leaf in leaves.items()}
+        if "distributions" in parts:
+            parts["distributions"] = three_values(parts["distributions"][micro.loss_mask])
+            parts["teacher_distributions"] = three_values(micro.teacher_logprobs[micro.loss_mask])
+        result = algorithm.loss(ModelOutputs(**parts), micro)
         result.loss.backward()
         total += result.loss.item()
     gradients = [leaf.grad for leaf in leaves.values()]

@@ -27,7 +27,9 @@ EXTRA_AXES = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return str(make_tiny_model(tmp_path_factory.mktemp("model"), "llama"))
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder / "teacher", "llama", seed=1)
+    return str(make_tiny_model(folder, "llama"))
 
 
 def small(model, folder, tree, **axes):
@@ -38,6 +40,7 @@ def small(model, folder, tree, **axes):
     changes = {
         "output_dir": str(folder),
         "model": {"path": model, "device": "cpu"},
+        **({"teacher": {"path": f"{model}/teacher"}} if "teacher" in tree else {}),
         "data": {"train_size": 30, "eval": None, "eval_size": None},
         "rollout": {
             "prompts_per_step": 8 if ones else 2,

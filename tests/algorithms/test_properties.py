@@ -20,6 +20,7 @@ EXTRA = {
     "adaptive KL in the loss": ("rloo", {"kl": {"place": "loss", "target": 0.1}}),
     "adaptive KL in the reward": ("reinforce_pp", {"kl": {"target": 0.1}}),
     "overlong filtering": ("dapo", {"shaping": {"mask_truncated": True, "repetition_ngram_tokens": 2}}),
+    "distillation beside rewards": ("grpo", {"distillation": {"coefficient": 0.3, "beta": 0.1}}),
     "dppo by kl": ("dppo", {"clip": "dppo_kl"}),
     "dual clip of sequences": ("gspo", {"clip": {"dual": 1.001}}),
     "gmpo of opo with straight-through k1": ("gmpo", {"advantage": "opo", "kl": {"type": "k1", "k2_gradient": True,
@@ -34,7 +35,8 @@ EXTRA |= {
 }  # fmt: skip
 CASES = {name: (name, {}) for name in ALGORITHMS} | EXTRA
 CASES["pass_at_k"] = ("pass_at_k", {"advantage": {"k": 2}})  # of 4, the size of the groups here, there is one subset
-GROUP_BASELINES = [n for n, o in ALGORITHMS.items() if o.advantage.type not in ("raw", "remax", "reinforce_pp", "gae")]
+OTHERS = ("raw", "remax", "reinforce_pp", "gae", "reverse_kl", "none")
+GROUP_BASELINES = [n for n, o in ALGORITHMS.items() if o.advantage.type not in OTHERS]
 
 
 def build(case):
@@ -74,7 +76,7 @@ def test_any_order_of_rows_gives_the_same_gradient(case):
 def test_garbage_off_the_mask_is_harmless(case, garbage):
     rows = make_rows()
     off = ~rows.loss_mask
-    names = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "old_entropy", "values")
+    names = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "old_entropy", "values", "teacher_logprobs")
     dirty = replace(rows, **{name: getattr(rows, name).masked_fill(off, garbage) for name in names})
     logprobs = moved_logprobs(rows)
     clean = loss_gradient(algorithm := build(case), training_batch(algorithm, rows), logprobs)

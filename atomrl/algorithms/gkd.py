@@ -1,0 +1,29 @@
+"""GKD: distillation from a teacher on what the student writes itself, token by token over the whole vocabulary.
+
+    minimise  1/sum_j |o_j| sum_{i,t} D_{i,t}
+    D_{i,t} = beta KL(p, m) + (1 - beta) KL(pi, m),   m = beta p + (1 - beta) pi,   p of the teacher
+
+Differs from GRPO: no reward and no advantage; each token is told the teacher's whole distribution, so a step is worth
+many of a sparse reward, and the gradient goes through the policy's distribution, not through what was drawn. Differs
+from distillation on a fixed corpus: the student is corrected where it goes wrong, in its own words. Rewards in the
+config are logged and evaluated, and train nothing; `advantage: grpo` and a `clip` add them to the objective, as the
+paper's section on RL does. beta is `distillation: {beta: 0.5}`; 0 is the forward KL and 1 the reverse. All of it is on
+the student's own samples (the paper's lambda = 1), at the sampling temperature. Needs `teacher.path`, a model of the
+same vocabulary.
+
+The loss holds two distributions over the vocabulary for every trained token of a micro-batch: with a large vocabulary
+take a small `train.tokens_per_micro_batch`, or `on_policy_distillation`.
+
+Paper: arXiv:2306.13649.
+"""
+
+from __future__ import annotations
+
+from atomrl.objective import Advantage, Aggregate, Clip, Distillation, Objective
+
+GKD = Objective(
+    advantage=Advantage("none"),
+    clip=Clip("reinforce"),
+    aggregate=Aggregate("token_mean"),
+    distillation=Distillation("jsd", coefficient=1.0, beta=0.5),
+)
