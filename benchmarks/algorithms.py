@@ -233,8 +233,7 @@ def summarise(runs: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> dict[s
         "steps": [len(run["tokens"]) for run in runs],
         **{f"{name}_start": _rounded(_mean([run[name][0] for run in runs])) for name in CURVES[1:-1]},
         **{f"{name}_end": _rounded(_mean([_mean(run[name][-3:]) for run in runs])) for name in CURVES[1:-1]},
-        "train_s": round(_mean([run["seconds"][-1] for run in runs]), 1),
-        "wall_s": round(max(run["wall_s"] for run in runs), 1),
+        "train_s": round(min(run["seconds"][-1] for run in runs), 1),
         "curves": curves,
     }
 
@@ -284,6 +283,20 @@ def configs_of(names: Sequence[str]) -> dict[str, Path]:
     return {read_yaml(path)["run_name"]: path for path in paths}
 
 
+def check_models(configs: Mapping[str, Path], model: str) -> None:
+    """That the start and the teachers are there.
+
+    Raises:
+        SystemExit: how to make the one that is not.
+    """
+    wanted = {model: "atomrl sft configs/quickstart_sft.yaml"}
+    teachers = (read_yaml(path).get("teacher") for path in configs.values())
+    wanted |= {teacher["path"]: "atomrl train configs/quickstart.yaml" for teacher in teachers if teacher}
+    for path, command in wanted.items():
+        if not (Path(path) / "config.json").is_file():
+            raise SystemExit(f"{path}: no model there; make it with: {command}")
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--one"]:
         tree, budget, result_file = json.loads(sys.argv[2])
@@ -302,8 +315,8 @@ def main() -> None:
     if arguments.tokens < 1:
         parser.error(f"--tokens {arguments.tokens}: at least 1")
     configs = configs_of(arguments.configs)
-    if not arguments.plot and not (Path(arguments.model) / "config.json").is_file():
-        raise SystemExit(f"{arguments.model}: no model there; make it with: atomrl sft configs/quickstart_sft.yaml")
+    if not arguments.plot:
+        check_models(configs, arguments.model)
     import algorithms_plot
 
     where = algorithms_plot.places(ROOT / "docs" if arguments.docs else arguments.out, arguments.docs)
