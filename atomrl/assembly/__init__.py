@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from atomrl.algorithms.table import build_algorithm
+from atomrl.algorithms.table import build_algorithm, refuse_given_preferences
+from atomrl.assembly.critic import check_critic
 from atomrl.assembly.teacher import check_teacher, needs_teacher
 from atomrl.config import ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.processor import DataProcessor
@@ -57,6 +58,7 @@ def train(
         ConfigError, DataError, ValueError: what is wrong, where, and what to do.
     """
     started = time.perf_counter()
+    refuse_given_preferences(config.algorithm.name)
     path = model_path(config)
     algorithm = build_algorithm(
         config.algorithm.name,
@@ -67,6 +69,7 @@ def train(
     rewards = build_rewards(config.reward, local_rewards, device=device_name(config.model.device))
     tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.trust_remote_code)
     check_teacher(config, algorithm, path, tokenizer)
+    check_critic(config, algorithm, path, tokenizer)
     processor = DataProcessor(tokenizer, config.data, prompt_limit(config, path))
     held_out = load_split(config, processor, "eval")
     stream = PromptStream(load_split(config, processor, "train"), seed=config.seed, shuffle=config.data.shuffle)

@@ -24,6 +24,7 @@ def dry_run(config: RunConfig) -> None:
     """
     from atomrl.algorithms.table import build_algorithm
     from atomrl.assembly import ENGINES, device_name, prompt_limit
+    from atomrl.assembly.critic import check_critic
     from atomrl.assembly.teacher import check_teacher
     from atomrl.models.loading import is_local, load_tokenizer
     from atomrl.rewards.compute import build_rewards
@@ -40,6 +41,7 @@ def dry_run(config: RunConfig) -> None:
     if local and path is not None:
         tokenizer = load_tokenizer(config.model.tokenizer or path)
         check_teacher(config, algorithm, path, tokenizer)
+        check_critic(config, algorithm, path, tokenizer)
         processor = DataProcessor(tokenizer, config.data, prompt_limit(config, path))
     train, held_out = (load_samples(config.data, split, config.seed) for split in ("train", "eval"))
     used, lines = describe_data("train", train, processor)
@@ -140,6 +142,7 @@ def memory(config: RunConfig, algorithm: Algorithm) -> list[str]:
         config,
         needs_reference="ref_logprobs" in algorithm.needs,
         needs_teacher=needs_teacher(algorithm),
+        needs_critic="values" in algorithm.needs,
         distributions="distributions" in algorithm.outputs,
     )
     return [f"{name:<20}{readable(size)}" for name, size in parts.items()]

@@ -1,11 +1,13 @@
 """The memory estimate against counts by hand and against what is really kept."""
 
+import pytest
 import torch
 
 from atomrl.config import build_config
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, save_model
 from atomrl.models.memory import activation_bytes_per_token, adapter_parameters, memory_estimate
+from atomrl.models.scalar import load_scalar
 from tests.models.test_loading import save_gpt2
 from tests.tiny import make_tiny_model
 
@@ -72,3 +74,13 @@ def test_activations_are_about_what_autograd_keeps():
     estimate = activation_bytes_per_token(model.config, 100, 4, on_cpu=True)[0] * tokens.numel()
     assert out.shape == x.shape
     assert 0.7 < sum(kept.values()) / estimate < 1.3
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_critic_is_counted_whole(tmp_path, tied):
+    folder = make_tiny_model(tmp_path, tie_word_embeddings=tied)
+    plain, parts = (memory_estimate(config(folder), needs_critic=wanted) for wanted in (False, True))
+    weights = sum(weight.numel() for weight in load_scalar(folder, dtype="float32").parameters())
+    assert parts["critic"] == 4 * 4 * weights
+    assert parts["critic activations"] == parts["activations"] > 0
+    assert parts["total"] == plain["total"] + parts["critic"] + parts["critic activations"]
