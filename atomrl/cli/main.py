@@ -12,6 +12,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": "train a model with reinforcement learning",
     "sft": "train a model on demonstrations",
+    "dpo": "train a model on preferences (DPO and its family, KTO, ORPO, SimPO, CPO)",
     "pretrain": "train a model on plain text",
     "eval": "score a model on held-out problems",
     "generate": "complete a prompt",

@@ -3,12 +3,14 @@
 An axis (`axis.py`) is a table of functions, each of which nests atoms like its equation: those of credit in
 `credit.py`, those of the policy term in `policy.py` and `correction.py`, those of a critic and of entropy in
 `critic.py`. `Objective` makes one choice on each;
-`compose` makes the functions that the loop and the back ends call. A config overrides any axis (`override`).
+`compose` makes the functions that the loop and the back ends call. Preferences have axes (`preference.py`) and an
+objective (`compose_preference.py`) of their own. A config overrides any axis (`override`).
 """
 
 from __future__ import annotations
 
 from atomrl.objective.compose import Objective, compose, credit, override, policy_loss, rollout_gap, with_limit
+from atomrl.objective.compose_preference import PreferenceObjective
 from atomrl.objective.correction import CORRECTIONS, Correction
 from atomrl.objective.credit import ADVANTAGES, AcceptGroup, Advantage, Credit, Scores, Shaping, mixed_outcomes
 from atomrl.objective.critic import VALUE_LOSSES, Entropy, Predictions, Value
@@ -25,6 +27,7 @@ from atomrl.objective.policy import (
     Ratio,
     Selection,
 )
+from atomrl.objective.preference import LOSSES, SCORES, Loss, Nll, Score
 from atomrl.objective.update import UPDATES, Update
 
 __all__ = [
@@ -33,7 +36,9 @@ __all__ = [
     "CLIPS",
     "CORRECTIONS",
     "KL_ESTIMATORS",
+    "LOSSES",
     "RATIOS",
+    "SCORES",
     "SELECTIONS",
     "UPDATES",
     "VALUE_LOSSES",
@@ -42,13 +47,17 @@ __all__ = [
     "Aggregate",
     "Clip",
     "Correction",
-    "Distillation",
     "Credit",
+    "Distillation",
     "Entropy",
     "Kl",
+    "Loss",
+    "Nll",
     "Objective",
     "Predictions",
+    "PreferenceObjective",
     "Ratio",
+    "Score",
     "Scores",
     "Selection",
     "Shaping",

@@ -1,0 +1,18 @@
+"""ORPO: the likelihood of the chosen completion and the odds against the rejected one, without a reference.
+
+    L = -log pi(y_c) / |y_c| - beta log sigmoid(log odds(y_c) - log odds(y_r)),    odds(y) = p / (1 - p)
+
+with p the geometric mean of the tokens' probabilities.
+
+Paper: ORPO, arXiv:2403.07691 (lambda is beta). The likelihood is that of the completion alone, not of the prompt.
+"""
+
+from __future__ import annotations
+
+from atomrl.objective import Loss, Nll, PreferenceObjective, Score
+
+ORPO = PreferenceObjective(
+    score=Score("logprob", length_normalised=True),
+    loss=(Loss("odds_ratio", beta=0.1),),
+    nll=Nll("token_mean", coefficient=1.0),
+)
