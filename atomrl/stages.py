@@ -230,6 +230,8 @@ class AdvantageBatch(RowBatch):
     """[B, T] float32: what a critic is fitted to."""
     selected: Tensor | None = None
     """[B, T] bool: tokens that the algorithm chose out of the whole step."""
+    correction: Tensor | None = None
+    """[B, T] float32: what an off-policy correction made of the whole step, a factor of each token."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from atomrl.objective.compose import Objective, compose, credit, override, policy_loss, rollout_gap, with_limit
 from atomrl.objective.compose_preference import PreferenceObjective
-from atomrl.objective.correction import CORRECTIONS, Correction
+from atomrl.objective.correction import CORRECTIONS, Correction, Corrections
 from atomrl.objective.credit import ADVANTAGES, AcceptGroup, Advantage, Credit, Scores, Shaping, mixed_outcomes
 from atomrl.objective.critic import VALUE_LOSSES, Entropy, Predictions, Value
 from atomrl.objective.distillation import Distillation
@@ -47,6 +47,7 @@ __all__ = [
     "Aggregate",
     "Clip",
     "Correction",
+    "Corrections",
     "Credit",
     "Distillation",
     "Entropy",

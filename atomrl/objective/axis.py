@@ -57,6 +57,11 @@ class Axis:
         vars(self).update({"type": type, **{name: item.default for name, item in defaults.items()}, **parameters})
 
     @property
+    def parts(self) -> tuple[Self, ...]:
+        """The choices that it is made of: itself, but where an axis takes several at once."""
+        return (self,)
+
+    @property
     def parameters(self) -> dict[str, Any]:
         """Of the function, as set or by default."""
         return {name: value for name, value in vars(self).items() if name != "type"}
@@ -83,6 +88,15 @@ class Axis:
         """
         type = changes.pop("type", self.type)
         return self.__class__(type, **((self.parameters if type == self.type else {}) | changes))
+
+    @classmethod
+    def several(cls, items: Sequence[Any]) -> Axis:
+        """A config's list of choices.
+
+        Raises:
+            ValueError: the axis takes a single one.
+        """
+        raise ValueError(f"algorithm.{cls.label} takes a mapping of parameters, got {items!r}")
 
     def __call__(self, *inputs: Any) -> Any:
         return self.function(*inputs, **self.parameters)

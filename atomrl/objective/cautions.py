@@ -126,7 +126,8 @@ def missing_rollout_logprobs(o: Objective, f: Facts) -> str | None:
 
 
 def mixed_levels(o: Objective, f: Facts) -> str | None:
-    if o.ratio.type == "sequence" and o.correction.type in ("token_tis", "token_mis", "icepop"):
+    by_token = {"token_tis", "token_mis", "icepop"} & {part.type for part in o.correction.parts}
+    if o.ratio.type == "sequence" and by_token:
         return "biased: a weight by token on a ratio by completion; sequence_tis is of one level with it"
     return None
 

@@ -71,7 +71,7 @@ class Objective:
 
 
 def override(objective: Objective, axes: Mapping[str, Any]) -> Objective:
-    """The objective with some axes changed; a plain string sets an axis's type.
+    """The objective with some axes changed; a plain string sets an axis's type, a list several corrections at once.
 
     Raises:
         ValueError: an unknown axis, parameter or type, each with the nearest valid name.
@@ -82,6 +82,9 @@ def override(objective: Objective, axes: Mapping[str, Any]) -> Objective:
     """
     for name, change in axes.items():
         check_name("algorithm", name, [item.name for item in fields(objective)])
+        if isinstance(change, list):
+            objective = replace(objective, **{name: getattr(objective, name).several(change)})
+            continue
         parameters = {"type": change} if isinstance(change, str) else change
         if not isinstance(parameters, Mapping):
             raise ValueError(f"algorithm.{name} takes a mapping of parameters, got {change!r}")
@@ -136,7 +139,7 @@ def compose(
     def loss(outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
         return policy_loss(objective, outputs, batch, state.get(COEFFICIENT))
 
-    reads: set[Annotation] = set(objective.selection.reads | objective.advantage.reads)
+    reads: set[Annotation] = set(objective.selection.reads | objective.advantage.reads | objective.correction.reads)
     if objective.kl_in == "reward" or (objective.kl_in and objective.kl.target):
         reads |= {"old_logprobs", "ref_logprobs"}
     outputs: set[Output] = {"logprobs"} | ({"values"} if objective.has_critic else set())
@@ -235,6 +238,12 @@ def credit(objective: Objective, rows: RowBatch, state: dict[str, float] | None 
     changes: dict[str, Any] = {"loss_mask": mask, "advantages": advantages, "returns": returns}
     if objective.selection.type != "all":
         changes["selected"] = _select(objective.selection, rows, mask, advantages)
+    if objective.correction.reads:
+        old = rows.old_logprobs
+        assert old is not None, "annotated, as `advantages_read` asks"
+        changes["correction"] = objective.correction.factor(
+            Rollout(old, rows.rollout_logprobs, old, advantages, mask), whole_step=True
+        )
     return AdvantageBatch(**(vars(rows) | changes))
 
 
@@ -296,9 +305,11 @@ def policy_loss(
     factors = []
     if batch.rollout_logprobs is not None:
         metrics |= rollout_gap(old, batch.rollout_logprobs, mask)
-        factor = objective.correction(Rollout(old, batch.rollout_logprobs, logprobs, batch.advantages, mask))
-        if factor is not None:
-            factors.append(factor)
+        rollout = Rollout(old, batch.rollout_logprobs, logprobs, batch.advantages, mask)
+        found = (batch.correction, objective.correction.factor(rollout, whole_step=False))
+        factors = [factor for factor in found if factor is not None]
+        if factors:
+            factor = torch.stack(factors).prod(0)
             metrics["rollout_corr/weight_mean"] = Mean(masked_sum(factor, mask).item(), tokens)
             metrics["rollout_corr/dropped_ratio"] = Mean(float(((factor == 0) & mask).sum()), tokens)
     loss = weighted_sum(per_token_loss, batch.loss_weights, *factors)

@@ -55,11 +55,27 @@ def term(axis: Axis) -> Term:
         >>> found.text, found.changed, found.atoms[0].name
         ('min(rho A, clip(rho, 1 - low, 1 + high) A)', frozenset({'high'}), 'clipped_policy_loss')
     """
+    if axis.parts != (axis,):
+        return _product(axis, [term(part) for part in axis.parts])
     summary, text, latex = _read(axis.function)
     defaults = parameters_of(axis.function)
     changed = frozenset(name for name, value in axis.parameters.items() if value != defaults[name].default)
     atoms = tuple(dict.fromkeys(_place(atom) for atom in atoms_of(axis.function)))
     return Term(axis.label, axis.type, summary, text, latex, axis.parameters, changed, atoms)
+
+
+def _product(axis: Axis, parts: list[Term]) -> Term:
+    """The term of several choices at once."""
+    return Term(
+        axis=axis.label,
+        type=axis.type,
+        summary=" ".join(part.summary for part in parts),
+        text=" * ".join(f"({part.text})" for part in parts),
+        latex=r" \cdot ".join(part.latex for part in parts),
+        parameters=axis.parameters,
+        changed=frozenset(f"{part.type}.{name}" for part in parts for name in part.changed),
+        atoms=tuple(dict.fromkeys(atom for part in parts for atom in part.atoms)),
+    )
 
 
 def terms(objective: Objective) -> dict[str, Term]:
@@ -202,7 +218,7 @@ def _read(function: Callable[..., Any]) -> tuple[str, str, str]:
 
 def _adds(objective: Objective, name: str) -> bool:
     """Whether a choice is a summand of its own instead of a factor."""
-    return hasattr(getattr(objective, name).function, "use")
+    return any(hasattr(part.function, "use") for part in getattr(objective, name).parts)
 
 
 SHAPING = {

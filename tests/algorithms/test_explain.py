@@ -71,6 +71,16 @@ def test_a_combination_that_no_algorithm_is():
     ]
 
 
+def test_several_corrections_are_a_product():
+    objective = override(Objective(), {"correction": ["token_tis", {"type": "kl_rejection", "bound": 0.02}]})
+    assert "  c_{i,t} = (min(pi_old(a_t) / mu(a_t), high)) * ([KL(mu, pi_old) <= bound])" in equation(objective)
+    assert r"}, c\Big) \cdot \mathbb{1}[" in latex(objective)
+    shown = table(objective)
+    assert "correction: token_tis + kl_rejection (token_tis.high=2.0," in shown and "kl_rejection.bound=0.02*" in shown
+    assert "truncated_weights  atomrl" in shown and "k3_kl  atomrl" in shown
+    assert "truncated_weights" not in table(override(objective, {"correction": []}))
+
+
 CASES = {
     "length_bias": ({"aggregate": "sequence_mean"}, {}),
     "std_normalisation": ({}, {}),

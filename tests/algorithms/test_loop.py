@@ -21,6 +21,7 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "algorithms"
 EXTRA_AXES = {
     "pass_at_k": {"advantage": {"k": 2}},  # of 4 completions
     "corrected": {"correction": "token_tis", "selection": "random", "kl": {"coefficient": 0.1, "target": 0.01}},
+    "several corrections": {"correction": [{"type": "token_tis", "normalised": True}, "kl_rejection", "second_moment"]},
     "by prompt": {"aggregate": "prompt_mean", "correction": {"type": "kl_rejection", "bound": 1.0}},
 }
 

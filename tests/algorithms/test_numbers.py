@@ -139,6 +139,22 @@ def test_aggregates_by_hand():
         ({"type": "kl_rejection", "bound": 0.01}, [[0, 0], [1, 1, 1]]),
         ({"type": "kl_rejection", "bound": 0.01, "level": "token"}, [[1, 0], [1, 1, 1]]),
         ({"type": "kl_rejection", "bound": 0.05, "level": "sum", "estimator": "k1"}, [[1, 1], [1, 1, 1]]),
+        # Weights 1 2 1 e^0.1 e^-0.1 by token; by completion 2 2 1 1 1, the mean of whose rows is 1.5.
+        (
+            {"type": "token_tis", "normalised": True},
+            [[1 / 1.20200167, 2 / 1.20200167], [w / 1.20200167 for w in (1, math.exp(0.1), math.exp(-0.1))]],
+        ),
+        ({"type": "sequence_tis", "normalised": True}, [[4 / 3, 4 / 3], [2 / 3] * 3]),
+        # Squares 1 for the second token and 0.01 for the last two: without the first their mean is 0.005.
+        ({"type": "second_moment", "bound": 0.006}, [[1, 0], [1, 1, 1]]),
+        ({"type": "second_moment", "bound": 0.3}, [[1, 1], [1, 1, 1]]),
+        (
+            ["token_tis", {"type": "kl_rejection", "bound": 0.01, "level": "token"}],
+            [[1, 0], [1, math.exp(0.1), math.exp(-0.1)]],
+        ),
+        (["second_moment", {"type": "token_mis", "low": 0.95}], [[1, 0], [1, math.exp(0.1), 0]]),
+        (["icepop"], [[1, math.e], [1, math.exp(0.1), math.exp(-0.1)]]),
+        ([], [[1, 1], [1, 1, 1]]),
     ],
 )
 def test_corrections_by_hand(axes, expected):
@@ -152,6 +168,15 @@ def test_corrections_by_hand(axes, expected):
     assert factors.tolist() == pytest.approx([x for row in expected for x in row], abs=1e-6)
 
 
+def test_what_a_correction_takes_of_a_whole_step_needs_the_old_logprobs_before_it():
+    for axes, reads in (
+        ("token_tis", set()),
+        ({"type": "token_tis", "normalised": True}, {"old_logprobs"}),
+        (["icepop", "second_moment"], {"old_logprobs"}),
+    ):
+        assert make(correction=axes).advantages_read == reads
+
+
 def test_off_policy_sequences_are_masked_where_the_advantage_is_negative():
     rows = two_rows()
     algorithm = make(advantage="grpo_no_std", clip="reinforce", correction="off_policy_sequences")
@@ -161,8 +186,9 @@ def test_off_policy_sequences_are_masked_where_the_advantage_is_negative():
 
 
 def test_a_correction_without_log_probs_of_the_engine_is_refused():
-    with pytest.raises(ValueError, match="token_tis needs log-probs that this engine lacks"):
-        make(correction="token_tis").advantages(two_rows(rollout_logprobs=None))
+    for axes in ("token_tis", "second_moment", ["kl_rejection", "token_tis"]):
+        with pytest.raises(ValueError, match="needs log-probs that this engine lacks"):
+            make(correction=axes).advantages(two_rows(rollout_logprobs=None))
 
 
 def test_selections_by_hand():

@@ -16,6 +16,13 @@ EXTRA = {
     "random tokens by number": ("grpo", {"selection": {"type": "random", "tokens": 7}}),
     "entropy by budget": ("grpo", {"selection": {"type": "high_entropy", "tokens": 7}}),
     "loose rejection": ("grpo", {"correction": {"type": "kl_rejection", "bound": 0.003, "level": "max"}}),
+    "normalised weights": ("grpo", {"correction": {"type": "token_tis", "normalised": True, "high": 1.01}}),
+    "normalised weights of rows": ("gspo", {"correction": {"type": "sequence_tis", "normalised": True}}),
+    "tight second moment": ("grpo", {"correction": {"type": "second_moment", "bound": 0.001}}),
+    "weights and rejections": (
+        "dapo",
+        {"correction": ["token_tis", {"type": "kl_rejection", "bound": 3e-3}, {"type": "second_moment"}]},
+    ),
     "prompt mean": ("grpo", {"aggregate": "prompt_mean", "kl": {"coefficient": 0.1, "type": "k2"}}),
     "adaptive KL in the loss": ("rloo", {"kl": {"place": "loss", "target": 0.1}}),
     "adaptive KL in the reward": ("reinforce_pp", {"kl": {"target": 0.1}}),
