@@ -172,6 +172,8 @@ def pair_up(objective: PreferenceObjective, rows: RowBatch, state: dict[str, flo
     Raises:
         ValueError: KTO has no completions of other prompts to take its reference point from.
     """
+    if not rows.rows:
+        return AdvantageBatch(**vars(rows), advantages=torch.zeros(rows.loss_mask.shape))
     if objective.unpaired:
         signs = labels(rows)
         _measure_reference(objective, rows, signs, state)
