@@ -332,7 +332,7 @@ def nearest_key(path: Sequence[str]) -> str | None:
     near = difflib.get_close_matches(".".join(path), siblings, n=1, cutoff=0.75)
     if near:
         return near[0]
-    leaves: dict[str, str] = {key.rpartition(".")[2]: key for key in keys}
+    leaves: dict[str, str] = {key.rpartition(".")[2]: key for key in reversed(keys)}  # the first section counts
     near = difflib.get_close_matches(path[-1], list(leaves), n=1, cutoff=0.6)
     return leaves[near[0]] if near else None
 

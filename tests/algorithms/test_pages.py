@@ -30,7 +30,7 @@ MODULES = {
     "kl_cov": "entropy_mechanism",
 }
 """Algorithm -> its file and page, where they have another name."""
-COLUMNS = ("advantage", "ratio", "clip", "kl", "aggregate", "selection", "shaping", "accept_group")
+COLUMNS = ("advantage", "ratio", "clip", "kl", "aggregate", "selection", "shaping", "accept_group", "value", "entropy")
 
 
 def module(name: str) -> str:
