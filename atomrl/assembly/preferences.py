@@ -24,6 +24,7 @@ from atomrl.loop.preferences import (
 from atomrl.loop.recovery import identity, open_run, saver
 from atomrl.loop.sft import supervise
 from atomrl.models.loading import load_tokenizer
+from atomrl.models.reward_model import Reader
 from atomrl.protocols import Algorithm, TrainingBackend
 from atomrl.stages import RewardBatch, RowBatch, Sample
 from atomrl.tracking.recorder import Recorder
@@ -42,6 +43,7 @@ def train_on_preferences(
     scores: RowScores,
     takes_single: bool = False,
     add: Callable[[RewardBatch], RewardBatch] | None = None,
+    reader: Reader | None = None,
 ) -> dict[str, Any]:
     """The run of any model that is trained on preferences.
 
@@ -52,6 +54,7 @@ def train_on_preferences(
         scores: how held-out completions are judged.
         takes_single: also trains on completions that are labelled one by one.
         add: what a step's batch needs beside the completions drawn.
+        reader: makes whole rows of prompts and completions, where the model has its own way to read them.
     """
     started = time.perf_counter()
     if config.preference is None:
@@ -64,12 +67,12 @@ def train_on_preferences(
     tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.trust_remote_code)
     processor = DataProcessor(tokenizer, config.data)
     rows = config.train.rows_per_update or PAIRS_PER_UPDATE
-    context = context_tokens(path, config)
+    context = reader.limit if reader else context_tokens(path, config)
     schedule = replace(make_schedule(config), prompts_per_step=rows, updates_per_epoch=1, epochs_per_step=1)
     if context is not None:
         schedule = replace(schedule, max_row_tokens=min(context, schedule.max_row_tokens or context))
-    draw_train, train = _usable(train, "train", processor, context, config)
-    draw_eval, held_out = _usable(held_out, "eval", processor, context, config)
+    draw_train, train = _usable(train, "train", processor, reader, context, config)
+    draw_eval, held_out = _usable(held_out, "eval", processor, reader, context, config)
     stream = PromptStream(train, seed=config.seed, shuffle=config.data.shuffle)
     now = identity(stream, processor, path)
     run, progress = open_run(config, resume, now, allow_changes)
@@ -116,10 +119,17 @@ def refuse_single(samples: list[Sample], config: RunConfig) -> None:
 
 
 def _usable(
-    samples: list[Sample], split: str, processor: DataProcessor, context: int | None, config: RunConfig
+    samples: list[Sample],
+    split: str,
+    processor: DataProcessor,
+    reader: Reader | None,
+    context: int | None,
+    config: RunConfig,
 ) -> tuple[Draw, list[Sample]]:
     """The samples that fit, and what draws their completions."""
     source = config.data.train if split == "train" else config.data.eval
     draw = preference_drawer(processor, scored_completions(source or ""), config.seed)
+    if reader is not None:
+        draw = reader.reading(draw)
     kept, _ = processor.filter_overlong(samples)
     return draw, fitting_preferences(kept, draw, context, f"data.{split}")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": "train a model with reinforcement learning",
     "sft": "train a model on demonstrations",
+    "reward-model": "train a reward model on pairs of completions",
     "dpo": "train a model on preferences (DPO and its family, KTO, ORPO, SimPO, CPO)",
     "pretrain": "train a model on plain text",
     "eval": "score a model on held-out problems",
@@ -25,8 +26,8 @@ COMMANDS = {
     "plot": "draw the curves of a run",
     "doctor": "say what is wrong with a run; without one, what this machine has and what will be used",
 }
-"""Command -> what it does; `atomrl.cli.NAME` (`import_` for `import`, a word that Python keeps for itself) has
-`add_arguments(parser)` and `run(arguments) -> exit code`."""
+"""Command -> what it does; `atomrl.cli.NAME` (`reward_model` for `reward-model`; `import_` for `import`, a word that
+Python keeps for itself) has `add_arguments(parser)` and `run(arguments) -> exit code`."""
 
 USER_ERROR, INTERRUPTED = 2, 130
 
@@ -60,7 +61,8 @@ def run_command(name: str, arguments: list[str]) -> int:
     """Parse and run one of `COMMANDS`, turning errors into messages."""
     show_traceback = "--traceback" in arguments
     try:
-        command = importlib.import_module(f"atomrl.cli.{name}{'_' if keyword.iskeyword(name) else ''}")
+        module = name.replace("-", "_") + ("_" if keyword.iskeyword(name) else "")
+        command = importlib.import_module(f"atomrl.cli.{module}")
         parser = argparse.ArgumentParser(
             prog=f"atomrl {name}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
@@ -89,7 +91,7 @@ def fail(message: str) -> int:
 
 def overview() -> str:
     """The help of `atomrl` itself."""
-    lines = [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
+    lines = [f"  {name:<12} {text}" for name, text in COMMANDS.items()]
     return "\n".join(
         [
             "AtomRL: reinforcement learning for language models.",

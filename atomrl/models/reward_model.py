@@ -11,8 +11,8 @@ A reward model reads a prompt and a completion in one of three ways, by what its
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -49,8 +49,6 @@ class RewardModel:
                 f"reward_model: {path} is a {kind}, which gives no score; `atomrl reward-model` makes a reward model "
                 "of a language model and preferences"
             )
-        if config.num_labels != 1:
-            raise ConfigError(f"reward_model: {path} has {config.num_labels} labels; a reward model has one")
         if tokens_per_batch < 1:
             raise ConfigError(f"reward_model: tokens_per_batch must be at least 1, not {tokens_per_batch}")
         self.path, self.device, self.dtype, self.tokens_per_batch = path, device, dtype, tokens_per_batch
@@ -89,10 +87,13 @@ class Reader:
         path: of the reward model, for messages.
 
     Raises:
-        ConfigError: the model tells the two segments of a pair apart by numbers that are not passed on (BERT, ELECTRA).
+        ConfigError: the model has several labels, or tells the two segments of a pair apart by numbers that are not
+            passed on (BERT, ELECTRA).
     """
 
     def __init__(self, tokenizer: Any, config: Any, path: str) -> None:
+        if is_classifier(config) and config.num_labels != 1:
+            raise ConfigError(f"{path} has {config.num_labels} labels; a reward model has one")
         self.tokenizer, self.path = tokenizer, path
         self.limit = min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", None) or 1 << 30)
         self.has_template = bool(tokenizer.chat_template)
@@ -116,13 +117,28 @@ class Reader:
         Raises:
             ConfigError: a prompt of several messages without a template for them.
         """
-        return [
-            self._within_limit(sample, completion, self._row(sample, prompt, completion))
-            for sample, prompt, group in zip(
-                rollouts.samples, rollouts.prompt_token_ids, rollouts.completions, strict=True
+        return [self._within_limit(*item, row) for item, row in self._rows(rollouts)]
+
+    def reading(self, draw: Callable[[Any], RewardBatch]) -> Callable[[Any], RewardBatch]:
+        """`draw` with every completion a whole row as it is read, however long, and the prompts empty."""
+
+        def read(items: Any) -> RewardBatch:
+            batch = draw(items)
+            rows = (row for _, row in self._rows(batch))
+            groups = tuple(
+                tuple(replace(completion, token_ids=next(rows), loss_mask=()) for completion in group)
+                for group in batch.completions
             )
-            for completion in group
-        ]
+            return replace(batch, prompt_token_ids=((),) * len(groups), completions=groups)
+
+        return read
+
+    def _rows(self, rollouts: RolloutBatch) -> Iterator[tuple[tuple[Sample, Completion], tuple[int, ...]]]:
+        for sample, prompt, group in zip(
+            rollouts.samples, rollouts.prompt_token_ids, rollouts.completions, strict=True
+        ):
+            for completion in group:
+                yield (sample, completion), self._row(sample, prompt, completion)
 
     def _row(self, sample: Sample, prompt: Sequence[int], completion: Completion) -> tuple[int, ...]:
         if self.has_template:
