@@ -104,8 +104,19 @@ class RolloutConfig(Section):
     max_completion_tokens: int = Field(256, ge=1)
     stop: list[str] = []
     stop_token_ids: list[int] = []
+    logprobs_over: Literal["vocabulary", "kept"] = "vocabulary"
+    """`kept`: all log-probs, of the engine and of the trainer, are over the tokens that top-p and top-k kept, as they
+    were sampled. Needs the native engine, and `K` numbers for each token, of the largest number of kept ones."""
     max_concurrent_completions: int = Field(256, ge=1)
     """Rows that an engine decodes at once."""
+
+    @model_validator(mode="after")
+    def _something_is_cut(self) -> RolloutConfig:
+        if self.logprobs_over == "kept" and (self.temperature == 0 or (self.top_p == 1 and not self.top_k)):
+            raise ValueError(
+                "logprobs_over=kept needs a temperature above 0, and top_p below 1 or a top_k: nothing is cut"
+            )
+        return self
 
 
 class RewardRoute(Section):

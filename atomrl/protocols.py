@@ -30,6 +30,8 @@ class RolloutEngine(Protocol):
 
     seeded: bool
     """Whether a completion depends on its own seed alone (Hugging Face generate cannot promise it)."""
+    returns_kept: bool
+    """Whether it can tell which tokens top-p and top-k kept (`SamplingParams.logprobs_over`)."""
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
         """`sampling.completions_per_prompt` completions of each prompt, in the order of the prompts."""

@@ -51,8 +51,8 @@ class Sample:
 class SamplingParams:
     """How completions are drawn.
 
-    Log-probs that an engine returns are of `logits / temperature` over the whole vocabulary (of `logits` where the
-    temperature is 0), before top-p and top-k cut it.
+    Log-probs that an engine returns are of `logits / temperature` (of `logits` where the temperature is 0), over the
+    whole vocabulary before top-p and top-k cut it, unless `logprobs_over` says otherwise.
     """
 
     completions_per_prompt: int = 1
@@ -70,6 +70,8 @@ class SamplingParams:
     """Tokens that end a completion beside the model's end-of-sequence tokens; the token is kept."""
     ignore_eos: bool = False
     """Do not stop at the model's end-of-sequence tokens (fixed-length measurements)."""
+    logprobs_over: Literal["vocabulary", "kept"] = "vocabulary"
+    """`kept`: log-probs are over the tokens that top-p and top-k keep, and completions tell which those were."""
     seed: int = 0
     step: int = 0
 
@@ -80,6 +82,8 @@ class SamplingParams:
             raise ValueError("min_completion_tokens must be between 0 and max_completion_tokens")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
             raise ValueError("temperature must be >= 0, top_p in (0, 1], top_k >= 0")
+        if self.logprobs_over == "kept" and self.temperature > 0 and self.top_p == 1 and not self.top_k:
+            raise ValueError("logprobs_over=kept, but neither top_p nor top_k cuts anything")
 
 
 def completion_seed(seed: int, step: int, prompt_id: str, index: int) -> int:
@@ -122,13 +126,16 @@ class Completion:
     finish_reason: FinishReason
     loss_mask: tuple[bool, ...] = ()
     """True where the model wrote the token; all True unless an environment wrote some."""
+    kept_ids: tuple[tuple[int, ...], ...] | None = None
+    """The tokens that top-p and top-k left each token to be drawn from, itself among them, and over which `logprobs`
+    are; empty where the model did not write it. None: `logprobs` are over the whole vocabulary."""
 
     def __post_init__(self) -> None:
         if not self.loss_mask:
             object.__setattr__(self, "loss_mask", (True,) * len(self.token_ids))
-        parts = [self.loss_mask] + ([] if self.logprobs is None else [self.logprobs])
+        parts = [part for part in (self.loss_mask, self.logprobs, self.kept_ids) if part is not None]
         if any(len(part) != len(self.token_ids) for part in parts):
-            raise ValueError("a completion's token_ids, logprobs and loss_mask must have the same length")
+            raise ValueError("a completion's token_ids, logprobs, loss_mask and kept_ids must have the same length")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +204,8 @@ class RowBatch:
     """[B] bool: the completion hit the length limit."""
     rollout_logprobs: Tensor | None = None
     """[B, T] float32, from the engine."""
+    kept_ids: Tensor | None = None
+    """[B, T, K] int32, padded with -1: the tokens that each token was drawn from, over which all log-probs then are."""
     old_logprobs: Tensor | None = None
     """[B, T] float32, from the trainer at the start of the step. None on a step with a single update, where they
     are the log-probs themselves."""
@@ -252,5 +261,6 @@ def select_rows(batch: Rows, index: Tensor) -> Rows:
     for item in fields(batch):
         value = getattr(batch, item.name)
         if value is not None:
-            changes[item.name] = value[index, :longest] if value.dim() == 2 else value[index]
+            by_token = value.dim() == 2 or item.name == "kept_ids"
+            changes[item.name] = value[index, :longest] if by_token else value[index]
     return replace(batch, **changes)

@@ -69,6 +69,7 @@ def train(
     rewards = build_rewards(config.reward, local_rewards, device=device_name(config.model.device))
     tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.trust_remote_code)
     check_teacher(config, algorithm, path, tokenizer)
+    check_kept(config, path)
     check_critic(config, algorithm, path, tokenizer)
     processor = DataProcessor(tokenizer, config.data, prompt_limit(config, path))
     held_out = load_split(config, processor, "eval")
@@ -183,6 +184,7 @@ def train_sampling(config: RunConfig) -> SamplingParams:
         top_k=rollout.top_k,
         stop=tuple(rollout.stop),
         stop_token_ids=tuple(rollout.stop_token_ids),
+        logprobs_over=rollout.logprobs_over,
         seed=config.seed,
     )
 
@@ -197,6 +199,7 @@ def eval_sampling(config: RunConfig) -> SamplingParams:
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=0,
+        logprobs_over="vocabulary",
     )
 
 
@@ -241,19 +244,36 @@ def build_engine(
     Raises:
         ConfigError: there is no engine of this name.
     """
-    if name not in ENGINES:
-        raise ConfigError(f"rollout.engine: unknown engine {name!r}; there are {', '.join(ENGINES)}")
     settings = {
         "dtype": compute_dtype(dtype, device_name(model.device)),
         "device": device_name(model.device),
         "max_concurrent_completions": rollout.max_concurrent_completions,
     }
+    return engine_class(name, path, model).from_pretrained(str(resolve_folder(path)), tokenizer, **settings)
+
+
+def engine_class(name: str, path: str, model: ModelConfig) -> Any:
+    """What `build_engine` makes an engine of."""
+    if name not in ENGINES:
+        raise ConfigError(f"rollout.engine: unknown engine {name!r}; there are {', '.join(ENGINES)}")
     if name == "native":
         reason = NativeEngine.supports(model_config_only(path, model.trust_remote_code))
         if reason:
             log.warning("rollouts come from the hf engine, because native does not know this model: %s", reason)
             name = "hf"
-    return ENGINES[name].from_pretrained(str(resolve_folder(path)), tokenizer, **settings)
+    return ENGINES[name]
+
+
+def check_kept(config: RunConfig, path: str) -> None:
+    """That the engine can tell what top-p and top-k kept, where log-probs are to be over that.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if config.rollout.logprobs_over == "kept":
+        engine = engine_class(config.rollout.engine, path, config.model)
+        if not engine.returns_kept:
+            raise ConfigError(f"rollout.logprobs_over=kept: {engine.__name__} does not tell which tokens were kept")
 
 
 def headline(result: EvalResult) -> dict[str, float]:

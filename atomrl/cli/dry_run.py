@@ -23,7 +23,7 @@ def dry_run(config: RunConfig) -> None:
         ConfigError, DataError, ValueError: what is wrong, as the run itself would say it.
     """
     from atomrl.algorithms.table import build_algorithm
-    from atomrl.assembly import ENGINES, device_name, prompt_limit
+    from atomrl.assembly import ENGINES, check_kept, device_name, prompt_limit
     from atomrl.assembly.critic import check_critic
     from atomrl.assembly.teacher import check_teacher
     from atomrl.models.loading import is_local, load_tokenizer
@@ -41,6 +41,7 @@ def dry_run(config: RunConfig) -> None:
     if local and path is not None:
         tokenizer = load_tokenizer(config.model.tokenizer or path)
         check_teacher(config, algorithm, path, tokenizer)
+        check_kept(config, path)
         check_critic(config, algorithm, path, tokenizer)
         processor = DataProcessor(tokenizer, config.data, prompt_limit(config, path))
     train, held_out = (load_samples(config.data, split, config.seed) for split in ("train", "eval"))

@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        logprobs_over_kept=rollout.logprobs_over == "kept",
         max_completion_tokens=rollout.max_completion_tokens,
         reward_parts=len(weights) + bool(config.reward.by_data_source),
     )

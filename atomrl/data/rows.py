@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atomrl.protocols import Algorithm
-from atomrl.stages import AdvantageBatch, RewardBatch, RowBatch, TrainingBatch, select_rows
+from atomrl.stages import AdvantageBatch, Completion, RewardBatch, RowBatch, TrainingBatch, select_rows
 
 
 def trained_completions(rewarded: RewardBatch, max_row_tokens: int | None = None) -> list[tuple[int, int]]:
@@ -60,11 +60,25 @@ def to_rows(rewarded: RewardBatch, max_row_tokens: int | None = None) -> RowBatc
         rewards=torch.tensor([row[4] for row in rows], dtype=torch.float32),
         truncated=torch.tensor([row[3].finish_reason == "length" for row in rows], dtype=torch.bool),
         rollout_logprobs=rollout_logprobs,
+        kept_ids=_kept_ids([(row[1], len(row[2]), row[3]) for row in rows], longest),
         reward_parts=_reward_parts(rewarded, max_row_tokens),
         baseline_rewards=None
         if rewarded.baseline_rewards is None
         else torch.tensor([_or_nan(rewarded.baseline_rewards[row[0]]) for row in rows], dtype=torch.float32),
     )
+
+
+def _kept_ids(rows: list[tuple[int, int, Completion]], longest: int) -> Tensor | None:
+    """[B, T, K] what each token was drawn from, of rows of (start, end, completion); None where one does not tell."""
+    if not rows or any(completion.kept_ids is None for _, _, completion in rows):
+        return None
+    parts = [(completion.kept_ids or ())[: end - start] for start, end, completion in rows]
+    widest = max((len(ids) for part in parts for ids in part), default=0)
+    kept = torch.full((len(rows), longest, widest), -1, dtype=torch.int32)
+    for index, ((start, end, _), part) in enumerate(zip(rows, parts, strict=True)):
+        padded = [[*ids, *(-1,) * (widest - len(ids))] for ids in part]
+        kept[index, start:end] = torch.tensor(padded, dtype=torch.int32).view(len(part), widest)
+    return kept
 
 
 def _reward_parts(rewarded: RewardBatch, max_row_tokens: int | None) -> Tensor | None:

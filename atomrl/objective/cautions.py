@@ -23,6 +23,8 @@ class Facts:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    logprobs_over_kept: bool = False
+    """Whether log-probs are over the tokens that top-p and top-k keep."""
     rollout_logprobs: bool = True
     """Whether the engine returns them."""
     reward_parts: int = 1
@@ -78,10 +80,13 @@ def kl_gradient(o: Objective, f: Facts) -> str | None:
 
 
 def truncated_sampling(o: Objective, f: Facts) -> str | None:
-    if f.top_p < 1 or f.top_k:
+    if (f.top_p < 1 or f.top_k) and not f.logprobs_over_kept:
         what = f"top_p={f.top_p}" if f.top_p < 1 else f"top_k={f.top_k}"
         mends = "no correction here knows of the cut" if o.correction.type != "none" else "and nothing corrects it"
-        return f"biased: {what} samples from fewer tokens than the log-probs are taken over, {mends}"
+        return (
+            f"biased: {what} samples from fewer tokens than the log-probs are taken over, {mends}; "
+            "rollout.logprobs_over=kept takes them over the same"
+        )
     return None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from atomrl.rollout.stopping import to_rollout_batch
+from atomrl.rollout.stopping import Drawn, to_rollout_batch
 from atomrl.stages import PromptBatch, RolloutBatch, SamplingParams
 
 
@@ -29,6 +29,7 @@ class FakeEngine:
     """
 
     seeded = True
+    returns_kept = False
 
     def __init__(self, complete: Callable[[tuple[int, ...], int], Sequence[int]], tokenizer: Any):
         self.complete, self.tokenizer = complete, tokenizer
@@ -43,7 +44,7 @@ class FakeEngine:
             for index in range(sampling.completions_per_prompt):
                 tokens = list(self.complete(prompt, index))
                 kept = tokens[: sampling.max_completion_tokens]
-                drawn.append((kept, [-1.0] * len(kept), len(kept) == len(tokens)))
+                drawn.append(Drawn(kept, [-1.0] * len(kept), len(kept) == len(tokens)))
         return to_rollout_batch(prompts, sampling, drawn, self.tokenizer, self.version)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

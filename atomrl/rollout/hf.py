@@ -17,7 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from atomrl.rollout.stopping import StopRule, check_prompts, eos_token_ids, to_rollout_batch
+from atomrl.rollout.stopping import Drawn, StopRule, check_prompts, eos_token_ids, to_rollout_batch
 from atomrl.stages import PromptBatch, RolloutBatch, SamplingParams
 
 
@@ -29,6 +29,7 @@ class HFEngine:
     """
 
     seeded = False
+    returns_kept = False
 
     def __init__(self, model: Any, eos: tuple[int, ...], tokenizer: Any, max_concurrent_completions: int):
         self.model, self.eos, self.tokenizer = model, eos, tokenizer
@@ -83,8 +84,11 @@ class HFEngine:
         """`sampling.completions_per_prompt` completions of each prompt.
 
         Raises:
-            ValueError: a prompt is empty or too long for the model's context.
+            ValueError: a prompt is empty or too long for the model's context; or log-probs over the kept tokens are
+                asked for, which `model.generate` does not tell.
         """
+        if sampling.logprobs_over == "kept":
+            raise ValueError("logprobs_over=kept: the hf engine does not tell which tokens top-p and top-k kept")
         check_prompts(prompts, sampling, getattr(self.model.config, "max_position_embeddings", 2**31))
         rows = [tokens for tokens in prompts.prompt_token_ids for _ in range(sampling.completions_per_prompt)]
         device = self.model.device
@@ -97,9 +101,7 @@ class HFEngine:
                 drawn += self._generate(rows[start : start + self.max_concurrent_completions], sampling, rule)
         return to_rollout_batch(prompts, sampling, drawn, self.tokenizer, self.version)
 
-    def _generate(
-        self, rows: list[tuple[int, ...]], sampling: SamplingParams, rule: StopRule
-    ) -> list[tuple[list[int], list[float], bool]]:
+    def _generate(self, rows: list[tuple[int, ...]], sampling: SamplingParams, rule: StopRule) -> list[Drawn]:
         device = self.model.device
         width = max(len(row) for row in rows)
         tokens = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
@@ -123,7 +125,7 @@ class HFEngine:
         longest = sequences.shape[1] - width
         lengths = [length or longest for length in ends.lengths.tolist()]
         return [
-            (row[:length], values[:length], stopped > 0)
+            Drawn(row[:length], values[:length], stopped > 0)
             for row, values, length, stopped in zip(completions, logprobs, lengths, ends.lengths.tolist(), strict=True)
         ]
 

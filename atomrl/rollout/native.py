@@ -28,8 +28,8 @@ from atomrl.rollout.decoder import (
     unsupported_reason,
 )
 from atomrl.rollout.kernel import load_kernels
-from atomrl.rollout.sampling import sample
-from atomrl.rollout.stopping import StopRule, check_prompts, eos_token_ids, to_rollout_batch
+from atomrl.rollout.sampling import sample, sample_kept
+from atomrl.rollout.stopping import Drawn, StopRule, check_prompts, eos_token_ids, to_rollout_batch
 from atomrl.stages import PromptBatch, RolloutBatch, SamplingParams, completion_seed
 
 __all__ = ["NativeEngine", "Unsupported"]
@@ -48,6 +48,7 @@ class NativeEngine:
     """
 
     seeded = True
+    returns_kept = True
 
     def __init__(
         self,
@@ -173,6 +174,8 @@ class _Outputs:
     logprobs: Tensor
     lengths: Tensor
     stopped: Tensor
+    kept: list[tuple[Tensor, Tensor]]
+    """Of each draw: which items, and [N, K] what they were drawn from; where it is asked for."""
 
 
 class _Run:
@@ -205,6 +208,7 @@ class _Run:
             logprobs=torch.zeros(self.total, width, device=device),
             lengths=torch.zeros(self.total, dtype=torch.int64, device=device),
             stopped=torch.zeros(self.total, dtype=torch.bool, device=device),
+            kept=[],
         )
 
     def complete(self) -> None:
@@ -218,8 +222,8 @@ class _Run:
             if self.state.shape[1]:
                 self._decode()
 
-    def drawn(self) -> list[tuple[list[int], list[float], bool]]:
-        """Tokens, log-probs and whether it stopped by itself, of each item.
+    def drawn(self) -> list[Drawn]:
+        """Each item.
 
         Raises:
             ValueError: a log-prob is NaN.
@@ -230,8 +234,15 @@ class _Run:
                 "the model's logits are NaN or infinite: its weights have diverged; go on from an earlier checkpoint "
                 "with a lower train.learning_rate"
             )
-        rows = zip(out.tokens.cpu(), out.logprobs.cpu(), out.lengths.tolist(), out.stopped.tolist(), strict=True)
-        return [(tokens[:n].tolist(), logprobs[:n].tolist(), stopped) for tokens, logprobs, n, stopped in rows]
+        kept: list[list[tuple[int, ...]]] = [[] for _ in range(self.total)]
+        for items, drawn_from in out.kept:  # in the order of the positions of each item
+            for item, ids in zip(items.tolist(), drawn_from.tolist(), strict=True):
+                kept[item].append(tuple(token for token in ids if token >= 0))
+        rows = zip(out.tokens.cpu(), out.logprobs.cpu(), out.lengths.tolist(), out.stopped.tolist(), kept, strict=True)
+        return [
+            Drawn(tokens[:n].tolist(), logprobs[:n].tolist(), stopped, tuple(own) if out.kept else None)
+            for tokens, logprobs, n, stopped, own in rows
+        ]
 
     def _admit(self, count: int) -> None:
         """Let up to `count` waiting completions in: run the prompts that are new, and draw the first tokens."""
@@ -297,9 +308,13 @@ class _Run:
 
     def _accept(self, state: Tensor, logits: Tensor) -> Tensor:
         """Draw the next token of each row from `logits` [N, V], keep it, and return the rows that go on."""
-        lengths, kernels = state[_LENGTH], self.engine.decoder.kernels
-        tokens, logprobs = sample(logits, self.sampling, state[_SEED], lengths, self.rule.banned(lengths), kernels)
-        items = state[_ITEM]
+        lengths, kernels, items = state[_LENGTH], self.engine.decoder.kernels, state[_ITEM]
+        banned = self.rule.banned(lengths)
+        if self.sampling.logprobs_over == "kept":
+            tokens, logprobs, kept = sample_kept(logits, self.sampling, state[_SEED], lengths, banned)
+            self.out.kept.append((items.cpu(), kept.cpu()))
+        else:
+            tokens, logprobs = sample(logits, self.sampling, state[_SEED], lengths, banned, kernels)
         self.out.tokens[items, lengths] = tokens.int()
         self.out.logprobs[items, lengths] = logprobs
         state[_TOKEN] = tokens

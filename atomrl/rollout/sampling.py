@@ -96,6 +96,29 @@ def sample(
     return tokens, scores.gather(-1, tokens[:, None])[:, 0] - log_total
 
 
+def sample_kept(
+    logits: Tensor, sampling: SamplingParams, seeds: Tensor, positions: Tensor, banned: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The token that `sample` draws, its log-prob over what it was drawn from, and what that is.
+
+    Args:
+        logits, sampling, seeds, positions, banned: as in `sample`; something must be cut.
+
+    Returns:
+        Tokens [N] int64, log-probs [N] float32, and token ids [N, K] int32, padded with -1.
+    """
+    scores = logits.float() if sampling.temperature in (0, 1) else logits.float() / sampling.temperature
+    allowed = scores if banned is None else scores.masked_fill(banned, -torch.inf)
+    greedy = sampling.temperature == 0
+    values, order = _kept(allowed, 1 if greedy else sampling.top_k, 1.0 if greedy else sampling.top_p)
+    assert order is not None, "SamplingParams refuses `kept` where nothing is cut"
+    place, _ = inverse_cdf((values - values[:, :1]).exp(), uniforms(seeds, positions))
+    inside = values > -torch.inf
+    kept = order.int().masked_fill(~inside, -1)[:, : int(inside.sum(-1).max())]
+    logprobs = values.gather(-1, place[:, None])[:, 0] - values.logsumexp(-1)
+    return order.gather(-1, place[:, None])[:, 0], logprobs, kept
+
+
 def _kept(scores: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:
     """Scores with -inf off the kept set, and the token of each column where they are sorted.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,25 +108,32 @@ class StopRule:
         return any(after.rfind(stop) + len(stop) > len(before) for stop in self.stops if stop in after)
 
 
+class Drawn(NamedTuple):
+    """A completion as it leaves the model."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    stopped: bool
+    """By itself, and not at the limit."""
+    kept_ids: tuple[tuple[int, ...], ...] | None = None
+
+
 def to_rollout_batch(
-    prompts: PromptBatch,
-    sampling: SamplingParams,
-    drawn: Sequence[tuple[list[int], list[float], bool]],
-    tokenizer: Any,
-    version: int,
+    prompts: PromptBatch, sampling: SamplingParams, drawn: Sequence[Drawn], tokenizer: Any, version: int
 ) -> RolloutBatch:
-    """Put `drawn` (tokens, log-probs, whether it stopped by itself; prompt by prompt) into a batch, with texts."""
-    rows = [tokens for tokens, _, _ in drawn]
+    """Put what was drawn, prompt by prompt, into a batch, with texts."""
+    rows = [item.token_ids for item in drawn]
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     texts = tokenizer.batch_decode(rows, **options) if rows else []
     completions = [
         Completion(
-            token_ids=tuple(tokens),
+            token_ids=tuple(item.token_ids),
             text=text,
-            logprobs=tuple(logprobs),
-            finish_reason="stop" if stopped else "length",
+            logprobs=tuple(item.logprobs),
+            finish_reason="stop" if item.stopped else "length",
+            kept_ids=item.kept_ids,
         )
-        for (tokens, logprobs, stopped), text in zip(drawn, texts, strict=True)
+        for item, text in zip(drawn, texts, strict=True)
     ]
     members = sampling.completions_per_prompt
     groups = tuple(tuple(completions[start : start + members]) for start in range(0, len(completions), members))

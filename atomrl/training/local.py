@@ -234,8 +234,9 @@ class LocalBackend:
         if outputs & {"logprobs", "entropy", "distributions"}:
             states = states_before(model, tokens, mask, micro.prompt_lengths)
         if outputs & {"logprobs", "entropy"}:
+            kept_ids = None if micro.kept_ids is None else micro.kept_ids.to(self.device)
             found["logprobs"], found["entropy"] = row_logprobs(
-                states, model.head_weight, tokens, mask, self.temperature, with_entropy="entropy" in outputs
+                states, model.head_weight, tokens, mask, self.temperature, None, "entropy" in outputs, kept_ids
             )
         if "distributions" in outputs:
             found["distributions"] = self._distributions(states, model)

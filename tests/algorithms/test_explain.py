@@ -126,6 +126,12 @@ def test_a_sound_objective_has_nothing_against_it():
     assert cautions(QUIET, Facts(updates_per_step=4)) == []
 
 
+def test_log_probs_over_what_is_kept_are_not_biased():
+    assert any("logprobs_over=kept" in found for found in cautions(QUIET, Facts(top_p=0.9)))
+    kept = Facts(updates_per_step=4, top_p=0.9, top_k=20, logprobs_over_kept=True)
+    assert cautions(QUIET, kept) == []
+
+
 def test_a_narrow_clip_on_tokens_is_unstable():
     narrow = override(QUIET, {"clip": {"low": 3e-4, "high": 4e-4}})
     assert cautions(narrow, Facts(updates_per_step=2))[0].startswith("unstable: token ratios")
@@ -137,6 +143,8 @@ def test_the_command(capsys):
     shown = capsys.readouterr().out
     assert shown.startswith("dapo: maximise  sum") and "high=0.5*" in shown and "overlong_buffer_tokens=8*" in shown
     assert "clipped_policy_loss  atomrl/atoms/policy_losses.py:" in shown and "! biased: top_p=0.9" in shown
+    assert main(["explain", config, "rollout.top_p=0.9", "rollout.logprobs_over=kept"]) == 0
+    assert "top_p=0.9" not in capsys.readouterr().out
     assert main(["explain", config, "--latex"]) == 0
     assert capsys.readouterr().out.startswith("\\begin{aligned}")
     assert main(["explain", config, "algorithm.clip.hgh=1"]) == 2
