@@ -33,11 +33,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from atomrl.algorithms.table import ALGORITHMS
+from atomrl.algorithms.table import ALGORITHMS, PREFERENCES
 from atomrl.config import build_config, merge_trees, read_yaml
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "algorithms"
+ONLINE = [*ALGORITHMS, *(name for name, objective in PREFERENCES.items() if objective.online)]
 WARM_START = "runs/quickstart-warm-start/model"
 ROWS_PER_STEP = 128
 MAX_STEPS = 400
@@ -278,10 +279,10 @@ def configs_of(names: Sequence[str]) -> dict[str, Path]:
     Raises:
         SystemExit: there is no such algorithm or file.
     """
-    paths = [Path(name) if name.endswith(".yaml") else CONFIGS / f"{name}.yaml" for name in names or ALGORITHMS]
+    paths = [Path(name) if name.endswith(".yaml") else CONFIGS / f"{name}.yaml" for name in names or ONLINE]
     absent = [str(path) for path in paths if not path.is_file()]
     if absent:
-        raise SystemExit(f"there is no {', '.join(absent)}; algorithms are {', '.join(ALGORITHMS)}")
+        raise SystemExit(f"there is no {', '.join(absent)}; algorithms are {', '.join(ONLINE)}")
     return {read_yaml(path)["run_name"]: path for path in paths}
 
 
