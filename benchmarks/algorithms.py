@@ -233,6 +233,7 @@ def summarise(runs: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> dict[s
         "gain_in_standard_errors": round(gain / error, 1) if error else (math.inf if gain else 0.0),
         "problems": len(before),
         "budget": runs[0]["budget"],
+        "tokens": [run["tokens"][-1] for run in runs],
         "steps": [len(run["tokens"]) for run in runs],
         **{f"{name}_start": _rounded(_mean([run[name][0] for run in runs])) for name in CURVES[1:-1]},
         **{f"{name}_end": _rounded(_mean([_mean(run[name][-3:]) for run in runs])) for name in CURVES[1:-1]},

@@ -55,18 +55,29 @@ def write(summaries: Mapping[str, Any], where: Places) -> None:
 
 def table(summaries: Mapping[str, Any]) -> str:
     """A row for each algorithm, in Markdown."""
-    columns = "accuracy before | after | by seed | gain in s.e. | reward | length | entropy | KL | steps | time, s"
+    columns = "accuracy before | after | by seed | gain in s.e. | reward | length | entropy | KL"
+    columns += " | steps | tokens, thousands | time, s"
     lines = [f"| algorithm | {columns} |", "|---" * (columns.count("|") + 2) + "|"]
     for name, s in summaries.items():
         seeds = ", ".join(f"{value:.3f}" for value in s["accuracy_after_by_seed"])
-        steps = " to ".join(str(step) for step in sorted({min(s["steps"]), max(s["steps"])}))
+        steps, tokens = between(s["steps"]), between([round(count / 1000) for count in s["tokens"]])
         lines.append(
             f"| {name} | {plus_minus(s['accuracy_before'])} | {plus_minus(s['accuracy_after'])} | {seeds} | "
             f"{s['gain_in_standard_errors']:.0f} | {s['reward_start']:.2f} to {s['reward_end']:.2f} | "
             f"{s['length_start']:.1f} to {s['length_end']:.1f} | {s['entropy_start']:.3f} to {s['entropy_end']:.3f} | "
-            f"{s['kl_end']:.2f} | {steps} | {s['train_s']:.0f} |"
+            f"{s['kl_end']:.2f} | {steps} | {tokens} | {s['train_s']:.0f} |"
         )
     return "\n".join(lines)
+
+
+def between(values: Sequence[int]) -> str:
+    """The smallest to the largest.
+
+    Example:
+        >>> between([20, 19, 20]), between([20, 20])
+        ('19 to 20', '20')
+    """
+    return " to ".join(str(value) for value in sorted({min(values), max(values)}))
 
 
 def plus_minus(figure: Sequence[float]) -> str:
@@ -83,6 +94,7 @@ def draw_all(summaries: Mapping[str, Any], out: Path) -> None:
     """A row for each algorithm, a column for each metric with one scale; grey are its parents, most often grpo."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from PIL import Image
 
     figure = Figure(figsize=(13, 0.5 + 0.95 * len(summaries)), dpi=80, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -97,7 +109,9 @@ def draw_all(summaries: Mapping[str, Any], out: Path) -> None:
         axis.set_ylim(*_limits(summaries.values(), metric))
     for axis in grid[-1]:
         axis.set_xlabel("tokens sampled, thousands", fontsize=8, color=INK)
-    figure.savefig(out)
+    raw = io.BytesIO()
+    figure.savefig(raw)
+    Image.open(raw).convert("P", palette=Image.Palette.ADAPTIVE, colors=48).save(out, optimize=True)
 
 
 def draw_one(summaries: Mapping[str, Any], name: str, out: Path) -> None:

@@ -1,0 +1,105 @@
+"""The objectives of examples/objectives/ compose and train, and docs/new_objectives.md says what they and the benchmark
+say. To write that part of the page anew:
+
+python -m tests.algorithms.test_new_objectives
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from atomrl import assembly
+from atomrl.algorithms.table import ALGORITHMS, objective_of
+from atomrl.config import read_yaml
+from atomrl.objective import with_limit
+from atomrl.objective.explain import equation
+from tests.algorithms.test_loop import small
+from tests.algorithms.test_pages import RESULTS, ROOT, accuracy
+from tests.tiny import make_tiny_model
+
+CONFIGS = sorted((ROOT / "examples" / "objectives").glob("*.yaml"))
+PAGE = ROOT / "docs" / "new_objectives.md"
+INTRODUCTION = """# Three new objectives
+
+The axes of an objective are independent, so a config alone makes objectives that no paper has named. As far as we
+know no library has these three. Each is beside its parents: the same start, the same number of sampled tokens, the
+same held-out problems ([how it was measured](benchmarks/algorithms.md)); in the pictures a colour is a seed, and grey
+are the parents.
+
+    atomrl explain examples/objectives/NAME.yaml
+    atomrl train examples/objectives/NAME.yaml
+    python benchmarks/algorithms.py examples/objectives/*.yaml
+"""
+
+
+def section(path: Path) -> str:
+    """What a config's comment says, the equation that `atomrl explain` prints, and what was measured."""
+    text = path.read_text(encoding="utf-8")
+    comment = re.match(r"(?:#.*\n)+", text)
+    block = re.search(r"^algorithm:\n(?:  .*\n)+", text, re.MULTILINE)
+    assert comment is not None and block is not None
+    title, _, body = re.sub(r"^# ?", "", comment[0], flags=re.MULTILINE).partition("\n")
+    tree = read_yaml(path)
+    name, settings = tree["run_name"], dict(tree["algorithm"])
+    objective = with_limit(objective_of(settings.pop("name"), settings), tree["rollout"]["max_completion_tokens"])
+    lines = "\n".join(f"    {line}" for line in equation(objective).splitlines())
+    body = re.sub(r"\n*Parents: .*", "", body).strip()
+    return f"""## `{name}`: {title.rstrip(".")[0].lower()}{title.rstrip(".")[1:]}
+
+{body}
+
+{lines}
+
+From [`examples/objectives/{path.name}`](../examples/objectives/{path.name}):
+
+```yaml
+{block[0].rstrip()}
+```
+
+![Learning curves of {name} and its parents](images/algorithms/{name}.svg)
+
+{comparison(name)}
+"""
+
+
+def comparison(name: str) -> str:
+    """The objective and its parents, a row each."""
+    lines = ["| | accuracy before | after | by seed | gain in s.e. |", "|---|---|---|---|---|"]
+    for row in (name, *RESULTS[name]["parents"]):
+        found = RESULTS[row]
+        seeds = ", ".join(f"{value:.3f}" for value in found["accuracy_after_by_seed"])
+        before, after = accuracy(found["accuracy_before"]), accuracy(found["accuracy_after"])
+        shown = f"**{row}**" if row == name else f"[{row}](algorithms/README.md)"
+        lines.append(f"| {shown} | {before} | {after} | {seeds} | {found['gain_in_standard_errors']:.0f} |")
+    return "\n".join(lines)
+
+
+def page() -> str:
+    return INTRODUCTION + "\n" + "\n".join(section(path) for path in CONFIGS)
+
+
+def test_the_page_says_what_configs_and_results_say():
+    assert PAGE.read_text(encoding="utf-8").startswith(page()), "python -m tests.algorithms.test_new_objectives"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_it_is_no_algorithm_of_the_table_and_trains_a_step(path, tmp_path, monkeypatch):
+    monkeypatch.setattr("atomrl.tracking.curves.draw_curves", lambda *args: None)
+    tree = read_yaml(path)
+    assert tree["run_name"] == path.stem
+    settings = dict(tree["algorithm"])
+    objective = objective_of(settings.pop("name"), settings)
+    assert objective not in ALGORITHMS.values()
+    config = small(str(make_tiny_model(tmp_path / "model", "llama")), tmp_path, tree)
+    assert assembly.train(config)["finished"]
+    (row,) = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert row["actor/grad_norm"] > 0 and row["training/updates"] == 2
+
+
+if __name__ == "__main__":
+    own = PAGE.read_text(encoding="utf-8").partition("\n## What was seen\n") if PAGE.exists() else ("", "", "")
+    PAGE.write_text(page() + "".join(own[1:]), encoding="utf-8")
