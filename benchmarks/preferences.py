@@ -36,7 +36,15 @@ def run(name: str, seed: int, out: Path, changes: dict[str, Any]) -> dict[str, A
     tree = read_yaml(ROOT / "configs" / "algorithms" / f"{name}.yaml")
     folder = out / "runs" / f"{name}-seed-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
-    own = {"run_name": folder.name, "output_dir": str(folder.parent), "seed": seed}
+    own = {
+        "run_name": folder.name,
+        "output_dir": str(folder.parent),
+        "seed": seed,
+        "train": {"report_entropy": False},
+        "eval": {"every_steps": 0},
+        "checkpoint": {"every_steps": 0},
+        "tracking": {"save_rollouts": False},
+    }
     config = build_config(merge_trees(merge_trees(tree, own), changes))
     summary = preferences(config)
     keys = ("steps", "wall_s", *(f"{key}_{when}" for key in KEYS for when in ("before", "after")))

@@ -22,13 +22,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from atomrl.algorithms.table import objective_of
     from atomrl.assembly import make_schedule
-    from atomrl.objective import with_limit
+    from atomrl.objective import PreferenceObjective, explain_preference, with_limit
     from atomrl.objective.cautions import Facts, cautions
     from atomrl.objective.explain import equation, latex, table
 
     config = config_from(arguments)
     rollout, algorithm, schedule = config.rollout, config.algorithm, make_schedule(config)
-    objective = with_limit(objective_of(algorithm.name, algorithm.axes), rollout.max_completion_tokens)
+    chosen = objective_of(algorithm.name, algorithm.axes)
+    if isinstance(chosen, PreferenceObjective):
+        chosen.algorithm(algorithm.name)  # what does not go together shows now
+        print(explain_preference.latex(chosen) if arguments.latex else explain_preference.page(algorithm.name, chosen))
+        return 0
+    objective = with_limit(chosen, rollout.max_completion_tokens)
     if arguments.latex:
         print(latex(objective))
         return 0

@@ -271,6 +271,8 @@ def _bco(s: Labelled, *, beta: float = 0.1) -> Tensor:
     return unpaired_losses.bco_loss(preference_scores.implicit_reward(s.scores, beta), s.desirable, s.reference)
 
 
+_kto.atoms = (unpaired_losses.kto_reference,)  # type: ignore[attr-defined]  # of a whole step: `pair_up`
+_bco.atoms = (unpaired_losses.running_mean,)  # type: ignore[attr-defined]
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "sigmoid": _sigmoid,
     "robust": _robust,

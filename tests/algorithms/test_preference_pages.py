@@ -1,0 +1,177 @@
+"""The pages of the methods that learn from preferences say what the code does. To write their generated parts anew:
+
+python -m tests.algorithms.test_preference_pages
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from atomrl.algorithms.table import PREFERENCES
+from atomrl.cli.main import main
+from atomrl.config import read_yaml
+from atomrl.objective import LOSSES, SCORES, Loss, Nll, PreferenceObjective, Score
+from atomrl.objective.explain import term
+from atomrl.objective.explain_preference import RULES, cautions, equation, latex, terms
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs" / "algorithms"
+MODULES = {
+    **dict.fromkeys(("cdpo", "robust_dpo", "dpo_norm", "ld_dpo", "rpo", "mpo"), "dpo"),
+    **dict.fromkeys(("hinge_dpo", "ipo", "exo", "nca", "sppo", "bco_pair", "aot", "aot_unpaired"), "dpo_losses"),
+    **dict.fromkeys(("apo_zero", "apo_down", "discopop"), "dpo_losses"),
+    **dict.fromkeys(("bco", "apo_zero_unpaired"), "kto"),
+    "cpo": "simpo",
+}
+"""Algorithm -> its file and page, where they have another name."""
+
+
+def module(name: str) -> str:
+    return MODULES.get(name, name)
+
+
+def cell(axis) -> str:
+    found = term(axis)
+    changed = ", ".join(f"{key}={found.parameters[key]}" for key in found.parameters if key in found.changed)
+    return f"{found.type}{f' ({changed})' if changed else ''}"
+
+
+def axes_table() -> str:
+    rows = ["| method | score | loss | nll | learns from |", "|---|---|---|---|---|"]
+    for name, objective in PREFERENCES.items():
+        losses = ", ".join(
+            (f"{weight:g} x " if len(objective.loss) > 1 else "") + cell(loss)
+            for weight, loss in zip(objective.loss_weights, objective.loss, strict=True)
+        )
+        data = "rollouts" if objective.online else "labels, pairs" if objective.unpaired else "pairs"
+        nll = cell(objective.nll) if objective.nll.coefficient else "-"
+        rows.append(f"| [{name}]({module(name)}.md) | {cell(objective.score)} | {losses} | {nll} | {data} |")
+    return "\n".join(rows)
+
+
+def generated(name: str) -> str:
+    """The part of a page that is one method's: equation, config, how to run it."""
+    path = ROOT / "atomrl" / "algorithms" / f"{module(name)}.py"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if text.startswith(f"{name.upper()} = "))
+    config = (ROOT / "configs" / "algorithms" / f"{name}.yaml").read_text(encoding="utf-8")
+    block = re.search(r"^algorithm:\n(?:  .*\n)+", config, re.MULTILINE)
+    assert block is not None
+    return f"""## `{name}`
+
+```math
+{latex(PREFERENCES[name])}
+```
+
+[`{name.upper()}`](../../atomrl/algorithms/{path.name}#L{line}) is the record. From
+[`configs/algorithms/{name}.yaml`](../../configs/algorithms/{name}.yaml):
+
+```yaml
+{block[0].rstrip()}
+```
+
+    atomrl explain configs/algorithms/{name}.yaml
+    atomrl {"train" if PREFERENCES[name].online else "dpo"} configs/algorithms/{name}.yaml
+"""
+
+
+def page(stem: str) -> str:
+    doc = inspect.getdoc(importlib.import_module(f"atomrl.algorithms.{stem}")) or ""
+    title, _, body = doc.partition("\n")
+    body = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", body.strip("\n"))
+    names = [name for name in PREFERENCES if module(name) == stem]
+    measured = "What it learns: [benchmarks](../benchmarks.md#learning-from-preferences). Data and commands:\n"
+    measured += "[preferences](../preferences.md).\n"
+    return f"# {title.rstrip('.')}\n\n{body}\n\n" + "\n".join(generated(name) for name in names) + f"\n{measured}"
+
+
+@pytest.mark.parametrize("stem", sorted({module(name) for name in PREFERENCES}))
+def test_pages_say_what_the_code_says(stem):
+    text = (DOCS / f"{stem}.md").read_text(encoding="utf-8")
+    assert text.startswith(page(stem)), "write it anew: python -m tests.algorithms.test_preference_pages"
+
+
+def test_the_table_has_every_method():
+    assert axes_table() in (DOCS / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_four_hops_from_a_config_to_the_line_of_the_equation(name):
+    """config -> record -> function of the axis -> atom."""
+    config = read_yaml(ROOT / "configs" / "algorithms" / f"{name}.yaml")
+    record = importlib.import_module(f"atomrl.algorithms.{module(name)}")
+    objective = vars(record)[config["algorithm"]["name"].upper()]
+    assert objective is PREFERENCES[name] and config["run_name"] == name
+    assert all(found.atoms for found in terms(objective) if found.axis != "accept_group")
+
+
+@pytest.mark.parametrize("axis", [*map(Loss, LOSSES), *map(Score, SCORES), Nll(), Nll("sequence_mean")], ids=repr)
+def test_every_choice_has_its_equation_and_its_atoms(axis):
+    found = term(axis)
+    assert found.summary.endswith(".") and found.text and found.latex and found.atoms, found
+    assert found.latex.count("{") == found.latex.count("}")
+    for atom in found.atoms:
+        path, _, line = atom.place.partition(":")
+        assert f"def {atom.name}(" in (ROOT / path).read_text().splitlines()[int(line) - 1]
+
+
+def test_an_equation_of_several_losses():
+    objective = PREFERENCES["mpo"].override({"score": {"length_normalised": True, "divergence": "js_divergence"}})
+    assert equation(objective).splitlines()[0] == "minimise  mean over pairs of [ 0.8 L1 + 0.2 L2 + 1 NLL ]"
+    assert "  L2 = -log sigmoid(beta s_c) - log sigmoid(-beta s_r)" in equation(objective)
+    assert "s <- f'(exp(s)) of the js_divergence,   s <- s / |y|" in equation(objective)
+    assert latex(objective).count(r"\\") == 4
+
+
+CASES = {
+    "falling_likelihood": {},
+    "smoothed_away": {"loss": {"label_smoothing": 0.5}},
+    "overturned": {"loss": {"label_smoothing": 0.7}},
+    "no_pull": {"loss": {"beta": 0.0}},
+    "length_bias": {"score": "logprob"},
+    "nothing_holds": {"score": {"type": "logprob", "length_normalised": True}},
+    "margin_of_reference": {"loss": {"target_margin": 0.5}},
+    "scale_of_beta": {"score": {"length_normalised": True}},
+    "ranks_of_few": {"loss": "aot"},
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_each_rule_speaks_of_its_case_and_not_of_a_sound_objective(rule):
+    message = rule(PreferenceObjective().override(CASES[rule.__name__]))
+    assert re.match(r"(biased|unstable|no effect|partly without effect|note): ", message)
+    assert rule(PREFERENCES["orpo"]) is None
+    assert cautions(PREFERENCES["orpo"]) == []
+
+
+def test_the_command(capsys):
+    config = str(ROOT / "configs" / "algorithms" / "dpo.yaml")
+    assert main(["explain", config, "algorithm.loss.label_smoothing=0.5"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("dpo: minimise  mean over pairs of L") and "label_smoothing=0.5*" in shown
+    assert "dpo_loss  atomrl/atoms/preference_losses.py:" in shown and "! no effect: with label_smoothing" in shown
+    assert main(["explain", config, "--latex"]) == 0
+    assert capsys.readouterr().out.startswith("\\begin{aligned}")
+    assert main(["explain", config, "algorithm.loss.bta=1"]) == 2
+    assert "did you mean 'beta'" in capsys.readouterr().err
+
+
+def write() -> None:
+    for stem in {module(name) for name in PREFERENCES}:
+        path = DOCS / f"{stem}.md"
+        old = path.read_text(encoding="utf-8") if path.exists() else ""
+        own = old.partition("\n## Notes\n")
+        path.write_text(page(stem) + "".join(own[1:]), encoding="utf-8")
+    index = DOCS / "README.md"
+    text = index.read_text(encoding="utf-8")
+    new = axes_table() + "\n"
+    index.write_text(re.sub(r"\| method \|.*?\n(?=\n|\Z)", lambda _: new, text, flags=re.DOTALL), "utf-8")
+
+
+if __name__ == "__main__":
+    write()
