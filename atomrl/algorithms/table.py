@@ -46,6 +46,7 @@ from atomrl.algorithms.remax import REMAX
 from atomrl.algorithms.rloo import RLOO
 from atomrl.algorithms.sapo import SAPO
 from atomrl.algorithms.simpo import CPO, SIMPO
+from atomrl.algorithms.trpo import TRPO
 from atomrl.objective import Objective, PreferenceObjective, override
 from atomrl.protocols import Algorithm
 
@@ -75,6 +76,7 @@ ALGORITHMS: dict[str, Objective] = {
     "on_policy_distillation": ON_POLICY_DISTILLATION,
     "ppo": PPO,
     "a2c": A2C,
+    "trpo": TRPO,
 }
 
 PREFERENCES: dict[str, PreferenceObjective] = {

@@ -229,6 +229,7 @@ def build_trainer(
         device=device_name(config.model.device),
         temperature=config.rollout.temperature,
         needs_reference="ref_logprobs" in algorithm.needs,
+        forward_mode=algorithm.update is not None,
         scores="scores" in algorithm.outputs,
         critic=config.critic if "values" in algorithm.needs else None,
         teacher=config.teacher.path if config.teacher and needs_teacher(algorithm) else None,

@@ -103,7 +103,8 @@ def reinforce_off_policy(o: Objective, f: Facts) -> str | None:
 
 
 def unbounded_ratio(o: Objective, f: Facts) -> str | None:
-    if f.updates_per_step > 1 and o.clip.type == "none" and o.selection.type != "kl_cov":
+    bounded = o.selection.type == "kl_cov" or o.update.type == "trust_region"
+    if f.updates_per_step > 1 and o.clip.type == "none" and not bounded:
         return "unstable: nothing bounds the ratio over several updates"
     return None
 

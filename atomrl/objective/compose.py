@@ -327,7 +327,8 @@ def policy_loss(
     if outputs.entropy is not None:
         metrics["actor/entropy"] = Mean(masked_sum(outputs.entropy.detach(), mask).item(), tokens)
     # A step of the policy alone asks for no values.
-    terms = [objective.value.loss(outputs.values, batch)] if outputs.values is not None else []
+    critic = objective.has_critic and outputs.values is not None
+    terms = [objective.value.loss(outputs.values, batch)] if critic else []
     terms += [objective.entropy.loss(outputs.entropy, batch)] if objective.entropy.coefficient else []
     terms += [objective.distillation.loss(outputs, batch)] if objective.distillation.coefficient else []
     for term, seen in terms:

@@ -121,6 +121,7 @@ def equation(objective: Objective) -> str:
     if objective.has_critic:
         goals.append(f"minimise  sum_{{i,t}} w_{{i,t}} c_v {found['value'].text}")
         where.append("R_{i,t} = V_{i,t} + sum_{l >= 0} (gamma lam)^l delta_{i,t+l},   V = v at the start of the step")
+    where += [f"theta <- {found['update'].text}"] if found["update"].text else []
     return "\n".join([*goals, "where", *(f"  {line}" for line in where)])
 
 
@@ -159,6 +160,7 @@ def latex(objective: Objective) -> str:
         lines += [
             r"& R_{i,t} = V_{i,t} + \sum_{l \ge 0} (\gamma \lambda)^l \delta_{i,t+l}, \quad V = v_{\phi_{\mathrm{old}}}"
         ]
+    lines += [rf"& \theta \leftarrow {found['update'].latex}"] if found["update"].latex else []
     return "\\begin{aligned}\n" + " \\\\\n".join(lines) + "\n\\end{aligned}"
 
 

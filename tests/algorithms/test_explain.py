@@ -13,7 +13,7 @@ from atomrl.objective.cautions import RULES, Facts, cautions
 from atomrl.objective.explain import equation, in_use, latex, table, term
 
 ROOT = Path(__file__).parents[2]
-WITHOUT_EQUATION = {"all", "none", "penalties"}
+WITHOUT_EQUATION = {"all", "none", "optimizer", "penalties"}
 CHOICES = [
     (item.name, kind)
     for item in fields(Objective)

@@ -1,0 +1,30 @@
+"""TRPO: a natural-gradient step within a bound on the KL.
+
+    maximise  1/sum_j |o_j| sum_{i,t} pi(a_{i,t}) / pi_old(a_{i,t}) A_{i,t}   subject to  KL(pi_before || pi) <= 0.01
+    A_{i,t} = sum_{s >= t} r_{i,s} - V_{i,t}
+    x = (F + damping I)^{-1} grad by 10 conjugate gradients,   theta <- theta + 0.8^j sqrt(2 kl_bound / x^T F x) x
+    minimise  1/sum_j |o_j| sum_{i,t} (v_{i,t} - R_{i,t})^2 / 2
+
+with the smallest j whose measured KL, of whole distributions averaged over the batch's tokens, is within the bound and
+whose surrogate is better than before; where none is, the weights stay.
+
+Differs from PPO: the bound is on the KL itself and holds at each step, by the step's length and not by a clip; nothing
+but the bound sets that length, so that the policy has no learning rate. A step costs some ten times as much.
+
+Paper: arXiv:1502.05477, with a critic as in arXiv:1506.02438; the Fisher matrix is over all tokens of the batch and
+exact. Any other objective takes the same step with `update: {type: trust_region}`, as `advantage: rloo` does without
+a critic.
+"""
+
+from __future__ import annotations
+
+from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective, Update, Value
+
+TRPO = Objective(
+    advantage=Advantage("gae", gamma=1.0, lam=1.0, whiten=False),
+    clip=Clip("none"),
+    kl=Kl(coefficient=0.0),
+    aggregate=Aggregate("token_mean"),
+    value=Value("squared"),
+    update=Update("trust_region", kl_bound=0.01),
+)
