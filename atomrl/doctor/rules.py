@@ -239,7 +239,8 @@ def pays_for_length(rows: Rows) -> Verdict:
     if not score or not length or not accuracy or accuracy.early > 0.95:
         return None
     rising = score.change > 0 and score.beyond_noise() and length.beyond_noise()
-    if not rising or length.late < LONGER * length.early or accuracy.change > 0.25 * score.change:
+    followed = accuracy.change > min(0.1, 0.25 * score.change)  # a reward model's scores have a scale of their own
+    if not rising or length.late < LONGER * length.early or followed:
         return None
     return (
         f"Reward ({score.early:.3g} to {score.late:.3g}) and length ({length.early:.0f} to {length.late:.0f} tokens) "
