@@ -63,7 +63,7 @@ def reward_failures(rows: Rows) -> Verdict:
 
 
 COLLAPSE_STEPS, COLLAPSE_SHARE, MIN_SCORE_RANGE = 3, 0.5, 0.05
-MAX_KL, MAX_CLIPPED = 0.2, 0.5
+MAX_KL, MAX_CLIPPED, CLIPPED_AT_KL = 0.2, 0.5, 0.02
 
 
 def learning_rate_too_high(rows: Rows) -> Verdict:
@@ -71,13 +71,15 @@ def learning_rate_too_high(rows: Rows) -> Verdict:
     step moves the policy further than the clipped objective is meant for.
 
     A KL of 0.2 within a step is over ten times the 0.01 to 0.02 at which PPO implementations stop early (Spinning Up's
-    `target_kl`).
+    `target_kl`). A share of clipped tokens says so only where the policy has moved as well: the bounds of some
+    algorithms (GSPO's are 3e-4) are made to act on most tokens.
     """
     rate = column(rows, "actor/lr")
     advice = f"a train.learning_rate ten times lower (now {rate[-1]:.1e})" if rate else "a lower train.learning_rate"
     advice += ", a longer train.warmup_ratio, a smaller train.max_grad_norm, or a KL penalty (algorithm.kl)."
     kl, clipped = recent(rows, "actor/ppo_kl", COLLAPSE_STEPS), recent(rows, "actor/pg_clipfrac", COLLAPSE_STEPS)
-    if kl and (min(map(abs, kl)) > MAX_KL or min(clipped or [0.0]) > MAX_CLIPPED):
+    moved = min(map(abs, kl), default=0.0)
+    if moved > MAX_KL or (moved > CLIPPED_AT_KL and min(clipped or [0.0]) > MAX_CLIPPED):
         return f"Each step moves the policy too far (KL {kl[-1]:.2g}, {(clipped or [0.0])[-1]:.0%} clipped).", advice
     scores, low = recent(rows, "critic/score/mean", COLLAPSE_STEPS), column(rows, "critic/score/min")
     before = [row for row in rows[:-COLLAPSE_STEPS] if row.get("critic/score/mean") is not None]
