@@ -158,6 +158,8 @@ def test_what_is_loaded_and_what_is_kept():
         ("kto", {"nll": {"coefficient": 1}}, "kto has no pairs"),
         ("orpo", {"score": {"length_normalised": False}}, "takes mean log-probs"),
         ("aot_unpaired", {"score": {"ld_alpha": 0.5}}, "no length that two share"),
+        ("aot", {"score": {"length_normalised": True}}, "sums of log-ratios"),
+        ("aot", {"score": {"divergence": "js_divergence"}}, "sums of log-ratios"),
     ],
 )
 def test_mistakes_in_axes_are_named(name, axes, message):
