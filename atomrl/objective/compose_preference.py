@@ -154,7 +154,7 @@ def check(objective: PreferenceObjective) -> None:
         raise ValueError("algorithm.score: odds_ratio takes mean log-probs: {type: logprob, length_normalised: true}")
     if "aot" in types and (objective.score.divergence != "reverse_kl" or objective.score.length_normalised):
         raise ValueError(
-            "algorithm.score: aot ranks sums of log-ratios; no other divergence, and not length_normalised"
+            "algorithm.score: aot ranks sums of log-ratios: reverse_kl, and not length_normalised"
         )
     if types[0] in UNPAIRED and objective.nll.coefficient:
         raise ValueError(f"algorithm.nll: {types[0]} has no pairs, and so no chosen completion to imitate")
