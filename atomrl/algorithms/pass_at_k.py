@@ -7,7 +7,7 @@ in closed form. So groups that are mostly solved teach next to nothing, hard pro
 of them cost little. k is 4 and must be less than `rollout.completions_per_prompt`; a k of 1 is GRPO. Where k is to be
 the whole group, `advantage: pass_at_k` (arXiv:2503.19595) credits the single best by how much it beats the second best.
 
-Paper: arXiv:2508.10751, section 2.4.
+Paper: arXiv:2508.10751.
 """
 
 from __future__ import annotations

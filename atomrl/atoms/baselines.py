@@ -62,7 +62,7 @@ def best_of_k(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], k: int
         mean = 1 - C(n - m, k) / C(n, k),   std = sqrt(mean (1 - mean))
         A_right = (1 - mean) / std,   A_wrong = (1 - C(n - m - 1, k - 1) / C(n - 1, k - 1) - mean) / std
 
-    Paper: pass@k training, arXiv:2508.10751, equations 10 to 15. Differs from GRPO: a group of which most are right
+    Paper: pass@k training, arXiv:2508.10751. Differs from GRPO: a group of which most are right
     teaches next to nothing, hard prompts count most. `best_minus_second` has k = n, where this one has no signal.
 
     Args:

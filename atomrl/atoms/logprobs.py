@@ -17,8 +17,6 @@ CHUNK_ELEMENTS = 2**25
 """Logits held at a time: 128 MB in float32."""
 VOCABULARY_BLOCK = 2**15
 """Rows of the output matrix whose gradient is added at a time."""
-OUT_OF_REACH = -1e9
-"""The logit of what is not kept: its probability is exactly 0, and 0 times it is 0."""
 
 
 def token_logprobs(
@@ -70,17 +68,10 @@ def fused_token_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
     with_entropy: bool = False,
-    kept_ids: Int[Tensor, "N K"] | None = None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
     """`token_logprobs` and `token_entropy` of `hidden @ head_weight.T`, without ever holding the [N, V] logits.
 
         d log p(x) / dz_v = [v = x] - p_v        d H / dz_v = -p_v (log p_v + H)
-
-    With `kept_ids`, both are of the distribution over those tokens alone, as top-p and top-k sample from it:
-
-        log p(x) = z_x - log sum_{v kept} exp(z_v)
-
-    Paper: none; the kept tokens are the "sampling mask" of DeepSeek-V3.2, arXiv:2512.02556.
 
     The forward pass keeps one number per token; the backward pass makes the logits of each chunk again (a single
     chunk is kept instead) and adds the chunk's part to the gradient of the output matrix in place.
@@ -92,8 +83,6 @@ def fused_token_logprobs(
         temperature: above 0; divides the logits.
         chunk_tokens: tokens whose logits are held at a time; None holds about 32 million logits.
         with_entropy: compute the entropy too.
-        kept_ids: token ids that the distribution is over, each row's padded with -1 and with its token among them;
-            None is the whole vocabulary. A chunk takes one more byte for each logit; time is the same.
 
     Returns:
         Log-probs in float32 (float64 for float64), and the entropy or None. Both have gradients.
@@ -109,21 +98,91 @@ def fused_token_logprobs(
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
     chunk = chunk_tokens or max(16, CHUNK_ELEMENTS // head_weight.shape[0])
-    logprobs, entropy = _Fused.apply(hidden, head_weight, tokens, _positive(temperature), chunk, with_entropy, kept_ids)
+    logprobs, entropy = _Fused.apply(hidden, head_weight, tokens, _positive(temperature), chunk, with_entropy)
     return logprobs, entropy if with_entropy else None
+
+
+def kept_token_logprobs(
+    hidden: Float[Tensor, "N H"],
+    head_weight: Float[Tensor, "V H"],
+    tokens: Int[Tensor, " N"],
+    kept_ids: Int[Tensor, "N K"],
+    temperature: float = 1.0,
+    chunk_tokens: int | None = None,
+    with_entropy: bool = False,
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
+    """Log-probs and entropies of the distribution that top-p and top-k sample from: over the kept tokens alone.
+
+        log p(x) = z_x - log sum_{v kept} exp(z_v),   z = hidden @ head_weight.T / temperature
+
+    Paper: the sampling mask of DeepSeek-V3.2, arXiv:2512.02556. Differs from `fused_token_logprobs`: which tokens were
+    kept is a constant, also in the gradient; [N, K] logits are held, and [N, V] never.
+
+    Args:
+        hidden: what the output matrix multiplies.
+        head_weight: the output matrix; its gradient is in its own dtype.
+        tokens: token ids.
+        kept_ids: what each token was drawn from, itself among them, padded with -1.
+        temperature: above 0; divides the logits.
+        chunk_tokens: as in `fused_token_logprobs`.
+        with_entropy: compute the entropy too.
+
+    Returns:
+        Log-probs in float32 (float64 for float64), -inf for a token that is not among its own; and the entropy or None.
+
+    Raises:
+        ValueError: the temperature is not above 0.
+
+    Example:
+        >>> hidden, head = torch.eye(2), torch.eye(3, 2)
+        >>> kept_token_logprobs(hidden, head, torch.tensor([0, 2]), torch.tensor([[0, 2], [2, -1]]))[0]
+        tensor([-0.3133,  0.0000])
+    """
+    chunk = chunk_tokens or max(16, CHUNK_ELEMENTS // head_weight.shape[0])
+    padding = kept_ids < 0
+    # The padding stands for one of the row's own, and has no share.
+    ids = torch.where(padding, kept_ids.amax(1, keepdim=True), kept_ids).long()
+    scaled = _SelectedLogits.apply(hidden, head_weight, ids, chunk) / _positive(temperature)
+    inside = scaled.masked_fill(padding, -torch.inf)
+    log_norm = inside.logsumexp(1)
+    logprobs = inside.masked_fill(kept_ids != tokens[:, None], -torch.inf).amax(1) - log_norm
+    if not with_entropy:
+        return logprobs, None
+    shares = (inside - log_norm[:, None]).exp()
+    return logprobs, log_norm - (shares * scaled).sum(1)
+
+
+class _SelectedLogits(torch.autograd.Function):
+    """[N, K] of the [N, V] logits, which exist a chunk of tokens at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, chunk: int) -> Tensor:
+        head = weight.to(hidden.dtype)
+        found = [F.linear(hidden[part], head).gather(1, ids[part]) for part in _parts(len(ids), chunk)]
+        ctx.save_for_backward(hidden, weight, ids)
+        ctx.chunk = chunk
+        return _wide(torch.cat(found) if found else hidden.new_zeros(ids.shape))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        hidden, weight, ids = ctx.saved_tensors
+        head = weight.to(hidden.dtype)
+        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for part in _parts(len(ids), ctx.chunk):
+            delta = grad.new_zeros(len(ids[part]), len(weight)).scatter_add_(1, ids[part], grad[part])
+            delta = delta.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(delta, head, out=grad_hidden[part])
+            if grad_weight is not None:
+                _add_outer(grad_weight, delta, hidden[part])
+        return grad_hidden, grad_weight, None, None
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        tokens: Tensor,
-        temperature: float,
-        chunk: int,
-        with_entropy: bool,
-        ids: Tensor | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, chunk: int, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         head = weight.to(hidden.dtype)
@@ -131,7 +190,7 @@ class _Fused(torch.autograd.Function):
         keep = any(ctx.needs_input_grad[:2]) and len(tokens) <= chunk
         kept = total = None
         for part in _parts(len(tokens), chunk):
-            scaled = _scaled_logits(hidden[part], head, temperature, wide, None if ids is None else ids[part])
+            scaled = _scaled_logits(hidden[part], head, temperature, wide)
             picked = scaled.gather(1, tokens[part, None])[:, 0]
             largest = scaled.amax(1)
             shares = torch.sub(scaled, largest[:, None], out=scaled if not with_entropy else None).exp_()
@@ -142,18 +201,18 @@ class _Fused(torch.autograd.Function):
                 entropy[part] = log_norm[part] - shares.mul_(scaled).sum(1) / total
             kept = scaled if keep else None  # without entropy, these are the shares before they are divided by `total`
             del scaled, shares
-        ctx.save_for_backward(hidden, weight, tokens, log_norm, entropy if with_entropy else None, kept, total, ids)
+        ctx.save_for_backward(hidden, weight, tokens, log_norm, entropy if with_entropy else None, kept, total)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, tokens, log_norm, entropy, kept, total, ids = ctx.saved_tensors
+        hidden, weight, tokens, log_norm, entropy, kept, total = ctx.saved_tensors
         if entropy is None:
             grad_entropy = None
         if grad_logprobs is None and grad_entropy is None:
-            return (None,) * 7
+            return (None,) * 6
         head = weight.to(hidden.dtype)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
@@ -163,8 +222,7 @@ class _Fused(torch.autograd.Function):
             else:
                 scaled = kept
                 if kept is None:
-                    own = None if ids is None else ids[part]
-                    scaled = _scaled_logits(hidden[part], head, ctx.temperature, log_norm.dtype, own)
+                    scaled = _scaled_logits(hidden[part], head, ctx.temperature, log_norm.dtype)
                 delta = _delta(scaled, log_norm, entropy, grad_logprobs, grad_entropy, part, in_place=kept is None)
                 del scaled
             if grad_logprobs is not None:
@@ -177,7 +235,7 @@ class _Fused(torch.autograd.Function):
             if grad_weight is not None:
                 _add_outer(grad_weight, delta, hidden[part])
             del delta
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _delta(
@@ -209,17 +267,9 @@ def _add_outer(total: Tensor, delta: Tensor, hidden: Tensor) -> None:
         total[block] += delta[:, block].T @ hidden
 
 
-def _scaled_logits(
-    hidden: Tensor, head: Tensor, temperature: float, dtype: torch.dtype, kept_ids: Tensor | None
-) -> Tensor:
+def _scaled_logits(hidden: Tensor, head: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
     logits = F.linear(hidden, head).to(dtype)
-    logits = logits if temperature == 1.0 else logits.div_(temperature)
-    if kept_ids is None:
-        return logits
-    rows, width = logits.shape
-    left_out = torch.ones(rows, width + 1, dtype=torch.bool, device=logits.device)  # a column more, for the padding
-    left_out.scatter_(1, torch.where(kept_ids < 0, width, kept_ids).long(), False)
-    return logits.masked_fill_(left_out[:, :width], OUT_OF_REACH)
+    return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _parts(total: int, size: int) -> list[slice]:
@@ -250,7 +300,8 @@ def row_logprobs(
         temperature: of the sampling.
         chunk_tokens: as in `fused_token_logprobs`.
         with_entropy: also give the entropy of each distribution.
-        kept_ids: the tokens that each token was drawn from, padded with -1; as in `fused_token_logprobs`.
+        kept_ids: the tokens that each token was drawn from, padded with -1, over which both are then
+            (`kept_token_logprobs`); None is the whole vocabulary.
 
     Returns:
         Log-probs in nats, and entropies or None; both 0 where nothing was wanted.
@@ -266,15 +317,12 @@ def row_logprobs(
     at = wanted.flatten().nonzero()[:, 0]
     if hidden.dim() == 3:
         hidden = hidden.reshape(rows * length, -1).index_select(0, at - 1)
-    logprobs, entropy = fused_token_logprobs(
-        hidden,
-        head_weight,
-        tokens.flatten()[at],
-        temperature,
-        chunk_tokens,
-        with_entropy,
-        None if kept_ids is None else kept_ids.flatten(0, 1)[at],
-    )
+    own, settings = tokens.flatten()[at], (temperature, chunk_tokens, with_entropy)
+    if kept_ids is None:
+        logprobs, entropy = fused_token_logprobs(hidden, head_weight, own, *settings)
+    else:
+        kept = kept_ids.flatten(0, 1)[at]
+        logprobs, entropy = kept_token_logprobs(hidden, head_weight, own, kept, *settings)
 
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(rows * length).index_copy(0, at, values).view(rows, length)

@@ -73,7 +73,7 @@ def _kept_ids(rows: list[tuple[int, int, Completion]], longest: int) -> Tensor |
     if not rows or any(completion.kept_ids is None for _, _, completion in rows):
         return None
     parts = [(completion.kept_ids or ())[: end - start] for start, end, completion in rows]
-    widest = max((len(ids) for part in parts for ids in part), default=0)
+    widest = max((len(ids) for part in parts for ids in part), default=0) or 1
     kept = torch.full((len(rows), longest, widest), -1, dtype=torch.int32)
     for index, ((start, end, _), part) in enumerate(zip(rows, parts, strict=True)):
         padded = [[*ids, *(-1,) * (widest - len(ids))] for ids in part]

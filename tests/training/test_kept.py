@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from atomrl import assembly
 from atomrl.algorithms.table import build_algorithm
-from atomrl.atoms.logprobs import fused_token_logprobs, row_logprobs
+from atomrl.atoms.logprobs import kept_token_logprobs, row_logprobs
 from atomrl.config import ConfigError, ModelConfig, TrainConfig, build_config
 from atomrl.data.rows import to_rows, to_training_batches
 from atomrl.loop import sync
@@ -102,7 +102,7 @@ def test_the_gradient_is_that_of_a_dense_masked_softmax(chunk, with_entropy):
     logs = (F.linear(hidden, head) / 0.7 + dense).log_softmax(-1)
     wanted = logs.gather(1, tokens[:, None])[:, 0]
     entropy = -(logs.exp() * logs.masked_fill(logs.isinf(), 0.0)).sum(-1)
-    found, own = fused_token_logprobs(hidden, head, tokens, 0.7, chunk, with_entropy, kept)
+    found, own = kept_token_logprobs(hidden, head, tokens, kept, 0.7, chunk, with_entropy)
     torch.testing.assert_close(found, wanted)
     weights = torch.randn(2, 9, generator=generator, dtype=torch.float64)
     theirs, ours = (wanted * weights[0]).sum(), (found * weights[0]).sum()
@@ -112,6 +112,13 @@ def test_the_gradient_is_that_of_a_dense_masked_softmax(chunk, with_entropy):
     for mine, other in zip(*(torch.autograd.grad(total, (hidden, head)) for total in (ours, theirs)), strict=True):
         torch.testing.assert_close(mine, other)
     assert found[5] == 0
+    elsewhere = tokens.clone()
+    elsewhere[2] = next(v for v in range(23) if v not in kept[2])
+    lost, _ = kept_token_logprobs(hidden, head, elsewhere, kept)
+    assert lost[2] == -torch.inf and lost[[0, 1, 3]].isfinite().all(), (
+        "a token that was not kept cannot have been drawn"
+    )
+    assert kept_token_logprobs(hidden[:0], head, tokens[:0], kept[:0], with_entropy=True)[1].shape == (0,)
 
 
 def test_rows_take_the_kept_tokens_of_their_own():
