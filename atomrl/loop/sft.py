@@ -34,6 +34,7 @@ def supervise(
     Returns:
         Whether the last step was reached (see `loop.sync.run_steps`).
     """
+    algorithm.state.update(progress.algorithm_state)
 
     def one_step(step: int) -> dict[str, float]:
         watch = Stopwatch()
@@ -43,6 +44,7 @@ def supervise(
         metrics = update_metrics(results) | watch.metrics(drawn)
         if evaluate and schedule.eval_every_steps and step % schedule.eval_every_steps == 0 and step < schedule.steps:
             evaluate(step)
+        progress.algorithm_state = dict(algorithm.state)
         return metrics
 
     return run_steps(one_step, record, progress, save, schedule)

@@ -1,0 +1,176 @@
+"""Layouts of preferences, and what is wrong with a row, by file and line."""
+
+import json
+import random
+import re
+
+import pytest
+
+from atomrl.config import DataConfig, PreferenceConfig
+from atomrl.data.chain import make, pair
+from atomrl.data.pairs import load_preferences, scored_completions
+from atomrl.data.problems import DataError
+
+USER, GOOD, BAD = (
+    {"role": "user", "content": "2+2="},
+    {"role": "assistant", "content": "4"},
+    {"role": "assistant", "content": "5"},
+)
+HH = "\n\nHuman: 2+2=\n\nAssistant: I think\n\nHuman: So?\n\nAssistant:"
+
+
+def load(tmp_path, *rows, fields=None, **config):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_preferences(DataConfig(train=str(path), **config), PreferenceConfig(**(fields or {})))
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "scored"),
+    [
+        ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "2+2=", (("4", 1.0), ("5", 0.0))),
+        ({"prompt": "2+2=", "chosen": "4", "rejected": "5", "margin": 3}, "2+2=", (("4", 3.0), ("5", 0.0))),
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, (USER,), (("4", 1.0), ("5", 0.0))),
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, "2+2=", (("4", 1.0), ("5", 0.0))),
+        (
+            {"chosen": [USER, BAD, USER, GOOD], "rejected": [USER, BAD, USER, BAD]},
+            (USER, BAD, USER),
+            (("4", 1.0), ("5", 0.0)),
+        ),
+        ({"chosen": HH + " I say 4", "rejected": HH + " I say 5"}, HH, ((" I say 4", 1.0), (" I say 5", 0.0))),
+        ({"chosen": "sum: 2+2 is 42", "rejected": "sum: 2+2 is 40"}, "sum: 2+2 is", ((" 42", 1.0), (" 40", 0.0))),
+        ({"chosen": "so it is", "rejected": "so it is not"}, "so it", ((" is", 1.0), (" is not", 0.0))),
+        (  # HuggingFaceH4/ultrafeedback_binarized
+            {
+                "prompt": "2+2=",
+                "prompt_id": "ab",
+                "chosen": [USER, GOOD],
+                "rejected": [USER, BAD],
+                "messages": [USER, GOOD],
+                "score_chosen": 8.5,
+                "score_rejected": 6.0,
+            },
+            "2+2=",
+            (("4", 8.5), ("5", 6.0)),
+        ),
+        (  # openbmb/UltraFeedback
+            {
+                "source": "x",
+                "instruction": "2+2=",
+                "completions": [
+                    {"response": text, "overall_score": score, "fine-grained_score": 1.0}
+                    for text, score in (("3", 2.0), ("4", 9.0), ("four", 9.0), ("5", 1.0))
+                ],
+            },
+            "2+2=",
+            (("4", 9.0), ("5", 1.0)),
+        ),
+        ({"prompt": "2+2=", "completion": "4", "label": True}, "2+2=", (("4", 1.0),)),
+        ({"prompt": [USER], "completion": [BAD], "label": False}, (USER,), (("5", -1.0),)),
+    ],
+)
+def test_layouts(tmp_path, row, prompt, scored):
+    (sample,) = load(tmp_path, row).samples
+    assert sample.prompt == prompt and sample.sample_id == "pairs.jsonl:1"
+    assert scored_completions("pairs.jsonl")(sample, random.Random(0)) == scored
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the same"),
+        ({"prompt": "a", "chosen": "b"}, "field 'rejected' is missing or empty"),
+        ({"prompt": "a", "chosen": " ", "rejected": "b"}, "field 'chosen' is empty"),
+        ({"prompt": "a", "chosen": "b", "rejected": ["c"]}, "one is text and the other a list"),
+        ({"prompt": "a", "chosen": {"x": 1}, "rejected": "b"}, "'chosen' is no text and no list"),
+        ({"prompt": " ", "chosen": "b", "rejected": "c"}, "prompt is empty"),
+        ({"chosen": "b", "rejected": "c"}, "share no beginning"),
+        ({"chosen": "a b", "rejected": "a b"}, "the same"),
+        ({"chosen": HH + "4", "rejected": HH + " "}, "field 'rejected' is empty"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "the same"),
+        ({"chosen": [USER, GOOD], "rejected": [BAD, BAD]}, "share no prompt"),
+        (
+            {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, BAD]},
+            "one message .*, not assistant",
+        ),
+        (
+            {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [BAD]},
+            "one message .*, not user, ass",
+        ),
+        ({"prompt": "3+3=", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "none of the messages"),
+        ({"chosen": [USER, {"role": "assistant"}], "rejected": [USER, BAD]}, "'chosen': message 2: 'content'"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0}, "'margin' is 0"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"}, "'margin' must be a number"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 1, "score_rejected": 1}, "no preference"),
+        ({"prompt": "a", "completion": "b", "label": 1}, "'label' must be true or false, not 1"),
+        ({"prompt": "a", "completion": "b"}, "'label' must be true or false, not None"),
+        ({"completion": "b", "label": True}, "'prompt' is missing"),
+        ({"prompt": "a", "completion": "", "label": True}, "'completion' is empty"),
+        (
+            {"instruction": "a", "completions": [{"response": "b", "overall_score": 1}]},
+            "holds 1; a preference needs two",
+        ),
+        ({"instruction": "a", "completions": [{"response": "b"}] * 2}, r"completions\[0\].overall_score' must be"),
+        ({"instruction": "a", "completions": [{"response": "b", "overall_score": 1}] * 2}, "all completions have"),
+        ({"instruction": "a", "completions": "b"}, "must be a list of objects"),
+        ({"prompt": "a", "ground_truth": "b"}, "no preference: it has 'prompt', 'ground_truth', but neither"),
+    ],
+)
+def test_rows_with_problems_are_named(tmp_path, row, message):
+    good = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    with pytest.raises(DataError, match=r"(?s)pairs.jsonl:2: .*" + message):
+        load(tmp_path, good, row)
+    report = load(tmp_path, good, row, on_bad_row="skip")
+    assert len(report.samples) == 1 and report.skipped == 1 and re.search(message, report.problems[0])
+
+
+def test_columns_can_have_other_names(tmp_path):
+    row = {"question": "a", "yes": "b", "no": "c"}
+    fields = {"chosen_field": "yes", "rejected_field": "no"}
+    (sample,) = load(tmp_path, row, fields=fields, prompt_field="question").samples
+    assert sample.prompt == "a" and sample.columns["scored_completions"] == (("b", 1.0), ("c", 0.0))
+
+
+def test_parquet(tmp_path):
+    pd = pytest.importorskip("pandas")
+    row = {
+        "prompt": "2+2=",
+        "chosen": [USER, GOOD],
+        "rejected": [USER, BAD],
+        "score_chosen": 2.0,
+        "score_rejected": 1.0,
+    }
+    pd.DataFrame([row, row]).to_parquet(tmp_path / "p.parquet")
+    report = load_preferences(DataConfig(train=str(tmp_path / "p.parquet"), train_size=1), PreferenceConfig())
+    assert [sample.sample_id for sample in report.samples] == ["p.parquet:1"]
+    assert report.samples[0].columns["scored_completions"] == (("4", 2.0), ("5", 1.0))
+
+
+def test_pairs_of_a_task():
+    report = load_preferences(DataConfig(train="chain", train_size=5), PreferenceConfig())
+    draw = scored_completions("chain")
+    scored = draw(report.samples[0], random.Random(1))
+    assert scored == draw(report.samples[0], random.Random(1)) != draw(report.samples[0], random.Random(2))
+    assert [score for _, score in scored] == [1.0, 0.0]
+    with pytest.raises(DataError, match="'countdown' writes no pairs"):
+        load_preferences(DataConfig(train="countdown", train_size=5), PreferenceConfig())
+
+
+def test_the_wrong_solution_takes_one_false_step():
+    for seed in range(200):
+        rng = random.Random(seed)
+        row = make(rng)
+        right, wrong = (text.replace(",", "=") for text in pair(rng, row))
+        assert right.endswith(f"<answer>{row['ground_truth']}</answer>")
+        assert not wrong.endswith(f"<answer>{row['ground_truth']}</answer>")
+        thought = re.sub(r"=(\d)=\1", r"=\1", wrong.split("<think>")[1].split("</think>")[0])
+        steps = re.findall(r"(?=(?:^|=)(\d)([-+*])(\d)=(\d))", thought)
+        results = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
+        false = [s for s in steps if results[s[1]](int(s[0]), int(s[2])) % 10 != int(s[3])]
+        assert len(steps) == row["operations"] and len(false) == 1
+
+
+def test_real_pairs_load(shared_dir):
+    path = shared_dir / "data" / "preferences" / "gsm8k_solutions.jsonl"
+    report = load_preferences(DataConfig(train=str(path)), PreferenceConfig())
+    assert len(report.samples) == 502 and not report.problems
