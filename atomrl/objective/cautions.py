@@ -70,6 +70,16 @@ def zero_kl(o: Objective, f: Facts) -> str | None:
     return None
 
 
+def nothing_to_learn(o: Objective, f: Facts) -> str | None:
+    if o.distillation.coefficient:
+        return None
+    if o.distillation != o.distillation.__class__():
+        return "no effect: distillation.coefficient is 0, so the other settings of distillation do nothing"
+    if o.advantage.type == "none":
+        return "no effect: advantage none learns nothing from rewards, and there is no distillation beside it"
+    return None
+
+
 def kl_gradient(o: Objective, f: Facts) -> str | None:
     if o.kl_in == "loss" and not o.kl.k2_gradient and o.kl.type in ("k1", "abs"):
         hides = "has a gradient of mean 0" if o.kl.type == "k1" else "has the gradient of no KL"
@@ -97,7 +107,7 @@ def clip_without_effect(o: Objective, f: Facts) -> str | None:
 
 
 def reinforce_off_policy(o: Objective, f: Facts) -> str | None:
-    if f.updates_per_step > 1 and o.clip.type == "reinforce":
+    if f.updates_per_step > 1 and o.clip.type == "reinforce" and o.advantage.type != "none":
         return f"biased: {f.updates_per_step} updates in a step without a ratio; all but the first are off-policy"
     return None
 
@@ -229,6 +239,7 @@ RULES: tuple[Callable[[Objective, Facts], str | None], ...] = (
     k_of_group,
     group_never_mixed,
     zero_kl,
+    nothing_to_learn,
     kl_gradient,
     truncated_sampling,
     clip_without_effect,

@@ -44,7 +44,9 @@ def test_the_equation_has_all_terms_that_are_in_use(name):
     assert printed.startswith("\\begin{aligned}") and printed.count(r"\Big[") == printed.count(r"\Big]")
     assert lines.count("atomrl/atoms/") >= 3
     without = equation(override(objective, {"kl": {"coefficient": 0.0}}))
-    assert "KL" not in without.replace("KL_binary", "").replace(term(objective.distillation).text, "")
+    assert "KL" not in without.replace("KL_binary", "").replace("KL(pi_before", "").replace(
+        term(objective.distillation).text, ""
+    )
 
 
 def test_a_combination_that_no_algorithm_is():
@@ -88,6 +90,7 @@ CASES = {
     "k_of_group": ({"advantage": "pass_at_k_analytic"}, {"completions_per_prompt": 4}),
     "group_never_mixed": ({"accept_group": "mixed_outcomes"}, {"completions_per_prompt": 1}),
     "zero_kl": ({"kl": {"target": 0.1}}, {}),
+    "nothing_to_learn": ({"advantage": "none"}, {}),
     "kl_gradient": ({"kl": {"type": "k1", "coefficient": 0.1}}, {}),
     "truncated_sampling": ({"correction": "token_tis"}, {"top_p": 0.9}),
     "clip_without_effect": ({"clip": "gmpo"}, {}),
