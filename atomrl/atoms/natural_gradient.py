@@ -28,7 +28,6 @@ def flat(tensors: Sequence[Tensor]) -> Float[Tensor, " D"]:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
-@torch.no_grad()
 def assign(parameters: Sequence[Tensor], vector: Float[Tensor, " D"]) -> None:
     """Write a vector into the parameters, in place: `assign(p, flat(p))` changes no bit.
 
@@ -38,8 +37,9 @@ def assign(parameters: Sequence[Tensor], vector: Float[Tensor, " D"]) -> None:
         >>> weight
         tensor([1., 2.])
     """
-    for parameter, part in _parts(parameters, vector):
-        parameter.copy_(part)
+    with torch.no_grad():
+        for parameter, part in _parts(parameters, vector):
+            parameter.copy_(part)
 
 
 def fisher_vector_product(

@@ -154,7 +154,8 @@ UPDATES: dict[str, Callable[..., Metrics]] = {"optimizer": _optimizer, "trust_re
 class Update(Axis):
     """How the gradient becomes a step: `Step` -> metrics, with the parameters changed in place.
 
-    `kl_bound` is in nats per token, weighted as the loss is; `damping` is added to the Fisher matrix's diagonal.
+    `kl_bound` is in nats per token, over the whole vocabulary and weighted as the loss is; `damping` is added to the
+    Fisher matrix's diagonal. A trust region takes no learning rate, and its step keeps nothing from one to the next.
 
     Raises:
         ValueError: also where a trust region has no room, or its search no steps.
