@@ -57,8 +57,8 @@ KEYS = ("preference_accuracy", "preference_margin", "logprob_accuracy")
 def table(out: Path) -> str:
     """Of what is finished: mean over seeds, and the standard error of a share of that many pairs."""
     lines = [
-        "| method | seeds | steps | accuracy before | after | margin of rewards after | seconds |",
-        "|---|---|---|---|---|---|---|",
+        "| method | seeds | steps | accuracy before | after | margin of rewards after |",
+        "|---|---|---|---|---|---|",
     ]
     for name in METHODS:
         found = [json.loads(path.read_text()) for path in sorted(out.glob(f"{name}-seed-*.json"))]
@@ -72,7 +72,7 @@ def table(out: Path) -> str:
         error = math.sqrt(after * (1 - after) / (PAIRS * len(found)))
         lines.append(
             f"| {name} | {len(found)} | {found[0]['steps']} | {before:.3f} | {after:.3f} ± {error:.3f} "
-            f"| {mean('preference_margin_after'):.2f} | {mean('wall_s'):.0f} |"
+            f"| {mean('preference_margin_after'):.2f} |"
         )
     return "\n".join(lines)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atomrl import assembly
-from atomrl.algorithms.table import ALGORITHMS, build_algorithm
+from atomrl.algorithms.table import ALGORITHMS, PREFERENCES, build_algorithm
 from atomrl.config import build_config, merge_trees, read_yaml
 from atomrl.data.rows import to_rows
 from atomrl.loop.report import Stopwatch
@@ -58,17 +58,17 @@ def small(model, folder, tree, **axes):
 
 
 def test_every_algorithm_has_a_config_of_its_name():
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(ALGORITHMS)
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*ALGORITHMS, *PREFERENCES}
     for path in CONFIGS.glob("*.yaml"):
         tree = read_yaml(path)
         assert tree["algorithm"]["name"] == tree["run_name"] == path.stem
         build_config(tree)
 
 
-@pytest.mark.parametrize("name", dict.fromkeys([*ALGORITHMS, *EXTRA_AXES]))
+@pytest.mark.parametrize("name", dict.fromkeys([*ALGORITHMS, "online_dpo", *EXTRA_AXES]))
 def test_every_config_trains_a_step(model, tmp_path, name, monkeypatch):
     monkeypatch.setattr("atomrl.tracking.curves.draw_curves", lambda *args: None)  # most of the time, and not asked for
-    tree = read_yaml(CONFIGS / f"{name if name in ALGORITHMS else 'grpo'}.yaml")
+    tree = read_yaml(CONFIGS / f"{'grpo' if name in EXTRA_AXES and name not in ALGORITHMS else name}.yaml")
     config = small(model, tmp_path, tree, **EXTRA_AXES.get(name, {}))
     summary = assembly.train(config)
     assert summary["finished"]
