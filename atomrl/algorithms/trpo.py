@@ -6,7 +6,8 @@
     minimise  1/sum_j |o_j| sum_{i,t} (v_{i,t} - R_{i,t})^2 / 2
 
 with the smallest j whose measured KL, of whole distributions averaged over the batch's tokens, is within the bound and
-whose surrogate is better than before; where none is, the weights stay.
+whose surrogate is better than before; where none is, the weights stay. A whole step that ends far below the bound is
+tried once more, longer (`line_search`), which the paper does not.
 
 Differs from PPO: the bound is on the KL itself and holds at each step, by the step's length and not by a clip; nothing
 but the bound sets that length, so that the policy has no learning rate. A step costs some ten times as much.

@@ -14,6 +14,8 @@ import torch.autograd.forward_ad as forward_ad
 from jaxtyping import Float
 from torch import Tensor
 
+LONGEST = 2.0
+"""A step is made at most this many times as long as the quadratic model of the KL says."""
 Product = Callable[[Tensor], Tensor]
 """[D] -> [D]: a symmetric matrix that is never written down."""
 
@@ -177,7 +179,11 @@ def line_search(
 
         the smallest j with  KL(ratio^j s) <= delta  and  L(theta + ratio^j s) > L(theta),   j = 0 ... backtracks
 
-    Paper: TRPO, arXiv:1502.05477, appendix C.
+    The KL of a policy that is nearly sure grows more slowly than its quadratic model, so that a whole step ends far
+    below the bound. Where it does by more than a backtrack, one longer step is tried, at most `LONGEST` times as long;
+    it is taken if it keeps the bound and gains more.
+
+    Paper: TRPO, arXiv:1502.05477, appendix C, which has no longer step.
 
     Args:
         measure: scale of the step -> KL in nats and gain of the surrogate, both as they are at that point. What is
@@ -187,19 +193,26 @@ def line_search(
         ratio: by what, between 0 and 1.
 
     Returns:
-        The scale with its KL and gain; all 0 where no step was accepted.
+        The scale with its KL and gain; all 0 where no step was accepted. A scale above 1 is the longer step's.
 
     Example: a KL of scale^2, a gain of scale
         >>> line_search(lambda scale: (scale**2, scale), kl_bound=0.5, ratio=0.5)
         {'scale': 0.5, 'kl': 0.25, 'gain': 0.5, 'backtracks': 1}
     """
     scale = 1.0
-    for tries in range(backtracks + 1):
+    for tries in range(backtracks + 1):  # noqa: B007 (used after the loop)
         kl, gain = measure(scale)
         if kl <= kl_bound and gain > 0:
-            return Search(scale=scale, kl=kl, gain=gain, backtracks=tries)
+            break
         scale *= ratio
-    return Search(scale=0.0, kl=0.0, gain=0.0, backtracks=backtracks)
+    else:
+        return Search(scale=0.0, kl=0.0, gain=0.0, backtracks=backtracks)
+    if tries == 0 and kl < ratio**2 * kl_bound:
+        longer = LONGEST if kl * LONGEST**2 <= ratio * kl_bound else math.sqrt(ratio * kl_bound / kl)
+        longer_kl, longer_gain = measure(longer)
+        if longer_kl <= kl_bound and longer_gain > gain:
+            scale, kl, gain = longer, longer_kl, longer_gain
+    return Search(scale=scale, kl=kl, gain=gain, backtracks=tries)
 
 
 def _parts(parameters: Sequence[Tensor], vector: Tensor) -> list[tuple[Tensor, Tensor]]:

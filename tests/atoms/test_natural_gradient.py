@@ -79,6 +79,21 @@ def test_the_search_takes_the_longest_step_within_the_bound_that_gains():
     assert tried == [1.0, 0.5, 0.25]
 
 
+def test_a_step_far_below_the_bound_is_made_longer_once():
+    """Towards ratio times the bound, as if the KL were quadratic; never by more than a factor of 2."""
+    found = line_search(lambda scale: (0.2 * scale**2, scale), kl_bound=0.5, ratio=0.8)
+    assert found["scale"] == pytest.approx(math.sqrt(0.4 / 0.2)) and found["kl"] == pytest.approx(0.4)
+    assert line_search(lambda scale: (0.0, scale), kl_bound=0.5)["scale"] == 2.0
+    near = {"scale": 1.0, "kl": 0.33, "gain": 1.0, "backtracks": 0}
+    assert line_search(lambda scale: (0.33 * scale**2, scale), kl_bound=0.5, ratio=0.8) == near
+
+
+@pytest.mark.parametrize(("kl", "gain"), [(0.51, 2.0), (math.nan, 2.0), (0.4, 0.9), (0.4, math.nan)])
+def test_a_longer_step_that_is_no_better_is_not_taken(kl, gain):
+    found = line_search(lambda scale: (0.1, 1.0) if scale == 1 else (kl, gain), kl_bound=0.5)
+    assert found == {"scale": 1.0, "kl": 0.1, "gain": 1.0, "backtracks": 0}
+
+
 @pytest.mark.parametrize(
     "found", [(math.nan, 1.0), (0.1, math.nan), (0.1, 0.0), (0.1, -1.0), (0.11, 1.0), (math.inf, 1.0)]
 )

