@@ -94,7 +94,7 @@ def critic_metrics(credited: AdvantageBatch) -> dict[str, float]:
     expected, came = (item[credited.loss_mask].double() for item in (credited.values, credited.returns))
     metrics = spread("critic/values", expected.tolist()) | spread("critic/returns", came.tolist())
     variance = came.var(correction=0).item()
-    if variance > 0:  # returns that are all the same leave nothing to explain
+    if variance > 1e-8:  # returns that are all the same, but for rounding, leave nothing to explain
         metrics["critic/vf_explained_var"] = 1 - (came - expected).var(correction=0).item() / variance
     return metrics
 
