@@ -10,7 +10,7 @@ whose surrogate is better than before; where none is, the weights stay. A whole 
 tried once more, longer (`line_search`), which the paper does not.
 
 Differs from PPO: the bound is on the KL itself and holds at each step, by the step's length and not by a clip; nothing
-but the bound sets that length, so that the policy has no learning rate. A step costs some ten times as much.
+but the bound sets that length, so that the policy has no learning rate. A step costs some forty times as much.
 
 Paper: arXiv:1502.05477, with a critic as in arXiv:1506.02438; the Fisher matrix is over all tokens of the batch and
 exact. Any other objective takes the same step with `update: {type: trust_region}`, as `advantage: rloo` does without
