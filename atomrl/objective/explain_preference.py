@@ -166,9 +166,7 @@ def scale_of_beta(o: PreferenceObjective) -> str | None:
 
 def ranks_of_few(o: PreferenceObjective) -> str | None:
     if o.loss[0].type in RANKED:
-        return (
-            "note: ranks are taken in a step, so how many pairs it has (train.rows_per_update) is a part of the loss"
-        )
+        return "note: ranks are taken in a step, so how many pairs it has (train.rows_per_update) is a part of the loss"
     return None
 
 
