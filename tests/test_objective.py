@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import build_algorithm
+from atomrl.algorithms.table import build_algorithm, objective_of
 from atomrl.metrics import merge, values
 from atomrl.objective import Clip, Objective, compose, override, with_limit
 from atomrl.protocols import ModelOutputs
@@ -152,3 +152,8 @@ def test_the_rollouts_limit_is_taken_where_the_axis_has_none():
     assert limited.aggregate.length == 64 and limited.shaping.max_completion_tokens == 64
     own = override(objective, {"aggregate": {"length": 9}, "shaping": {"max_completion_tokens": 7}})
     assert with_limit(own, 64) == own
+
+
+def test_another_kl_estimator_keeps_where_and_how_much():
+    kl = objective_of("ppo", {"kl": "k2"}).kl
+    assert (kl.type, kl.coefficient, kl.place, kl.target) == ("k2", 0.02, "reward", 0.25)

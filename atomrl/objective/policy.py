@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -238,6 +238,10 @@ class Kl(Axis):
     """
 
     label, kinds, default = "kl", KL_ESTIMATORS, "k3"
+
+    def with_parameters(self, **changes: Any) -> Self:
+        """Another estimator keeps the rest: all take the same parameters."""
+        return super().with_parameters(**(self.parameters | changes))
 
 
 def _token_mean(mask: Tensor, group_ids: Tensor | None = None) -> Tensor:
