@@ -134,7 +134,7 @@ def draw_one(summaries: Mapping[str, Any], name: str, out: Path) -> None:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.sans-serif": ["DejaVu Sans"]}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     small = re.sub(r"(\d\.\d)\d{5}", r"\1", text.getvalue())  # a tenth of a point is enough
-    out.write_text(re.sub(r"[ \t]+$", "", small, flags=re.MULTILINE), encoding="utf-8")
+    out.write_text(re.sub(r"\s*\n\s*", "\n", small), encoding="utf-8")
 
 
 def _draw_cell(axis: Any, summaries: Mapping[str, Any], name: str, metric: str) -> None:
