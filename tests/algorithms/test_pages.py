@@ -136,7 +136,8 @@ def test_figures_are_those_of_the_curves(name):
     ends = [curve["held_out"][-1][1] for curve in result["curves"]]
     assert result["accuracy_after_by_seed"] == ends
     assert result["accuracy_after"][0] == pytest.approx(sum(ends) / len(ends), abs=1e-3)
-    assert all(curve["tokens"][-2] < result["budget"] <= curve["tokens"][-1] for curve in result["curves"])
+    # Curves have four digits, so the last step but one may show the budget itself.
+    assert all(curve["tokens"][-2] <= result["budget"] <= curve["tokens"][-1] for curve in result["curves"])
     picture = ROOT / "docs" / "images" / "algorithms" / f"{name}.svg"
     assert picture.stat().st_size < 40_000
 
