@@ -198,10 +198,9 @@ def draw(results: Sequence[Mapping[str, Any]], target: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for axis, name in zip(axes, ALGORITHMS, strict=True):
         right = axis.twinx()
-        for result in results:
-            run = result[name]
-            (score,) = axis.plot(run["steps"], run["curves"]["reward"], "o-", color="tab:orange", alpha=0.7, ms=3)
-            (truth,) = right.plot(run["steps"], run["curves"]["accuracy"], "s-", color="tab:blue", alpha=0.7, ms=3)
+        for curve in (result[name] for result in results if name in result):
+            (score,) = axis.plot(curve["steps"], curve["curves"]["reward"], "o-", color="tab:orange", alpha=0.7, ms=3)
+            (truth,) = right.plot(curve["steps"], curve["curves"]["accuracy"], "s-", color="tab:blue", alpha=0.7, ms=3)
         axis.set(xlabel="step", title=f"{name.upper()} against the reward model")
         axis.set_ylabel("reward model's score", color="tab:orange")
         right.set_ylabel("true accuracy, held out", color="tab:blue")
