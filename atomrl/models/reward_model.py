@@ -42,6 +42,7 @@ class RewardModel:
     """
 
     def __init__(self, path: str, device: str = "cpu", dtype: str = "auto", tokens_per_batch: int = 4096) -> None:
+        path = str(path)  # a folder's name may be a number
         config = model_config_only(path)
         if not is_classifier(config):
             kind = (config.architectures or [config.model_type])[0]
