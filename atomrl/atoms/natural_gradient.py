@@ -1,6 +1,6 @@
 """Steps in the metric of the policy's own distributions: Fisher-vector products, conjugate gradients, line search.
 
-A vector of all trained weights is flat, [D], in the order of the list of parameters (`flat`, `assign`).
+A vector of all trained weights is flat, [D], in the order of the list of parameters (`flat`, `parts`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ Product = Callable[[Tensor], Tensor]
 
 
 def flat(tensors: Sequence[Tensor]) -> Float[Tensor, " D"]:
-    """All elements in one vector, a copy without gradient.
+    """All elements in one vector.
+
+    Args:
+        tensors: of any shapes.
+
+    Returns:
+        A copy without gradient.
 
     Example:
         >>> flat([torch.tensor([[1.0, 2.0]]), torch.tensor([3.0])])
@@ -30,18 +36,22 @@ def flat(tensors: Sequence[Tensor]) -> Float[Tensor, " D"]:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
-def assign(parameters: Sequence[Tensor], vector: Float[Tensor, " D"]) -> None:
-    """Write a vector into the parameters, in place: `assign(p, flat(p))` changes no bit.
+def parts(tensors: Sequence[Tensor], vector: Float[Tensor, " D"]) -> list[Tensor]:
+    """A vector in pieces of the tensors' shapes: the inverse of `flat`.
+
+    Args:
+        tensors: whose shapes are meant.
+        vector: as long as all of them together.
+
+    Returns:
+        Views of the vector.
 
     Example:
-        >>> weight = torch.zeros(2)
-        >>> assign([weight], torch.tensor([1.0, 2.0]))
-        >>> weight
-        tensor([1., 2.])
+        >>> parts([torch.zeros(1, 2), torch.zeros(1)], torch.tensor([1.0, 2.0, 3.0]))
+        [tensor([[1., 2.]]), tensor([3.])]
     """
-    with torch.no_grad():
-        for parameter, part in _parts(parameters, vector):
-            parameter.copy_(part)
+    pieces = vector.split([tensor.numel() for tensor in tensors])
+    return [piece.view_as(tensor) for tensor, piece in zip(tensors, pieces, strict=True)]
 
 
 def fisher_vector_product(
@@ -78,7 +88,7 @@ def fisher_vector_product(
         tensor([ 0.2500, -0.2500])
     """
     with torch.no_grad(), forward_ad.dual_level():
-        for parameter, part in _parts(parameters, vector):
+        for parameter, part in zip(parameters, parts(parameters, vector), strict=True):
             parameter.copy_(forward_ad.make_dual(parameter.detach().clone(), part.clone()))
         logprobs, along = forward_ad.unpack_dual(distributions(True))
         cotangents = weights[:, None] * logprobs.exp() * (torch.zeros_like(logprobs) if along is None else along)
@@ -213,9 +223,3 @@ def line_search(
         if longer_kl <= kl_bound and longer_gain > gain:
             scale, kl, gain = longer, longer_kl, longer_gain
     return Search(scale=scale, kl=kl, gain=gain, backtracks=tries)
-
-
-def _parts(parameters: Sequence[Tensor], vector: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Each parameter with its part of a vector, in its shape."""
-    parts = vector.split([parameter.numel() for parameter in parameters])
-    return [(parameter, part.view_as(parameter)) for parameter, part in zip(parameters, parts, strict=True)]

@@ -153,9 +153,7 @@ def check(objective: PreferenceObjective) -> None:
     if "odds_ratio" in types and (reads_reference or not objective.score.length_normalised):
         raise ValueError("algorithm.score: odds_ratio takes mean log-probs: {type: logprob, length_normalised: true}")
     if "aot" in types and (objective.score.divergence != "reverse_kl" or objective.score.length_normalised):
-        raise ValueError(
-            "algorithm.score: aot ranks sums of log-ratios: reverse_kl, and not length_normalised"
-        )
+        raise ValueError("algorithm.score: aot ranks sums of log-ratios: reverse_kl, and not length_normalised")
     if types[0] in UNPAIRED and objective.nll.coefficient:
         raise ValueError(f"algorithm.nll: {types[0]} has no pairs, and so no chosen completion to imitate")
     if types[0] in UNPAIRED | {"aot_unpaired"} and objective.score.ld_alpha != 1:

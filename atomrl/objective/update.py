@@ -11,12 +11,12 @@ from torch import Tensor
 
 from atomrl.atoms.kl import distribution_kl
 from atomrl.atoms.natural_gradient import (
-    assign,
     conjugate_gradient,
     fisher_vector_product,
     flat,
     line_search,
     natural_step,
+    parts,
 )
 from atomrl.metrics import Count, Mean, Metrics, merge
 from atomrl.objective.axis import Axis
@@ -111,6 +111,13 @@ def _trust_region(
     }
 
 
+@torch.no_grad()
+def assign(parameters: Sequence[Tensor], vector: Tensor) -> None:
+    """Write a vector into the parameters, in place: `assign(p, flat(p))` changes no bit."""
+    for parameter, part in zip(parameters, parts(parameters, vector), strict=True):
+        parameter.copy_(part)
+
+
 def _no_step() -> Metrics:
     """What there is to say where no direction could be found."""
     return {name: Mean(0.0) for name in ("actor/kl", "actor/surrogate_gain", "actor/accepted", "actor/backtracks")}
@@ -129,8 +136,8 @@ def _gradient(step: Step) -> tuple[float, Tensor, Metrics, list[TrainingBatch]]:
         if micro.old_logprobs is None:
             micro = replace(micro, old_logprobs=_given(outputs.logprobs).detach())
         result = step.loss(outputs, micro)
-        parts = torch.autograd.grad(result.loss, step.parameters, allow_unused=True)
-        total += flat([torch.zeros_like(p) if g is None else g for p, g in zip(step.parameters, parts, strict=True)])
+        found = torch.autograd.grad(result.loss, step.parameters, allow_unused=True)
+        total += flat([torch.zeros_like(p) if g is None else g for p, g in zip(step.parameters, found, strict=True)])
         loss += result.loss.item()
         metrics.append(result.metrics)
         micros.append(micro)

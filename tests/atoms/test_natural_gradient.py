@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from atomrl.atoms.natural_gradient import (
-    assign,
     conjugate_gradient,
     fisher_vector_product,
     flat,
     line_search,
     natural_step,
 )
+from atomrl.objective.update import assign
 
 
 def positive_definite(size, seed=0):
