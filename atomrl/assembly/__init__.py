@@ -29,6 +29,7 @@ from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
 from atomrl.stages import Sample, SamplingParams
 from atomrl.tracking.recorder import Recorder
+from atomrl.tracking.resume import model_identity
 from atomrl.tracking.run_directory import RunDirectory
 from atomrl.training.local import LocalBackend
 
@@ -76,7 +77,7 @@ def train(
     stream = PromptStream(load_split(config, processor, "train"), seed=config.seed, shuffle=config.data.shuffle)
     rewards.check_sources([*stream.samples, *held_out])
     schedule = make_schedule(config)
-    now = identity(stream, processor, path)
+    now = identity(stream, processor, path) | judges(config)
     run, progress = open_run(config, resume, now, allow_changes)
     earlier_s = progress.wall_s
     trainer = build_trainer(config, path, tokenizer, schedule, algorithm)
@@ -110,6 +111,14 @@ def train(
         if done and config.eval.after:
             evaluate_now(progress.step)
     return finish(run, config, progress, done, earlier_s + time.perf_counter() - started)
+
+
+def judges(config: RunConfig) -> dict[str, str]:
+    """Hashes of the models beside the policy that what it learns depends on throughout: teacher and reward models."""
+    paths = [config.teacher.path] if config.teacher else []
+    uses = [*config.reward.functions, *config.reward.by_data_source.values()]
+    paths += [str(use.args["path"]) for use in uses if use.function == "reward_model"]
+    return {f"model ({path})": model_identity(resolve_folder(path)) for path in paths}
 
 
 def model_path(config: RunConfig) -> str:

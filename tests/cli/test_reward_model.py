@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 
 import pytest
@@ -145,7 +146,7 @@ def test_a_classifier_with_its_own_tokenizer_is_trained_too(folder):
     assert good > bad
 
 
-def test_a_critic_starts_from_it(folder):
+def test_a_critic_starts_from_it_and_resume_knows_it_again(folder, capsys):
     run("train.steps=2")
     (folder / "problems.jsonl").write_text('{"prompt": "say 1", "ground_truth": "aa"}\n' * 2)
     config = {
@@ -163,6 +164,12 @@ def test_a_critic_starts_from_it(folder):
     (row,) = read_metrics(folder / "runs/ppo/metrics.jsonl")
     assert row["reward/reward_model/mean"] == row["critic/score/mean"] != 0
     assert load_scalar(folder / "runs/ppo/model/critic", dtype="float32").score.weight.abs().max() > 0
+
+    run("run_name=other", "train.steps=3")
+    shutil.copytree(folder / "runs/other/model", folder / "runs/rm/model", dirs_exist_ok=True)
+    capsys.readouterr()
+    assert main(["train", "ppo.yaml", "--resume"]) == 2
+    assert "model (runs/rm/model): not what the run was started with" in capsys.readouterr().err
 
 
 def test_mistakes_are_said_first(folder, capsys):
