@@ -57,10 +57,7 @@ CUT = completion((8, 9, 10, 11), finish="length")
 SILENT = {
     "empty completions": (rewarded([[EMPTY, EMPTY]] * 2, [[1.0, 0.0]] * 2), {"training/updates": 0}),
     "all tokens masked": (rewarded([[MASKED, MASKED]] * 2, [[1.0, 0.0]] * 2), {"actor/empty_updates": 2}),
-    "groups of one": (
-        rewarded([[FULL], [CUT]], [[1.0], [0.0]]),
-        {"actor/empty_updates": 2, "by_group/frac_mixed": 0},
-    ),
+    "groups of one": (rewarded([[FULL], [CUT]], [[1.0], [0.0]]), {"actor/empty_updates": 2}),
     "equal rewards": (
         rewarded([[FULL, CUT]] * 2, [[0.3, 0.3]] * 2),
         {"actor/empty_updates": 2, "by_group/frac_mixed": 0, "by_group/frac_all_good": 1},
