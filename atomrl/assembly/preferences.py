@@ -18,11 +18,10 @@ from atomrl.data.stream import PromptStream
 from atomrl.loop.preferences import (
     Draw,
     evaluate_preferences,
-    fitting_preferences,
     preference_drawer,
 )
 from atomrl.loop.recovery import identity, open_run, saver
-from atomrl.loop.sft import supervise
+from atomrl.loop.sft import fitting_samples, supervise
 from atomrl.models.loading import load_tokenizer
 from atomrl.models.reward_model import Reader
 from atomrl.protocols import Algorithm, TrainingBackend
@@ -30,6 +29,9 @@ from atomrl.stages import RewardBatch, RowBatch, Sample
 from atomrl.tracking.recorder import Recorder
 
 PAIRS_PER_UPDATE = 64
+TOO_LONG = (
+    "{over} of {total} preferences are longer than {limit} tokens (the longest, with its prompt: {longest}, {sample})"
+)
 RowScores = Callable[[TrainingBackend, RowBatch], dict[str, Tensor]]
 """Scores of rows by name, each [B]; `reward` is the one that is trained."""
 
@@ -132,4 +134,7 @@ def _usable(
     if reader is not None:
         draw = reader.reading(draw)
     kept, _ = processor.filter_overlong(samples)
-    return draw, fitting_preferences(kept, draw, context, f"data.{split}")
+    if context is None or not kept:
+        return draw, kept
+    complaint = f"data.{split}: {TOO_LONG}"
+    return draw, fitting_samples(kept, draw, context, complaint, "take a model with a longer context, or shorter data")

@@ -16,13 +16,19 @@ from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
 from atomrl.data.stream import PromptStream
 from atomrl.loop.recovery import identity, open_run, saver
-from atomrl.loop.sft import demonstration_batch, demonstration_tokens, fitting_demonstrations, supervise
+from atomrl.loop.sft import demonstration_batch, demonstration_tokens, fitting_samples, supervise
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_tokenizer, save_model
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.stages import RewardBatch, Sample
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory
+
+TOO_LONG = (
+    "{over} of {total} demonstrations do not fit the model's context of {limit} tokens (the longest, with its prompt: "
+    "{longest} tokens, {sample})"
+)
+ADVICE = "take a model with a longer context (sft.gpt.max_tokens), or shorter data"
 
 
 def sft(config: RunConfig, resume: bool = False, allow_changes: bool = False) -> dict[str, Any]:
@@ -55,7 +61,7 @@ def sft(config: RunConfig, resume: bool = False, allow_changes: bool = False) ->
 
     context = context_tokens(path, config)
     if context is not None:
-        kept = fitting_demonstrations(kept, demonstrations, context)
+        kept = fitting_samples(kept, demonstrations, context, TOO_LONG, ADVICE)
         schedule = replace(schedule, max_row_tokens=min(context, schedule.max_row_tokens or context))
     stream = PromptStream(kept, seed=config.seed, shuffle=config.data.shuffle)
     if not config.sft.gpt:

@@ -1,8 +1,8 @@
 """Train a reward model on pairs of completions, of which one is better: rows with `prompt`, `chosen`, `rejected`.
 
-atomrl reward-model configs/reward_model.yaml
-atomrl reward-model configs/reward_model.yaml model.path=MODEL data.train=pairs.jsonl algorithm.centring=0.01
-atomrl reward-model configs/reward_model.yaml --resume
+atomrl reward-model configs/rlhf/reward_model.yaml
+atomrl reward-model configs/rlhf/reward_model.yaml model.path=MODEL data.train=pairs.jsonl algorithm.centring=0.01
+atomrl reward-model configs/rlhf/reward_model.yaml --resume
 """
 
 from __future__ import annotations

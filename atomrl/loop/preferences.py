@@ -50,32 +50,6 @@ def preference_drawer(
     return draw
 
 
-def fitting_preferences(samples: Sequence[Sample], draw: Draw, max_tokens: int | None, what: str) -> list[Sample]:
-    """The samples of which every row, as drawn in the first epoch, has at most so many tokens.
-
-    Raises:
-        ValueError: none has.
-    """
-    if max_tokens is None or not samples:
-        return list(samples)
-    batch = draw([(f"0:{sample.sample_id}", sample) for sample in samples])
-    lengths = [
-        len(prompt) + max(len(completion.token_ids) for completion in group)
-        for prompt, group in zip(batch.prompt_token_ids, batch.completions, strict=True)
-    ]
-    kept = [sample for sample, length in zip(samples, lengths, strict=True) if length <= max_tokens]
-    if len(kept) < len(samples):
-        longest = max(range(len(samples)), key=lengths.__getitem__)
-        message = (
-            f"{what}: {len(samples) - len(kept)} of {len(samples)} preferences are longer than {max_tokens} tokens "
-            f"(the longest, with its prompt: {lengths[longest]}, {samples[longest].sample_id})"
-        )
-        if not kept:
-            raise ValueError(f"{message}; take a model with a longer context, or shorter data")
-        log.warning("%s and are left out", message)
-    return kept
-
-
 def mismatched(batch: RewardBatch) -> RewardBatch:
     """The batch, and after it each prompt once more with the completions of the next prompt and rewards of 0: what
     KTO estimates its reference point from.

@@ -71,27 +71,39 @@ def demonstration_tokens(texts: Sequence[str], tokenizer: Any) -> list[tuple[int
     return [(*tokens, tokenizer.eos_token_id) for tokens in encoded]
 
 
-def fitting_demonstrations(
-    samples: Sequence[Sample], demonstrations: Callable[[Sequence[tuple[str, Sample]]], RewardBatch], context: int
+def fitting_samples(
+    samples: Sequence[Sample],
+    draw: Callable[[Sequence[tuple[str, Sample]]], RewardBatch],
+    max_tokens: int,
+    complaint: str,
+    advice: str,
 ) -> list[Sample]:
-    """The samples whose prompt and demonstration, as drawn in the first epoch, fit the model's context.
+    """The samples of which every row, as drawn in the first epoch, has at most so many tokens.
+
+    Args:
+        draw: (prompt id, sample) -> their completions.
+        complaint: what to say of those left out, with the fields `over`, `total`, `limit`, `longest` and `sample`.
+        advice: what to do where none is left.
 
     Raises:
-        ValueError: none does.
+        ValueError: none is.
     """
-    batch = demonstrations([(f"0:{sample.sample_id}", sample) for sample in samples])
+    batch = draw([(f"0:{sample.sample_id}", sample) for sample in samples])
     lengths = [
-        len(prompt) + len(group[0].token_ids)
+        len(prompt) + max(len(completion.token_ids) for completion in group)
         for prompt, group in zip(batch.prompt_token_ids, batch.completions, strict=True)
     ]
-    kept = [sample for sample, length in zip(samples, lengths, strict=True) if length <= context]
+    kept = [sample for sample, length in zip(samples, lengths, strict=True) if length <= max_tokens]
     if len(kept) < len(samples):
         longest = max(range(len(samples)), key=lengths.__getitem__)
-        what = (
-            f"{len(samples) - len(kept)} of {len(samples)} demonstrations do not fit the model's context of {context} "
-            f"tokens (the longest, with its prompt: {lengths[longest]} tokens, {samples[longest].sample_id})"
+        message = complaint.format(
+            over=len(samples) - len(kept),
+            total=len(samples),
+            limit=max_tokens,
+            longest=lengths[longest],
+            sample=samples[longest].sample_id,
         )
         if not kept:
-            raise ValueError(f"{what}; take a model with a longer context (sft.gpt.max_tokens), or shorter data")
-        log.warning("%s and are left out", what)
+            raise ValueError(f"{message}; {advice}")
+        log.warning("%s and are left out", message)
     return kept

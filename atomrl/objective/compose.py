@@ -20,6 +20,7 @@ from atomrl.objective.correction import Correction, Rollout
 from atomrl.objective.credit import AcceptGroup, Advantage, Credit, Scores, Shaping, extra_rollouts, with_shaping
 from atomrl.objective.critic import Entropy, Value
 from atomrl.objective.distillation import Distillation
+from atomrl.objective.pairing import row_keys
 from atomrl.objective.policy import Aggregate, Candidates, Clip, Kl, Ratio, Selection, Surrogate
 from atomrl.objective.update import Step, Update
 from atomrl.protocols import Algorithm, Annotation, Forward, LossOutput, ModelOutputs, Output
@@ -258,9 +259,7 @@ def _start_kl(objective: Objective, rows: RowBatch) -> Tensor | None:
 def _select(selection: Selection, rows: RowBatch, mask: Tensor, advantages: Tensor) -> Tensor:
     """Chosen over the whole step, in an order and with random numbers that only depend on what the rows hold: so no
     order of rows and no split changes the choice, and a run that is resumed makes the same one."""
-    multipliers = torch.randint(2**62, (rows.tokens.shape[1],), generator=torch.Generator().manual_seed(0))
-    inside = torch.arange(rows.tokens.shape[1]) < rows.lengths[:, None]
-    keys = ((rows.tokens + 1) * multipliers).masked_fill(~inside, 0).sum(1)  # int64 wraps around: a hash
+    keys = row_keys(rows)
     order = keys.argsort(stable=True)
 
     def ordered(values: Tensor | None) -> Tensor | None:

@@ -110,13 +110,18 @@ def generated(name: str) -> str:
 {measured(name)}"""
 
 
-def page(stem: str) -> str:
-    """A whole page: what its module's docstring says, then each of its algorithms."""
+def opening(stem: str) -> str:
+    """What a module's docstring says, as a page begins with it."""
     doc = inspect.getdoc(importlib.import_module(f"atomrl.algorithms.{stem}")) or ""
     title, _, body = doc.partition("\n")
     body = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", body.strip("\n"))
+    return f"# {title.rstrip('.')}\n\n{body}\n\n"
+
+
+def page(stem: str) -> str:
+    """A whole page: what its module's docstring says, then each of its algorithms."""
     names = [name for name in ALGORITHMS if module(name) == stem]
-    return f"# {title.rstrip('.')}\n\n{body}\n\n" + "\n".join(generated(name) for name in names)
+    return opening(stem) + "\n".join(generated(name) for name in names)
 
 
 @pytest.mark.parametrize("stem", sorted({module(name) for name in ALGORITHMS}))

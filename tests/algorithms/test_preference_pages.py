@@ -6,7 +6,6 @@ python -m tests.algorithms.test_preference_pages
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from atomrl.config import read_yaml
 from atomrl.objective import LOSSES, SCORES, Loss, Nll, PreferenceObjective, Score
 from atomrl.objective.explain import term
 from atomrl.objective.explain_preference import RULES, cautions, equation, latex, terms
+from tests.algorithms.test_pages import opening
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "algorithms"
@@ -81,13 +81,10 @@ def generated(name: str) -> str:
 
 
 def page(stem: str) -> str:
-    doc = inspect.getdoc(importlib.import_module(f"atomrl.algorithms.{stem}")) or ""
-    title, _, body = doc.partition("\n")
-    body = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", body.strip("\n"))
     names = [name for name in PREFERENCES if module(name) == stem]
     measured = "What it learns: [benchmarks](../benchmarks.md#learning-from-preferences). Data and commands:\n"
     measured += "[preferences](../preferences.md).\n"
-    return f"# {title.rstrip('.')}\n\n{body}\n\n" + "\n".join(generated(name) for name in names) + f"\n{measured}"
+    return opening(stem) + "\n".join(generated(name) for name in names) + f"\n{measured}"
 
 
 @pytest.mark.parametrize("stem", sorted({module(name) for name in PREFERENCES}))
