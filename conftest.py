@@ -1,7 +1,18 @@
-"""For all tests: the names that doctests use, and one thread each, because tiny models gain nothing from more."""
+"""For all tests: what the CPU is said to have, the names that doctests use, and one thread each, because tiny models
+gain nothing from more."""
+
+import os
+import runpy
+from pathlib import Path
 
 import pytest
-import torch
+
+if "ATOMRL_TEST_BFLOAT16" in os.environ:  # 0 or 1: as on a CPU without and with bfloat16 instructions
+    folder = Path(__file__).parent / "tests" / "cpu"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    runpy.run_path(str(folder / "sitecustomize.py"))  # this process has started already
+
+import torch  # after that
 
 torch.set_num_threads(1)
 
@@ -9,3 +20,8 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace: dict) -> None:
     doctest_namespace["torch"] = torch
+
+
+def pytest_report_header() -> str:
+    bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return f"cpu: {torch.backends.cpu.get_cpu_capability()}, bfloat16 {'present' if bf16 else 'absent'}"

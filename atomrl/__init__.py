@@ -1,3 +1,50 @@
 """AtomRL: reinforcement learning for language models, every algorithm a page of atoms."""
 
+from __future__ import annotations
+
+TYPE_CHECKING = False  # as in typing, whose import would cost each use of the package
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+    from typing import Any
+
+    from atomrl.config import RunConfig
+
 __version__ = "0.1.0"
+__all__ = ["train"]
+
+
+def train(
+    config: str | Path | RunConfig,
+    overrides: Sequence[str] = (),
+    *,
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
+    callbacks: Sequence[Callable[[int, Mapping[str, float]], None]] = (),
+    resume: bool = False,
+) -> dict[str, Any]:
+    """A run of any kind (reinforcement learning, supervised, preferences, reward model, pretraining) from Python.
+
+    Args:
+        config: a YAML file, or a config.
+        overrides: `key=value`, as on the command line; of a file.
+        rewards: functions of this process, by the name that `reward.functions` has for them.
+        callbacks: called after each step with its number and metrics.
+        resume: go on from the run's newest checkpoint.
+
+    Returns:
+        The run's summary.
+
+    Raises:
+        ConfigError, DataError, ValueError: what is wrong, where, and what to do.
+
+    Example:
+        >>> import atomrl
+        >>> atomrl.train("configs/quickstart.yaml", ["train.steps=10"])["model"]  # doctest: +SKIP
+        'runs/quickstart/model'
+    """
+    from atomrl.cli.config_arguments import load_config
+    from atomrl.config import RunConfig
+    from atomrl.runs import prepare_run
+
+    loaded = config if isinstance(config, RunConfig) else load_config(config, overrides)
+    return prepare_run(loaded, rewards).execute(resume, callbacks=callbacks)

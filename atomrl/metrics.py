@@ -1,7 +1,8 @@
 """Metrics that can be merged exactly.
 
 A mean of means is wrong when the parts differ in size, so a metric travels as what is needed to merge it: a
-weighted sum, or a maximum. Micro-batches, ranks and steps are merged with `merge`; `values` reads the result.
+weighted sum, or a maximum. Micro-batches, ranks and steps are merged with `merge`; `values` reads the result. A part
+may be a tensor without dimensions, so that a loss waits for no device: `values` fetches all of them at once.
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -20,60 +25,57 @@ class Mean:
         2.3333333333333335
     """
 
-    total: float
-    weight: float = 1.0
+    total: float | Tensor
+    weight: float | Tensor = 1.0
 
     def __add__(self, other: Mean) -> Mean:
-        return Mean(self.total + other.total, self.weight + other.weight)
+        return Mean(_sum(self.total, other.total), _sum(self.weight, other.weight))
 
     @property
     def value(self) -> float:
-        return self.total / self.weight if self.weight else math.nan
+        return float(self.total) / float(self.weight) if self.weight else math.nan
 
 
 @dataclass(frozen=True)
 class Sum:
     """A count or another quantity that adds up."""
 
-    total: float
+    total: float | Tensor
 
-    def __add__(self, other: Sum) -> Sum:
-        return Sum(self.total + other.total)
+    def __add__(self, other: Self) -> Self:
+        return type(self)(_sum(self.total, other.total))
 
     @property
     def value(self) -> float:
-        return self.total
+        return float(self.total)
 
 
 @dataclass(frozen=True)
-class Count:
+class Count(Sum):
     """How often something happened; it adds up over micro-batches and, unlike a `Sum`, over the updates of a step."""
 
-    total: float = 1.0
-
-    def __add__(self, other: Count) -> Count:
-        return Count(self.total + other.total)
-
-    @property
-    def value(self) -> float:
-        return self.total
+    total: float | Tensor = 1.0
 
 
 @dataclass(frozen=True)
 class Max:
     """The largest value seen."""
 
-    largest: float
+    largest: float | Tensor
 
     def __add__(self, other: Max) -> Max:
-        return Max(max(self.largest, other.largest))
+        if isinstance(self.largest, int | float) and isinstance(other.largest, int | float):
+            return Max(max(self.largest, other.largest))
+        import torch
+
+        return Max(torch.maximum(*(torch.as_tensor(item).double() for item in (self.largest, other.largest))))
 
     @property
     def value(self) -> float:
-        return self.largest
+        return float(self.largest)
 
 
-Metric = Mean | Sum | Count | Max
+Metric = Mean | Sum | Max
 Metrics = dict[str, Metric]
 
 
@@ -92,8 +94,32 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The plain number of every metric."""
+    """The plain number of every metric; what is on a device comes in one transfer.
+
+    Example:
+        >>> import torch
+        >>> values({"a": Mean(torch.tensor(3), torch.tensor(2)), "b": Sum(1.0)})
+        {'a': 1.5, 'b': 1.0}
+    """
+    waiting = [
+        part for metric in metrics.values() for part in vars(metric).values() if not isinstance(part, int | float)
+    ]
+    if waiting:
+        import torch
+
+        device = next((part.device for part in waiting if part.device.type != "cpu"), waiting[0].device)
+        fetched = iter(torch.stack([part.to(device).double() for part in waiting]).tolist())
+        metrics = {
+            name: type(metric)(*(p if isinstance(p, int | float) else next(fetched) for p in vars(metric).values()))
+            for name, metric in metrics.items()
+        }
     return {name: metric.value for name, metric in metrics.items()}
+
+
+def _sum(one: float | Tensor, other: float | Tensor) -> float | Tensor:
+    """In float64, as plain numbers add."""
+    one, other = (part if isinstance(part, int | float) else part.double() for part in (one, other))
+    return one + other
 
 
 def spread(name: str, numbers: Iterable[float]) -> dict[str, float]:

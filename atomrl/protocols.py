@@ -1,49 +1,121 @@
-"""The interfaces between the parts, and the record that is all the loop and the back ends know of an algorithm."""
+"""The interfaces between the parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from atomrl.metrics import Metrics
-from atomrl.stages import (
+from atomrl.types import (
     AdvantageBatch,
-    PromptBatch,
-    RewardBatch,
-    RolloutBatch,
+    GenerationOutput,
+    GenerationRequest,
     RowBatch,
-    SamplingParams,
     TrainingBatch,
+    Trajectory,
 )
 
-Annotation = Literal["old_logprobs", "old_entropy", "ref_logprobs", "teacher_logprobs", "values", "scores"]
+NOTHING: Mapping[str, float] = MappingProxyType({})
+ModelInput = Literal["old_logprobs", "old_entropy", "ref_logprobs", "teacher_logprobs", "values", "scores"]
+RowUnit = Literal["row", "group", "pair"]
 Output = Literal["logprobs", "entropy", "values", "scores", "distributions", "teacher_distributions"]
 
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Draws completions from a copy of the policy."""
+    """Draws completions from a copy of the policy: requests go in, outputs come out as they finish.
+
+    Nothing is computed but in `poll`, so that a caller may take in, abort and pause between any two tokens.
+    """
 
     seeded: bool
     """Whether a completion depends on its own seed alone (Hugging Face generate cannot promise it)."""
-    returns_kept: bool
-    """Whether it can tell which tokens top-p and top-k kept (`SamplingParams.logprobs_over`)."""
+    exact: bool
+    """Whether its log-probs are the trainer's but for rounding of the sums."""
+    returns_candidates: bool
+    """Whether it can tell which tokens top-p and top-k left (`SamplingParams.logprobs_over`)."""
+    version: int
+    """Of the weights it has: what new tokens are marked with."""
 
-    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
-        """`sampling.completions_per_prompt` completions of each prompt, in the order of the prompts."""
-        ...
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Take requests in.
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take new weights, named as in the model's Hugging Face state dict."""
-        ...
+        Raises:
+            ValueError: a prompt is empty or too long for the model, or an id is in use.
+        """
+
+    def poll(self) -> list[GenerationOutput]:
+        """Go on until at least one request has finished; those that have. Empty where there is none, or it is paused
+        or asleep.
+
+        Raises:
+            ValueError: the model's logits are not finite.
+        """
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
+        """Give up requests (None: all), and return what they have so far, with the finish reason `abort`."""
+
+    def pause(self) -> None:
+        """Draw no token until `resume`; requests stay."""
+
+    def resume(self) -> None:
+        """Go on; a request under way continues with the weights there are now."""
+
+    def sleep(self) -> None:
+        """Free what can be made again (the cache) while others need the memory. There must be no request."""
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every weight that an update may bring, named as in the published Hugging Face checkpoint."""
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Take new weights, in place, and their version. Called by a weight transfer, which has checked them."""
 
     def close(self) -> None:
         """Free what the engine holds."""
-        ...
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A low-rank adapter of one linear layer: its output is `x W^T + scale (x A^T) B^T`."""
+
+    a: Tensor
+    """[rank, in] float32."""
+    b: Tensor
+    """[out, rank] float32."""
+    scale: float
+    """alpha / rank"""
+    transposed: bool = False
+    """The layer keeps its weight as [in, out] (GPT-2)."""
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """Weights on their way from a trainer to an engine."""
+
+    version: int
+    tensors: Iterable[tuple[str, Tensor]] = ()
+    """Named as in the published Hugging Face checkpoint; may be lazy, and is read once."""
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    """By the name of the layer's weight (`model.layers.0.self_attn.q_proj.weight`). They replace those from before."""
+
+
+class WeightTransfer(Protocol):
+    """Brings a trainer's weights to an engine."""
+
+    def __call__(self, version: int) -> None:
+        """Hand over the trainer's weights as they are now.
+
+        Raises:
+            ValueError: names or shapes do not fit; the engine keeps what it has.
+        """
 
 
 @dataclass(frozen=True)
@@ -86,71 +158,100 @@ class Forward(Protocol):
 
 
 class Update(Protocol):
-    """A step of the policy that is not the optimizer's. It changes the parameters in place, or leaves them as they are
-    bit for bit, also where it raises: a back end that runs out of memory calls it again with smaller micro-batches.
-    Where a gradient is not finite, it says so by `actor/skipped_updates`."""
+    """What replaces the optimizer's step of the policy. It changes the parameters in place, or leaves them as they are
+    bit for bit, also where it raises: a back end that runs out of memory calls it again with smaller micro-batches."""
 
     def __call__(
-        self, parameters: Sequence[Tensor], micro_batches: Sequence[TrainingBatch], outputs: Forward
-    ) -> Metrics: ...
+        self,
+        algorithm: Algorithm,
+        parameters: Sequence[Tensor],
+        micro_batches: Sequence[TrainingBatch],
+        outputs: Forward,
+    ) -> UpdateOutput: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Algorithm:
-    """An algorithm as the loop and the back ends see it: data and functions, no class to inherit from."""
+@dataclass(frozen=True)
+class UpdateOutput:
+    """What a step of the policy did. `finite` is False where a gradient was not, and the weights stayed."""
 
-    name: str
-    advantages: Callable[[RowBatch], AdvantageBatch]
-    """Reward shaping and credit. Statistics over the batch are taken here, before any split; no gradient."""
-    weights: Callable[..., Tensor]
-    """loss mask [B, T] of one optimizer step (and group ids [B] where `row_unit` is "group") -> loss weights [B, T]."""
-    loss: Callable[[ModelOutputs, TrainingBatch], LossOutput]
-    needs: frozenset[Annotation] = frozenset()
-    """What the back end annotates before the advantages."""
-    advantages_read: frozenset[Annotation] = frozenset()
-    """Those of `needs` that `advantages` reads. `old_logprobs` are left out on a step with a single update otherwise,
-    since the loss then has them anyhow."""
-    outputs: frozenset[Output] = frozenset({"logprobs"})
-    """What the forward pass gives the loss."""
-    row_unit: Literal["row", "group", "pair"] = "row"
-    """What a split into updates or micro-batches keeps together."""
-    accept_group: Callable[[Sequence[float]], bool] | None = None
-    """Which groups count, by their rewards; the loop refills the batch with others."""
-    extra_rollouts: Mapping[str, Any] | None = None
-    """Completions of the same prompts that are scored and not trained on, as changes of the `SamplingParams`; their
-    mean reward by prompt is in `baseline_rewards`."""
-    state: dict[str, float] = field(default_factory=dict)
-    """What persists from step to step (an adaptive coefficient); `advantages` changes it, and checkpoints hold it."""
-    update: Update | None = None
-    """How gradients become a step of the policy; None is the optimizer's. A critic keeps its optimizer."""
+    metrics: Metrics
+    finite: bool = True
+
+
+class Algorithm(Protocol):
+    """What the loop and the back ends know of an algorithm. Plain data: it can be pickled and sent to another process.
+
+    What persists from step to step goes in and out of `advantages` as `state`, travels in the batch, and is in every
+    checkpoint.
+    """
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+
+    @property
+    def needs(self) -> frozenset[ModelInput]:
+        """What the back end computes, without gradient, before the advantages and the loss."""
+
+    @property
+    def advantage_inputs(self) -> frozenset[ModelInput]:
+        """Those of `needs` that `advantages` reads. On a step with a single update `old_logprobs` are left out
+        otherwise, since the loss then has them anyhow."""
+
+    @property
+    def outputs(self) -> frozenset[Output]:
+        """What the forward pass gives the loss, with gradient."""
+
+    @property
+    def row_unit(self) -> RowUnit:
+        """What a split into updates or micro-batches keeps together."""
+
+    @property
+    def extra_rollouts(self) -> Mapping[str, Any] | None:
+        """Completions of the same prompts that are scored and not trained on, as changes of the `SamplingParams`; their
+        mean reward is each trajectory's `baseline_reward`."""
+
+    @property
+    def update(self) -> Update | None:
+        """How gradients become a step of the policy; None is the optimizer's. A critic keeps its optimizer."""
+
+    @property
+    def filters_groups(self) -> bool:
+        """Whether some groups are refused, so that others are drawn in their place."""
+
+    def accepts_group(self, rewards: Sequence[float]) -> bool:
+        """Whether a group with these rewards is trained on."""
+
+    def advantages(self, rows: RowBatch, state: Mapping[str, float] = NOTHING) -> AdvantageBatch:
+        """Reward shaping and advantages. Statistics over the batch are taken here, before any split; no gradient."""
+
+    def loss_weights(self, mask: Tensor, group_ids: Tensor) -> Tensor:
+        """Loss mask [B, T] and group ids [B] of one optimizer step -> weights [B, T] of each token in the loss."""
+
+    def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
+        """The loss of a micro-batch: weighted sums, so that micro-batches add up to the whole step."""
 
 
 class TrainingBackend(Protocol):
     """Holds the policy that is trained, its optimizer and its reference."""
 
-    def annotate(self, rows: RowBatch, needs: frozenset[Annotation]) -> RowBatch:
-        """Add what the algorithm needs, without gradient."""
-        ...
+    def forward_only(self, rows: RowBatch, needs: frozenset[ModelInput]) -> RowBatch:
+        """The rows with the log-probs, entropies, values or scores that are asked for, computed without gradient."""
 
     def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
         """One optimizer step on the whole batch, in micro-batches."""
-        ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights, adapters merged, named as in its Hugging Face state dict."""
-        ...
+    def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
+        """The policy's weights for an engine, adapters apart. `adapters_alone`: it has the base's from before."""
 
     def save(self, folder: Path) -> None:
         """Model (loadable by transformers), optimizer, schedule and random state."""
-        ...
 
     def load(self, folder: Path) -> None:
         """Continue exactly from `save`."""
-        ...
 
     def close(self) -> None:
         """Free what the back end holds."""
-        ...
 
 
 class RewardFunction(Protocol):
@@ -162,7 +263,8 @@ class RewardFunction(Protocol):
 class RewardComputer(Protocol):
     """All rewards of a run together."""
 
-    def __call__(self, rollouts: RolloutBatch) -> RewardBatch: ...
+    def __call__(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The same, with their rewards, in the same order."""
 
 
 class Tracker(Protocol):

@@ -4,6 +4,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from atomrl.algorithms.table import ALGORITHMS
 from atomrl.config import (
     ConfigError,
     RunConfig,
@@ -11,9 +12,12 @@ from atomrl.config import (
     dump_config,
     known_keys,
     merge_trees,
+    nest,
     parse_overrides,
     read_yaml,
 )
+from atomrl.config.names import FOREIGN
+from atomrl.objective import PolicyObjective
 
 MINIMAL = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 
@@ -40,9 +44,10 @@ def sections(model=RunConfig):
                 yield from sections(kind)
 
 
-def test_every_section_but_the_algorithm_refuses_unknown_keys():
-    names = {section.__name__ for section in sections() if section.model_config["extra"] != "forbid"}
-    assert names == {"AlgorithmConfig"}, "whose axes are checked where it is built"
+def test_every_section_refuses_unknown_keys():
+    found = list(sections())
+    assert RunConfig in found and PolicyObjective in found and len(found) > 20
+    assert not [section.__name__ for section in found if section.model_config["extra"] != "forbid"]
 
 
 @pytest.mark.parametrize(
@@ -129,6 +134,77 @@ def test_files_that_are_no_config(tmp_path, content, message):
         read_yaml(tmp_path / "absent.yaml")
 
 
+@pytest.mark.parametrize(
+    "content, key, lines",
+    [
+        ("run_name: a\nseed: 1\nrun_name: b\n", "run_name", (1, 3)),
+        ("train:\n  steps: 1\n  learning_rate: 1\n  steps: 2\n", "steps", (2, 4)),
+        ("a: 1\nmodel: {path: x}\n\nmodel: {dtype: auto}\n", "model", (2, 4)),
+    ],
+)
+def test_a_key_that_is_given_twice_is_an_error_with_both_lines(tmp_path, content, key, lines):
+    path = tmp_path / "c.yaml"
+    path.write_text(content)
+    with pytest.raises(
+        ConfigError, match=f"c.yaml is not valid YAML: '{key}' is given twice, in lines {lines[0]} and {lines[1]}"
+    ):
+        read_yaml(path)
+
+
+def test_a_key_that_is_merged_from_an_anchor_may_be_given_again(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("a: &a {x: 1, y: 2}\nb: &b {z: 3}\nc:\n  <<: *a\n  x: 5\n")
+    assert read_yaml(path)["c"] == {"x": 5, "y": 2}
+
+
+@pytest.mark.parametrize(
+    "given, answer",
+    [  # verl
+        ("data.train_batch_size", "'rollout.prompts_per_step' (prompts in a step)"),
+        ("data.max_response_length", "'rollout.max_completion_tokens'"),
+        ("data.train_files", "'data.train'"),
+        ("actor_rollout_ref", "verl's section: its parts are model, rollout and train here"),
+        ("trainer", "verl's section"),
+        ("train.ppo_mini_batch_size", "'train.rows_per_update' (completions in an optimizer step; verl"),
+        ("algorithm.adv_estimator", "'algorithm.name'"),
+        ("algorithm.kl_coef", "'algorithm.kl.coefficient'"),
+        ("train.total_epochs_", "'train.total_epochs'"),
+        ("rollout.n", "'rollout.completions_per_prompt'"),
+        # TRL
+        ("rollout.num_generations", "'rollout.completions_per_prompt'"),
+        ("train.max_steps", "'train.steps'"),
+        ("train.per_device_train_batch_size", "'train.rows_per_micro_batch' (completions in a forward pass)"),
+        ("train.gradient_accumulation_steps", "'train.rows_per_update' (completions in an optimizer step)"),
+        ("train.num_iterations", "'train.epochs_per_step' (passes over a step)"),
+        ("train.num_train_epochs", "'train.total_epochs' (passes over the data)"),
+        ("warmup_ratio", "'train.warmup_ratio'"),
+        ("beta", "'algorithm.kl.coefficient' (in DPO and its family algorithm.loss.beta)"),
+        ("algorithm.beta", "'algorithm.kl.coefficient' (in DPO and its family"),
+        ("algorithm.epsilon_high", "'algorithm.clip.high'"),
+        ("checkpoint.save_steps", "'checkpoint.every_steps'"),
+        # OpenRLHF
+        ("rollout.n_samples_per_prompt", "'rollout.completions_per_prompt'"),
+        ("rollout_batch_size", "'rollout.prompts_per_step' (prompts in a step; OpenRLHF counts prompts as well)"),
+        ("train.micro_train_batch_size", "'train.rows_per_micro_batch' (completions in a forward pass)"),
+        ("model.lora_rank", "'model.lora.rank'"),
+        ("algorithm.eps_clip", "'algorithm.clip.low' (and algorithm.clip.high)"),
+        ("actor_learning_rate", "'train.learning_rate'"),
+        # neither
+        ("rollout.group_size", "'rollout.completions_per_prompt'"),
+        ("lr", "'train.learning_rate'"),
+        ("train.lr", "'train.learning_rate'"),
+    ],
+)  # fmt: skip
+def test_names_of_other_libraries_are_answered_with_the_key_here(given, answer):
+    with pytest.raises(ConfigError) as caught:
+        build_config(merge_trees(MINIMAL, nest(given, 1)))
+    assert given in str(caught.value) and answer in str(caught.value), str(caught.value)
+
+
+def test_every_answer_to_a_foreign_name_is_a_key():
+    assert {key for key, _ in FOREIGN.values()} <= set(known_keys())
+
+
 def test_known_keys_reach_all_depths():
     assert {"train", "train.steps", "model.lora.rank", "sft.gpt.layers", "run_name"} <= set(known_keys())
 
@@ -146,22 +222,22 @@ def test_the_documentation_has_every_key_with_its_default(pytestconfig):
     shown = set(known_keys())
     for tree in (main, lora, teacher, sft, pretrain, preference):
         shown -= set(dotted(tree))
-    assert not shown, "keys that the documentation lacks"
+    assert not [key for key in shown if not key.startswith("algorithm.")], "keys that the documentation lacks"
     assert build(**lora).model.lora == build(model={"lora": {}}).model.lora
     assert build(model={"path": None}, **sft).sft == build(model={"path": None}, sft={"gpt": {}}).sft
     assert build(**teacher).teacher == build(teacher={"path": "PATH"}).teacher
     default = build(model={"path": None}, pretrain={"gpt": {}}).pretrain
     assert build(model={"path": None}, **pretrain).pretrain == default
-    assert build(**preference).preference == build(preference={}).preference
+    dpo = {"algorithm": {"name": "dpo"}}
+    assert build(**preference, **dpo).preference == build(preference={}, **dpo).preference
     assert algorithm["algorithm"]["name"] == "grpo"
 
 
 def test_the_documented_axes_are_those_of_the_algorithm(pytestconfig):
-    from atomrl.algorithms.table import ALGORITHMS
-    from atomrl.objective import override
-
     axes = {key: value for key, value in documented(pytestconfig)[-1]["algorithm"].items() if key != "name"}
-    assert override(ALGORITHMS["grpo"], axes) == ALGORITHMS["grpo"]
+    assert ALGORITHMS["grpo"].override(axes) == ALGORITHMS["grpo"]
+    of_some = {"distillation"}  # whose defaults are gkd's
+    assert set(axes) | of_some == set(ALGORITHMS["grpo"].axes), "every axis is shown"
 
 
 def dotted(tree, prefix=""):

@@ -8,10 +8,12 @@ from transformers import AutoTokenizer
 
 from atomrl.cli.main import main
 from atomrl.metrics import values
+from atomrl.rollout.generate import generate
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
-from atomrl.stages import PromptBatch, Sample, SamplingParams
+from atomrl.types import SamplingParams
 from tests.conformance.test_backends import make_local
+from tests.engines import logprobs_of, prompts_of, response
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch
 
@@ -32,8 +34,8 @@ def test_updates_are_those_of_the_cpu(folder):
     for _ in range(3):
         expected = values(on_cpu.train_step(batch, algorithm))
         assert values(on_gpu.train_step(batch, algorithm)) == pytest.approx(expected, rel=1e-3, abs=1e-4)
-    trained = dict(on_gpu.weights())
-    for name, weight in on_cpu.weights():
+    trained = on_gpu.state()
+    for name, weight in on_cpu.state().items():
         torch.testing.assert_close(trained[name].cpu(), weight, atol=2e-3, rtol=1e-2)
 
 
@@ -42,19 +44,14 @@ def test_rollouts_and_trainer_agree(folder, engine):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     settings = {"dtype": torch.float32, "device": "cuda", "max_concurrent_completions": 8}
     rollout = engine.from_pretrained(str(folder), tokenizer, **settings)
-    prompts = PromptBatch(
-        samples=tuple(Sample(sample_id=str(index), prompt="", ground_truth="") for index in range(3)),
-        prompt_ids=("0", "1", "2"),
-        prompt_token_ids=((7, 8, 9), (20,), (30, 31, 32, 33, 34, 35)),
-    )
-    drawn = rollout.generate(prompts, SamplingParams(completions_per_prompt=4, max_completion_tokens=20))
+    prompts = prompts_of((7, 8, 9), (20,), (30, 31, 32, 33, 34, 35))
+    drawn = generate(rollout, prompts, SamplingParams(completions_per_prompt=4, max_completion_tokens=20))
     backend = make_local(folder, device="cuda")
-    for prompt, group in zip(prompts.prompt_token_ids, drawn.completions, strict=True):
-        for completion in group:
-            tokens = torch.tensor([prompt + completion.token_ids], device="cuda")
-            logits = backend.policy.forward(tokens)[0, len(prompt) - 1 : -1]
-            logprobs = logits.log_softmax(-1)[torch.arange(len(logits)), list(completion.token_ids)]
-            torch.testing.assert_close(logprobs.cpu(), torch.tensor(completion.logprobs), atol=1e-4, rtol=1e-4)
+    for trajectory in drawn:
+        tokens = torch.tensor([trajectory.token_ids], device="cuda")
+        logits = backend.policy.model.forward(tokens)[0, trajectory.prompt_tokens - 1 : -1]
+        logprobs = logits.log_softmax(-1)[torch.arange(len(logits)), list(response(trajectory))]
+        torch.testing.assert_close(logprobs.cpu(), torch.tensor(logprobs_of(trajectory)), atol=1e-4, rtol=1e-4)
 
 
 def test_a_whole_run(folder, tmp_path):

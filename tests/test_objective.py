@@ -5,9 +5,10 @@ import torch
 
 from atomrl.algorithms.table import build_algorithm, objective_of
 from atomrl.metrics import merge, values
-from atomrl.objective import Clip, Objective, compose, override, with_limit
+from atomrl.objective import PolicyObjective
+from atomrl.objective.clip import CISPOClip, PPOClip
 from atomrl.protocols import ModelOutputs
-from atomrl.stages import RowBatch, TrainingBatch, select_rows
+from atomrl.types import RowBatch, TrainingBatch, select_rows
 
 
 def rows(count: int = 8, tokens: int = 9, seed: int = 0) -> RowBatch:
@@ -46,9 +47,9 @@ def gradient(algorithm, batch: TrainingBatch, logprobs: torch.Tensor, parts: lis
 
 CASES = [
     {},
-    {"advantage": "grpo_no_std", "aggregate": "sequence_mean"},
+    {"advantage": "grpo_no_std", "loss_agg": "sequence_mean"},
     {"advantage": "raw", "kl": {"type": "k2", "coefficient": 0.1}, "clip": {"high": 0.28}},
-    {"aggregate": {"type": "constant_length", "length": 16}, "kl": {"coefficient": 0.04}},
+    {"loss_agg": {"type": "constant_length", "length": 16}, "kl": {"coefficient": 0.04}},
 ]
 
 
@@ -56,7 +57,7 @@ CASES = [
 def test_any_split_into_micro_batches_gives_the_same_gradient_and_metrics(axes):
     algorithm = build_algorithm("grpo", axes)
     credited = algorithm.advantages(rows())
-    batch = TrainingBatch(**vars(credited), loss_weights=algorithm.weights(credited.loss_mask))
+    batch = TrainingBatch(**vars(credited), loss_weights=algorithm.loss_weights(credited.loss_mask, credited.group_ids))
     logprobs = -torch.rand(8, 9, generator=torch.Generator().manual_seed(1))
     whole, whole_metrics = gradient(algorithm, batch, logprobs, [list(range(8))])
     for parts in ([[i] for i in range(8)], [[7, 0, 3], [1, 2], [6, 5, 4]]):
@@ -68,7 +69,7 @@ def test_any_split_into_micro_batches_gives_the_same_gradient_and_metrics(axes):
 def test_the_loss_is_the_equation():
     algorithm = build_algorithm("grpo", {"kl": {"type": "k3", "coefficient": 0.5}, "clip": {"low": 0.1, "high": 0.3}})
     credited = algorithm.advantages(rows(4))
-    batch = TrainingBatch(**vars(credited), loss_weights=algorithm.weights(credited.loss_mask))
+    batch = TrainingBatch(**vars(credited), loss_weights=algorithm.loss_weights(credited.loss_mask, credited.group_ids))
     logprobs = -torch.rand(4, 9, generator=torch.Generator().manual_seed(2))
     expected, tokens = 0.0, int(batch.loss_mask.sum())
     for i, t in batch.loss_mask.nonzero().tolist():
@@ -83,7 +84,7 @@ def test_the_loss_is_the_equation():
 def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_reinforce():
     algorithm = build_algorithm("grpo", {})
     credited = replace(algorithm.advantages(rows()), old_logprobs=None)
-    batch = TrainingBatch(**vars(credited), loss_weights=algorithm.weights(credited.loss_mask))
+    batch = TrainingBatch(**vars(credited), loss_weights=algorithm.loss_weights(credited.loss_mask, credited.group_ids))
     grad, metrics = gradient(algorithm, batch, -torch.rand(8, 9), [list(range(8))])
     torch.testing.assert_close(grad, -batch.loss_weights * batch.advantages)
     assert metrics["actor/ppo_kl"] == 0 and metrics["actor/pg_clipfrac"] == 0
@@ -102,35 +103,38 @@ def test_needs_follow_the_axes():
         ({"clip": {"hihg": 1}}, "did you mean 'high'"),
         ({"advantage": "grop"}, "did you mean 'grpo'"),
         ({"kl": {"type": "k9"}}, "algorithm.kl.type"),
-        ({"clip": 0.2}, "takes a mapping"),
-        ({"clip": {"low": -1}}, "at least 0"),
-        ({"clip": {"low": "a"}}, "at least 0"),
-        ({"aggregate": "constant_length"}, "needs a length"),
+        ({"clip": 0.2}, "takes a type or a mapping"),
+        ({"clip": {"low": -1}}, "greater than or equal to 0"),
+        ({"clip": {"low": "a"}}, "algorithm.clip.low: should be a valid number, got 'a'"),
+        ({"loss_agg": "constant_length"}, "needs a length"),
         ({"shaping": {"soft_overlong": True}}, "shaping.max_completion_tokens"),
         ({"clip": {"type": "sapo", "low": 0.2}}, "algorithm.clip of type sapo: unknown name 'low'"),
-        ({"clip": {"low": True}}, "at least 0"),
-        ({"kl": {"place": "los"}}, "did you mean 'loss'"),
-        ({"kl": {"k2_gradient": 1}}, "true or false"),
-        ({"selection": {"type": "high_entropy", "tokens": 1.5}}, "a whole number"),
-        ({"correction": "token_tsi"}, "did you mean 'token_tis'"),
-        ({"correction": ["token_tsi"]}, "did you mean 'token_tis'"),
-        ({"correction": ["icepop", {"type": "kl_rejection", "bnd": 1}]}, "did you mean 'bound'"),
-        ({"correction": [2.0]}, "each of a list is a type or a mapping, got 2.0"),
-        ({"clip": ["ppo"]}, "algorithm.clip takes a mapping of parameters, got"),
-        ({"accept_group": "mixed"}, "did you mean 'mixed_outcomes'"),
+        ({"clip": {"low": True}}, "should be a valid number, got True"),
+        ({"kl": {"apply_to": "los"}}, "did you mean 'loss'"),
+        ({"kl": {"k2_gradient": 1}}, "algorithm.kl.k2_gradient: should be a valid boolean"),
+        ({"token_filter": {"type": "high_entropy", "tokens": 1.5}}, "should be a valid integer"),
+        ({"rollout_is": "token_tsi"}, "did you mean 'token_tis'"),
+        ({"rollout_is": ["token_tsi"]}, "did you mean 'token_tis'"),
+        ({"rollout_is": ["icepop", {"type": "kl_rejection", "bnd": 1}]}, "did you mean 'bound'"),
+        ({"rollout_is": [2.0]}, "algorithm.rollout_is takes a type or a mapping of parameters, got 2.0"),
+        ({"clip": ["ppo"]}, "algorithm.clip takes a type or a mapping of parameters, got"),
+        ({"group_filter": "mixed"}, "did you mean 'mixed_outcomes'"),
         ({"advantage": {"type": "raw", "eps": 1.0}}, "it has no parameters"),
-        ({"aggregate": {"type": "constant_length", "length": 0}}, "algorithm: length must be at least 1"),
-        ({"selection": {"type": "high_entropy", "fraction": 1.5}}, "fraction=1.5 must be between 0 and 1"),
-        ({"clip": {"type": "sapo", "tau_positive": 0.0}}, "temperatures must be above 0"),
+        ({"loss_agg": {"type": "constant_length", "length": 0}}, "algorithm.loss_agg.length: should be greater than 0"),
+        (
+            {"token_filter": {"type": "high_entropy", "fraction": 1.5}},
+            "token_filter.fraction: should be less than or eq",
+        ),
+        ({"clip": {"type": "sapo", "tau_positive": 0.0}}, "algorithm.clip.tau_positive: should be greater than 0"),
         ({"shaping": {"lowest": 1.0, "highest": -1.0}}, "is above high"),
         ({"shaping": {"soft_overlong": True, "max_completion_tokens": 4, "overlong_buffer_tokens": 5}}, "within 1 to"),
-        ({"advantage": {"type": "gpg", "normaliser": 0}}, "must not be 0"),
+        ({"advantage": {"type": "gpg", "normaliser": 0}}, "algorithm.advantage.normaliser: should be greater than 0"),
         ({"advantage": {"type": "reinforce_pp", "gamma": 2.0}}, "gamma"),
     ],
 )
 def test_bad_axes_are_named(axes, message):
     with pytest.raises(ValueError, match=message):
-        compose("x", override(Objective(), axes))
+        PolicyObjective().override(axes).resolved()
 
 
 def test_unknown_algorithm_is_named():
@@ -139,21 +143,28 @@ def test_unknown_algorithm_is_named():
 
 
 def test_a_new_type_starts_from_its_own_defaults_and_the_same_one_keeps_the_others():
-    objective = override(Objective(), {"clip": {"high": 0.3}})
-    assert override(objective, {"clip": {"low": 0.1}}).clip == Clip("ppo", low=0.1, high=0.3)
-    assert override(objective, {"clip": "cispo"}).clip == Clip("cispo", low=1.0, high=4.0)
-    with pytest.raises(AttributeError, match="frozen"):
+    objective = PolicyObjective().override({"clip": {"high": 0.3}})
+    assert objective.override({"clip": {"low": 0.1}}).clip == PPOClip(low=0.1, high=0.3)
+    assert objective.override({"clip": "cispo"}).clip == CISPOClip(low=1.0, high=4.0)
+    with pytest.raises(ValueError, match="frozen"):
         objective.clip.low = 1.0
 
 
 def test_the_rollouts_limit_is_taken_where_the_axis_has_none():
-    objective = override(Objective(), {"aggregate": "constant_length", "shaping": {"soft_overlong": True}})
-    limited = with_limit(objective, 64)
-    assert limited.aggregate.length == 64 and limited.shaping.max_completion_tokens == 64
-    own = override(objective, {"aggregate": {"length": 9}, "shaping": {"max_completion_tokens": 7}})
-    assert with_limit(own, 64) == own
+    objective = PolicyObjective().override({"loss_agg": "constant_length", "shaping": {"soft_overlong": True}})
+    limited = objective.resolved(max_completion_tokens=64)
+    assert limited.loss_agg.length == 64 and limited.shaping.max_completion_tokens == 64
+    own = objective.override({"loss_agg": {"length": 9}, "shaping": {"max_completion_tokens": 7}})
+    assert own.resolved(max_completion_tokens=64) == own
 
 
 def test_another_kl_estimator_keeps_where_and_how_much():
     kl = objective_of("ppo", {"kl": "k2"}).kl
-    assert (kl.type, kl.coefficient, kl.place, kl.target) == ("k2", 0.02, "reward", 0.25)
+    assert (kl.type, kl.coefficient, kl.apply_to, kl.target) == ("k2", 0.02, "reward", 0.25)
+
+
+def test_another_type_starts_from_its_own_defaults():
+    robust = objective_of("dpo", {"loss": "robust"}).losses[0]
+    assert robust.label_smoothing == 0.1, "and not sigmoid's 0"
+    kept = objective_of("ppo", {"kl": {"type": "k3"}}).kl
+    assert (kept.coefficient, kept.apply_to) == (0.02, "reward"), "all estimators have the same fields"

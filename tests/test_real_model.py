@@ -19,6 +19,7 @@ def files(shared_dir):
 def test_gsm8k_runs_by_configuration_alone(engine, files, tmp_path, pytestconfig, capsys):
     config = str(pytestconfig.rootpath / "configs/stories260k-gsm8k.yaml")
     small = ["train.steps=2", "data.eval_size=4", "rollout.prompts_per_step=2", "rollout.max_completion_tokens=24"]
+    small.append("model.dtype=float32")
     arguments = [config, *files, *small, f"rollout.engine={engine}", f"output_dir={tmp_path}", "run_name=gsm8k"]
     assert main(["train", *arguments]) == 0, capsys.readouterr().err
     run = tmp_path / "gsm8k"

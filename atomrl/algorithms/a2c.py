@@ -11,15 +11,13 @@ a completion ends, and is not discounted.
 Paper: arXiv:1602.01783 (A3C, of which this is the synchronous form).
 """
 
-from __future__ import annotations
+from atomrl.objective import PolicyObjective, advantage, auxiliary, clip, loss_agg
 
-from atomrl.objective import Advantage, Aggregate, Clip, Entropy, Kl, Objective, Value
-
-A2C = Objective(
-    advantage=Advantage("gae", gamma=1.0, lam=1.0, whiten=False),
-    clip=Clip("reinforce"),
-    kl=Kl(coefficient=0.0),
-    aggregate=Aggregate("token_mean"),
-    value=Value("squared"),
-    entropy=Entropy(coefficient=0.01),
+A2C = PolicyObjective(
+    name="a2c",
+    advantage=advantage.GAEAdvantage(gamma=1.0, lam=1.0, whiten=False),
+    clip=clip.ReinforceClip(),
+    loss_agg=loss_agg.TokenMean(),
+    value=auxiliary.SquaredValue(),
+    entropy=auxiliary.Entropy(coefficient=0.01),
 )

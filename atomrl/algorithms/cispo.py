@@ -8,13 +8,11 @@ learned from. The paper gives no number for its one upper bound; 5 is a ratio of
 Paper: MiniMax-M1, arXiv:2506.13585, equations 4 and 5.
 """
 
-from __future__ import annotations
+from atomrl.objective import PolicyObjective, advantage, clip, loss_agg
 
-from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
-
-CISPO = Objective(
-    advantage=Advantage("grpo"),
-    clip=Clip("cispo", low=1.0, high=4.0),
-    kl=Kl(coefficient=0.0),
-    aggregate=Aggregate("token_mean"),
+CISPO = PolicyObjective(
+    name="cispo",
+    advantage=advantage.GRPOAdvantage(),
+    clip=clip.CISPOClip(low=1.0, high=4.0),
+    loss_agg=loss_agg.TokenMean(),
 )

@@ -12,15 +12,13 @@ paper tries before the soft penalty, is `shaping: {mask_truncated: true, soft_ov
 Paper: arXiv:2503.14476, equations 8 to 13.
 """
 
-from __future__ import annotations
+from atomrl.objective import PolicyObjective, advantage, clip, loss_agg, shaping
 
-from atomrl.objective import AcceptGroup, Advantage, Aggregate, Clip, Kl, Objective, Shaping
-
-DAPO = Objective(
-    advantage=Advantage("grpo"),
-    clip=Clip("ppo", low=0.2, high=0.28),
-    kl=Kl(coefficient=0.0),
-    aggregate=Aggregate("token_mean"),
-    shaping=Shaping(soft_overlong=True),
-    accept_group=AcceptGroup("mixed_outcomes"),
+DAPO = PolicyObjective(
+    name="dapo",
+    advantage=advantage.GRPOAdvantage(),
+    clip=clip.PPOClip(low=0.2, high=0.28),
+    loss_agg=loss_agg.TokenMean(),
+    shaping=shaping.Shaping(soft_overlong=True),
+    group_filter=shaping.MixedOutcomes(),
 )

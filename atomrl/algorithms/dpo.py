@@ -8,21 +8,25 @@ and LD-DPO, arXiv:2409.06411, take out the advantage of length; RPO, arXiv:2404.
 completion, per token; MPO, arXiv:2411.10442, is a sum of three losses.
 """
 
-from __future__ import annotations
+from atomrl.objective import PreferenceObjective
+from atomrl.objective.preference_loss import BcoPairLoss, RobustLoss, SigmoidLoss
+from atomrl.objective.preference_score import LogRatioScore, SequenceMeanNll, TokenMeanNll
 
-from atomrl.objective import Loss, Nll, PreferenceObjective, Score
-
-DPO = PreferenceObjective(score=Score("log_ratio"), loss=(Loss("sigmoid", beta=0.1),))
-CDPO = PreferenceObjective(score=Score("log_ratio"), loss=(Loss("sigmoid", beta=0.1, label_smoothing=0.1),))
-ROBUST_DPO = PreferenceObjective(score=Score("log_ratio"), loss=(Loss("robust", beta=0.1, label_smoothing=0.1),))
-DPO_NORM = PreferenceObjective(score=Score("log_ratio", length_normalised=True), loss=(Loss("sigmoid", beta=5.0),))
-LD_DPO = PreferenceObjective(score=Score("log_ratio", ld_alpha=0.5), loss=(Loss("sigmoid", beta=0.1),))
+DPO = PreferenceObjective(name="dpo", score=LogRatioScore(), loss=(SigmoidLoss(beta=0.1),))
+CDPO = PreferenceObjective(name="cdpo", score=LogRatioScore(), loss=(SigmoidLoss(beta=0.1, label_smoothing=0.1),))
+ROBUST_DPO = PreferenceObjective(
+    name="robust_dpo", score=LogRatioScore(), loss=(RobustLoss(beta=0.1, label_smoothing=0.1),)
+)
+DPO_NORM = PreferenceObjective(
+    name="dpo_norm", score=LogRatioScore(length_normalised=True), loss=(SigmoidLoss(beta=5.0),)
+)
+LD_DPO = PreferenceObjective(name="ld_dpo", score=LogRatioScore(ld_alpha=0.5), loss=(SigmoidLoss(beta=0.1),))
 RPO = PreferenceObjective(
-    score=Score("log_ratio"), loss=(Loss("sigmoid", beta=0.1),), nll=Nll("sequence_mean", coefficient=1.0)
+    name="rpo", score=LogRatioScore(), loss=(SigmoidLoss(beta=0.1),), nll=SequenceMeanNll(coefficient=1.0)
 )
 MPO = PreferenceObjective(
-    score=Score("log_ratio"),
-    loss=(Loss("sigmoid", beta=0.1), Loss("bco_pair", beta=0.1)),
-    loss_weights=(0.8, 0.2),
-    nll=Nll("token_mean", coefficient=1.0),
+    name="mpo",
+    score=LogRatioScore(),
+    loss=(SigmoidLoss(beta=0.1, weight=0.8), BcoPairLoss(beta=0.1, weight=0.2)),
+    nll=TokenMeanNll(coefficient=1.0),
 )

@@ -7,18 +7,18 @@ as its authors advise; `exo` of arXiv:2402.00856; `nca` of arXiv:2402.05369; `sp
 arXiv:2408.06266; `discopop` of arXiv:2406.08414.
 """
 
-from __future__ import annotations
+from atomrl.objective import PreferenceObjective
+from atomrl.objective import preference_loss as losses
+from atomrl.objective.preference_score import LogRatioScore
 
-from atomrl.objective import Loss, PreferenceObjective, Score
-
-HINGE_DPO = PreferenceObjective(score=Score("log_ratio"), loss=(Loss("hinge", beta=0.1),))
-IPO = PreferenceObjective(score=Score("log_ratio", length_normalised=True), loss=(Loss("ipo", beta=0.1),))
-EXO = PreferenceObjective(score=Score("log_ratio"), loss=(Loss("exo_pair", beta=0.1, label_smoothing=1e-3),))
-NCA = PreferenceObjective(score=Score("log_ratio"), loss=(Loss("nca_pair", beta=0.1),))
-SPPO = PreferenceObjective(score=Score("log_ratio"), loss=(Loss("sppo_hard", beta=0.1),))
-BCO_PAIR = PreferenceObjective(score=Score("log_ratio"), loss=(Loss("bco_pair", beta=0.1),))
-AOT = PreferenceObjective(score=Score("log_ratio"), loss=(Loss("aot", beta=0.1),))
-AOT_UNPAIRED = PreferenceObjective(score=Score("log_ratio"), loss=(Loss("aot_unpaired", beta=0.1),))
-APO_ZERO = PreferenceObjective(score=Score("log_ratio"), loss=(Loss("apo_zero", beta=0.1),))
-APO_DOWN = PreferenceObjective(score=Score("log_ratio"), loss=(Loss("apo_down", beta=0.1),))
-DISCOPOP = PreferenceObjective(score=Score("log_ratio"), loss=(Loss("discopop", beta=0.1, tau=0.05),))
+HINGE_DPO = PreferenceObjective(name="hinge_dpo", score=LogRatioScore(), loss=(losses.HingeLoss(beta=0.1),))
+IPO = PreferenceObjective(name="ipo", score=LogRatioScore(length_normalised=True), loss=(losses.IpoLoss(beta=0.1),))
+EXO = PreferenceObjective(name="exo", score=LogRatioScore(), loss=(losses.ExoPairLoss(beta=0.1, label_smoothing=1e-3),))
+NCA = PreferenceObjective(name="nca", score=LogRatioScore(), loss=(losses.NcaPairLoss(beta=0.1),))
+SPPO = PreferenceObjective(name="sppo", score=LogRatioScore(), loss=(losses.SppoHardLoss(beta=0.1),))
+BCO_PAIR = PreferenceObjective(name="bco_pair", score=LogRatioScore(), loss=(losses.BcoPairLoss(beta=0.1),))
+AOT = PreferenceObjective(name="aot", score=LogRatioScore(), loss=(losses.AotLoss(beta=0.1),))
+AOT_UNPAIRED = PreferenceObjective(name="aot_unpaired", score=LogRatioScore(), loss=(losses.AotUnpairedLoss(beta=0.1),))
+APO_ZERO = PreferenceObjective(name="apo_zero", score=LogRatioScore(), loss=(losses.ApoZeroLoss(beta=0.1),))
+APO_DOWN = PreferenceObjective(name="apo_down", score=LogRatioScore(), loss=(losses.ApoDownLoss(beta=0.1),))
+DISCOPOP = PreferenceObjective(name="discopop", score=LogRatioScore(), loss=(losses.DiscopopLoss(beta=0.1, tau=0.05),))

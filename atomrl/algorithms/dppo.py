@@ -9,13 +9,11 @@ Differs from GRPO: a ratio overstates the move of an unlikely token and understa
 Paper: arXiv:2602.04879, equation 10.
 """
 
-from __future__ import annotations
+from atomrl.objective import PolicyObjective, advantage, clip, loss_agg
 
-from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
-
-DPPO = Objective(
-    advantage=Advantage("grpo"),
-    clip=Clip("dppo_tv", low=0.2, high=0.2, cap=20.0),
-    kl=Kl(coefficient=0.0),
-    aggregate=Aggregate("token_mean"),
+DPPO = PolicyObjective(
+    name="dppo",
+    advantage=advantage.GRPOAdvantage(),
+    clip=clip.DPPOTVClip(low=0.2, high=0.2, cap=20.0),
+    loss_agg=loss_agg.TokenMean(),
 )

@@ -10,13 +10,11 @@ cheap.
 Paper: arXiv:2503.20783.
 """
 
-from __future__ import annotations
+from atomrl.objective import PolicyObjective, advantage, clip, loss_agg
 
-from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
-
-DR_GRPO = Objective(
-    advantage=Advantage("grpo_no_std"),
-    clip=Clip("ppo", low=0.2, high=0.2),
-    kl=Kl(coefficient=0.0),
-    aggregate=Aggregate("constant_length"),
+DR_GRPO = PolicyObjective(
+    name="dr_grpo",
+    advantage=advantage.GRPONoStdAdvantage(),
+    clip=clip.PPOClip(low=0.2, high=0.2),
+    loss_agg=loss_agg.ConstantLength(),
 )

@@ -9,13 +9,11 @@ with their weights.
 Paper: arXiv:2601.05242.
 """
 
-from __future__ import annotations
+from atomrl.objective import PolicyObjective, advantage, clip, loss_agg
 
-from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
-
-GDPO = Objective(
-    advantage=Advantage("gdpo", eps=1e-4),
-    clip=Clip("ppo", low=0.2, high=0.2),
-    kl=Kl(coefficient=0.0),
-    aggregate=Aggregate("token_mean"),
+GDPO = PolicyObjective(
+    name="gdpo",
+    advantage=advantage.GDPOAdvantage(eps=1e-4),
+    clip=clip.PPOClip(low=0.2, high=0.2),
+    loss_agg=loss_agg.TokenMean(),
 )

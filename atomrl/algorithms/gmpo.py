@@ -8,13 +8,11 @@ token's log-ratio on the advantage's side. Differs from GSPO: clipped by token, 
 Paper: arXiv:2507.20673, equations 3 and 4.
 """
 
-from __future__ import annotations
+from atomrl.objective import PolicyObjective, advantage, clip, loss_agg
 
-from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
-
-GMPO = Objective(
-    advantage=Advantage("grpo"),
-    clip=Clip("gmpo", low=0.4, high=0.4),
-    kl=Kl(coefficient=0.0),
-    aggregate=Aggregate("sequence_mean"),
+GMPO = PolicyObjective(
+    name="gmpo",
+    advantage=advantage.GRPOAdvantage(),
+    clip=clip.GMPOClip(low=0.4, high=0.4),
+    loss_agg=loss_agg.SequenceMean(),
 )

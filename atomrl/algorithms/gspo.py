@@ -12,22 +12,20 @@ one advantage for each completion it is GSPO.
 Paper: arXiv:2507.18071, equations 5 to 7 and 13, 14.
 """
 
-from __future__ import annotations
+from atomrl.objective import PolicyObjective, advantage, clip, loss_agg, ratio
 
-from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective, Ratio
-
-GSPO = Objective(
-    advantage=Advantage("grpo"),
-    ratio=Ratio("sequence"),
-    clip=Clip("ppo", low=3e-4, high=4e-4),
-    kl=Kl(coefficient=0.0),
-    aggregate=Aggregate("sequence_mean"),
+GSPO = PolicyObjective(
+    name="gspo",
+    advantage=advantage.GRPOAdvantage(),
+    ratio=ratio.SequenceRatio(),
+    clip=clip.PPOClip(low=3e-4, high=4e-4),
+    loss_agg=loss_agg.SequenceMean(),
 )
 
-GSPO_TOKEN = Objective(
-    advantage=Advantage("grpo"),
-    ratio=Ratio("sequence_token"),
-    clip=Clip("ppo", low=3e-4, high=4e-4),
-    kl=Kl(coefficient=0.0),
-    aggregate=Aggregate("sequence_mean"),
+GSPO_TOKEN = PolicyObjective(
+    name="gspo_token",
+    advantage=advantage.GRPOAdvantage(),
+    ratio=ratio.SequenceTokenRatio(),
+    clip=clip.PPOClip(low=3e-4, high=4e-4),
+    loss_agg=loss_agg.SequenceMean(),
 )

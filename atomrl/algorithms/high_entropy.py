@@ -3,22 +3,20 @@
     maximise  1/sum_j |o_j| sum_{i,t} [H_{i,t} in the step's top 20%] min(rho A, clip(rho, 0.8, 1.28) A),   A of GRPO
 
 Differs from DAPO's loss, its parent: tokens of low entropy have none. The entropy is that of the policy at the start of
-the step, and its quantile is over all rows of the step. It is an axis: any algorithm takes `selection: high_entropy`,
-by `fraction` or by a budget of `tokens`, and `selection: random` is the control.
+the step, and its quantile is over all rows of the step. It is an axis: any algorithm takes
+`token_filter: high_entropy`, by `fraction` or by a budget of `tokens`, and `token_filter: random` is the control.
 
 Paper: "Beyond the 80/20 rule", arXiv:2506.01939, equation 7.
 """
 
-from __future__ import annotations
+from atomrl.objective import PolicyObjective, advantage, clip, loss_agg, shaping, token_filter
 
-from atomrl.objective import AcceptGroup, Advantage, Aggregate, Clip, Kl, Objective, Selection, Shaping
-
-HIGH_ENTROPY = Objective(
-    advantage=Advantage("grpo"),
-    clip=Clip("ppo", low=0.2, high=0.28),
-    kl=Kl(coefficient=0.0),
-    aggregate=Aggregate("token_mean"),
-    selection=Selection("high_entropy", fraction=0.2),
-    shaping=Shaping(soft_overlong=True),
-    accept_group=AcceptGroup("mixed_outcomes"),
+HIGH_ENTROPY = PolicyObjective(
+    name="high_entropy",
+    advantage=advantage.GRPOAdvantage(),
+    clip=clip.PPOClip(low=0.2, high=0.28),
+    loss_agg=loss_agg.TokenMean(),
+    token_filter=token_filter.HighEntropy(fraction=0.2),
+    shaping=shaping.Shaping(soft_overlong=True),
+    group_filter=shaping.MixedOutcomes(),
 )

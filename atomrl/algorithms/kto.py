@@ -10,12 +10,14 @@ Papers: KTO, arXiv:2402.01306; BCO, arXiv:2404.04656 (without its weights by pro
 reference point of 0 (after APO, arXiv:2408.06266).
 """
 
-from __future__ import annotations
-
-from atomrl.objective import Loss, PreferenceObjective, Score
+from atomrl.objective import PreferenceObjective
+from atomrl.objective.label_loss import ApoZeroUnpairedLoss, BcoLoss, KtoLoss
+from atomrl.objective.preference_score import LogRatioScore
 
 KTO = PreferenceObjective(
-    score=Score("log_ratio"), loss=(Loss("kto", beta=0.1, desirable_weight=1.0, undesirable_weight=1.0),)
+    name="kto", score=LogRatioScore(), loss=(KtoLoss(beta=0.1, desirable_weight=1.0, undesirable_weight=1.0),)
 )
-BCO = PreferenceObjective(score=Score("log_ratio"), loss=(Loss("bco", beta=0.1),))
-APO_ZERO_UNPAIRED = PreferenceObjective(score=Score("log_ratio"), loss=(Loss("apo_zero_unpaired", beta=0.1),))
+BCO = PreferenceObjective(name="bco", score=LogRatioScore(), loss=(BcoLoss(beta=0.1),))
+APO_ZERO_UNPAIRED = PreferenceObjective(
+    name="apo_zero_unpaired", score=LogRatioScore(), loss=(ApoZeroUnpairedLoss(beta=0.1),)
+)

@@ -9,13 +9,11 @@ the gradient is that of log p, not of p. For rewards of 0 and 1.
 Paper: arXiv:2602.02710.
 """
 
-from __future__ import annotations
+from atomrl.objective import PolicyObjective, advantage, clip, loss_agg
 
-from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
-
-MAXRL = Objective(
-    advantage=Advantage("maxrl"),
-    clip=Clip("reinforce"),
-    kl=Kl(coefficient=0.0),
-    aggregate=Aggregate("token_mean"),
+MAXRL = PolicyObjective(
+    name="maxrl",
+    advantage=advantage.MaxRLAdvantage(),
+    clip=clip.ReinforceClip(),
+    loss_agg=loss_agg.TokenMean(),
 )

@@ -12,12 +12,11 @@ vocabulary.
 Paper: none of its own; Lu et al., "On-policy distillation" (Thinking Machines, 2025), and MiniLLM, arXiv:2306.08543.
 """
 
-from __future__ import annotations
+from atomrl.objective import PolicyObjective, advantage, clip, loss_agg
 
-from atomrl.objective import Advantage, Aggregate, Clip, Objective
-
-ON_POLICY_DISTILLATION = Objective(
-    advantage=Advantage("reverse_kl"),
-    clip=Clip("none"),
-    aggregate=Aggregate("token_mean"),
+ON_POLICY_DISTILLATION = PolicyObjective(
+    name="on_policy_distillation",
+    advantage=advantage.ReverseKLAdvantage(),
+    clip=clip.NoClip(),
+    loss_agg=loss_agg.TokenMean(),
 )

@@ -6,13 +6,15 @@ Paper: direct alignment from online AI feedback, arXiv:2402.04792, there with a 
 Prompts whose completions all earn the same are drawn again, as DAPO does.
 """
 
-from __future__ import annotations
-
-from atomrl.objective import AcceptGroup, Loss, PreferenceObjective, Score
+from atomrl.objective import PreferenceObjective
+from atomrl.objective.preference_loss import SigmoidLoss
+from atomrl.objective.preference_score import LogRatioScore
+from atomrl.objective.shaping import MixedOutcomes
 
 ONLINE_DPO = PreferenceObjective(
-    score=Score("log_ratio"),
-    loss=(Loss("sigmoid", beta=0.1),),
-    accept_group=AcceptGroup("mixed_outcomes"),
+    name="online_dpo",
+    score=LogRatioScore(),
+    loss=(SigmoidLoss(beta=0.1),),
+    group_filter=MixedOutcomes(),
     online=True,
 )

@@ -9,13 +9,11 @@ update in a step, so no ratio, no clip and no KL.
 Paper: arXiv:2505.23585.
 """
 
-from __future__ import annotations
+from atomrl.objective import PolicyObjective, advantage, clip, loss_agg
 
-from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
-
-OPO = Objective(
-    advantage=Advantage("opo"),
-    clip=Clip("reinforce"),
-    kl=Kl(coefficient=0.0),
-    aggregate=Aggregate("token_mean"),
+OPO = PolicyObjective(
+    name="opo",
+    advantage=advantage.OPOAdvantage(),
+    clip=clip.ReinforceClip(),
+    loss_agg=loss_agg.TokenMean(),
 )

@@ -7,12 +7,13 @@ with p the geometric mean of the tokens' probabilities.
 Paper: ORPO, arXiv:2403.07691 (lambda is beta). The likelihood is that of the completion alone, not of the prompt.
 """
 
-from __future__ import annotations
-
-from atomrl.objective import Loss, Nll, PreferenceObjective, Score
+from atomrl.objective import PreferenceObjective
+from atomrl.objective.preference_loss import OddsRatioLoss
+from atomrl.objective.preference_score import LogprobScore, TokenMeanNll
 
 ORPO = PreferenceObjective(
-    score=Score("logprob", length_normalised=True),
-    loss=(Loss("odds_ratio", beta=0.1),),
-    nll=Nll("token_mean", coefficient=1.0),
+    name="orpo",
+    score=LogprobScore(length_normalised=True),
+    loss=(OddsRatioLoss(beta=0.1),),
+    nll=TokenMeanNll(coefficient=1.0),
 )

@@ -10,13 +10,11 @@ the whole group, `advantage: pass_at_k` (arXiv:2503.19595) credits the single be
 Paper: arXiv:2508.10751.
 """
 
-from __future__ import annotations
+from atomrl.objective import PolicyObjective, advantage, clip, loss_agg
 
-from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
-
-PASS_AT_K = Objective(
-    advantage=Advantage("pass_at_k_analytic", k=4),
-    clip=Clip("ppo", low=0.2, high=0.2),
-    kl=Kl(coefficient=0.0),
-    aggregate=Aggregate("token_mean"),
+PASS_AT_K = PolicyObjective(
+    name="pass_at_k",
+    advantage=advantage.PassAtKAnalyticAdvantage(k=4),
+    clip=clip.PPOClip(low=0.2, high=0.2),
+    loss_agg=loss_agg.TokenMean(),
 )

@@ -12,20 +12,20 @@ Its baseline variant first takes the group's mean off and moves the KL into the 
 Paper: arXiv:2501.03262.
 """
 
-from __future__ import annotations
+from atomrl.objective import PolicyObjective, advantage, clip, kl, loss_agg
 
-from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
-
-REINFORCE_PP = Objective(
-    advantage=Advantage("reinforce_pp", gamma=1.0),
-    clip=Clip("ppo", low=0.2, high=0.2),
-    kl=Kl("k1", coefficient=0.01, place="reward"),
-    aggregate=Aggregate("token_mean"),
+REINFORCE_PP = PolicyObjective(
+    name="reinforce_pp",
+    advantage=advantage.ReinforcePPAdvantage(gamma=1.0),
+    clip=clip.PPOClip(low=0.2, high=0.2),
+    kl=kl.K1(coefficient=0.01, apply_to="reward"),
+    loss_agg=loss_agg.TokenMean(),
 )
 
-REINFORCE_PP_BASELINE = Objective(
-    advantage=Advantage("reinforce_pp_baseline"),
-    clip=Clip("ppo", low=0.2, high=0.2),
-    kl=Kl("k2", coefficient=0.01, place="loss"),
-    aggregate=Aggregate("token_mean"),
+REINFORCE_PP_BASELINE = PolicyObjective(
+    name="reinforce_pp_baseline",
+    advantage=advantage.ReinforcePPBaselineAdvantage(),
+    clip=clip.PPOClip(low=0.2, high=0.2),
+    kl=kl.K2(coefficient=0.01, apply_to="loss"),
+    loss_agg=loss_agg.TokenMean(),
 )

@@ -9,13 +9,12 @@ completion of each prompt will do.
 Paper: arXiv:2310.10505.
 """
 
-from __future__ import annotations
+from atomrl.objective import PolicyObjective, advantage, clip, kl, loss_agg
 
-from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
-
-REMAX = Objective(
-    advantage=Advantage("remax"),
-    clip=Clip("reinforce"),
-    kl=Kl("k1", coefficient=0.05, place="reward"),
-    aggregate=Aggregate("constant_length", length=1),
+REMAX = PolicyObjective(
+    name="remax",
+    advantage=advantage.ReMaxAdvantage(),
+    clip=clip.ReinforceClip(),
+    kl=kl.K1(coefficient=0.05, apply_to="reward"),
+    loss_agg=loss_agg.ConstantLength(length=1),
 )

@@ -1,59 +1,83 @@
 """Reward modelling: a score for each completion, such that the preferred one of a pair has the higher one.
 
-    L = sum_i w_i [ -log sigmoid(r_c - r_r - m_i) + centring (r_c + r_r)^2 ],    w = pair mean
-
-The same record as any algorithm, so that the same back ends train it. Rows come in pairs, the chosen one first.
+L = sum_i w_i [ -log sigmoid(r_c - r_r - m_i) + centring (r_c + r_r)^2 ],    w = pair mean
 """
 
 from __future__ import annotations
 
-from atomrl.atoms.advantages import per_token, raw_reward
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
 from atomrl.atoms.preference_losses import bradley_terry_loss, reward_centring_loss
-from atomrl.atoms.reductions import sequence_mean
 from atomrl.metrics import Mean, Sum
-from atomrl.protocols import Algorithm, LossOutput, ModelOutputs
-from atomrl.stages import AdvantageBatch, RowBatch, TrainingBatch
+from atomrl.objective.advantage_inputs import given
+from atomrl.objective.base import SupervisedObjective
+from atomrl.objective.choice import Formula
+from atomrl.objective.formulation import MINIMISE, Formulation, Goal, Term
+from atomrl.objective.pairing import complete, labels_of, pair_rows
+from atomrl.objective.preference_score import AtLeast0
+from atomrl.protocols import NOTHING, LossOutput, ModelOutputs, Output, RowUnit
+from atomrl.types import AdvantageBatch, RowBatch, TrainingBatch
 
 
-def reward_model(*, margin: float = 0.0, centring: float = 0.0) -> Algorithm:
-    """The record that trains a reward model on pairs.
-
-    Args:
-        margin: times the difference of the pair's labelled scores is m, by how much the chosen one must be ahead
-            (Llama 2, arXiv:2307.09288); 0 is plain Bradley-Terry.
-        centring: of the penalty that holds the mean score at 0 (arXiv:2312.09244 takes 0.01).
+class RewardModelObjective(SupervisedObjective):
+    """A reward model from pairs.
 
     Example:
-        >>> sorted(reward_model(centring=0.01).outputs)
+        >>> sorted(RewardModelObjective(centring=0.01).outputs)
         ['scores']
     """
 
-    def advantages(rows: RowBatch) -> AdvantageBatch:
-        pairs = rows.group_ids.view(-1, 2) if rows.rows % 2 == 0 else None
-        if pairs is None or bool((pairs[:, 0] != pairs[:, 1]).any()):
-            raise ValueError("reward_model: rows must come in pairs, the chosen and the rejected completion of each")
-        credit = raw_reward(rows.rewards, rows.group_ids)
-        return AdvantageBatch(**vars(rows), advantages=per_token(credit, rows.loss_mask))
+    name: str = "reward_model"
+    margin: AtLeast0 = 0.0
+    """Times the difference of the pair's labelled scores is m, by how much the chosen one must be ahead (Llama 2,
+    arXiv:2307.09288); 0 is plain Bradley-Terry."""
+    centring: AtLeast0 = 0.0
+    """Of the penalty that holds the mean score at 0 (arXiv:2312.09244 takes 0.01)."""
 
-    def loss(outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
-        chosen, rejected = outputs.scores.view(-1, 2).unbind(1)
-        better, worse = batch.rewards.to(chosen).view(-1, 2).unbind(1)
-        per_pair = bradley_terry_loss(chosen, rejected, margin * (better - worse) if margin else None)
-        if centring:
-            per_pair = per_pair + centring * reward_centring_loss(chosen, rejected)
-        weights = batch.loss_weights.sum(1).view(-1, 2).sum(1)
-        total = (weights * per_pair).sum()
+    def formulation(self) -> Formulation:
+        loss = Formula("- log sigmoid(r_c - r_r - m)", r"-\log \sigma(r_c - r_r - m)")
+        terms, where = [Term(loss)], [Formula("r = the score of a completion, m = margin (given r_c - given r_r)", "")]
+        if self.centring:
+            terms.append(Term(Formula("centring (r_c + r_r)^2", r"\lambda\,(r_c + r_r)^2")))
+        over = Formula("mean over pairs of", r"\mathbb{E}_{(x, y_c, y_r)}")
+        return Formulation((Goal(MINIMISE, over, tuple(terms)),), tuple(where))
+
+    @property
+    def outputs(self) -> frozenset[Output]:
+        return frozenset({"scores"})
+
+    @property
+    def row_unit(self) -> RowUnit:
+        return "pair"
+
+    def advantages(self, rows: RowBatch, state: Mapping[str, float] = NOTHING) -> AdvantageBatch:
+        """The rows as they are.
+
+        Raises:
+            ValueError: they are not all pairs.
+        """
+        labels = labels_of(rows)
+        if rows.pair_ids is None or not torch.equal(labels.abs(), complete(labels, rows.pair_ids).abs()):
+            raise ValueError("reward_model: rows must be pairs of a chosen and a rejected completion")
+        return super().advantages(rows, state)
+
+    def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
+        """The mean over pairs, of which a micro-batch has some."""
+        better, worse = pair_rows(given(batch.labels), given(batch.pair_ids))
+        chosen, rejected = (given(outputs.scores)[index] for index in (better, worse))
+        ahead: Tensor | None = None
+        if self.margin and batch.pair_margins is not None:
+            ahead = self.margin * batch.pair_margins[better].to(chosen)
+        per_pair = bradley_terry_loss(chosen, rejected, ahead)
+        if self.centring:
+            per_pair = per_pair + self.centring * reward_centring_loss(chosen, rejected)
+        weights = batch.loss_weights.sum(1)
+        total = ((weights[better] + weights[worse]) * per_pair).sum()
         gap = (chosen - rejected).detach()
         right = (gap > 0).double() + 0.5 * (gap == 0).double()  # a tie is a coin toss
         of_pairs = {"chosen": chosen, "rejected": rejected, "margins": gap, "accuracies": right}
-        means = {f"rewards/{name}": Mean(each.sum().item(), len(each)) for name, each in of_pairs.items()}
-        return LossOutput(loss=total, metrics={"reward_model/loss": Sum(total.item()), **means})
-
-    return Algorithm(
-        name="reward_model",
-        advantages=advantages,
-        weights=sequence_mean,
-        loss=loss,
-        outputs=frozenset({"scores"}),
-        row_unit="pair",
-    )
+        means = {f"rewards/{name}": Mean(each.detach().sum(), len(each)) for name, each in of_pairs.items()}
+        return LossOutput(loss=total, metrics={"reward_model/loss": Sum(total.detach()), **means})

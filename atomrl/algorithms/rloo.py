@@ -9,13 +9,12 @@ reward, and the log-prob of a completion is the sum over its tokens (`constant_l
 Paper: arXiv:2402.14740.
 """
 
-from __future__ import annotations
+from atomrl.objective import PolicyObjective, advantage, clip, kl, loss_agg
 
-from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
-
-RLOO = Objective(
-    advantage=Advantage("rloo"),
-    clip=Clip("reinforce"),
-    kl=Kl("k1", coefficient=0.05, place="reward"),
-    aggregate=Aggregate("constant_length", length=1),
+RLOO = PolicyObjective(
+    name="rloo",
+    advantage=advantage.RLOOAdvantage(),
+    clip=clip.ReinforceClip(),
+    kl=kl.K1(coefficient=0.05, apply_to="reward"),
+    loss_agg=loss_agg.ConstantLength(length=1),
 )

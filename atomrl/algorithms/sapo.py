@@ -8,13 +8,11 @@ probability onto all other tokens, fade sooner.
 Paper: arXiv:2511.20347, equations 5 and 6.
 """
 
-from __future__ import annotations
+from atomrl.objective import PolicyObjective, advantage, clip, loss_agg
 
-from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective
-
-SAPO = Objective(
-    advantage=Advantage("grpo"),
-    clip=Clip("sapo", tau_positive=1.0, tau_negative=1.05),
-    kl=Kl(coefficient=0.0),
-    aggregate=Aggregate("sequence_mean"),
+SAPO = PolicyObjective(
+    name="sapo",
+    advantage=advantage.GRPOAdvantage(),
+    clip=clip.SAPOClip(tau_positive=1.0, tau_negative=1.05),
+    loss_agg=loss_agg.SequenceMean(),
 )

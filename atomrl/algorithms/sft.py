@@ -2,31 +2,48 @@
 
     L = - sum_{i,t} w_{i,t} log pi_theta(y_{i,t} | y_{i,<t}),    w = token mean
 
-The same record as any algorithm, so that the same back ends train it.
+Paper: InstructGPT, arXiv:2203.02155, section 3.5. Pretraining is the same on windows of plain text.
 """
 
 from __future__ import annotations
 
-from atomrl.atoms.advantages import per_token, raw_reward
+from torch import Tensor
+
 from atomrl.atoms.masks import masked_sum
-from atomrl.atoms.reductions import token_mean
-from atomrl.metrics import Mean, Sum
-from atomrl.protocols import Algorithm, LossOutput, ModelOutputs
-from atomrl.stages import AdvantageBatch, RowBatch, TrainingBatch
+from atomrl.atoms.reductions import token_mean, weighted_sum
+from atomrl.atoms.supervised_losses import nll_loss
+from atomrl.metrics import Mean
+from atomrl.objective.advantage_inputs import given
+from atomrl.objective.base import SupervisedObjective
+from atomrl.objective.choice import Formula
+from atomrl.objective.formulation import MINIMISE, Formulation, Goal, Term
+from atomrl.protocols import LossOutput, ModelOutputs
+from atomrl.types import TrainingBatch
 
 
-def _advantages(rows: RowBatch) -> AdvantageBatch:
-    credit = raw_reward(rows.rewards, rows.group_ids)
-    return AdvantageBatch(**vars(rows), advantages=per_token(credit, rows.loss_mask))
+class SFTObjective(SupervisedObjective):
+    """Maximum likelihood of the rows' trained tokens, every token weighing the same."""
+
+    name: str = "sft"
+    metric: str = "sft/nll_per_token"
+    """What the loss is called in the log."""
+
+    def formulation(self) -> Formulation:
+        over = Formula("mean over tokens of", r"\frac{1}{\sum_j |y_j|} \sum_{i,t}")
+        nll = Formula("- log pi(y_t)", r"-\log \pi_\theta(y_{i,t} \mid y_{i,<t})")
+        where = Formula("y = the tokens of a row that are trained on", "")
+        return Formulation((Goal(MINIMISE, over, (Term(nll),)),), (where,))
+
+    def loss_weights(self, mask: Tensor, group_ids: Tensor) -> Tensor:
+        """Every token weighs the same."""
+        return token_mean(mask)
+
+    def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
+        """The negative log-likelihood of a micro-batch."""
+        per_token = nll_loss(given(outputs.logprobs), batch.loss_mask)
+        nll = Mean(masked_sum(per_token.detach(), batch.loss_mask), batch.loss_mask.sum())
+        return LossOutput(loss=weighted_sum(per_token, batch.loss_weights), metrics={self.metric: nll})
 
 
-def _loss(outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
-    loss = -(batch.loss_weights * outputs.logprobs.masked_fill(~batch.loss_mask, 0.0)).sum()
-    nll = -masked_sum(outputs.logprobs.detach(), batch.loss_mask).item()
-    return LossOutput(
-        loss=loss,
-        metrics={"sft/loss": Sum(loss.item()), "sft/nll_per_token": Mean(nll, float(batch.loss_mask.sum()))},
-    )
-
-
-SFT = Algorithm(name="sft", advantages=_advantages, weights=token_mean, loss=_loss)
+SFT = SFTObjective()
+PRETRAINING = SFTObjective(name="pretrain", metric="train/loss")

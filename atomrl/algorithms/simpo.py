@@ -6,13 +6,13 @@
 Papers: SimPO, arXiv:2405.14734, equation 6 (gamma is `target_margin`, in units of the reward); CPO, arXiv:2401.08417.
 """
 
-from __future__ import annotations
-
-from atomrl.objective import Loss, Nll, PreferenceObjective, Score
+from atomrl.objective import PreferenceObjective
+from atomrl.objective.preference_loss import SigmoidLoss
+from atomrl.objective.preference_score import LogprobScore, TokenMeanNll
 
 SIMPO = PreferenceObjective(
-    score=Score("logprob", length_normalised=True), loss=(Loss("sigmoid", beta=2.0, target_margin=1.0),)
+    name="simpo", score=LogprobScore(length_normalised=True), loss=(SigmoidLoss(beta=2.0, target_margin=1.0),)
 )
 CPO = PreferenceObjective(
-    score=Score("logprob"), loss=(Loss("sigmoid", beta=0.1),), nll=Nll("token_mean", coefficient=1.0)
+    name="cpo", score=LogprobScore(), loss=(SigmoidLoss(beta=0.1),), nll=TokenMeanNll(coefficient=1.0)
 )

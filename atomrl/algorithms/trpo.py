@@ -17,15 +17,13 @@ exact. Any other objective takes the same step with `update: {type: trust_region
 a critic.
 """
 
-from __future__ import annotations
+from atomrl.objective import PolicyObjective, advantage, auxiliary, clip, loss_agg, update
 
-from atomrl.objective import Advantage, Aggregate, Clip, Kl, Objective, Update, Value
-
-TRPO = Objective(
-    advantage=Advantage("gae", gamma=1.0, lam=1.0, whiten=False),
-    clip=Clip("none"),
-    kl=Kl(coefficient=0.0),
-    aggregate=Aggregate("token_mean"),
-    value=Value("squared"),
-    update=Update("trust_region", kl_bound=0.01),
+TRPO = PolicyObjective(
+    name="trpo",
+    advantage=advantage.GAEAdvantage(gamma=1.0, lam=1.0, whiten=False),
+    clip=clip.NoClip(),
+    loss_agg=loss_agg.TokenMean(),
+    value=auxiliary.SquaredValue(),
+    update=update.TrustRegion(kl_bound=0.01),
 )

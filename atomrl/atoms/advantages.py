@@ -1,12 +1,10 @@
-"""Credit: from one reward per completion to an advantage.
+"""Advantage estimators with group baselines: GRPO, Dr. GRPO, RLOO, MaxRL, REINFORCE.
 
 All take rewards `[B]` and group ids `[B]` and give advantages `[B]` without gradient, so that they can replace each
-other; `per_token` spreads them over the tokens. Statistics are those of `groups`: float64, a missing reward (NaN) in
-none of them. Two options recur, and where peers disagree the default is the one without a false signal:
-
-- `group_of_one`: "zero" (TRL, NeMo-RL, prime-rl, SkyRL's RLOO) or "raw", which compares the reward with 0 and a
-  standard deviation of 1 (verl, SkyRL): a prompt with one completion then trains on its bare reward.
-- `missing`: what a missing reward's advantage is, "zero", or "nan" for a further statistic that must know.
+other; `per_token` spreads them over the tokens. Rewards may be floats, whole numbers or True and False. Statistics are
+those of `groups`: float64, a missing reward (NaN) in none of them. The only completion of a prompt has an advantage of
+0, as in TRL, NeMo-RL and prime-rl (verl gives it its bare reward). `missing` is what a missing reward's advantage is:
+"zero", or "nan" for a further statistic that must know.
 """
 
 from __future__ import annotations
@@ -14,18 +12,16 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from atomrl.atoms._options import _check_option
-from atomrl.atoms.groups import Lone, _statistics, group_mean, group_std, leave_one_out_mean
+from atomrl.atoms.groups import _as_floats, group_mean, group_std, leave_one_out_mean
 
 Missing = Literal["zero", "nan"]
-Nonpositive = Literal["zero", "divide"]
 
 
-def raw_reward(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """The reward itself, with no baseline: REINFORCE.
+def raw_reward(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """REINFORCE advantage: the reward itself, with no baseline.
 
         A_i = r_i
 
@@ -43,16 +39,13 @@ def raw_reward(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Fl
         >>> raw_reward(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]))
         tensor([1., 0.])
     """
-    return rewards.detach().clone()
+    return _as_floats(rewards).clone()
 
 
 def group_mean_baseline(
-    rewards: Float[Tensor, " B"],
-    group_ids: Int[Tensor, " B"],
-    group_of_one: Lone = "zero",
-    missing: Missing = "zero",
+    rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"], missing: Missing = "zero"
 ) -> Float[Tensor, " B"]:
-    """Reward minus the mean reward of its group.
+    """Dr. GRPO advantage: reward minus the mean reward of its group.
 
         A_i = r_i - mean_{j in group(i)} r_j
 
@@ -62,30 +55,27 @@ def group_mean_baseline(
     Args:
         rewards: reward per completion, in task units; NaN where missing.
         group_ids: equal for completions of one prompt; groups may differ in size and need not be contiguous.
-        group_of_one: see the module; "zero" is the default because one completion has nothing to be compared with.
         missing: see the module.
 
     Returns:
         Advantages in reward units, without gradient. Exactly 0 in a group of equal rewards.
 
     Raises:
-        ValueError: an option is unknown.
+        TypeError: the rewards are no tensor.
 
     Example:
         >>> group_mean_baseline(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 7]))
         tensor([ 0.5000, -0.5000,  0.0000])
     """
-    centred = rewards.detach().double() - group_mean(rewards.double(), group_ids)
-    return _lone_and_missing(centred, rewards, group_ids, group_of_one, missing)
+    rewards = _as_floats(rewards)
+    exact = rewards.double()
+    return _filled(exact - group_mean(exact, group_ids), rewards, missing)
 
 
 def leave_one_out_baseline(
-    rewards: Float[Tensor, " B"],
-    group_ids: Int[Tensor, " B"],
-    group_of_one: Lone = "zero",
-    missing: Missing = "zero",
+    rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"], missing: Missing = "zero"
 ) -> Float[Tensor, " B"]:
-    """Reward minus the mean reward of the other completions of its group: RLOO.
+    """RLOO advantage: reward minus the mean reward of the other completions of its group.
 
         A_i = r_i - mean_{j in group(i), j != i} r_j = n / (n - 1) (r_i - mean_{group(i)} r)
 
@@ -94,32 +84,27 @@ def leave_one_out_baseline(
     Args:
         rewards: reward per completion; NaN where missing.
         group_ids: equal for completions of one prompt.
-        group_of_one: see the module.
         missing: see the module.
 
     Returns:
         Advantages in reward units, without gradient. Exactly 0 in a group of equal rewards.
 
     Raises:
-        ValueError: an option is unknown.
+        TypeError: the rewards are no tensor.
 
     Example:
         >>> leave_one_out_baseline(torch.tensor([1.0, 0.0, 0.0, 5.0]), torch.tensor([0, 0, 0, 7]))
         tensor([ 1.0000, -0.5000, -0.5000,  0.0000])
     """
-    centred = rewards.detach().double() - leave_one_out_mean(rewards.double(), group_ids)
-    return _lone_and_missing(centred, rewards, group_ids, group_of_one, missing)
+    rewards = _as_floats(rewards)
+    exact = rewards.double()
+    return _filled(exact - leave_one_out_mean(exact, group_ids), rewards, missing)
 
 
 def group_zscore(
-    rewards: Float[Tensor, " B"],
-    group_ids: Int[Tensor, " B"],
-    eps: float = 1e-6,
-    unbiased: bool = True,
-    group_of_one: Lone = "zero",
-    missing: Missing = "zero",
+    rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"], eps: float = 1e-6, missing: Missing = "zero"
 ) -> Float[Tensor, " B"]:
-    """Reward standardised within its group: the advantage of GRPO.
+    """GRPO advantage: reward standardised within its group.
 
         A_i = (r_i - mean_{group(i)} r) / (std_{group(i)} r + eps)
 
@@ -129,31 +114,28 @@ def group_zscore(
         rewards: reward per completion; NaN where missing.
         group_ids: equal for completions of one prompt; groups may differ in size and need not be contiguous.
         eps: added to the standard deviation, in reward units: 1e-6 (the default) in verl, SkyRL and NeMo-RL, 1e-4 in
-            TRL, 1e-9 in OpenRLHF.
-        unbiased: the standard deviation divides by n - 1, as all peers' does.
-        group_of_one: see the module.
+            TRL, 1e-9 in OpenRLHF. The standard deviation divides by n - 1, as all peers' does.
         missing: see the module.
 
     Returns:
         Advantages in standard deviations, without gradient. Exactly 0 in a group of equal rewards.
 
     Raises:
-        ValueError: eps is negative, or an option is unknown.
+        ValueError: eps is negative.
+        TypeError: the rewards are no tensor.
 
     Example:
         >>> group_zscore(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
         tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
     """
-    exact = rewards.detach().double()
-    std = group_std(exact, group_ids, unbiased)
-    # One reward has no deviation: "raw" takes 1 for it.
-    std = torch.where(_statistics(exact, group_ids).count <= 1, torch.ones_like(std), std)
-    centred = group_mean_baseline(exact, group_ids, group_of_one, missing)
-    return standardised(centred, std, eps).to(rewards.dtype)
+    rewards = _as_floats(rewards)
+    exact = rewards.double()
+    centred = group_mean_baseline(exact, group_ids, missing)
+    return standardised(centred, group_std(exact, group_ids), eps).to(rewards.dtype)
 
 
 def standardised(advantages: Float[Tensor, " B"], std: Float[Tensor, " B"], eps: float = 1e-6) -> Float[Tensor, " B"]:
-    """Advantages in standard deviations, left as they are where there is no spread.
+    """Advantages divided by a standard deviation, left as they are where there is no spread.
 
         A'_i = A_i / (sigma_i + eps)   where sigma_i > 0,   A_i elsewhere
 
@@ -182,13 +164,9 @@ def standardised(advantages: Float[Tensor, " B"], std: Float[Tensor, " B"], eps:
 
 
 def maxrl_advantage(
-    rewards: Float[Tensor, " B"],
-    group_ids: Int[Tensor, " B"],
-    eps: float = 0.0,
-    nonpositive_mean: Nonpositive = "zero",
-    group_of_one: Lone = "zero",
+    rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"], eps: float = 0.0
 ) -> Float[Tensor, " B"]:
-    """Deviation from the group's mean reward in units of that mean: follows the gradient of the log success rate.
+    """MaxRL advantage: deviation from the group's mean reward in units of that mean.
 
         A_i = (r_i - mean_{group(i)} r) / (mean_{group(i)} r + eps)
 
@@ -198,35 +176,30 @@ def maxrl_advantage(
     Args:
         rewards: reward per completion, not negative.
         group_ids: equal for completions of one prompt.
-        eps: added to the mean: none (the default, as in prime-rl, because a mean of 0 is handled) or 1e-6 (SkyRL).
-        nonpositive_mean: "zero" (the default, as in prime-rl) gives 0 where the mean is not above 0, where dividing
-            by it would turn signs around; "divide" (SkyRL) divides, and needs an eps.
-        group_of_one: see the module.
+        eps: added to the mean: none (the default, as in prime-rl) or 1e-6 (SkyRL).
 
     Returns:
-        Advantages without unit and without gradient.
+        Advantages without unit and without gradient; 0 where the mean is not above 0, where dividing by it would turn
+        signs around (as in prime-rl; SkyRL divides).
 
     Raises:
-        ValueError: eps is negative, or 0 with `nonpositive_mean="divide"`; or an option is unknown.
+        ValueError: eps is negative.
+        TypeError: the rewards are no tensor.
 
     Example:
         >>> maxrl_advantage(torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 1, 1]))
         tensor([ 2., -1., -1.,  0.,  0.])
     """
-    _check_option("nonpositive_mean", nonpositive_mean, Nonpositive)
-    if eps < 0 or (nonpositive_mean == "divide" and eps == 0):
-        raise ValueError(f"eps={eps} must not be negative, and above 0 to divide by a mean that may be 0")
-    exact = rewards.detach().double()
-    mean = group_mean(exact, group_ids)
-    centred = group_mean_baseline(exact, group_ids)
-    scaled = centred / torch.where(mean > 0, mean + eps, torch.full_like(mean, torch.inf))
-    if nonpositive_mean == "divide":
-        scaled = centred / (mean + eps)
-    return _lone_and_missing(scaled, rewards, group_ids, group_of_one, "zero")
+    if eps < 0:
+        raise ValueError(f"eps must not be negative, got {eps}")
+    rewards = _as_floats(rewards)
+    mean = group_mean(rewards.double(), group_ids)
+    centred = group_mean_baseline(rewards.double(), group_ids)
+    return (centred / torch.where(mean > 0, mean + eps, torch.inf)).to(rewards.dtype)
 
 
 def per_token(advantages: Float[Tensor, " B"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """A completion's advantage on each token that the model wrote, 0 elsewhere.
+    """Advantage per token from one per completion, 0 off the mask.
 
         A_{i,t} = A_i m_{i,t}
 
@@ -244,14 +217,6 @@ def per_token(advantages: Float[Tensor, " B"], mask: Bool[Tensor, "B T"]) -> Flo
     return torch.where(mask, advantages[:, None], 0.0)
 
 
-def _lone_and_missing(
-    advantages: Tensor, rewards: Tensor, group_ids: Tensor, group_of_one: Lone, missing: Missing
-) -> Tensor:
-    """The two options of the module, applied to float64 advantages; in the dtype of the rewards."""
-    _check_option("group_of_one", group_of_one, Lone)
-    _check_option("missing", missing, Missing)
-    group = _statistics(rewards, group_ids)
-    alone = group.values if group_of_one == "raw" else torch.zeros_like(group.values)
-    advantages = torch.where(group.count <= 1, alone, advantages)
-    absent = torch.nan if missing == "nan" else 0.0
-    return advantages.masked_fill(~group.present, absent).to(rewards.dtype)
+def _filled(advantages: Tensor, rewards: Tensor, missing: Missing) -> Tensor:
+    """Those of missing rewards set, in the dtype of the rewards."""
+    return advantages.masked_fill(rewards.isnan(), {"zero": 0.0, "nan": torch.nan}[missing]).to(rewards.dtype)

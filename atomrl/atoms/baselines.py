@@ -1,4 +1,4 @@
-"""Baselines that know more than the group's rewards: lengths, the best completion, a greedy one, the score's variance.
+"""Advantage estimators with other baselines: pass@k, OPO, GPG, ReMax, the optimal token baseline.
 
 Those of a completion take rewards `[B]` and group ids `[B]`, as in `advantages`; those of a token take `[B, T]`.
 """
@@ -6,20 +6,16 @@ Those of a completion take rewards `[B]` and group ids `[B]`, as in `advantages`
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from atomrl.atoms._options import _check_option
-from atomrl.atoms.groups import Lone
-
-Position = Literal["column", "token"]
+from atomrl.atoms.groups import _as_floats, group_std
 
 
-def best_minus_second(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """Credit for the best completion alone, by how much it beats the second best: the group's best-of-k is raised.
+def best_minus_second(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """Pass@k advantage of verl (`grpo_passk`): the group's best completion alone, by how much it beats the second.
 
         A_i = r_i - max_{j in group(i), j != i} r_j   if r_i is the group's maximum,   0 otherwise
 
@@ -39,7 +35,8 @@ def best_minus_second(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"]
         >>> best_minus_second(torch.tensor([1.0, 0.25, 0.0, 5.0]), torch.tensor([0, 0, 0, 7]))
         tensor([0.7500, 0.0000, 0.0000, 0.0000])
     """
-    exact = rewards.detach().double()
+    rewards = _as_floats(rewards)
+    exact = rewards.double()
     names, index = torch.unique(group_ids, return_inverse=True)
     lowest = exact.new_full((len(names),), -torch.inf)
     best = lowest.scatter_reduce(0, index, exact, "amax")[index]
@@ -50,8 +47,8 @@ def best_minus_second(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"]
     return torch.where(wins, best - second, 0.0).to(rewards.dtype)
 
 
-def best_of_k(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], k: int) -> Float[Tensor, " B"]:
-    """Pass@k training: how much better the best of k completions is for having this one among them.
+def best_of_k(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"], k: int) -> Float[Tensor, " B"]:
+    """Pass@k advantage: the marginal contribution of a completion to the expected best of k.
 
         R(S) = max_{j in S} r_j,   S any k completions of the group
         A_i = (mean_{S with i} R(S) - mean_S R(S)) / std_S R(S)
@@ -83,9 +80,10 @@ def best_of_k(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], k: int
     """
     if k < 1:
         raise ValueError(f"k={k} must be at least 1")
-    exact = rewards.detach().double()
+    rewards = _as_floats(rewards)
+    exact = rewards.double()
     advantages = torch.zeros_like(exact)
-    for group in group_ids.unique():
+    for group in torch.unique(group_ids):
         members = (group_ids == group).nonzero()[:, 0]
         values, order = exact[members].sort()
         n = len(values)
@@ -107,56 +105,81 @@ def _shares(n: int, k: int) -> Tensor:
 
 
 def length_weighted_baseline(
-    rewards: Float[Tensor, " B"],
-    lengths: Int[Tensor, " B"],
-    group_ids: Int[Tensor, " B"],
-    group_of_one: Lone = "zero",
+    rewards: Shaped[Tensor, " B"], lengths: Int[Tensor, " B"], group_ids: Int[Tensor, " B"]
 ) -> Float[Tensor, " B"]:
-    """Reward minus the mean reward of its group, weighted by length: the baseline of least variance.
+    """OPO advantage: reward minus the length-weighted mean reward of its group.
 
         A_i = r_i - sum_{j in group(i)} l_j r_j / sum_{j in group(i)} l_j
 
     Paper: OPO, arXiv:2505.23585. Differs from `group_mean_baseline`: a long completion has a gradient of
-    larger norm, and so weighs more. No division by the standard deviation.
+    larger norm, and so weighs more, which makes this the baseline of least variance. No division by the standard
+    deviation.
 
     Args:
         rewards: reward per completion.
         lengths: tokens of each completion.
         group_ids: equal for completions of one prompt.
-        group_of_one: "zero" (the default: nothing to be compared with) or "raw" (verl: the bare reward).
 
     Returns:
-        Advantages in reward units, without gradient; 0 in a group without a token.
-
-    Raises:
-        ValueError: an option is unknown.
+        Advantages in reward units, without gradient; 0 in a group of one (the bare reward in verl) or without a token.
 
     Example:
         >>> length_weighted_baseline(torch.tensor([1.0, 0.0]), torch.tensor([1, 3]), torch.tensor([0, 0]))
         tensor([ 0.7500, -0.2500])
     """
-    _check_option("group_of_one", group_of_one, Lone)
-    exact, weights = rewards.detach().double(), lengths.double()
+    rewards = _as_floats(rewards)
+    exact, weights = rewards.double(), lengths.double()
     names, index = torch.unique(group_ids, return_inverse=True)
     zeros = exact.new_zeros(len(names))
     total = zeros.index_add(0, index, weights)[index]
     # Weighing the deviations from any member keeps equal rewards at exactly 0.
     member = zeros.scatter_reduce(0, index, exact, "amax", include_self=False)[index]
     above = zeros.index_add(0, index, weights * (exact - member))[index] / total.clamp(min=1)
-    alone = torch.bincount(index, minlength=len(names))[index] == 1
-    advantages = (exact - member - above).masked_fill(total == 0, 0.0)
-    return torch.where(alone, exact if group_of_one == "raw" else 0.0, advantages).to(rewards.dtype)
+    return (exact - member - above).masked_fill(total == 0, 0.0).to(rewards.dtype)
+
+
+def rescaled_by_mixed_groups(
+    advantages: Float[Tensor, " B"],
+    rewards: Shaped[Tensor, " B"],
+    group_ids: Int[Tensor, " B"],
+    normaliser: float = 1.0,
+) -> Float[Tensor, " B"]:
+    """GPG's rescaling: advantages divided by the share of completions whose group has a signal.
+
+        A'_i = alpha A_i / F,   alpha = B / (B - M),   M = completions of groups whose rewards are all equal
+
+    Paper: GPG, arXiv:2504.02546: groups that are all right or all wrong have no gradient, and alpha makes up for
+    their part of the mean. It is 1 where every group is mixed. With groups of one size it may as well count groups.
+
+    Args:
+        advantages: of the whole batch, with a group's mean taken off.
+        rewards: of the same completions.
+        group_ids: equal for completions of one prompt.
+        normaliser: F.
+
+    Returns:
+        Advantages in reward units. Where no group is mixed, those of a group baseline are 0, and stay so.
+
+    Raises:
+        ValueError: the normaliser is 0.
+
+    Example: one of two groups is mixed, so alpha is 2
+        >>> advantages, rewards = torch.tensor([0.5, -0.5, 0.0, 0.0]), torch.tensor([1, 0, 1, 1])
+        >>> rescaled_by_mixed_groups(advantages, rewards, torch.tensor([0, 0, 7, 7]))
+        tensor([ 1., -1.,  0.,  0.])
+    """
+    return _rescaled(advantages, group_std(_as_floats(rewards).double(), group_ids) > 0, normaliser)
 
 
 def rescaled_by_nonzero_rewards(
-    advantages: Float[Tensor, " B"], rewards: Float[Tensor, " B"], normaliser: float = 1.0
+    advantages: Float[Tensor, " B"], rewards: Shaped[Tensor, " B"], normaliser: float = 1.0
 ) -> Float[Tensor, " B"]:
-    """Advantages made larger by as much as few completions of the batch earned a reward.
+    """verl's rescaling for GPG: advantages divided by the share of completions with a reward other than 0.
 
         A'_i = alpha A_i / F,   alpha = B / max(1, |{j : r_j != 0}|)
 
-    Paper: GPG, arXiv:2504.02546. Differs from GRPO: one factor for the whole batch instead of each group's
-    standard deviation.
+    As `compute_gpg_outcome_advantage` in verl. Differs from the paper's, `rescaled_by_mixed_groups`: alpha grows with
+    the share of wrong completions, also where every group is mixed.
 
     Args:
         advantages: of the whole batch, with a group's mean taken off.
@@ -173,16 +196,19 @@ def rescaled_by_nonzero_rewards(
         >>> rescaled_by_nonzero_rewards(torch.tensor([0.5, -0.5]), torch.tensor([1.0, 0.0]))
         tensor([ 1., -1.])
     """
+    return _rescaled(advantages, _as_floats(rewards) != 0, normaliser)
+
+
+def _rescaled(advantages: Tensor, counted: Tensor, normaliser: float) -> Tensor:
     if normaliser == 0:
         raise ValueError("normaliser must not be 0")
-    alpha = len(rewards) / max(1, int((rewards != 0).sum()))
-    return advantages * alpha / normaliser
+    return advantages * (len(counted) / counted.sum().clamp(min=1).double()) / normaliser
 
 
 def return_minus_baseline(
     returns: Float[Tensor, "B T"], baselines: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """A baseline per token taken off the return of each token that the model wrote.
+    """Return minus a baseline, per token: ReMax and the optimal token baseline.
 
         A_t = (G_t - b_t) m_t
 
@@ -211,7 +237,7 @@ def cumulative_score_norm(
     mask: Bool[Tensor, "B T"],
     importance_weights: Float[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T"]:
-    """How large the gradient of the log-probability of a completion has become by each token.
+    """Realized energy: the cumulative squared norm of the score of a completion, by token.
 
         W_t = sum_{u <= t} m_u rho_u^2 |d log pi(a_u) / d z_u|^2
             = sum_{u <= t} m_u rho_u^2 (1 - 2 pi(a_u) + sum_v pi(v)^2)
@@ -246,10 +272,10 @@ def optimal_token_baseline(
     mask: Bool[Tensor, "B T"],
     group_ids: Int[Tensor, " B"],
     eps: float = 1e-8,
-    position: Position = "column",
+    by_token: bool = False,
     zero_tail: bool = True,
 ) -> Float[Tensor, "B T"]:
-    """The baseline of least variance for each position: the group's returns, weighted by how noisy each is there.
+    """Optimal token baseline: the group's returns at each position, weighted by their realized energy.
 
         b_k = sum_{i in group} G_{i,k} W_{i,k} / (sum_{i in group} W_{i,k} + eps)
 
@@ -261,9 +287,9 @@ def optimal_token_baseline(
         mask: True where the model wrote the token; others enter no sum.
         group_ids: equal for completions of one prompt.
         eps: added to the sum of weights.
-        position: what k counts: the "column" (the default; the same as the token in a single turn), or the "token",
-            the k-th that the model wrote, so that turns of different length stay comparable. By token, rows without
-            any token are no members of their group.
+        by_token: k counts the tokens that the model wrote, so that turns of different length stay comparable, and
+            rows without any are no members of their group (verl's `tir_optimal_token_baseline`). By default k is the
+            column, which in a single turn is the same.
         zero_tail: where one completion is longer than all others of its group, its tail has no comparison; True (the
             default, as in verl) gives it a baseline of 0 from the length of the second longest on, so that its return
             remains instead of an advantage of nearly 0.
@@ -271,20 +297,16 @@ def optimal_token_baseline(
     Returns:
         Baseline per token, in reward units, without gradient; 0 in a group of one and off the mask.
 
-    Raises:
-        ValueError: an option is unknown.
-
     Example:
         >>> returns, energy = torch.tensor([[1.0], [0.0]]), torch.tensor([[1.0], [3.0]])
         >>> optimal_token_baseline(returns, energy, torch.tensor([[True], [True]]), torch.tensor([0, 0]))
         tensor([[0.2500],
                 [0.2500]])
     """
-    _check_option("position", position, Position)
     rows, width = mask.shape
     names, index = torch.unique(group_ids, return_inverse=True)
     columns = torch.arange(width, device=mask.device).expand(rows, width)
-    place = columns if position == "column" else (mask.cumsum(1) - 1).clamp(min=0)
+    place = (mask.cumsum(1) - 1).clamp(min=0) if by_token else columns
     cell = index[:, None] * width + place
     weights = energy.detach().masked_fill(~mask, 0.0)
     zeros = weights.new_zeros(len(names) * width)
@@ -292,7 +314,7 @@ def optimal_token_baseline(
     above = zeros.index_add(0, cell.flatten(), weighted.flatten())
     below = zeros.index_add(0, cell.flatten(), weights.flatten()) + eps
     lengths = mask.sum(1)
-    member = torch.ones_like(lengths) if position == "column" else (lengths > 0).long()
+    member = (lengths > 0).long() if by_token else torch.ones_like(lengths)
     members = torch.zeros_like(lengths).index_add(0, index, member)[index]
     without = ~mask | (members <= 1)[:, None]
     if zero_tail:

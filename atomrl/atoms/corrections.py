@@ -1,4 +1,4 @@
-"""Corrections for rollouts that are not the policy's own: stale, or from an engine with other numerics.
+"""Rollout importance sampling: corrections for rollouts that are stale, or from an engine with other numerics.
 
 A correction is a factor per token without gradient: a weight (truncated or masked importance sampling) or a choice
 (rejection). It is made of three steps, each to be chosen on its own: a log-ratio or KL per token, a statistic of it
@@ -18,13 +18,9 @@ from atomrl.atoms.ratios import token_log_ratio
 
 
 def rollout_log_ratio(
-    old_logprobs: Float[Tensor, "B T"],
-    rollout_logprobs: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    clamp: float | None = None,
-    missing_is_equal: bool = False,
+    old_logprobs: Float[Tensor, "B T"], rollout_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """How much likelier the trainer finds each token than the engine that sampled it, in logs.
+    """Log importance ratio of the trainer to the engine that sampled, per token.
 
         d_t = log pi_old(a_t) - log mu(a_t)
 
@@ -32,26 +28,22 @@ def rollout_log_ratio(
 
     Args:
         old_logprobs: of the trainer, at the start of the step.
-        rollout_logprobs: of the engine.
+        rollout_logprobs: of the engine. A NaN, where it gave none, stays one and so is seen.
         mask: True where the model wrote the token.
-        clamp: bound on the absolute value. The default is none, as in TRL and AReaL; verl and SkyRL have 20.
-        missing_is_equal: take a NaN of the engine, which gave no log-prob there, for a ratio of 1, as TRL does. By
-            default a NaN stays one and so is seen.
 
     Returns:
         Log-ratios without gradient; 0 off the mask.
 
     Example:
-        >>> old, rollout = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, float("nan")]])
-        >>> rollout_log_ratio(old, rollout, torch.tensor([[True, True]]), missing_is_equal=True)
+        >>> old, rollout = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -9.0]])
+        >>> rollout_log_ratio(old, rollout, torch.tensor([[True, False]]))
         tensor([[0.5000, 0.0000]])
     """
-    known = mask & ~rollout_logprobs.isnan() if missing_is_equal else mask
-    return token_log_ratio(old_logprobs.detach(), rollout_logprobs.detach(), known, clamp)
+    return token_log_ratio(old_logprobs.detach(), rollout_logprobs.detach(), mask)
 
 
 def importance_weights(log_ratio: Float[Tensor, "*shape"], clamp: float | None = None) -> Float[Tensor, "*shape"]:
-    """The weight that makes an average over the engine's samples one over the trainer's.
+    """Importance weights: they make an average over the engine's samples one over the trainer's.
 
         w = exp(clip(d, -clamp, clamp))
 
@@ -74,7 +66,7 @@ def importance_weights(log_ratio: Float[Tensor, "*shape"], clamp: float | None =
 
 
 def truncated_weights(weights: Float[Tensor, "*shape"], high: float, low: float = 0.0) -> Float[Tensor, "*shape"]:
-    """Truncated importance sampling: bounded variance for a little bias.
+    """Truncated importance sampling (TIS): bounded variance for a little bias.
 
         w' = clip(w, low, high)
 
@@ -96,7 +88,7 @@ def truncated_weights(weights: Float[Tensor, "*shape"], high: float, low: float 
 
 
 def masked_weights(weights: Float[Tensor, "*shape"], low: float, high: float) -> Float[Tensor, "*shape"]:
-    """Masked importance sampling (IcePop): what is out of bounds is not trusted at all.
+    """Masked importance sampling (MIS, IcePop): weights out of bounds are 0.
 
         w' = w [low <= w <= high]
 
@@ -120,7 +112,7 @@ def masked_weights(weights: Float[Tensor, "*shape"], low: float, high: float) ->
 def within(
     statistic: Float[Tensor, "*shape"], low: float = -math.inf, high: float = math.inf
 ) -> Bool[Tensor, "*shape"]:
-    """Rejection sampling: what is kept, by a statistic of its tokens or rows.
+    """Rejection sampling mask: tokens or rows whose statistic is within bounds.
 
         keep = low <= x <= high
 
@@ -142,12 +134,12 @@ def within(
     return (statistic >= low) & (statistic <= high)
 
 
-def mean_weight(
-    weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], by_row: bool = False, eps: float = 1e-8
-) -> Float[Tensor, ""]:
-    """What self-normalised importance sampling divides by: the mean weight of a step.
+def normalised_weights(
+    weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], by_row: bool = False
+) -> Float[Tensor, "B T"]:
+    """Self-normalised importance sampling: weights with a mean of 1 over the step.
 
-        mean over tokens of w_t, or over rows of the row's mean
+        w' = w / mean(w),   the mean over tokens, or over rows of the row's mean
 
     Paper: verl's `rollout_is_batch_normalize`; Owen, "Monte Carlo theory, methods and examples".
 
@@ -155,48 +147,43 @@ def mean_weight(
         weights: per token, for all rows of the optimizer step.
         mask: True where the model wrote the token.
         by_row: the mean over the rows that have tokens of their means, instead of over tokens.
-        eps: added to counts; a mean that is not above it is taken for 1.
 
     Returns:
-        A scalar, not 0. `weights / mean_weight(weights, mask)` has a mean of 1.
-
-    Example:
-        >>> mean_weight(torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]]))
-        tensor(2.)
-    """
-    mean = masked_mean(row_mean(weights, mask), mask.any(1)) if by_row else masked_mean(weights, mask, eps)
-    return torch.where(mean > eps, mean, 1.0)
-
-
-def normalised_weights(
-    weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], by_row: bool = False, eps: float = 1e-8
-) -> Float[Tensor, "B T"]:
-    """Self-normalised importance sampling: weights with a mean of 1 over the step.
-
-        w' = w / mean(w)
-
-    Paper: as `mean_weight`, which takes the same arguments.
-
-    Args:
-        weights: per token, for all rows of the optimizer step.
-        mask: True where the model wrote the token.
-        by_row: as in `mean_weight`.
-        eps: as in `mean_weight`.
-
-    Returns:
-        Weights.
+        Weights; as they are where the mean is not above 1e-8.
 
     Example:
         >>> normalised_weights(torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]]))
         tensor([[0.5000, 1.5000]])
     """
-    return weights / mean_weight(weights, mask, by_row, eps)
+    mean = masked_mean(row_mean(weights, mask), mask.any(1)) if by_row else masked_mean(weights, mask)
+    return weights / torch.where(mean > 1e-8, mean, 1.0)
+
+
+def effective_sample_fraction(weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, ""]:
+    """Kish's effective sample size (ESS) over the number of tokens.
+
+        ESS / n = mean(w)^2 / mean(w^2)
+
+    Paper: Kish, "Survey sampling" (1965). verl logs it as `rollout_is_eff_sample_size`.
+
+    Args:
+        weights: per token.
+        mask: True where the model wrote the token.
+
+    Returns:
+        A fraction: 1 for equal weights, 1/n where one token has them all.
+
+    Example:
+        >>> effective_sample_fraction(torch.tensor([[1.0, 0.0]]), torch.tensor([[True, True]]))
+        tensor(0.5000)
+    """
+    return masked_mean(weights, mask).square() / masked_mean(weights.square(), mask)
 
 
 def off_policy_sequences(
     divergence: Float[Tensor, " B"], advantages: Float[Tensor, "B T"], bound: float
 ) -> Bool[Tensor, "B T"]:
-    """Off-policy sequence masking: bad completions that the policy has already left are not learned from.
+    """Off-policy sequence mask (OPSM): drops bad completions that the policy has already left.
 
         keep_it = A_it >= 0 or KL_i <= bound,     KL_i = mean_t (log mu(a_t) - log pi_theta(a_t))
 
@@ -221,7 +208,7 @@ def off_policy_sequences(
 def second_moment_tokens(
     log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], bound: float
 ) -> Bool[Tensor, "B T"]:
-    """M2PO: drops the tokens furthest from the policy until the second moment of the rest is below a bound.
+    """M2PO's mask: drops the tokens furthest from the policy until the second moment of the rest is below a bound.
 
         keep the largest set of tokens with the smallest d_t^2 whose mean of d_t^2 is < bound
 
@@ -240,12 +227,8 @@ def second_moment_tokens(
         >>> second_moment_tokens(torch.tensor([[0.1, 2.0, 0.2]]), torch.tensor([[True, True, True]]), bound=0.04)
         tensor([[ True, False,  True]])
     """
-    keep = torch.zeros_like(mask)
-    moments, order = log_ratio.detach()[mask].square().sort()
-    if len(moments):
-        means = moments.cumsum(0) / torch.arange(1, len(moments) + 1, device=mask.device)
-        # The means of ever more tokens in rising order rise too, so those below the bound come first.
-        kept = torch.zeros_like(moments, dtype=torch.bool)
-        kept[order[: max(1, int((means < bound).sum()))]] = True
-        keep[mask] = kept
-    return keep
+    moments, order = log_ratio.detach().square().masked_fill(~mask, torch.inf).flatten().sort()
+    numbers = torch.arange(1, len(moments) + 1, device=mask.device)
+    # The means of ever more tokens in rising order rise too, so those below the bound come first.
+    count = (moments.cumsum(0) / numbers < bound).sum().clamp(min=1)
+    return torch.zeros_like(mask).flatten().scatter(0, order, numbers <= count).view_as(mask) & mask

@@ -1,29 +1,23 @@
-"""Credit along a completion: returns and generalised advantage estimation, for single turns and many.
+"""Generalised advantage estimation and discounted returns, for single turns and many.
 
-A row may have gaps: tokens of an observation (a tool's output, a user's turn) that the model did not write.
-`observation` says what they are to the recursion:
-
-- "skip" (the default; verl, NeMo-RL): not there. The next token that the model wrote follows directly, so neither the
-  length nor the content of an observation changes the credit of what came before;
-- "zero_step" (OpenRLHF, slime): steps without reward and value, each of which discounts once more;
-- "reset" (SkyRL's REINFORCE++): the end of an episode, so that later reward never reaches earlier turns;
-- "leak" (SkyRL's GAE): steps like any other, with whatever reward and value stand there; the mask is not used.
+A row may have gaps: tokens of an observation (a tool's output, a user's turn) that the model did not write. They are
+no steps, as in verl and NeMo-RL: the next token that the model wrote follows directly, so neither the length nor the
+content of an observation changes the credit of what came before. For the conventions of other peers pass other masks:
+a full one, with rewards and values of 0 in the gaps, makes each observed token a step that discounts once more
+(OpenRLHF, slime).
 
 Right padding is a gap that is never left. Rewards belong to the token at which they stand; nothing follows the last.
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import TypedDict
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from atomrl.atoms._options import _check_option
-
-GaeObservation = Literal["skip", "zero_step", "leak"]
-ReturnObservation = Literal["skip", "zero_step", "reset"]
+from atomrl.atoms.groups import _as_floats
 
 
 class Gae(TypedDict):
@@ -36,12 +30,11 @@ class Gae(TypedDict):
 
 
 def gae(
-    rewards: Float[Tensor, "B T"],
+    rewards: Shaped[Tensor, "B T"],
     values: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
     gamma: float = 1.0,
     lam: float | Float[Tensor, " B"] = 0.95,
-    observation: GaeObservation = "skip",
 ) -> Gae:
     """Generalised advantage estimation.
 
@@ -58,13 +51,13 @@ def gae(
         mask: True where the model wrote the token.
         gamma: discount per step, 0 to 1.
         lam: 0 is one-step temporal difference, 1 the return minus the value; or one number per row.
-        observation: see the module.
 
     Returns:
-        Advantages and returns, without gradient. With "skip", 0 off the mask; otherwise all columns are steps.
+        Advantages and returns, without gradient, 0 off the mask.
 
     Raises:
-        ValueError: gamma is not within 0 to 1, or an option is unknown.
+        ValueError: gamma is not within 0 to 1.
+        TypeError: the rewards are no tensor.
 
     Example:
         >>> mask = torch.tensor([[True, False, True]])
@@ -73,25 +66,22 @@ def gae(
         (tensor([[0.5000, 0.0000, 0.5000]]), tensor([[1., 0., 1.]]))
     """
     _check_discount(gamma)
-    _check_option("observation", observation, GaeObservation)
-    rewards, values = rewards.detach(), values.detach()
-    if observation != "leak":
-        rewards, values = rewards.masked_fill(~mask, 0.0), values.masked_fill(~mask, 0.0)
-    is_step = mask if observation == "skip" else torch.ones_like(mask)
+    rewards = _as_floats(rewards).masked_fill(~mask, 0.0)
+    values = _as_floats(values, "values").masked_fill(~mask, 0.0)
     next_value = advantage = values.new_zeros(len(values))
     columns = []
     for t in reversed(range(values.shape[1])):
         new = rewards[:, t] + gamma * next_value - values[:, t] + gamma * lam * advantage
-        next_value = torch.where(is_step[:, t], values[:, t], next_value)
-        advantage = torch.where(is_step[:, t], new, advantage)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        advantage = torch.where(mask[:, t], new, advantage)
         columns.append(advantage)
     advantages = torch.stack(columns[::-1], 1) if columns else torch.zeros_like(values)
-    advantages = advantages.masked_fill(~is_step, 0.0)
+    advantages = advantages.masked_fill(~mask, 0.0)
     return {"advantages": advantages, "returns": advantages + values}
 
 
 def length_adaptive_lambda(mask: Bool[Tensor, "B T"], alpha: float) -> Float[Tensor, " B"]:
-    """A lambda that looks further ahead in a longer completion, so that its beginning still sees the reward.
+    """Length-adaptive GAE lambda: nearer to 1 for a longer completion, so that its beginning still sees the reward.
 
         lam_i = 1 - 1 / (alpha |m_i|),   within 0 to 1
 
@@ -117,12 +107,9 @@ def length_adaptive_lambda(mask: Bool[Tensor, "B T"], alpha: float) -> Float[Ten
 
 
 def discounted_returns(
-    rewards: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    gamma: float = 1.0,
-    observation: ReturnObservation = "skip",
+    rewards: Shaped[Tensor, "B T"], mask: Bool[Tensor, "B T"], gamma: float = 1.0
 ) -> Float[Tensor, "B T"]:
-    """Reward to go from each token: REINFORCE++, ReMax.
+    """Discounted return (reward to go) from each token: REINFORCE++, ReMax.
 
         G_t = r_t + gamma G_{t+1}
 
@@ -132,30 +119,27 @@ def discounted_returns(
         rewards: per token.
         mask: True where the model wrote the token.
         gamma: discount per step, 0 to 1.
-        observation: see the module.
 
     Returns:
-        Returns in reward units, without gradient. With "zero_step" all columns are steps, otherwise 0 off the mask.
+        Returns in reward units, without gradient, 0 off the mask.
 
     Raises:
-        ValueError: gamma is not within 0 to 1, or an option is unknown.
+        ValueError: gamma is not within 0 to 1.
+        TypeError: the rewards are no tensor.
 
     Example:
         >>> discounted_returns(torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[True, False, True]]), gamma=0.5)
         tensor([[0.5000, 0.0000, 1.0000]])
     """
     _check_discount(gamma)
-    _check_option("observation", observation, ReturnObservation)
-    rewards = rewards.detach().masked_fill(~mask, 0.0)
-    is_step = torch.ones_like(mask) if observation == "zero_step" else mask
+    rewards = _as_floats(rewards).masked_fill(~mask, 0.0)
     running = rewards.new_zeros(len(rewards))
     columns = []
     for t in reversed(range(rewards.shape[1])):
-        off_mask = torch.zeros_like(running) if observation == "reset" else running
-        running = torch.where(is_step[:, t], rewards[:, t] + gamma * running, off_mask)
+        running = torch.where(mask[:, t], rewards[:, t] + gamma * running, running)
         columns.append(running)
     returns = torch.stack(columns[::-1], 1) if columns else rewards
-    return returns.masked_fill(~is_step, 0.0)
+    return returns.masked_fill(~mask, 0.0)
 
 
 def _check_discount(gamma: float) -> None:

@@ -1,19 +1,15 @@
-"""Estimators of the KL divergence of the policy from a reference, per sampled token, and its coefficient.
+"""KL divergence of the policy from a reference: estimators per sampled token, and the adaptive coefficient.
 
 With tokens drawn from the policy and d_t = log pi_theta - log pi_ref (Schulman, "Approximating KL divergence", 2020).
-As a *loss*, k1 has a gradient of mean zero: use k2 or k3 there (k2's gradient is that of the KL itself), or give k1 or
-k3 a `weight` with gradient, which adds the part of the gradient that sampling hides.
+As a *loss*, k1 has a gradient of mean zero: use k2 or k3 there (k2's gradient is that of the KL itself), or multiply k1
+or k3 by `token_ratio`, which adds the part of the gradient that sampling hides (DeepSeek-V3.2, arXiv:2512.02556; TRL's
+`use_bias_correction_kl`).
 
-All estimators share three options. The defaults are the plain estimators; where peers disagree:
-
-- `input_clamp` bounds |d_t|: 20 for k3 in verl, SkyRL and NeMo-RL; none in TRL, OpenRLHF, AReaL, slime and ROLL.
-- `output_clamp` bounds the estimate: 10 for k3 in verl, SkyRL, NeMo-RL and ROLL, for all in OpenRLHF; none in TRL.
-- `weight` multiplies the estimate before the output clamp. A token beyond a clamp has no gradient, nor has its weight.
+The estimators are not clamped, as in TRL. verl, SkyRL and NeMo-RL bound |d_t| by 20 and k3 by 10: that is
+`k3_kl(token_log_ratio(logprobs, ref_logprobs, mask, clamp=20.0), zeros, mask).clamp(max=10.0)`.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from jaxtyping import Bool, Float
@@ -23,14 +19,9 @@ from atomrl.atoms.ratios import token_log_ratio
 
 
 def k1_kl(
-    logprobs: Float[Tensor, "B T"],
-    ref_logprobs: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    input_clamp: float | None = None,
-    output_clamp: float | None = None,
-    weight: Float[Tensor, "B T"] | None = None,
+    logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """The plain estimator: unbiased, of high variance, negative for some tokens.
+    """KL estimator k1: unbiased, of high variance, negative for some tokens.
 
         k1_t = log pi_theta(a_t) - log pi_ref(a_t)
 
@@ -40,9 +31,6 @@ def k1_kl(
         logprobs: of the policy.
         ref_logprobs: of the reference.
         mask: True where the model wrote the token.
-        input_clamp: see the module.
-        output_clamp: see the module.
-        weight: see the module.
 
     Returns:
         Estimate per token in nats, 0 off the mask.
@@ -51,20 +39,13 @@ def k1_kl(
         >>> k1_kl(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), torch.tensor([[True]]))
         tensor([[0.5000]])
     """
-    difference = token_log_ratio(logprobs, ref_logprobs, mask)
-    estimate = difference if input_clamp is None else difference.clamp(-input_clamp, input_clamp)
-    return _bounded(estimate, difference, mask, input_clamp, output_clamp, weight)
+    return token_log_ratio(logprobs, ref_logprobs, mask)
 
 
 def abs_kl(
-    logprobs: Float[Tensor, "B T"],
-    ref_logprobs: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    input_clamp: float | None = None,
-    output_clamp: float | None = None,
-    weight: Float[Tensor, "B T"] | None = None,
+    logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """The absolute log-ratio: no estimator of the KL, but never negative and not dominated by outliers.
+    """KL estimator "abs", the absolute log-ratio: biased, never negative and not dominated by outliers.
 
         abs_t = |log pi_theta(a_t) - log pi_ref(a_t)|
 
@@ -74,9 +55,6 @@ def abs_kl(
         logprobs: of the policy.
         ref_logprobs: of the reference.
         mask: True where the model wrote the token.
-        input_clamp: see the module.
-        output_clamp: see the module.
-        weight: see the module.
 
     Returns:
         Nats per token, 0 off the mask; its gradient is 0 where both agree.
@@ -85,25 +63,13 @@ def abs_kl(
         >>> abs_kl(torch.tensor([[-1.5]]), torch.tensor([[-1.0]]), torch.tensor([[True]]))
         tensor([[0.5000]])
     """
-    return _bounded(
-        k1_kl(logprobs, ref_logprobs, mask, input_clamp).abs(),
-        token_log_ratio(logprobs, ref_logprobs, mask),
-        mask,
-        input_clamp,
-        output_clamp,
-        weight,
-    )
+    return token_log_ratio(logprobs, ref_logprobs, mask).abs()
 
 
 def k2_kl(
-    logprobs: Float[Tensor, "B T"],
-    ref_logprobs: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    input_clamp: float | None = None,
-    output_clamp: float | None = None,
-    weight: Float[Tensor, "B T"] | None = None,
+    logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """Half the squared log-ratio: biased, of low variance; its gradient is that of the KL in expectation.
+    """KL estimator k2, half the squared log-ratio: biased, of low variance; its gradient is that of the KL.
 
         k2_t = (log pi_theta(a_t) - log pi_ref(a_t))^2 / 2
 
@@ -113,9 +79,6 @@ def k2_kl(
         logprobs: of the policy.
         ref_logprobs: of the reference.
         mask: True where the model wrote the token.
-        input_clamp: see the module.
-        output_clamp: see the module.
-        weight: see the module.
 
     Returns:
         Estimate per token in nats, 0 off the mask.
@@ -124,38 +87,22 @@ def k2_kl(
         >>> k2_kl(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), torch.tensor([[True]]))
         tensor([[0.1250]])
     """
-    return _bounded(
-        k1_kl(logprobs, ref_logprobs, mask, input_clamp).square() / 2,
-        token_log_ratio(logprobs, ref_logprobs, mask),
-        mask,
-        input_clamp,
-        output_clamp,
-        weight,
-    )
+    return token_log_ratio(logprobs, ref_logprobs, mask).square() / 2
 
 
 def k3_kl(
-    logprobs: Float[Tensor, "B T"],
-    ref_logprobs: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    input_clamp: float | None = None,
-    output_clamp: float | None = None,
-    weight: Float[Tensor, "B T"] | None = None,
+    logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """The estimator of GRPO's KL term: unbiased, never negative.
+    """KL estimator k3, of GRPO's KL term: unbiased, never negative.
 
         k3_t = pi_ref(a_t) / pi_theta(a_t) - 1 - (log pi_ref(a_t) - log pi_theta(a_t))
 
-    Paper: DeepSeekMath, arXiv:2402.03300, equation 4; with the ratio to the old policy as weight, DeepSeek-V3.2,
-    arXiv:2512.02556.
+    Paper: DeepSeekMath, arXiv:2402.03300, equation 4. verl's `low_var_kl`, without its clamps.
 
     Args:
         logprobs: of the policy.
         ref_logprobs: of the reference.
         mask: True where the model wrote the token.
-        input_clamp: see the module.
-        output_clamp: see the module.
-        weight: see the module.
 
     Returns:
         Estimate per token in nats, 0 off the mask.
@@ -164,10 +111,8 @@ def k3_kl(
         >>> k3_kl(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), torch.tensor([[True]]))
         tensor([[0.1065]])
     """
-    difference = -k1_kl(logprobs, ref_logprobs, mask, input_clamp)
-    estimate = difference.expm1() - difference
-    log_ratio = token_log_ratio(logprobs, ref_logprobs, mask)
-    return _bounded(estimate, log_ratio, mask, input_clamp, output_clamp, weight)
+    difference = -token_log_ratio(logprobs, ref_logprobs, mask)
+    return difference.expm1() - difference
 
 
 def k2_gradient(
@@ -176,7 +121,7 @@ def k2_gradient(
     ref_logprobs: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
 ) -> Float[Tensor, "B T"]:
-    """An estimate in value, with the gradient of k2, which is that of the KL in expectation.
+    """Straight-through KL estimate: the value of any estimator with the gradient of k2, which is that of the KL.
 
         sg[estimate_t] + k2_t - sg[k2_t]
 
@@ -201,37 +146,10 @@ def k2_gradient(
     return estimate.detach() + surrogate - surrogate.detach()
 
 
-def jensen_shannon_estimate(
-    logprobs: Float[Tensor, "B T"], other_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-) -> Float[Tensor, "B T"]:
-    """How far two policies are from their mixture, by k3: a symmetric measure of the gap between engine and trainer.
-
-        JS_t = (k3(log m, log p) + k3(log m, log q)) / 2,    m = (p + q) / 2
-
-    Paper: Lin, "Divergence measures based on the Shannon entropy" (1991), with Schulman's k3 in the place of the KL.
-
-    Args:
-        logprobs: log p of the sampled tokens.
-        other_logprobs: log q of the same tokens.
-        mask: True where the model wrote the token.
-
-    Returns:
-        Estimate per token in nats, 0 off the mask.
-
-    Example:
-        >>> logprobs, other = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
-        >>> jensen_shannon_estimate(logprobs, other, torch.tensor([[True]]))
-        tensor([[0.0589]])
-    """
-    p, q = logprobs.masked_fill(~mask, 0.0), other_logprobs.masked_fill(~mask, 0.0)
-    mixture = torch.logaddexp(p, q) - math.log(2)
-    return (k3_kl(mixture, p, mask) + k3_kl(mixture, q, mask)) / 2
-
-
 def kl_terms(
     logprobs: Float[Tensor, "*batch V"], other_logprobs: Float[Tensor, "*batch V"]
 ) -> Float[Tensor, "*batch V"]:
-    """What each value of the vocabulary adds to a KL divergence.
+    """Summands of a KL divergence, one per value of the vocabulary.
 
         p_v (log p_v - log q_v)
 
@@ -254,7 +172,7 @@ def kl_terms(
 def distribution_kl(
     logprobs: Float[Tensor, "*batch V"], other_logprobs: Float[Tensor, "*batch V"]
 ) -> Float[Tensor, "*batch"]:
-    """The KL divergence itself, summed over the vocabulary (or over the part of it that is given).
+    """KL divergence of two distributions, summed over the vocabulary (or over the part of it that is given).
 
         KL(p || q) = sum_v p_v (log p_v - log q_v)
 
@@ -276,9 +194,9 @@ def distribution_kl(
 
 
 def adaptive_coefficient(
-    coefficient: float, current_kl: float, target_kl: float, horizon: float, samples: float, max_error: float = 0.2
+    coefficient: float, current_kl: float, target_kl: float, horizon: float, samples: float
 ) -> float:
-    """The KL coefficient after a step: raised where the KL is above its target, lowered where it is below.
+    """Adaptive KL controller: the coefficient after a step, raised where the KL is above its target.
 
         beta' = beta (1 + clip(KL / KL_target - 1, -0.2, 0.2) n / horizon)
 
@@ -290,7 +208,6 @@ def adaptive_coefficient(
         target_kl: above 0, in nats.
         horizon: samples after which a full error has multiplied beta by about e^0.2; `inf` keeps beta as it is.
         samples: completions of the step.
-        max_error: bound on the relative error.
 
     Returns:
         The next coefficient.
@@ -304,21 +221,5 @@ def adaptive_coefficient(
     """
     if not target_kl > 0 or not horizon > 0:
         raise ValueError(f"target_kl={target_kl} and horizon={horizon} must be above 0")
-    error = min(max(current_kl / target_kl - 1, -max_error), max_error)
+    error = min(max(current_kl / target_kl - 1, -0.2), 0.2)
     return coefficient * (1 + error * samples / horizon)
-
-
-def _bounded(
-    estimate: Tensor,
-    difference: Tensor,
-    mask: Tensor,
-    input_clamp: float | None,
-    output_clamp: float | None,
-    weight: Tensor | None,
-) -> Tensor:
-    if weight is not None:
-        factor = weight.masked_fill(~mask, 0.0)
-        if input_clamp is not None:
-            factor = torch.where(difference.abs() > input_clamp, factor.detach(), factor)
-        estimate = estimate * factor
-    return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of tokens, and the one place where positions are shifted by one.
+"""Log-probabilities and entropies of tokens, with the one shift of positions by one.
 
 `fused_token_logprobs` goes from hidden states straight to log-probs in chunks of tokens, so that the logits of a
 large vocabulary never exist at once; `row_logprobs` does so for the masked positions of right-padded rows.
@@ -6,6 +6,7 @@ large vocabulary never exist at once; `row_logprobs` does so for the masked posi
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -17,6 +18,32 @@ CHUNK_ELEMENTS = 2**25
 """Logits held at a time: 128 MB in float32."""
 VOCABULARY_BLOCK = 2**15
 """Rows of the output matrix whose gradient is added at a time."""
+
+
+def head_logits(hidden: Float[Tensor, "*batch H"], head_weight: Float[Tensor, "V H"]) -> Float[Tensor, "*batch V"]:
+    """Logits of the output matrix, `hidden @ head_weight.T`: inputs in the dtype of `hidden`, sums and result wider.
+
+    A bfloat16 logit of 20 is off by up to 0.06, and so is every log-prob made of it; the product of bfloat16 numbers
+    summed in float32 is not.
+
+    Args:
+        hidden: what the output matrix multiplies.
+        head_weight: the output matrix, which is rounded to the dtype of `hidden`.
+
+    Returns:
+        Float32 (float64 for float64), differentiable in both.
+
+    Example:
+        >>> head_logits(torch.ones(1, 2, dtype=torch.bfloat16), torch.tensor([[1.0, 2**-9]]))
+        tensor([[1.0020]])
+    """
+    head = head_weight.to(hidden.dtype)
+    if hidden.dtype.itemsize > 2:
+        return F.linear(hidden, head)
+    if hidden.is_cuda and not torch.is_grad_enabled():
+        wide: Tensor = torch.mm(hidden.flatten(0, -2), head.T, out_dtype=torch.float32)
+        return wide.view(*hidden.shape[:-1], len(head))
+    return F.linear(hidden.float(), head.float())
 
 
 def token_logprobs(
@@ -77,7 +104,7 @@ def fused_token_logprobs(
     chunk is kept instead) and adds the chunk's part to the gradient of the output matrix in place.
 
     Args:
-        hidden: what the output matrix multiplies; products are computed in its dtype, statistics in float32.
+        hidden: what the output matrix multiplies, as in `head_logits`.
         head_weight: the output matrix; its gradient is in its own dtype.
         tokens: token ids.
         temperature: above 0; divides the logits.
@@ -98,7 +125,8 @@ def fused_token_logprobs(
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
     chunk = chunk_tokens or max(16, CHUNK_ELEMENTS // head_weight.shape[0])
-    logprobs, entropy = _Fused.apply(hidden, head_weight, tokens, _positive(temperature), chunk, with_entropy)
+    arguments = hidden, head_weight, tokens, _positive(temperature), chunk, with_entropy
+    logprobs, entropy = _Fused.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no types for it
     return logprobs, entropy if with_entropy else None
 
 
@@ -106,7 +134,8 @@ def kept_token_logprobs(
     hidden: Float[Tensor, "N H"],
     head_weight: Float[Tensor, "V H"],
     tokens: Int[Tensor, " N"],
-    kept_ids: Int[Tensor, "N K"],
+    candidate_ids: Int[Tensor, " M"],
+    candidate_counts: Int[Tensor, " N"],
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
     with_entropy: bool = False,
@@ -116,13 +145,15 @@ def kept_token_logprobs(
         log p(x) = z_x - log sum_{v kept} exp(z_v),   z = hidden @ head_weight.T / temperature
 
     Paper: the sampling mask of DeepSeek-V3.2, arXiv:2512.02556. Differs from `fused_token_logprobs`: which tokens were
-    kept is a constant, also in the gradient; [N, K] logits are held, and [N, V] never.
+    kept is a constant, also in the gradient. Memory is for the M logits that were kept in all, however unevenly, and
+    for a chunk of [N, V].
 
     Args:
         hidden: what the output matrix multiplies.
         head_weight: the output matrix; its gradient is in its own dtype.
         tokens: token ids.
-        kept_ids: what each token was drawn from, itself among them, padded with -1.
+        candidate_ids: the tokens that each token was drawn from, itself among them, token after token.
+        candidate_counts: how many each token has; they add up to M.
         temperature: above 0; divides the logits.
         chunk_tokens: as in `fused_token_logprobs`.
         with_entropy: compute the entropy too.
@@ -131,52 +162,73 @@ def kept_token_logprobs(
         Log-probs in float32 (float64 for float64), -inf for a token that is not among its own; and the entropy or None.
 
     Raises:
-        ValueError: the temperature is not above 0.
+        ValueError: the temperature is not above 0, or the counts do not add up.
 
-    Example:
-        >>> hidden, head = torch.eye(2), torch.eye(3, 2)
-        >>> kept_token_logprobs(hidden, head, torch.tensor([0, 2]), torch.tensor([[0, 2], [2, -1]]))[0]
+    Example: the first token was drawn from 0 and 2, the second from 2 alone
+        >>> hidden, head, tokens = torch.eye(2), torch.eye(3, 2), torch.tensor([0, 2])
+        >>> kept_token_logprobs(hidden, head, tokens, torch.tensor([0, 2, 2]), torch.tensor([2, 1]))[0]
         tensor([-0.3133,  0.0000])
     """
     chunk = chunk_tokens or max(16, CHUNK_ELEMENTS // head_weight.shape[0])
-    padding = kept_ids < 0
-    # The padding stands for one of the row's own, and has no share.
-    ids = torch.where(padding, kept_ids.amax(1, keepdim=True), kept_ids).long()
-    scaled = _SelectedLogits.apply(hidden, head_weight, ids, chunk) / _positive(temperature)
-    inside = scaled.masked_fill(padding, -torch.inf)
-    log_norm = inside.logsumexp(1)
-    logprobs = inside.masked_fill(kept_ids != tokens[:, None], -torch.inf).amax(1) - log_norm
+    parts = _parts(len(tokens), chunk)
+    sizes = torch.stack([candidate_counts[part].sum() for part in parts]).tolist() if parts else []
+    if sum(sizes) != len(candidate_ids):
+        raise ValueError(f"candidate_counts add up to {sum(sizes)}, but there are {len(candidate_ids)} candidate_ids")
+    places = torch.arange(len(tokens), device=tokens.device)
+    rows = places.repeat_interleave(candidate_counts, output_size=len(candidate_ids))
+    ids = candidate_ids.long()
+    selected: Tensor = _SelectedLogits.apply(hidden, head_weight, ids, rows, sizes, chunk)  # type: ignore[no-untyped-call]  # torch has no types for it
+    scaled = selected / _positive(temperature)
+    largest = scaled.new_full((len(tokens),), -torch.inf).index_reduce(0, rows, scaled.detach(), "amax")
+    weights = (scaled - largest[rows]).exp()
+    total = scaled.new_zeros(len(tokens)).index_add(0, rows, weights)
+    log_norm = largest + total.log()
+    drawn = ids == tokens[rows]
+    own = torch.zeros_like(total).index_add(0, rows, scaled.masked_fill(~drawn, 0.0))
+    found = torch.zeros_like(places).index_add(0, rows, drawn.long()) > 0
+    logprobs = torch.where(found, own - log_norm, -torch.inf)
     if not with_entropy:
         return logprobs, None
-    shares = (inside - log_norm[:, None]).exp()
-    return logprobs, log_norm - (shares * scaled).sum(1)
+    return logprobs, log_norm - torch.zeros_like(total).index_add(0, rows, weights * scaled) / total
 
 
 class _SelectedLogits(torch.autograd.Function):
-    """[N, K] of the [N, V] logits, which exist a chunk of tokens at a time."""
+    """[M] of the [N, V] logits, at `ids` of the `rows`, which exist a chunk of rows at a time."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, rows: Tensor, sizes: list[int], chunk: int
+    ) -> Tensor:
         head = weight.to(hidden.dtype)
-        found = [F.linear(hidden[part], head).gather(1, ids[part]) for part in _parts(len(ids), chunk)]
-        ctx.save_for_backward(hidden, weight, ids)
-        ctx.chunk = chunk
-        return _wide(torch.cat(found) if found else hidden.new_zeros(ids.shape))
+        found = hidden.new_empty(len(ids), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for part, inside in _with_candidates(len(hidden), chunk, sizes):
+            found[inside] = head_logits(hidden[part], head)[rows[inside] - part.start, ids[inside]]
+        ctx.save_for_backward(hidden, weight, ids, rows)
+        ctx.sizes, ctx.chunk = sizes, chunk
+        return found
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        hidden, weight, ids = ctx.saved_tensors
+        hidden, weight, ids, rows = ctx.saved_tensors
         head = weight.to(hidden.dtype)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for part in _parts(len(ids), ctx.chunk):
-            delta = grad.new_zeros(len(ids[part]), len(weight)).scatter_add_(1, ids[part], grad[part])
+        for part, inside in _with_candidates(len(hidden), ctx.chunk, ctx.sizes):
+            delta = grad.new_zeros(part.stop - part.start, len(weight))
+            delta.index_put_((rows[inside] - part.start, ids[inside]), grad[inside], accumulate=True)
             delta = delta.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(delta, head, out=grad_hidden[part])
             if grad_weight is not None:
                 _add_outer(grad_weight, delta, hidden[part])
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _with_candidates(total: int, chunk: int, sizes: list[int]) -> list[tuple[slice, slice]]:
+    """Chunks of tokens, each with the place of its candidates."""
+    ends = list(itertools.accumulate(sizes))
+    inside = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return list(zip(_parts(total, chunk), inside, strict=True))
 
 
 class _Fused(torch.autograd.Function):
@@ -190,7 +242,7 @@ class _Fused(torch.autograd.Function):
         keep = any(ctx.needs_input_grad[:2]) and len(tokens) <= chunk
         kept = total = None
         for part in _parts(len(tokens), chunk):
-            scaled = _scaled_logits(hidden[part], head, temperature, wide)
+            scaled = _scaled_logits(hidden[part], head, temperature)
             picked = scaled.gather(1, tokens[part, None])[:, 0]
             largest = scaled.amax(1)
             shares = torch.sub(scaled, largest[:, None], out=scaled if not with_entropy else None).exp_()
@@ -217,12 +269,12 @@ class _Fused(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for part in _parts(len(tokens), ctx.chunk):
-            if kept is not None and entropy is None:
+            if kept is not None and entropy is None and grad_logprobs is not None:
                 delta = kept * (-grad_logprobs / total)[:, None]
             else:
                 scaled = kept
                 if kept is None:
-                    scaled = _scaled_logits(hidden[part], head, ctx.temperature, log_norm.dtype)
+                    scaled = _scaled_logits(hidden[part], head, ctx.temperature)
                 delta = _delta(scaled, log_norm, entropy, grad_logprobs, grad_entropy, part, in_place=kept is None)
                 del scaled
             if grad_logprobs is not None:
@@ -249,7 +301,8 @@ def _delta(
 ) -> Tensor:
     """The gradient of a chunk's scaled logits, but for that of the picked ones."""
     logs = torch.sub(scaled, log_norm[part, None], out=scaled if in_place else None)
-    if grad_entropy is None:
+    if grad_entropy is None or entropy is None:
+        assert grad_logprobs is not None
         return logs.exp_().mul_(-grad_logprobs[part, None])
     shares = logs.exp()
     delta = logs.add_(entropy[part, None]).mul_(-grad_entropy[part, None])
@@ -267,8 +320,8 @@ def _add_outer(total: Tensor, delta: Tensor, hidden: Tensor) -> None:
         total[block] += delta[:, block].T @ hidden
 
 
-def _scaled_logits(hidden: Tensor, head: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    logits = F.linear(hidden, head).to(dtype)
+def _scaled_logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
+    logits = head_logits(hidden, head)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
@@ -284,7 +337,8 @@ def row_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
     with_entropy: bool = False,
-    kept_ids: Int[Tensor, "B T K"] | None = None,
+    candidate_ids: Int[Tensor, " M"] | None = None,
+    candidate_counts: Int[Tensor, "B T"] | None = None,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
     """Log-probs of the masked tokens of rows, indexed by the token itself: the shift by one is here and nowhere else.
 
@@ -300,8 +354,9 @@ def row_logprobs(
         temperature: of the sampling.
         chunk_tokens: as in `fused_token_logprobs`.
         with_entropy: also give the entropy of each distribution.
-        kept_ids: the tokens that each token was drawn from, padded with -1, over which both are then
-            (`kept_token_logprobs`); None is the whole vocabulary.
+        candidate_ids: the tokens that each token was drawn from, place after place of the rows, over which both are
+            then (`kept_token_logprobs`); None is the whole vocabulary.
+        candidate_counts: how many each place has; 0 where nothing was drawn.
 
     Returns:
         Log-probs in nats, and entropies or None; both 0 where nothing was wanted.
@@ -317,12 +372,15 @@ def row_logprobs(
     at = wanted.flatten().nonzero()[:, 0]
     if hidden.dim() == 3:
         hidden = hidden.reshape(rows * length, -1).index_select(0, at - 1)
-    own, settings = tokens.flatten()[at], (temperature, chunk_tokens, with_entropy)
-    if kept_ids is None:
-        logprobs, entropy = fused_token_logprobs(hidden, head_weight, own, *settings)
+    own = tokens.flatten()[at]
+    if candidate_ids is None or candidate_counts is None:
+        logprobs, entropy = fused_token_logprobs(hidden, head_weight, own, temperature, chunk_tokens, with_entropy)
     else:
-        kept = kept_ids.flatten(0, 1)[at]
-        logprobs, entropy = kept_token_logprobs(hidden, head_weight, own, kept, *settings)
+        # A mask may be narrower than what was drawn.
+        needed = wanted.flatten().repeat_interleave(candidate_counts.flatten(), output_size=len(candidate_ids))
+        ids, counts = candidate_ids[needed], candidate_counts.flatten()[at]
+        settings = temperature, chunk_tokens, with_entropy
+        logprobs, entropy = kept_token_logprobs(hidden, head_weight, own, ids, counts, *settings)
 
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(rows * length).index_copy(0, at, values).view(rows, length)

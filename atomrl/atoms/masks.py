@@ -1,4 +1,4 @@
-"""What a mask selects, in all and by row. What is off the mask, NaN included, has no influence."""
+"""Masked sums, means and maxima, over all tokens and by row. What is off the mask, NaN included, has no influence."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def masked_sum(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) ->
     return values.masked_fill(~mask, 0.0).sum()
 
 
-def masked_mean(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], eps: float = 0.0) -> Float[Tensor, ""]:
+def masked_mean(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
     """Mean of the values under the mask; 0 where the mask is empty.
 
-        sum_{m_t = 1} x_t / max(1, sum_t m_t)         (divided by sum_t m_t + eps where eps is given)
+        sum_{m_t = 1} x_t / max(1, sum_t m_t)
+
+    Exact, as in TRL and AReaL; verl and NeMo-RL add 1e-8 to the count.
 
     Args:
         values: any numbers.
         mask: True where a value counts.
-        eps: added to the count. The default is none, so that the mean is exact (as in TRL and AReaL); verl and
-            NeMo-RL add 1e-8 against an empty mask.
 
     Returns:
         A scalar.
@@ -44,7 +44,7 @@ def masked_mean(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], e
         >>> masked_mean(torch.tensor([1.0, 9.0, 3.0]), torch.tensor([True, False, True]))
         tensor(2.)
     """
-    return masked_sum(values, mask) / _count(mask.sum(), eps, values.dtype)
+    return masked_sum(values, mask) / mask.sum().to(values.dtype).clamp(min=1)
 
 
 def row_sum(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
@@ -66,15 +66,14 @@ def row_sum(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Te
     return values.masked_fill(~mask, 0.0).sum(1)
 
 
-def row_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], eps: float = 0.0) -> Float[Tensor, " B"]:
+def row_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
     """Mean of each row's values under the mask.
 
-        M_i = sum_{m_it = 1} x_it / max(1, |m_i|)     (divided by |m_i| + eps where eps is given)
+        M_i = sum_{m_it = 1} x_it / max(1, |m_i|)
 
     Args:
         values: any numbers.
         mask: True where a value counts.
-        eps: as in `masked_mean`.
 
     Returns:
         One number per row; 0 for an empty row.
@@ -83,7 +82,7 @@ def row_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], eps: float
         >>> row_mean(torch.tensor([[1.0, 9.0, 3.0], [5.0, 6.0, 7.0]]), torch.tensor([[1, 0, 1], [0, 0, 0]]).bool())
         tensor([2., 0.])
     """
-    return row_sum(values, mask) / _count(mask.sum(1), eps, values.dtype)
+    return row_sum(values, mask) / mask.sum(1).to(values.dtype).clamp(min=1)
 
 
 def row_max(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
@@ -104,7 +103,3 @@ def row_max(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Te
     """
     highest = values.masked_fill(~mask, -torch.inf).amax(1)
     return highest.masked_fill(~mask.any(1), 0.0)
-
-
-def _count(counts: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    return counts.to(dtype) + eps if eps else counts.to(dtype).clamp(min=1)

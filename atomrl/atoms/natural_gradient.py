@@ -50,7 +50,7 @@ def parts(tensors: Sequence[Tensor], vector: Float[Tensor, " D"]) -> list[Tensor
         >>> parts([torch.zeros(1, 2), torch.zeros(1)], torch.tensor([1.0, 2.0, 3.0]))
         [tensor([[1., 2.]]), tensor([3.])]
     """
-    pieces = vector.split([tensor.numel() for tensor in tensors])
+    pieces = torch.split(vector, [tensor.numel() for tensor in tensors])
     return [piece.view_as(tensor) for tensor, piece in zip(tensors, pieces, strict=True)]
 
 
@@ -89,7 +89,8 @@ def fisher_vector_product(
     """
     with torch.no_grad(), forward_ad.dual_level():
         for parameter, part in zip(parameters, parts(parameters, vector), strict=True):
-            parameter.copy_(forward_ad.make_dual(parameter.detach().clone(), part.clone()))
+            dual = forward_ad.make_dual(parameter.detach().clone(), part.clone())
+            parameter.copy_(dual)
         logprobs, along = forward_ad.unpack_dual(distributions(True))
         cotangents = weights[:, None] * logprobs.exp() * (torch.zeros_like(logprobs) if along is None else along)
     with torch.enable_grad():

@@ -1,7 +1,8 @@
-"""What a ratio, or a log-prob, and an advantage cost, per token. All are losses: smaller is better.
+"""Per-token policy losses: PPO's clip and its relatives, REINFORCE, CISPO, SAPO, mirror descent.
 
 Two families: losses of a ratio, whose gradient flows through it (PPO's clip, SAPO), and losses of a log-prob, which is
-weighted by something without gradient (REINFORCE, CISPO, mirror descent). None averages anything: see `reductions`.
+weighted by something without gradient (REINFORCE, CISPO, mirror descent). Smaller is better. None averages anything:
+see `reductions`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def clipped_policy_loss(
     dual_clip: float | None = None,
     ratio_cap: float | None = None,
 ) -> Float[Tensor, "B T"]:
-    """PPO's pessimistic surrogate, with a bound of its own on each side.
+    """PPO's clipped surrogate loss, with a bound of its own on each side (clip-higher) and an optional dual clip.
 
         L_t = -min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)
 
@@ -62,7 +63,7 @@ def clipped_policy_loss(
 def clipped_tokens(
     ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], clip_low: float = 0.2, clip_high: float = 0.2
 ) -> Bool[Tensor, "B T"]:
-    """Which tokens `clipped_policy_loss` gives no gradient: the ratio is out of bounds in the advantage's direction.
+    """Tokens on which PPO's clip acts: the ratio is out of bounds in the advantage's direction.
 
         (A_t > 0 and rho_t > 1 + clip_high) or (A_t < 0 and rho_t < 1 - clip_low)
 
@@ -90,33 +91,8 @@ def clipped_tokens(
     return too_high | too_low
 
 
-def dual_clipped_tokens(
-    ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], dual_clip: float, clip_low: float = 0.2
-) -> Bool[Tensor, "B T"]:
-    """Which tokens the dual clip of `clipped_policy_loss` gives no gradient.
-
-        A_t < 0 and max(rho_t, 1 - clip_low) > c
-
-    Paper: arXiv:1912.09729 (dual-clip PPO).
-
-    Args:
-        ratio: likelihood ratio per token.
-        advantages: per token.
-        dual_clip: c.
-        clip_low: as in `clipped_policy_loss`.
-
-    Returns:
-        True where it acts; its mean over the mask is the metric `actor/pg_clipfrac_lower`.
-
-    Example:
-        >>> dual_clipped_tokens(torch.tensor([[9.0, 9.0]]), torch.tensor([[1.0, -1.0]]), dual_clip=3.0)
-        tensor([[False,  True]])
-    """
-    return (advantages < 0) & (ratio.clamp(min=1 - clip_low) > dual_clip)
-
-
 def out_of_bounds(values: Float[Tensor, "*shape"], low: float, high: float) -> Bool[Tensor, "*shape"]:
-    """Which values an interval does not hold, whatever the advantage.
+    """Values outside an interval, whatever the advantage.
 
         x < low or x > high
 
@@ -143,7 +119,7 @@ def reinforce_loss(
     mask: Bool[Tensor, "B T"],
     weights: Float[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T"]:
-    """The score-function loss: log-probs weighted by advantages, and by weights without gradient.
+    """REINFORCE loss: log-probs weighted by advantages, and by weights without gradient.
 
         L_t = -sg[w_t] A_t log pi_theta(a_t)
 
@@ -175,13 +151,12 @@ def cispo_loss(
     mask: Bool[Tensor, "B T"],
     clip_low: float = 1.0,
     clip_high: float = 4.0,
-    drop_clipped: bool = False,
 ) -> Float[Tensor, "B T"]:
-    """REINFORCE with the clipped ratio as weight: a clipped token keeps its gradient.
+    """CISPO loss, REINFORCE with the clipped ratio as weight: a clipped token keeps its gradient.
 
         L_t = -sg[clip(rho_t, 1 - clip_low, 1 + clip_high)] A_t log pi_theta(a_t)
 
-    Paper: CISPO in MiniMax-M1, arXiv:2506.13585, equations 4 and 5; dropping clipped tokens is its unified form.
+    Paper: CISPO in MiniMax-M1, arXiv:2506.13585, equations 4 and 5. Its unified form drops `clipped_tokens`.
 
     Args:
         logprobs: of the policy, with gradient.
@@ -190,8 +165,6 @@ def cispo_loss(
         mask: True where the model wrote the token.
         clip_low: the weight is at least 1 - clip_low. The default of 1 is no lower bound, as in the paper and in TRL.
         clip_high: the weight is at most 1 + clip_high. TRL's `epsilon_high` is this sum itself.
-        drop_clipped: give no loss to the tokens that PPO would clip (`clipped_tokens`), which makes it a REINFORCE
-            with PPO's trust region.
 
     Returns:
         Loss per token, 0 off the mask.
@@ -205,16 +178,13 @@ def cispo_loss(
         tensor([[0.5000, 5.0000]])
     """
     _check_bounds(clip_low, clip_high)
-    weights = ratio.clamp(1 - clip_low, 1 + clip_high)
-    if drop_clipped:
-        weights = weights.masked_fill(clipped_tokens(ratio, advantages, clip_low, clip_high), 0.0)
-    return reinforce_loss(logprobs, advantages, mask, weights)
+    return reinforce_loss(logprobs, advantages, mask, ratio.clamp(1 - clip_low, 1 + clip_high))
 
 
 def sapo_loss(
     ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> Float[Tensor, "B T"]:
-    """A sigmoid in the place of the clip: the gradient fades as the ratio leaves 1 and never stops at once.
+    """SAPO loss, a sigmoid in the place of PPO's clip: the gradient fades as the ratio leaves 1.
 
         L_t = -(4 / tau) sigmoid(tau (rho_t - 1)) A_t,    tau = tau_positive where A_t > 0, else tau_negative
 
@@ -249,7 +219,7 @@ def mirror_descent_loss(
     mask: Bool[Tensor, "B T"],
     beta: float = 0.1,
 ) -> Float[Tensor, "B T"]:
-    """REINFORCE with a quadratic pull towards the old policy, in the place of a ratio.
+    """Mirror descent loss of Kimi k1.5 and DRO: REINFORCE with a quadratic penalty for leaving the old policy.
 
         L_t = -A_t log pi_theta(a_t) + (beta / 2) (log pi_theta(a_t) - log pi_old(a_t))^2
 

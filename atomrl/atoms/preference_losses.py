@@ -1,4 +1,4 @@
-"""What a pair of a chosen and a rejected completion costs: DPO and its family.
+"""Pairwise preference losses: DPO and its family, ORPO, and those of reward models.
 
 A loss takes the log-ratios z = log pi_theta(y) - log pi_ref(y) of both, or their margin D = z_chosen - z_rejected, and
 gives one number per pair; beta is the strength of the pull to the reference. Without a reference (CPO, SimPO) the same
@@ -15,7 +15,7 @@ from torch import Tensor
 def dpo_loss(
     margin: Float[Tensor, " P"], beta: float = 0.1, label_smoothing: float = 0.0, target_margin: float = 0.0
 ) -> Float[Tensor, " P"]:
-    """The logistic loss of a pair: the likelihood of the preference under Bradley and Terry.
+    """DPO loss (sigmoid); with label smoothing cDPO, with a target margin SimPO.
 
         L = -(1 - e) log sigmoid(x) - e log sigmoid(-x),    x = beta D - gamma
 
@@ -42,7 +42,7 @@ def dpo_loss(
 def robust_dpo_loss(
     margin: Float[Tensor, " P"], beta: float = 0.1, label_smoothing: float = 0.0
 ) -> Float[Tensor, " P"]:
-    """DPO's loss, unbiased under labels that are flipped with a known rate.
+    """Robust DPO loss: unbiased under labels that are flipped with a known rate.
 
         L = (-(1 - e) log sigmoid(beta D) + e log sigmoid(-beta D)) / (1 - 2 e)
 
@@ -70,7 +70,7 @@ def robust_dpo_loss(
 
 
 def hinge_preference_loss(margin: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " P"]:
-    """The hinge loss of a pair: nothing to gain beyond a margin of 1 / beta.
+    """Hinge loss of a pair (RSO, SLiC): nothing to gain beyond a margin of 1 / beta.
 
         L = max(0, 1 - beta D)
 
@@ -91,7 +91,7 @@ def hinge_preference_loss(margin: Float[Tensor, " P"], beta: float = 0.1) -> Flo
 
 
 def ipo_loss(margin: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " P"]:
-    """The squared distance of the margin from 1 / (2 beta): it does not run away on sure preferences.
+    """IPO loss: the squared distance of the margin from 1 / (2 beta).
 
         L = (D - 1 / (2 beta))^2
 
@@ -113,7 +113,7 @@ def ipo_loss(margin: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " 
 
 
 def exo_loss(margin: Float[Tensor, " P"], beta: float = 0.1, label_smoothing: float = 1e-3) -> Float[Tensor, " P"]:
-    """The reverse KL divergence of the model's preference from the (smoothed) label.
+    """EXO loss: the reverse KL divergence of the model's preference from the smoothed label.
 
         L = q log(q / (1 - e)) + (1 - q) log((1 - q) / e),    q = sigmoid(beta D)
 
@@ -143,7 +143,7 @@ def exo_loss(margin: Float[Tensor, " P"], beta: float = 0.1, label_smoothing: fl
 
 
 def nca_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " P"]:
-    """Noise-contrastive alignment: raises the chosen completion's likelihood itself, not only the margin.
+    """NCA loss (noise-contrastive alignment): raises the chosen completion's likelihood itself, not only the margin.
 
         L = -log sigmoid(beta z_c) - (log sigmoid(-beta z_c) + log sigmoid(-beta z_r)) / 2
 
@@ -165,12 +165,10 @@ def nca_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], beta: f
     return -F.logsigmoid(beta * chosen) - both / 2
 
 
-def bco_pair_loss(
-    chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], beta: float = 0.1, delta: float = 0.0
-) -> Float[Tensor, " P"]:
-    """Binary classifier: chosen completions above a reward of delta, rejected ones below.
+def bco_pair_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " P"]:
+    """BCO loss of a pair: a binary classifier, chosen completions above a reward of 0, rejected ones below.
 
-        L = -log sigmoid(beta z_c - delta) - log sigmoid(-(beta z_r - delta))
+        L = -log sigmoid(beta z_c) - log sigmoid(-beta z_r)
 
     Paper: BCO, arXiv:2404.04656. For unpaired data: `bco_loss`.
 
@@ -178,7 +176,6 @@ def bco_pair_loss(
         chosen: z_c, in nats.
         rejected: z_r, in nats.
         beta: inverse temperature of the implicit reward.
-        delta: reward shift, 0 in TRL's DPO trainer.
 
     Returns:
         Loss per pair.
@@ -187,11 +184,11 @@ def bco_pair_loss(
         >>> bco_pair_loss(torch.tensor([0.0]), torch.tensor([0.0]))
         tensor([1.3863])
     """
-    return -F.logsigmoid(beta * chosen - delta) - F.logsigmoid(-(beta * rejected - delta))
+    return -F.logsigmoid(beta * chosen) - F.logsigmoid(-beta * rejected)
 
 
 def sppo_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " P"]:
-    """Self-play: each log-ratio has a target of its own, with hard labels.
+    """SPPO loss with hard labels (self-play): each log-ratio has a target of its own.
 
         L = (z_c - 1 / (2 beta))^2 + (z_r + 1 / (2 beta))^2
 
@@ -213,7 +210,7 @@ def sppo_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], beta: 
 
 
 def apo_zero_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " P"]:
-    """Anchored: the chosen completion becomes likelier, the rejected one less likely.
+    """APO-zero loss (anchored): the chosen completion becomes likelier, the rejected one less likely.
 
         L = 1 - sigmoid(beta z_c) + sigmoid(beta z_r)
 
@@ -235,7 +232,7 @@ def apo_zero_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], be
 
 
 def apo_down_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " P"]:
-    """Anchored: both completions become less likely, the rejected one more so.
+    """APO-down loss (anchored): both completions become less likely, the rejected one more so.
 
         L = sigmoid(beta z_c) + 1 - sigmoid(beta (z_c - z_r))
 
@@ -257,7 +254,7 @@ def apo_down_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], be
 
 
 def discopop_loss(margin: Float[Tensor, " P"], beta: float = 0.1, tau: float = 0.05) -> Float[Tensor, " P"]:
-    """A blend, found by search, of the logistic and the exponential loss.
+    """DiscoPOP loss: a blend, found by search, of the logistic and the exponential loss.
 
         L = (1 - w) (-log sigmoid(x)) + w exp(-x),    x = beta D, w = sigmoid(x / tau)
 
@@ -283,7 +280,7 @@ def discopop_loss(margin: Float[Tensor, " P"], beta: float = 0.1, tau: float = 0
 def bradley_terry_loss(
     chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], margin: Float[Tensor, " P"] | None = None
 ) -> Float[Tensor, " P"]:
-    """The likelihood of a preference under the rewards of its two completions: reward modelling.
+    """Bradley-Terry loss of a reward model.
 
         L = -log sigmoid(r_c - r_r - m)
 
@@ -306,7 +303,7 @@ def bradley_terry_loss(
 
 
 def reward_centring_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
-    """Keeps the mean reward of a pair at 0, which the preferences alone leave free.
+    """Reward centring: keeps the mean reward of a pair at 0, which the preferences alone leave free.
 
         L = (r_c + r_r)^2
 
@@ -327,7 +324,7 @@ def reward_centring_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " 
 
 
 def odds_ratio_loss(log_odds_ratio: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
-    """The logistic loss of a log-odds ratio: no reference is needed.
+    """ORPO's odds-ratio loss: no reference is needed.
 
         L = -log sigmoid(log odds_c - log odds_r)
 

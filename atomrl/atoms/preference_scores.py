@@ -1,26 +1,25 @@
-"""What enters a preference loss: scores of completions, margins of pairs, weights of pairs."""
+"""Preference scores and weights: implicit rewards, f-divergences, length normalisation, WPO, LD-DPO, AOT."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from atomrl.atoms._options import _check_option
 from atomrl.atoms.masks import row_mean, row_sum
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 
 def implicit_reward(log_ratio: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " P"]:
-    """The reward for which the policy is optimal under a KL penalty, up to a constant of the prompt.
+    """DPO's implicit reward: that for which the policy is optimal under a KL penalty.
 
         r = beta (log pi_theta(y) - log pi_ref(y))
 
-    Paper: DPO, arXiv:2305.18290, equation 5.
+    Paper: DPO, arXiv:2305.18290, equation 5, up to a constant of the prompt.
 
     Args:
         log_ratio: per completion, in nats.
@@ -39,7 +38,7 @@ def implicit_reward(log_ratio: Float[Tensor, " P"], beta: float = 0.1) -> Float[
 def f_divergence_score(
     log_ratio: Float[Tensor, " P"], divergence: Divergence = "reverse_kl", alpha: float = 1.0
 ) -> Float[Tensor, " P"]:
-    """What takes the place of a log-ratio where another divergence than the reverse KL holds the policy.
+    """f-DPO score: in the place of the log-ratio, for another divergence than the reverse KL.
 
         f'(u),  u = exp(z):   reverse_kl z    forward_kl 1 - exp(-z)    js_divergence log 2 + log sigmoid(z)
                               alpha_divergence (exp((a - 1) z) - 1) / (a - 1), which is z for a = 1
@@ -61,18 +60,19 @@ def f_divergence_score(
         >>> f_divergence_score(torch.tensor([0.0]), "forward_kl")
         tensor([0.])
     """
-    _check_option("divergence", divergence, Divergence)
     if divergence == "reverse_kl" or (divergence == "alpha_divergence" and alpha == 1):
         return log_ratio
     if divergence == "forward_kl":
         return -(-log_ratio).expm1()
     if divergence == "js_divergence":
         return math.log(2) + F.logsigmoid(log_ratio)
+    if divergence != "alpha_divergence":
+        raise ValueError(f"divergence={divergence!r} is not one of {', '.join(get_args(Divergence))}")
     return ((alpha - 1) * log_ratio).clamp(max=80.0).expm1() / (alpha - 1)
 
 
 def length_normalised(scores: Float[Tensor, " P"], lengths: Int[Tensor, " P"]) -> Float[Tensor, " P"]:
-    """Scores per token: long completions have no larger margins for their length.
+    """Length-normalised scores: long completions have no larger margins for their length.
 
         s / max(1, n)
 
@@ -93,7 +93,7 @@ def length_normalised(scores: Float[Tensor, " P"], lengths: Int[Tensor, " P"]) -
 
 
 def sorted_margin(better: Float[Tensor, " P"], worse: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
-    """Margins between two distributions of scores, matched by rank instead of by pair.
+    """AOT margins, between two distributions of scores: matched by rank instead of by pair.
 
         D_k = better_(k) - worse_(k),   both sorted
 
@@ -116,7 +116,7 @@ def sorted_margin(better: Float[Tensor, " P"], worse: Float[Tensor, " P"]) -> Fl
 def length_desensitised_logprob(
     logprobs: Float[Tensor, "P T"], mask: Bool[Tensor, "P T"], shared_length: Int[Tensor, " P"], alpha: float = 0.5
 ) -> Float[Tensor, " P"]:
-    """Log-prob of a completion in which what is longer than the other of its pair counts less.
+    """LD-DPO log-prob of a completion: what is longer than the other of its pair counts less.
 
         log p = sum over the first L tokens + alpha * sum over the rest,    L = length of the shorter completion
 
@@ -143,7 +143,7 @@ def length_desensitised_logprob(
 def wpo_weight(
     logprobs: Float[Tensor, "P T"], log_collision: Float[Tensor, "P T"], mask: Bool[Tensor, "P T"]
 ) -> Float[Tensor, " P"]:
-    """How much a completion looks like one of the policy's own: off-policy pairs count less.
+    """WPO weight: how much a completion looks like one of the policy's own, so that off-policy pairs count less.
 
         w = exp(mean_t (log pi_theta(a_t) - log sum_v pi_theta(v)^2))
 
@@ -165,7 +165,7 @@ def wpo_weight(
 
 
 def collision_probability(logits: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch"]:
-    """How likely two samples of one distribution are the same.
+    """Collision probability, that two samples are the same: the sum of squared probabilities.
 
         sum_v p_v^2 = exp(logsumexp(2 z) - 2 logsumexp(z))
 
@@ -185,7 +185,7 @@ def collision_probability(logits: Float[Tensor, "*batch V"]) -> Float[Tensor, "*
 
 
 def alpha_score(logprob: Float[Tensor, " P"], alpha: float) -> Float[Tensor, " P"]:
-    """A log-prob, bent so that its slope falls (alpha > 0) or rises with likelihood.
+    """AlphaPO score: a log-prob, bent so that its slope falls (alpha > 0) or rises with likelihood.
 
         s = (1 - p^-alpha) / alpha,   which is log p for alpha = 0
 
@@ -206,7 +206,7 @@ def alpha_score(logprob: Float[Tensor, " P"], alpha: float) -> Float[Tensor, " P
 
 
 def log_odds_ratio(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
-    """By how much the odds of the chosen completion exceed those of the rejected one, in logs.
+    """ORPO's log-odds ratio of the chosen completion to the rejected one.
 
         log(p_c / (1 - p_c)) - log(p_r / (1 - p_r))
 

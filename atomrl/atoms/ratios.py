@@ -1,7 +1,7 @@
-"""How much likelier a token, or a completion, is now than when it was sampled.
+"""Importance ratios of the policy to the old policy, as log-ratios.
 
-Three levels to choose from, each as a log-ratio and as a ratio: by token (PPO), by completion (GSPO), and by completion
-with the gradient of each token on its own (GSPO-token).
+Three levels to choose from: by token (PPO), by completion (GSPO), and by completion with the gradient of each token on
+its own (GSPO-token). The ratio is the exponential of each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def token_log_ratio(
     mask: Bool[Tensor, "B T"],
     clamp: float | None = None,
 ) -> Float[Tensor, "B T"]:
-    """Log of the likelihood ratio of each token, 0 off the mask.
+    """Log importance ratio of each token, 0 off the mask.
 
         log rho_t = log pi_theta(a_t | s_t) - log pi_old(a_t | s_t)
 
@@ -50,7 +50,7 @@ def token_ratio(
     mask: Bool[Tensor, "B T"],
     clamp: float | None = None,
 ) -> Float[Tensor, "B T"]:
-    """The likelihood ratio of each token, 1 off the mask.
+    """Importance ratio of each token, 1 off the mask.
 
         rho_t = pi_theta(a_t | s_t) / pi_old(a_t | s_t)
 
@@ -78,10 +78,8 @@ def sequence_log_ratio(
     mask: Bool[Tensor, "B T"],
     length_normalised: bool = True,
     clamp: float | None = None,
-    token_clamp: float | None = None,
-    eps: float = 0.0,
 ) -> Float[Tensor, " B"]:
-    """Log of the likelihood ratio of each completion.
+    """Log importance ratio of each completion.
 
         s_i = (1 / |m_i|) sum_t m_it log rho_it       (the sum alone without length normalisation)
 
@@ -95,8 +93,6 @@ def sequence_log_ratio(
         mask: True where the model wrote the token.
         length_normalised: divide by the number of tokens.
         clamp: bound on the absolute value of the result, as in `token_log_ratio`.
-        token_clamp: bound on each token's log-ratio before the sum. The default is none, as in all peers but VESPO.
-        eps: added to the number of tokens. The default is none; NeMo-RL adds 1e-8.
 
     Returns:
         One log-ratio per row, with gradient; 0 for an empty row. `per_token` spreads it.
@@ -108,41 +104,9 @@ def sequence_log_ratio(
         >>> sequence_log_ratio(logprobs, old, torch.tensor([[True, True]]), length_normalised=False)
         tensor([1.])
     """
-    tokens = token_log_ratio(logprobs, old_logprobs, mask, token_clamp)
-    rows = row_mean(tokens, mask, eps) if length_normalised else row_sum(tokens, mask)
+    tokens = token_log_ratio(logprobs, old_logprobs, mask)
+    rows = row_mean(tokens, mask) if length_normalised else row_sum(tokens, mask)
     return rows if clamp is None else rows.clamp(-clamp, clamp)
-
-
-def sequence_ratio(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    length_normalised: bool = True,
-    clamp: float | None = None,
-    eps: float = 0.0,
-) -> Float[Tensor, " B"]:
-    """The likelihood ratio of each completion, by default to the power of one over its length.
-
-        r_i = exp(s_i),   s_i of `sequence_log_ratio`
-
-    Paper: GSPO, arXiv:2507.18071, equation 7.
-
-    Args:
-        logprobs: of the policy, with gradient.
-        old_logprobs: of the policy at the start of the step.
-        mask: True where the model wrote the token.
-        length_normalised: the geometric mean of the tokens' ratios; otherwise their product.
-        clamp: as in `sequence_log_ratio`.
-        eps: as in `sequence_log_ratio`.
-
-    Returns:
-        One ratio per row; 1 for an empty row.
-
-    Example:
-        >>> sequence_ratio(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, True]]))
-        tensor([1.])
-    """
-    return sequence_log_ratio(logprobs, old_logprobs, mask, length_normalised, clamp, eps=eps).exp()
 
 
 def sequence_token_log_ratio(
@@ -151,7 +115,7 @@ def sequence_token_log_ratio(
     mask: Bool[Tensor, "B T"],
     ceiling: float | None = None,
 ) -> Float[Tensor, "B T"]:
-    """The completion's log-ratio in value, with the gradient of each token's own log-prob.
+    """GSPO-token log-ratio: the completion's in value, with the gradient of each token's own log-prob.
 
         log s_it = sg[s_i] + log pi_theta(a_t) - sg[log pi_theta(a_t)],   s_i of `sequence_log_ratio`
 
@@ -177,31 +141,3 @@ def sequence_token_log_ratio(
     own = token_log_ratio(logprobs, logprobs.detach(), mask)
     log_ratio = (own + rows[:, None]).masked_fill(~mask, 0.0)
     return log_ratio if ceiling is None else log_ratio.clamp(max=ceiling)
-
-
-def sequence_token_ratio(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    ceiling: float | None = None,
-) -> Float[Tensor, "B T"]:
-    """The completion's ratio in value, with the gradient of each token's own log-prob.
-
-        s_it = sg[r_i] pi_theta(a_t) / sg[pi_theta(a_t)]
-
-    Paper: GSPO, arXiv:2507.18071 (GSPO-token).
-
-    Args:
-        logprobs: of the policy, with gradient.
-        old_logprobs: of the policy at the start of the step.
-        mask: True where the model wrote the token.
-        ceiling: as in `sequence_token_log_ratio`.
-
-    Returns:
-        Ratios per token, 1 off the mask.
-
-    Example:
-        >>> sequence_token_ratio(torch.tensor([[-1.0]]), torch.tensor([[-1.0]]), torch.tensor([[True]]))
-        tensor([[1.]])
-    """
-    return sequence_token_log_ratio(logprobs, old_logprobs, mask, ceiling).exp()

@@ -1,33 +1,20 @@
-"""Reduction as data: the weight of each token in the loss of one optimizer step.
+"""Loss aggregation, as the weight of each token in the loss of one optimizer step.
 
 The loss is `(loss_weights * per_token).sum()`, so the weights say what is averaged over what. They are computed once,
 over the whole step, before it is split: micro-batches, ranks and packing then cannot change the objective. What is
-divided by can be given where a process sees only a part of the step (`total_tokens`, `total_rows`).
-
-Weights are float32 unless asked for in another `dtype`.
+divided by can be given where a process sees only a part of the step, or counts in another way (`total_tokens`,
+`total_rows`). Weights have torch's default dtype.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from atomrl.atoms._options import _check_option
 
-EmptyRows = Literal["drop", "count"]
-
-
-def token_mean(
-    mask: Bool[Tensor, "B T"],
-    counted: Bool[Tensor, "B T"] | None = None,
-    total_tokens: float | None = None,
-    eps: float = 0.0,
-    dtype: torch.dtype = torch.float32,
-) -> Float[Tensor, "B T"]:
-    """Every token weighs the same: long completions count more.
+def token_mean(mask: Bool[Tensor, "B T"], total_tokens: float | None = None) -> Float[Tensor, "B T"]:
+    """Token mean: every token weighs the same, so that long completions count more.
 
         w_{i,t} = m_{i,t} / sum_{j,s} m_{j,s}
 
@@ -35,11 +22,7 @@ def token_mean(
 
     Args:
         mask: True where the model wrote the token, for all rows of the optimizer step.
-        counted: the tokens that are counted, where those are not the mask's: the whole completions when a selection of
-            tokens should not make the rest weigh more.
         total_tokens: what to divide by instead of the mask's count; 1 gives a plain sum.
-        eps: added to the mask's count. The default is none, as in most peers; NeMo-RL adds 1e-8.
-        dtype: of the weights.
 
     Returns:
         Weights that sum to 1 (to 0 for an empty mask).
@@ -49,21 +32,11 @@ def token_mean(
         tensor([[0.0000, 0.2500, 0.2500],
                 [0.0000, 0.2500, 0.2500]])
     """
-    if total_tokens is not None:
-        return mask.to(dtype) / total_tokens
-    tokens = (mask if counted is None else counted).sum().to(dtype)
-    return mask.to(dtype) / (tokens + eps if eps else tokens.clamp(min=1))
+    return mask / (mask.sum().clamp(min=1) if total_tokens is None else total_tokens)
 
 
-def sequence_mean(
-    mask: Bool[Tensor, "B T"],
-    counted: Bool[Tensor, "B T"] | None = None,
-    empty_rows: EmptyRows = "drop",
-    total_rows: float | None = None,
-    eps: float = 0.0,
-    dtype: torch.dtype = torch.float32,
-) -> Float[Tensor, "B T"]:
-    """Every completion weighs the same: a token of a long one counts less.
+def sequence_mean(mask: Bool[Tensor, "B T"], total_rows: float | None = None) -> Float[Tensor, "B T"]:
+    """Sequence mean: every completion weighs the same, so that a token of a long one counts less.
 
         w_{i,t} = m_{i,t} / (|m_i| N),    N = number of rows with a token
 
@@ -71,38 +44,23 @@ def sequence_mean(
 
     Args:
         mask: True where the model wrote the token, for all rows of the optimizer step.
-        counted: as in `token_mean`.
-        empty_rows: whether rows without a token count in N. The default drops them, as verl and OpenRLHF do, so that
-            padding a batch with empty rows changes nothing; TRL, SkyRL and ROLL count them.
-        total_rows: N itself, where it is known.
-        eps: added to |m_i|. The default is none; verl, OpenRLHF and NeMo-RL add 1e-8.
-        dtype: of the weights.
+        total_rows: N itself. By default rows without a token are not counted, as in verl and OpenRLHF, so that padding
+            a batch with empty rows changes nothing; TRL, SkyRL and ROLL count them.
 
     Returns:
-        Weights that sum to 1 (to 0 for an empty mask) where empty rows are dropped.
-
-    Raises:
-        ValueError: `empty_rows` is neither.
+        Weights that sum to 1 (to 0 for an empty mask).
 
     Example:
         >>> sequence_mean(torch.tensor([[True, True, True, True], [True, False, False, False]]))
         tensor([[0.1250, 0.1250, 0.1250, 0.1250],
                 [0.5000, 0.0000, 0.0000, 0.0000]])
     """
-    counted = mask if counted is None else counted
-    lengths = counted.sum(1, keepdim=True).to(dtype)
-    lengths = lengths + eps if eps else lengths.clamp(min=1)
-    return mask.to(dtype) / (lengths * _rows(counted, empty_rows, total_rows))
+    rows = mask.any(1).sum().clamp(min=1) if total_rows is None else total_rows
+    return mask / (mask.sum(1, keepdim=True).clamp(min=1) * rows)
 
 
-def constant_length(
-    mask: Bool[Tensor, "B T"],
-    length: int,
-    empty_rows: EmptyRows = "count",
-    total_rows: float | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Float[Tensor, "B T"]:
-    """A token's weight does not depend on how long its own or any other completion is.
+def constant_length(mask: Bool[Tensor, "B T"], length: int, total_rows: float | None = None) -> Float[Tensor, "B T"]:
+    """Dr. GRPO's aggregation: token sums divided by a constant, whatever the length of the completions.
 
         w_{i,t} = m_{i,t} / (N L)
 
@@ -112,16 +70,14 @@ def constant_length(
     Args:
         mask: True where the model wrote the token, for all rows of the optimizer step.
         length: L, in tokens.
-        empty_rows: whether rows without a token count in N. The default counts them, as TRL and SkyRL do: N is then
-            as constant as L. verl drops them.
-        total_rows: N itself, where it is known.
-        dtype: of the weights.
+        total_rows: N itself. By default all rows are counted, as in TRL and SkyRL: N is then as constant as L. verl
+            drops those without a token.
 
     Returns:
         Weights that sum to the mean length divided by L.
 
     Raises:
-        ValueError: length is not positive, or `empty_rows` is neither.
+        ValueError: length is not positive.
 
     Example:
         >>> constant_length(torch.tensor([[True, True], [True, False]]), length=4)
@@ -130,16 +86,11 @@ def constant_length(
     """
     if length < 1:
         raise ValueError(f"length must be at least 1 token, got {length}")
-    return mask.to(dtype) / (_rows(mask, empty_rows, total_rows) * length)
+    return mask / ((max(1, len(mask)) if total_rows is None else total_rows) * length)
 
 
-def group_token_mean(
-    mask: Bool[Tensor, "B T"],
-    group_ids: Int[Tensor, " B"],
-    counted: Bool[Tensor, "B T"] | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Float[Tensor, "B T"]:
-    """Every group of rows weighs the same, and every token within its group.
+def group_token_mean(mask: Bool[Tensor, "B T"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, "B T"]:
+    """Prompt mean: every group of rows weighs the same, and every token within its group.
 
         w_{i,t} = m_{i,t} / (G |m_g|),    g = group of row i, |m_g| = its tokens, G = number of groups
 
@@ -150,8 +101,6 @@ def group_token_mean(
     Args:
         mask: True where the model wrote the token, for all rows of the optimizer step.
         group_ids: equal for rows of one group. A group without a token counts in G.
-        counted: as in `token_mean`.
-        dtype: of the weights.
 
     Returns:
         Weights that sum to 1 where no group is empty.
@@ -163,9 +112,9 @@ def group_token_mean(
                 [0.5000, 0.0000]])
     """
     groups, index = torch.unique(group_ids, return_inverse=True)
-    lengths = (mask if counted is None else counted).sum(1).to(dtype)
-    tokens = torch.zeros(len(groups), dtype=dtype, device=mask.device).index_add(0, index, lengths)
-    return mask.to(dtype) / (tokens.clamp(min=1)[index, None] * len(groups))
+    lengths = mask.sum(1)
+    tokens = lengths.new_zeros(len(groups)).index_add(0, index, lengths)
+    return mask / (tokens.clamp(min=1)[index, None] * len(groups))
 
 
 def weighted_sum(
@@ -174,7 +123,7 @@ def weighted_sum(
     *factors: Bool[Tensor, "B T"] | Float[Tensor, "B T"],
     scale: float = 1.0,
 ) -> Float[Tensor, ""]:
-    """The loss: per-token losses times their weights, summed.
+    """Weighted sum of per-token losses: the loss of an optimizer step, or of a part of it.
 
         L = scale sum_{i,t} w_{i,t} c_{i,t} l_{i,t}
 
@@ -202,10 +151,3 @@ def weighted_sum(
     for factor in factors:
         weights = torch.where(used, weights * factor.detach(), 0.0)
     return scale * (per_token.masked_fill(weights == 0, 0.0) * weights).sum()
-
-
-def _rows(mask: Tensor, empty_rows: EmptyRows, total_rows: float | None) -> Tensor | float:
-    _check_option("empty_rows", empty_rows, EmptyRows)
-    if total_rows is not None:
-        return total_rows
-    return max(1.0, float(len(mask))) if empty_rows == "count" else mask.any(1).sum().clamp(min=1)

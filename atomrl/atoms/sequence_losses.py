@@ -1,4 +1,4 @@
-"""Policy losses whose weight is one number per completion."""
+"""Sequence-level policy losses and weights: GMPO, TOPR, VESPO."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def sequence_clipped_log_ratio(
     clip_low: float = 0.4,
     clip_high: float = 0.4,
 ) -> Float[Tensor, "B T"]:
-    """Log-ratios clipped on the side on which the advantage pulls, before their mean is taken.
+    """GMPO's clip: log-ratios clipped on the advantage's side, before their mean is taken.
 
         A_t > 0: min(log rho_t, clip_high)       A_t < 0: max(log rho_t, -clip_low)       A_t = 0: 0
 
@@ -41,9 +41,9 @@ def sequence_clipped_log_ratio(
 
 
 def geometric_mean_loss(
-    log_ratio: Float[Tensor, "B T"], advantages: Float[Tensor, " B"], mask: Bool[Tensor, "B T"], eps: float = 0.0
+    log_ratio: Float[Tensor, "B T"], advantages: Float[Tensor, " B"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, " B"]:
-    """The advantage of a completion times the geometric mean of its tokens' ratios.
+    """GMPO loss: the advantage of a completion times the geometric mean of its tokens' ratios.
 
         L_i = -A_i exp((1 / |m_i|) sum_t m_it log rho_it)
 
@@ -55,7 +55,6 @@ def geometric_mean_loss(
         advantages: per completion. An empty row has a ratio of 1 and so a loss of -A_i, as in TRL; give it an
             advantage of 0 (say the mean over its tokens, as verl does) for no loss.
         mask: True where the model wrote the token.
-        eps: added to |m_i|. The default is none, as in TRL; verl adds 1e-8.
 
     Returns:
         Loss per completion.
@@ -64,38 +63,13 @@ def geometric_mean_loss(
         >>> geometric_mean_loss(torch.tensor([[0.2, -0.2]]), torch.tensor([2.0]), torch.tensor([[True, True]]))
         tensor([-2.])
     """
-    return -advantages * row_mean(log_ratio, mask, eps).exp()
-
-
-def geometric_mean(
-    values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], eps: float = 0.0, floor: float = 0.0
-) -> Float[Tensor, " B"]:
-    """Geometric mean of each row's values under the mask.
-
-        G_i = exp((1 / |m_i|) sum_t m_it log(x_it + floor))
-
-    Paper: none; how verl takes importance weights into GMPO (arXiv:2507.20673).
-
-    Args:
-        values: not negative.
-        mask: True where a value counts.
-        eps: added to |m_i|, as in `row_mean`.
-        floor: added to the values, against log 0. The default is none; verl adds 1e-10.
-
-    Returns:
-        One number per row, without gradient; 1 for an empty row.
-
-    Example:
-        >>> geometric_mean(torch.tensor([[1.0, 4.0]]), torch.tensor([[True, True]]))
-        tensor([2.])
-    """
-    return row_mean((values.detach() + floor).log(), mask, eps).exp()
+    return -advantages * row_mean(log_ratio, mask).exp()
 
 
 def topr_weights(
     ratio: Float[Tensor, "B T"], scores: Float[Tensor, " B"], positive: float = 1.0, negative: float = 1.0
 ) -> Float[Tensor, "B T"]:
-    """Weights that leave good completions as they are and taper bad ones off as they become unlikely.
+    """TOPR weights: good completions as they are, bad ones tapered off as they become unlikely.
 
         w_it = positive                    where R_i > 0
         w_it = negative clip(rho_it, 0, 1) elsewhere
@@ -131,7 +105,7 @@ def vespo_weights(
     k_negative: float = 3.0,
     lambda_negative: float = 2.0,
 ) -> Float[Tensor, " B"]:
-    """A soft weight of the completion's ratio W: W^k exp(lambda (1 - W)), greatest near 1 and falling on both sides.
+    """VESPO weights: W^k exp(lambda (1 - W)) of a completion's ratio W, greatest near 1 and falling on both sides.
 
         log phi_i = lambda + k log W_i - lambda W_i,    log W_i = sum_t m_it (log rho_it + log w_it)
 

@@ -1,4 +1,4 @@
-"""What a token of a demonstration costs. Reduce as any other loss."""
+"""Supervised losses per token: negative log-likelihood and DFT. Reduce as any other loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from atomrl.atoms.policy_losses import reinforce_loss
 
 
 def nll_loss(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Negative log-likelihood: maximum-likelihood fine-tuning.
+    """Negative log-likelihood of demonstrated tokens: supervised fine-tuning.
 
         L_t = -log pi_theta(a_t)
 
@@ -31,7 +31,7 @@ def nll_loss(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float
 
 
 def dft_loss(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Dynamic fine-tuning: likelihood, weighted by how likely the token already is.
+    """DFT loss (dynamic fine-tuning): log-likelihood, weighted by how likely the token already is.
 
         L_t = -sg[pi_theta(a_t)] log pi_theta(a_t)
 

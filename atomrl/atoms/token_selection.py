@@ -1,12 +1,12 @@
-"""Which tokens a loss is taken over: high-entropy tokens, and those where advantage and log-prob go together.
+"""Token filters: high-entropy tokens (80/20), Clip-Cov and KL-Cov.
 
-A selection is a factor of `weighted_sum`: what the loss is divided by stays as it was.
+A filter is a factor of `weighted_sum`: what the loss is divided by stays as it was.
 """
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from atomrl.atoms.masks import masked_mean
@@ -15,7 +15,7 @@ from atomrl.atoms.masks import masked_mean
 def high_entropy_tokens(
     entropies: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], fraction: float = 0.2
 ) -> Bool[Tensor, "B T"]:
-    """The tokens at which the policy was least sure: the forks of a reasoning.
+    """High-entropy tokens: the fraction at which the policy was least sure.
 
         keep_t = H_t >= quantile_{1 - fraction}(H)
 
@@ -37,20 +37,22 @@ def high_entropy_tokens(
         >>> high_entropy_tokens(torch.tensor([[0.1, 2.0, 0.3, 1.0]]), torch.tensor([[True, True, True, True]]), 0.5)
         tensor([[False,  True, False,  True]])
     """
-    _check_fraction(fraction)
-    chosen = entropies.detach()[mask].sort().values
-    if not len(chosen):
-        return torch.zeros_like(mask)
-    # Not torch.quantile, which refuses more than 16 million values.
-    rank = torch.tensor(1 - fraction, dtype=chosen.dtype) * (len(chosen) - 1)
-    low, high = chosen[int(rank.floor())], chosen[int(rank.ceil())]
-    return (entropies.detach() >= low.lerp(high, (rank - rank.floor()).to(low.device))) & mask
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"fraction={fraction} must be between 0 and 1")
+    entropies = entropies.detach()
+    if not entropies.numel():
+        return mask.clone()
+    # Not torch.quantile, which refuses more than 16 million values and has no mask.
+    ranked = entropies.masked_fill(~mask, torch.inf).flatten().sort().values
+    rank = (mask.sum() - 1).clamp(min=0).to(ranked.dtype) * (1 - fraction)
+    low, high = ranked.gather(0, torch.stack([rank.floor(), rank.ceil()]).long()).unbind()
+    return (entropies >= low.lerp(high, rank - rank.floor())) & mask
 
 
 def highest_entropy_tokens(
     entropies: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], tokens: int
 ) -> Bool[Tensor, "B T"]:
-    """A number of tokens, those at which the policy was least sure.
+    """High-entropy tokens: the N at which the policy was least sure.
 
         keep_t = H_t is among the N greatest
 
@@ -68,13 +70,13 @@ def highest_entropy_tokens(
         >>> highest_entropy_tokens(torch.tensor([[0.1, 2.0, 0.3]]), torch.tensor([[True, True, True]]), tokens=1)
         tensor([[False,  True, False]])
     """
-    return _top(entropies.detach(), mask, tokens)
+    return _top(entropies, mask, tokens)
 
 
 def random_tokens(
-    mask: Bool[Tensor, "B T"], tokens: int, generator: torch.Generator | None = None
+    mask: Bool[Tensor, "B T"], tokens: int | Int[Tensor, ""], generator: torch.Generator | None = None
 ) -> Bool[Tensor, "B T"]:
-    """A number of tokens at random: the control of `highest_entropy_tokens`.
+    """Random tokens: the control of `highest_entropy_tokens`.
 
         keep = a uniform sample of N tokens, without replacement
 
@@ -96,9 +98,9 @@ def random_tokens(
 
 
 def token_covariance(
-    logprobs: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], eps: float = 0.0
+    logprobs: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """How much each token makes for certainty: tokens that are likely and good lower the entropy.
+    """Covariance of log-prob and advantage, per token: tokens that are likely and good lower the entropy.
 
         cov_t = (A_t - mean A) (log pi_theta(a_t) - mean log pi_theta)
 
@@ -108,7 +110,6 @@ def token_covariance(
         logprobs: of the policy; detached.
         advantages: per token.
         mask: True where the model wrote the token; means are over it.
-        eps: added to the count, 1e-8 for Clip-Cov in verl.
 
     Returns:
         Covariance per token, without gradient; 0 off the mask.
@@ -118,7 +119,7 @@ def token_covariance(
         tensor([[1., 1.]])
     """
     logprobs = logprobs.detach()
-    product = (advantages - masked_mean(advantages, mask, eps)) * (logprobs - masked_mean(logprobs, mask, eps))
+    product = (advantages - masked_mean(advantages, mask)) * (logprobs - masked_mean(logprobs, mask))
     return product.masked_fill(~mask, 0.0)
 
 
@@ -131,7 +132,7 @@ def clip_covariance_tokens(
     high: float = 5.0,
     generator: torch.Generator | None = None,
 ) -> Bool[Tensor, "B T"]:
-    """Clip-Cov: some tokens of high covariance, at random, get no gradient, so that the entropy does not collapse.
+    """Clip-Cov: drops a random sample of the tokens of high covariance, so that the entropy does not collapse.
 
         drop = a uniform sample of max(1, int(ratio |m|)) of the candidates with low < cov_t < high
 
@@ -155,17 +156,20 @@ def clip_covariance_tokens(
         tensor([[ True, False,  True]])
     """
     eligible = candidates & mask & (covariance > low) & (covariance < high)
-    return ~random_tokens(eligible, max(1, int(ratio * int(mask.sum()))), generator)
+    return ~random_tokens(eligible, _count(mask, ratio), generator)
 
 
 def highest_covariance_tokens(
     covariance: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], fraction: float = 2e-3
 ) -> Bool[Tensor, "B T"]:
-    """KL-Cov: the tokens of the highest covariance, which get a penalty for leaving the old policy.
+    """KL-Cov: the tokens of highest covariance, which get a KL penalty to the old policy.
 
-        pick = the max(1, int(fraction |m|)) tokens of greatest cov_t
+        pick = the max(1, int(fraction |m|)) tokens of greatest cov_t, of those with cov_t != 0
 
-    Paper: KL-Cov in arXiv:2505.22617; the penalty is `abs_kl` to the old policy.
+    Where all advantages are equal, every covariance is 0 and no token is picked: the gradient of the penalty has the
+    same size however near the old policy is, and would follow the rounding of its log-probs.
+
+    Paper: KL-Cov in arXiv:2505.22617, which leaves the case open; the penalty is `abs_kl` to the old policy.
 
     Args:
         covariance: of `token_covariance`.
@@ -179,17 +183,15 @@ def highest_covariance_tokens(
         >>> highest_covariance_tokens(torch.tensor([[0.0, 2.0, 9.0]]), torch.tensor([[True, True, True]]))
         tensor([[False, False,  True]])
     """
-    return _top(covariance.detach(), mask, max(1, int(fraction * int(mask.sum()))))
+    return _top(covariance, mask & (covariance != 0), _count(mask, fraction))
 
 
-def _top(values: Tensor, mask: Tensor, count: int) -> Tensor:
-    keep = torch.zeros_like(mask).flatten()
-    at = mask.flatten().nonzero()[:, 0]
-    chosen = values.flatten()[at].topk(max(0, min(count, len(at)))).indices
-    keep[at[chosen]] = True
-    return keep.view_as(mask)
+def _count(mask: Tensor, fraction: float) -> Tensor:
+    return (fraction * mask.sum().double()).long().clamp(min=1)
 
 
-def _check_fraction(fraction: float) -> None:
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"fraction={fraction} must be between 0 and 1")
+def _top(values: Tensor, mask: Tensor, count: int | Tensor) -> Tensor:
+    """The tokens of the greatest values. A sort, because topk wants the count on the host."""
+    order = values.detach().masked_fill(~mask, -torch.inf).flatten().argsort(descending=True)
+    first = torch.arange(order.numel(), device=mask.device) < count
+    return torch.zeros_like(mask).flatten().scatter(0, order, first).view_as(mask) & mask

@@ -1,4 +1,4 @@
-"""Trust regions by how far probabilities moved, not by their ratio (DPPO).
+"""DPPO: trust-region masks by the divergence of probabilities, not by their ratio.
 
 A ratio overstates the move of an unlikely token and understates that of a likely one. Here the change of the sampled
 token's probability, or the divergence of the two-outcome distribution "this token or another", decides.
@@ -6,21 +6,14 @@ token's probability, or the divergence of the two-outcome distribution "this tok
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-
-from atomrl.atoms._options import _check_option
-
-ZeroAdvantage = Literal["keep", "as_negative"]
 
 
 def probability_change(
     logprobs: Float[Tensor, "B T"], old_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """How much the probability of each token has changed. Its absolute value is the binary total variation.
+    """Change in the probability of each token; its absolute value is the binary total variation.
 
         d_t = pi_theta(a_t) - pi_old(a_t)
 
@@ -44,7 +37,7 @@ def probability_change(
 def binary_kl(
     logprobs: Float[Tensor, "B T"], old_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], eps: float = 1e-8
 ) -> Float[Tensor, "B T"]:
-    """KL divergence of "this token or another" under the old policy from that under the new.
+    """Binary KL divergence, of "this token or another" under the old policy from that under the new.
 
         D_t = q (log q - log p) + (1 - q) log((1 - q + eps) / (1 - p + eps)),    p = pi_theta(a_t), q = pi_old(a_t)
 
@@ -71,12 +64,11 @@ def binary_kl(
 def trust_region_tokens(
     change: Float[Tensor, "B T"],
     divergence: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"] | None = None,
+    advantages: Float[Tensor, "B T"],
     low: float = 0.2,
     high: float = 0.2,
-    zero_advantage: ZeroAdvantage = "keep",
 ) -> Bool[Tensor, "B T"]:
-    """Which tokens may still move: near the old policy, or on their way back to it.
+    """DPPO's trust-region mask: tokens near the old policy, or on their way back to it.
 
         keep_t = not (A_t > 0 and d_t > 0 and D_t > high) and not (A_t < 0 and d_t < 0 and D_t > low)
 
@@ -85,27 +77,19 @@ def trust_region_tokens(
     Args:
         change: d_t of `probability_change`, whose sign says where the token has moved.
         divergence: D_t, the absolute change or `binary_kl`.
-        advantages: per token. Without them both bounds hold wherever a token goes, as in prime-rl's "ipo".
+        advantages: per token. A token of advantage 0 is kept, as in SkyRL: it has no loss, so that dropping it would
+            only distort the fraction that is dropped (verl and prime-rl treat it as negative).
         low: bound for tokens that became less likely.
         high: bound for tokens that became likelier.
-        zero_advantage: what A_t = 0 counts as. The default keeps it, as SkyRL does: it has no loss, so that dropping
-            it would only distort the fraction that is dropped. verl and prime-rl treat it as negative.
 
     Returns:
         True where the token is kept.
-
-    Raises:
-        ValueError: `zero_advantage` is neither.
 
     Example:
         >>> change, advantages = torch.tensor([[0.3, 0.3, -0.3]]), torch.tensor([[1.0, -1.0, -1.0]])
         >>> trust_region_tokens(change, change.abs(), advantages)
         tensor([[False,  True, False]])
     """
-    _check_option("zero_advantage", zero_advantage, ZeroAdvantage)
-    up = (change > 0) & (divergence > high)
-    down = (change < 0) & (divergence > low)
-    if advantages is None:
-        return ~(up | down)
-    negative = advantages <= 0 if zero_advantage == "as_negative" else advantages < 0
-    return ~(torch.where(advantages > 0, up, negative & down))
+    too_likely = (advantages > 0) & (change > 0) & (divergence > high)
+    too_unlikely = (advantages < 0) & (change < 0) & (divergence > low)
+    return ~(too_likely | too_unlikely)

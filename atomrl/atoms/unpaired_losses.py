@@ -1,4 +1,4 @@
-"""What a completion costs that is labelled good or bad by itself, without a pair."""
+"""Unpaired preference losses, of completions labelled good or bad: KTO and BCO."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Float[Tensor, " N"]:
-    """Completions that are labelled good or bad, without pairs, against a reference point.
+    """KTO loss of completions that are labelled good or bad, against a reference point.
 
         L = w_d (1 - sigmoid(beta (z - z_0)))   where good
         L = w_u (1 - sigmoid(beta (z_0 - z)))   where bad
@@ -49,7 +49,7 @@ def bco_loss(
     delta: Float[Tensor, ""],
     weights: Float[Tensor, " N"] | None = None,
 ) -> Float[Tensor, " N"]:
-    """Binary classifier over unpaired completions: good ones above the mean reward, bad ones below.
+    """BCO loss, a binary classifier over unpaired completions: good ones above the mean reward, bad ones below.
 
         L = -w log sigmoid(r - delta) where good,    -w log sigmoid(-(r - delta)) where bad
 
@@ -74,7 +74,7 @@ def bco_loss(
 
 
 def kto_reference(log_ratio: Float[Tensor, " N"]) -> Float[Tensor, ""]:
-    """KTO's reference point: an estimate of the KL from completions that belong to other prompts.
+    """KTO's reference point: an estimate of the KL from completions of other prompts.
 
         z_0 = max(0, mean z')
 
@@ -94,7 +94,7 @@ def kto_reference(log_ratio: Float[Tensor, " N"]) -> Float[Tensor, ""]:
 
 
 def running_mean(mean: Float[Tensor, ""], count: float, values: Float[Tensor, " N"]) -> tuple[Float[Tensor, ""], float]:
-    """The mean of all values seen so far, after some more.
+    """Running mean: of all values seen so far, after some more.
 
         mean' = mean + (mean(x) - mean) N / (count + N)
 
@@ -119,7 +119,7 @@ def running_mean(mean: Float[Tensor, ""], count: float, values: Float[Tensor, " 
 def density_ratio(
     probability: Float[Tensor, " N"], lowest: float = 0.5, highest: float = 10.0, eps: float = 1e-8
 ) -> Float[Tensor, " N"]:
-    """How much likelier a prompt is among good completions than among bad ones, by a classifier.
+    """BCO's density ratio: how much likelier a prompt is among good completions than among bad ones.
 
         clip(p / (1 - p + eps), lowest, highest)
 

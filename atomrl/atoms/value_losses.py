@@ -1,17 +1,11 @@
-"""What a critic's prediction costs, per token."""
+"""Value losses of a critic, per token."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
-
-from atomrl.atoms._options import _check_option
-
-ErrorKind = Literal["squared", "huber"]
 
 
 def clipped_value_loss(
@@ -20,10 +14,9 @@ def clipped_value_loss(
     returns: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
     clip: float | None = 0.2,
-    kind: ErrorKind = "squared",
-    huber_delta: float = 10.0,
+    huber_delta: float | None = None,
 ) -> Float[Tensor, "B T"]:
-    """Half the squared error of the values, with the worse of the prediction and one that moved at most `clip`.
+    """PPO's clipped value loss: the worse of the errors of the prediction and of one that moved at most `clip`.
 
         L_t = max((v_t - R_t)^2, (clip(v_t, v_old - c, v_old + c) - R_t)^2) / 2
 
@@ -36,27 +29,22 @@ def clipped_value_loss(
         mask: True where the model wrote the token.
         clip: c, in units of the return; None for the plain error. A token whose clipped error is the greater has no
             gradient.
-        kind: the error: half its square, or Huber's, which is linear beyond `huber_delta`. The default is the
-            square, as in all peers; AReaL has both.
-        huber_delta: where Huber's error becomes linear, in units of the return.
+        huber_delta: from where on the error is linear (Huber's, an option of AReaL), in units of the return; by
+            default it is half the square everywhere.
 
     Returns:
         Loss per token, 0 off the mask. It includes the factor 1/2.
-
-    Raises:
-        ValueError: `kind` is neither.
 
     Example:
         >>> old, mask = torch.zeros(1, 1), torch.tensor([[True]])
         >>> clipped_value_loss(torch.tensor([[0.5]]), old, torch.tensor([[1.0]]), mask)
         tensor([[0.3200]])
     """
-    _check_option("kind", kind, ErrorKind)
-    plain = _value_error(values, returns, mask, kind, huber_delta)
+    plain = _value_error(values, returns, mask, huber_delta)
     if clip is None:
         return plain
     clipped = values.clamp(old_values - clip, old_values + clip)
-    return torch.maximum(plain, _value_error(clipped, returns, mask, kind, huber_delta))
+    return torch.maximum(plain, _value_error(clipped, returns, mask, huber_delta))
 
 
 def clipped_values(
@@ -66,7 +54,7 @@ def clipped_values(
     mask: Bool[Tensor, "B T"],
     clip: float = 0.2,
 ) -> Bool[Tensor, "B T"]:
-    """Which tokens the clip of `clipped_value_loss` gives no gradient.
+    """Tokens on which the clip of `clipped_value_loss` acts: they have no gradient.
 
         (clip(v_t, v_old - c, v_old + c) - R_t)^2 > (v_t - R_t)^2
 
@@ -91,10 +79,8 @@ def clipped_values(
     return (_value_error(clipped, returns, mask) > _value_error(values, returns, mask)) & mask
 
 
-def _value_error(
-    values: Tensor, returns: Tensor, mask: Tensor, kind: str = "squared", huber_delta: float = 10.0
-) -> Tensor:
+def _value_error(values: Tensor, returns: Tensor, mask: Tensor, huber_delta: float | None = None) -> Tensor:
     values, returns = values.masked_fill(~mask, 0.0), returns.masked_fill(~mask, 0.0)
-    if kind == "huber":
+    if huber_delta is not None:
         return F.huber_loss(values, returns, reduction="none", delta=huber_delta)
     return (values - returns).square() / 2

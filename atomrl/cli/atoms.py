@@ -68,7 +68,8 @@ def find(atoms: list[Atom], name: str) -> Atom:
 def listing(atoms: list[Atom]) -> str:
     """Name and first line of each, under its module."""
     width = max((len(atom.name) for atom in atoms), default=0)
-    lines, module = [], ""
+    lines: list[str] = []
+    module = ""
     for atom in atoms:
         if atom.module != module:
             module = atom.module

@@ -20,9 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("check", "make", "prepare"))
     parser.add_argument("name", metavar="FILE|TASK", help=f"tasks: {', '.join(GENERATORS)}, reasoning_gym:NAME")
     parser.add_argument("arguments", nargs="*", metavar="key=value|FILE", help="of a task; or further text files")
-    check = parser.add_argument_group("check")
+    check = parser.add_argument_group("check", "problems, demonstrations or preferences, as the columns say")
     check.add_argument("--prompt-field", default="prompt")
-    check.add_argument("--answer-field", default="ground_truth", help="null: the rows have none")
+    check.add_argument("--answer-field", default="ground_truth", help="of problems; null: they have none")
     check.add_argument("--answer-pattern", help="its first group in the answer field is the ground truth")
     check.add_argument("--against", metavar="FILE", help="a file that must not share a prompt with this one")
     make = parser.add_argument_group("make")
@@ -73,7 +73,7 @@ def make(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Read a file as training would, and say what is in it; every problem with file and line, on stderr."""
+    """Read a file as the run that it is made for would, and say what is in it; problems go to stderr."""
     from atomrl.config import DataConfig
     from atomrl.data.checks import check_data
     from atomrl.data.generators import is_generator

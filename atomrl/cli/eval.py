@@ -3,7 +3,7 @@
 atomrl eval MODEL --data held_out.jsonl --samples-per-prompt 4
 atomrl eval MODEL --data gsm8k.jsonl --prompt-field question --answer-field answer --answer-pattern '####\\s*(.+)'
 atomrl eval MODEL --data arithmetic --limit 500 data.generator_args.steps=4
-atomrl eval runs/quickstart/checkpoints/step_000100 --config runs/quickstart/config.yaml
+atomrl eval runs/quickstart/model --config runs/quickstart/config.yaml
 atomrl eval MODEL --data held_out.jsonl --response-prefix '<think>.</think><answer>'
 """
 
@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomrl.cli.sampling import KEYS, add_sampling_arguments, config_over, open_engine, within_context
+from atomrl.cli.sampling import KEYS, add_sampling_arguments, config_over, model_folder, open_engine, within_context
 
 if TYPE_CHECKING:
     from atomrl.config import RunConfig
@@ -61,7 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
     if out.suffix != ".json":
         raise ValueError(f"--out {out}: the result is JSON, and its completions go beside it; name it *.json")
     started = time.perf_counter()
-    result, config = evaluate_config(config, arguments.response_prefix, out)
+    with model_folder(arguments.model) as model:
+        merged = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+        result, used = evaluate_config(merged, arguments.response_prefix, out)
+    config = used.model_copy(update={"model": config.model})
     seconds = time.perf_counter() - started
     write_result(out, config, arguments.response_prefix, result, seconds)
     print(table(result))
@@ -78,7 +81,7 @@ def config_of(arguments: argparse.Namespace) -> RunConfig:
     Raises:
         ConfigError: no problems are named, or a value is wrong.
     """
-    from atomrl.cli.door import read_tree
+    from atomrl.cli.config_arguments import read_tree
     from atomrl.config import ConfigError, merge_trees, parse_overrides
     from atomrl.data.generators import is_generator
 
@@ -103,17 +106,19 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     Returns:
         The figures, and the config with the length of completions that was used.
     """
-    from atomrl.assembly import device_name, eval_sampling, model_path
     from atomrl.data.processor import DataProcessor
     from atomrl.data.sources import load_samples
     from atomrl.loop.evaluate import evaluate
     from atomrl.models.loading import load_tokenizer
     from atomrl.rewards.compute import build_rewards
+    from atomrl.runs.build import device_name, eval_sampling, model_path
 
-    rewards = build_rewards(config.reward, device=device_name(config.model.device))
+    rewards = build_rewards(
+        config.reward, device=device_name(config.model.device), trust_remote_code=config.model.trust_remote_code
+    )
     report = load_samples(config.data, "eval", config.seed)
-    if report.skipped:
-        print(f"{report.source}: {report.skipped} rows with problems were skipped", file=sys.stderr)
+    if report.problems:
+        print(f"{report.source}: {len(report.problems)} rows with problems were skipped", file=sys.stderr)
     rewards.check_sources(report.samples)
     tokenizer = load_tokenizer(config.model.tokenizer or model_path(config), config.model.trust_remote_code)
     processor = DataProcessor(tokenizer, config.data)
@@ -157,7 +162,7 @@ def write_result(out: Path, config: RunConfig, response_prefix: str, result: Eva
         "metrics": result.metrics(),
         "response_prefix": response_prefix,
         "wall_s": round(seconds, 2),
-        "config": config.model_dump(mode="json"),
+        "config": config.to_tree(),
     }
     plain = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
     out.write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -8,8 +8,14 @@ atomrl explain configs/algorithms/gmpo.yaml --latex
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from atomrl.cli.door import add_config_arguments, config_from, join_overrides
+from atomrl.cli.config_arguments import add_config_arguments, config_from, join_overrides
+
+if TYPE_CHECKING:
+    from atomrl.config import RunConfig
+    from atomrl.objective import Setting
+    from atomrl.objective.base import Objective
 
 prepare = join_overrides
 
@@ -20,25 +26,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from atomrl.algorithms.table import objective_of
-    from atomrl.assembly import make_schedule
-    from atomrl.objective import PreferenceObjective, explain_preference, with_limit
-    from atomrl.objective.cautions import Facts, cautions
-    from atomrl.objective.explain import equation, latex, table
+    from atomrl.objective.explain import latex, page
 
     config = config_from(arguments)
-    rollout, algorithm, schedule = config.rollout, config.algorithm, make_schedule(config)
-    chosen = objective_of(algorithm.name, algorithm.axes)
-    if isinstance(chosen, PreferenceObjective):
-        chosen.algorithm(algorithm.name)  # what does not go together shows now
-        print(explain_preference.latex(chosen) if arguments.latex else explain_preference.page(algorithm.name, chosen))
-        return 0
-    objective = with_limit(chosen, rollout.max_completion_tokens)
-    if arguments.latex:
-        print(latex(objective))
-        return 0
+    objective = objective_in(config)
+    print(latex(objective) if arguments.latex else page(objective, setting_in(config, objective)))
+    return 0
+
+
+def objective_in(config: RunConfig) -> Objective:
+    """What a run of this config minimises or maximises, by the kind of run it is."""
+    from atomrl.algorithms.sft import PRETRAINING, SFT
+
+    if config.kind in ("sft", "pretrain"):
+        return SFT if config.kind == "sft" else PRETRAINING
+    return config.algorithm.resolved(max_completion_tokens=config.rollout.max_completion_tokens)
+
+
+def setting_in(config: RunConfig, objective: Objective) -> Setting:
+    """What the config says beside the objective."""
+    from atomrl.objective import Setting
+    from atomrl.runs.build import make_schedule
+
+    rollout, schedule = config.rollout, make_schedule(config)
     weights = [item.weight for item in config.reward.functions if item.weight]
-    facts = Facts(
+    return Setting(
+        axes=objective.axes,
         completions_per_prompt=rollout.completions_per_prompt,
         updates_per_step=schedule.updates_per_epoch * schedule.epochs_per_step,
         temperature=rollout.temperature,
@@ -48,9 +61,3 @@ def run(arguments: argparse.Namespace) -> int:
         max_completion_tokens=rollout.max_completion_tokens,
         reward_parts=len(weights) + bool(config.reward.by_data_source),
     )
-    print(f"{algorithm.name}: {equation(objective)}\n\n{table(objective)}")
-    found = cautions(objective, facts)
-    print(
-        "\n" + ("\n".join(f"! {message}" for message in found) if found else "nothing is known to go wrong with this")
-    )
-    return 0

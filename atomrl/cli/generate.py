@@ -1,6 +1,6 @@
 """Complete a prompt with a model.
 
-atomrl generate runs/quickstart/checkpoints/step_000100 --prompt "2 + 2 * 3 = ?"
+atomrl generate runs/quickstart/model --prompt "2 + 2 * 3 = ?"
 echo "2 + 2 * 3 = ?" | atomrl generate MODEL --prompt - --n 4 --temperature 0.7
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from atomrl.cli.sampling import KEYS, add_sampling_arguments, config_over, open_engine, within_context
+from atomrl.cli.sampling import KEYS, add_sampling_arguments, config_over, model_folder, open_engine, within_context
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,28 +20,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    text = read_prompt(arguments.prompt)
     if not text:
         raise ValueError("--prompt: the prompt is empty")
     base = {"run_name": "generate", "data": {"train": "-", "max_prompt_tokens": 1_000_000}}
-    config = config_over(base, vars(arguments), KEYS, "atomrl generate")
-    from atomrl.assembly import eval_sampling
     from atomrl.data.processor import DataProcessor
     from atomrl.models.loading import load_tokenizer
-    from atomrl.stages import Sample
+    from atomrl.rollout.generate import generate
+    from atomrl.runs.build import eval_sampling
+    from atomrl.types import Sample
 
-    tokenizer = load_tokenizer(arguments.model)
-    sample = Sample(sample_id="prompt", prompt=text, ground_truth=None)
-    batch = DataProcessor(tokenizer, config.data).to_prompt_batch([("prompt", sample)])
-    config = within_context(config, len(batch.prompt_token_ids[0]))
-    engine = open_engine(config, tokenizer)
-    (completions,) = engine.generate(batch, eval_sampling(config)).completions
-    engine.close()
+    with model_folder(arguments.model) as model:
+        config = config_over(base, vars(arguments) | {"model": model}, KEYS, "atomrl generate")
+        tokenizer = load_tokenizer(model, config.model.trust_remote_code)
+        sample = Sample(sample_id="prompt", prompt=text, ground_truth=None)
+        (prompt,) = DataProcessor(tokenizer, config.data).to_prompts([("prompt", sample)])
+        config = within_context(config, len(prompt.token_ids))
+        engine = open_engine(config, tokenizer)
+        completions = generate(engine, [prompt], eval_sampling(config))
+        engine.close()
     for number, completion in enumerate(completions, start=1):
         if len(completions) > 1:
-            print(f"--- {number} of {len(completions)}, {len(completion.token_ids)} tokens, {completion.finish_reason}")
+            print(
+                f"--- {number} of {len(completions)}, {completion.response_tokens} tokens, {completion.finish_reason}"
+            )
         print(completion.text)
         if arguments.ids:
-            print(list(completion.token_ids))
-            print([round(logprob, 4) for logprob in completion.logprobs or ()])
+            drawn = [segment for segment in completion.segments if segment.origin == "model"]
+            print([token for segment in drawn for token in segment.token_ids])
+            print([round(logprob, 4) for segment in drawn for logprob in segment.logprobs or ()])
     return 0
+
+
+def read_prompt(given: str) -> str:
+    """The prompt itself, or standard input for `-`.
+
+    Raises:
+        ValueError: it is no UTF-8.
+    """
+    try:
+        text = sys.stdin.read() if given == "-" else given
+        text.encode("utf-8")  # an argument that is no UTF-8 comes in as lone surrogates
+    except UnicodeError:
+        raise ValueError("--prompt: the prompt is not valid UTF-8") from None
+    return text

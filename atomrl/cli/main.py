@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import keyword
 import sys
 import traceback
 from collections.abc import Sequence
@@ -26,8 +25,13 @@ COMMANDS = {
     "plot": "draw the curves of a run",
     "doctor": "say what is wrong with a run; without one, what this machine has and what will be used",
 }
-"""Command -> what it does; `atomrl.cli.NAME` (`reward_model` for `reward-model`; `import_` for `import`, a word that
-Python keeps for itself) has `add_arguments(parser)` and `run(arguments) -> exit code`."""
+"""Command -> what it does. `atomrl.cli.NAME`, or the module of `MODULES`, has `add_arguments(parser)` and
+`run(arguments) -> exit code`."""
+
+MODULES = {
+    **dict.fromkeys(("train", "sft", "dpo", "reward-model", "pretrain"), "training"),
+    "import": "import_",  # a word that Python keeps for itself
+}
 
 USER_ERROR, INTERRUPTED = 2, 130
 
@@ -61,16 +65,17 @@ def run_command(name: str, arguments: list[str]) -> int:
     """Parse and run one of `COMMANDS`, turning errors into messages."""
     show_traceback = "--traceback" in arguments
     try:
-        module = name.replace("-", "_") + ("_" if keyword.iskeyword(name) else "")
-        command = importlib.import_module(f"atomrl.cli.{module}")
+        command = importlib.import_module(f"atomrl.cli.{MODULES.get(name, name)}")
+        description = getattr(command, "DESCRIPTIONS", {}).get(name) or command.__doc__
         parser = argparse.ArgumentParser(
-            prog=f"atomrl {name}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+            prog=f"atomrl {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
+        parser.set_defaults(command=name)
         parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
         command.add_arguments(parser)
         prepare = getattr(command, "prepare", list)
         parsed = parser.parse_intermixed_args(prepare(arguments))
-        return command.run(parsed)
+        return int(command.run(parsed))
     except KeyboardInterrupt as stopped:
         print(f"\ninterrupted{f': {stopped}' if str(stopped) else ''}", file=sys.stderr)
         return INTERRUPTED

@@ -1,6 +1,7 @@
-"""Draw the curves of a run: reward, accuracy, completion length and entropy.
+"""Draw the curves of a run, or of several in one picture: reward, accuracy, completion length and entropy.
 
 atomrl plot runs/quickstart
+atomrl plot runs/quickstart runs/no-std --out compared.png
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_folder", metavar="RUN", type=Path, help="the folder of a run")
-    parser.add_argument("--out", type=Path, help="the picture (default: RUN/curves.png)")
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the folder of a run; several are compared")
+    parser.add_argument("--out", type=Path, help="the picture (default: RUN/curves.png; of several ./curves.png)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from atomrl.tracking.curves import draw_curves
 
-    print(draw_curves(arguments.run_folder, arguments.out))
+    print(draw_curves(arguments.runs, arguments.out))
     return 0

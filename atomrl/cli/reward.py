@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atomrl.rewards.compute import Rewards
-    from atomrl.stages import RewardBatch, RolloutBatch
+    from atomrl.types import Trajectory
 
 SHOWN = 5
 
@@ -46,12 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable(arguments.out)
     started = time.perf_counter()
     try:
-        scored = rewards(batch(arguments.file, rows))
+        scored = rewards([to_trajectory(place, row) for place, row in rows])
     finally:
         rewards.close()
     seconds = time.perf_counter() - started
-    write_jsonl([row for _, row in with_rewards(rows, scored)], arguments.out)
-    print(summary(scored, [place for place, _ in rows], [one for (one,) in rewards.seconds], seconds))
+    write_jsonl([with_rewards(row, one) for (_, row), one in zip(rows, scored, strict=True)], arguments.out)
+    print(summary(scored, rewards.seconds, seconds))
     print(f"\n{arguments.out}")
     return 0
 
@@ -74,7 +74,7 @@ def build(names: Sequence[str], arguments: argparse.Namespace) -> Rewards:
     config = build_config({**tree, "reward": {"functions": items, "workers": arguments.workers}}, "atomrl reward")
     device = "cpu"
     if set(names) & set(LOADING):
-        from atomrl.assembly import device_name
+        from atomrl.runs.build import device_name
 
         device = device_name()
     return build_rewards(config.reward, patience=None, device=device)
@@ -108,62 +108,59 @@ def read(file: Path) -> list[tuple[str, dict[str, Any]]]:
     return rows
 
 
-def batch(file: Path, rows: Sequence[tuple[str, dict[str, Any]]]) -> RolloutBatch:
-    """The rows as a batch of one completion for each prompt."""
-    from atomrl.stages import Completion, RolloutBatch, Sample
+def to_trajectory(place: str, row: dict[str, Any]) -> Trajectory:
+    """A row as the only completion of its prompt."""
+    from atomrl.types import Sample, Segment, Trajectory
 
     own = ("prompt", "completion", "ground_truth", "data_source", "completion_tokens", "token_ids", "reward",
            "reward_parts", "reward_failures")  # fmt: skip
-    samples, completions = [], []
-    for place, row in rows:
-        prompt = row["prompt"] if isinstance(row["prompt"], str) else tuple(row["prompt"])
-        columns = {name: value for name, value in row.items() if name not in own}
-        truth, source = row.get("ground_truth"), row.get("data_source", "default")
-        samples.append(Sample(sample_id=place, prompt=prompt, ground_truth=truth, data_source=source, columns=columns))
-        tokens = row.get("token_ids") or [0] * int(row.get("completion_tokens") or 0)  # only their number is used
-        completions.append(
-            (Completion(token_ids=tuple(tokens), text=row["completion"], logprobs=None, finish_reason="stop"),)
-        )
-    return RolloutBatch(
-        samples=tuple(samples),
-        prompt_ids=tuple(place for place, _ in rows),
-        prompt_token_ids=((),) * len(rows),
-        completions=tuple(completions),
-        policy_version=0,
+    prompt = row["prompt"] if isinstance(row["prompt"], str) else tuple(row["prompt"])
+    tokens = row.get("token_ids") or [0] * int(row.get("completion_tokens") or 0)  # only their number is used
+    return Trajectory(
+        prompt_id=place,
+        index=0,
+        sample=Sample(
+            sample_id=place,
+            prompt=prompt,
+            ground_truth=row.get("ground_truth"),
+            data_source=row.get("data_source", "default"),
+            columns={name: value for name, value in row.items() if name not in own},
+        ),
+        segments=(Segment(origin="prompt", token_ids=()), Segment(origin="model", token_ids=tuple(tokens))),
+        text=row["completion"],
+        finish_reason="stop",
     )
 
 
-def with_rewards(rows: Sequence[tuple[str, dict[str, Any]]], scored: RewardBatch) -> list[tuple[str, dict[str, Any]]]:
-    """The rows with what they earned."""
-    failures: dict[str, dict[str, str]] = {}
-    for failure in scored.reward_failures:
-        failures.setdefault(failure.prompt_id, {})[failure.reward] = f"{failure.kind}: {failure.message}"
-    found = []
-    for index, (place, row) in enumerate(rows):
-        parts = {name: part[index][0] for name, part in scored.reward_parts.items()}
-        more = {"reward_failures": failures[place]} if place in failures else {}
-        kept = {key: value for key, value in row.items() if key != "reward_failures"}
-        found.append((place, {**kept, "reward": scored.rewards[index][0], "reward_parts": parts, **more}))
-    return found
+def with_rewards(row: dict[str, Any], scored: Trajectory) -> dict[str, Any]:
+    """A row with what it earned."""
+    failures = {failure.reward: f"{failure.kind}: {failure.message}" for failure in scored.reward_failures}
+    kept = {key: value for key, value in row.items() if key != "reward_failures"}
+    found = {**kept, "reward": scored.reward, "reward_parts": dict(scored.reward_parts)}
+    return found | ({"reward_failures": failures} if failures else {})
 
 
-def summary(scored: RewardBatch, places: Sequence[str], row_seconds: Sequence[float], seconds: float) -> str:
+def summary(scored: Sequence[Trajectory], row_seconds: Sequence[float], seconds: float) -> str:
     """Distribution, failures and time; of two rewards, where they differ."""
+    places = [one.prompt_id for one in scored]
     lines = [f"{len(places)} completions in {seconds:.2f} s: {1000 * sum(row_seconds) / len(places):.2f} ms each"]
     slowest = max(range(len(places)), key=row_seconds.__getitem__)
     lines[0] += f", the slowest {row_seconds[slowest]:.2f} s ({places[slowest]})"
-    for name, part in scored.reward_parts.items():
-        values = [value for (value,) in part if value is not None]
+    failures = [(one.prompt_id, failure) for one in scored for failure in one.reward_failures]
+    names = list(dict.fromkeys(name for one in scored for name in one.reward_parts))
+    parts = {name: [one.reward_parts.get(name) for one in scored] for name in names}
+    for name, part in parts.items():
+        values = [value for value in part if value is not None]
         lines += ["", f"{name}: {len(values)} values" + (f", mean {sum(values) / len(values):.4f}" if values else "")]
         lines += distribution(values)
-        kinds = Counter(failure.kind for failure in scored.reward_failures if failure.reward == name)
+        own = [(place, failure) for place, failure in failures if failure.reward == name]
+        kinds = Counter(failure.kind for _, failure in own)
         if kinds:
             lines.append("  no usable value: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
-        for failure in [item for item in scored.reward_failures if item.reward == name][:SHOWN]:
-            lines.append(f"    {failure.prompt_id}: {failure.kind}: {failure.message}")
-    (first, one), *others = list(scored.reward_parts.items())
+        lines += [f"    {place}: {failure.kind}: {failure.message}" for place, failure in own[:SHOWN]]
+    (first, one_part), *others = list(parts.items())
     for name, other in others:
-        differ = [place for place, (a,), (b,) in zip(places, one, other, strict=True) if a != b]
+        differ = [place for place, a, b in zip(places, one_part, other, strict=True) if a != b]
         shown = f": {', '.join(differ[:SHOWN])}" + (", ..." if len(differ) > SHOWN else "") if differ else ""
         lines += ["", f"{first} and {name} differ on {len(differ)} of {len(places)}{shown}"]
     return "\n".join(lines)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +20,7 @@ KEYS = {
     "n": "eval.samples_per_prompt",
     "temperature": "eval.temperature",
     "top_p": "eval.top_p",
+    "top_k": "eval.top_k",
     "max_tokens": "eval.max_completion_tokens",
     "stop": "rollout.stop",
     "seed": "seed",
@@ -32,6 +37,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="auto (default), float32 or bfloat16")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default 1.0)")
     parser.add_argument("--top-p", type=float, help="(default 1.0)")
+    parser.add_argument("--top-k", type=int, help="(default 0: all)")
     parser.add_argument("--max-tokens", type=int, help="tokens of a completion (default 256, or what the context has)")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="ends a completion; repeatable")
     parser.add_argument("--seed", type=int, help="(default 0)")
@@ -56,10 +62,12 @@ def config_over(base: dict[str, Any], options: dict[str, Any], keys: dict[str, s
 
 def within_context(config: RunConfig, longest_prompt: int) -> RunConfig:
     """Where nobody said how long a completion may be: as long as the default, or as the model's context leaves room."""
-    from atomrl.assembly import model_path
     from atomrl.models.loading import model_config_only
+    from atomrl.runs.build import model_path
 
-    context = getattr(model_config_only(model_path(config)), "max_position_embeddings", None)
+    context = getattr(
+        model_config_only(model_path(config), config.model.trust_remote_code), "max_position_embeddings", None
+    )
     said = config.eval.max_completion_tokens is not None or "max_completion_tokens" in config.rollout.model_fields_set
     if context is None or said or context <= longest_prompt:
         return config
@@ -69,8 +77,19 @@ def within_context(config: RunConfig, longest_prompt: int) -> RunConfig:
 
 def open_engine(config: RunConfig, tokenizer: Any) -> RolloutEngine:
     """The engine of a config with the weights of its model."""
-    from atomrl.assembly import build_engine, model_path
+    from atomrl.runs.build import build_engine, model_path
 
-    return build_engine(
-        config.rollout.engine, model_path(config), tokenizer, config.model.dtype, config.rollout, config.model
-    )
+    return build_engine(model_path(config), tokenizer, config.rollout, config.model)
+
+
+@contextmanager
+def model_folder(model: str) -> Iterator[str]:
+    """A folder that the engines load: the model's own, or that of a checkpoint of adapters merged for the while."""
+    if not (Path(model) / "adapter_config.json").is_file():
+        yield model
+        return
+    from atomrl.models.lora import export
+
+    with TemporaryDirectory() as folder:
+        export(model, folder)
+        yield folder

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomrl.data.files import read_rows
+from atomrl.data.files import RawRow
 from atomrl.data.generators import normalise_content
 from atomrl.data.problems import DataError, problem_list
-from atomrl.data.sources import to_samples
-from atomrl.stages import Sample
+from atomrl.data.sources import Convert, problem_reader, read_source, to_samples
+from atomrl.types import Sample
 
 if TYPE_CHECKING:
     from atomrl.config import DataConfig
+
+PROBLEMS, DEMONSTRATIONS, PREFERENCES = "problems", "demonstrations", "preferences"
+COMMANDS = {PROBLEMS: "train", DEMONSTRATIONS: "sft", PREFERENCES: "dpo or reward-model"}
+"""Kind of rows -> the commands that read such a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,18 +27,21 @@ class DataReport:
     """The result of `check_data`."""
 
     path: str
+    kind: str
+    """What the rows were read as: a key of `COMMANDS`."""
     rows: int
     """With and without problems."""
     problems: list[str]
     """One line each: file, line and reason."""
     duplicates: list[tuple[str, str]]
-    """(place, place of the first row with the same normalised prompt)."""
+    """(place, place of the first row with the same normalised prompt, and the same completions if it has any)."""
     same_id: list[tuple[str, str]]
     """The same of the column `id`, where there is one. AtomRL does not use it."""
     prompt_chars: list[int]
     """The length of every usable prompt in characters, sorted."""
     data_sources: dict[str, int]
     columns: list[str]
+    """Of problems, what rewards get beside prompt and ground truth."""
     first: Sample | None
     """The first usable row, as a run sees it."""
     against: str | None = None
@@ -49,21 +56,23 @@ class DataReport:
     def text(self) -> str:
         """The report for a terminal."""
         found = f"{len(self.problems)} problems, {len(self.prompt_chars)} usable" if self.problems else "no problems"
-        lines = [f"{self.path}: {self.rows} rows, {found}"]
+        lines = [f"{self.path}: {self.rows} rows, {found}", f"read as: {self.kind} (atomrl {COMMANDS[self.kind]})"]
         if self.first is not None:
-            lines.append(f"first prompt: {str(self.first.prompt)[:200]!r}")
-            lines.append(f"first ground truth: {str(self.first.ground_truth)[:200]!r}")
+            shown = {"prompt": self.first.prompt} | _answers(self.kind, self.first)
+            lines += [f"first {name}: {str(value)[:200]!r}" for name, value in shown.items()]
         if self.prompt_chars:
-            at = {q: self.prompt_chars[min(len(self.prompt_chars) * q // 100, len(self.prompt_chars) - 1)]
-                  for q in (0, 50, 90, 99, 100)}  # fmt: skip
-            lines.append("prompt characters: " + ", ".join(f"{_QUANTILES[q]} {chars}" for q, chars in at.items()))
-        if self.data_sources:
-            lines.append("data sources: " + ", ".join(f"{name} {n}" for name, n in self.data_sources.items()))
-        lines.append("columns: " + (", ".join(self.columns) or "none beside prompt and ground truth"))
-        lines += _section("duplicates by normalised prompt", self.duplicates, "is the same as")
-        lines += _section("rows with the same id", self.same_id, "is the same as") if self.same_id else []
+            count = len(self.prompt_chars)
+            at = {name: self.prompt_chars[min(count * q // 100, count - 1)] for q, name in _QUANTILES.items()}
+            lines.append("prompt characters: " + ", ".join(f"{name} {chars}" for name, chars in at.items()))
+        if self.kind == PROBLEMS:
+            if self.data_sources:
+                lines.append("data sources: " + ", ".join(f"{name} {n}" for name, n in self.data_sources.items()))
+            lines.append("columns: " + (", ".join(self.columns) or "none beside prompt and ground truth"))
+        same = "duplicates by normalised prompt" if self.kind == PROBLEMS else "rows that are the same"
+        lines += _section(same, self.duplicates)
+        lines += _section("rows with the same id", self.same_id) if self.same_id else []
         if self.against is not None:
-            lines += _section(f"prompts that are also in {self.against}", self.overlap, "is the same as")
+            lines += _section(f"prompts that are also in {self.against}", self.overlap)
         if self.problems:
             lines += ["problems:", problem_list(self.problems)]
         return "\n".join(lines)
@@ -72,12 +81,24 @@ class DataReport:
 _QUANTILES = {0: "shortest", 50: "median", 90: "90%", 99: "99%", 100: "longest"}
 
 
-def _section(title: str, pairs: Sequence[tuple[str, str]], verb: str) -> list[str]:
+def _answers(kind: str, sample: Sample) -> dict[str, Any]:
+    """What a report shows of a row beside the prompt."""
+    if kind == PROBLEMS:
+        return {"ground truth": sample.ground_truth}
+    [completions] = sample.columns.values()
+    if kind == DEMONSTRATIONS:
+        return {"completion": completions}
+    if len(completions) == 2:
+        return {"chosen": completions[0][0], "rejected": completions[1][0]}
+    return {f"completion, {'good' if completions[0][1] > 0 else 'bad'}": completions[0][0]}
+
+
+def _section(title: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
     lines = [f"{title}: {len(pairs)}"]
-    return [*lines, problem_list([f"{here} {verb} {there}" for here, there in pairs])] if pairs else lines
+    return [*lines, problem_list([f"{here} is the same as {there}" for here, there in pairs])] if pairs else lines
 
 
-def repeated(samples: Sequence[Sample], key: Callable[[Sample], Any]) -> list[tuple[str, str]]:
+def repeated(samples: Sequence[Sample], key: Callable[[Sample], Hashable]) -> list[tuple[str, str]]:
     """(place, place of the first with the same key) of every sample whose key was there before; None is no key.
 
     Example:
@@ -85,7 +106,7 @@ def repeated(samples: Sequence[Sample], key: Callable[[Sample], Any]) -> list[tu
         >>> repeated(samples, lambda sample: sample.prompt)
         [('a:2', 'a:0')]
     """
-    first: dict[Any, str] = {}
+    first: dict[Hashable, str] = {}
     pairs = []
     for sample in samples:
         value = key(sample)
@@ -97,10 +118,18 @@ def repeated(samples: Sequence[Sample], key: Callable[[Sample], Any]) -> list[tu
 
 
 def repetitions(samples: Sequence[Sample]) -> list[str]:
-    """Lines that name the rows that occur twice, by prompt or by id; none where none does."""
-    by_prompt, by_id = repeated(samples, lambda sample: normalise_content(sample.prompt)), repeated(samples, _own_id)
-    lines = _section("duplicates by normalised prompt", by_prompt, "is the same as") if by_prompt else []
-    return lines + (_section("rows with the same id", by_id, "is the same as") if by_id else [])
+    """Lines that name the problems that occur twice, by prompt or by id; none where none does."""
+    by_prompt, by_id = repeated(samples, _prompt), repeated(samples, _own_id)
+    lines = _section("duplicates by normalised prompt", by_prompt) if by_prompt else []
+    return lines + (_section("rows with the same id", by_id) if by_id else [])
+
+
+def _prompt(sample: Sample) -> str:
+    return normalise_content(sample.prompt)
+
+
+def _whole(sample: Sample) -> tuple[str, str]:
+    return normalise_content(sample.prompt), repr(sample.columns)
 
 
 def _own_id(sample: Sample) -> str | None:
@@ -108,10 +137,43 @@ def _own_id(sample: Sample) -> str | None:
     return None if own is None else repr(own)
 
 
+def kind_of_rows(rows: Iterable[RawRow], config: DataConfig) -> str:
+    """What a file holds, by the columns of its first readable row: a key of `COMMANDS`.
+
+    Rows with the ground truth that the config names are problems, whatever else they have, and so is what nothing else
+    fits. With `answer_field: null` every file is one of problems.
+
+    Example:
+        >>> from atomrl.config import DataConfig
+        >>> rows = [RawRow("a.jsonl:1", {"prompt": "2+2=", "chosen": "4", "rejected": "5"})]
+        >>> kind_of_rows(rows, DataConfig(train="a.jsonl"))
+        'preferences'
+    """
+    from atomrl.config import PreferenceConfig
+
+    row = next((raw.row for raw in rows if raw.row is not None), {})
+    given = {name for name, value in row.items() if value is not None}
+    if config.answer_field is None or config.answer_field in given:
+        return PROBLEMS
+    fields = PreferenceConfig()
+    for names in (
+        {fields.chosen_field, fields.rejected_field},
+        {"instruction", "completions"},
+        {fields.completion_field, fields.label_field},
+    ):
+        if names <= given:
+            return PREFERENCES
+    for names in ({config.prompt_field, "completion"}, {"messages"}, {"conversations"}, {"instruction", "output"}):
+        if names <= given:
+            return DEMONSTRATIONS
+    return PROBLEMS
+
+
 def check_data(path: str | Path, config: DataConfig | None = None, against: str | Path | None = None) -> DataReport:
-    """Check a JSONL or Parquet file as a run would read it, and count what is in it.
+    """Check a data file as the run that it is made for would read it, and count what is in it.
 
     Args:
+        path: the file.
         config: its field names and answer pattern; None takes the default ones.
         against: a second file that should not share a prompt with the first (the evaluation set, say); read with
             the same config.
@@ -123,34 +185,48 @@ def check_data(path: str | Path, config: DataConfig | None = None, against: str 
         from atomrl.config import DataConfig
 
         config = DataConfig(train=str(path))
-    samples, problems, rows = _load(path, config)
+    kind, samples, problems, rows = _load(path, config)
     overlap = []
     if against is not None:
         first = {normalise_content(sample.prompt): sample.sample_id for sample in reversed(samples)}
-        for sample in _load(against, config)[0]:
+        for sample in _load(against, config)[1]:
             here = first.get(normalise_content(sample.prompt))
             if here is not None:
                 overlap.append((here, sample.sample_id))
     return DataReport(
         path=str(path),
+        kind=kind,
         rows=rows,
         problems=problems,
-        duplicates=repeated(samples, lambda sample: normalise_content(sample.prompt)),
+        duplicates=repeated(samples, _prompt if kind == PROBLEMS else _whole),
         same_id=repeated(samples, _own_id),
         prompt_chars=sorted(_chars(sample) for sample in samples),
         data_sources=dict(Counter(sample.data_source for sample in samples).most_common()),
-        columns=sorted(samples[0].columns) if samples else [],
+        columns=sorted(samples[0].columns) if samples and kind == PROBLEMS else [],
         first=samples[0] if samples else None,
         against=None if against is None else str(against),
         overlap=tuple(overlap),
     )
 
 
-def _load(path: str | Path, config: DataConfig) -> tuple[list[Sample], list[str], int]:
-    raw = list(read_rows(path))
+def _load(path: str | Path, config: DataConfig) -> tuple[str, list[Sample], list[str], int]:
+    raw = list(read_source(str(path)))
     if not raw:
         raise DataError(f"{path} is empty: it holds no usable row")
-    return *to_samples(raw, config), len(raw)
+    kind = kind_of_rows(raw, config)
+    convert: Convert
+    if kind == DEMONSTRATIONS:
+        from atomrl.data.demonstrations import demonstration_reader
+
+        convert = demonstration_reader(config.prompt_field, "completion")
+    elif kind == PREFERENCES:
+        from atomrl.config import PreferenceConfig
+        from atomrl.data.pairs import preference_reader
+
+        convert = preference_reader(config.prompt_field, PreferenceConfig())
+    else:
+        convert = problem_reader(config)
+    return kind, *to_samples(raw, convert), len(raw)
 
 
 def _chars(sample: Sample) -> int:

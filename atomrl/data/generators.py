@@ -1,29 +1,47 @@
 """Seeded problem generators that need no download.
 
-A generator is a module with `make(rng: random.Random, **args) -> dict` that returns one row: `prompt`,
-`ground_truth` and any columns, everything as JSON has it. One line in `GENERATORS` makes it available by name.
+A generator is a function `make(rng, **arguments)` that returns one row: `prompt`, `ground_truth` and any columns,
+everything as JSON has it. One line in `GENERATORS` makes it available by name.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib
 import inspect
 import random
 import unicodedata
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeGuard
 
+from atomrl.data import arithmetic, chain, countdown, stack_machine
 from atomrl.data.problems import DataError
+from atomrl.types import Message
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Generator:
+    """What a task offers."""
+
+    make: Callable[..., Row]
+    """`make(rng, **arguments)`: one problem."""
+    demonstrate: Callable[[random.Random, Row], str] | None = None
+    """`demonstrate(rng, row)`: the text of a completion that solves it, for supervised training."""
+    pair: Callable[[random.Random, Row], tuple[str, str]] | None = None
+    """`pair(rng, row)`: a better and a worse completion, for training on preferences."""
+    words: Sequence[str] = ()
+    """What a tokenizer made for the task has as one token each."""
+
 
 GENERATORS = {
-    "arithmetic": "atomrl.data.arithmetic",
-    "chain": "atomrl.data.chain",
-    "countdown": "atomrl.data.countdown",
-    "stack_machine": "atomrl.data.stack_machine",
+    "arithmetic": Generator(arithmetic.make),
+    "chain": Generator(chain.make, chain.demonstrate, chain.pair, chain.WORDS),
+    "countdown": Generator(countdown.make),
+    "stack_machine": Generator(stack_machine.make),
 }
-"""name -> the module that holds its `make`."""
 
 REASONING_GYM = "reasoning_gym:"
 EVAL_SHARE = 10
@@ -32,9 +50,9 @@ PATIENCE = 20_000
 """Draws in a row without a new problem after which the space counts as exhausted."""
 
 
-def is_generator(source: str) -> bool:
-    """Whether `source` names a generator rather than a file."""
-    return source in GENERATORS or source.startswith(REASONING_GYM)
+def is_generator(source: str | list[str]) -> TypeGuard[str]:
+    """Whether `source` names a generator rather than a file or several."""
+    return isinstance(source, str) and (source in GENERATORS or source.startswith(REASONING_GYM))
 
 
 def nearest_generator(name: str) -> str | None:
@@ -43,7 +61,7 @@ def nearest_generator(name: str) -> str | None:
     return near[0] if near else None
 
 
-def normalise_content(prompt: Any) -> str:
+def normalise_content(prompt: str | Sequence[Message]) -> str:
     """A prompt without what does not make it another problem: case, white space, Unicode variants.
 
     Example:
@@ -64,9 +82,7 @@ def content_split(content: str) -> Literal["train", "eval"]:
     return "train" if int.from_bytes(digest, "little") % EVAL_SHARE else "eval"
 
 
-def generate(
-    task: str, size: int, seed: int = 0, split: Literal["train", "eval"] = "train", **args: Any
-) -> list[dict[str, Any]]:
+def generate(task: str, size: int, seed: int = 0, split: Literal["train", "eval"] = "train", **args: Any) -> list[Row]:
     """`size` problems of a generator, distinct by normalised content, all of one split.
 
     The first rows of a larger size are the rows of a smaller one. How many problems there are is said in each
@@ -88,7 +104,7 @@ def generate(
         raise DataError(f"split must be 'train' or 'eval', not {split!r}")
     if size < 1:
         raise DataError(f"size must be at least 1, not {size}")
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     seen: set[str] = set()
     misses = 0
     for row in _draws(task, f"{task}/{seed}/{split}", args):
@@ -98,7 +114,7 @@ def generate(
             if misses >= PATIENCE:
                 raise DataError(
                     f"{task}: only {len(rows)} distinct problems of the {split} split were found, not {size}; "
-                    f"ask for fewer, or make the task larger (its arguments: {_names(task)})"
+                    f"ask for fewer, or make the task larger (its arguments: {', '.join(_arguments(task))})"
                 )
             continue
         misses = 0
@@ -109,7 +125,7 @@ def generate(
     return rows
 
 
-def _draws(task: str, key: str, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _draws(task: str, key: str, args: dict[str, Any]) -> Iterator[Row]:
     """Rows without end."""
     number = int.from_bytes(hashlib.blake2b(key.encode("utf-8"), digest_size=8).digest(), "little")
     if task.startswith(REASONING_GYM):
@@ -117,12 +133,12 @@ def _draws(task: str, key: str, args: dict[str, Any]) -> Iterator[dict[str, Any]
 
         yield from draw_rows(task.removeprefix(REASONING_GYM), number, args)
         return
-    make = find_generator(task)
-    unknown = sorted(set(args) - set(_parameters(make)))
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], _parameters(make), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_parameters(make))}"
-        raise DataError(f"{task} has no argument {unknown[0]!r}; {hint}")
+    make, known = find_generator(task).make, _arguments(task)
+    for name in args:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise DataError(f"{task} has no argument {name!r}; {hint}")
     rng = random.Random(number)
     while True:
         try:
@@ -131,52 +147,49 @@ def _draws(task: str, key: str, args: dict[str, Any]) -> Iterator[dict[str, Any]
             raise DataError(f"{task} with {args}: {error}") from error
 
 
-def find_generator(task: str) -> Callable[..., dict[str, Any]]:
-    """The `make` function of a generator.
+def find_generator(task: str) -> Generator:
+    """The generator of a name.
 
     Raises:
-        DataError: there is none of that name.
+        DataError: there is none.
     """
     if task not in GENERATORS:
         near = nearest_generator(task)
         hint = f"did you mean {near!r}?" if near else f"known: {', '.join(GENERATORS)}, reasoning_gym:NAME"
         raise DataError(f"unknown task {task!r}; {hint}")
-    return importlib.import_module(GENERATORS[task]).make
+    return GENERATORS[task]
 
 
-def find_demonstrator(task: str) -> Callable[[random.Random, dict[str, Any]], str]:
-    """The function of a generator's module that writes a demonstration: `demonstrate(rng, row) -> completion text`.
+def find_demonstrator(task: str) -> Callable[[random.Random, Row], str]:
+    """`demonstrate(rng, row)` of a generator: the text of a completion.
 
     Raises:
-        DataError: the generator has none.
+        DataError: it has none.
     """
-    module = importlib.import_module(GENERATORS[task]) if task in GENERATORS else None
-    if not hasattr(module, "demonstrate"):
+    found = GENERATORS[task].demonstrate if task in GENERATORS else None
+    if found is None:
         raise DataError(f"the task {task!r} writes no demonstrations; give a file that has them")
-    return module.demonstrate
+    return found
 
 
-def find_pairs(task: str) -> Callable[[random.Random, dict[str, Any]], tuple[str, str]]:
-    """The function of a generator's module that writes a preference: `pair(rng, row) -> (chosen, rejected)`.
+def find_pairs(task: str) -> Callable[[random.Random, Row], tuple[str, str]]:
+    """`pair(rng, row)` of a generator: the chosen and the rejected completion.
 
     Raises:
-        DataError: the generator has none.
+        DataError: it has none.
     """
-    module = importlib.import_module(GENERATORS[task]) if task in GENERATORS else None
-    if not hasattr(module, "pair"):
+    found = GENERATORS[task].pair if task in GENERATORS else None
+    if found is None:
         raise DataError(f"the task {task!r} writes no pairs of completions; give a file that has them")
-    return module.pair
+    return found
 
 
-def task_words(task: str) -> tuple[str, ...]:
+def task_words(source: str | list[str]) -> Sequence[str]:
     """What a tokenizer made for the task should have as one token each; empty where the task (or file) has no say."""
-    module = importlib.import_module(GENERATORS[task]) if task in GENERATORS else None
-    return tuple(getattr(module, "WORDS", ()))
+    return GENERATORS[source].words if isinstance(source, str) and source in GENERATORS else ()
 
 
-def _parameters(make: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(make).parameters)[1:]
-
-
-def _names(task: str) -> str:
-    return "see reasoning-gym" if task.startswith(REASONING_GYM) else ", ".join(_parameters(find_generator(task)))
+def _arguments(task: str) -> list[str]:
+    if task.startswith(REASONING_GYM):
+        return ["see reasoning-gym"]
+    return list(inspect.signature(find_generator(task).make).parameters)[1:]

@@ -15,19 +15,29 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from atomrl.data.files import RawRow
+from atomrl.data.demonstrations import ended
 from atomrl.data.generators import find_pairs, is_generator
 from atomrl.data.problems import DataError
-from atomrl.data.sources import LoadReport, check_prompt, load_samples
-from atomrl.stages import Message, Sample
+from atomrl.data.sources import (
+    Convert,
+    LoadReport,
+    PromptContent,
+    answer_reader,
+    as_content,
+    check_messages,
+    check_prompt,
+    load_samples,
+)
+from atomrl.data.tokenized import Encode, Example, Items, demonstration
+from atomrl.types import Message, Sample
 
 if TYPE_CHECKING:
     from atomrl.config import DataConfig, PreferenceConfig
+    from atomrl.data.processor import DataProcessor
 
-Prompt = str | tuple[Message, ...]
 Scored = tuple[tuple[str, float], ...]
 """Completions with their scores: the better one first; or a single one, 1 if good and -1 if bad."""
 COMPLETIONS = "scored_completions"
@@ -50,14 +60,10 @@ def load_preferences(
     Raises:
         DataError: as `load_samples`; or the generator writes no pairs.
     """
-    source = config.train if split == "train" else config.eval
-    if source is not None and is_generator(source):
-        find_pairs(source)
-        return load_samples(config, split, seed)
-    return load_samples(config, split, seed, lambda rows: to_preferences(rows, config, fields))
+    return load_samples(config, split, seed, preference_reader(config.prompt_field, fields), find_pairs)
 
 
-def scored_completions(source: str) -> Callable[[Sample, random.Random], Scored]:
+def scored_completions(source: str | list[str]) -> Callable[[Sample, random.Random], Scored]:
     """The function that gives a sample's completions: a generator draws its own, a file's row has them."""
     if not is_generator(source):
         return lambda sample, rng: sample.columns[COMPLETIONS]
@@ -70,25 +76,52 @@ def scored_completions(source: str) -> Callable[[Sample, random.Random], Scored]
     return draw
 
 
-def to_preferences(
-    rows: Iterable[RawRow], config: DataConfig, fields: PreferenceConfig
-) -> tuple[list[Sample], list[str]]:
-    """Samples, and a line for every row that is none."""
-    samples: list[Sample] = []
-    problems: list[str] = []
-    for raw in rows:
-        try:
-            if raw.row is None:
-                raise DataError(raw.problem)
-            prompt, scored = preference(raw.row, config.prompt_field, fields)
-        except DataError as error:
-            problems.append(f"{raw.place}: {error}")
-            continue
-        samples.append(Sample(sample_id=raw.place, prompt=prompt, ground_truth=None, columns={COMPLETIONS: scored}))
-    return samples, problems
+Read = Callable[[Sample, Sequence[int], Sequence[int], str], Sequence[int]]
+"""A reward model's way to read: sample, prompt and completion as token ids, completion as text -> the whole row."""
 
 
-def preference(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -> tuple[Prompt, Scored]:
+def preference_encoder(
+    processor: DataProcessor, source: str | list[str], seed: int, read: Read | None = None
+) -> Encode:
+    """Tokenizes preferences: the better completion first, each ended by the end-of-sequence token.
+
+    Args:
+        processor: of the prompts.
+        source: `data.train` or `data.eval`; a generator writes its own pairs.
+        seed: with the prompt's id, of what chance decides.
+        read: where the model has a way of its own to read a row; all of it is then trained on.
+    """
+    completions = scored_completions(source)
+
+    def encode(items: Items) -> list[list[Example]]:
+        samples = [sample for _, sample in items]
+        prompts = processor.within_limit(samples, kept=is_generator(source))
+        scored = [completions(sample, random.Random(f"{seed}/{prompt_id}")) for prompt_id, sample in items]
+        texts = [text for group in scored for text, _ in group]
+        tokens = iter(zip(texts, ended(texts, processor.tokenizer), strict=True))
+        found: list[list[Example]] = []
+        for sample, prompt, group in zip(samples, prompts, scored, strict=True):
+            margin = group[0][1] - group[-1][1]
+            labels = (1, -1) if len(group) == 2 else (1 if group[0][1] > 0 else -1,)
+            examples = []
+            for label in labels:
+                text, completion = next(tokens)
+                if prompt is not None and read is not None:
+                    examples.append(demonstration([], read(sample, prompt, completion, text), label, margin))
+                elif prompt is not None:
+                    examples.append(demonstration(prompt, completion, label, margin))
+            found.append(examples)
+        return found
+
+    return encode
+
+
+def preference_reader(prompt_field: str, fields: PreferenceConfig) -> Convert:
+    """Reads a row as a preference (`preference`)."""
+    return answer_reader(COMPLETIONS, lambda row: preference(row, prompt_field, fields))
+
+
+def preference(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -> tuple[PromptContent, Scored]:
     """The prompt and the completions of a row.
 
     Raises:
@@ -120,7 +153,7 @@ def preference(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConf
     return prompt, ((chosen, scores[0]), (rejected, scores[1]))
 
 
-def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -> tuple[Prompt, str, str]:
+def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -> tuple[PromptContent, str, str]:
     names = fields.chosen_field, fields.rejected_field
     chosen, rejected = (row.get(name) for name in names)
     for name, value in zip(names, (chosen, rejected), strict=True):
@@ -129,13 +162,13 @@ def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(f"of {names[0]!r} and {names[1]!r} one is text and the other a list of messages")
     prompt = row.get(prompt_field)
-    if isinstance(chosen, str):
+    if isinstance(chosen, str) and isinstance(rejected, str):
         if prompt is None:
             return _shared_text(chosen, rejected)
-        return check_prompt(prompt), *(_answer(name, row[name]) for name in names)
+        return check_prompt(prompt), _answer(names[0], chosen), _answer(names[1], rejected)
     turns = [_messages(name, row[name]) for name in names]
     if isinstance(prompt, list):
-        return check_prompt(prompt), *(_only_turn(name, rest) for name, rest in zip(names, turns, strict=True))
+        return check_prompt(prompt), _only_turn(names[0], turns[0]), _only_turn(names[1], turns[1])
     shared = 0
     while shared < min(map(len, turns)) and turns[0][shared] == turns[1][shared]:
         shared += 1
@@ -143,19 +176,18 @@ def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -
         raise DataError(f"{names[0]!r} and {names[1]!r} are the same, or one is the beginning of the other")
     if not shared:
         raise DataError(f"{names[0]!r} and {names[1]!r} share no prompt (their first messages differ)")
-    answers = (_only_turn(name, rest[shared:]) for name, rest in zip(names, turns, strict=True))
+    answers = [_only_turn(name, rest[shared:]) for name, rest in zip(names, turns, strict=True)]
     conversation = turns[0][:shared]
     if prompt is not None:
         asked = check_prompt(prompt)
         if all(message["content"].strip() != str(asked).strip() for message in conversation):
             raise DataError(f"{prompt_field!r} is none of the messages that {names[0]!r} and {names[1]!r} share")
-    one = len(conversation) == 1 and conversation[0]["role"] == "user"
-    return conversation[0]["content"] if one else conversation, *answers
+    return as_content(conversation), answers[0], answers[1]
 
 
 def _messages(name: str, value: Any) -> tuple[Message, ...]:
     try:
-        checked = check_prompt(value)
+        checked = check_messages(value)
     except DataError as error:
         raise DataError(f"field {name!r}: {str(error).removeprefix('the prompt ')}") from None
     return tuple(Message(role=item["role"], content=item["content"]) for item in checked)
@@ -224,7 +256,7 @@ def _best_and_worst(completions: Any) -> tuple[str, str, tuple[float, float]]:
     return texts[0], texts[1], (best[0], worst[0])
 
 
-def _labelled(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -> tuple[Prompt, str, bool]:
+def _labelled(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -> tuple[PromptContent, str, bool]:
     label, completion = row.get(fields.label_field), row.get(fields.completion_field)
     if not isinstance(label, bool):
         raise DataError(f"field {fields.label_field!r} must be true or false, not {label!r}")

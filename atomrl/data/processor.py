@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomrl.data.problems import DataError
-from atomrl.stages import PromptBatch, Sample
+from atomrl.types import Message, Prompt, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,31 +50,26 @@ class DataProcessor:
         self._cache: dict[int, tuple[Sample, array[int]]] = {}
         self._system_checked = False
 
-    def to_prompt_batch(self, items: Sequence[tuple[str, Sample]]) -> PromptBatch:
-        """Prompts of (prompt id, sample), in their order; the collate function of the training loop.
+    def to_prompts(self, items: Sequence[tuple[str, Sample]]) -> list[Prompt]:
+        """Prompts of (prompt id, sample), in their order.
 
         Raises:
             DataError: a prompt that the template refuses, or one over the limit where `overlong_prompt` is `drop`
                 (`filter_overlong` takes them out).
         """
-        samples = tuple(sample for _, sample in items)
-        tokens = self.token_ids(samples)
         limit = self.max_prompt_tokens
-        if self.config.overlong_prompt == "drop":
-            for sample, ids in zip(samples, tokens, strict=True):
-                if len(ids) > limit:
-                    raise DataError(f"{sample.sample_id}: {len(ids)} prompt tokens, more than {limit}; filter it out")
-        return PromptBatch(
-            samples=samples,
-            prompt_ids=tuple(prompt_id for prompt_id, _ in items),
-            prompt_token_ids=tuple(tuple(ids[-limit:]) for ids in tokens),
-        )
+        prompts = []
+        for (prompt_id, sample), ids in zip(items, self.token_ids([sample for _, sample in items]), strict=True):
+            if len(ids) > limit and self.config.overlong_prompt == "drop":
+                raise DataError(f"{sample.sample_id}: {len(ids)} prompt tokens, more than {limit}; filter it out")
+            prompts.append(Prompt(prompt_id=prompt_id, sample=sample, token_ids=tuple(ids[-limit:])))
+        return prompts
 
     def filter_overlong(self, samples: Sequence[Sample]) -> tuple[list[Sample], int]:
         """The samples to use, and how many prompts exceed `max_prompt_tokens`.
 
         With `overlong_prompt: drop` those are left out, so that used + overlong = total; with `truncate` all are
-        used, and the overlong ones lose their first tokens in `to_prompt_batch`.
+        used, and the overlong ones lose their first tokens in `to_prompts`.
 
         Raises:
             DataError: nothing is left.
@@ -90,44 +85,62 @@ class DataProcessor:
     def token_ids(self, samples: Sequence[Sample]) -> list[array[int]]:
         """The whole prompts as token ids, without the limit."""
         new = list({id(sample): sample for sample in samples if id(sample) not in self._cache}.values())
-        if new:
-            templated = [self._has_template or not isinstance(sample.prompt, str) for sample in new]
-            texts = [self._render(s) if t else self._plain(s) for s, t in zip(new, templated, strict=True)]
-            encoded = self.tokenizer(
-                texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-            )["input_ids"]
-            for sample, is_templated, ids in zip(new, templated, encoded, strict=True):
-                if not is_templated and ids[: len(self._prefix)] != self._prefix:
-                    ids = self._prefix + ids
-                if not ids:
-                    raise DataError(f"{sample.sample_id}: the tokenizer makes no tokens of {sample.prompt!r}")
-                self._cache[id(sample)] = (sample, array("q", ids))
+        for sample, ids in zip(new, self._encode(new), strict=True):
+            self._cache[id(sample)] = (sample, array("q", ids))
         return [self._cache[id(sample)][1] for sample in samples]
 
-    def _plain(self, sample: Sample) -> str:
-        assert isinstance(sample.prompt, str)
-        return sample.prompt if self.system_prompt is None else f"{self.system_prompt}\n\n{sample.prompt}"
+    def within_limit(self, samples: Sequence[Sample], kept: bool) -> list[Sequence[int] | None]:
+        """The prompts as token ids; None for one over the limit, or its last tokens where `overlong_prompt` is
+        `truncate`. `kept`: for when they are asked for again."""
+        limit, cut = self.max_prompt_tokens, self.config.overlong_prompt == "truncate"
+        encoded: Sequence[Sequence[int]] = self.token_ids(samples) if kept else self._encode(samples)
+        return [ids[-limit:] if cut or len(ids) <= limit else None for ids in encoded]
 
-    def _render(self, sample: Sample) -> str:
-        """The prompt's text as the chat template writes it."""
+    def _encode(self, samples: Sequence[Sample]) -> list[list[int]]:
+        if not samples:
+            return []
+        bare = [isinstance(sample.prompt, str) and not self._has_template for sample in samples]
+        front = "" if self.system_prompt is None else f"{self.system_prompt}\n\n"
+        texts = [
+            f"{front}{sample.prompt}" if is_bare else self.rendered(sample.prompt, sample.sample_id)
+            for sample, is_bare in zip(samples, bare, strict=True)
+        ]
+        encoded: list[list[int]] = self.tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+        )["input_ids"]
+        found = []
+        for sample, is_bare, ids in zip(samples, bare, encoded, strict=True):
+            if is_bare and ids[: len(self._prefix)] != self._prefix:
+                ids = self._prefix + ids
+            if not ids:
+                raise DataError(f"{sample.sample_id}: the tokenizer makes no tokens of {sample.prompt!r}")
+            found.append(ids)
+        return found
+
+    def rendered(self, prompt: str | Sequence[Message], place: str) -> str:
+        """The text of a prompt, or of the beginning of a conversation, as the chat template writes it, up to the
+        assistant's next words.
+
+        Args:
+            place: how errors name it.
+        """
         if not self._has_template:
             why = "data.chat_template=none" if self.tokenizer.chat_template else "the tokenizer has no chat template"
-            raise DataError(f"{sample.sample_id}: the prompt is a list of messages, but {why}")
-        messages: list[dict[str, Any]] = (
-            [{"role": "user", "content": sample.prompt}]
-            if isinstance(sample.prompt, str)
-            else [dict(message) for message in sample.prompt]
-        )
+            raise DataError(f"{place}: the prompt is a list of messages, but {why}")
+        turns = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
+        messages: list[dict[str, Any]] = [dict(message) for message in turns]
         own_system = any(message["role"] in ("system", "developer") for message in messages)
         if self.system_prompt is not None and not own_system:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         continued = messages[-1]["role"] == "assistant"
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=not continued, continue_final_message=continued
+            text = str(
+                self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=not continued, continue_final_message=continued
+                )
             )
         except Exception as error:  # templates are programs and raise what they like
-            raise DataError(f"{sample.sample_id}: the chat template refuses the prompt: {error}") from error
+            raise DataError(f"{place}: the chat template refuses the prompt: {error}") from error
         if self.system_prompt is not None and not own_system and not self._system_checked:
             self._system_checked = True
             if self.system_prompt.strip() not in text:

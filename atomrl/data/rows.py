@@ -1,96 +1,164 @@
-"""From ragged completions to tensor rows, and from rows to the batches of single optimizer steps."""
+"""From ragged trajectories to tensor rows, and from rows to the batches of single optimizer steps."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from atomrl.protocols import Algorithm
-from atomrl.stages import AdvantageBatch, Completion, RewardBatch, RowBatch, TrainingBatch, select_rows
+from atomrl.types import (
+    AdvantageBatch,
+    RaggedIds,
+    RowBatch,
+    Segment,
+    TrainingBatch,
+    Trajectory,
+    by_group,
+    select_rows,
+    unit_ids,
+)
 
 
-def trained_completions(rewarded: RewardBatch, max_row_tokens: int | None = None) -> list[tuple[int, int]]:
-    """(prompt, completion) of each row that `to_rows` makes, in its order."""
-    return [
-        (group, index)
-        for group, prompt in enumerate(rewarded.prompt_token_ids)
-        for index, completion in enumerate(rewarded.completions[group])
-        if rewarded.rewards[group][index] is not None
-        and completion.token_ids
-        and (max_row_tokens is None or len(prompt) < max_row_tokens)
-    ]
+@dataclass(frozen=True)
+class _Row:
+    """A trajectory that is trained on."""
+
+    index: int
+    """Among the step's trajectories."""
+    trajectory: Trajectory
+    reward: float
+    group: int
+    segments: tuple[tuple[int, Segment, int], ...]
+    """(place in the row, segment, how many of its tokens the row has)."""
+    sampled: int
+    """Tokens of the whole trajectory."""
+
+    @property
+    def length(self) -> int:
+        start, _, size = self.segments[-1]
+        return start + size
+
+    @property
+    def model_segments(self) -> list[tuple[int, Segment, int]]:
+        return [part for part in self.segments if part[1].origin == "model"]
 
 
-def to_rows(rewarded: RewardBatch, max_row_tokens: int | None = None) -> RowBatch:
-    """Flatten and pad, once. A completion without a reward or without a token becomes no row.
+def to_rows(trajectories: Sequence[Trajectory], max_row_tokens: int | None = None) -> RowBatch:
+    """Flatten and pad, once. A trajectory without a reward, or without a token of the model, becomes no row.
+
+    Trained are the tokens that the model wrote; those of the prompt and of an environment are masked. The batch says
+    which trajectory each row is (`trajectory_index`).
 
     Args:
-        rewarded: P prompts with G completions each.
-        max_row_tokens: rows are cut to this many tokens; a row of which nothing is left to train is dropped.
+        trajectories: of a step; those with one `prompt_id` are a group, wherever they stand.
+        max_row_tokens: rows are cut to this many tokens, and are then `truncated`; a row of which nothing is left to
+            train is dropped. What an environment gave beyond the cut stands at the last token.
 
     Returns:
-        B <= P*G rows, right-padded with token 0 (a causal model never looks at it).
+        B rows, right-padded with token 0 (a causal model never looks at it).
     """
-    rows = []
-    for group, index in trained_completions(rewarded, max_row_tokens):
-        prompt, completion = rewarded.prompt_token_ids[group], rewarded.completions[group][index]
-        tokens = (*prompt, *completion.token_ids)[:max_row_tokens]
-        rows.append((group, len(prompt), tokens, completion, rewarded.rewards[group][index]))
-    longest = max((len(tokens) for _, _, tokens, _, _ in rows), default=0)
+    groups = {prompt_id: number for number, prompt_id in enumerate(by_group(trajectories))}
+    made = (_row(index, item, groups[item.prompt_id], max_row_tokens) for index, item in enumerate(trajectories))
+    rows = [row for row in made if row is not None]
+    longest = max((row.length for row in rows), default=0)
     tokens = torch.zeros(len(rows), longest, dtype=torch.long)
-    loss_mask = torch.zeros(len(rows), longest, dtype=torch.bool)
-    has_logprobs = all(completion.logprobs is not None for _, _, _, completion, _ in rows)
-    rollout_logprobs = torch.zeros(len(rows), longest) if has_logprobs else None
-    for index, (_, start, row_tokens, completion, _) in enumerate(rows):
-        end = len(row_tokens)
-        tokens[index, :end] = torch.tensor(row_tokens)
-        loss_mask[index, start:end] = torch.tensor(completion.loss_mask[: end - start])
-        if rollout_logprobs is not None and completion.logprobs is not None:
-            rollout_logprobs[index, start:end] = torch.tensor(completion.logprobs[: end - start])
+    versions = torch.full((len(rows), longest), -1, dtype=torch.int32)
+    logprobs = torch.zeros(len(rows), longest)
+    for number, row in enumerate(rows):
+        for start, segment, size in row.segments:
+            place = slice(start, start + size)
+            tokens[number, place] = torch.tensor(segment.token_ids[:size])
+            if segment.origin == "model":
+                versions[number, place] = segment.policy_version or 0
+                logprobs[number, place] = torch.tensor((segment.logprobs or (0.0,) * size)[:size])
+    loss_mask = versions >= 0
     loss_mask[:, :1] = False  # nothing predicts the first token
+    written = [segment for row in rows for _, segment, _ in row.model_segments]
+    unfinished = [row.trajectory.finish_reason in ("length", "abort") or row.length < row.sampled for row in rows]
     return RowBatch(
         tokens=tokens,
         loss_mask=loss_mask,
-        lengths=torch.tensor([len(row[2]) for row in rows], dtype=torch.long),
-        prompt_lengths=torch.tensor([row[1] for row in rows], dtype=torch.long),
-        group_ids=torch.tensor([row[0] for row in rows], dtype=torch.long),
-        rewards=torch.tensor([row[4] for row in rows], dtype=torch.float32),
-        truncated=torch.tensor([row[3].finish_reason == "length" for row in rows], dtype=torch.bool),
-        rollout_logprobs=rollout_logprobs,
-        kept_ids=_kept_ids([(row[1], len(row[2]), row[3]) for row in rows], longest),
-        reward_parts=_reward_parts(rewarded, max_row_tokens),
-        baseline_rewards=None
-        if rewarded.baseline_rewards is None
-        else torch.tensor([_or_nan(rewarded.baseline_rewards[row[0]]) for row in rows], dtype=torch.float32),
+        lengths=_integers(row.length for row in rows),
+        prompt_lengths=_integers(row.trajectory.prompt_tokens for row in rows),
+        group_ids=_integers(row.group for row in rows),
+        rewards=torch.tensor([row.reward for row in rows], dtype=torch.float32),
+        truncated=torch.tensor(unfinished, dtype=torch.bool),
+        response_lengths=_integers(row.trajectory.response_tokens for row in rows),
+        trajectory_index=_integers(row.index for row in rows),
+        policy_versions=versions,
+        token_rewards=_token_rewards(rows, longest),
+        rollout_logprobs=None if any(segment.logprobs is None for segment in written) else logprobs,
+        candidates=_candidates(rows, longest),
+        reward_parts=_reward_parts(rows),
+        baseline_rewards=_baseline_rewards(rows),
     )
 
 
-def _kept_ids(rows: list[tuple[int, int, Completion]], longest: int) -> Tensor | None:
-    """[B, T, K] what each token was drawn from, of rows of (start, end, completion); None where one does not tell."""
-    if not rows or any(completion.kept_ids is None for _, _, completion in rows):
+def _row(index: int, trajectory: Trajectory, group: int, limit: int | None) -> _Row | None:
+    """A trajectory as a row; None where it has no reward, or nothing of it is left to train."""
+    if trajectory.reward is None:
         return None
-    parts = [(completion.kept_ids or ())[: end - start] for start, end, completion in rows]
-    widest = max((len(ids) for part in parts for ids in part), default=0) or 1
-    kept = torch.full((len(rows), longest, widest), -1, dtype=torch.int32)
-    for index, ((start, end, _), part) in enumerate(zip(rows, parts, strict=True)):
-        padded = [[*ids, *(-1,) * (widest - len(ids))] for ids in part]
-        kept[index, start:end] = torch.tensor(padded, dtype=torch.int32).view(len(part), widest)
-    return kept
+    segments, start = [], 0
+    for segment in trajectory.segments:
+        size = len(segment.token_ids) if limit is None else min(len(segment.token_ids), limit - start)
+        if size > 0:
+            segments.append((start, segment, size))
+        start += len(segment.token_ids)
+    if not any(segment.origin == "model" for _, segment, _ in segments):
+        return None
+    return _Row(index, trajectory, trajectory.reward, group, tuple(segments), start)
 
 
-def _reward_parts(rewarded: RewardBatch, max_row_tokens: int | None) -> Tensor | None:
+def _integers(numbers: Iterator[int]) -> Tensor:
+    return torch.tensor(list(numbers), dtype=torch.long)
+
+
+def _candidates(rows: Sequence[_Row], longest: int) -> RaggedIds | None:
+    """Of [B, T], what each token was drawn from; None where the engine did not tell it of every token."""
+    if not rows or any(segment.candidates is None for row in rows for _, segment, _ in row.model_segments):
+        return None
+    counts = torch.zeros(len(rows), longest, dtype=torch.int32)
+    ids = []
+    for number, row in enumerate(rows):
+        for start, segment, size in row.model_segments:
+            if segment.candidates is not None:
+                part = segment.candidates.counts[:size]
+                counts[number, start : start + size] = part
+                ids.append(segment.candidates.ids[: int(part.sum())])
+    return RaggedIds(counts=counts, ids=torch.cat(ids))
+
+
+def _token_rewards(rows: Sequence[_Row], longest: int) -> Tensor | None:
+    """[B, T] of environments; None where they gave nothing."""
+    if not any(row.trajectory.token_rewards for row in rows):
+        return None
+    rewards = torch.zeros(len(rows), longest)
+    for number, row in enumerate(rows):
+        for place, reward in row.trajectory.token_rewards:
+            rewards[number, min(place, row.length - 1)] += reward
+    return rewards
+
+
+def _reward_parts(rows: Sequence[_Row]) -> Tensor | None:
     """[B, K, 2] value and weight of each part that enters the sum."""
-    names = [name for name in rewarded.part_weights if rewarded.part_weights[name] and name in rewarded.reward_parts]
+    items = [row.trajectory for row in rows]
+    names = dict.fromkeys(name for item in items for name, weight in item.part_weights.items() if weight)
     if not names:
         return None
-    parts = [
-        [(_or_nan(rewarded.reward_parts[name][group][index]), rewarded.part_weights[name]) for name in names]
-        for group, index in trained_completions(rewarded, max_row_tokens)
-    ]
-    return torch.tensor(parts, dtype=torch.float32).view(len(parts), len(names), 2)
+    parts = [[(_or_nan(item.reward_parts.get(n)), item.part_weights.get(n, 0.0)) for n in names] for item in items]
+    return torch.tensor(parts, dtype=torch.float32)
+
+
+def _baseline_rewards(rows: Sequence[_Row]) -> Tensor | None:
+    """[B] of extra rollouts; None where there were none."""
+    found = [row.trajectory.baseline_reward for row in rows]
+    if all(reward is None for reward in found):
+        return None
+    return torch.tensor([_or_nan(reward) for reward in found], dtype=torch.float32)
 
 
 def _or_nan(value: float | None) -> float:
@@ -108,20 +176,19 @@ def to_training_batches(
     if credited.rows == 0:
         return
     for epoch in range(epochs):
-        for index in _split(credited, algorithm.row_unit, updates, f"{seed}/{step}/{epoch}"):
+        for index in _split(credited.rows, unit_ids(credited, algorithm.row_unit), updates, f"{seed}/{step}/{epoch}"):
             part = select_rows(credited, index)
-            by_group = (part.group_ids,) if algorithm.row_unit == "group" else ()
-            yield TrainingBatch(**vars(part), loss_weights=algorithm.weights(part.loss_mask, *by_group))
+            yield TrainingBatch(**vars(part), loss_weights=algorithm.loss_weights(part.loss_mask, part.group_ids))
 
 
-def _split(rows: RowBatch, unit: str, parts: int, key: str) -> list[Tensor]:
+def _split(rows: int, ids: Tensor | None, parts: int, key: str) -> list[Tensor]:
     if parts == 1:
-        return [torch.arange(rows.rows)]
+        return [torch.arange(rows)]
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()))
-    if unit == "row":
-        shuffled = torch.randperm(rows.rows, generator=generator)
+    if ids is None:
+        shuffled = torch.randperm(rows, generator=generator)
         return [part for part in shuffled.tensor_split(parts) if len(part)]
-    units = rows.group_ids.unique()
+    units = torch.unique(ids)
     shuffled = units[torch.randperm(len(units), generator=generator)]
-    chosen = [torch.isin(rows.group_ids, part).nonzero()[:, 0] for part in shuffled.tensor_split(parts)]
+    chosen = [torch.isin(ids, part).nonzero()[:, 0] for part in shuffled.tensor_split(parts)]
     return [part for part in chosen if len(part)]

@@ -1,21 +1,26 @@
-"""Rows of a file or a generator become samples; every problem is named with its file and line."""
+"""Rows of files or a generator become samples; every problem is named with its file and line."""
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from atomrl.data.files import RawRow, read_rows
 from atomrl.data.generators import generate, is_generator, nearest_generator
 from atomrl.data.problems import DataError, problem_list
-from atomrl.stages import Message, Sample
+from atomrl.types import Message, Sample
 
 if TYPE_CHECKING:
     from atomrl.config import DataConfig
 
+log = logging.getLogger(__name__)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 RESERVED = ("prompts", "completions")
 
@@ -25,93 +30,133 @@ class LoadReport:
     """What was loaded, and what was not."""
 
     source: str
-    """The file or the generator."""
+    """The file or files, or the generator."""
     samples: list[Sample]
-    skipped: int = 0
-    """Rows with a problem, where `on_bad_row` is `skip`."""
     problems: list[str] = field(default_factory=list)
-    """One line for each skipped row: place and reason."""
+    """One line for each row that was skipped (`on_bad_row` is `skip`): place and reason."""
 
 
-Convert = Callable[[Iterable[RawRow]], tuple[list[Sample], list[str]]]
-"""Rows -> samples, and a line for every row that is none."""
+PromptContent = str | tuple[Message, ...]
+"""Text, or messages."""
+Convert = Callable[[str, Mapping[str, Any]], Sample]
+"""(place, row) -> a sample; DataError, without the place, says what is wrong with the row."""
 
 
 def load_samples(
-    config: DataConfig, split: Literal["train", "eval"] = "train", seed: int = 0, convert: Convert | None = None
+    config: DataConfig,
+    split: Literal["train", "eval"] = "train",
+    seed: int = 0,
+    convert: Convert | None = None,
+    find: Callable[[str], object] | None = None,
 ) -> LoadReport:
     """The problems of one split.
 
-    Of a file, `train_size` or `eval_size` keeps the first rows (the whole file is checked all the same); of a
-    generator it is the number of problems to draw, and required. Every sample has every column of the data set,
-    None where its row had not.
+    Of a file, `train_size` or `eval_size` keeps the first rows (the whole file is checked all the same; one that has
+    fewer is taken whole, with a warning); of a generator it is the number of problems to draw, and required. Every
+    sample has every column of the data set, None where its row had not.
 
     Args:
+        config: names sources and fields.
+        split: which of the two.
         seed: decides what a generator draws; files do not depend on it.
-        convert: how rows become samples; None is `to_samples`.
+        convert: how a row of a file becomes a sample; None is `problem_reader`.
+        find: what a generator must have beside problems, as a function that raises where it has not.
 
     Returns:
         The samples, in the order of the file. No samples where `split` is `eval` and `config.eval` is None.
 
     Raises:
-        DataError: the file is absent or empty, a size cannot be met, or rows have problems (all of them are listed,
-            up to 20, with file and line) and `on_bad_row` is `error`.
+        DataError: a file is absent or empty, a generator has fewer problems, or rows have problems (all of them are
+            listed, up to 20, with file and line) and `on_bad_row` is `error`.
     """
+    source: str | list[str] | None
     source, size = (config.train, config.train_size) if split == "train" else (config.eval, config.eval_size)
     if source is None:
         return LoadReport(source="none", samples=[])
-    rows = _generated(config, source, size, split, seed) if is_generator(source) else read_source(source)
-    samples, problems = convert(rows) if convert else to_samples(rows, config, generated=is_generator(source))
+    name = source if isinstance(source, str) else ", ".join(source)
+    if is_generator(source):
+        if find:
+            find(source)
+        rows, convert = _generated(config, source, size, split, seed), _generated_problem
+    else:
+        rows = read_source(source)
+    samples, problems = to_samples(rows, convert or problem_reader(config))
     if problems and config.on_bad_row == "error":
         raise DataError(
-            f"{source}: {len(problems)} rows have problems (data.on_bad_row=skip leaves them out):\n"
+            f"{name}: {len(problems)} rows have problems (data.on_bad_row=skip leaves them out):\n"
             + problem_list(problems)
         )
     if not samples:
-        raise DataError(f"{source} holds no usable row" + (":\n" + problem_list(problems) if problems else ""))
+        raise DataError(f"{name} holds no usable row" + (":\n" + problem_list(problems) if problems else ""))
     if size is not None and len(samples) < size:
-        raise DataError(f"data.{split}_size={size}, but {source} holds {len(samples)} usable rows")
-    return LoadReport(source=source, samples=samples[:size], skipped=len(problems), problems=problems)
+        log.warning("data.%s_size=%d, but %s holds %d usable rows: all are taken", split, size, name, len(samples))
+    return LoadReport(source=name, samples=samples[:size], problems=problems)
 
 
-def collate(samples: list[Sample]) -> list[Sample]:
-    """The collate function of a data loader: it changes nothing."""
-    return samples
+def read_source(source: str | list[str]) -> Iterable[RawRow]:
+    """The rows of a file, or of several one after the other.
+
+    Raises:
+        DataError: one cannot be read; one that is absent and looks like a generator's name is answered with the
+            nearest.
+    """
+    paths = [source] if isinstance(source, str) else source
+    if not paths or len(set(paths)) < len(paths):
+        raise DataError(f"a list of data files must name one at least, and each once; got {paths}")
+    names = [Path(path).name for path in paths]
+    rows = [_file_rows(path, names.count(name) > 1) for path, name in zip(paths, names, strict=True)]
+    return chain.from_iterable(rows)
 
 
-def read_source(source: str) -> Iterable[RawRow]:
-    """The rows of a file; an absent one that looks like a generator's name is answered with the nearest."""
-    if "." not in source and "/" not in source:
-        near = nearest_generator(source)
+def _file_rows(path: str, whole_path: bool) -> Iterable[RawRow]:
+    """`whole_path`: rows are named by it, where another file has the same name."""
+    if is_generator(path):
+        raise DataError(f"{path!r} is a generator; a list of sources takes files (atomrl data make writes one)")
+    if "." not in path and "/" not in path and not Path(path).exists():
+        near = nearest_generator(path)
         hint = f"; did you mean {near!r}?" if near else ""
-        raise DataError(f"{source!r} is neither a data file (.jsonl, .parquet) nor a generator{hint}")
-    return read_rows(source)
+        raise DataError(f"{path!r} is neither a data file (.jsonl, .json, .csv, .parquet) nor a generator{hint}")
+    rows = read_rows(path)
+    if not whole_path:
+        return rows
+    folder = path.removesuffix(Path(path).name)
+    return (replace(raw, place=folder + raw.place) for raw in rows)
 
 
-def _generated(config: DataConfig, source: str, size: int | None, split: str, seed: int) -> Iterable[RawRow]:
+def _generated(
+    config: DataConfig, source: str, size: int | None, split: Literal["train", "eval"], seed: int
+) -> Iterable[RawRow]:
     if size is None:
         raise DataError(f"data.{split}_size is required: how many problems to draw from {source}")
     rows = generate(source, size, seed=seed, split=split, **config.generator_args)
     return [RawRow(f"{source}:{split}:{index}", row) for index, row in enumerate(rows, start=1)]
 
 
-def to_samples(rows: Iterable[RawRow], config: DataConfig, generated: bool = False) -> tuple[list[Sample], list[str]]:
+def to_samples(rows: Iterable[RawRow], convert: Convert) -> tuple[list[Sample], list[str]]:
     """Samples, and a line for every row that is none."""
-    fields = _Fields("prompt", "ground_truth", "data_source", None) if generated else _Fields.of(config)
     samples: list[Sample] = []
     problems: list[str] = []
     for raw in rows:
-        if raw.row is None:
-            problems.append(f"{raw.place}: {raw.problem}")
-            continue
         try:
-            samples.append(_sample(raw.place, raw.row, fields))
+            if raw.row is None:
+                raise DataError(raw.problem)
+            samples.append(convert(raw.place, raw.row))
         except DataError as error:
             problems.append(f"{raw.place}: {error}")
     names = dict.fromkeys(name for sample in samples for name in sample.columns)
     if any(len(sample.columns) < len(names) for sample in samples):
         samples = [replace(sample, columns={name: sample.columns.get(name) for name in names}) for sample in samples]
     return samples, problems
+
+
+def answer_reader(column: str, read: Callable[[Mapping[str, Any]], tuple[PromptContent, object]]) -> Convert:
+    """Reads a row as a prompt and what follows it, which the sample has in `column`."""
+
+    def convert(place: str, row: Mapping[str, Any]) -> Sample:
+        prompt, answers = read(row)
+        return Sample(sample_id=place, prompt=prompt, ground_truth=None, columns={column: answers})
+
+    return convert
 
 
 @dataclass(frozen=True)
@@ -121,12 +166,18 @@ class _Fields:
     data_source: str
     pattern: re.Pattern[str] | None
 
-    @classmethod
-    def of(cls, config: DataConfig) -> _Fields:
-        pattern = _pattern(config.answer_pattern)
-        if pattern is not None and config.answer_field is None:
-            raise DataError("data.answer_pattern needs data.answer_field, the field in which it looks")
-        return cls(config.prompt_field, config.answer_field, config.data_source_field, pattern)
+
+def problem_reader(config: DataConfig) -> Convert:
+    """Reads a row as a problem with the fields that a config names.
+
+    Raises:
+        DataError: the pattern is no regular expression with a group, or has no field to look in.
+    """
+    pattern = _pattern(config.answer_pattern)
+    if pattern is not None and config.answer_field is None:
+        raise DataError("data.answer_pattern needs data.answer_field, the field in which it looks")
+    fields = _Fields(config.prompt_field, config.answer_field, config.data_source_field, pattern)
+    return partial(_problem, fields=fields)
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:
@@ -141,15 +192,15 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
     return pattern
 
 
-def _sample(place: str, row: Mapping[str, Any], fields: _Fields) -> Sample:
+def _problem(place: str, row: Mapping[str, Any], fields: _Fields) -> Sample:
     prompt = check_prompt(_lookup(row, fields.prompt))
     answer = None if fields.answer is None else _lookup(row, fields.answer)
     blank = answer is None or (isinstance(answer, str) and not answer.strip())
     if fields.answer is not None and (blank or (isinstance(answer, float) and not math.isfinite(answer))):
         raise DataError(f"field {fields.answer!r} is empty" if blank else f"field {fields.answer!r} is {answer}")
     used = {fields.prompt, fields.data_source}
-    if fields.pattern is None or fields.answer == "ground_truth":
-        used.add(fields.answer)  # with a pattern the whole answer stays as a column, if its name is free
+    if fields.answer in ("ground_truth", *RESERVED):  # any other stays a column too, for rewards that ask for it
+        used.add(fields.answer)
     if fields.pattern is not None:
         answer = _extract(answer, fields)
     source = _lookup(row, fields.data_source, "default")
@@ -164,6 +215,7 @@ def _sample(place: str, row: Mapping[str, Any], fields: _Fields) -> Sample:
     return Sample(sample_id=place, prompt=prompt, ground_truth=answer, data_source=source, columns=columns)
 
 
+_generated_problem = partial(_problem, fields=_Fields("prompt", "ground_truth", "data_source", None))
 _REQUIRED = object()
 
 
@@ -191,7 +243,7 @@ def _extract(answer: Any, fields: _Fields) -> str:
     return match.group(1).strip()
 
 
-def check_prompt(prompt: Any) -> str | tuple[Message, ...]:
+def check_prompt(prompt: Any) -> PromptContent:
     """Text, or messages as a tuple.
 
     Raises:
@@ -205,6 +257,15 @@ def check_prompt(prompt: Any) -> str | tuple[Message, ...]:
         if not prompt.strip():
             raise DataError("the prompt is empty")
         return prompt
+    return check_messages(prompt)
+
+
+def check_messages(prompt: Any) -> tuple[Message, ...]:
+    """Messages as a tuple.
+
+    Raises:
+        DataError: they are no messages, or all empty.
+    """
     if not isinstance(prompt, list):
         raise DataError(f"the prompt must be text or a list of messages, not {type(prompt).__name__}")
     if not prompt:
@@ -220,3 +281,9 @@ def check_prompt(prompt: Any) -> str | tuple[Message, ...]:
     if not any(message["content"].strip() for message in prompt):
         raise DataError("the prompt's messages are all empty")
     return tuple(prompt)
+
+
+def as_content(messages: tuple[Message, ...]) -> PromptContent:
+    """The beginning of a conversation as a prompt: text where it is one message of the user, which needs no chat
+    template."""
+    return messages[0]["content"] if len(messages) == 1 and messages[0]["role"] == "user" else messages

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from atomrl.data.problems import DataError
-from atomrl.stages import Sample
+from atomrl.types import Sample
 
 
 class PromptStream:

@@ -14,6 +14,7 @@ import math
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,7 +89,8 @@ def prepare_tokens(
     aside.mkdir(parents=True)
     try:
         splits = _write_splits(paths, tokenizer, dtype, aside, round(sum(sizes.values()) * (1 - val_fraction)))
-        meta = TokenMeta(name, len(tokenizer), dtype, {Path(k).name: v for k, v in sizes.items()}, **splits)
+        names = {Path(path).name: size for path, size in sizes.items()}
+        meta = TokenMeta(name, len(tokenizer), dtype, names, train=splits["train"], val=splits["val"])
         tokenizer.save_pretrained(aside / TOKENIZER)
         (aside / META).write_text(json.dumps(asdict(meta), indent=1) + "\n", encoding="utf-8")
         if out.exists():
@@ -107,7 +109,7 @@ def _write_splits(
     done = 0
     for path in paths:
         pieces = _pieces(path, train_bytes - done)
-        for batch in _batched(pieces, CHUNKS_AT_ONCE):
+        while batch := list(islice(pieces, CHUNKS_AT_ONCE)):
             encoded = tokenizer([text for _, text in batch], add_special_tokens=False, verbose=False)["input_ids"]
             for (split, text), ids in zip(batch, encoded, strict=True):
                 writers[split].write(ids, text)
@@ -135,17 +137,6 @@ def _pieces(path: str | Path, train_bytes: int) -> Iterator[tuple[str, str]]:
                 if text:
                     yield split, text
         train_bytes -= size
-
-
-def _batched(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    batch: list[Any] = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 class _Writer:
@@ -190,7 +181,7 @@ class TokenFolder:
             if tree.get("format") != FORMAT:
                 raise DataError(f"{self.path / META} has format {tree.get('format')}, not {FORMAT}; prepare it again")
             splits = {name: SplitMeta(**tree.pop(name)) for name in ("train", "val")}
-            self.meta = TokenMeta(**tree, **splits)
+            self.meta = TokenMeta(**tree, train=splits["train"], val=splits["val"])
             item = np.dtype(self.meta.dtype).newbyteorder("<")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, DataError):

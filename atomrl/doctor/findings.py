@@ -9,7 +9,7 @@ from typing import Literal
 
 Row = Mapping[str, float | None]
 """A line of `metrics.jsonl`: "step" and metrics by name."""
-Rows = Sequence[Row]
+MetricRows = Sequence[Row]
 Severity = Literal["error", "warning"]
 
 
@@ -41,7 +41,7 @@ class Finding:
         return f"doctor (step {self.step}, {self.severity}): {self.what}\n  Try: {self.advice} More: {self.page}"
 
 
-def column(rows: Rows, name: str) -> list[float]:
+def column(rows: MetricRows, name: str) -> list[float]:
     """The values of a metric in the rows that have it.
 
     Example:
@@ -51,7 +51,7 @@ def column(rows: Rows, name: str) -> list[float]:
     return [value for row in rows if (value := row.get(name)) is not None]
 
 
-def recent(rows: Rows, name: str, steps: int) -> list[float]:
+def recent(rows: MetricRows, name: str, steps: int) -> list[float]:
     """A metric in the last `steps` rows; empty where there are fewer rows, or one of them lacks it.
 
     Example:
@@ -76,13 +76,13 @@ class Shift:
     def change(self) -> float:
         return self.late - self.early
 
-    def beyond_noise(self, sigmas: float = 4.0) -> bool:
+    def beyond_noise(self) -> bool:
         """Whether the change is larger than chance makes it. Four standard errors, as the question is asked anew at
         each of hundreds of steps."""
-        return abs(self.change) > sigmas * self.error
+        return abs(self.change) > 4 * self.error
 
 
-def shift(rows: Rows, name: str, steps: int = 5) -> Shift | None:
+def shift(rows: MetricRows, name: str, steps: int = 5) -> Shift | None:
     """The mean over the first and over the last `steps` rows; None where there are fewer than twice as many.
 
     Example:

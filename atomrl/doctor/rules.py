@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from atomrl.doctor.findings import Row, Rows, Severity, column, recent, shift
+from atomrl.doctor.findings import MetricRows, Row, Severity, column, recent, shift
 
 Verdict = tuple[str, str] | None
 
@@ -22,18 +22,15 @@ class Rule:
 
     id: str
     severity: Severity
-    holds: Callable[[Rows], Verdict]
+    holds: Callable[[MetricRows], Verdict]
     explained_by: frozenset[str] = frozenset()
     """Findings of which this one is a mere consequence: it is not named beside them."""
 
 
-SKIPPED_UPDATES = 1
-
-
-def skipped_updates(rows: Rows) -> Verdict:
+def skipped_updates(rows: MetricRows) -> Verdict:
     """An update was left out because its gradient was not finite."""
     skipped = sum(column(rows, "actor/skipped_updates"))
-    if skipped < SKIPPED_UPDATES:
+    if not skipped:
         return None
     return (
         f"{skipped:.0f} update(s) were left out because the gradient was NaN or infinite.",
@@ -44,7 +41,7 @@ def skipped_updates(rows: Rows) -> Verdict:
 MISSING_SHARE = 0.01
 
 
-def reward_failures(rows: Rows) -> Verdict:
+def reward_failures(rows: MetricRows) -> Verdict:
     """Completions got no reward at all: they are left out, and the batch is smaller than it looks."""
     share = recent(rows, "reward/missing_ratio", 1)
     if not share or share[0] < MISSING_SHARE:
@@ -66,7 +63,7 @@ COLLAPSE_STEPS, COLLAPSE_SHARE, MIN_SCORE_RANGE = 3, 0.5, 0.05
 MAX_KL, MAX_CLIPPED, CLIPPED_AT_KL = 0.2, 0.5, 0.02
 
 
-def learning_rate_too_high(rows: Rows) -> Verdict:
+def learning_rate_too_high(rows: MetricRows) -> Verdict:
     """The updates are too large: the reward fell by half or more and the policy changed its nature with it, or one
     step moves the policy further than the clipped objective is meant for.
 
@@ -96,7 +93,7 @@ def learning_rate_too_high(rows: Rows) -> Verdict:
     return what, advice
 
 
-def _changes(before: Row, rows: Rows) -> list[str]:
+def _changes(before: Row, rows: MetricRows) -> list[str]:
     """What else is different from the row `before`, in words."""
     found = []
     for name, words, factor in (("actor/entropy", "entropy", 3.0), ("actor/grad_norm", "gradient norm", 5.0)):
@@ -117,7 +114,7 @@ def _changes(before: Row, rows: Rows) -> list[str]:
 STOP_STEPS, NEVER_STOPS, RAN_ON = 3, 0.9, 0.5
 
 
-def missing_stop_token(rows: Rows) -> Verdict:
+def missing_stop_token(rows: MetricRows) -> Verdict:
     """Nearly all completions run to the limit although they had come to an end before it: an answer was closed, or an
     end-of-sequence token written, and sampling went on."""
     cut = recent(rows, "response_length/clip_ratio", STOP_STEPS)
@@ -135,7 +132,7 @@ def missing_stop_token(rows: Rows) -> Verdict:
 LIMIT_STEPS, LIMIT_SHARE = 5, 0.15
 
 
-def length_limit(rows: Rows) -> Verdict:
+def length_limit(rows: MetricRows) -> Verdict:
     """Many completions are cut at the limit: what they would have earned is never seen (DAPO, arXiv:2503.14476,
     section 3.4, on the noise that this puts into rewards)."""
     cut = recent(rows, "response_length/clip_ratio", LIMIT_STEPS)
@@ -150,10 +147,40 @@ def length_limit(rows: Rows) -> Verdict:
     )
 
 
+IDLE_STEPS = 3
+
+
+def no_updates(rows: MetricRows) -> Verdict:
+    """Steps without an update, or with advantages that are all 0 although the rewards differ: no weight changes."""
+    accepted, updates = recent(rows, "rollout/groups_accepted", IDLE_STEPS), recent(rows, "train/rows", IDLE_STEPS)
+    if accepted and not any(accepted):
+        return (
+            f"No group was accepted in the last {IDLE_STEPS} steps, so there was no update: all completions of a group "
+            "earn the same.",
+            "harder problems where train/accuracy is near 1, easier ones where it is near 0 (data.train).",
+        )
+    if updates and not any(updates):
+        return (
+            f"There was no update in the last {IDLE_STEPS} steps: no completion became a row.",
+            "a larger train.max_row_tokens; look into rollouts/ for completions without a reward or without a token.",
+        )
+    low, high = recent(rows, "critic/advantages/min", IDLE_STEPS), recent(rows, "critic/advantages/max", IDLE_STEPS)
+    varied = [row.get("critic/score/min") != row.get("critic/score/max") for row in rows[-IDLE_STEPS:]]
+    if not low or not high or any(low + high) or not all(varied) or column(rows, "by_group/frac_mixed"):
+        return None
+    if any(recent(rows, "actor/grad_norm", IDLE_STEPS)):  # distillation learns without advantages
+        return None
+    return (
+        f"Every advantage of the last {IDLE_STEPS} steps is 0, although the rewards differ: nothing is learned.",
+        "rollout.completions_per_prompt of at least 2 (the mean of a group of one is its own reward), or an "
+        "algorithm.advantage that does not compare within groups.",
+    )
+
+
 CONSTANT_STEPS = 5
 
 
-def constant_reward(rows: Rows) -> Verdict:
+def constant_reward(rows: MetricRows) -> Verdict:
     """All completions of several steps have one and the same reward: all advantages are 0, nothing is learned."""
     low = recent(rows, "critic/score/min", CONSTANT_STEPS)
     high = recent(rows, "critic/score/max", CONSTANT_STEPS)
@@ -171,10 +198,10 @@ def constant_reward(rows: Rows) -> Verdict:
     )
 
 
-GROUP_STEPS = 5
+GROUP_STEPS, IDENTICAL = 5, 0.9
 
 
-def no_mixed_groups(rows: Rows) -> Verdict:
+def no_mixed_groups(rows: MetricRows) -> Verdict:
     """No group has completions with different rewards: group-relative advantages are all 0 (DAPO, arXiv:2503.14476,
     section 3.2)."""
     mixed = recent(rows, "by_group/frac_mixed", GROUP_STEPS)
@@ -183,6 +210,8 @@ def no_mixed_groups(rows: Rows) -> Verdict:
         return None
     share = statistics.fmean(bad)
     what = f"In the last {GROUP_STEPS} steps no group had completions with different rewards ({share:.0%} all bad)"
+    if min(recent(rows, "by_group/frac_identical", GROUP_STEPS) or [0.0]) > IDENTICAL:
+        return f"{what}: the completions of a group are the same text.", "rollout.temperature=1 (0 takes no chances)."
     many = "a larger rollout.completions_per_prompt and rollout.temperature"
     if share > 0.5:
         return f"{what}: the problems are too hard.", f"easier problems, a better start (`atomrl sft`), {many}."
@@ -192,17 +221,15 @@ def no_mixed_groups(rows: Rows) -> Verdict:
 PART_STEPS = 10
 
 
-def dead_reward_part(rows: Rows) -> Verdict:
+def dead_reward_part(rows: MetricRows) -> Verdict:
     """One of several reward functions has given 0 to everything for long, which the total hides. (Of a function with
     "penalty" in its name, 0 is the best value.)"""
-    parts = [
-        name for name in rows[-1] if name.startswith("reward/") and name.endswith("/mean") and "penalty" not in name
-    ]
+    names = [name for name in rows[-1] if name.startswith("reward/") and name.endswith("/mean")]
+    parts = {name.removeprefix("reward/").removesuffix("/mean"): name for name in names if "penalty" not in name}
     if len(parts) < 2:
         return None
-    dead = [
-        name.split("/")[1] for name in parts if (values := recent(rows, name, PART_STEPS)) and not any(values)
-    ]  # fmt: skip
+    given = {part: recent(rows, name, PART_STEPS) for part, name in parts.items()}
+    dead = [part for part, values in given.items() if values and not any(values)]
     if not dead:
         return None
     return (
@@ -217,7 +244,7 @@ EQUALLY_CORRECT, LENGTH_ALONE, LENGTH_STEPS, LONGER = 0.9, 0.99, 5, 1.25
 LENGTH_HALF, LENGTH_MOST = 0.5, 0.9
 
 
-def pays_for_length(rows: Rows) -> Verdict:
+def pays_for_length(rows: MetricRows) -> Verdict:
     """Among completions of a group that are equally correct the longer earn more; or length alone decides the reward;
     or both rise together while accuracy does not (on length and reward: Dr. GRPO, arXiv:2503.20783)."""
     advice = "the reward without its dependence on length (reward.functions); compare reward/NAME/mean by part."
@@ -254,7 +281,7 @@ def pays_for_length(rows: Rows) -> Verdict:
 ACCURACY_DROP = 0.05
 
 
-def reward_without_accuracy(rows: Rows) -> Verdict:
+def reward_without_accuracy(rows: MetricRows) -> Verdict:
     """The reward rises while accuracy (the first reward function's) falls: what is paid is not what is wanted
     (reward hacking; Gao et al., arXiv:2210.10760)."""
     score, accuracy = shift(rows, "critic/score/mean"), shift(rows, "train/accuracy")
@@ -272,7 +299,7 @@ def reward_without_accuracy(rows: Rows) -> Verdict:
 STALE_FACTOR, STALE_GAP, GAP_STEPS = 8.0, 1e-4, 3
 
 
-def stale_weights(rows: Rows) -> Verdict:
+def stale_weights(rows: MetricRows) -> Verdict:
     """The gap between the engine's and the trainer's probabilities was small at the first step, when both had the same
     weights, and has grown many times since: the engine does not get the new ones.
 
@@ -287,14 +314,14 @@ def stale_weights(rows: Rows) -> Verdict:
         f"The engine's weights are stale: its probabilities were within {first[0]:.1e} of the trainer's at first and "
         f"are {now[-1]:.1e} away now.",
         "another rollout.engine (`hf` is the reference), to see whether it is the engine: weights must reach it after "
-        "every step. An engine of your own: does its load_weights copy all tensors?",
+        "every step. An engine of your own: does its update_weights copy all tensors?",
     )
 
 
 LARGE_GAP = 0.03
 
 
-def rollout_gap(rows: Rows) -> Verdict:
+def rollout_gap(rows: MetricRows) -> Verdict:
     """Engine and trainer give clearly different probabilities to the same tokens, so the gradient is off-policy.
 
     Healthy: 1e-6 in float32, about 0.01 in bfloat16 with another engine (vllm-project/vime#64, huggingface/trl#5312).
@@ -312,7 +339,7 @@ _GAP = "training/rollout_probs_diff_mean"
 ENTROPY_SHARE, ENTROPY_STEPS, SOLVED, MIXED = 0.1, 5, 0.85, 0.5
 
 
-def entropy_collapse(rows: Rows) -> Verdict:
+def entropy_collapse(rows: MetricRows) -> Verdict:
     """Entropy has fallen to a tenth of the start's while much is still wrong and most groups are all alike: the policy
     repeats itself and no longer explores (arXiv:2505.22617 finds that reward stops rising where entropy is used up)."""
     start, now = column(rows[:3], "actor/entropy"), recent(rows, "actor/entropy", ENTROPY_STEPS)
@@ -334,13 +361,11 @@ def entropy_collapse(rows: Rows) -> Verdict:
 SPIKE, SPIKE_STEPS = 10.0, 10
 
 
-def gradient_spikes(rows: Rows) -> Verdict:
+def gradient_spikes(rows: MetricRows) -> Verdict:
     """A gradient norm ten times the usual one, and three times the largest of the first steps. One is clipped; several
     undo learning."""
-    now, before = (
-        recent(rows, "actor/grad_norm", 1),
-        [norm for norm in column(rows[:-1], "actor/grad_norm") if norm > 0],
-    )
+    now = recent(rows, "actor/grad_norm", 1)
+    before = [norm for norm in column(rows[:-1], "actor/grad_norm") if norm > 0]
     if not now or len(before) < SPIKE_STEPS:
         return None
     usual = statistics.median(before[-SPIKE_STEPS:])
@@ -352,7 +377,7 @@ def gradient_spikes(rows: Rows) -> Verdict:
     )
 
 
-NO_SIGNAL = frozenset({"missing_stop_token", "length_limit", "learning_rate_too_high", "constant_reward"})
+NO_SIGNAL = frozenset({"no_updates", "missing_stop_token", "length_limit", "learning_rate_too_high", "constant_reward"})
 """What leaves all completions without reward."""
 
 RULES = (
@@ -365,6 +390,7 @@ RULES = (
     Rule("length_limit", "warning", length_limit, frozenset({"missing_stop_token", "learning_rate_too_high"})),
     Rule("pays_for_length", "error", pays_for_length),
     Rule("reward_without_accuracy", "error", reward_without_accuracy, frozenset({"pays_for_length"})),
+    Rule("no_updates", "error", no_updates, NO_SIGNAL),
     Rule("constant_reward", "error", constant_reward, NO_SIGNAL),
     Rule("no_mixed_groups", "warning", no_mixed_groups, NO_SIGNAL),
     Rule("dead_reward_part", "warning", dead_reward_part, NO_SIGNAL),

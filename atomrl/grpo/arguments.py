@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from atomrl.config import ConfigError, merge_trees, nest
+from atomrl.config.names import FOREIGN
 
 TABLE = {
     "lr": "train.learning_rate",
@@ -20,23 +22,35 @@ TABLE = {
     "max_generate_length": "rollout.max_completion_tokens",
     "beta": "algorithm.kl.coefficient",
     "num_iterations": "train.epochs_per_step",
+    "temperature": "rollout.temperature",
+    "seed": "seed",
 }
 """Arguments that move into the config as they are. `to_tree` and the trainer see to the others."""
 
+OTHERS = {
+    **{key: name for name, key in TABLE.items()},
+    "algorithm.clip.low": "clip_eps",
+    "algorithm.loss_agg.type": "loss_type",
+    "model.lora.rank": "GRPOTrainer(peft_config=...)",
+    "rollout.prompts_per_step": "batch_size (prompts; TRL counts completions)",
+    "train.rows_per_micro_batch": "batch_size (prompts; TRL counts completions)",
+    "train.steps": "max_steps",
+    "train.total_epochs": "epoch",
+}
+"""What each key of a config is here: with `FOREIGN`, the answer to another library's name for it."""
+
 ELSEWHERE = {
     "learning_rate": "lr",
-    "num_train_epochs": "epoch",
-    "epochs": "epoch",
-    "max_completion_length": "max_generate_length",
-    "max_new_tokens": "max_generate_length",
-    "per_device_train_batch_size": "batch_size",
-    "epsilon": "clip_eps",
-    "clip_epsilon": "clip_eps",
-    "kl_coef": "beta",
-    "group_size": "num_generations",
+    "max_length": "max_generate_length",
+    "use_peft": "GRPOTrainer(peft_config=...)",
+    "scale_reward": "scale_rewards",
+    "norm_adv_by_std_in_grpo": "scale_rewards",
     "mu": "num_iterations",
 }
-"""What other libraries call them: the answer to an unknown name."""
+"""Names of other libraries that a config has no key for."""
+
+LOSS_TYPES = {"dapo": "token_mean", "bnpo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant_length"}
+"""TRL's names of loss aggregations. `bnpo` is a mean over a micro-batch there; no loss here depends on their size."""
 
 
 class GRPOArgs(BaseModel):
@@ -88,6 +102,17 @@ class GRPOArgs(BaseModel):
     """Optimizer steps on the same completions."""
     batch_size: int = Field(1, ge=1)
     """Prompts in a forward pass, with all their completions."""
+    temperature: float = Field(1.0, gt=0)
+    """Of sampling, and of the log-probs that are trained."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Of sampling and of the order of the problems."""
+    max_steps: int = -1
+    """Optimizer steps on new completions, in place of `epoch`; -1 leaves it to `epoch`."""
+    loss_type: Literal["dapo", "bnpo", "grpo", "dr_grpo"] = "dapo"
+    """What the loss is a mean of: `dapo` and `bnpo` over all tokens, `grpo` over completions and their tokens,
+    `dr_grpo` over completions, their sums divided by `max_generate_length`."""
+    scale_rewards: bool = True
+    """Whether advantages are divided by the standard deviation of the group; Dr. GRPO does not."""
 
     def __init__(self, **values: Any) -> None:
         for name in values:
@@ -117,18 +142,17 @@ class GRPOArgs(BaseModel):
             {'low': 0.3, 'high': 0.3}
         """
         rows = self.batch_size * self.num_generations
-        tree: dict[str, Any] = {
-            "rollout": {"prompts_per_step": self.prompts_per_step},
-            "algorithm": {"name": "grpo", "clip": {"low": self.clip_eps, "high": self.clip_eps}},
+        values = {key: getattr(self, name) for name, key in TABLE.items()} | {
+            "rollout.prompts_per_step": self.prompts_per_step,
+            "algorithm.name": "grpo",
+            "algorithm.clip": {"low": self.clip_eps, "high": self.clip_eps},
+            "algorithm.loss_agg.type": LOSS_TYPES[self.loss_type],
+            "algorithm.advantage.type": "grpo" if self.scale_rewards else "grpo_no_std",
             # Rows alone limit a forward pass: there is no argument that limits its tokens.
-            "train": {
-                "rows_per_micro_batch": rows,
-                "tokens_per_micro_batch": rows * (self.max_prompt_length + self.max_generate_length),
-            },
+            "train.rows_per_micro_batch": rows,
+            "train.tokens_per_micro_batch": rows * (self.max_prompt_length + self.max_generate_length),
         }
-        for name, key in TABLE.items():
-            tree = merge_trees(tree, nest(key, getattr(self, name)))
-        return tree
+        return functools.reduce(merge_trees, (nest(key, value) for key, value in values.items()))
 
 
 def name_arguments(message: str) -> str:
@@ -140,7 +164,9 @@ def name_arguments(message: str) -> str:
     """
     for name, key in TABLE.items():
         section, _, leaf = key.rpartition(".")
-        prefix = rf"(?:{re.escape(section)}\.)" + ("" if leaf in ("coefficient", "device") else "?")
+        if name == leaf and not section:
+            continue
+        prefix = rf"(?:{re.escape(section)}\.)" + ("" if leaf in ("coefficient", "device", "temperature") else "?")
         message = re.sub(rf"(?<![\w.]){prefix}{leaf}\b", name, message)
     return message
 
@@ -148,7 +174,8 @@ def name_arguments(message: str) -> str:
 def _check_name(name: str) -> None:
     known = list(GRPOArgs.model_fields)
     if name not in known:
-        near = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        meant = ELSEWHERE.get(name) or OTHERS.get(FOREIGN.get(name, ("", ""))[0])
+        near = [meant] if meant else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
         raise AttributeError(f"GRPOArgs has no argument {name!r}; {hint}")
 

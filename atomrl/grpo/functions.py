@@ -7,27 +7,31 @@ row. A tensor `[B, T]` is indexed by the token itself: `logprobs[b, t] = log p(t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from atomrl.assembly import build_engine, device_name
-from atomrl.atoms.advantages import group_mean_baseline, per_token
+from atomrl.atoms.advantages import group_mean_baseline, group_zscore, per_token, raw_reward
+from atomrl.atoms.kl import k1_kl, k2_kl, k3_kl
 from atomrl.atoms.logprobs import row_logprobs
 from atomrl.atoms.masks import masked_mean, masked_sum
 from atomrl.atoms.policy_losses import clipped_policy_loss, clipped_tokens
 from atomrl.atoms.ratios import token_ratio
+from atomrl.atoms.reductions import sequence_mean, token_mean
 from atomrl.config import DataConfig, ModelConfig, RolloutConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows
 from atomrl.models.gpt import GPT
-from atomrl.models.loading import HFModel, load_policy
-from atomrl.objective import Advantage, Aggregate, Kl, Scores
+from atomrl.models.loading import load_policy
+from atomrl.models.transformers_model import HFModel
+from atomrl.rollout.generate import generate
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.stopping import eos_token_ids
-from atomrl.stages import RewardBatch, Sample, SamplingParams
+from atomrl.runs.build import build_engine, device_name
+from atomrl.types import Message, Prompt, Sample, SamplingParams, Trajectory
 
 
 class Samples(TypedDict):
@@ -131,8 +135,7 @@ def generate_samples(
     """
     if isinstance(prompts, str) or not prompts:
         raise ValueError("prompts must be a list of at least one prompt")
-    processor = DataProcessor(tokenizer, DataConfig(train="-", max_prompt_tokens=10**6))
-    prompt = [tuple(text) if isinstance(text, list) else text for text in prompts]
+    prompt = [text if isinstance(text, str) else tuple(cast(list[Message], text)) for text in prompts]
     items = [(str(i), Sample(sample_id=str(i), prompt=text, ground_truth=None)) for i, text in enumerate(prompt)]
     sampling = SamplingParams(
         completions_per_prompt=num_generations,
@@ -140,20 +143,18 @@ def generate_samples(
         temperature=temperature,
         seed=seed,
     )
-    batch = processor.to_prompt_batch(items)
+    batch = DataProcessor(tokenizer, DataConfig(train="-", max_prompt_tokens=10**6)).to_prompts(items)
     if isinstance(model, str | Path):
-        path, settings = str(model), ModelConfig(path=str(model))
-        engine = build_engine("native", path, tokenizer, settings.dtype, RolloutConfig(), settings)
-        rollouts = engine.generate(batch, sampling)
+        engine = build_engine(str(model), tokenizer, RolloutConfig(), ModelConfig(path=str(model)))
+        trajectories = generate(engine, batch, sampling)
         engine.close()
     else:
-        rollouts = _generate_with(model, tokenizer, batch, sampling)
-    zeros = tuple((0.0,) * num_generations for _ in prompts)
-    rows = to_rows(RewardBatch(**vars(rollouts), rewards=zeros, reward_parts={}))
-    return {name: getattr(rows, name) for name in Samples.__annotations__}  # type: ignore[return-value]
+        trajectories = _generate_with(model, tokenizer, batch, sampling)
+    rows = to_rows([replace(item, reward=0.0) for item in trajectories])
+    return cast(Samples, {name: getattr(rows, name) for name in Samples.__annotations__})
 
 
-def _generate_with(model: Any, tokenizer: Any, batch: Any, sampling: SamplingParams) -> Any:
+def _generate_with(model: Any, tokenizer: Any, batch: Sequence[Prompt], sampling: SamplingParams) -> list[Trajectory]:
     """Completions of a loaded transformers model, whose mode and settings are put back."""
     from transformers import GenerationConfig
 
@@ -164,7 +165,7 @@ def _generate_with(model: Any, tokenizer: Any, batch: Any, sampling: SamplingPar
     model.generation_config = GenerationConfig()  # its own sampling settings must not mix with ours
     try:
         engine = HFEngine(model.eval(), eos, tokenizer, RolloutConfig().max_concurrent_completions)
-        return engine.generate(batch, sampling)
+        return generate(engine, batch, sampling)
     finally:
         model.train(training)
         model.generation_config = own
@@ -226,12 +227,12 @@ def _as_policy(model: Any) -> GPT | HFModel:
     if not hasattr(model, "get_output_embeddings"):
         raise TypeError(f"model must be a causal language model or a path, not {type(model).__name__}")
     policy = HFModel(model)
-    policy.check_head()
+    policy.check()
     return policy
 
 
 def compute_advantages(
-    rewards: Float[Tensor, " B"],
+    rewards: Shaped[Tensor, " B"],
     group_ids: Int[Tensor, " B"],
     loss_mask: Bool[Tensor, "B T"],
     mode: Literal["grpo", "grpo_no_std", "raw"] = "grpo",
@@ -249,7 +250,7 @@ def compute_advantages(
     Paper: DeepSeekMath, arXiv:2402.03300, section 4.1.2; Dr. GRPO, arXiv:2503.20783.
 
     Args:
-        rewards: one for each completion.
+        rewards: one for each completion; floats, whole numbers or True and False.
         group_ids: equal for completions of one prompt.
         loss_mask: True on the completion's tokens.
         mode: which of the three.
@@ -273,9 +274,14 @@ def compute_advantages(
         >>> result["centred_rewards"]
         tensor([ 0.5000, -0.5000])
     """
-    if mode not in ("grpo", "grpo_no_std", "raw"):
+    if mode == "grpo":
+        credit = group_zscore(rewards, group_ids, eps)
+    elif mode == "grpo_no_std":
+        credit = group_mean_baseline(rewards, group_ids)
+    elif mode == "raw":
+        credit = raw_reward(rewards, group_ids)
+    else:
         raise ValueError(f"mode {mode!r} is none of grpo, grpo_no_std, raw")
-    credit = Advantage(mode, **({"eps": eps} if mode == "grpo" else {}))(Scores(rewards, group_ids))
     return {
         "advantages": per_token(credit, loss_mask),
         "sequence_advantages": credit,
@@ -339,7 +345,7 @@ def compute_policy_loss(
     high = clip_eps if clip_eps_high is None else clip_eps_high
     ratio = token_ratio(logprobs, old_logprobs, loss_mask)
     per_token_loss = clipped_policy_loss(ratio, advantages, clip_eps, high)
-    weights = Aggregate(aggregate)(loss_mask)
+    weights = token_mean(loss_mask) if aggregate == "token_mean" else sequence_mean(loss_mask)
     return {
         "loss": masked_sum(weights * per_token_loss, loss_mask),
         "per_token_loss": per_token_loss,
@@ -387,7 +393,8 @@ def compute_kl_penalty(
         >>> result["kl"], result["mean_kl"]
         (tensor([[0.1065, 0.0000]]), tensor(0.1065))
     """
-    if estimator not in ("k1", "k2", "k3"):
+    estimators = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
+    if estimator not in estimators:
         raise ValueError(f"estimator {estimator!r} is none of k1, k2, k3")
-    kl = Kl(estimator)(logprobs, ref_logprobs, loss_mask)
+    kl = estimators[estimator](logprobs, ref_logprobs, loss_mask)
     return {"kl": kl, "mean_kl": masked_mean(kl, loss_mask)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,19 @@ from atomrl.config import ConfigError, DataConfig
 from atomrl.data.files import RawRow, write_jsonl
 from atomrl.data.generators import generate, is_generator
 from atomrl.data.problems import DataError, problem_list
-from atomrl.data.sources import read_source, to_samples
+from atomrl.data.sources import problem_reader, read_source, to_samples
 from atomrl.rewards.compute import name_functions
-from atomrl.rewards.table import find_reward
+from atomrl.rewards.table import AnyReward, find_reward
 
 BUILT_IN_PROBLEMS = 512
 INSTRUCTION = "Think between <think> and </think>, then write the number alone between <answer> and </answer>."
 ANSWERS = ("ground_truth", "answer", "solution")
 """Columns that are the ground truth, the first that the rows have."""
 
-Rows = list[dict[str, Any]]
+DatasetRows = list[dict[str, Any]]
 
 
-def built_in_rows() -> Rows:
+def built_in_rows() -> DatasetRows:
     """The task without a `train_dataset`: arithmetic of two steps, with how to write the answer.
 
     Example:
@@ -34,7 +34,7 @@ def built_in_rows() -> Rows:
     return [{**row, "prompt": f"{row['prompt']}\n{INSTRUCTION}"} for row in rows]
 
 
-def dataset_rows(dataset: Any, name: str) -> Rows:
+def dataset_rows(dataset: Any, name: str) -> DatasetRows:
     """The rows of a list of dicts, a JSONL or Parquet file, or a Hugging Face dataset, checked.
 
     Where no row has a `ground_truth`, the column `answer` or `solution` is that too.
@@ -52,7 +52,8 @@ def dataset_rows(dataset: Any, name: str) -> Rows:
         if answer not in (None, "ground_truth"):
             rows = [{**row, "ground_truth": row.get(answer)} for row in rows]
             raw = [RawRow(item.place, row) for item, row in zip(raw, rows, strict=True)]
-    _, problems = to_samples(raw, DataConfig(train="-", answer_field=answer_field(rows)))
+    config = DataConfig.model_validate({"train": "-", "answer_field": answer_field(rows)})
+    _, problems = to_samples(raw, problem_reader(config))
     problems += [f"{item.place}: {fault}" for item in raw if item.row is not None and (fault := _not_json(item.row))]
     if problems:
         raise DataError(f"{name}: {len(problems)} rows have problems:\n{problem_list(problems)}")
@@ -61,7 +62,7 @@ def dataset_rows(dataset: Any, name: str) -> Rows:
     return rows
 
 
-def answer_field(rows: Rows) -> str | None:
+def answer_field(rows: DatasetRows) -> str | None:
     """`ground_truth` where the rows have it."""
     return "ground_truth" if any("ground_truth" in row for row in rows) else None
 
@@ -97,7 +98,7 @@ def _not_json(row: Mapping[str, Any]) -> str | None:
     return None
 
 
-def write_rows(rows: Rows, path: Path, resume: bool) -> str:
+def write_rows(rows: DatasetRows, path: Path, resume: bool) -> str:
     """Write a run's problems into its folder; on a resume, check that they are the same.
 
     Raises:
@@ -112,7 +113,7 @@ def write_rows(rows: Rows, path: Path, resume: bool) -> str:
     return str(path)
 
 
-def reward_items(functions: Any, weights: Sequence[float] | None) -> tuple[list[dict[str, Any]], dict[str, Callable]]:
+def reward_items(functions: Any, weights: Sequence[float] | None) -> tuple[list[dict[str, Any]], dict[str, AnyReward]]:
     """The rewards as a config has them, and by name those that exist in this process alone.
 
     Args:
@@ -134,3 +135,34 @@ def reward_items(functions: Any, weights: Sequence[float] | None) -> tuple[list[
             raise ConfigError(f"reward_funcs: {function!r} is neither a function nor the name of one")
     names, local = name_functions(given)
     return [{"function": n, "weight": w} for n, w in zip(names, weights or [1.0] * len(given), strict=True)], local
+
+
+LORA = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules"}
+"""peft's names of what `model.lora` has."""
+
+
+def lora_section(peft_config: Any) -> dict[str, Any] | None:
+    """The section `model.lora` of a `peft.LoraConfig` or a dict with its names.
+
+    Raises:
+        ConfigError: it sets something that adapters do not have here.
+
+    Example:
+        >>> lora_section({"r": 8, "lora_alpha": 16})
+        {'rank': 8, 'alpha': 16}
+    """
+    if peft_config is None:
+        return None
+    if isinstance(peft_config, Mapping):
+        given = dict(peft_config)
+        unknown = [name for name in given if name not in LORA]
+    else:
+        if type(peft_config).__name__ != "LoraConfig":
+            raise ConfigError(f"peft_config must be a peft.LoraConfig or a dict, not {type(peft_config).__name__}")
+        given = {name: getattr(peft_config, name) for name in LORA}
+        unknown = [name for name in ("use_dora", "use_rslora", "modules_to_save") if getattr(peft_config, name, None)]
+    if unknown:
+        raise ConfigError(f"peft_config: {unknown[0]!r} is not known here; there are {', '.join(LORA)}")
+    found = {LORA[name]: value for name, value in given.items() if value is not None}
+    modules = found.get("target_modules")
+    return found | ({} if modules is None or isinstance(modules, str) else {"target_modules": sorted(modules)})

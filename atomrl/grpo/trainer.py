@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from atomrl.assembly import device_name, prompt_limit, train
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
 from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
 from atomrl.grpo.arguments import GRPOArgs, name_arguments
-from atomrl.grpo.inputs import (
-    answer_field,
-    built_in_rows,
-    dataset_rows,
-    reward_items,
-    write_rows,
-)
+from atomrl.grpo.inputs import answer_field, built_in_rows, dataset_rows, lora_section, reward_items, write_rows
 from atomrl.models.loading import load_tokenizer, model_config_only, resolve_folder
+from atomrl.runs.build import device_name, prompt_limit
+from atomrl.runs.rl import RLRun
 from atomrl.tracking.run_directory import STARTED, read_metrics
 
 INPUTS = "inputs"
@@ -43,6 +40,9 @@ class GRPOTrainer:
             messages), mostly `ground_truth` (else `answer` or `solution` is that), and any columns. None is a built-in
             arithmetic task.
         eval_dataset: the same, for an evaluation before and after.
+        callbacks: functions `f(step, metrics)`, called after every step; what they raise ends the run.
+        peft_config: low-rank adapters in place of all weights: a `peft.LoraConfig`, or a dict with `r`, `lora_alpha`,
+            `lora_dropout`, `target_modules`.
 
     Raises:
         ConfigError, DataError, RewardError: what is wrong, in the terms of these arguments.
@@ -61,6 +61,8 @@ class GRPOTrainer:
         args: GRPOArgs | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
+        callbacks: Sequence[Callable[[int, Mapping[str, float]], None]] | None = None,
+        peft_config: Any = None,
     ) -> None:
         if args is not None and not isinstance(args, GRPOArgs):
             raise ConfigError(f"args must be a GRPOArgs, not {type(args).__name__}")
@@ -85,6 +87,10 @@ class GRPOTrainer:
         self._train_rows = built_in_rows() if train_dataset is None else dataset_rows(train_dataset, "train_dataset")
         self._eval_rows = None if eval_dataset is None else dataset_rows(eval_dataset, "eval_dataset")
         self._built_in = train_dataset is None
+        self._callbacks = tuple(callbacks or ())
+        if not all(callable(callback) for callback in self._callbacks):
+            raise ConfigError("callbacks: each is a function f(step, metrics), called after every step")
+        self._lora = lora_section(peft_config)
         self.run_dir = _run_dir(self.args.output_dir)
         self.config: RunConfig | None = None
         """What the run is, once `train` has begun."""
@@ -104,7 +110,8 @@ class GRPOTrainer:
         self._check_folder(resume_from_checkpoint)
         try:
             self.config = self._make_config(bool(resume_from_checkpoint))
-            summary = train(self.config, bool(resume_from_checkpoint), local_rewards=self._local)
+            run = RLRun(self.config, local_rewards=self._local)
+            summary = run.execute(bool(resume_from_checkpoint), callbacks=self._callbacks)
         except (ConfigError, DataError) as error:
             raise type(error)(name_arguments(str(error))) from error
         if summary["model"] is not None:
@@ -159,14 +166,14 @@ class GRPOTrainer:
             tokenizer = str(inputs / "tokenizer")
             if not resume:
                 self.tokenizer.save_pretrained(tokenizer)
-        data = {"train": write_rows(self._train_rows, inputs / "train.jsonl", resume)}
+        data: dict[str, str | None] = {"train": write_rows(self._train_rows, inputs / "train.jsonl", resume)}
         data |= {"answer_field": answer_field(self._train_rows)}
         if self._eval_rows is not None:
             data["eval"] = write_rows(self._eval_rows, inputs / "eval.jsonl", resume)
         tree = {
             "run_name": self.run_dir.name,
             "output_dir": str(self.run_dir.parent),
-            "model": {"path": path, "tokenizer": None if tokenizer == path else tokenizer},
+            "model": {"path": path, "tokenizer": None if tokenizer == path else tokenizer, "lora": self._lora},
             "data": data,
             "reward": {"functions": self._items},
         }
@@ -178,10 +185,11 @@ class GRPOTrainer:
         return config.model_copy(update={"train": config.train.model_copy(update={"steps": self._steps(config, path)})})
 
     def _steps(self, config: RunConfig, path: str) -> int:
-        """Enough for `epoch` passes over the problems that fit `max_prompt_length`."""
+        """`max_steps`, or enough for `epoch` passes over the problems that fit `max_prompt_length`."""
         processor = DataProcessor(self.tokenizer, config.data, prompt_limit(config, path))
         kept, _ = processor.filter_overlong(load_samples(config.data, "train").samples)
         steps = math.ceil(self.args.epoch * len(kept) / self.args.prompts_per_step)
+        steps = steps if self.args.max_steps < 1 else self.args.max_steps
         what = f"{len(kept)} problems"
         if self._built_in:
             what = f"no train_dataset was given: {what} of the built-in arithmetic task"
@@ -212,11 +220,8 @@ def _run_dir(output_dir: str | None) -> Path:
         if path.name in ("", "..") or path.name.startswith("."):
             raise ConfigError(f"GRPOArgs.output_dir must name a folder, without a dot in front (got {output_dir!r})")
         return path
-    number, path = 1, Path("runs/grpo")
-    while path.exists():
-        number += 1
-        path = Path(f"runs/grpo-{number}")
-    return path
+    names = itertools.chain(["runs/grpo"], (f"runs/grpo-{number}" for number in itertools.count(2)))
+    return next(path for path in map(Path, names) if not path.exists())
 
 
 def say(line: str) -> None:

@@ -7,31 +7,21 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atomrl.data.processor import DataProcessor
 from atomrl.protocols import RewardComputer, RolloutEngine
 from atomrl.rewards.answers import normalise_text, parse_number
 from atomrl.rewards.format import extract_answer, has_strict_format, reasoning_text
-from atomrl.stages import RewardBatch, RolloutBatch, Sample, SamplingParams
+from atomrl.rollout.generate import generate
 from atomrl.tracking.run_directory import rollout_rows
+from atomrl.types import Sample, SamplingParams
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """The N completions of one problem, scored."""
-
-    data_source: str
-    rewards: tuple[float | None, ...]
-    correct: tuple[bool, ...]
-    """The first reward function gave at least 1.0 (no value counts as not correct)."""
-    answers: tuple[str, ...]
-    """Empty where the completion gives none."""
-    formatted: tuple[bool, ...]
-    truncated: tuple[bool, ...]
-    completion_tokens: tuple[int, ...]
-    reasoning_tokens: tuple[int, ...]
-    reasoning_characters: tuple[int, ...]
+Row = Mapping[str, Any]
+"""A completion as it is written, with what was made of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +46,7 @@ class EvalResult:
     samples_per_prompt: int
     overall: Mapping[str, Figure]
     by_data_source: Mapping[str, Mapping[str, Figure]]
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Row]
     """One JSON-ready dict per completion."""
 
     @property
@@ -74,20 +64,16 @@ class EvalResult:
         The source `all` is there when there are several.
         """
         count = self.samples_per_prompt
-        names = {
-            "accuracy": f"acc/mean@{count}",
-            "reward": f"reward/mean@{count}",
-            f"majority@{count}": f"acc/maj@{count}",
-        }
+        names = {"accuracy": f"acc/mean@{count}", "reward": f"reward/mean@{count}"}
+        names |= {f"pass@{k}": f"acc/best@{k}" for k in pass_sizes(count)} | {f"majority@{count}": f"acc/maj@{count}"}
         sources = dict(self.by_data_source)
         if len(sources) > 1:
             sources["all"] = self.overall
-        metrics: dict[str, float] = {}
-        for source, figures in sources.items():
-            for name, figure in figures.items():
-                known = names.get(name) or (f"acc/best@{name[5:]}" if name.startswith("pass@") else None)
-                if known:
-                    metrics[f"val-core/{source}/{known}"] = figure.mean
+        metrics = {
+            f"val-core/{source}/{known}": figures[name].mean
+            for source, figures in sources.items()
+            for name, known in names.items()
+        }
         lengths = {"completion_tokens": "response_length", "reasoning_tokens": "reasoning_length"}
         for name in ("format", "truncated", "unscored", "completion_tokens", "reasoning_tokens"):
             metrics[f"val-aux/{lengths.get(name, name)}/mean"] = self.overall[name].mean
@@ -117,72 +103,64 @@ def evaluate(
     if not samples:
         raise ValueError("there is no problem to evaluate")
     kept, _ = processor.filter_overlong(samples)
-    prompts = processor.to_prompt_batch([(f"eval:{sample.sample_id}", sample) for sample in kept])
+    prompts = processor.to_prompts([(f"eval:{sample.sample_id}", sample) for sample in kept])
     tokenizer = processor.tokenizer
     if response_prefix:
         forced = tuple(tokenizer.encode(response_prefix, add_special_tokens=False))
-        prompts = replace(prompts, prompt_token_ids=tuple(ids + forced for ids in prompts.prompt_token_ids))
-    rollouts = with_prefix(engine.generate(prompts, sampling), response_prefix)
-    rewarded = rewards(rollouts)
-    groups = score_groups(rewarded, tokenizer)
-    sources = dict.fromkeys(group.data_source for group in groups)
+        prompts = [replace(prompt, token_ids=prompt.token_ids + forced) for prompt in prompts]
+    drawn = generate(engine, prompts, sampling)
+    scored = rewards([replace(item, text=response_prefix + item.text) for item in drawn])
+    rows = [judged(row, tokenizer) for row in rollout_rows(0, scored, {})]
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row["prompt_id"], []).append(row)
+    sources: dict[str, list[list[Row]]] = {}
+    for group in groups.values():
+        sources.setdefault(group[0]["data_source"], []).append(group)
     return EvalResult(
         prompts=len(groups),
         dropped_prompts=len(samples) - len(groups),
         samples_per_prompt=sampling.completions_per_prompt,
-        overall=figures(groups),
-        by_data_source={source: figures([g for g in groups if g.data_source == source]) for source in sources},
-        rows=result_rows(rewarded, groups),
+        overall=figures(list(groups.values())),
+        by_data_source={source: figures(group) for source, group in sources.items()},
+        rows=rows,
     )
 
 
-def with_prefix(rollouts: RolloutBatch, prefix: str) -> RolloutBatch:
-    """The same completions with `prefix` before their text; their tokens stay what was sampled."""
-    if not prefix:
-        return rollouts
-    texts = tuple(tuple(replace(item, text=prefix + item.text) for item in group) for group in rollouts.completions)
-    return replace(rollouts, completions=texts)
+def judged(row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
+    """A rollout row and what was made of it: correct where the first reward function gave at least 1.0."""
+    text, first = row["completion"], next(iter(row["reward_parts"].values()), None)
+    reasoning = reasoning_text(text)
+    return {key: value for key, value in row.items() if key not in ("step", "advantage")} | {
+        "answer": extract_answer(text),
+        "correct": first is not None and first >= 1.0,
+        "formatted": has_strict_format(text),
+        "truncated": row["finish_reason"] == "length",
+        "reasoning_tokens": len(tokenizer.encode(reasoning, add_special_tokens=False)),
+        "reasoning_characters": len(reasoning),
+    }
 
 
-def score_groups(rewarded: RewardBatch, tokenizer: Any) -> list[Group]:
-    """What the figures are made of, one problem each."""
-    first = next(iter(rewarded.reward_parts.values()))
-    groups = []
-    for p, sample in enumerate(rewarded.samples):
-        completions = rewarded.completions[p]
-        texts = [completion.text for completion in completions]
-        reasoning = [reasoning_text(text) for text in texts]
-        groups.append(
-            Group(
-                data_source=sample.data_source,
-                rewards=rewarded.rewards[p],
-                correct=tuple(value is not None and value >= 1.0 for value in first[p]),
-                answers=tuple(extract_answer(text) for text in texts),
-                formatted=tuple(has_strict_format(text) for text in texts),
-                truncated=tuple(completion.finish_reason == "length" for completion in completions),
-                completion_tokens=tuple(len(completion.token_ids) for completion in completions),
-                reasoning_tokens=tuple(len(tokenizer.encode(text, add_special_tokens=False)) for text in reasoning),
-                reasoning_characters=tuple(len(text) for text in reasoning),
-            )
-        )
-    return groups
+def figures(groups: Sequence[Sequence[Row]]) -> dict[str, Figure]:
+    """All figures over some problems, each the rows of its completions. The problem is the unit of the standard
+    errors, not the completion."""
 
+    def mean(name: str) -> Figure:
+        return mean_figure([_mean([row[name] for row in group]) for group in groups])
 
-def figures(groups: Sequence[Group]) -> dict[str, Figure]:
-    """All figures over some problems. The problem is the unit of the standard errors, not the completion."""
-    count = len(groups[0].correct)
-    found = {"accuracy": mean_figure([_share(group.correct) for group in groups])}
-    given = [[reward for reward in group.rewards if reward is not None] for group in groups]
-    found["reward"] = mean_figure([sum(rewards) / len(rewards) for rewards in given if rewards])
-    for k in pass_sizes(count):
-        found[f"pass@{k}"] = mean_figure([pass_at_k(count, sum(group.correct), k) for group in groups])
-    found[f"majority@{count}"] = mean_figure([float(majority_correct(group)) for group in groups])
-    found["format"] = mean_figure([_share(group.formatted) for group in groups])
-    found["truncated"] = mean_figure([_share(group.truncated) for group in groups])
-    found["unscored"] = mean_figure([_share([reward is None for reward in group.rewards]) for group in groups])
-    for name in ("completion_tokens", "reasoning_tokens", "reasoning_characters"):
-        found[name] = mean_figure([_share(getattr(group, name)) for group in groups])
-    return found
+    count = len(groups[0])
+    rewards = [[row["reward"] for row in group if row["reward"] is not None] for group in groups]
+    correct = [sum(row["correct"] for row in group) for group in groups]
+    return {
+        "accuracy": mean("correct"),
+        "reward": mean_figure([_mean(given) for given in rewards if given]),
+        **{f"pass@{k}": mean_figure([pass_at_k(count, right, k) for right in correct]) for k in pass_sizes(count)},
+        f"majority@{count}": mean_figure([float(majority_correct(group)) for group in groups]),
+        "format": mean("formatted"),
+        "truncated": mean("truncated"),
+        "unscored": mean_figure([(count - len(given)) / count for given in rewards]),
+        **{name: mean(name) for name in ("completion_tokens", "reasoning_tokens", "reasoning_characters")},
+    }
 
 
 def mean_figure(values: Sequence[float]) -> Figure:
@@ -195,7 +173,7 @@ def mean_figure(values: Sequence[float]) -> Figure:
     if not values:
         return Figure(mean=math.nan)
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return Figure(mean=sum(values) / len(values), standard_error=error)
+    return Figure(mean=_mean(values), standard_error=error)
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -225,37 +203,20 @@ def pass_sizes(samples: int) -> list[int]:
     return powers if powers[-1] == samples else [*powers, samples]
 
 
-def majority_correct(group: Group) -> bool:
+def majority_correct(group: Sequence[Row]) -> bool:
     """Whether the answer that most completions give is correct: one of those that give it was scored so.
 
     Answers are compared as rewards compare them: 18.0 votes for 18. Completions without an answer have no vote; of
     answers that are equally frequent the first given counts.
     """
-    answers = [normalise_text(answer) for answer in group.answers]
+    answers = [normalise_text(row["answer"]) for row in group]
     ballots = [answer if (number := parse_number(answer)) is None else number for answer in answers]
     votes = Counter(ballot for ballot in ballots if ballot != "")
     if not votes:
         return False
     winner = votes.most_common(1)[0][0]
-    return any(right for ballot, right in zip(ballots, group.correct, strict=True) if ballot == winner)
+    return any(row["correct"] for ballot, row in zip(ballots, group, strict=True) if ballot == winner)
 
 
-def result_rows(rewarded: RewardBatch, groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """One JSON-ready dict per completion: a rollout row and what was made of it."""
-    judged = [
-        {"answer": answer, "correct": correct, "formatted": formatted, "reasoning_tokens": tokens}
-        for group in groups
-        for answer, correct, formatted, tokens in zip(
-            group.answers, group.correct, group.formatted, group.reasoning_tokens, strict=True
-        )
-    ]
-    rows = rollout_rows(0, rewarded, {})
-    left_out = {"step", "advantage"}
-    return [
-        {key: value for key, value in row.items() if key not in left_out} | more
-        for row, more in zip(rows, judged, strict=True)
-    ]
-
-
-def _share(values: Sequence[float]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)

@@ -25,10 +25,10 @@ STATE = "progress.json"
 def identity(stream: PromptStream, processor: DataProcessor, model: str | Path) -> dict[str, str]:
     """Hashes of what a config only names: the problems, the prompt made of the first of them (chat template, system
     prompt), tokenizer and model."""
-    first = processor.to_prompt_batch([("0", stream.samples[0])]).prompt_token_ids
+    first = [prompt.token_ids for prompt in processor.to_prompts([("0", stream.samples[0])])]
     return {
         "data (data.train)": stream.fingerprint,
-        "prompts (chat template, system prompt)": hashlib.sha256(repr(first).encode()).hexdigest(),
+        "prompts (chat template, system prompt)": hashlib.sha256(repr(tuple(first)).encode()).hexdigest(),
         "tokenizer (model.tokenizer, or beside model.path)": tokenizer_identity(processor.tokenizer),
         "model (model.path)": model_identity(resolve_folder(model)),
     }
@@ -70,4 +70,5 @@ def saver(trainer: TrainingBackend, now: Mapping[str, str]) -> Save:
 
 
 def _state(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    return state

@@ -1,4 +1,4 @@
-"""What a step says about itself: verl's metric names, so that existing dashboards carry over."""
+"""Metrics of a step under verl's names, so that existing dashboards carry over."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 from atomrl.metrics import Count, Max, Mean, Metrics, merge, spread, values
 from atomrl.rewards.compute import failure_counts
-from atomrl.stages import AdvantageBatch, Completion, RewardBatch
+from atomrl.types import AdvantageBatch, Trajectory, by_group
 
-# An answer that is closed, with more behind it than white space and a full stop.
-_CLOSED = re.compile(r"(</answer>|\\boxed\{[^{}]*\}|####\s*\S+\s).{8,}", re.DOTALL)
+_BOXED = re.compile(r"\\boxed\{[^{}]*\}")
+_MARKED = re.compile(r"####\s*\S+\s")
 
 
 class Stopwatch:
@@ -30,14 +30,9 @@ class Stopwatch:
         finally:
             self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - started
 
-    def metrics(self, rewarded: RewardBatch) -> dict[str, float]:
-        """`timing_s/*`, and tokens of prompts and completions per second of the whole step."""
+    def metrics(self, tokens: int) -> dict[str, float]:
+        """`timing_s/*`, and the step's tokens (prompts and responses) per second of the whole step."""
         total = time.perf_counter() - self.started
-        tokens = sum(
-            len(completion.token_ids) + len(prompt)
-            for prompt, group in zip(rewarded.prompt_token_ids, rewarded.completions, strict=True)
-            for completion in group
-        )
         phases = {f"timing_s/{phase}": seconds for phase, seconds in self.phases.items()}
         return phases | {
             "timing_s/step": total,
@@ -47,51 +42,63 @@ class Stopwatch:
 
 
 def rollout_metrics(
-    rewarded: RewardBatch, credited: AdvantageBatch, special_ids: Collection[int] = ()
+    trajectories: Sequence[Trajectory], batch: AdvantageBatch, special_ids: Collection[int] = ()
 ) -> dict[str, float]:
-    """Rewards, groups, lengths and advantages of a step's rollouts.
+    """Rewards, groups and lengths of all that a step drew, and the advantages of what it trains on.
 
     Args:
+        trajectories: also those of groups that the algorithm refused.
+        batch: the rows that were made of them.
         special_ids: the tokenizer's special tokens, one of which ends a completion.
     """
-    completions = [completion for group in rewarded.completions for completion in group]
-    groups = [[reward for reward in group if reward is not None] for group in rewarded.rewards]
+    groups = [[t.reward for t in group if t.reward is not None] for group in by_group(trajectories).values()]
     groups = [group for group in groups if group]
     scores = [reward for group in groups for reward in group]
-    metrics = spread("critic/score", scores)
-    for name, part in rewarded.reward_parts.items():
-        given = [reward for group in part for reward in group if reward is not None]
-        metrics |= {f"reward/{name}/mean": sum(given) / len(given)} if given else {}
-    if rewarded.reward_parts:
-        first = next(iter(rewarded.reward_parts.values()))
-        judged = [reward >= 1.0 for group in first for reward in group if reward is not None]
-        metrics |= {"train/accuracy": sum(judged) / len(judged)} if judged else {}
+    metrics = spread("critic/score", scores) | _part_metrics(trajectories)
     if any(len(group) > 1 for group in groups):
         equal = [group[0] for group in groups if min(group) == max(group)]
         metrics["by_group/frac_mixed"] = 1 - len(equal) / len(groups)
         metrics["by_group/frac_all_good"] = sum(reward > 0 for reward in equal) / len(groups)
         metrics["by_group/frac_all_bad"] = sum(reward <= 0 for reward in equal) / len(groups)
-    metrics |= failure_counts(rewarded)
-    metrics["reward/missing"] = float(len(completions) - len(scores))
-    metrics["reward/missing_ratio"] = 1 - len(scores) / max(1, len(completions))
-    metrics |= length_correlation(rewarded)
-    metrics |= spread("response_length", (len(completion.token_ids) for completion in completions))
-    truncated = sum(completion.finish_reason == "length" for completion in completions)
-    metrics["response_length/clip_ratio"] = truncated / max(1, len(completions))
-    ran_on = sum(goes_on(completion, special_ids) for completion in completions)
-    metrics["response_length/ran_on_ratio"] = ran_on / max(1, len(completions))
-    metrics |= spread("prompt_length", (len(prompt) for prompt in rewarded.prompt_token_ids))
-    if credited.loss_mask.any():
-        metrics |= spread("critic/advantages", credited.advantages[credited.loss_mask].tolist())
-        metrics |= critic_metrics(credited)
+        several = [group for group in by_group(trajectories).values() if len(group) > 1]
+        metrics["by_group/frac_identical"] = sum(len({t.text for t in g}) == 1 for g in several) / len(several)
+    metrics |= failure_counts(trajectories)
+    metrics["reward/missing"] = float(len(trajectories) - len(scores))
+    metrics["reward/missing_ratio"] = 1 - len(scores) / max(1, len(trajectories))
+    metrics |= length_correlation(trajectories)
+    metrics |= spread("response_length", (item.response_tokens for item in trajectories))
+    limited = sum(item.finish_reason == "length" for item in trajectories)
+    metrics["response_length/clip_ratio"] = limited / max(1, len(trajectories))
+    ran_on = sum(runs_on(item, special_ids) for item in trajectories)
+    metrics["response_length/ran_on_ratio"] = ran_on / max(1, len(trajectories))
+    metrics |= spread("prompt_length", (group[0].prompt_tokens for group in by_group(trajectories).values()))
+    cut = batch.lengths - batch.prompt_lengths < batch.sampled_lengths
+    metrics["train/rows"] = float(batch.rows)
+    metrics["train/cut_rows"] = float(cut.sum())
+    if batch.loss_mask.any():
+        metrics |= spread("critic/advantages", batch.advantages[batch.loss_mask].tolist())
+        metrics |= critic_metrics(batch)
     return metrics
 
 
-def critic_metrics(credited: AdvantageBatch) -> dict[str, float]:
+def _part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The mean of every part of the reward; accuracy is the share of the first that is at least 1."""
+    parts: dict[str, list[float]] = {}
+    for item in trajectories:
+        for name, value in item.reward_parts.items():
+            given = parts.setdefault(name, [])
+            if value is not None:
+                given.append(value)
+    metrics = {f"reward/{name}/mean": sum(given) / len(given) for name, given in parts.items() if given}
+    first = next(iter(parts.values()), [])
+    return metrics | ({"train/accuracy": sum(value >= 1.0 for value in first) / len(first)} if first else {})
+
+
+def critic_metrics(batch: AdvantageBatch) -> dict[str, float]:
     """What a critic expected at the start of the step, what came, and how much of its variance was expected."""
-    if credited.returns is None or credited.values is None:
+    if batch.returns is None or batch.values is None:
         return {}
-    expected, came = (item[credited.loss_mask].double() for item in (credited.values, credited.returns))
+    expected, came = (item[batch.loss_mask].double() for item in (batch.values, batch.returns))
     metrics = spread("critic/values", expected.tolist()) | spread("critic/returns", came.tolist())
     variance = came.var(correction=0).item()
     if variance > 1e-8:  # returns that are all the same, but for rounding, leave nothing to explain
@@ -99,34 +106,45 @@ def critic_metrics(credited: AdvantageBatch) -> dict[str, float]:
     return metrics
 
 
-def goes_on(completion: Completion, special_ids: Collection[int]) -> bool:
-    """Whether a completion was cut at the limit although it had come to an end before.
+def runs_on(trajectory: Trajectory, special_ids: Collection[int]) -> bool:
+    """Whether a completion was cut at the limit although it had come to an end before: a special token inside it, or
+    an answer that is closed with eight characters or more behind it."""
+    segments = trajectory.segments
+    if trajectory.finish_reason != "length" or any(segment.origin == "environment" for segment in segments):
+        return False
+    tokens = [token for segment in segments if segment.origin == "model" for token in segment.token_ids]
+    if any(token in special_ids for token in tokens[:-1]):
+        return True
+    end = answer_end(trajectory.text)
+    return end is not None and len(trajectory.text) - end >= 8
+
+
+def answer_end(text: str) -> int | None:
+    """Where the first answer is closed (`</answer>`, `\\boxed{}` or `#### 18`), in time linear in the text.
 
     Example:
-        >>> end = {2}
-        >>> goes_on(Completion(token_ids=(5, 2, 5, 5), text="4 4 4", logprobs=None, finish_reason="length"), end)
-        True
+        >>> answer_end("so #### 18 and on"), answer_end("####" * 1000)
+        (11, None)
     """
-    if completion.finish_reason != "length" or not all(completion.loss_mask):
-        return False
-    return any(token in special_ids for token in completion.token_ids[:-1]) or bool(_CLOSED.search(completion.text))
+    tag, mark = text.find("</answer>"), text.find("####")
+    boxed = _BOXED.search(text)
+    # A mark that no word and white space follow is in the last word of the text, and so are all behind it.
+    marked = _MARKED.match(text, mark) if mark >= 0 else None
+    ends = [match.end() for match in (boxed, marked) if match] + ([tag + len("</answer>")] if tag >= 0 else [])
+    return min(ends, default=None)
 
 
-def length_correlation(rewarded: RewardBatch) -> dict[str, float]:
+def length_correlation(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Correlation of reward and length within groups, and the same among completions of a group that are equally
     correct (the first part judges), where a reward that is fair to length has none. Nothing where all earn the same."""
-    if not rewarded.reward_parts:
-        return {}
-    first = next(iter(rewarded.reward_parts.values()))
     groups: dict[object, list[tuple[float, float]]] = {}
     alike: dict[object, list[tuple[float, float]]] = {}
-    for p, group in enumerate(rewarded.rewards):
-        for g, reward in enumerate(group):
-            part = first[p][g]
-            if reward is not None and part is not None:
-                pair = float(len(rewarded.completions[p][g].token_ids)), reward
-                groups.setdefault(p, []).append(pair)
-                alike.setdefault((p, part >= 1.0), []).append(pair)
+    for item in trajectories:
+        part = next(iter(item.reward_parts.values()), None)
+        if item.reward is not None and part is not None:
+            pair = float(item.response_tokens), item.reward
+            groups.setdefault(item.prompt_id, []).append(pair)
+            alike.setdefault((item.prompt_id, part >= 1.0), []).append(pair)
     name = "reward/length_correlation"
     found = {name: correlation_within(groups.values()), f"{name}_equally_correct": correlation_within(alike.values())}
     return {name: value for name, value in found.items() if value is not None}
@@ -139,7 +157,7 @@ def correlation_within(groups: Iterable[Sequence[tuple[float, float]]]) -> float
         >>> correlation_within([[(1.0, 0.0), (2.0, 1.0)], [(7.0, 5.0), (9.0, 7.0)]])
         1.0
     """
-    xx = xy = yy = 0.0
+    xx, xy, yy = 0.0, 0.0, 0.0
     for pairs in groups:
         mean_x, mean_y = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
         for x, y in pairs:

@@ -1,6 +1,6 @@
 """The synchronous loop: collect, learn, hand the weights over, report; then again.
 
-It knows stages and protocols, no engine, back end or algorithm by name.
+It knows types and protocols, no engine, back end or algorithm by name.
 """
 
 from __future__ import annotations
@@ -8,22 +8,27 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 from atomrl.data.processor import DataProcessor
-from atomrl.data.rows import to_rows, to_training_batches, trained_completions
+from atomrl.data.rows import to_rows, to_training_batches
 from atomrl.data.stream import PromptStream
 from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
 from atomrl.metrics import Metrics
-from atomrl.protocols import Algorithm, RewardComputer, RolloutEngine, TrainingBackend
-from atomrl.stages import AdvantageBatch, PromptBatch, RewardBatch, SamplingParams
+from atomrl.protocols import Algorithm, RewardComputer, RolloutEngine, TrainingBackend, WeightTransfer
+from atomrl.rollout.generate import generate
+from atomrl.types import AdvantageBatch, RowBatch, SamplingParams, Trajectory, by_group
 
 log = logging.getLogger(__name__)
-MAX_REFILLS = 20
+MAX_ROUNDS = 20
+"""Of a step's rollouts: each draws as many groups as are still missing."""
+MAX_IDLE_STEPS = 3
+"""Steps in a row without a group that the algorithm accepts, after which a run ends."""
 
 
 class RunRecord(Protocol):
@@ -31,8 +36,8 @@ class RunRecord(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def log_rollouts(self, step: int, rewarded: RewardBatch, advantages: Mapping[tuple[int, int], float]) -> None:
-        """`advantages` by (prompt, completion); a completion that was not trained on has none."""
+    def log_rollouts(self, step: int, trajectories: Sequence[Trajectory], advantages: Mapping[int, float]) -> None:
+        """`advantages` by the trajectory's index; one that was not trained on has none."""
         ...
 
     def checkpoint(self, step: int) -> AbstractContextManager[Path]: ...
@@ -40,9 +45,10 @@ class RunRecord(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the loop is made of; `assembly` builds it from a config."""
+    """What a step of reinforcement learning is made of."""
 
     engine: RolloutEngine
+    transfer: WeightTransfer
     trainer: TrainingBackend
     algorithm: Algorithm
     stream: PromptStream
@@ -50,8 +56,6 @@ class Parts:
     rewards: RewardComputer
     sampling: SamplingParams
     record: RunRecord
-    evaluate: Callable[[int], object]
-    """Evaluates on held-out problems, where there are any, after this many steps, and records the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,41 +82,37 @@ class Progress:
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     """step -> metrics of the evaluation after it; "0" is before training."""
     algorithm_state: dict[str, float] = field(default_factory=dict)
+    idle_steps: int = 0
+    """The last steps in which no group was accepted; counts up to `MAX_IDLE_STEPS`."""
 
 
 Save = Callable[[Path, Progress], None]
-BEFORE_UPDATES = "no update of this step had begun: model and optimizer are those of the step before"
 
 
-class NoSignal(RuntimeError):
-    """The data gives too few groups that the algorithm accepts."""
+class StepFailed(Exception):
+    """A step failed before its first update: model and optimizer are those of the step before. Holds the error."""
 
 
-def train(parts: Parts, schedule: Schedule, progress: Progress, save: Save) -> bool:
-    """Run the remaining steps of reinforcement learning; the engine gets the trainer's weights first.
+@dataclass(frozen=True)
+class Rollouts:
+    """The groups that a step drew: those that are trained on, and those that the algorithm refused."""
 
-    Returns:
-        Whether the last step was reached (see `run_steps`).
-    """
-    parts.stream.position = progress.position
-    parts.algorithm.state.update(progress.algorithm_state)
-    parts.engine.load_weights(parts.trainer.weights(), version=progress.step)
+    accepted: list[list[Trajectory]]
+    refused: list[list[Trajectory]]
 
-    def one_step(step: int) -> dict[str, float]:
-        metrics = run_step(parts, schedule, step)
-        if schedule.eval_every_steps and step % schedule.eval_every_steps == 0 and step < schedule.steps:
-            parts.evaluate(step)
-        progress.position = parts.stream.position
-        progress.algorithm_state = dict(parts.algorithm.state)
-        return metrics
-
-    return run_steps(one_step, parts.record, progress, save, schedule)
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """Those that are trained on first."""
+        return [trajectory for group in self.accepted + self.refused for trajectory in group]
 
 
 def run_steps(
     one_step: Callable[[int], dict[str, float]], record: RunRecord, progress: Progress, save: Save, schedule: Schedule
 ) -> bool:
     """Call `one_step` for each remaining step, log what it returns, and save when it is due and at the end.
+
+    The end is the last step, or `MAX_IDLE_STEPS` in a row without a group that the algorithm accepts: there is nothing
+    left to learn then, or nothing that can be.
 
     Args:
         one_step: step number -> metrics.
@@ -122,22 +122,26 @@ def run_steps(
         schedule: how many steps there are and how often to save.
 
     Returns:
-        Whether the last step was reached; False after Ctrl-C or SIGTERM, which end the step under way and save.
+        Whether the end was reached; False after Ctrl-C or SIGTERM, which end the step under way and save.
 
     Raises:
-        Exception: whatever a step raises. Where it came before the step's first update, the steps done are saved.
+        Exception: whatever a step raises. Where it came before the step's first update (`before_updates`), the steps
+            done are saved.
     """
     saved = progress.step
+    if progress.idle_steps >= MAX_IDLE_STEPS:  # resumed all the same
+        progress.idle_steps = 0
     with stop_request() as stopped:
-        while progress.step < schedule.steps and not stopped():
+        while progress.step < schedule.steps and progress.idle_steps < MAX_IDLE_STEPS and not stopped():
             started = time.perf_counter()
             try:
                 metrics = one_step(progress.step + 1)
-            except Exception as error:
-                if saved != progress.step and BEFORE_UPDATES in getattr(error, "__notes__", ()):
+            except StepFailed as failure:
+                if saved != progress.step:
                     save_checkpoint(record, progress, save)
                     log.warning("step %d failed; the %d steps before it are saved", progress.step + 1, progress.step)
-                raise
+                error: Exception = failure.args[0]
+                raise error from error.__cause__
             progress.step += 1
             progress.wall_s += time.perf_counter() - started
             record.log(progress.step, metrics)
@@ -145,17 +149,22 @@ def run_steps(
                 saved = save_checkpoint(record, progress, save)
         if saved != progress.step:
             save_checkpoint(record, progress, save)
-    return progress.step >= schedule.steps
+    if progress.idle_steps >= MAX_IDLE_STEPS:
+        log.warning(
+            "the run ends after step %d: no group of %d steps in a row was accepted: all completions of a group "
+            "earn the same. train/accuracy says whether the problems are too easy or too hard",
+            progress.step, MAX_IDLE_STEPS,
+        )  # fmt: skip
+    return progress.step >= schedule.steps or progress.idle_steps >= MAX_IDLE_STEPS
 
 
 @contextmanager
 def before_updates() -> Iterator[None]:
-    """Notes on an error that the weights were not touched yet, so that `run_steps` may save the steps before."""
+    """The part of a step in which the weights are not touched: an error there lets `run_steps` save the steps done."""
     try:
         yield
     except Exception as error:
-        error.add_note(BEFORE_UPDATES)
-        raise
+        raise StepFailed(error) from error
 
 
 def save_checkpoint(record: RunRecord, progress: Progress, save: Save) -> int:
@@ -165,152 +174,146 @@ def save_checkpoint(record: RunRecord, progress: Progress, save: Save) -> int:
     return progress.step
 
 
-def run_step(parts: Parts, schedule: Schedule, step: int) -> dict[str, float]:
-    """One step: rollouts, rewards, rows, annotations, advantages, updates, weights."""
+def run_step(parts: Parts, schedule: Schedule, step: int, progress: Progress) -> dict[str, float]:
+    """One step: rollouts, rewards, rows, advantages, updates, weights."""
     watch = Stopwatch()
     with before_updates():
-        rewarded = collect(parts, schedule.prompts_per_step, step, watch)
-    credited, results = learn(parts.trainer, parts.algorithm, rewarded, schedule, step, watch)
+        rollouts = collect(parts, schedule.prompts_per_step, step, watch)
+    progress.idle_steps = 0 if rollouts.accepted else progress.idle_steps + 1
+    rows = to_rows([trajectory for group in rollouts.accepted for trajectory in group], schedule.max_row_tokens)
+    batch, results = learn(
+        parts.trainer,
+        parts.algorithm,
+        rows,
+        progress.algorithm_state,
+        watch,
+        updates=schedule.updates_per_epoch,
+        epochs=schedule.epochs_per_step,
+        seed=schedule.seed,
+        step=step,
+    )
     with watch("sync_weights"):
-        parts.engine.load_weights(parts.trainer.weights(), version=step)
-    credit = dict(zip(trained_completions(rewarded, schedule.max_row_tokens), mean_advantages(credited), strict=True))
-    parts.record.log_rollouts(step, rewarded, credit)
-    special_ids = frozenset(parts.processor.tokenizer.all_special_ids)
-    return rollout_metrics(rewarded, credited, special_ids) | update_metrics(results) | watch.metrics(rewarded)
+        parts.transfer(step)
+    drawn = rollouts.trajectories
+    parts.record.log_rollouts(step, drawn, mean_advantages(batch))
+    metrics = rollout_metrics(drawn, batch, frozenset(parts.processor.tokenizer.all_special_ids))
+    if parts.algorithm.filters_groups:
+        accepted, groups = len(rollouts.accepted), len(rollouts.accepted) + len(rollouts.refused)
+        metrics["rollout/groups_drawn"] = float(groups)
+        metrics["rollout/groups_accepted"] = float(accepted)
+        metrics["rollout/groups_missing"] = float(schedule.prompts_per_step - accepted)
+        metrics["rollout/acceptance_rate"] = accepted / max(1, groups)
+    tokens = sum(item.prompt_tokens + item.response_tokens for item in drawn)
+    return metrics | update_metrics(results) | watch.metrics(tokens)
 
 
 def learn(
     trainer: TrainingBackend,
     algorithm: Algorithm,
-    rewarded: RewardBatch,
-    schedule: Schedule,
-    step: int,
+    rows: RowBatch,
+    state: dict[str, float],
     watch: Stopwatch,
+    *,
+    updates: int = 1,
+    epochs: int = 1,
+    seed: int = 0,
+    step: int = 0,
 ) -> tuple[AdvantageBatch, list[Metrics]]:
-    """The second half of a step: from scored completions to updates.
+    """The second half of a step: from rows to updates. `state` becomes the algorithm's after it.
+
+    Args:
+        updates, epochs, seed, step: as in `to_training_batches`.
 
     Returns:
-        The rows with their advantages, and the metrics of each update.
+        The rows with their advantages, and the metrics of each update: none where there is no row.
     """
-    rows = to_rows(rewarded, schedule.max_row_tokens)
-    updates = schedule.updates_per_epoch * schedule.epochs_per_step
-    # With a single update the policy still is the one of the start of the step: no need to compute it twice.
-    needs = algorithm.advantages_read | (algorithm.needs - {"old_logprobs"}) if updates == 1 else algorithm.needs
+    if not rows.rows:
+        return AdvantageBatch(**vars(rows), advantages=rows.tokens.float()), []
+    needs = algorithm.needs
+    if updates * epochs == 1:  # the policy still is the one of the start of the step: no need to compute it twice
+        needs = algorithm.advantage_inputs | (needs - {"old_logprobs"})
     with watch("annotate"):
-        credited = algorithm.advantages(trainer.annotate(rows, needs))
+        batch = algorithm.advantages(trainer.forward_only(rows, needs), state)
+        state.update(batch.state)
     with watch("update_actor"):
-        batches = to_training_batches(
-            credited,
-            algorithm,
-            updates=schedule.updates_per_epoch,
-            epochs=schedule.epochs_per_step,
-            seed=schedule.seed,
-            step=step,
-        )
-        return credited, [trainer.train_step(batch, algorithm) for batch in batches]
+        parts = to_training_batches(batch, algorithm, updates=updates, epochs=epochs, seed=seed, step=step)
+        return batch, [trainer.train_step(part, algorithm) for part in parts]
 
 
-def collect(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> RewardBatch:
-    """Rollouts and rewards of `prompts` prompts; where the algorithm refuses groups, of others in their place.
+def collect(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> Rollouts:
+    """Rollouts and rewards of `prompts` prompts; where the algorithm refuses groups, of as many others in their place.
 
-    Raises:
-        NoSignal: `MAX_REFILLS` rounds did not fill the batch.
+    After `MAX_ROUNDS` the step goes on with what was found, with a warning (dynamic sampling: DAPO, arXiv:2503.14476,
+    section 3.2).
     """
-    accept = parts.algorithm.accept_group
-    kept: RewardBatch | None = None
-    for _ in range(MAX_REFILLS):
-        batch = parts.processor.to_prompt_batch(parts.stream.take(prompts))
+    accepted: list[list[Trajectory]] = []
+    refused: list[list[Trajectory]] = []
+    for _ in range(MAX_ROUNDS):
+        for group in by_group(draw(parts, prompts - len(accepted), step, watch)).values():
+            (accepted if is_accepted(parts.algorithm, group) else refused).append(group)
+        if len(accepted) >= prompts:
+            break
+    else:
+        log.warning(
+            "step %d: %s accepted %d of %d groups, and %d were wanted: the step goes on with those",
+            step, parts.algorithm.name, len(accepted), len(accepted) + len(refused), prompts,
+        )  # fmt: skip
+    return Rollouts(accepted, refused)
+
+
+def draw(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> list[Trajectory]:
+    """Trajectories of the next prompts, with their rewards and those of the algorithm's `extra_rollouts`."""
+    batch = parts.processor.to_prompts(parts.stream.take(prompts))
+
+    def scored(**changes: Any) -> list[Trajectory]:
         with watch("gen"):
-            rollouts = parts.engine.generate(batch, replace(parts.sampling, step=step))
+            drawn = generate(parts.engine, batch, replace(parts.sampling, step=step, **changes))
         with watch("reward"):
-            rewarded = parts.rewards(rollouts)
-        if parts.algorithm.extra_rollouts is not None:
-            rewarded = replace(rewarded, baseline_rewards=baseline_rewards(parts, batch, step, watch))
-        if accept is None:
-            return rewarded
-        # A completion without a token becomes no row: its reward is no signal.
-        good = [
-            index
-            for index, (group, completions) in enumerate(zip(rewarded.rewards, rewarded.completions, strict=True))
-            if accept([r for r, c in zip(group, completions, strict=True) if r is not None and c.token_ids])
-        ]
-        chosen = select_prompts(rewarded, good)
-        kept = chosen if kept is None else join_prompts(kept, chosen)
-        if len(kept.samples) >= prompts:
-            return select_prompts(kept, list(range(prompts)))
-    found = len(kept.samples) if kept else 0
-    raise NoSignal(
-        f"step {step}: {parts.algorithm.name} accepted {found} of {MAX_REFILLS * prompts} groups and needs {prompts}; "
-        "the problems are too easy or too hard for this model: change the data, or raise completions_per_prompt"
-    )
+            return list(parts.rewards(drawn))
+
+    trajectories = scored()
+    if parts.algorithm.extra_rollouts is None:
+        return trajectories
+    baselines = {}
+    for prompt_id, group in by_group(scored(**parts.algorithm.extra_rollouts)).items():
+        given = [item.reward for item in group if item.reward is not None]
+        if given:
+            baselines[prompt_id] = sum(given) / len(given)
+    return [replace(item, baseline_reward=baselines.get(item.prompt_id)) for item in trajectories]
 
 
-def baseline_rewards(parts: Parts, batch: PromptBatch, step: int, watch: Stopwatch) -> tuple[float | None, ...]:
-    """The mean reward, by prompt, of completions that are drawn as the algorithm's `extra_rollouts` says."""
-    with watch("gen"):
-        extra = parts.engine.generate(
-            batch, replace(parts.sampling, step=step, **(parts.algorithm.extra_rollouts or {}))
-        )
-    with watch("reward"):
-        groups = [[reward for reward in group if reward is not None] for group in parts.rewards(extra).rewards]
-    return tuple(sum(group) / len(group) if group else None for group in groups)
+def is_accepted(algorithm: Algorithm, group: Sequence[Trajectory]) -> bool:
+    """Whether a group is trained on. What the model wrote no token of becomes no row: its reward is no signal."""
+    if not algorithm.filters_groups:
+        return True
+    written = [any(part.origin == "model" and part.token_ids for part in item.segments) for item in group]
+    rewards = [item.reward for item, wrote in zip(group, written, strict=True) if item.reward is not None and wrote]
+    return algorithm.accepts_group(rewards)
 
 
-def select_prompts(batch: RewardBatch, index: list[int]) -> RewardBatch:
-    """The prompts at `index` with all their completions."""
-
-    def pick(groups: Any) -> tuple:
-        return tuple(groups[i] for i in index)
-
-    changes = {name: pick(getattr(batch, name)) for name in _by_prompt(batch)}
-    return replace(batch, **changes, reward_parts={name: pick(part) for name, part in batch.reward_parts.items()})
-
-
-def join_prompts(first: RewardBatch, second: RewardBatch) -> RewardBatch:
-    """Both, one after the other."""
-    changes = {name: getattr(first, name) + getattr(second, name) for name in _by_prompt(first)}
-    parts = {name: _part(first, name) + _part(second, name) for name in {**first.reward_parts, **second.reward_parts}}
-    failures = first.reward_failures + second.reward_failures
-    return replace(first, **changes, reward_parts=parts, reward_failures=failures)
-
-
-def _part(batch: RewardBatch, name: str) -> tuple[tuple[float | None, ...], ...]:
-    """A part of the reward, which a batch lacks where no completion of it was given one."""
-    return batch.reward_parts.get(name) or tuple((None,) * len(group) for group in batch.completions)
-
-
-def _by_prompt(batch: RewardBatch) -> list[str]:
-    """The fields that are there and hold an item for each prompt."""
-    names = (item.name for item in fields(batch) if item.name not in _NOT_BY_PROMPT)
-    return [name for name in names if getattr(batch, name) is not None]
-
-
-_NOT_BY_PROMPT = {"policy_version", "reward_parts", "reward_failures", "part_weights"}
-
-
-def mean_advantages(credited: AdvantageBatch) -> list[float]:
-    """Mean advantage of each row's trained tokens, in the order of the rows."""
-    tokens = credited.loss_mask.sum(1).clamp(min=1)
-    return ((credited.advantages * credited.loss_mask).sum(1) / tokens).tolist()
+def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:
+    """Mean advantage of each row's trained tokens, by the index of its trajectory."""
+    assert batch.trajectory_index is not None
+    tokens = batch.loss_mask.sum(1).clamp(min=1)
+    means: list[float] = ((batch.advantages * batch.loss_mask).sum(1) / tokens).tolist()
+    return dict(zip(batch.trajectory_index.tolist(), means, strict=True))
 
 
 @contextmanager
 def stop_request() -> Iterator[Callable[[], bool]]:
     """Whether Ctrl-C or SIGTERM came; the second Ctrl-C interrupts at once."""
     received: list[int] = []
-    previous: dict[int, Any] = {}
+    previous: dict[signal.Signals, Any] = {}
 
-    def handle(number: int, frame: Any) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         if received:
             raise KeyboardInterrupt
         received.append(number)
         log.warning("stopping after this step (again to stop at once)")
 
-    try:
+    with suppress(ValueError):  # not the main thread: signals are the caller's business
         for number in (signal.SIGINT, signal.SIGTERM):
             previous[number] = signal.signal(number, handle)
-    except ValueError:  # not the main thread: signals are the caller's business
-        pass
     try:
         yield lambda: bool(received)
     finally:

@@ -1,24 +1,30 @@
 """The decoder of Llama, Qwen2 and Qwen3 in plain PyTorch: to read, to train from scratch, and to train fast.
 
 Parameters have the names of the Hugging Face state dict, so a `GPT` is saved and loaded in that layout as it is.
-Weights may be kept in float32 while the forward pass computes in `compute_dtype`; each use casts them, so gradients
-arrive in float32 and no second copy of the weights is kept.
+Weights may be kept in float32 while the forward pass computes in `compute_dtype`. Each use rounds them again, in the
+backward pass too (`CastLinear`), so gradients arrive in float32 and no second copy of the weights is kept.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from atomrl.models.kernels import AttentionFunction, Rotate, are_plain, plain_attention, rms_norm, swiglu
+from atomrl.config import ConfigError
+from atomrl.models.attention import PackedAttention, plain_attention, row_attention, stream_attention
+from atomrl.models.kernels import CastLinear, apply, are_plain, rms_norm, stacked, swiglu
+from atomrl.models.shared_prefix import Stream, row_stream
+from atomrl.models.spec import DecoderSpec, fitting_weights, read_spec, rope_table
 
-FAMILIES = ("llama", "qwen2", "qwen3")
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+Attend = Callable[[Tensor], Tensor]
+
 BMM_MAX_TOKENS = 256
 """On a CPU, rows up to this length take explicit matrix products; beyond it SDPA (see docs/benchmarks/training.md)."""
 
@@ -30,16 +36,19 @@ class Linear(nn.Linear):
     """`nn.Linear` that computes in the dtype of its input, whatever the dtype of its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        return fused_linear(x, self)
 
 
 def fused_linear(x: Tensor, *linears: nn.Module) -> Tensor:
     """The outputs of several linear layers side by side, in one matrix product."""
-    if any(type(linear) is not Linear for linear in linears):  # adapters
+    plain = [linear for linear in linears if type(linear) is Linear]
+    if len(plain) < len(linears):  # adapters
         return torch.cat([linear(x) for linear in linears], dim=-1)
-    weight = torch.cat([linear.weight.to(x.dtype) for linear in linears])
-    biased = linears[0].bias is not None
-    return F.linear(x, weight, torch.cat([linear.bias.to(x.dtype) for linear in linears]) if biased else None)
+    weights = [linear.weight for linear in plain]
+    biases = [linear.bias for linear in plain if linear.bias is not None]
+    if weights[0].dtype != x.dtype and not are_plain():
+        return apply(CastLinear, x, len(weights), *weights, *biases)
+    return F.linear(x, stacked(weights, x.dtype), stacked(biases, x.dtype) if biases else None)
 
 
 class RMSNorm(nn.Module):
@@ -57,95 +66,103 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Self-attention with rotary positions and grouped queries."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        hidden, heads, kv_heads, size = _shape(config)
-        self.heads, self.kv_heads, self.size = heads, kv_heads, size
-        bias = True if config.model_type == "qwen2" else config.attention_bias
-        self.q_proj = Linear(hidden, heads * size, bias=bias)
-        self.k_proj = Linear(hidden, kv_heads * size, bias=bias)
-        self.v_proj = Linear(hidden, kv_heads * size, bias=bias)
-        self.o_proj = Linear(heads * size, hidden, bias=bias and config.model_type != "qwen2")
-        if config.model_type == "qwen3":
-            self.q_norm, self.k_norm = RMSNorm(size, config.rms_norm_eps), RMSNorm(size, config.rms_norm_eps)
-        else:
-            self.q_norm = self.k_norm = None
+        self.heads, self.kv_heads, self.size = spec.heads, spec.kv_heads, spec.head_dim
+        query, key, value = spec.qkv_widths
+        self.q_proj = Linear(spec.hidden, query, bias=spec.qkv_bias)
+        self.k_proj = Linear(spec.hidden, key, bias=spec.qkv_bias)
+        self.v_proj = Linear(spec.hidden, value, bias=spec.qkv_bias)
+        self.o_proj = Linear(query, spec.hidden, bias=spec.output_bias)
+        self.q_norm = RMSNorm(self.size, spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(self.size, spec.norm_eps) if spec.qk_norm else None
 
     def project(self, x: Tensor) -> Tensor:
         """[..., H] -> queries, keys and values, [..., heads + 2 kv_heads, D]."""
-        qkv = fused_linear(x, self.q_proj, self.k_proj, self.v_proj).unflatten(-1, (-1, self.size))
-        if self.q_norm is None:
+        qkv: Tensor = fused_linear(x, self.q_proj, self.k_proj, self.v_proj).unflatten(-1, (-1, self.size))
+        if self.q_norm is None or self.k_norm is None:
             return qkv
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=-2)
         return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=-2)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        rows, tokens, _ = x.shape
-        qkv = self.project(x)
-        if are_plain():
-            return self.o_proj(plain_attention(qkv, cos, sin, self.kv_heads))
-        if mask is not None:
-            return self.o_proj(AttentionFunction.apply(qkv, cos, sin, mask, self.kv_heads))
-        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
-        q, k = Rotate.apply(qk, cos, sin).split([self.heads, self.kv_heads], dim=2)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        grouped = self.heads > self.kv_heads
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=grouped)
-        return self.o_proj(mixed.transpose(1, 2).reshape(rows, tokens, -1))
 
 
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        bias = getattr(config, "mlp_bias", False)
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=bias)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=bias)
+        self.gate_proj = Linear(spec.hidden, spec.intermediate, bias=spec.mlp_bias)
+        self.up_proj = Linear(spec.hidden, spec.intermediate, bias=spec.mlp_bias)
+        self.down_proj = Linear(spec.intermediate, spec.hidden, bias=spec.mlp_bias)
 
     def gated(self, x: Tensor) -> Tensor:
         """What `down_proj` projects."""
         return swiglu(fused_linear(x, self.gate_proj, self.up_proj))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gated(x))
-
 
 class Layer(nn.Module):
     """One decoder layer: attention and MLP, each normed before and added to the residual stream."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(spec)
+        self.mlp = MLP(spec)
+        self.input_layernorm = RMSNorm(spec.hidden, spec.norm_eps)
+        self.post_attention_layernorm = RMSNorm(spec.hidden, spec.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, attend: Attend, keep: Tensor | None = None) -> Tensor:
+        """x [..., H]; `attend` mixes its queries, keys and values; `keep` are the tokens of a stream that go on."""
+        mixed = attend(self.self_attn.project(self.input_layernorm(x)))
+        if keep is not None:
+            x, mixed = x.index_select(0, keep), mixed.index_select(0, keep)
+        x = _add_linear(x, self.self_attn.o_proj, mixed)
+        return _add_linear(x, self.mlp.down_proj, self.mlp.gated(self.post_attention_layernorm(x)))
 
 
-def _run_layer(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-    return layer(x, cos, sin, mask)
+def _add_linear(x: Tensor, linear: Linear, y: Tensor) -> Tensor:
+    """x + linear(y), in one pass where the layer is a plain product."""
+    if type(linear) is not Linear or linear.bias is not None or y.dtype.itemsize == 2 or x.dim() > 2:
+        y = linear(y)
+        return x + y
+    return torch.addmm(x, y, linear.weight.T)
+
+
+def _run_layer(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, plain: bool) -> Tensor:
+    """A layer on padded rows [B, T, H]."""
+    attention, kv_heads = plain_attention if plain else row_attention, layer.self_attn.kv_heads
+    out: Tensor = layer(x, lambda qkv: attention(qkv, (cos, sin), kv_heads))
+    return out
 
 
 class Decoder(nn.Module):
     """Embedding, layers and final norm; `model.*` in the state dict."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.embed_tokens = nn.Embedding(spec.vocab, spec.hidden)
+        self.layers = cast(Sequence[Layer], nn.ModuleList(Layer(spec) for _ in range(spec.layers)))
+        self.norm = RMSNorm(spec.hidden, spec.norm_eps)
+
+
+@cache
+def weight_shapes(spec: DecoderSpec) -> Mapping[str, tuple[int, ...]]:
+    """Name in the Hugging Face state dict -> shape, of every weight of a decoder."""
+    with torch.device("meta"):
+        decoder = Decoder(spec)
+    shapes = {f"model.{name}": tuple(weight.shape) for name, weight in decoder.named_parameters()}
+    return shapes if spec.tied_head else shapes | {"lm_head.weight": (spec.vocab, spec.hidden)}
+
+
+def check_weights(weights: Iterable[tuple[str, Tensor]], spec: DecoderSpec) -> dict[str, Tensor]:
+    """`fitting_weights` of this decoder; a tied head's `lm_head.weight`, which state dicts carry, is left out."""
+    return fitting_weights(weights, weight_shapes(spec), {"lm_head.weight"} if spec.tied_head else ())
 
 
 class GPT(nn.Module):
     """A causal language model of the Llama, Qwen2 or Qwen3 architecture, from its transformers config.
 
     Raises:
-        ValueError: the config asks for something that this decoder does not have (`unsupported` says what).
+        Unsupported: the config asks for something that this decoder does not have (`spec.unsupported` says what).
 
     Example:
         >>> model = new_gpt(vocab_size=11, layers=1, hidden=32, heads=1)
@@ -157,24 +174,22 @@ class GPT(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        reason = unsupported(config)
-        if reason:
-            raise ValueError(f"GPT cannot be built from this config: {reason}")
-        self.config = config
+        self.config, self.spec = config, read_spec(config)
+        self.generation_config: Any = None
         self.compute_dtype: torch.dtype | None = None
         """None computes in the dtype of the weights."""
         self.gradient_checkpointing = False
         self.run_layer = _run_layer
         self._lengths: set[int] = set()
-        self.model = Decoder(config)
-        if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.model = Decoder(self.spec)
+        if not self.spec.tied_head:
+            self.lm_head = Linear(self.spec.hidden, self.spec.vocab, bias=False)
         self._tables: tuple[Tensor, Tensor] | None = None
 
     @property
     def head_weight(self) -> Tensor:
         """[V, H]: logits are `hidden @ head_weight.T`."""
-        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        return self.model.embed_tokens.weight if self.spec.tied_head else self.lm_head.weight
 
     @property
     def compiled(self) -> bool:
@@ -189,22 +204,55 @@ class GPT(nn.Module):
         Returns:
             [B, T, H] in `compute_dtype`.
         """
-        weight, length = self.model.embed_tokens.weight, tokens.shape[1]
+        weight, (rows, length) = self.model.embed_tokens.weight, tokens.shape
+        if self.shares_prompts:
+            return self.stream_states(tokens, row_stream(rows, length)).view(rows, length, -1)
         if self.compiled:
             tokens = F.pad(tokens, (0, self._compiled_length(length) - length))
         x = F.embedding(tokens, weight).to(self.compute_dtype or weight.dtype)
         cos, sin = self.rope_tables(tokens.shape[1], tokens.device)
-        mask, run_layer = None, self.run_layer if self.compiled else _run_layer
-        if tokens.device.type == "cpu" and tokens.shape[1] <= BMM_MAX_TOKENS:
-            mask = torch.full((tokens.shape[1],) * 2, -torch.inf, dtype=x.dtype).triu(1)
+        run_layer = self.run_layer if self.compiled else _run_layer
+        plain = are_plain() or (tokens.device.type == "cpu" and tokens.shape[1] <= BMM_MAX_TOKENS)
         for layer in self.model.layers:
             if self.compiled:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
-            if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(run_layer, layer, x, cos, sin, mask, use_reentrant=False)
-            else:
-                x = run_layer(layer, x, cos, sin, mask)
-        return self.model.norm(x[:, :length])
+            x = self._checkpointed(run_layer, layer, x, cos, sin, plain)
+        out: Tensor = self.model.norm(x[:, :length])
+        return out
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether `shared_prefix.states_before` shares the prompts of this model's rows: on a CPU, not compiled."""
+        return not self.compiled and not are_plain() and self.head_weight.device.type == "cpu"
+
+    def stream_states(self, tokens: Tensor, stream: Stream) -> Tensor:
+        """States of a `shared_prefix.Stream` after the final norm: tokens [B, T] -> [n, H], at each of its `before`."""
+        weight = self.model.embed_tokens.weight
+        x = F.embedding(tokens.flatten()[stream.source], weight).to(self.compute_dtype or weight.dtype)
+        attend = self._stream_attention(x, stream, explicit=tokens.shape[1] <= BMM_MAX_TOKENS)
+        kept, back = stream.before.unique(return_inverse=True)
+        last = self.model.layers[-1]
+        for layer in self.model.layers:
+            keep = kept if layer is last and len(kept) < len(x) else None
+            x = self._checkpointed(layer, x, attend, keep)
+        at = stream.before if len(kept) == len(stream.source) else back
+        normed: Tensor = self.model.norm(x)
+        return normed.index_select(0, at)
+
+    def _stream_attention(self, x: Tensor, stream: Stream, explicit: bool) -> Attend:
+        """The attention of all layers on this stream: qkv [N, heads + 2 kv_heads, D] -> [N, heads * D]."""
+        blocks, kv_heads = stream.blocks, self.spec.kv_heads
+        longest = max(int(block.seen.max()) + block.length for block in blocks)  # padding may lie beyond all tokens
+        cos, sin = self.rope_tables(longest, x.device)
+        if explicit:
+            return lambda qkv: apply(PackedAttention, qkv, blocks, cos, sin, kv_heads)
+        turns = cos[stream.positions, None], sin[stream.positions, None]
+        return lambda qkv: stream_attention(qkv, blocks, *turns, kv_heads)
+
+    def _checkpointed(self, layer: Callable[..., Any], *arguments: Any) -> Tensor:
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            return cast(Tensor, checkpoint(layer, *arguments, use_reentrant=False))
+        return cast(Tensor, layer(*arguments))
 
     def compile_layers(self) -> None:
         """Compile one layer and run all through it; once for each of a few row lengths, for any number of rows."""
@@ -224,50 +272,11 @@ class GPT(nn.Module):
         return F.linear(hidden, self.head_weight.to(hidden.dtype))
 
     def rope_tables(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin, [T, heads + kv_heads, D/2] in float32; those of the query heads carry 1 / sqrt(D)."""
+        """cos and sin, [T, D/2] in float32."""
         if self._tables is None or len(self._tables[0]) < tokens or self._tables[0].device != device:
-            _, heads, kv_heads, size = _shape(self.config)
-            frequencies, factor = _rope_frequencies(self.config)
             with torch.inference_mode(False):  # kept, so they must be fit for autograd as well
-                angles = torch.arange(max(tokens, 256), dtype=torch.float32)[:, None] * frequencies
-                scale = torch.full((heads + kv_heads, 1), factor)
-                scale[:heads] *= size**-0.5
-                self._tables = (angles.cos()[:, None] * scale).to(device), (angles.sin()[:, None] * scale).to(device)
+                self._tables = rope_table(self.config, device, max(tokens, 256))
         return self._tables[0][:tokens], self._tables[1][:tokens]
-
-
-def unsupported(config: Any) -> str | None:
-    """Why `GPT` cannot compute a model of this transformers config; None where it can."""
-    if config.model_type not in FAMILIES:
-        return f"model_type {config.model_type!r} is none of {', '.join(FAMILIES)}"
-    if config.hidden_act != "silu":
-        return f"hidden_act {config.hidden_act!r} is not silu"
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        return "it has sliding-window layers"
-    if config.attention_dropout:
-        return "attention_dropout is not 0"
-    rope = config.rope_parameters["rope_type"]
-    if rope not in STATIC_ROPE or config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        return f"rope_type {rope!r} is none of {', '.join(STATIC_ROPE)}, or it rotates a part of each head only"
-    return None
-
-
-def _shape(config: Any) -> tuple[int, int, int, int]:
-    """hidden size, heads, key-value heads, head size."""
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.hidden_size, heads, config.num_key_value_heads, size
-
-
-def _rope_frequencies(config: Any) -> tuple[Tensor, float]:
-    """Angle per position of each pair of dimensions ([D/2] float32), and the factor on cos and sin."""
-    rope = config.rope_parameters
-    if rope["rope_type"] == "default":
-        size = _shape(config)[3]
-        return 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device=torch.device("cpu"))
 
 
 def new_gpt(
@@ -302,7 +311,7 @@ def new_gpt(
         A float32 model, the same for the same seed on the same torch version.
 
     Raises:
-        ValueError: heads do not divide evenly, or the family is unknown.
+        ConfigError: heads do not divide evenly, or the family is unknown.
 
     Example:
         >>> sum(p.numel() for p in new_gpt(vocab_size=64, layers=2, hidden=64, heads=2, kv_heads=1).parameters())
@@ -311,12 +320,16 @@ def new_gpt(
     from transformers import LlamaConfig, Qwen2Config
 
     kv_heads = kv_heads or heads
+    divides = head_dim is not None or hidden % heads == 0
     head_dim = head_dim or hidden // heads
-    if heads % kv_heads or (head_dim * heads != hidden and family == "qwen2"):
-        raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}, and divide hidden={hidden}")
+    if heads % kv_heads or head_dim % 2 or not divides or (head_dim * heads != hidden and family == "qwen2"):
+        raise ConfigError(
+            f"gpt: heads={heads} must divide hidden={hidden} into heads of an even size, and be a multiple of "
+            f"kv_heads={kv_heads}"
+        )
     kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config}
     if family not in kinds:
-        raise ValueError(f"family {family!r} is none of {', '.join(kinds)}")
+        raise ConfigError(f"gpt: family {family!r} is none of {', '.join(kinds)}")
     config = kinds[family](
         vocab_size=vocab_size,
         hidden_size=hidden,

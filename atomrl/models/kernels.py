@@ -10,9 +10,9 @@ PyTorch's own operations instead, which autograd differentiates forward and any 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,47 @@ def are_plain() -> bool:
     return _plain
 
 
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    """`function.apply`, which has no types."""
+    return cast(Tensor, function.apply(*arguments))
+
+
+def stacked(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Matrices, or vectors, of the same width as one, in this dtype."""
+    cast_to = [tensor.to(dtype) for tensor in tensors]
+    return cast_to[0] if len(cast_to) == 1 else torch.cat(cast_to)
+
+
+class CastLinear(torch.autograd.Function):
+    """Linear layers side by side, by weights that are rounded to the dtype of x.
+
+    What autograd would save is the rounded weights, half a copy of the model until the backward pass; here it is the
+    weights themselves, which the backward pass rounds again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, *parameters: Tensor) -> Tensor:
+        """x [..., H]; `count` weights [out, H] of another dtype, then their biases, if any -> [..., sum of out]."""
+        ctx.save_for_backward(x, *parameters)
+        ctx.count = count
+        weights, biases = parameters[:count], parameters[count:]
+        return F.linear(x, stacked(weights, x.dtype), stacked(biases, x.dtype) if biases else None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *parameters = ctx.saved_tensors
+        weights, biases = parameters[: ctx.count], parameters[ctx.count :]
+        sizes = [len(weight) for weight in weights]
+        grad_x = grad @ stacked(weights, grad.dtype) if ctx.needs_input_grad[0] else None
+        if not any(ctx.needs_input_grad[2:]):
+            return grad_x, None, *(None for _ in parameters)
+        grads, flat = grad.flatten(0, -2), x.flatten(0, -2)
+        of_weights = [part.T @ flat for part in grads.split(sizes, dim=-1)]
+        of_biases = grads.sum(0).split(sizes) if biases else ()
+        found = [own.to(p.dtype) for own, p in zip((*of_weights, *of_biases), parameters, strict=True)]
+        return grad_x, None, *found
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight, with the mean square in float32 or wider.
 
@@ -56,7 +97,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(x.dtype)
     if x.device.type == "cpu":
-        return RMSNormFunction.apply(x, weight, eps)
+        return apply(RMSNormFunction, x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -65,27 +106,7 @@ def swiglu(both: Tensor) -> Tensor:
     if _plain:
         gate, up = both.chunk(2, dim=-1)
         return F.silu(gate) * up
-    return SwiGLUFunction.apply(both)
-
-
-def plain_attention(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
-    """`AttentionFunction` in PyTorch's own operations, for rows of any length.
-
-    Args:
-        qkv: [B, T, heads + 2 kv_heads, D].
-        cos, sin: [T, heads + kv_heads, D/2].
-
-    Returns:
-        [B, T, heads * D].
-    """
-    qk, v = qkv.split([qkv.shape[2] - kv_heads, kv_heads], dim=2)
-    first, second = qk.chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
-    q, k = turned.split([turned.shape[2] - kv_heads, kv_heads], dim=2)
-    scores = torch.einsum("btkgd,bskd->bkgts", q.unflatten(2, (kv_heads, -1)), k)
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=qkv.device).triu(1)
-    shares = scores.masked_fill(later, -torch.inf).softmax(dim=-1)
-    return torch.einsum("bkgts,bskd->btkgd", shares, v).flatten(2)
+    return apply(SwiGLUFunction, both)
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -102,7 +123,8 @@ class RMSNormFunction(torch.autograd.Function):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight).to(x.dtype)
+        normed: Tensor = (x * scale).mul_(weight).to(x.dtype)
+        return normed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -140,161 +162,3 @@ class SwiGLUFunction(torch.autograd.Function):
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         torch.mul(F.silu(gate), grad, out=grad_up)
         return result
-
-
-class AttentionFunction(torch.autograd.Function):
-    """Rotation and causal attention by explicit matrix products, from fused queries, keys and values.
-
-    All query heads of one key head go through one product, so that no key or value is repeated.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, kv_heads: int) -> Tensor:
-        """qkv [B, T, heads + 2 kv_heads, D]; cos, sin [T, heads + kv_heads, D/2]; mask [T, T] -> [B, T, heads * D]."""
-        rows, tokens, all_heads, size = qkv.shape
-        group = (all_heads - 2 * kv_heads) // kv_heads
-        q = qkv.new_empty(rows, kv_heads, group, tokens, size)
-        k, v = (qkv.new_empty(rows, kv_heads, tokens, size) for _ in range(2))
-        from_q, from_k, from_v = _heads(qkv, kv_heads)
-        (q_cos, k_cos), (q_sin, k_sin) = _tables(cos, kv_heads), _tables(sin, kv_heads)
-        _rotate_into(q, from_q, q_cos, q_sin)
-        _rotate_into(k, from_k, k_cos, k_sin)
-        v.copy_(from_v)
-        q, k, v = (x.view(rows * kv_heads, -1, size) for x in (q, k, v))
-        shares = torch.baddbmm(mask.repeat(group, 1), q, k.transpose(1, 2)).softmax(dim=-1)
-        mixed = torch.bmm(shares, v)
-        ctx.save_for_backward(q, k, v, shares, cos, sin)
-        ctx.shape = (rows, tokens, kv_heads, group, size)
-        return mixed.view(rows, kv_heads, group, tokens, size).permute(0, 3, 1, 2, 4).reshape(rows, tokens, -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        q, k, v, shares, cos, sin = ctx.saved_tensors
-        rows, tokens, kv_heads, group, size = ctx.shape
-        grad = grad.view(rows, tokens, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(q.shape)
-        grad_v = torch.bmm(shares.transpose(1, 2), grad)
-        grad_shares = torch.bmm(grad, v.transpose(1, 2))
-        grad_scores = torch.ops.aten._softmax_backward_data(grad_shares, shares, -1, shares.dtype)
-        grad_q, grad_k = torch.bmm(grad_scores, k), torch.bmm(grad_scores.transpose(1, 2), q)
-        result = grad.new_empty(rows, tokens, kv_heads * (group + 2), size)
-        to_q, to_k, to_v = _heads(result, kv_heads)
-        (q_cos, k_cos), (q_sin, k_sin) = _tables(cos, kv_heads), _tables(sin, kv_heads)
-        _rotate_into(to_q, grad_q.view(to_q.shape), q_cos, -q_sin)
-        _rotate_into(to_k, grad_k.view(to_k.shape), k_cos, -k_sin)
-        to_v.copy_(grad_v.view(to_v.shape))
-        return result, None, None, None, None
-
-
-class PackedAttention(torch.autograd.Function):
-    """`AttentionFunction` on a stream of tokens in blocks (`shared_prefix.Block`), some after a shared prompt."""
-
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, plans: list[tuple[Any, Tensor, Tensor, Tensor]], kv_heads: int) -> Tensor:
-        """qkv [N, heads + 2 kv_heads, D] -> [N, heads * D].
-
-        A plan is a block, its cos and sin [1 or R, C, heads + kv_heads, D/2], and what is added to its scores
-        [1 or R * kv_heads, group * C, P + C]. Blocks after prompts follow the one that holds the prompts.
-        """
-        size, group = qkv.shape[2], qkv.shape[1] // kv_heads - 2
-        out, saved, prompts = qkv.new_empty(len(qkv), kv_heads * group * size), [], None
-        for block, cos, sin, bias in plans:
-            from_q, from_k, from_v = _heads(block.spread(qkv), kv_heads)
-            (q_cos, k_cos), (q_sin, k_sin) = _tables(cos, kv_heads), _tables(sin, kv_heads)
-            q = torch.empty(from_q.shape, dtype=qkv.dtype)
-            k, v = (qkv.new_empty(block.rows, kv_heads, bias.shape[2], size) for _ in range(2))
-            before = bias.shape[2] - block.length
-            _rotate_into(q, from_q, q_cos, q_sin)
-            _rotate_into(k[:, :, before:], from_k, k_cos, k_sin)
-            v[:, :, before:].copy_(from_v)
-            if prompts is None:
-                prompts = k, v
-            if before:
-                for part, theirs in zip((k, v), prompts, strict=True):
-                    part[:, :, :before] = theirs.index_select(0, block.prompts)
-            q, k, v = (x.view(block.rows * kv_heads, -1, size) for x in (q, k, v))
-            scores = torch.baddbmm(bias, q, k.transpose(1, 2))
-            shares = torch.softmax(scores, dim=-1, out=scores)
-            mixed = torch.bmm(shares, v).view(from_q.shape).permute(0, 3, 1, 2, 4)
-            if block.even:
-                out[block.start : block.stop].view(mixed.shape).copy_(mixed)
-            else:
-                out[block.start : block.stop] = block.collect(mixed.flatten(2))
-            saved += [q, k, v, shares]
-        ctx.save_for_backward(*saved)
-        ctx.plans, ctx.kv_heads, ctx.group = plans, kv_heads, group
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        plans, kv_heads, group, saved = ctx.plans, ctx.kv_heads, ctx.group, ctx.saved_tensors
-        size = saved[0].shape[2]
-        result = grad.new_empty(len(grad), kv_heads * (group + 2), size)
-        shared: list[tuple[Tensor, Tensor, Tensor]] = []
-        for number, (block, cos, sin, bias) in reversed(list(enumerate(plans))):
-            q, k, v, shares = saved[4 * number : 4 * number + 4]
-            own = block.spread(grad).unflatten(2, (kv_heads, group, size)).permute(0, 2, 3, 1, 4).reshape(q.shape)
-            grad_v = torch.bmm(shares.transpose(1, 2), own)
-            grad_shares = torch.bmm(own, v.transpose(1, 2))
-            grad_scores = torch.ops.aten._softmax_backward_data(grad_shares, shares, -1, shares.dtype)
-            grad_q, grad_k = torch.bmm(grad_scores, k), torch.bmm(grad_scores.transpose(1, 2), q)
-            grad_k, grad_v = (x.view(block.rows, kv_heads, -1, size) for x in (grad_k, grad_v))
-            before = bias.shape[2] - block.length
-            if before:
-                shared.append((block.prompts, grad_k[:, :, :before], grad_v[:, :, :before]))
-                grad_k, grad_v = grad_k[:, :, before:], grad_v[:, :, before:]
-            if number == 0:
-                for owners, more_k, more_v in shared:
-                    grad_k.index_add_(0, owners, more_k)
-                    grad_v.index_add_(0, owners, more_v)
-            part = result[block.start : block.stop]
-            rows = part.unflatten(0, (block.rows, -1)) if block.even else block.spread(result)
-            to_q, to_k, to_v = _heads(rows, kv_heads)
-            (q_cos, k_cos), (q_sin, k_sin) = _tables(cos, kv_heads), _tables(sin, kv_heads)
-            _rotate_into(to_q, grad_q.view(to_q.shape), q_cos, -q_sin)
-            _rotate_into(to_k, grad_k, k_cos, -k_sin)
-            to_v.copy_(grad_v)
-            if not block.even:
-                part.copy_(block.collect(rows))
-        return result, None, None
-
-
-class Rotate(torch.autograd.Function):
-    """Rotary positions alone, for attention by SDPA; the backward is the rotation by the opposite angle."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, T, heads, D]; cos, sin [T, heads, D/2]."""
-        ctx.save_for_backward(cos, sin)
-        out = torch.empty_like(x)
-        _rotate_into(out, x, cos, sin)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        out = torch.empty_like(grad)
-        _rotate_into(out, grad, cos, -sin)
-        return out, None, None
-
-
-def _heads(qkv: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views [B, kv_heads, group, T, D] of the queries and [B, kv_heads, T, D] of keys and values."""
-    q, k, v = qkv.split([qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads], dim=2)
-    return q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4), k.transpose(1, 2), v.transpose(1, 2)
-
-
-def _tables(table: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """[..., T, heads + kv_heads, D/2] as views that fit `_heads`."""
-    q, k = table.split([table.shape[-2] - kv_heads, kv_heads], dim=-2)
-    return q.unflatten(-2, (kv_heads, -1)).movedim(-4, -2), k.transpose(-3, -2)
-
-
-def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the pairs (i, i + D/2) of the last dimension."""
-    (out_first, out_second), (first, second) = out.chunk(2, dim=-1), x.chunk(2, dim=-1)
-    if x.dtype == cos.dtype:
-        torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=out_second).addcmul_(first, sin)
-    else:
-        out_first.copy_(first * cos - second * sin)
-        out_second.copy_(second * cos + first * sin)

@@ -4,60 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from atomrl.config import ConfigError, LoraConfig
 from atomrl.models import lora as adapters
-from atomrl.models.gpt import GPT, unsupported
+from atomrl.models.gpt import GPT, check_weights
+from atomrl.models.spec import unsupported
+from atomrl.models.transformers_model import HFModel, check_causal, published_weights, switch_dropout_off
 
 log = logging.getLogger(__name__)
-
-
-class HFModel(nn.Module):
-    """Any causal language model of transformers behind the two methods that training uses of `GPT`."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
-        self.config = inner.config
-        self.generation_config = inner.generation_config
-        self.compute_dtype: torch.dtype | None = None
-        """None computes in the dtype of the weights; another one by autocast."""
-
-    @property
-    def head_weight(self) -> Tensor:
-        """[V, H]: logits are `hidden @ head_weight.T`."""
-        return self.inner.get_output_embeddings().weight
-
-    def forward_hidden(self, tokens: Tensor) -> Tensor:
-        """[B, T] right-padded token ids -> hidden states after the final norm, [B, T, H]."""
-        compute = self.compute_dtype
-        with torch.autocast(tokens.device.type, compute, enabled=compute is not None):
-            hidden = self.inner.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        return hidden if compute is None else hidden.to(compute)  # autocast leaves a norm's output in float32
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[B, T] -> logits [B, T, V]."""
-        hidden = self.forward_hidden(tokens)
-        return F.linear(hidden, self.head_weight.to(hidden.dtype))
-
-    def check_head(self) -> None:
-        """Raise where the model does more to its logits than the output matrix does."""
-        tokens = torch.arange(4, device=self.head_weight.device)[None] % self.config.vocab_size
-        with torch.no_grad():
-            theirs, ours = self.inner(input_ids=tokens).logits, self(tokens)
-        if not torch.allclose(theirs.float(), ours.float(), rtol=1e-2, atol=1e-2):
-            raise ConfigError(
-                f"model_type {self.config.model_type!r} changes its logits after the output matrix (a bias, a scale "
-                "or a soft cap), which the chunked log-probs do not know; choose another model"
-            )
 
 
 Policy = GPT | HFModel
@@ -87,8 +48,8 @@ def compute_dtype(name: str | torch.dtype, device: str | torch.device = "cpu") -
 def has_bfloat16(device_type: str) -> bool:
     """Whether a device multiplies bfloat16 by instructions of its own."""
     if device_type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
 
 @cache
@@ -102,24 +63,40 @@ def is_local(path: str | Path) -> bool:
     from huggingface_hub.errors import HFValidationError
 
     if Path(path).is_dir():
-        return (Path(path) / "config.json").is_file()
+        base = base_path(path)
+        return (Path(path) / "config.json").is_file() if base == str(path) else is_local(base)
     try:
         return isinstance(try_to_load_from_cache(str(path), "config.json"), str)
     except HFValidationError:
         return False
 
 
+def base_path(path: str | Path) -> str:
+    """The model under the adapters of a folder; `path` itself where it is a whole model.
+
+    Raises:
+        ConfigError: the adapters name no base model.
+    """
+    settings = Path(path) / "adapter_config.json"
+    if not settings.is_file() or (Path(path) / "config.json").is_file():
+        return str(path)
+    base = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise ConfigError(f"{settings} names no base_model_name_or_path: write the path of the base model there")
+    return str(base)
+
+
 def resolve_folder(path: str | Path, weights: bool = True) -> Path:
     """The folder of a model: `path` itself, or a hub name's snapshot, downloaded where it is not here yet.
 
     Raises:
-        ConfigError: the folder has no config.json, or `path` is no folder and the hub does not give it.
+        ConfigError: the folder has neither config.json nor adapter_config.json, or `path` is no folder and the hub
+            does not give it.
     """
     folder = Path(path)
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            hint = "; it holds adapters: export them first" if (folder / "adapter_config.json").is_file() else ""
-            raise ConfigError(f"model folder {folder} has no config.json{hint}")
+        if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+            raise ConfigError(f"model folder {folder} has no config.json")
         return folder
     if folder.is_absolute() or str(path).startswith((".", "~")) or str(path).count("/") > 1:
         raise ConfigError(f"model folder {path} does not exist")
@@ -153,14 +130,14 @@ def _is_whole(snapshot: Path, weights: bool) -> bool:
 
 
 def model_config_only(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """The transformers config of a model, without its weights.
+    """The transformers config of a model, without its weights; of adapters, their base model's.
 
     Raises:
         ConfigError: as `resolve_folder`, or transformers does not know the model.
     """
     from transformers import AutoConfig
 
-    folder = resolve_folder(path, weights=False)
+    folder = resolve_folder(base_path(path), weights=False)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError) as error:
@@ -189,16 +166,19 @@ def load_policy(
         ConfigError: the model is not there, or its files do not fit its config.
     """
     config = model_config_only(path, trust_remote_code)
-    folder = resolve_folder(path)
     compute = compute_dtype(dtype, device)
     weight_dtype = torch.float32 if trainable and lora is None else compute
-    reason = unsupported(config) or (None if any(folder.glob("*.safetensors")) else "it has no *.safetensors file")
+    rounded = compute if compute != weight_dtype else None
+    reason = unsupported(config)
     if reason is None:
-        policy: Policy = _load_gpt(folder, config, weight_dtype)
+        policy: Policy = _load_gpt(path, config, weight_dtype)
+        policy.compute_dtype = rounded
     else:
         log.warning("%s is trained through transformers, not the faster built-in decoder: %s", path, reason)
-        policy = _load_hf(folder, weight_dtype, trust_remote_code)
-    policy.compute_dtype = compute if compute != weight_dtype else None
+        inner = load_transformers(path, weight_dtype, trust_remote_code)
+        inner.config.use_cache = False
+        policy = HFModel(inner, rounded)
+        policy.check()
     policy.to(device)
     if lora is not None or not trainable:
         policy.requires_grad_(False)
@@ -207,82 +187,170 @@ def load_policy(
     return policy
 
 
-def _load_gpt(folder: Path, config: Any, dtype: torch.dtype) -> GPT:
+def _load_gpt(path: str | Path, config: Any, dtype: torch.dtype) -> GPT:
     from transformers import GenerationConfig
 
-    with torch.device("meta"):
-        model = GPT(config)
-    state = {name: tensor.to(dtype) for name, tensor in read_safetensors(folder) if "rotary_emb" not in name}
-    if config.tie_word_embeddings:
-        state.pop("lm_head.weight", None)
-    try:
-        model.load_state_dict(state, assign=True)
-    except RuntimeError as error:
-        raise ConfigError(f"the weights in {folder} do not fit its config.json: {error}") from None
-    model.requires_grad_(True)
+    model = load_decoder(path, config, read_weights(path), dtype)
+    folder = resolve_folder(base_path(path))
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 
-def _load_hf(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> HFModel:
-    from transformers import AutoModelForCausalLM
+def load_decoder(path: str | Path, config: Any, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> GPT:
+    """A decoder of this config with these weights, without storage of its own before.
 
+    Raises:
+        ConfigError: they do not fit its config.
+    """
+    with torch.device("meta"):
+        model = GPT(config)
     try:
-        inner = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError) as error:
+        state = {name: tensor.to(dtype) for name, tensor in check_weights(weights, model.spec).items()}
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"the weights in {path} do not fit its config.json: {error}") from None
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_(True)
+
+
+def load_transformers(
+    path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False, scalar: bool = False
+) -> Any:
+    """A transformers model, adapters merged, its dropout off.
+
+    Args:
+        scalar: a sequence classifier with one label; False is a causal language model.
+
+    Raises:
+        ConfigError: it is none, it is not there, or its files are damaged or do not fit its config.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if not scalar:
+        check_causal(model_config_only(path, trust_remote_code), path)
+    auto, labels = (AutoModelForSequenceClassification, {"num_labels": 1}) if scalar else (AutoModelForCausalLM, {})
+    folder = resolve_folder(base_path(path))
+    stored_files(folder)
+    try:
+        inner = auto.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code, **labels)
+    except (ValueError, OSError, RuntimeError) as error:
         raise ConfigError(f"transformers cannot load {folder}: {error}") from None
-    inner.config.use_cache = False
+    if base_path(path) != str(path):
+        adapters.merge_adapters(inner, path)
     switch_dropout_off(inner)
-    model = HFModel(inner)
-    model.check_head()
-    return model
+    return inner
 
 
-def switch_dropout_off(inner: nn.Module) -> None:
-    """The policy that is trained must be the one that sampled, and that had none; the config keeps its values."""
-    for module in inner.modules():
-        names = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
-        for name in [*names, *(["p"] if isinstance(module, nn.Dropout) else [])]:
-            setattr(module, name, 0.0)
+def stored_files(folder: str | Path) -> dict[Path, set[str]]:
+    """The safetensors files of a model folder, and the weights that each is read for.
+
+    They are those that the index names; without one model.safetensors, or whatever *.safetensors there is. Files
+    beside them do not matter.
+
+    Raises:
+        ConfigError: a file is missing, damaged or cut short, and which.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    found: dict[Path, set[str]] = {}
+    if index.is_file():
+        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            found.setdefault(folder / file, set()).add(name)
+    whole = [] if index.is_file() else list(folder.glob("model.safetensors")) or sorted(folder.glob("*.safetensors"))
+    for file in found or whole:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                held = set(tensors.keys())
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} is missing, damaged or cut short ({error}): copy or download it again") from None
+        missing = found.setdefault(file, held) - held
+        if missing:
+            raise ConfigError(f"{file} lacks {sorted(missing)[:3]}, which {index.name} says it holds")
+    return dict(sorted(found.items()))
 
 
 def read_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of every weight: of model.safetensors, its numbered parts, or whatever *.safetensors there is."""
+    """Name and tensor of every weight in a folder's `stored_files`, one at a time."""
     from safetensors import safe_open
 
-    folder = Path(folder)
-    files = list(folder.glob("model.safetensors")) or list(folder.glob("model-*-of-*.safetensors"))
-    for file in sorted(files or folder.glob("*.safetensors")):
+    for file, names in stored_files(folder).items():
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (no mapping)
+            for name in sorted(names):
                 yield name, tensors.get_tensor(name)
 
 
-def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """The model's tokenizer, with a pad token: the end-of-sequence token where it has none of its own.
+def read_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of a model by its published name, adapters merged; the one reader of all engines and back ends.
 
     Raises:
-        ConfigError: the model or its tokenizer is not there.
+        ConfigError: a file is damaged, or the adapters are none that can be merged here.
+    """
+    folder, own = resolve_folder(base_path(path)), base_path(path) == str(path)
+    if not stored_files(folder):  # *.bin
+        yield from published_weights(load_transformers(folder, torch.float32)).items()
+        return
+    mine = {} if own else adapters.read_adapters(path)
+    for name, tensor in read_safetensors(folder):
+        yield name, adapters.merged(name, tensor, mine)
+
+
+def load_tokenizer(path: str | Path, trust_remote_code: bool = False, model: str | Path | None = None) -> Any:
+    """A tokenizer, with a pad token: the end-of-sequence token where it has none of its own.
+
+    One without an end-of-sequence token takes the one that the model's config names, if any.
+
+    Args:
+        path: of a model, or of a tokenizer alone.
+        model: that it is used with; None is the one beside it, if there is one.
+
+    Raises:
+        ConfigError: the model or its tokenizer is not there, or it has tokens that the model has no embedding for.
     """
     from transformers import AutoTokenizer
 
     own = any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    folder = Path(path) if own else resolve_folder(path, weights=False)  # a tokenizer needs no model beside it
+    folder = Path(path) if own else resolve_folder(base_path(path), weights=False)
     if not any(file for pattern in ("tokenizer*", "*.model", "vocab*") for file in folder.glob(pattern)):
         raise ConfigError(f"model {path} has no tokenizer")  # transformers would make up an empty one
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(f"model {path} has no tokenizer that transformers can load: {error}") from None
+    if model is not None or not own or is_local(path):
+        _fit_tokenizer(tokenizer, model_config_only(model or path, trust_remote_code), f"{path}", f"{model or path}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def policy_weights(model: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Every weight, adapters merged, named as in the Hugging Face state dict; without gradient, not copied."""
-    return adapters.merged_weights(model.inner if isinstance(model, HFModel) else model)
+def _fit_tokenizer(tokenizer: Any, config: Any, path: str, model: str) -> None:
+    """End of sequence from the model's config where the tokenizer has none; an embedding for each of its tokens."""
+    size, end = getattr(config, "vocab_size", None), getattr(config, "eos_token_id", None)
+    if tokenizer.eos_token_id is None and isinstance(end, int):
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+    named = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+    spare = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special} - named  # Gemma 3 has one
+    beyond = [token for token, id in tokenizer.get_vocab().items() if size and id >= size and id not in spare]
+    if beyond:
+        raise ConfigError(
+            f"the tokenizer of {path} has {len(beyond)} tokens (such as {beyond[0]!r}) beyond the {size} embeddings of "
+            f"{model}: take the model's own tokenizer, or resize its embeddings (transformers' resize_token_embeddings)"
+        )
+
+
+def policy_weights(model: Policy, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Every weight by its published name (`published_weights`); without gradient, not copied.
+
+    Args:
+        merge: with the adapters in it; False is the base's weights alone.
+    """
+    if isinstance(model, HFModel):
+        return iter(published_weights(model.inner, adapters.merged_weights(model.inner, merge)).items())
+    return adapters.merged_weights(model, merge)
 
 
 def save_model(model: Policy, tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
@@ -292,20 +360,34 @@ def save_model(model: Policy, tokenizer: Any, folder: str | Path, dtype: torch.d
         tokenizer: None leaves it out.
         dtype: of the written weights; None keeps theirs.
     """
+    weights = dict(policy_weights(model))
+    if model.config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    write_folder(folder, weights, model.config, tokenizer, dtype, use_cache=True)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def write_folder(
+    folder: str | Path,
+    weights: Mapping[str, Tensor],
+    config: Any,
+    tokenizer: Any,
+    dtype: torch.dtype | None,
+    **settings: Any,
+) -> None:
+    """Write weights as safetensors, the config with other settings, and the tokenizer."""
     from huggingface_hub import save_torch_state_dict
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in policy_weights(model)}
-    if model.config.tie_word_embeddings:
-        state.pop("lm_head.weight", None)
+    state = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in weights.items()}
+    # Each with memory of its own, as safetensors wants it.
+    state = {name: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for name, t in state.items()}
     save_torch_state_dict(state, folder, metadata={"format": "pt"})
-    config = model.config.__class__.from_dict(model.config.to_dict())
-    config.dtype = next(iter(state.values())).dtype
-    config.use_cache = True
+    config = config.__class__.from_dict(config.to_dict())
+    for name, value in {**settings, "dtype": next(iter(state.values())).dtype}.items():
+        setattr(config, name, value)
     config.save_pretrained(folder)
-    generation = getattr(model, "generation_config", None)
-    if generation is not None:
-        generation.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

@@ -6,15 +6,20 @@ Needs the `lora` extra. Adapters are put into the model in place and saved in pe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from atomrl.config import ConfigError, LoraConfig
+from atomrl.protocols import Adapter
+
+if TYPE_CHECKING:
+    from atomrl.models.loading import Policy
 
 ADAPTER = "default"
 
@@ -28,7 +33,8 @@ def _peft() -> Any:
 
 
 def _inner(model: Any) -> nn.Module:
-    return getattr(model, "inner", model)
+    inner: nn.Module = getattr(model, "inner", model)
+    return inner
 
 
 def add_adapters(model: Any, config: LoraConfig, base: str) -> None:
@@ -44,15 +50,10 @@ def add_adapters(model: Any, config: LoraConfig, base: str) -> None:
     inner = _inner(model)
     targets = config.target_modules
     if targets == "all-linear":
-        head = model.head_weight
-        linears = (nn.Linear, *_conv1d())
-        targets = sorted(
-            {
-                name.rpartition(".")[2]
-                for name, m in inner.named_modules()
-                if isinstance(m, linears) and m.weight is not head
-            }
-        )
+        from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer
+
+        linears = [(name, m) for name, m in inner.named_modules() if isinstance(m, nn.Linear | Conv1D)]
+        targets = sorted({name.rpartition(".")[2] for name, m in linears if m.weight is not model.head_weight})
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -71,12 +72,6 @@ def add_adapters(model: Any, config: LoraConfig, base: str) -> None:
     model.lora_settings = settings
 
 
-def _conv1d() -> tuple[type, ...]:
-    from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer
-
-    return (Conv1D,)
-
-
 def has_adapters(model: Any) -> bool:
     """Whether `add_adapters` was called on it."""
     return hasattr(model, "lora_settings")
@@ -85,7 +80,7 @@ def has_adapters(model: Any) -> bool:
 @contextmanager
 def adapters_disabled(model: Any) -> Iterator[None]:
     """The model without its adapters: the reference policy."""
-    layers = _lora_layers(_inner(model))
+    layers = [module for _, module in _lora_layers(_inner(model))]
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -95,24 +90,44 @@ def adapters_disabled(model: Any) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def _lora_layers(inner: nn.Module) -> list[Any]:
-    return [module for module in inner.modules() if hasattr(module, "lora_A") and hasattr(module, "base_layer")]
+def _lora_layers(inner: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, m) for name, m in inner.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer"))
 
 
 @torch.no_grad()
-def merged_weights(inner: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under its name without adapters, W + delta where there is one. The model is not changed."""
-    state = inner.state_dict(keep_vars=False)
-    modules = dict(inner.named_modules())
-    for name, tensor in state.items():
-        if ".lora_" in name:
-            continue
-        owner, _, leaf = name.rpartition(".")
-        if owner.endswith(".base_layer"):
-            owner = owner.removesuffix(".base_layer")
-            if leaf == "weight":
-                tensor = (tensor.float() + modules[owner].get_delta_weight(ADAPTER).float()).to(tensor.dtype)
-        yield f"{owner}.{leaf}", tensor.detach()
+def merged_weights(inner: nn.Module, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Every weight under its name without adapters, W + delta where there is one. The model is not changed.
+
+    Args:
+        merge: False leaves W as it is.
+    """
+    adapters = adapter_weights(inner) if merge else {}
+    for name, tensor in inner.state_dict().items():
+        if ".lora_" not in name:
+            name = name.replace(".base_layer.", ".")
+            yield name, merged(name, tensor, adapters)
+
+
+def adapter_weights(model: Policy | nn.Module) -> dict[str, Adapter]:
+    """The adapters of a policy, unmerged and not copied, by the Hugging Face name of the weight that each adds to.
+
+    Merged into bfloat16 weights, an update smaller than half a step of their grid would be lost: an engine that takes
+    adapters adds them to the layer's output instead. Empty where the model has none.
+
+    Example:
+        >>> from atomrl.models.gpt import new_gpt
+        >>> adapter_weights(new_gpt(vocab_size=11, layers=1, hidden=32, heads=1))
+        {}
+    """
+    return {
+        f"{name}.weight": Adapter(
+            module.lora_A[ADAPTER].weight.detach(),
+            module.lora_B[ADAPTER].weight.detach(),
+            module.scaling[ADAPTER],
+            module.fan_in_fan_out,
+        )
+        for name, module in _lora_layers(_inner(model))
+    }
 
 
 def adapter_state(model: Any) -> dict[str, Tensor]:
@@ -138,18 +153,64 @@ def load_adapters(model: Any, folder: str | Path) -> None:
     Raises:
         ConfigError: the folder has none, or they do not fit.
     """
-    from safetensors.torch import load_file
+    from atomrl.models.loading import read_safetensors
 
-    file = Path(folder) / "adapter_model.safetensors"
-    if not file.is_file():
+    if not (Path(folder) / "adapter_model.safetensors").is_file():
         raise ConfigError(f"{folder} holds no adapter_model.safetensors")
-    state = load_file(file)
+    state = dict(read_safetensors(folder))
     ours = adapter_state(model)
     if {name: t.shape for name, t in state.items()} != {name: t.shape for name, t in ours.items()}:
         raise ConfigError(f"the adapters in {folder} do not fit the model: other modules or another rank")
     with torch.no_grad():
         for name, tensor in ours.items():
             tensor.copy_(state[name])
+
+
+def read_adapters(folder: str | Path) -> dict[str, Adapter]:
+    """Adapters from a folder that `save_adapters` or peft wrote, by the name of the weight that each adds to.
+
+    Raises:
+        ConfigError: they are absent, or scaled in a way of peft's that is not known here (DoRA, alpha_pattern, ...).
+    """
+    from atomrl.models.loading import read_safetensors
+
+    folder = Path(folder)
+    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    own = {name.removeprefix("base_model.model."): tensor for name, tensor in read_safetensors(folder)}
+    names = {name.removesuffix(".lora_A.weight") for name in own if name.endswith(".lora_A.weight")}
+    odd = [name for name in ("use_rslora", "use_dora", "alpha_pattern", "modules_to_save") if settings.get(name)]
+    odd += sorted(own.keys() - {f"{name}.lora_{half}.weight" for name in names for half in "AB"})[:3]
+    if odd or not names:
+        raise ConfigError(f"{folder} has {', '.join(odd) or 'no adapters'}: merge it with peft's merge_and_unload")
+    adapters, transposed = {}, bool(settings.get("fan_in_fan_out"))
+    for name in names:
+        a, b = (own[f"{name}.lora_{half}.weight"].float() for half in "AB")
+        adapters[f"{name}.weight"] = Adapter(a, b, settings["lora_alpha"] / len(a), transposed)
+    return adapters
+
+
+def merged(name: str, weight: Tensor, adapters: Mapping[str, Adapter]) -> Tensor:
+    """The weight of this name with its layer's adapter, in the weight's dtype; as it is where there is none."""
+    adapter = adapters.get(name)
+    if adapter is None:
+        return weight
+    delta = adapter.scale * adapter.b @ adapter.a
+    return (weight.float() + (delta.T if adapter.transposed else delta).to(weight.device)).to(weight.dtype)
+
+
+@torch.no_grad()
+def merge_adapters(inner: nn.Module, folder: str | Path) -> None:
+    """Add the adapters of a folder to the weights of the model that they belong to.
+
+    Raises:
+        ConfigError: as `read_adapters`, or they do not fit the model.
+    """
+    adapters, own = read_adapters(folder), dict(inner.named_parameters())
+    for name, adapter in adapters.items():
+        sizes = [len(adapter.b), adapter.a.shape[1]]
+        if name not in own or list(own[name].shape) != (sizes[::-1] if adapter.transposed else sizes):
+            raise ConfigError(f"the adapters in {folder} do not fit their base model: it has no such layer {name}")
+        own[name].copy_(merged(name, own[name], adapters))
 
 
 def export(adapter_folder: str | Path, folder: str | Path, base: str | Path | None = None) -> None:
@@ -161,21 +222,12 @@ def export(adapter_folder: str | Path, folder: str | Path, base: str | Path | No
         base: the base model; None takes the one that adapter_config.json names.
 
     Raises:
-        ConfigError: the adapters are scaled in a way of peft's that is not known here.
+        ConfigError: as `merge_adapters`.
     """
     from atomrl.models import loading
 
-    settings = _peft().LoraConfig.from_pretrained(str(adapter_folder))
-    if settings.use_rslora or settings.alpha_pattern:  # any other variant has other tensors, which are refused
-        raise ConfigError(f"{adapter_folder} has use_rslora or alpha_pattern: merge it with peft's merge_and_unload")
-    base = base or settings.base_model_name_or_path
-    targets = settings.target_modules
-    config = LoraConfig(
-        rank=settings.r,
-        alpha=settings.lora_alpha,
-        target_modules=targets if isinstance(targets, str) else sorted(targets),
-    )
+    base = base or loading.base_path(adapter_folder)
+    model = loading.load_policy(base, dtype=torch.float32, trainable=False)
+    merge_adapters(_inner(model), adapter_folder)
     stored = loading.model_config_only(base).dtype or torch.float32
-    model = loading.load_policy(base, dtype=torch.float32, lora=config)
-    load_adapters(model, adapter_folder)
     loading.save_model(model, loading.load_tokenizer(base), folder, dtype=stored)

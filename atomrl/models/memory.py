@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from atomrl.atoms.logprobs import CHUNK_ELEMENTS
-from atomrl.config import RunConfig
-from atomrl.models.gpt import BMM_MAX_TOKENS, GPT, unsupported
+from atomrl.config import ConfigError, RunConfig
+from atomrl.models.gpt import BMM_MAX_TOKENS, GPT
 from atomrl.models.loading import compute_dtype, model_config_only
+from atomrl.models.spec import unsupported
+from atomrl.models.transformers_model import check_causal
 
 FLOAT32 = 4
 DISTRIBUTIONS = 10
@@ -17,7 +19,7 @@ DISTRIBUTIONS = 10
 keeps seven and a half."""
 
 
-def count_parameters(config: Any) -> int:
+def count_parameters(config: Any, trust_remote_code: bool = False) -> int:
     """Parameters of a model of this transformers config.
 
     Example:
@@ -29,7 +31,7 @@ def count_parameters(config: Any) -> int:
         if unsupported(config):
             from transformers import AutoModelForCausalLM
 
-            model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+            model: torch.nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         else:
             model = GPT(config)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -39,7 +41,7 @@ def adapter_parameters(config: Any, rank: int) -> int:
     """Parameters of adapters on every linear layer of a Llama or Qwen model."""
     hidden, query, keys, inner = _widths(config)
     ends = 2 * (hidden + query) + 2 * (hidden + keys) + 3 * (hidden + inner)
-    return config.num_hidden_layers * rank * ends
+    return int(config.num_hidden_layers) * rank * ends
 
 
 def activation_bytes_per_token(config: Any, row_tokens: int, size: int, on_cpu: bool) -> tuple[int, int]:
@@ -77,10 +79,14 @@ def memory_estimate(
         ConfigError: the model's config is not there.
     """
     model, train, rollout = config.model, config.train, config.rollout
-    shape = model_config_only(model.path, model.trust_remote_code)
+    trusted, path = model.trust_remote_code, model.path
+    if path is None:
+        raise ConfigError("model.path: the estimate needs a model")
+    shape = model_config_only(path, trusted)
+    check_causal(shape, path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     compute = compute_dtype(model.dtype, device).itemsize
-    total = count_parameters(shape)
+    total = count_parameters(shape, trusted)
     trained = adapter_parameters(shape, model.lora.rank) if model.lora else total
     row_tokens = config.data.max_prompt_tokens + rollout.max_completion_tokens
     row_tokens = min(row_tokens, train.max_row_tokens or row_tokens)
@@ -90,7 +96,7 @@ def memory_estimate(
 
     def activations(shape: Any) -> int:
         layer, checkpoint = activation_bytes_per_token(shape, row_tokens, compute, device == "cpu")
-        layers = shape.num_hidden_layers
+        layers: int = shape.num_hidden_layers
         return tokens * (layer + layers * checkpoint if model.gradient_checkpointing else layers * layer)
 
     _, _, keys, _ = _widths(shape)
@@ -102,29 +108,26 @@ def memory_estimate(
         "gradients": trained * FLOAT32,
         "optimizer": 2 * trained * FLOAT32,
         "reference": total * compute if needs_reference and not model.lora else 0,
-        **({"teacher": count_parameters(_teacher(config)) * compute} if needs_teacher else {}),
         **({"distributions": DISTRIBUTIONS * tokens * shape.vocab_size * FLOAT32} if distributions else {}),
         "activations": activations(shape),
         "log-prob chunk": 3 * chunk * FLOAT32,
         "engine weights": total * compute,
         "key-value cache": cached * 2 * shape.num_hidden_layers * keys * compute,
     }
+    if needs_teacher:
+        assert config.teacher is not None
+        parts["teacher"] = count_parameters(model_config_only(config.teacher.path, trusted), trusted) * compute
     if needs_critic:
-        critic = model_config_only(config.critic.path or model.path, model.trust_remote_code)
-        parts["critic"] = 4 * critic_parameters(critic) * FLOAT32  # weights, gradients and Adam's two moments
+        critic = model_config_only(config.critic.path or path, trusted)
+        parts["critic"] = 4 * critic_parameters(critic, trusted) * FLOAT32  # weights, gradients and Adam's two moments
         parts["critic activations"] = activations(critic)
     return parts | {"total": sum(parts.values())}
 
 
-def critic_parameters(config: Any) -> int:
+def critic_parameters(config: Any, trust_remote_code: bool = False) -> int:
     """Parameters of a critic: a decoder with one number in the place of the output matrix."""
     output = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    return count_parameters(config) - output + config.hidden_size
-
-
-def _teacher(config: RunConfig) -> Any:
-    assert config.teacher is not None
-    return model_config_only(config.teacher.path, config.model.trust_remote_code)
+    return count_parameters(config, trust_remote_code) - output + int(config.hidden_size)
 
 
 def _widths(config: Any) -> tuple[int, int, int, int]:

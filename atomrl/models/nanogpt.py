@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from atomrl.config import ConfigError
+from atomrl.models.spec import fitting_weights
 
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-LINEAR = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 """Stored by nanoGPT as [out, in], by GPT-2 as [in, out]."""
 GPT2_VOCABULARY, GPT2_PADDED = 50257, 50304
 """Tokens of GPT-2, and what nanoGPT rounds them up to."""
@@ -57,43 +58,45 @@ def read_nanogpt(path: str | Path) -> tuple[dict[str, int], dict[str, Tensor]]:
     return sizes, {name: tensor.float() for name, tensor in weights.items()}
 
 
-def expected_shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Every weight of a nanoGPT model with biases, by name."""
-    width, vocabulary = sizes["n_embd"], sizes["vocab_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "transformer.wte.weight": (vocabulary, width),
-        "transformer.wpe.weight": (sizes["block_size"], width),
-        "lm_head.weight": (vocabulary, width),
-    }
-    outputs = {"attn.c_attn": 3 * width, "attn.c_proj": width, "mlp.c_fc": 4 * width, "mlp.c_proj": width}
-    for layer in range(sizes["n_layer"]):
-        for name in ("ln_1", "ln_2"):
-            shapes |= _norm(f"transformer.h.{layer}.{name}", width)
-        for name, out in outputs.items():
-            start = f"transformer.h.{layer}.{name}"
-            shapes |= {f"{start}.weight": (out, 4 * width if name == "mlp.c_proj" else width), f"{start}.bias": (out,)}
-    return shapes | _norm("transformer.ln_f", width)
-
-
-def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-
-
 def _check_shapes(weights: Mapping[str, Any], sizes: Mapping[str, int], path: Path) -> None:
-    shapes = expected_shapes(sizes)
-    problems = [f"{name} is unexpected" for name in weights if name not in shapes]
-    for name, shape in shapes.items():
-        found = weights.get(name)
-        if found is None:
-            if not name.endswith(".bias") and name != "lm_head.weight":  # bias=False has none; the head may be tied
-                problems.append(f"{name} is missing")
-        elif not isinstance(found, Tensor) or not found.is_floating_point():
-            problems.append(f"{name} is no tensor of floating-point numbers")
-        elif tuple(found.shape) != shape:
-            problems.append(f"{name} has shape {tuple(found.shape)}, not {shape}")
-    if problems:
-        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ConfigError(f"the weights in {path} do not fit its model_args: {'; '.join(problems[:8])}{more}")
+    odd = [name for name, held in weights.items() if not isinstance(held, Tensor) or not held.is_floating_point()]
+    with torch.device("meta"):
+        expected = _gpt2(sizes).state_dict()
+    shapes = {  # bias=False has no biases; the head may be tied
+        name: _turned(name, tensor).shape
+        for name, tensor in expected.items()
+        if name in weights or not (name.endswith(".bias") or name == "lm_head.weight")
+    }
+    try:
+        if odd:
+            raise ValueError(f"{odd[0]} is no tensor of floating-point numbers")
+        fitting_weights(weights.items(), shapes)
+    except ValueError as error:
+        raise ConfigError(f"the weights in {path} do not fit its model_args: {error}") from None
+
+
+def _turned(name: str, tensor: Tensor) -> Tensor:
+    """A weight of nanoGPT as GPT-2 has it, and the other way."""
+    return tensor.t().contiguous() if name.endswith(TRANSPOSED) else tensor
+
+
+def _gpt2(sizes: Mapping[str, int], **settings: Any) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=sizes["vocab_size"],
+        n_positions=sizes["block_size"],
+        n_embd=sizes["n_embd"],
+        n_layer=sizes["n_layer"],
+        n_head=sizes["n_head"],
+        activation_function="gelu",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        architectures=["GPT2LMHeadModel"],
+        **settings,
+    )
+    return GPT2LMHeadModel(config)
 
 
 def to_gpt2(sizes: Mapping[str, int], weights: Mapping[str, Tensor], end_of_text: int | None) -> Any:
@@ -106,32 +109,11 @@ def to_gpt2(sizes: Mapping[str, int], weights: Mapping[str, Tensor], end_of_text
         weights: likewise.
         end_of_text: the id of the token that ends a text; None where there is none.
     """
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    head, embedding = weights.get("lm_head.weight"), weights["transformer.wte.weight"]
-    tied = head is None or torch.equal(head, embedding)
-    config = GPT2Config(
-        vocab_size=sizes["vocab_size"],
-        n_positions=sizes["block_size"],
-        n_embd=sizes["n_embd"],
-        n_layer=sizes["n_layer"],
-        n_head=sizes["n_head"],
-        activation_function="gelu",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=end_of_text,
-        eos_token_id=end_of_text,
-        tie_word_embeddings=tied,
-        architectures=["GPT2LMHeadModel"],
-    )
-    state = {}
-    for name, shape in expected_shapes(sizes).items():
-        tensor = weights.get(name)
-        if tensor is None:
-            tensor = embedding if name == "lm_head.weight" else torch.zeros(shape)
-        linear = name.removesuffix(".weight").endswith(LINEAR)
-        state[name] = tensor.t().contiguous() if linear and name.endswith(".weight") else tensor
-    model = GPT2LMHeadModel(config)
+    embedding = weights["transformer.wte.weight"]
+    head = weights.get("lm_head.weight", embedding)
+    ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    model = _gpt2(sizes, tie_word_embeddings=torch.equal(head, embedding), **ends)
+    state = {name: tensor.zero_() for name, tensor in model.state_dict().items()}
+    state |= {name: _turned(name, tensor) for name, tensor in weights.items()} | {"lm_head.weight": head}
     model.load_state_dict(state)
     return model.eval()

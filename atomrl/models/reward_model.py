@@ -11,16 +11,16 @@ A reward model reads a prompt and a completion in one of three ways, by what its
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from atomrl.config import ConfigError
 from atomrl.models.loading import load_tokenizer, model_config_only
 from atomrl.models.scalar import ScalarModel, is_classifier, load_scalar
-from atomrl.stages import Completion, RewardBatch, RolloutBatch, Sample
+from atomrl.types import Sample, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +36,22 @@ class RewardModel:
         device: as torch names it; a run gives its own.
         dtype: what the model computes in: auto, float32 or bfloat16.
         tokens_per_batch: padded tokens in one forward pass.
+        trust_remote_code: let the folder's own code run; a run gives its own `model.trust_remote_code`.
 
     Raises:
         ConfigError: there is no such model or tokenizer, it has several labels, or it is no classifier.
     """
 
-    def __init__(self, path: str, device: str = "cpu", dtype: str = "auto", tokens_per_batch: int = 4096) -> None:
+    def __init__(
+        self,
+        path: str,
+        device: str = "cpu",
+        dtype: str = "auto",
+        tokens_per_batch: int = 4096,
+        trust_remote_code: bool = False,
+    ) -> None:
         path = str(path)  # a folder's name may be a number
-        config = model_config_only(path)
+        config = model_config_only(path, trust_remote_code)
         if not is_classifier(config):
             kind = (config.architectures or [config.model_type])[0]
             raise ConfigError(
@@ -53,30 +61,30 @@ class RewardModel:
         if tokens_per_batch < 1:
             raise ConfigError(f"reward_model: tokens_per_batch must be at least 1, not {tokens_per_batch}")
         self.path, self.device, self.dtype, self.tokens_per_batch = path, device, dtype, tokens_per_batch
-        self.reader = Reader(load_tokenizer(path), config, path)
+        self.trust_remote_code = trust_remote_code
+        self.reader = Reader(load_tokenizer(path, trust_remote_code), config, path)
         self.model: ScalarModel | None = None
 
     @torch.no_grad()
-    def __call__(self, rollouts: RolloutBatch) -> RewardBatch:
-        """The score of each completion, whatever else is in the batch."""
+    def __call__(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        """The score of each trajectory, whatever else there is."""
         if self.model is None:
-            self.model = load_scalar(self.path, dtype=self.dtype, device=self.device, trainable=False).eval()
-        rows = self.reader.token_ids(rollouts)
+            self.model = load_scalar(
+                self.path,
+                dtype=self.dtype,
+                device=self.device,
+                trust_remote_code=self.trust_remote_code,
+                trainable=False,
+            ).eval()
+        rows = self.reader.token_ids(trajectories)
         scores = [0.0] * len(rows)
         for index in _batches(rows, self.tokens_per_batch):
             lengths = torch.tensor([len(rows[row]) for row in index])
-            tokens = torch.zeros(len(index), int(lengths.max()), dtype=torch.long)
-            for place, row in enumerate(index):
-                tokens[place, : len(rows[row])] = torch.tensor(rows[row])
+            tokens = pad_sequence([torch.tensor(rows[row]) for row in index], batch_first=True)
             found = self.model.scores(tokens.to(self.device), lengths.to(self.device)).tolist()
             for row, score in zip(index, found, strict=True):
                 scores[row] = score
-        given = iter(scores)
-        return RewardBatch(
-            **{item.name: getattr(rollouts, item.name) for item in fields(RolloutBatch)},
-            rewards=tuple(tuple(next(given) for _ in group) for group in rollouts.completions),
-            reward_parts={},
-        )
+        return scores
 
 
 class Reader:
@@ -112,50 +120,43 @@ class Reader:
         """Whether rows are the tokens of prompt and completion as they are."""
         return not (self.has_template or self.makes_pairs)
 
-    def token_ids(self, rollouts: RolloutBatch) -> list[tuple[int, ...]]:
-        """The tokens of every completion with its prompt, in the order of the batch.
+    def token_ids(self, trajectories: Sequence[Trajectory]) -> list[tuple[int, ...]]:
+        """The tokens of every trajectory, the prompt's in front.
 
         Raises:
             ConfigError: a prompt of several messages without a template for them.
         """
-        return [self._within_limit(*item, row) for item, row in self._rows(rollouts)]
+        rows = []
+        for item in trajectories:
+            tokens, start = item.token_ids, item.prompt_tokens
+            row = self.row(item.sample, tokens[:start], tokens[start:], item.text, item.finish_reason == "stop")
+            rows.append(self._within_limit(item.sample, item.text, row))
+        return rows
 
-    def reading(self, draw: Callable[[Any], RewardBatch]) -> Callable[[Any], RewardBatch]:
-        """`draw` with every completion a whole row as it is read, however long, and the prompts empty."""
+    def row(
+        self, sample: Sample, prompt: Sequence[int], completion: Sequence[int], text: str, ended: bool = True
+    ) -> tuple[int, ...]:
+        """The tokens of a prompt with a completion, however long.
 
-        def read(items: Any) -> RewardBatch:
-            batch = draw(items)
-            rows = (row for _, row in self._rows(batch))
-            groups = tuple(
-                tuple(replace(completion, token_ids=next(rows), loss_mask=()) for completion in group)
-                for group in batch.completions
-            )
-            return replace(batch, prompt_token_ids=((),) * len(groups), completions=groups)
-
-        return read
-
-    def _rows(self, rollouts: RolloutBatch) -> Iterator[tuple[tuple[Sample, Completion], tuple[int, ...]]]:
-        for sample, prompt, group in zip(
-            rollouts.samples, rollouts.prompt_token_ids, rollouts.completions, strict=True
-        ):
-            for completion in group:
-                yield (sample, completion), self._row(sample, prompt, completion)
-
-    def _row(self, sample: Sample, prompt: Sequence[int], completion: Completion) -> tuple[int, ...]:
+        Args:
+            prompt, completion: as token ids.
+            text: of the completion.
+            ended: whether it came to its end.
+        """
         if self.has_template:
-            text = self.tokenizer.apply_chat_template(_conversation(sample, completion.text), tokenize=False)
-            return self._encode(text, add_special_tokens=False)
+            written = self.tokenizer.apply_chat_template(_conversation(sample, text), tokenize=False)
+            return self._encode(written, add_special_tokens=False)
         if self.makes_pairs:
-            return self._encode(self._plain(sample), completion.text)
-        if self._decoded(completion.token_ids) == completion.text and self._asks(prompt, sample):
-            return (*prompt, *completion.token_ids)
+            return self._encode(self._plain(sample), text)
+        if self._decoded(completion) == text and self._asks(prompt, sample):
+            return (*prompt, *completion)
         end = self.tokenizer.eos_token_id
         front = self._encode(self._plain(sample))
         front = front[:-1] if front[-1:] == (end,) else front  # what some tokenizers put behind a text
-        ended = (end,) if completion.finish_reason == "stop" and end is not None else ()
-        return (*front, *self._encode(completion.text, add_special_tokens=False), *ended)
+        last = (end,) if ended and end is not None else ()
+        return (*front, *self._encode(text, add_special_tokens=False), *last)
 
-    def _within_limit(self, sample: Sample, completion: Completion, row: tuple[int, ...]) -> tuple[int, ...]:
+    def _within_limit(self, sample: Sample, text: str, row: tuple[int, ...]) -> tuple[int, ...]:
         """Cut at the end; of a pair, at the end of the longer text, so that its special tokens stay."""
         if len(row) <= self.limit:
             return row
@@ -167,13 +168,14 @@ class Reader:
             )  # fmt: skip
         if self.has_template or not self.makes_pairs:
             return row[: self.limit]
-        return self._encode(self._plain(sample), completion.text, truncation=True, max_length=self.limit)
+        return self._encode(self._plain(sample), text, truncation=True, max_length=self.limit)
 
     def _decoded(self, token_ids: Sequence[int]) -> str | None:
         """The text of tokens; None where some are none of this tokenizer's."""
         if not token_ids or max(token_ids) >= len(self.tokenizer):
             return None
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
 
     def _asks(self, prompt: Sequence[int], sample: Sample) -> bool:
         """Whether the tokens are the sample's prompt in this tokenizer's; a system prompt may go before."""
@@ -198,7 +200,7 @@ def _conversation(sample: Sample, completion: str) -> list[dict[str, str]]:
     """Prompt and completion as messages; a prompt whose last message is the assistant's is gone on with."""
     if isinstance(sample.prompt, str):
         return [{"role": "user", "content": sample.prompt}, {"role": "assistant", "content": completion}]
-    messages: list[dict[str, str]] = [{**message} for message in sample.prompt]
+    messages = [{"role": message["role"], "content": message["content"]} for message in sample.prompt]
     if messages[-1]["role"] == "assistant":
         return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + completion}]
     return [*messages, {"role": "assistant", "content": completion}]

@@ -16,15 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomrl.config import ConfigError
-from atomrl.models.gpt import GPT, Linear, unsupported
+from atomrl.models.gpt import GPT, Linear
 from atomrl.models.loading import (
     compute_dtype,
+    load_decoder,
+    load_transformers,
     model_config_only,
-    read_safetensors,
-    resolve_folder,
-    switch_dropout_off,
+    read_weights,
+    write_folder,
 )
 from atomrl.models.shared_prefix import states_before
+from atomrl.models.spec import unsupported
+from atomrl.models.transformers_model import published_weights
 
 log = logging.getLogger(__name__)
 CLASSIFIER = "ForSequenceClassification"
@@ -40,6 +43,8 @@ class GPTScalar(nn.Module):
         torch.Size([2])
     """
 
+    shares_prompts = False
+
     def __init__(self, trunk: GPT) -> None:
         super().__init__()
         self.trunk = trunk
@@ -51,7 +56,7 @@ class GPTScalar(nn.Module):
         """[B, T] float32: at each masked token the number that the token before it has; 0 elsewhere."""
         wanted = mask.clone()
         wanted[:, 0] = False
-        numbers = self.score(states_before(self.trunk, tokens, wanted, prompt_lengths))[:, 0].float()
+        numbers: Tensor = self.score(states_before(self.trunk, tokens, wanted, prompt_lengths))[:, 0].float()
         at = wanted.flatten().nonzero()[:, 0]
         return numbers.new_zeros(mask.numel()).index_copy(0, at, numbers).view(mask.shape)
 
@@ -59,7 +64,8 @@ class GPTScalar(nn.Module):
         """[B] float32: the number at each row's last token."""
         after = F.one_hot(lengths, tokens.shape[1] + 1).bool()
         states = states_before(self.trunk, F.pad(tokens, (0, 1)), after, torch.zeros_like(lengths))
-        return self.score(states)[:, 0].float()
+        scores: Tensor = self.score(states)[:, 0].float()
+        return scores
 
     def state(self) -> dict[str, Tensor]:
         """Weights by the names of transformers' layout."""
@@ -69,6 +75,8 @@ class GPTScalar(nn.Module):
 
 class HFScalar(nn.Module):
     """Any sequence classifier of transformers with one label."""
+
+    shares_prompts = False
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -83,11 +91,12 @@ class HFScalar(nn.Module):
         """[B] float32."""
         attention = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         padded = tokens.masked_fill(~attention, self.config.pad_token_id or 0)
-        return self.inner(input_ids=padded, attention_mask=attention.long()).logits[:, 0].float()
+        scores: Tensor = self.inner(input_ids=padded, attention_mask=attention.long()).logits[:, 0].float()
+        return scores
 
     def state(self) -> dict[str, Tensor]:
-        """Weights by transformers' names."""
-        return {name: weight.detach() for name, weight in self.inner.state_dict().items()}
+        """Weights by their published names."""
+        return published_weights(self.inner)
 
 
 ScalarModel = GPTScalar | HFScalar
@@ -116,50 +125,32 @@ def load_scalar(
         ConfigError: the model is not there, has several labels, or its files do not fit its config.
     """
     config = model_config_only(path, trust_remote_code)
-    folder = resolve_folder(path)
     if is_classifier(config) and config.num_labels != 1:
         raise ConfigError(f"{path} has {config.num_labels} labels; a reward model has one")
     compute = compute_dtype(dtype, device)
     weight_dtype = torch.float32 if trainable else compute
-    if unsupported(config) is None and any(folder.glob("*.safetensors")):
-        model: ScalarModel = _load_gpt_scalar(folder, config, weight_dtype)
+    model: ScalarModel
+    if unsupported(config) is None:
+        model = _load_gpt_scalar(path, config, weight_dtype)
         model.trunk.compute_dtype = compute if compute != weight_dtype else None
     else:
-        model = _load_hf_scalar(folder, config, weight_dtype, trust_remote_code)
+        if not is_classifier(config):
+            log.warning("%s has no score yet: it starts with a fresh one", path)
+        model = HFScalar(load_transformers(path, weight_dtype, trust_remote_code, scalar=True))
     return model.to(device).requires_grad_(trainable)
 
 
-def _load_gpt_scalar(folder: Path, config: Any, dtype: torch.dtype) -> GPTScalar:
+def _load_gpt_scalar(path: str | Path, config: Any, dtype: torch.dtype) -> GPTScalar:
     config.tie_word_embeddings = True  # so that the decoder has no output matrix of its own
-    with torch.device("meta"):
-        trunk = GPT(config)
-    state = {name: tensor.to(dtype) for name, tensor in read_safetensors(folder) if "rotary_emb" not in name}
-    score = state.pop("score.weight", None)
-    state.pop("lm_head.weight", None)
-    try:
-        trunk.load_state_dict(state, assign=True)
-        model = GPTScalar(trunk).to(dtype)
-        if score is not None:
-            model.score.load_state_dict({"weight": score})
-    except RuntimeError as error:
-        raise ConfigError(f"the weights in {folder} do not fit its config.json: {error}") from None
+    weights = dict(read_weights(path))
+    score = weights.pop("score.weight", None)
+    trunk = load_decoder(path, config, weights.items(), dtype)
+    model = GPTScalar(trunk).to(dtype)
+    if score is not None:
+        if score.shape != model.score.weight.shape:
+            raise ConfigError(f"the weights in {path} do not fit its config.json: score.weight {tuple(score.shape)}")
+        model.score.load_state_dict({"weight": score})
     return model
-
-
-def _load_hf_scalar(folder: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> HFScalar:
-    from transformers import AutoModelForSequenceClassification
-
-    fresh = not is_classifier(config)
-    try:
-        inner = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=trust_remote_code, num_labels=1
-        )
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"transformers cannot load {folder} as a reward model: {error}") from None
-    if fresh:
-        log.warning("%s has no score yet: it starts with a fresh one", folder)
-    switch_dropout_off(inner)
-    return HFScalar(inner)
 
 
 def save_scalar(model: ScalarModel, tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
@@ -169,24 +160,11 @@ def save_scalar(model: ScalarModel, tokenizer: Any, folder: str | Path, dtype: t
         tokenizer: None leaves it out.
         dtype: of the written weights; None keeps theirs.
     """
-    from huggingface_hub import save_torch_state_dict
-
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {name: weight.to(dtype or weight.dtype).contiguous() for name, weight in model.state().items()}
-    save_torch_state_dict(state, folder, metadata={"format": "pt"})
-    config = model.config.__class__.from_dict(model.config.to_dict())
-    config.dtype = next(iter(state.values())).dtype
-    config.num_labels = 1
+    config = model.config
+    settings: dict[str, Any] = {"num_labels": 1}
     if isinstance(model, GPTScalar):
-        config.architectures = [_family(config.architectures) + CLASSIFIER]
+        family = (config.architectures or ["LlamaForCausalLM"])[0].partition("For")[0]
+        settings["architectures"] = [family + CLASSIFIER]
         if config.pad_token_id is None:  # transformers finds the last token by it
-            config.pad_token_id = getattr(tokenizer, "pad_token_id", None) or 0
-    config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-
-
-def _family(architectures: list[str] | None) -> str:
-    """`Llama` of `LlamaForCausalLM`."""
-    return (architectures or ["LlamaForCausalLM"])[0].partition("For")[0]
+            settings["pad_token_id"] = getattr(tokenizer, "pad_token_id", None) or 0
+    write_folder(folder, model.state(), config, tokenizer, dtype, **settings)

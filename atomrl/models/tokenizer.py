@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
@@ -31,7 +32,6 @@ def make_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
         ['<think>', '2', '+', '2']
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     alphabet = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, merges=[]))
@@ -39,6 +39,14 @@ def make_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.add_tokens([AddedToken(word, normalized=False, special=False) for word in words])
+    return chat_tokenizer(tokenizer)
+
+
+def chat_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """A tokenizer that has SPECIAL_TOKENS, with a chat template of them."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=SPECIAL_TOKENS[0],

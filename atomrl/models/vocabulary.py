@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomrl.config import ConfigError
-from atomrl.models.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
+from atomrl.models.tokenizer import SPECIAL_TOKENS, chat_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -67,13 +67,7 @@ def char_tokenizer(characters: Sequence[str]) -> PreTrainedTokenizerFast:
         'ab é!'
     """
     tokens = [*SPECIAL_TOKENS, *characters, *(f"<0x{byte:02X}>" for byte in range(256))]
-    return _wrapped(
-        _characters({token: index for index, token in enumerate(tokens)}, byte_fallback=True),
-        pad_token=SPECIAL_TOKENS[0],
-        eos_token=SPECIAL_TOKENS[1],
-        extra_special_tokens=list(SPECIAL_TOKENS[2:]),
-        chat_template=CHAT_TEMPLATE,
-    )
+    return chat_tokenizer(_characters({token: index for index, token in enumerate(tokens)}, byte_fallback=True))
 
 
 def plain_char_tokenizer(ids: Mapping[str, int]) -> PreTrainedTokenizerFast:
@@ -95,7 +89,9 @@ def byte_pair_tokenizer(ranks: Mapping[bytes, int]) -> PreTrainedTokenizerFast:
         >>> byte_pair_tokenizer(ranks)("hello")["input_ids"]
         [258, 111]
     """
-    written = _byte_letters()
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    written = bytes_to_unicode()  # printable bytes as themselves, others as letters
 
     def text(token: bytes) -> str:
         return "".join(written[byte] for byte in token)
@@ -128,8 +124,6 @@ def _characters(ids: Mapping[str, int], byte_fallback: bool) -> Any:
 
     tokenizer = Tokenizer(models.BPE(dict(ids), merges=[], byte_fallback=byte_fallback))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    if byte_fallback:
-        tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return tokenizer
 
 
@@ -149,13 +143,6 @@ def _wrapped(tokenizer: Any, **special: Any) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
 
 
-def _byte_letters() -> dict[int, str]:
-    """How GPT-2 writes each byte as a character: printable ones as themselves."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in plain]
-    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + index) for index, byte in enumerate(rest)}
-
-
 def _last_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes]:
     """The two parts that become this token in the last merge: those left when only lower ranks are merged."""
     parts = [bytes([byte]) for byte in token]
@@ -169,11 +156,10 @@ def _last_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes]
 
 
 def _from_merges(vocabulary: Path, merges: Path) -> PreTrainedTokenizerFast:
+    from tokenizers import models
+
     try:
-        ids = json.loads(vocabulary.read_text(encoding="utf-8"))
-        lines = [line.split() for line in merges.read_text(encoding="utf-8").splitlines()]
-        pairs = [(line[0], line[1]) for line in lines if len(line) == 2 and line[0] != "#version:"]
-        return _gpt2(ids, pairs)
+        return _gpt2(*models.BPE.read_file(str(vocabulary), str(merges)))
     except Exception as error:  # tokenizers raises plain exceptions
         raise ConfigError(f"{vocabulary} and {merges} are no GPT-2 vocabulary: {error}") from None
 

@@ -9,7 +9,6 @@ import functools
 import logging
 import re
 from fractions import Fraction
-from types import ModuleType
 from typing import Any
 
 from atomrl.rewards.answers import answers_equal, normalise_text, parse_number, require_truths
@@ -66,11 +65,12 @@ def _parse(text: str) -> list[Any]:
 
     text = "\\boxed{" + text + "}"
     config = [LatexExtractionConfig()]
-    return _math_verify().parse(text, config, fallback_mode="no_fallback", parsing_timeout=None)
+    parsed: list[Any] = _math_verify().parse(text, config, fallback_mode="no_fallback", parsing_timeout=None)
+    return parsed
 
 
 @functools.cache
-def _math_verify() -> ModuleType:
+def _math_verify() -> Any:
     try:
         import math_verify
     except ImportError:

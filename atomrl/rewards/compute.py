@@ -1,19 +1,19 @@
-"""All rewards of a run together: RolloutBatch -> RewardBatch."""
+"""All rewards of a run together."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
-from atomrl.rewards.calling import Outcome, Scorer, call, find_scorer, instantiate, joined
+from atomrl.rewards.calling import Outcome, Scorer, call, find_scorer, instantiate
 from atomrl.rewards.errors import RewardError
 from atomrl.rewards.pool import Task, WorkerPool
-from atomrl.rewards.rows import Rows
-from atomrl.rewards.table import LOADING, POOLED, RewardFunction
-from atomrl.stages import RewardBatch, RewardFailure, RolloutBatch, Sample
+from atomrl.rewards.rows import RewardInputs
+from atomrl.rewards.table import LOADING, POOLED, AnyReward, importable_name
+from atomrl.types import FailureKind, RewardFailure, Sample, Trajectory
 
 if TYPE_CHECKING:
     from atomrl.config import RewardConfig, RewardRoute
@@ -29,12 +29,8 @@ MAX_HANGS = 16
 """...or, within a batch, once this many calls hung or ended their process: each of them takes its time-out."""
 
 
-@dataclass(frozen=True)
-class _Use:
-    """One reward as a run calls it."""
-
-    scorer: Scorer
-    timeout_s: float
+COUNTERS = {"timeout": "timeouts", "error": "errors", "crash": "crashes", "invalid": "invalid"}
+"""kind of failure -> the metric that counts it, after `reward/NAME/`."""
 
 
 @dataclass(frozen=True)
@@ -44,48 +40,36 @@ class _Part:
     name: str
     """Unique in the run; the name it is logged under."""
     weight: float
-    uses: Mapping[str | None, _Use]
+    scorers: Mapping[str | None, Scorer]
     """data source -> reward; None: every completion's."""
 
-
-@dataclass(frozen=True)
-class _Call:
-    part: _Part
-    use: _Use
-    rows: Sequence[int]
-
-
-@dataclass
-class _Sheet:
-    """What one part gave, by row."""
-
-    values: list[float | None]
-    failures: list[str | None]
-    extra: dict[str, list[float | None]] = field(default_factory=dict)
-
-    def fill(self, rows: Sequence[int], outcome: Outcome) -> None:
-        for place, row in enumerate(rows):
-            self.values[row], self.failures[row] = outcome.values[place], outcome.failures[place]
-            for name, values in outcome.parts.items():
-                self.extra.setdefault(name, [None] * len(self.values))[row] = values[place]
+    def scorer(self, sample: Sample) -> Scorer:
+        found = self.scorers.get(None) or self.scorers.get(sample.data_source)
+        if found is None:
+            raise RewardError(
+                f"sample {sample.sample_id!r}: its data_source {sample.data_source!r} has no reward in "
+                f"reward.by_data_source, which has {', '.join(map(repr, self.scorers))}"
+            )
+        return found
 
 
 class Rewards:
-    """Scores batches with all rewards of a config: see `build_rewards`. Close it to end its worker processes.
+    """Scores trajectories with all rewards of a config: see `build_rewards`. Close it to end its worker processes.
 
     Attributes:
-        seconds: of the last batch, what each completion took in all rewards together, [P][G].
+        seconds: what each trajectory of the last call took in all rewards together.
     """
 
     def __init__(self, parts: Sequence[_Part], workers: int, patience: int | None) -> None:
         self.parts = list(parts)
         self.patience = patience
-        self.seconds: tuple[tuple[float, ...], ...] = ()
-        names = [use.scorer.name for part in parts for use in part.uses.values()]
-        self.pool = WorkerPool(workers, preload=sorted(set(names) & set(POOLED)))
+        self.seconds: list[float] = []
+        names = {scorer.name for part in parts for scorer in part.scorers.values()}
+        self.pool = WorkerPool(workers, preload=sorted(names & set(POOLED)))
         self._gave_values: set[str] = set()
         self._failures = dict.fromkeys((part.name for part in parts), 0)
         self._failed_batches = dict.fromkeys((part.name for part in parts), 0)
+        self._empty_batches = 0
         self._warned: set[tuple[str, str]] = set()
 
     def close(self) -> None:
@@ -98,107 +82,86 @@ class Rewards:
         Raises:
             RewardError: the table of data sources lacks one; it names the sample and the sources that it has.
         """
-        for part in self.parts:
-            for sample in samples if None not in part.uses else ():
-                _use_for(part, sample)
+        for sample in samples:
+            for part in self.parts:
+                part.scorer(sample)
 
-    def __call__(self, rollouts: RolloutBatch) -> RewardBatch:
-        """Score all completions.
+    def __call__(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The same with their rewards, in the same order.
 
         Raises:
-            RewardError: a reward fails on everything, or cannot be called at all (see `build_rewards`).
+            RewardError: a reward fails on everything, none gives a value for several batches in a row, or one cannot
+                be called at all (see `build_rewards`).
         """
-        rows = Rows.of(rollouts)
-        size = len(rows.places)
-        calls = [call for part in self.parts for call in self._calls(part, rows)]
-        sheets = {part.name: _Sheet([None] * size, [None] * size) for part in self.parts}
-        seconds = [0.0] * size
-        for item, outcome in zip(calls, self._run(calls, rows), strict=True):
-            sheets[item.part.name].fill(item.rows, outcome)
-            for row in item.rows:
-                seconds[row] += outcome.seconds / len(item.rows)
+        rows = RewardInputs(trajectories)
+        size = len(trajectories)
+        sheets = {part.name: Outcome.empty(size) for part in self.parts}
+        self.seconds = [0.0] * size
+        for task, outcome in self._run([task for part in self.parts for task in _tasks(part, rows)], rows):
+            sheets[task.part].fill(task.rows, outcome)
+            for row in task.rows:
+                self.seconds[row] += outcome.seconds / len(task.rows)
         for name, sheet in sheets.items():
             self._judge(name, sheet, rows)
-        groups = [len(group) for group in rollouts.completions]
-        self.seconds = _grouped(seconds, groups)
-        parts = {name: sheet.values for name, sheet in sheets.items()}
-        parts |= {f"{name}/{key}": values for name, sheet in sheets.items() for key, values in sheet.extra.items()}
-        return RewardBatch(
-            **{item.name: getattr(rollouts, item.name) for item in fields(RolloutBatch)},
-            rewards=_grouped([self._total(sheets, row) for row in range(size)], groups),
-            reward_parts={name: _grouped(values, groups) for name, values in parts.items()},
-            reward_failures=tuple(_failure_records(sheets, rows)),
-            part_weights={part.name: part.weight for part in self.parts},
-        )
+        values = {name: sheet.values for name, sheet in sheets.items()}
+        values |= {f"{name}/{key}": extra for name, sheet in sheets.items() for key, extra in sheet.parts.items()}
+        weights = {part.name: part.weight for part in self.parts}
+        scored = [
+            replace(
+                item,
+                reward=self._total(sheets, row),
+                reward_parts={name: part[row] for name, part in values.items()},
+                part_weights=weights,
+                reward_failures=tuple(
+                    _failure(name, text) for name, sheet in sheets.items() if (text := sheet.failures[row])
+                ),
+            )
+            for row, item in enumerate(trajectories)
+        ]
+        self._judge_total(scored)
+        return scored
 
-    def _calls(self, part: _Part, rows: Rows) -> list[_Call]:
-        """The calls of one part: one with all completions, or one for each where they are scored by themselves."""
-        by_use: dict[int, list[int]] = {}
-        uses = {id(use): use for use in part.uses.values()}
-        for row in range(len(rows.places)):
-            use = part.uses[None] if None in part.uses else _use_for(part, rows.sample(row))
-            by_use.setdefault(id(use), []).append(row)
-        calls = []
-        for key, members in by_use.items():
-            use = uses[key]
-            taken = sorted(set(use.scorer.args) & {*rows.columns, "prompts", "completions"})
-            if taken and use.scorer.style == "columns":
-                text = f"argument {taken[0]!r} has the name of a column; rename one of them"
-                raise RewardError(f"reward {part.name!r}: {text}")
-            alone = use.scorer.by_row and not use.scorer.in_process
-            calls += [_Call(part, use, (row,)) for row in members] if alone else [_Call(part, use, members)]
-        return calls
+    def _run(self, tasks: Sequence[Task], rows: RewardInputs) -> list[tuple[Task, Outcome]]:
+        """The outcomes; a call that failed as a whole is done again, one completion at a time."""
+        first = self._run_once(tasks, rows)
+        again = [task for task, outcome in first if outcome.call_failed and len(task.rows) > 1]
+        alone = [_task(task.part, task.scorer, [row], rows) for task in again for row in task.rows]
+        return first + (self._run_once(alone, rows) if alone else [])
 
-    def _run(self, calls: Sequence[_Call], rows: Rows) -> list[Outcome]:
-        """Every call's outcome; a call that failed as a whole is done again, one completion at a time."""
-        outcomes = self._run_once(calls, rows)
-        again = [index for index, item in enumerate(calls) if outcomes[index].call_failed and len(item.rows) > 1]
-        alone = [_Call(calls[index].part, calls[index].use, (row,)) for index in again for row in calls[index].rows]
-        singles = iter(self._run_once(alone, rows))
-        for index in again:
-            outcomes[index] = joined([next(singles) for _ in calls[index].rows])
-        return outcomes
-
-    def _run_once(self, calls: Sequence[_Call], rows: Rows) -> list[Outcome]:
-        outcomes: dict[int, Outcome] = {}
-        pooled = [index for index, item in enumerate(calls) if not item.use.scorer.in_process]
-        tasks = [_task(calls[index], rows) for index in pooled]
+    def _run_once(self, tasks: Sequence[Task], rows: RewardInputs) -> list[tuple[Task, Outcome]]:
+        pooled = [task for task in tasks if not task.scorer.in_process]
         hangs = dict.fromkeys(self._failures, 0)
 
         def watch(number: int, outcome: Outcome) -> None:
-            name = calls[pooled[number]].part.name
+            task = pooled[number]
             if any(value is not None for value in outcome.values):
-                self._gave_values.add(name)
-            hangs[name] += (outcome.failures[0] or "").startswith(("timeout", "crash"))
-            if self.patience is not None and name not in self._gave_values and hangs[name] >= MAX_HANGS:
+                self._gave_values.add(task.part)
+            hangs[task.part] += (outcome.failures[0] or "").startswith(("timeout", "crash"))
+            if self.patience is not None and task.part not in self._gave_values and hangs[task.part] >= MAX_HANGS:
                 raise RewardError(
-                    f"reward {name!r}: the first {MAX_HANGS} calls all hung or ended their process, the last on "
-                    f"{rows.name(calls[pooled[number]].rows[0])}: {outcome.failures[0]}"
+                    f"reward {task.part!r}: the first {MAX_HANGS} calls all hung or ended their process, the last on "
+                    f"{rows.name(task.rows[0])}: {outcome.failures[0]}"
                 )
 
-        if tasks:
-            outcomes |= zip(pooled, self.pool.run(tasks, watch), strict=True)
-        for index, item in enumerate(calls):
-            if item.use.scorer.in_process:
-                outcomes[index] = call(item.use.scorer, _task(item, rows).payload)
-        return [outcomes[index] for index in range(len(calls))]
+        found = list(zip(pooled, self.pool.run(pooled, watch), strict=True))
+        return found + [(task, call(task.scorer, task.payload)) for task in tasks if task.scorer.in_process]
 
-    def _judge(self, name: str, sheet: _Sheet, rows: Rows) -> None:
+    def _judge(self, name: str, sheet: Outcome, rows: RewardInputs) -> None:
         """Warn of new kinds of failures, and stop where a reward fails on everything."""
         failures = [(row, failure) for row, failure in enumerate(sheet.failures) if failure]
-        if any(value is not None for value in sheet.values):
+        given = any(value is not None for value in sheet.values)
+        if given:
             self._gave_values.add(name)
         for row, failure in failures:
-            kind = _kind(failure)
+            kind = _failure(name, failure).kind
             if (name, kind) not in self._warned:
                 self._warned.add((name, kind))
                 log.warning(
                     "reward %r has no value for %s: %s (further ones are counted in reward/%s/%s and marked in the "
                     "rollouts)", name, rows.name(row), failure, name, COUNTERS[kind]
                 )  # fmt: skip
-        asked = len(failures) + sum(value is not None for value in sheet.values)
         self._failures[name] += len(failures)
-        if not failures or len(failures) < asked:
+        if given or not failures:
             self._failed_batches[name] = 0
             return
         self._failed_batches[name] += 1
@@ -211,62 +174,63 @@ class Rewards:
                 f"(columns: {', '.join(rows.columns)})"
             )
 
-    def _total(self, sheets: Mapping[str, _Sheet], row: int) -> float | None:
+    def _judge_total(self, scored: Sequence[Trajectory]) -> None:
+        """Stop where no completion of several batches in a row has a reward: nothing can be learned from them."""
+        self._empty_batches = self._empty_batches + 1 if scored and all(item.reward is None for item in scored) else 0
+        if self.patience is not None and self._empty_batches >= self.patience:
+            raise RewardError(
+                f"no completion of {self.patience} batches in a row has a reward: "
+                f"{', '.join(repr(part.name) for part in self.parts)} returned None for all that did not fail"
+            )
+
+    def _total(self, sheets: Mapping[str, Outcome], row: int) -> float | None:
         """The weighted sum; none where a part that counts failed, since the others alone would pass for a low one."""
-        given = []
-        for part in self.parts:
-            sheet = sheets[part.name]
-            if sheet.failures[row] and part.weight:
-                return None
-            value = sheet.values[row]
-            if value is not None:
-                given.append(part.weight * value)
+        if any(part.weight and sheets[part.name].failures[row] for part in self.parts):
+            return None
+        given = [part.weight * v for part in self.parts if (v := sheets[part.name].values[row]) is not None]
         return sum(given) if given else None
-
-
-COUNTERS = {"timeout": "timeouts", "error": "errors", "crash": "crashes", "invalid": "invalid"}
-"""kind of failure -> the metric that counts it, after `reward/NAME/`."""
 
 
 def build_rewards(
     config: RewardConfig,
-    local: Mapping[str, RewardFunction] | None = None,
+    local: Mapping[str, AnyReward] | None = None,
     patience: int | None = PATIENCE,
     device: str = "cpu",
+    trust_remote_code: bool = False,
 ) -> Rewards:
-    """What scores a batch with all rewards of a config.
+    """What scores trajectories with all rewards of a config.
 
     A completion's reward is the sum of weight times value over the functions that gave one; None where none did, and
-    where one that counts (whose weight is not 0) failed. Every failure is in the batch's `reward_failures`.
+    where one that counts (whose weight is not 0) failed. Every failure is in its `reward_failures`.
 
     Args:
         config: the section `reward`.
         local: functions that exist in this process only, by the name that an item calls them. They run here:
             exceptions are caught, but there is no time limit.
         patience: how many batches in a row a reward may fail on everything; None: for ever.
-        device: where reward models compute, unless their `args` say it.
+        device, trust_remote_code: of reward models, unless their `args` say it.
 
     Raises:
         RewardError: a reward is unknown, does not take `**columns`, or does not take its `args`. What is returned
             raises it for a reward that fails on everything, from the start or `patience` batches in a row; whose
             arguments have the names of columns; or that a worker cannot load.
     """
-    local = local or {}
+    local, loading = local or {}, {"device": device, "trust_remote_code": trust_remote_code}
     parts: list[_Part] = []
     if config.by_data_source:
-        uses = {source: _use(route, local, device) for source, route in config.by_data_source.items()}
-        parts.append(_Part(BY_SOURCE, 1.0, uses))
+        table = config.by_data_source.items()
+        parts.append(_Part(BY_SOURCE, 1.0, {source: _scorer(route, local, loading) for source, route in table}))
     for item in config.functions:
         if not math.isfinite(item.weight):
             raise RewardError(f"reward {item.function!r}: weight must be a finite number, not {item.weight}")
-        base = item.function.rpartition(".")[2]
-        taken = [part.name for part in parts]
-        name = next(n for n in [base, *(f"{base}_{k}" for k in range(2, len(taken) + 3))] if n not in taken)
-        parts.append(_Part(name, item.weight, {None: _use(item, local, device)}))
+        name = item.function.rpartition(":")[2].rpartition(".")[2]
+        parts.append(
+            _Part(_unused(name, [part.name for part in parts]), item.weight, {None: _scorer(item, local, loading)})
+        )
     return Rewards(parts, config.workers, patience)
 
 
-def name_functions(functions: Iterable[RewardFunction | str]) -> tuple[list[str], dict[str, RewardFunction]]:
+def name_functions(functions: Iterable[AnyReward | str]) -> tuple[list[str], dict[str, AnyReward]]:
     """Names for functions, so that a config can hold them.
 
     Returns:
@@ -280,74 +244,67 @@ def name_functions(functions: Iterable[RewardFunction | str]) -> tuple[list[str]
         >>> names, list(local)
         (['gsm8k', 'reward', 'strict_math'], ['reward'])
     """
-    from atomrl.rewards.table import importable_name
-
     names: list[str] = []
-    local: dict[str, RewardFunction] = {}
+    local: dict[str, AnyReward] = {}
     for function in functions:
-        name = function if isinstance(function, str) else importable_name(function)
+        if isinstance(function, str):
+            names.append(function)
+            continue
+        name = importable_name(function)
         if name is None:
             base = getattr(function, "__name__", type(function).__name__)
-            base = base if base.isidentifier() else "reward"
-            name = next(n for n in [base, *(f"{base}_{k}" for k in range(2, len(names) + 3))] if n not in names)
+            name = _unused(base if base.isidentifier() else "reward", names)
             local[name] = function
         names.append(name)
     return names, local
 
 
-def failure_counts(rewarded: RewardBatch) -> dict[str, float]:
+def failure_counts(trajectories: Iterable[Trajectory]) -> dict[str, float]:
     """`reward/NAME/{timeouts,errors,crashes,invalid}` of every part: completions without a usable value."""
-    reported = {name.partition("/")[0] for name in rewarded.reward_parts}
-    counts = {f"reward/{name}/{counter}": 0.0 for name in sorted(reported) for counter in COUNTERS.values()}
-    for failure in rewarded.reward_failures:
-        counts[f"reward/{failure.reward}/{COUNTERS[failure.kind]}"] += 1
+    counts: dict[str, float] = {}
+    for item in trajectories:
+        for name in item.part_weights:
+            for counter in COUNTERS.values():
+                counts.setdefault(f"reward/{name}/{counter}", 0.0)
+        for failure in item.reward_failures:
+            counts[f"reward/{failure.reward}/{COUNTERS[failure.kind]}"] += 1
     return counts
 
 
-def _use(route: RewardRoute, local: Mapping[str, RewardFunction], device: str) -> _Use:
+def _unused(name: str, taken: Sequence[str]) -> str:
+    """A name that is not taken: itself, or numbered."""
+    return next(n for n in [name, *(f"{name}_{k}" for k in range(2, len(taken) + 3))] if n not in taken)
+
+
+def _scorer(route: RewardRoute, local: Mapping[str, AnyReward], loading: Mapping[str, object]) -> Scorer:
     function = local.get(route.function)
-    defaults = {"device": device} if function is None and route.function in LOADING else {}
-    scorer = find_scorer(route.function, defaults | route.args, function)
-    return _Use(instantiate(scorer) if scorer.in_process else scorer, route.timeout_s)
+    defaults = loading if function is None and route.function in LOADING else {}
+    scorer = find_scorer(route.function, {**defaults, **route.args}, function, route.timeout_s)
+    return instantiate(scorer) if scorer.in_process else scorer
 
 
-def _use_for(part: _Part, sample: Sample) -> _Use:
-    if sample.data_source not in part.uses:
-        known = ", ".join(repr(source) for source in part.uses)
-        raise RewardError(
-            f"sample {sample.sample_id!r}: its data_source {sample.data_source!r} has no reward in "
-            f"reward.by_data_source, which has {known}"
-        )
-    return part.uses[sample.data_source]
+def _tasks(part: _Part, rows: RewardInputs) -> list[Task]:
+    """The calls of one part: one with all completions, or one for each where they are scored by themselves."""
+    by_scorer: dict[int, tuple[Scorer, list[int]]] = {}
+    for row, item in enumerate(rows.trajectories):
+        scorer = part.scorer(item.sample)
+        by_scorer.setdefault(id(scorer), (scorer, []))[1].append(row)
+    tasks = []
+    for scorer, members in by_scorer.values():
+        taken = sorted(set(scorer.args) & {*rows.columns, "prompts", "completions"})
+        if taken and scorer.style == "columns":
+            text = f"argument {taken[0]!r} has the name of a column; rename one of them"
+            raise RewardError(f"reward {part.name!r}: {text}")
+        alone = scorer.by_row and not scorer.in_process
+        calls = [[row] for row in members] if alone else [members]
+        tasks += [_task(part.name, scorer, call, rows) for call in calls]
+    return tasks
 
 
-def _task(item: _Call, rows: Rows) -> Task:
-    scorer = item.use.scorer
-    payload = rows.batch_payload(item.rows) if scorer.style == "batch" else rows.payload(item.rows)
-    return Task(scorer, payload, len(item.rows), item.use.timeout_s)
+def _task(part: str, scorer: Scorer, members: Sequence[int], rows: RewardInputs) -> Task:
+    return Task(part, scorer, members, rows.payload(members, scorer.style))
 
 
-def _kind(failure: str) -> Any:
-    return failure.partition(":")[0]
-
-
-def _failure_records(sheets: Mapping[str, _Sheet], rows: Rows) -> Iterable[RewardFailure]:
-    for name, sheet in sheets.items():
-        for row, failure in enumerate(sheet.failures):
-            if failure:
-                p, g = rows.places[row]
-                yield RewardFailure(
-                    reward=name,
-                    kind=_kind(failure),
-                    message=failure.partition(": ")[2],
-                    prompt_id=rows.rollouts.prompt_ids[p],
-                    completion_index=g,
-                )
-
-
-def _grouped(values: Sequence[Any], groups: list[int]) -> tuple[tuple[Any, ...], ...]:
-    rows = iter(values)
-    return tuple(tuple(next(rows) for _ in range(size)) for size in groups)
-
-
-RewardComputer = Callable[[RolloutBatch], RewardBatch]
+def _failure(reward: str, text: str) -> RewardFailure:
+    kind, _, message = text.partition(": ")
+    return RewardFailure(reward=reward, kind=cast(FailureKind, kind), message=message)

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import weakref
@@ -27,19 +28,19 @@ LOAD_LIMIT_S = 300.0
 """For importing a reward's module in a worker; no part of a completion's time."""
 MAX_ENDED_LOADING = 4
 MAX_CHUNK = 16
-_COMMAND = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from atomrl.rewards.worker import nursery; "
-_COMMAND += "nursery(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])"
+_COMMAND = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from atomrl.rewards.worker import fork_server; "
+_COMMAND += "fork_server(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])"
 
 
 @dataclass(frozen=True)
 class Task:
-    """One call of a reward in a worker."""
+    """One call of a reward."""
 
+    part: str
+    """The term of the total that it is of."""
     scorer: Scorer
+    rows: Sequence[int]
     payload: dict[str, Any]
-    size: int
-    """Completions in the payload."""
-    timeout_s: float
 
 
 @dataclass(eq=False)
@@ -71,12 +72,12 @@ class WorkerPool:
         self.size = workers
         self._preload = list(preload)
         self._workers: list[_Worker] = []
-        self._nurseries: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
+        self._fork_servers: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
         self._lock = threading.Lock()
         self._clock = 0.0
         self._seen = 0.0
         self._ended_loading = 0
-        self._finalizer = weakref.finalize(self, _end_all, self._workers, self._nurseries, os.getpid())
+        self._finalizer = weakref.finalize(self, _end_all, self._workers, self._fork_servers, os.getpid())
 
     @property
     def pids(self) -> list[int]:
@@ -85,11 +86,9 @@ class WorkerPool:
 
     def close(self) -> None:
         """Kill every process; a later `run` starts new ones."""
-        _end_all(self._workers, self._nurseries, os.getpid())
+        _end_all(self._workers, self._fork_servers, os.getpid())
 
-    def run(
-        self, tasks: Sequence[Task], watch: Callable[[int, Outcome], None] = lambda index, outcome: None
-    ) -> list[Outcome]:
+    def run(self, tasks: Sequence[Task], watch: Callable[[int, Outcome], None]) -> list[Outcome]:
         """The outcomes of all tasks, in their order.
 
         Args:
@@ -157,62 +156,60 @@ class WorkerPool:
         now = time.monotonic()
         self._clock += min(now - self._seen, 2 * TICK_S)
         self._seen = now
-        found = []
+        found: list[tuple[int, Outcome]] = []
         for worker in busy:
             task = tasks[worker.pending[0]]
             if worker.connection in ready:
-                answer = _read(worker.connection)
-                if answer is None:
-                    self._lost(
-                        worker,
-                        queue,
-                        found,
-                        task,
-                        "crash: its process ended (by os._exit, a signal, or for want of memory)",
-                    )
+                try:
+                    answer = json.loads(worker.connection.recv_bytes())
+                except (EOFError, OSError, ValueError):
+                    crash = "crash: its process ended (by os._exit, a signal, or for want of memory)"
+                    found += self._lost(worker, queue, task, crash)
                 else:
-                    self._take(worker, answer, found, tasks)
+                    found += self._take(worker, answer, tasks)
             elif self._clock >= worker.deadline:
                 if worker.loading:
                     raise RewardError(f"reward {task.scorer.name!r}: importing it took over {LOAD_LIMIT_S:.0f} s")
-                over = f"timeout: over {task.timeout_s:g} s" + (f" for {task.size} completions" * (task.size > 1))
-                self._lost(worker, queue, found, task, over)
+                completions = f" for {len(task.rows)} completions" if len(task.rows) > 1 else ""
+                limit = f"{task.scorer.timeout_s:g} s{completions} (a larger timeout_s of the reward allows more)"
+                found += self._lost(worker, queue, task, f"timeout: over {limit}")
         return found
 
-    def _take(
-        self, worker: _Worker, answer: dict[str, Any], found: list[tuple[int, Outcome]], tasks: Sequence[Task]
-    ) -> None:
+    def _take(self, worker: _Worker, answer: dict[str, Any], tasks: Sequence[Task]) -> list[tuple[int, Outcome]]:
+        """What a worker said: that it loaded a reward, or the outcome of the call under way."""
         if "load_error" in answer:
             name = tasks[worker.pending[0]].scorer.name
             raise RewardError(f"reward {name!r} cannot be loaded in a worker process: {answer['load_error']}")
+        found = []
         if worker.loading:
             worker.loading = False
             self._ended_loading = 0
         else:
             found.append((worker.pending.popleft(), Outcome(**answer)))
         if worker.pending:
-            worker.deadline = self._clock + tasks[worker.pending[0]].timeout_s
+            worker.deadline = self._clock + tasks[worker.pending[0]].scorer.timeout_s
+        return found
 
-    def _lost(
-        self, worker: _Worker, queue: deque[int], found: list[tuple[int, Outcome]], task: Task, failure: str
-    ) -> None:
+    def _lost(self, worker: _Worker, queue: deque[int], task: Task, failure: str) -> list[tuple[int, Outcome]]:
         """A worker ended or has to: the call under way failed, those behind it are put back."""
         self._kill(worker)
+        found = []
         if worker.loading:  # it ended before it began: killed while idle, or by the module that it imports
             self._ended_loading += 1
             if self._ended_loading >= MAX_ENDED_LOADING:
                 raise RewardError(f"reward {task.scorer.name!r}: importing it in a worker process ends the process")
         else:
-            found.append((worker.pending.popleft(), failed(task.size, failure, task.timeout_s)))
+            found.append((worker.pending.popleft(), failed(len(task.rows), failure, task.scorer.timeout_s)))
         queue.extendleft(reversed(worker.pending))
         worker.pending.clear()
+        return found
 
     def _start_worker(self) -> _Worker:
         for fresh in (False, True):
-            if fresh or not self._nurseries:
-                _end_nurseries(self._nurseries)  # its workers are noticed one by one, with what they had to do
-                self._nurseries.append(_start_nursery(self._preload))
-            control = self._nurseries[0][1]
+            if fresh or not self._fork_servers:
+                _end_fork_servers(self._fork_servers)  # its workers are noticed one by one, with what they had to do
+                self._fork_servers.append(_start_fork_server(self._preload))
+            control = self._fork_servers[0][1]
             ours, theirs = socket.socketpair()
             try:
                 socket.send_fds(control, [b"w"], [theirs.fileno()])
@@ -233,12 +230,12 @@ class WorkerPool:
         _end(worker)
 
 
-def _start_nursery(preload: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _start_fork_server(preload: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     ours.settimeout(LOAD_LIMIT_S)
-    arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), *preload]
+    arguments = [json.dumps(_import_path()), str(theirs.fileno()), str(os.getpid()), *preload]
     process = subprocess.Popen(
-        [sys.executable, "-c", _COMMAND, *arguments],
+        [sys.executable, "-P", "-c", _COMMAND, *arguments],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         stdout=2,  # what a reward prints must not mix with what a command prints
@@ -250,11 +247,11 @@ def _start_nursery(preload: Sequence[str]) -> tuple[subprocess.Popen[bytes], soc
     return process, ours
 
 
-def _read(connection: Connection) -> dict[str, Any] | None:
-    try:
-        return json.loads(connection.recv_bytes())
-    except (EOFError, OSError, ValueError):
-        return None
+def _import_path() -> list[str]:
+    """This process's, with Python's own modules first: a user's `random.py` beside the run must not hide them."""
+    python = [path for name in ("stdlib", "platstdlib") if (path := sysconfig.get_path(name))]
+    python += [path for path in sys.path if path.endswith("lib-dynload")]
+    return list(dict.fromkeys([*python, *sys.path]))
 
 
 def _end(worker: _Worker) -> None:
@@ -273,7 +270,7 @@ def _exists(pid: int) -> bool:
 
 
 def _end_all(
-    workers: list[_Worker], nurseries: list[tuple[subprocess.Popen[bytes], socket.socket]], owner: int
+    workers: list[_Worker], fork_servers: list[tuple[subprocess.Popen[bytes], socket.socket]], owner: int
 ) -> None:
     if os.getpid() != owner:  # a fork of this process: they are not its own
         return
@@ -282,13 +279,13 @@ def _end_all(
         _end(workers.pop())
     patience = time.monotonic() + 2.0
     while any(map(_exists, pids)) and time.monotonic() < patience:
-        time.sleep(0.002)  # the nursery must see them die, or they stay as zombies where init reaps none
-    _end_nurseries(nurseries)
+        time.sleep(0.002)  # the fork_server must see them die, or they stay as zombies where init reaps none
+    _end_fork_servers(fork_servers)
 
 
-def _end_nurseries(nurseries: list[tuple[subprocess.Popen[bytes], socket.socket]]) -> None:
-    while nurseries:
-        process, control = nurseries.pop()
+def _end_fork_servers(fork_servers: list[tuple[subprocess.Popen[bytes], socket.socket]]) -> None:
+    while fork_servers:
+        process, control = fork_servers.pop()
         process.kill()
         process.wait()
         control.close()

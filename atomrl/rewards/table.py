@@ -3,52 +3,62 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
+import importlib.util
 import os
 import sys
+import sysconfig
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import atomrl.rewards as built_in
 from atomrl.rewards import boxes, tasks
-from atomrl.rewards.boxes import boxed
 from atomrl.rewards.errors import RewardError
-from atomrl.rewards.math import exact_match, gsm8k, strict_format, strict_math
-from atomrl.rewards.penalties import length_penalty, repetition_penalty
-from atomrl.rewards.tasks import countdown, reasoning_gym
-from atomrl.rewards.tutorial import correctness_reward, digit_reward, hard_format_reward, mark_reward
 
-RewardFunction = Callable[..., Any]
+AnyReward = Callable[..., Any]
+"""A function or class of any of the kinds that `calling.Style` lists."""
 
-REWARDS: dict[str, RewardFunction] = {
-    "boxed": boxed,
-    "correctness_reward": correctness_reward,
-    "countdown": countdown,
-    "digit_reward": digit_reward,
-    "exact_match": exact_match,
-    "gsm8k": gsm8k,
-    "hard_format_reward": hard_format_reward,
-    "length_penalty": length_penalty,
-    "mark_reward": mark_reward,
-    "reasoning_gym": reasoning_gym,
-    "repetition_penalty": repetition_penalty,
-    "strict_format": strict_format,
-    "strict_math": strict_math,
-}
+REWARDS: dict[str, AnyReward] = {name: getattr(built_in, name) for name in built_in.__all__}
 
 LOADING: dict[str, str] = {"reward_model": "atomrl.models.reward_model.RewardModel"}
 """Built-in rewards with weights of their own, by their dotted path: imported when a config names one. They compute in
 this process, on the run's device, and are loaded once."""
 
-POOLED: dict[str, Callable[[], None]] = {"boxed": boxes.warm_up, "reasoning_gym": tasks.warm_up}
-"""Built-in rewards that run in worker processes, because the package that they call may hang or end its process; and
-what imports that package. All others are string operations that are linear in the length of the text, and exact
-arithmetic on numbers of at most 100 characters: they run in this process."""
+
+@dataclass(frozen=True)
+class Pooled:
+    """A built-in reward that runs in worker processes: the package that it calls may hang or end its process."""
+
+    package: str
+    extra: str
+    warm_up: Callable[[], None]
+    """Imports the package."""
+
+    def check(self, name: str) -> None:
+        """
+        Raises:
+            RewardError: the package is not installed.
+        """
+        if importlib.util.find_spec(self.package) is None:
+            raise RewardError(f"the {name} reward needs the extra: pip install 'atomrl[{self.extra}]'")
 
 
-def find_reward(name: str) -> RewardFunction:
-    """A built-in reward, or any function by its dotted path (`my_rewards.brevity`).
+POOLED = {
+    "boxed": Pooled("math_verify", "math", boxes.warm_up),
+    "reasoning_gym": Pooled("reasoning_gym", "tasks", tasks.warm_up),
+}
+"""All other built-in rewards are string operations that are linear in the length of the text, and exact arithmetic on
+numbers of at most 100 characters: they run in this process."""
 
-    A module that is not installed is looked for in the working directory.
+
+def find_reward(name: str) -> AnyReward:
+    """A built-in reward, any function by its dotted path (`my_rewards.brevity`), or by its file (`./mine.py:brevity`).
+
+    What is not installed is looked for in the working directory and in the folders of `search_in`.
 
     Raises:
         RewardError: there is none; a built-in name is answered with the nearest.
@@ -60,34 +70,76 @@ def find_reward(name: str) -> RewardFunction:
     if name in REWARDS:
         return REWARDS[name]
     name = LOADING.get(name, name)
+    in_file = ".py:" in name
     if "." not in name:
         known = [*REWARDS, *LOADING]
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"built in are {', '.join(known)}"
-        raise RewardError(f"unknown reward {name!r}; {hint} (your own is named by a dotted path: my_module.f)")
-    module_name, _, attribute = name.rpartition(".")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last, so that nothing there hides an installed module
+        raise RewardError(f"unknown reward {name!r}; {hint} (your own is named my_module.f or ./my_file.py:f)")
+    module_name, _, attribute = name.rpartition(":" if in_file else ".")
+    search_in(os.getcwd())
     try:
-        module = importlib.import_module(module_name)
+        module = _load_file(module_name) if in_file else _load_module(module_name)
     except Exception as error:
         raise RewardError(f"reward {name!r}: module {module_name!r} cannot be imported: {error!r}") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
+    function: AnyReward | None = getattr(module, attribute, None)
+    if function is None or not callable(function):
         raise RewardError(f"reward {name!r}: module {module_name!r} has no function {attribute!r}")
     return function
 
 
-def importable_name(function: RewardFunction) -> str | None:
+def search_in(folder: str | Path) -> None:
+    """Look for users' modules and files in a folder too: last, so that nothing there hides an installed module."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _load_module(name: str) -> ModuleType:
+    """A module by its dotted name. A user's file that is called like one of Python's own (`test.py`) is meant."""
+    if name in (*sys.stdlib_module_names, "test"):
+        own = _find_file(f"{name}.py")
+        if own is not None:
+            return _load_file(str(own))
+    return importlib.import_module(name)
+
+
+def _find_file(path: str) -> Path | None:
+    """A user's file, from the working directory or any folder where modules are looked for but Python's own."""
+    python = Path(sysconfig.get_path("stdlib"))
+    folders = [Path(), *(Path(folder) for folder in sys.path if not Path(folder).is_relative_to(python))]
+    return next((found for folder in folders if (found := folder / path).is_file()), None)
+
+
+def _load_file(path: str) -> ModuleType:
+    """The module of a file, under a name of its own, so that it hides no other."""
+    file = _find_file(os.path.expanduser(path))
+    if file is None:
+        raise FileNotFoundError(f"there is no file {path}")
+    name = f"_reward_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file.resolve())
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def importable_name(function: AnyReward) -> str | None:
     """The name by which `find_reward` finds a function in any process, or None.
 
     Example:
-        >>> importable_name(exact_match), importable_name(lambda: 0)
+        >>> importable_name(find_reward("exact_match")), importable_name(lambda: 0)
         ('exact_match', None)
     """
-    for name, built_in in REWARDS.items():
-        if built_in is function:
-            return name
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    found = getattr(sys.modules.get(module or ""), name or "", None)
-    return None if found is not function or module == "__main__" else f"{module}.{name}"
+    name = next((name for name, known in REWARDS.items() if known is function), None)
+    if name is not None:
+        return name
+    module, own = str(getattr(function, "__module__", "")), str(getattr(function, "__qualname__", ""))
+    loaded = sys.modules.get(module)
+    if loaded is None or module == "__main__" or getattr(loaded, own, None) is not function:
+        return None
+    return f"{loaded.__file__}:{own}" if module.startswith("_reward_") else f"{module}.{own}"

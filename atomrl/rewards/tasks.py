@@ -82,11 +82,12 @@ def _task_score(completion: str, task: dict[str, Any]) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _scorer(name: str, args: str) -> Callable[[str, dict[str, Any]], float]:
-    try:
-        from reasoning_gym.factory import create_dataset
-    except ImportError:
-        raise RewardError("the reasoning_gym reward needs the extra: pip install 'atomrl[tasks]'") from None
-    return create_dataset(name, seed=0, size=500, **json.loads(args)).score_answer
+    warm_up()
+    from reasoning_gym.factory import create_dataset
+
+    score: Callable[[str, dict[str, Any]], float]
+    score = create_dataset(name, seed=0, size=500, **json.loads(args)).score_answer
+    return score
 
 
 def warm_up() -> None:

@@ -1,7 +1,7 @@
-"""The processes that rewards run in: one nursery, and the workers that it forks.
+"""The processes that rewards run in: one fork server, and the workers that it forks.
 
-The trainer starts the nursery as a fresh interpreter (no fork of a process with threads), and the nursery imports
-what is slow to import and forks a worker whenever it is asked to, in some milliseconds. So a worker that hangs costs
+The trainer starts the fork server as a fresh interpreter (no fork of a process with threads). It imports what is slow
+to import and forks a worker whenever it is asked to, in some milliseconds. So a worker that hangs costs
 little to replace. Neither imports torch, unless a user's reward does.
 
 What a worker gets is pickled by the trainer; what it answers is JSON, so that nothing that ran beside a model's
@@ -28,7 +28,7 @@ from atomrl.rewards.table import POOLED
 PR_SET_PDEATHSIG = 1
 
 
-def nursery(control_fd: int, parent: int, preload: Sequence[str]) -> None:
+def fork_server(control_fd: int, parent: int, preload: Sequence[str]) -> None:
     """Fork a worker for every socket that arrives on `control_fd`, and answer with its process id.
 
     Args:
@@ -41,7 +41,7 @@ def nursery(control_fd: int, parent: int, preload: Sequence[str]) -> None:
         signal.signal(number, signal.SIG_IGN)  # the trainer decides when a worker ends
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # dead workers leave no zombies
     for name in preload:
-        POOLED[name]()
+        POOLED[name].warm_up()
     control = socket.socket(fileno=control_fd)
     me = os.getpid()
     while True:

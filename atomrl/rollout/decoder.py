@@ -1,286 +1,213 @@
 """The transformer that `NativeEngine` decodes with: Llama, Qwen2 and Qwen3 as one shape with switches.
 
 Weights are held fused (q, k and v as one matrix, gate and up as another) in the layout that the device multiplies
-fastest. The attention itself is the cache's (`atomrl.rollout.attention`).
+fastest, and new ones are copied into them. The attention itself is the cache's (`atomrl.rollout.attention`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from atomrl.models.loading import has_bfloat16
+from atomrl.models.spec import DecoderSpec
+from atomrl.protocols import Adapter
 from atomrl.rollout.kernel import Kernels
 
 # (layer, q|k|v of the tokens [N, (heads + 2 * kv_heads) * head_dim]) -> [N, heads * head_dim]
 Attend = Callable[[int, Tensor], Tensor]
 
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-class Unsupported(ValueError):
-    """The model is none that the native engine knows; the hf engine runs it."""
-
-
-@dataclass(frozen=True)
-class DecoderSpec:
-    """The shape of a model, read from its Hugging Face config."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    norm_eps: float
-    tied_head: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    max_positions: int
-
-    @property
-    def qkv_widths(self) -> list[int]:
-        return [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
-
-
-def unsupported_reason(config: Any) -> str | None:
-    """Why the native engine cannot run a model of this Hugging Face config, or None if it can.
-
-    Example:
-        >>> from transformers import GPT2Config, LlamaConfig
-        >>> unsupported_reason(LlamaConfig()) is None
-        True
-        >>> unsupported_reason(GPT2Config())
-        "model_type 'gpt2' is none of llama, qwen2, qwen3"
-    """
-    if config.model_type not in ("llama", "qwen2", "qwen3"):
-        return f"model_type {config.model_type!r} is none of llama, qwen2, qwen3"
-    if config.hidden_act != "silu":
-        return f"hidden_act {config.hidden_act!r} is not silu"
-    rope = config.rope_parameters
-    if rope.get("rope_type", "default") not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return f"rope_parameters {rope} are not one of the types {', '.join(_ROPE_TYPES)} over the whole head"
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        return "some layers have sliding-window attention"
-    if getattr(config, "quantization_config", None) is not None:
-        return "its weights are quantized"
-    return None
-
-
-def read_spec(config: Any) -> DecoderSpec:
-    """The shape of a supported model.
-
-    Raises:
-        Unsupported: with the reason.
-    """
-    reason = unsupported_reason(config)
-    if reason is not None:
-        raise Unsupported(f"the native engine cannot run this model: {reason}; use the hf engine")
-    attention_bias = bool(getattr(config, "attention_bias", False))
-    return DecoderSpec(
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        intermediate=config.intermediate_size,
-        vocab=config.vocab_size,
-        norm_eps=config.rms_norm_eps,
-        tied_head=config.tie_word_embeddings,
-        qkv_bias=config.model_type == "qwen2" or attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=bool(getattr(config, "mlp_bias", False)),
-        qk_norm=config.model_type == "qwen3",
-        max_positions=config.max_position_embeddings,
-    )
-
-
-def rope_table(config: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine `[max_positions, head_dim / 2]`, always float32: rounded to bfloat16 they are wrong by 4e-3."""
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    rotary = LlamaRotaryEmbedding(config)
-    angles = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float32), rotary.inv_freq.float())
-    scale = rotary.attention_scaling
-    return (angles.cos() * scale).to(device), (angles.sin() * scale).to(device)
-
-
-def weight_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """Name in the Hugging Face state dict -> shape, of every weight that the decoder needs."""
-    hidden, inner = spec.hidden, spec.intermediate
-    query, key, _ = spec.qkv_widths
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab, hidden)}
-    for layer in range(spec.layers):
-        linear = {
-            "self_attn.q_proj": (query, hidden, spec.qkv_bias),
-            "self_attn.k_proj": (key, hidden, spec.qkv_bias),
-            "self_attn.v_proj": (key, hidden, spec.qkv_bias),
-            "self_attn.o_proj": (hidden, query, spec.output_bias),
-            "mlp.gate_proj": (inner, hidden, spec.mlp_bias),
-            "mlp.up_proj": (inner, hidden, spec.mlp_bias),
-            "mlp.down_proj": (hidden, inner, spec.mlp_bias),
-        }
-        prefix = f"model.layers.{layer}."
-        for name, (rows, columns, bias) in linear.items():
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-        shapes[f"{prefix}input_layernorm.weight"] = shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
-        if spec.qk_norm:
-            shapes[f"{prefix}self_attn.q_norm.weight"] = shapes[f"{prefix}self_attn.k_norm.weight"] = (spec.head_dim,)
-    shapes["model.norm.weight"] = (hidden,)
-    if not spec.tied_head:
-        shapes["lm_head.weight"] = (spec.vocab, hidden)
-    return shapes
-
-
-def check_weights(weights: Iterable[tuple[str, Tensor]], spec: DecoderSpec) -> dict[str, Tensor]:
-    """All weights by name, each exactly once and of the right shape.
-
-    Raises:
-        ValueError: names what is missing, unexpected, repeated or of a wrong shape. A tied head's `lm_head.weight`,
-            which state dicts carry, is accepted and not used.
-    """
-    shapes = weight_shapes(spec)
-    found: dict[str, Tensor] = {}
-    problems = []
-    for name, tensor in weights:
-        if name in found:
-            problems.append(f"{name} came twice")
-        elif name in shapes:
-            found[name] = tensor
-            if tuple(tensor.shape) != shapes[name]:
-                problems.append(f"{name} has shape {tuple(tensor.shape)}, not {shapes[name]}")
-        elif not (spec.tied_head and name == "lm_head.weight"):
-            problems.append(f"{name} is unexpected")
-    problems += [f"{name} is missing" for name in shapes if name not in found]
-    if problems:
-        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ValueError("the weights were refused, the old ones stay: " + "; ".join(problems[:8]) + more)
-    return found
-
-
-def read_weights(folder: str) -> Iterable[tuple[str, Tensor]]:
-    """Names and tensors of a model folder, from its safetensors one tensor at a time; else through transformers."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        from transformers import AutoModelForCausalLM
-
-        yield from AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict().items()
-        return
-    from safetensors import safe_open
-
-    for file in files:
-        with safe_open(file, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118 (a handle is no dict)
-                yield name, handle.get_tensor(name)
+COPIED_AT_ONCE = 2**22  # elements that are rounded on their way
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """What is multiplied: float32 instead of bfloat16 on CPUs without bfloat16 instructions, where it is both more
     exact and several times as fast. The weights are rounded to `dtype` in either case.
     """
-    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.float32 if device.type == "cpu" and dtype == torch.bfloat16 and not fast else dtype
+    slow = device.type == "cpu" and dtype == torch.bfloat16 and not has_bfloat16("cpu")
+    return torch.float32 if slow else dtype
 
 
-class Linear:
-    """One matrix of stacked projections, in the layout that is fastest for few rows (`[N, in] -> [N, out]`)."""
+def copy_rounded(target: Tensor, source: Tensor, dtype: torch.dtype) -> None:
+    """Copy what `dtype` can hold of a tensor into one that may be wider; no second copy of it is made."""
+    rows = len(source) if target.dtype == dtype else max(1, COPIED_AT_ONCE * len(source) // source.numel())
+    for into, part in zip(target.split(rows), source.split(rows), strict=True):
+        into.copy_(part if target.dtype == dtype else part.to(dtype))
 
-    def __init__(self, weights: list[Tensor], biases: list[Tensor], device: torch.device, dtypes: list[torch.dtype]):
-        for dtype in dtypes:  # to the precision that was asked for, then to the one that is computed in
-            weights, biases = [w.to(device, dtype) for w in weights], [b.to(device, dtype) for b in biases]
-        self.bias = torch.cat(biases) if biases else None
-        self.packed = device.type == "cpu" and dtypes[-1] == torch.bfloat16
-        if self.packed:
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights).contiguous(), 128)
-        else:  # [in, out]: MKL is up to six times as slow on the transposed one at 16 rows
-            self.weight = torch.cat([weight.t() for weight in weights], dim=1)
+
+class StackedLinear:
+    """Projections of one input as one matrix, in the layout that is fastest for few rows (`[N, in] -> [N, out]`).
+
+    Adapters are added to the output in float32: merged into the rounded matrix, small updates of them would vanish.
+
+    Args:
+        widths: of the outputs of each projection.
+        inputs: width of the input.
+        dtype: what weights are rounded to.
+        compute: what is multiplied.
+        wide: give float32, also of a product of bfloat16 (logits).
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        inputs: int,
+        bias: bool,
+        dtype: torch.dtype,
+        compute: torch.dtype,
+        device: torch.device,
+        wide: bool = False,
+    ) -> None:
+        on_cpu = device.type == "cpu"
+        compute = torch.float32 if wide and on_cpu else compute  # CPUs have no product of bfloat16 that gives float32
+        self.dtype, self.wide = dtype, wide
+        ends = list(accumulate(widths, initial=0))
+        self.parts = [slice(start, end) for start, end in pairwise(ends)]
+        self.bias = torch.empty(ends[-1], dtype=compute, device=device) if bias else None
+        self.packed = on_cpu and compute == torch.bfloat16
+        self.unpacked: dict[int, Tensor] = {}
+        # [in, out] on a CPU: MKL is up to six times as slow on the transposed one at 16 rows.
+        shape = (inputs, ends[-1]) if on_cpu else (ends[-1], inputs)
+        self.weight = torch.empty(0 if self.packed else shape, dtype=compute, device=device)
+        if not on_cpu:
+            self.weight = self.weight.t()
+        self.adapters: list[tuple[slice, Tensor, Tensor]] = []
+
+    def load_bias(self, part: int, bias: Tensor) -> None:
+        """Take a projection's bias."""
+        assert self.bias is not None
+        copy_rounded(self.bias[self.parts[part]], bias, self.dtype)
+
+    def load_weight(self, part: int, weight: Tensor) -> None:
+        """Take a projection's weight [out, in], in place."""
+        if not self.packed:
+            copy_rounded(self.weight[:, self.parts[part]].t(), weight, self.dtype)
+            return
+        self.unpacked[part] = weight.to(self.dtype)
+        if len(self.unpacked) == len(self.parts):
+            stacked = torch.cat([self.unpacked.pop(index) for index in range(len(self.parts))])
+            packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(stacked, 128)
+            self.weight = self.weight.copy_(packed) if self.weight.is_mkldnn else packed
+
+    def set_adapter(self, part: int, adapter: Adapter) -> None:
+        """Add a projection's adapter."""
+        a, b = (tensor.to(self.weight.device, torch.float32).t().contiguous() for tensor in (adapter.a, adapter.b))
+        self.adapters.append((self.parts[part], a, b * adapter.scale))
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        elif self.wide and x.dtype != torch.float32 and x.is_cuda:
+            y = torch.mm(x, self.weight, out_dtype=torch.float32)
+            y = y if self.bias is None else y + self.bias
+        else:
+            x = x.to(self.weight.dtype)
+            y = torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+        return self._add_adapters(y, x)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """`residual + self(x)`, in place."""
-        if self.packed:
+        if self.packed or self.adapters:
             return residual.add_(self(x))
         if self.bias is not None:
             residual.add_(self.bias)
         return residual.addmm_(x, self.weight)
 
+    def _add_adapters(self, y: Tensor, x: Tensor) -> Tensor:
+        for part, a, b in self.adapters:
+            y[:, part] += (x.float() @ a) @ b
+        return y
+
 
 @dataclass
-class _Layer:
+class DecoderLayer:
+    """The weights of one layer."""
+
     attention_norm: Tensor
-    qkv: Linear
-    output: Linear
+    qkv: StackedLinear
+    output: StackedLinear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: StackedLinear
+    down: StackedLinear
     q_norm: Tensor | None
     k_norm: Tensor | None
 
 
-class Decoder:
-    """The model's weights and its forward pass over a flat list of tokens.
+class DecoderModel:
+    """The model's weights and its forward pass over a flat list of tokens. Without weights until `load`.
 
     Args:
         spec: the shape.
-        weights: as `check_weights` returns them.
         dtype: what the weights are rounded to; `compute_dtype` says what is computed in.
         device: where.
         kernels: used where they are given.
     """
 
-    def __init__(
-        self,
-        spec: DecoderSpec,
-        weights: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels | None,
-    ):
+    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, kernels: Kernels | None) -> None:
         self.spec, self.weight_dtype, self.dtype = spec, dtype, compute_dtype(dtype, device)
-        self.kernels = kernels
-        dtypes = list(dict.fromkeys([dtype, self.dtype]))
-
-        def vector(name: str) -> Tensor:
-            return weights[name].to(device, dtype).to(self.dtype)
-
-        def linear(prefix: str, *names: str) -> Linear:
-            names = tuple(f"{prefix}{name}" for name in names)
-            biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
-            return Linear([weights[f"{name}.weight"] for name in names], biases, device, dtypes)
-
-        self.embedding = vector("model.embed_tokens.weight").clone()
-        self.norm = vector("model.norm.weight").clone()
-        self.head = linear("", "model.embed_tokens" if spec.tied_head else "lm_head")
+        self.device, self.kernels = device, kernels
+        self.linears: dict[str, tuple[StackedLinear, int]] = {}
+        """By the name of the weight."""
+        self.vectors: dict[str, Tensor] = {}
+        """Norms and the embedding, by name."""
+        hidden, inner = spec.hidden, spec.intermediate
+        head = "model.embed_tokens" if spec.tied_head else "lm_head"
+        self.head = self._linear([(head, spec.vocab)], hidden, False, wide=True)
+        if spec.tied_head and device.type != "cpu":
+            self.embedding = self.head.weight.t()  # follows the head
+        else:
+            self.embedding = self._vector("model.embed_tokens.weight", spec.vocab, hidden)
+        self.norm = self._vector("model.norm.weight", hidden)
         self.layers = []
         for index in range(spec.layers):
             prefix = f"model.layers.{index}."
-            attention = f"{prefix}self_attn."
+            attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+            names = [f"{attention}{letter}_proj" for letter in "qkv"]
+            qkv = list(zip(names, spec.qkv_widths, strict=True))
             self.layers.append(
-                _Layer(
-                    attention_norm=vector(f"{prefix}input_layernorm.weight").clone(),
-                    qkv=linear(attention, "q_proj", "k_proj", "v_proj"),
-                    output=linear(attention, "o_proj"),
-                    mlp_norm=vector(f"{prefix}post_attention_layernorm.weight").clone(),
-                    gate_up=linear(prefix, "mlp.gate_proj", "mlp.up_proj"),
-                    down=linear(prefix, "mlp.down_proj"),
-                    q_norm=vector(f"{attention}q_norm.weight").clone() if spec.qk_norm else None,
-                    k_norm=vector(f"{attention}k_norm.weight").clone() if spec.qk_norm else None,
+                DecoderLayer(
+                    attention_norm=self._vector(f"{prefix}input_layernorm.weight", hidden),
+                    qkv=self._linear(qkv, hidden, spec.qkv_bias),
+                    output=self._linear([(f"{attention}o_proj", hidden)], spec.qkv_widths[0], spec.output_bias),
+                    mlp_norm=self._vector(f"{prefix}post_attention_layernorm.weight", hidden),
+                    gate_up=self._linear([(f"{mlp}gate_proj", inner), (f"{mlp}up_proj", inner)], hidden, spec.mlp_bias),
+                    down=self._linear([(f"{mlp}down_proj", hidden)], inner, spec.mlp_bias),
+                    q_norm=self._vector(f"{attention}q_norm.weight", spec.head_dim) if spec.qk_norm else None,
+                    k_norm=self._vector(f"{attention}k_norm.weight", spec.head_dim) if spec.qk_norm else None,
                 )
             )
+
+    def _vector(self, name: str, *shape: int) -> Tensor:
+        self.vectors[name] = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return self.vectors[name]
+
+    def _linear(self, parts: list[tuple[str, int]], inputs: int, bias: bool, wide: bool = False) -> StackedLinear:
+        widths = [width for _, width in parts]
+        linear = StackedLinear(widths, inputs, bias, self.weight_dtype, self.dtype, self.device, wide)
+        self.linears.update({f"{name}.weight": (linear, part) for part, (name, _) in enumerate(parts)})
+        return linear
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy weights, named as in the published checkpoint and of the right shapes, into those there are."""
+        for name, tensor in weights:
+            if name in self.vectors:
+                copy_rounded(self.vectors[name], tensor, self.weight_dtype)
+            linear, part = self.linears.get(name.removesuffix("bias") + "weight" * name.endswith("bias"), (None, 0))
+            if linear is not None:
+                (linear.load_bias if name.endswith("bias") else linear.load_weight)(part, tensor)
+
+    def set_adapters(self, adapters: Mapping[str, Adapter]) -> None:
+        """Replace all adapters by these, named by the weights they sit on."""
+        for linear, _ in self.linears.values():
+            linear.adapters.clear()
+        for name, adapter in adapters.items():
+            linear, part = self.linears[name]
+            linear.set_adapter(part, adapter)
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Over the last axis."""
@@ -304,7 +231,7 @@ class Decoder:
         return F.silu(gate) * up
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[N, hidden]` -> `[N, vocab]`."""
+        """`[N, hidden]` -> `[N, vocab]` float32."""
         return self.head(self.rms_norm(hidden, self.norm))
 
     def heads_of(self, layer: int, qkv: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,55 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from atomrl.protocols import WeightUpdate
+from atomrl.rollout.requests import RequestEngine, RequestState
+from atomrl.types import FinishReason, GenerationRequest
 
-from atomrl.rollout.stopping import Drawn, to_rollout_batch
-from atomrl.stages import PromptBatch, RolloutBatch, SamplingParams
 
-
-class FakeEngine:
+class FakeEngine(RequestEngine):
     """Completions from a function of the prompt's tokens and the completion's index within its group.
 
-    A completion longer than `max_completion_tokens` is cut and finishes with "length", any other with "stop"; its
-    log-probs are all -1. `loaded` holds the names and the version of every load.
+    The index is the number at the end of the request's id (`0:a/3`). Each `poll` finishes `at_once` requests in the
+    order of their submission. A completion longer than `max_completion_tokens` is cut and finishes with "length", any
+    other with "stop"; its log-probs are all -1. `updates` holds the names and the version of every weight update.
 
     Example:
-        >>> from atomrl.stages import Sample
+        >>> from atomrl.rollout.generate import generate
+        >>> from atomrl.types import Prompt, Sample, SamplingParams
         >>> class Words:
         ...     def batch_decode(self, rows, **options): return [" ".join(map(str, row)) for row in rows]
         >>> engine = FakeEngine(lambda prompt, index: [*prompt, index], Words())
-        >>> prompts = PromptBatch(samples=(Sample(sample_id="a", prompt="", ground_truth=""),), prompt_ids=("a",),
-        ...     prompt_token_ids=((5, 6),))
-        >>> [c.text for c in engine.generate(prompts, SamplingParams(completions_per_prompt=2)).completions[0]]
+        >>> prompt = Prompt(prompt_id="a", sample=Sample(sample_id="a", prompt="", ground_truth=""), token_ids=(5, 6))
+        >>> [found.text for found in generate(engine, [prompt], SamplingParams(completions_per_prompt=2))]
         ['5 6 0', '5 6 1']
     """
 
-    seeded = True
-    returns_kept = False
+    seeded, exact, returns_candidates = True, True, False
 
-    def __init__(self, complete: Callable[[tuple[int, ...], int], Sequence[int]], tokenizer: Any):
-        self.complete, self.tokenizer = complete, tokenizer
-        self.version = 0
-        self.loaded: list[tuple[list[str], int]] = []
+    def __init__(
+        self, complete: Callable[[tuple[int, ...], int], Sequence[int]], tokenizer: Any, at_once: int = 2**31
+    ) -> None:
+        super().__init__(tokenizer)
+        self.complete, self.at_once = complete, at_once
+        self.shapes: Mapping[str, tuple[int, ...]] = {}
+        self.updates: list[tuple[list[str], int]] = []
         self.closed = False
 
-    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
-        """What the function says."""
-        drawn = []
-        for prompt in prompts.prompt_token_ids:
-            for index in range(sampling.completions_per_prompt):
-                tokens = list(self.complete(prompt, index))
-                kept = tokens[: sampling.max_completion_tokens]
-                drawn.append(Drawn(kept, [-1.0] * len(kept), len(kept) == len(tokens)))
-        return to_rollout_batch(prompts, sampling, drawn, self.tokenizer, self.version)
+    def _check(self, request: GenerationRequest) -> None:
+        """All sampling will do."""
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def _advance(self) -> list[tuple[RequestState, FinishReason]]:
+        finished: list[tuple[RequestState, FinishReason]] = []
+        while self.waiting and len(finished) < self.at_once:
+            state = self.waiting.popleft()
+            request = state.request
+            tokens = list(self.complete(request.prompt_token_ids, int(request.request_id.rpartition("/")[2])))
+            state.set_version(self.version)
+            state.token_ids = tokens[: request.sampling.max_completion_tokens]
+            state.logprobs = [-1.0] * len(state.token_ids)
+            finished.append((state, "stop" if len(state.token_ids) == len(tokens) else "length"))
+        return finished
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """What a test has put into `shapes`."""
+        return self.shapes
+
+    def update_weights(self, update: WeightUpdate) -> None:
         """Remember the names and the version."""
-        self.loaded.append(([name for name, _ in weights], version))
-        self.version = version
+        self.updates.append(([name for name, _ in update.tensors], update.version))
+        self.version = update.version
 
     def close(self) -> None:
         """Remember that it was called."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -17,96 +16,111 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from atomrl.rollout.stopping import Drawn, StopRule, check_prompts, eos_token_ids, to_rollout_batch
-from atomrl.stages import PromptBatch, RolloutBatch, SamplingParams
+from atomrl.atoms.logprobs import head_logits
+from atomrl.models.loading import base_path, load_transformers
+from atomrl.models.transformers_model import published_weights
+from atomrl.protocols import Adapter, WeightUpdate
+from atomrl.rollout.requests import RequestEngine, RequestState
+from atomrl.rollout.stopping import StopRule, eos_token_ids
+from atomrl.types import FinishReason, SamplingParams
 
 
-class HFEngine:
-    """Draws completions with `model.generate`.
+class HFEngine(RequestEngine):
+    """Draws completions with `model.generate`: each `poll` runs one batch to its end, so none is ever half done.
 
-    Not `seeded`: a draw depends on the rest of its batch. The same prompts with the same seed and step give the
-    same completions.
+    Not `seeded`: a draw depends on the rest of its batch. The same batch with the same seeds gives the same
+    completions.
+
+    Args:
+        model: of transformers; it is changed to compute logits in float32 (`head_logits`).
+        eos: the end-of-sequence tokens.
+        tokenizer: of the model; decodes completions and stop strings.
+        max_concurrent_completions: rows of one call of `generate`.
     """
 
-    seeded = False
-    returns_kept = False
+    seeded, exact, returns_candidates = False, True, False
 
-    def __init__(self, model: Any, eos: tuple[int, ...], tokenizer: Any, max_concurrent_completions: int):
-        self.model, self.eos, self.tokenizer = model, eos, tokenizer
-        self.max_concurrent_completions = max_concurrent_completions
-        self.version = 0
+    def __init__(self, model: Any, eos: tuple[int, ...], tokenizer: Any, max_concurrent_completions: int) -> None:
+        super().__init__(tokenizer, getattr(model.config, "max_position_embeddings", 2**31))
+        self.model, self.eos, self.max_concurrent_completions = model, eos, max_concurrent_completions
+        self.hooks: list[Any] = []
+        head = model.get_output_embeddings()
+        if head.weight.dtype.itemsize < 4:
+            head.forward = _wide_forward(head)
 
     @classmethod
     def from_pretrained(
-        cls, path: str, tokenizer: Any, *, dtype: torch.dtype, device: str, max_concurrent_completions: int
+        cls,
+        path: str,
+        tokenizer: Any,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        max_concurrent_completions: int,
+        trust_remote_code: bool = False,
     ) -> HFEngine:
         """Load a model.
 
         Args:
-            path: a folder in Hugging Face layout, or a hub name.
+            path: a folder in Hugging Face layout or of adapters, which are merged, or a hub name.
             tokenizer: of the model; decodes completions and stop strings.
             dtype: of weights and computation.
             device: such as `cpu` or `cuda:0`.
             max_concurrent_completions: rows of one call of `generate`.
+            trust_remote_code: let the folder's own code make the model.
         """
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
-        eos = eos_token_ids(str(path), model.config, tokenizer)
+        model = load_transformers(path, dtype, trust_remote_code).to(device).eval()
+        eos = eos_token_ids(base_path(path), model.config, tokenizer)
         # The folder's own sampling settings (Qwen's repetition penalty and top-k) must not mix with ours.
         model.generation_config = GenerationConfig()
         return cls(model, eos, tokenizer, max_concurrent_completions)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take all weights, named as in the Hugging Face state dict.
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every weight that an update may bring, by its published name; tied ones once."""
+        return {name: tuple(tensor.shape) for name, tensor in published_weights(self.model).items()}
 
-        Raises:
-            ValueError: names what is missing, unexpected or of a wrong shape; the old weights stay.
-        """
-        own = self.model.state_dict()
-        found = dict(weights)
-        tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
-        problems = [f"{name} is missing" for name in own if name not in found and name not in tied]
-        problems += [f"{name} is unexpected" for name in found if name not in own]
-        problems += [
-            f"{name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}"
-            for name, tensor in found.items()
-            if name in own and tensor.shape != own[name].shape
+    @torch.no_grad()
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Take new weights in place; adapters are added to the outputs of their layers. No cache outlives a `poll`."""
+        own = published_weights(self.model)
+        for name, tensor in update.tensors:
+            own[name].copy_(tensor)
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = [
+            self.model.get_submodule(name.removesuffix(".weight")).register_forward_hook(_adapter_hook(adapter))
+            for name, adapter in update.adapters.items()
         ]
-        if problems:
-            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise ValueError("the weights were refused, the old ones stay: " + "; ".join(problems[:8]) + more)
-        with torch.no_grad():
-            for name, tensor in found.items():
-                if name not in tied:
-                    own[name].copy_(tensor)
-        self.version = version
+        self.version = update.version
 
-    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
-        """`sampling.completions_per_prompt` completions of each prompt.
-
-        Raises:
-            ValueError: a prompt is empty or too long for the model's context; or log-probs over the kept tokens are
-                asked for, which `model.generate` does not tell.
-        """
+    def _make_rule(self, sampling: SamplingParams) -> StopRule:
         if sampling.logprobs_over == "kept":
             raise ValueError("logprobs_over=kept: the hf engine does not tell which tokens top-p and top-k kept")
-        check_prompts(prompts, sampling, getattr(self.model.config, "max_position_embeddings", 2**31))
-        rows = [tokens for tokens in prompts.prompt_token_ids for _ in range(sampling.completions_per_prompt)]
-        device = self.model.device
-        rule = StopRule(sampling, self.eos, self.tokenizer, self.model.get_output_embeddings().out_features, device)
-        seed = hashlib.blake2b(f"{sampling.seed}/{sampling.step}".encode(), digest_size=7).digest()
-        drawn = []
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.inference_mode():
-            torch.manual_seed(int.from_bytes(seed, "little"))
-            for start in range(0, len(rows), self.max_concurrent_completions):
-                drawn += self._generate(rows[start : start + self.max_concurrent_completions], sampling, rule)
-        return to_rollout_batch(prompts, sampling, drawn, self.tokenizer, self.version)
+        vocab = self.model.get_output_embeddings().weight.shape[0]
+        return StopRule(sampling, self.eos, self.tokenizer, vocab, self.model.device)
 
-    def _generate(self, rows: list[tuple[int, ...]], sampling: SamplingParams, rule: StopRule) -> list[Drawn]:
+    def _advance(self) -> list[tuple[RequestState, FinishReason]]:
+        """Those that have waited longest, as many as have the same sampling and fit in a batch."""
+        rule = self.rule_of(self.waiting[0].request.sampling)
+        alike = [state for state in self.waiting if self.rule_of(state.request.sampling) is rule]
+        states = alike[: self.max_concurrent_completions]
+        seeds = hashlib.blake2b(repr([state.request.seed for state in states]).encode(), digest_size=7).digest()
         device = self.model.device
-        width = max(len(row) for row in rows)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(int.from_bytes(seeds, "little"))
+            stopped = self._generate(states, rule)
+        for state in states:
+            self.waiting.remove(state)
+        return [(state, "stop" if stop else "length") for state, stop in zip(states, stopped, strict=True)]
+
+    def _generate(self, states: list[RequestState], rule: StopRule) -> list[bool]:
+        """Draw whole completions into `states`; which of them stopped by themselves."""
+        sampling = rule.sampling
+        rows = [state.request.prompt_token_ids for state in states]
+        device, width = self.model.device, max(len(row) for row in rows)
         tokens = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-        recorder = _Recorder(width, sampling, rule)
+        recorder = _Recorder(width, rule)
         ends = _Ends(width, len(rows), rule, device)
         sequences = self.model.generate(
             input_ids=tokens,
@@ -122,16 +136,32 @@ class HFEngine:
         recorder.record(sequences)
         completions = sequences[:, width:].tolist()
         logprobs = torch.stack(recorder.logprobs, dim=1).tolist()
-        longest = sequences.shape[1] - width
-        lengths = [length or longest for length in ends.lengths.tolist()]
-        return [
-            Drawn(row[:length], values[:length], stopped > 0)
-            for row, values, length, stopped in zip(completions, logprobs, lengths, ends.lengths.tolist(), strict=True)
-        ]
+        stopped = ends.lengths.tolist()
+        for state, row, values, length in zip(states, completions, logprobs, stopped, strict=True):
+            length = length or sequences.shape[1] - width
+            state.set_version(self.version)
+            state.token_ids, state.logprobs = row[:length], values[:length]
+        return [length > 0 for length in stopped]
 
     def close(self) -> None:
         """Free the weights."""
         del self.model
+
+
+def _wide_forward(head: torch.nn.Module) -> Callable[[Tensor], Tensor]:
+    weight, bias = head.weight, getattr(head, "bias", None)
+    assert isinstance(weight, Tensor)
+    if bias is None:
+        return lambda hidden: head_logits(hidden, weight)
+    return lambda hidden: head_logits(hidden, weight) + bias
+
+
+def _adapter_hook(adapter: Adapter) -> Callable[[torch.nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+    def add(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        x = inputs[0].float()
+        return (output + (x @ adapter.a.to(x.device).T) @ adapter.b.to(x.device).T * adapter.scale).to(output.dtype)
+
+    return add
 
 
 def _draw_settings(sampling: SamplingParams) -> dict[str, Any]:
@@ -151,8 +181,8 @@ class _Recorder(LogitsProcessor):
     It runs before temperature, top-k and top-p cut the logits, and sees in the next step what was drawn in this one.
     """
 
-    def __init__(self, width: int, sampling: SamplingParams, rule: StopRule):
-        self.width, self.temperature, self.rule = width, sampling.temperature or 1.0, rule
+    def __init__(self, width: int, rule: StopRule):
+        self.width, self.temperature, self.rule = width, rule.sampling.temperature or 1.0, rule
         self.logprobs: list[Tensor] = []
         self.scores: Tensor | None = None
 
@@ -182,6 +212,8 @@ class _Ends(StoppingCriteria):
         completions = input_ids[:, self.width :]
         length = torch.full_like(self.lengths, completions.shape[1])
         going = self.lengths == 0
-        ends = self.rule.ends(input_ids[:, -1], length, completions, self.rows) & going
+        ends = self.rule.token_ends(input_ids[:, -1], length)
+        ends[list(self.rule.string_ends(completions, self.rows, length))] = True
+        ends &= going
         self.lengths = torch.where(ends, length, self.lengths)
         return self.lengths > 0

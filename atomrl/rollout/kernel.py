@@ -13,23 +13,16 @@ from atomrl.models.cpp import load_library
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 
-
-_ADDRESSES = (
-    *("qkv", "out", "q_norm", "k_norm", "keys", "values", "prompt_keys", "prompt_values", "cosine", "sine"),
-    *("slots", "groups", "prompt_lengths", "lengths"),
-)
-_SIZES = (
-    *("rows", "heads", "kv_heads", "head_dim", "blocks", "prompt_blocks", "threads"),
-    *("act_bf16", "cache_bf16"),
-)
+_TENSORS = "qkv out q_norm k_norm keys values prompt_keys prompt_values cosine sine slots groups prompt_lengths lengths"
+_SIZES = "rows heads kv_heads head_dim blocks prompt_blocks threads act_bf16 cache_bf16"
 
 
 class KernelArgs(ctypes.Structure):
     """`Args` of kernels.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in _ADDRESSES),
-        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_void_p) for name in _TENSORS.split()),
+        *((name, ctypes.c_int64) for name in _SIZES.split()),
         ("eps", ctypes.c_double),
     )
 
@@ -39,18 +32,16 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL):
         address, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-        self._attention, self._norm = library.decode_attention, library.rms_norm
+        self.attention = library.decode_attention
+        """One token's attention for every row, of a `KernelArgs`; see kernels.cpp."""
+        self._norm = library.rms_norm
         self._silu_mul, self._sample = library.silu_mul, library.sample
-        self._attention.argtypes = [ctypes.POINTER(KernelArgs)]
+        self.attention.argtypes = [ctypes.POINTER(KernelArgs)]
         self._norm.argtypes = [address] * 3 + [size] * 2 + [real] + [size] * 2
         self._silu_mul.argtypes = [address] * 2 + [size] * 4
         self._sample.argtypes = [address] * 5 + [size] * 2 + [real] + [size] * 2
-        for function in (self._attention, self._norm, self._silu_mul, self._sample):
+        for function in (self.attention, self._norm, self._silu_mul, self._sample):
             function.restype = None
-
-    def attention(self, args: KernelArgs) -> None:
-        """One token's attention for every row; see kernels.cpp."""
-        self._attention(args)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[N, H], [H] -> [N, H]."""

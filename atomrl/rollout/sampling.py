@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from atomrl.rollout.kernel import Kernels
-from atomrl.stages import SamplingParams
+from atomrl.types import RaggedIds, SamplingParams
 
 _CHUNK = 256
 _TOP_P_PREFIX = 512
@@ -90,48 +90,50 @@ def sample(
         log_total = total.log().float() + peak[:, 0]
     else:
         log_total = scores.logsumexp(-1)
-        values, order = _kept(allowed, sampling.top_k, sampling.top_p)
+        values, order = _cut(allowed, sampling.top_k, sampling.top_p)
         place, _ = inverse_cdf((values - allowed.amax(-1, keepdim=True)).exp(), uniform)
         tokens = place if order is None else order.gather(-1, place[:, None])[:, 0]
     return tokens, scores.gather(-1, tokens[:, None])[:, 0] - log_total
 
 
-def sample_kept(
+def sample_candidates(
     logits: Tensor, sampling: SamplingParams, seeds: Tensor, positions: Tensor, banned: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, RaggedIds]:
     """The token that `sample` draws, its log-prob over what it was drawn from, and what that is.
 
     Args:
         logits, sampling, seeds, positions, banned: as in `sample`; something must be cut.
 
     Returns:
-        Tokens [N] int64, log-probs [N] float32, and token ids [N, K] int32, padded with -1.
+        Tokens [N] int64, log-probs [N] float32, and the candidates of each, the most likely first.
     """
     scores = logits.float() if sampling.temperature in (0, 1) else logits.float() / sampling.temperature
     allowed = scores if banned is None else scores.masked_fill(banned, -torch.inf)
     greedy = sampling.temperature == 0
-    values, order = _kept(allowed, 1 if greedy else sampling.top_k, 1.0 if greedy else sampling.top_p)
-    assert order is not None, "SamplingParams refuses `kept` where nothing is cut"
+    values, order = _cut(allowed, 1 if greedy else sampling.top_k, 1.0 if greedy else sampling.top_p)
+    assert order is not None, "SamplingParams refuses log-probs over candidates where nothing is cut"
     place, _ = inverse_cdf((values - values[:, :1]).exp(), uniforms(seeds, positions))
     inside = values > -torch.inf
-    kept = order.int().masked_fill(~inside, -1)[:, : int(inside.sum(-1).max())]
     logprobs = values.gather(-1, place[:, None])[:, 0] - values.logsumexp(-1)
-    return order.gather(-1, place[:, None])[:, 0], logprobs, kept
+    candidates = RaggedIds(inside.sum(-1, dtype=torch.int32), order[inside].int())
+    return order.gather(-1, place[:, None])[:, 0], logprobs, candidates
 
 
-def _kept(scores: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:
-    """Scores with -inf off the kept set, and the token of each column where they are sorted.
+def _cut(scores: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:
+    """Scores with -inf off the candidates, and the token of each column where they are sorted.
 
     Top-k first, then the smallest prefix whose probability among those k reaches top_p.
     """
     width = scores.shape[-1]
     if not top_k and top_p >= 1:
         return scores, None
-    # Without top-k the whole vocabulary is sorted only if its best few hundred do not reach top_p.
-    for count in [min(top_k, width)] if top_k else [min(_TOP_P_PREFIX, width), width]:
+    counts = [min(top_k, width)] if top_k else [min(_TOP_P_PREFIX, width), width]
+    # Without top-k the whole vocabulary is sorted only if its best few hundred do not reach top_p. To look would make a
+    # GPU wait.
+    for count in counts[-1:] if scores.is_cuda else counts:
         values, order = scores.topk(count, dim=-1)
         cumulated = (values - (values if top_k else scores).logsumexp(-1, keepdim=True)).exp().cumsum(-1)
-        if bool((cumulated[:, -1] >= top_p).all()):
+        if count == counts[-1] or bool((cumulated[:, -1] >= top_p).all()):
             break
     if top_p < 1:
         values = values.masked_fill(F.pad(cumulated[:, :-1], (1, 0)) >= top_p, -torch.inf)

@@ -66,7 +66,7 @@ def writing_checkpoint(root: Path, step: int) -> Iterator[Path]:
             if final.exists():  # the same step again
                 final.rename(old)
             aside.rename(final)
-            _flush_to_disk(root)
+            flush_to_disk(root)
             shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -81,16 +81,11 @@ def keep_checkpoints(root: Path, newest: int, also: Collection[int] = ()) -> Non
     if newest < 1:
         raise ValueError(f"keep must be at least 1, not {newest}")
     for step, folder in step_folders(root)[:-newest]:
-        if step not in also:
-            remove_checkpoint(folder)
-
-
-def remove_checkpoint(folder: Path) -> None:
-    """Rename, then delete: a kill leaves the whole checkpoint or none."""
-    doomed = folder.with_name(f".{folder.name}.removed")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+        if step not in also:  # renamed, then deleted: a kill leaves the whole checkpoint or none
+            doomed = folder.with_name(f".{folder.name}.removed")
+            shutil.rmtree(doomed, ignore_errors=True)
+            folder.rename(doomed)
+            shutil.rmtree(doomed)
 
 
 def set_damaged_aside(folder: Path) -> Path:
@@ -158,7 +153,7 @@ def _write_manifest(folder: Path) -> None:
     manifest = folder / MANIFEST
     manifest.write_text(_manifest_text(digests), encoding="utf-8")
     for path in [*paths, manifest, folder]:  # files, and folders for the names in them
-        _flush_to_disk(path)
+        flush_to_disk(path)
 
 
 def _manifest_text(digests: dict[str, str]) -> str:
@@ -170,7 +165,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _flush_to_disk(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
+    """Return when a file's content, or the names in a folder, would survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

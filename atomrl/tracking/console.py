@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 SHOWN = {
     "loss": ("sft/nll_per_token", "{:.3f}"),
@@ -19,11 +22,11 @@ SHOWN = {
 """What is shown: label -> metric and format."""
 
 
-class Progress:
+class ProgressBar:
     """Shows how far a run is. A context manager; `update` once a step.
 
     Example:
-        >>> with Progress(total_steps=2, stream=sys.stdout) as progress:
+        >>> with ProgressBar(total_steps=2, stream=sys.stdout) as progress:
         ...     progress.update(1, {"critic/score/mean": 0.5})
         step 1/2  reward 0.500  ETA 0:00
     """
@@ -31,13 +34,23 @@ class Progress:
     def __init__(self, total_steps: int, *, first_step: int = 1, name: str = "", stream: TextIO | None = None) -> None:
         self.total_steps = total_steps
         self.first_step = first_step
-        self.name = name
         self.stream = stream or sys.stderr
-        self._live = _LiveBar(self) if self.stream.isatty() else None
         self._started = time.monotonic()
         self._first: tuple[int, float] | None = None
+        self._live: Live | None = None
+        if self.stream.isatty():
+            from rich.console import Console
+            from rich.live import Live
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    def __enter__(self) -> Progress:
+            self._bar = Progress(
+                TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(),
+                TimeElapsedColumn(), TextColumn("[dim]ETA {task.fields[eta]}"), expand=True,
+            )  # fmt: skip
+            self._task = self._bar.add_task(name or "steps", total=total_steps, completed=first_step - 1, eta="-:--")
+            self._live = Live(self._bar, console=Console(file=self.stream), refresh_per_second=4)
+
+    def __enter__(self) -> ProgressBar:
         self._started = time.monotonic()
         if self._live:
             self._live.start()
@@ -49,16 +62,23 @@ class Progress:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step `step` is done, with these metrics."""
-        if self._live:
-            self._live.update(step, metrics)
-        else:
+        if self._live is None:
             line = "  ".join([f"step {step}/{self.total_steps}", *describe(metrics), f"ETA {self._eta(step)}"])
             print(line, file=self.stream, flush=True)
+            return
+        from rich.console import Group
+        from rich.text import Text
+
+        self._bar.update(self._task, completed=step, eta=self._eta(step))
+        under = Text()
+        for label, _, value in (item.rpartition(" ") for item in describe(metrics)):
+            under.append(f"{label} ", style="dim").append(f"{value}   ", style="cyan")
+        self._live.update(Group(self._bar, under))
 
     def note(self, text: str) -> None:
         """A line of its own, above the bar: an evaluation, a checkpoint."""
         if self._live:
-            self._live.print(text)
+            self._live.console.print(text, highlight=False, markup=False)
         else:
             print(text, file=self.stream, flush=True)
 
@@ -94,41 +114,3 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-class _LiveBar:
-    """The bar of a terminal (rich), with the last step's metrics under it."""
-
-    def __init__(self, progress: Progress) -> None:
-        from rich.console import Console, Group
-        from rich.live import Live
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as Bar
-        from rich.text import Text
-
-        self._progress, self._text, self._group = progress, Text, Group
-        self._bar = Bar(
-            TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(),
-            TimeElapsedColumn(), TextColumn("[dim]ETA {task.fields[eta]}"), expand=True,
-        )  # fmt: skip
-        self._task = self._bar.add_task(
-            progress.name or "steps", total=progress.total_steps, completed=progress.first_step - 1, eta="-:--"
-        )
-        self._live = Live(self._bar, console=Console(file=progress.stream), refresh_per_second=4)
-
-    def start(self) -> None:
-        self._live.start()
-
-    def stop(self) -> None:
-        self._live.stop()
-
-    def print(self, text: str) -> None:
-        self._live.console.print(text, highlight=False, markup=False)
-
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._bar.update(self._task, completed=step, eta=self._progress._eta(step))
-        line = self._text()
-        for item in describe(metrics):
-            label, _, value = item.rpartition(" ")
-            line.append(f"{label} ", style="dim").append(f"{value}   ", style="cyan")
-        self._live.update(self._group(self._bar, line))

@@ -1,42 +1,37 @@
-"""The picture of a run: reward, accuracy, length and entropy over the steps, from `metrics.jsonl` alone."""
+"""The picture of a run, or of several: what it is judged by over the steps, from `metrics.jsonl` alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError
-from atomrl.tracking.run_directory import read_metrics
+from atomrl.tracking.run_directory import accuracies, read_metrics
 
-Rows = list[dict[str, Any]]
+MetricRows = Sequence[Mapping[str, Any]]
+"""Rows of `metrics.jsonl`."""
 Points = list[tuple[int, float]]
+PANELS = 4
+HELD_OUT = ("Accuracy", "Completion length (tokens)", "Margin of preferences", "Loss (nats per token)")
+"""Panels whose further lines are held-out data; those of the reward are its parts."""
 
-SUPERVISED = {
-    "Loss (nats per token)": "sft/nll_per_token",
-    "Gradient norm": "actor/grad_norm",
-    "Learning rate": "actor/lr",
-    "Tokens per second": "perf/throughput",
-}
-"""What is drawn of supervised training: title -> metric."""
 INK, GRID = "#2b2b33", "#e6e6ea"
 COLORS = ("#2f5fd0", "#d9822b", "#2e8b57", "#b03a6f", "#6b4fbb", "#7a7a85")
 
 
-def draw_curves(run: Path, out: Path | None = None) -> Path:
-    """Draw `metrics.jsonl` of a run folder.
+def draw_curves(run: Path | Sequence[Path], out: Path | None = None) -> Path:
+    """Draw `metrics.jsonl` of a run folder, or of several in one picture, a colour each.
 
     Returns:
-        Where the picture is: `out`, or `curves.png` in the run folder.
+        Where the picture is: `out`, or `curves.png` in the run folder, or of several runs in the working directory.
 
     Raises:
         ImportError: matplotlib is not installed.
         ConfigError: there are no metrics.
     """
-    path = run / "metrics.jsonl"
-    rows = read_metrics(path) if path.is_file() else []
-    if not rows:
-        raise ConfigError(f"no metrics in {run} (looked for {path.name}); is it the folder of a run?")
+    runs = [run] if isinstance(run, Path) else list(run)
+    drawn = panels(_metrics(runs[0])) if len(runs) == 1 else compared(runs)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -45,44 +40,75 @@ def draw_curves(run: Path, out: Path | None = None) -> Path:
 
     figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12, hspace=0.03)
+    layout: Any = figure.get_layout_engine()
+    layout.set(h_pad=0.12, w_pad=0.12, hspace=0.03)
     axes = figure.subplots(2, 2, sharex=True).flat
-    figure.suptitle(run.resolve().name, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
-    for axis, (title, lines) in zip(axes, panels(rows).items(), strict=True):
-        _draw_panel(axis, title, lines)
+    figure.suptitle(", ".join(run_names(runs)), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+    for axis, (title, lines) in zip(axes, drawn.items(), strict=False):
+        _draw_panel(axis, title, lines, runs=run_names(runs))
+    for axis in figure.axes[len(drawn) :]:
+        axis.set_axis_off()
     for axis in figure.axes[2:]:
         axis.set_xlabel("step", color=INK)
-    out = out or run / "curves.png"
+    out = out or (runs[0] if len(runs) == 1 else Path()) / "curves.png"
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
     return out
 
 
-def panels(rows: Rows) -> dict[str, dict[str, Points]]:
-    """What is drawn: title -> label -> points, from the rows of `metrics.jsonl`."""
-    if not points(rows, "critic/score/mean") and points(rows, "sft/nll_per_token"):
-        return {title: {"train": points(rows, key)} for title, key in SUPERVISED.items()}
-    accuracy = {"train": points(rows, "train/accuracy")}
-    for key in _keys(rows, "val-core/", "/acc/mean@"):
-        source = key.split("/")[1]
-        accuracy["held-out" if source == "all" else source] = points(rows, key)
-    if "held-out" not in accuracy and len(accuracy) == 2:
-        accuracy["held-out"] = accuracy.pop(next(label for label in accuracy if label != "train"))
-    parts = {key.split("/")[1]: points(rows, key) for key in _keys(rows, "reward/", "/mean")}
-    reward = {"train": points(rows, "critic/score/mean")} | (parts if len(parts) > 1 else {})
-    length = {
-        "train": points(rows, "response_length/mean"),
-        "held-out": points(rows, "val-aux/response_length/mean"),
-    }
-    return {
-        "Reward": reward,
+def run_names(runs: Sequence[Path]) -> list[str]:
+    """The folders' names, or the whole paths where two are alike."""
+    names = [run.resolve().name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run) for run in runs]
+
+
+def compared(runs: Sequence[Path]) -> dict[str, dict[str, Points]]:
+    """The panels of several runs: the label of a line is `RUN`, or `RUN, held-out` (its first data source)."""
+    merged: dict[str, dict[str, Points]] = {}
+    for name, run in zip(run_names(runs), runs, strict=True):
+        for title, lines in panels(_metrics(run)).items():
+            panel = merged.setdefault(title, {})
+            held_out = [line for label, line in lines.items() if label != "train" and title in HELD_OUT]
+            panel |= {name: lines["train"]} | ({f"{name}, held-out": held_out[0]} if held_out else {})
+    return dict(list(merged.items())[:PANELS])
+
+
+def _metrics(run: Path) -> MetricRows:
+    path = run / "metrics.jsonl"
+    rows = read_metrics(path) if path.is_file() else []
+    if not rows:
+        raise ConfigError(f"no metrics in {run} (looked for {path.name}); is it the folder of a run?")
+    return rows
+
+
+def panels(rows: MetricRows) -> dict[str, dict[str, Points]]:
+    """What is drawn: title -> label -> points, from the rows of `metrics.jsonl`. The first four that a run has, in the
+    order in which it is judged by them."""
+    accuracy = {"train": points(rows, "train/accuracy") or points(rows, "rewards/accuracies")}
+    held_out = accuracies(dict.fromkeys(key for row in rows for key in row))
+    for source, key in held_out.items():
+        accuracy["held-out" if source == "all" or len(held_out) == 1 else source] = points(rows, key)
+    score = points(rows, "critic/score/mean")
+    parts = {key.removeprefix("reward/").removesuffix("/mean"): points(rows, key) for key in _keys(rows, "reward/")}
+    loss = points(rows, "train/loss") or points(rows, "sft/nll_per_token") or points(rows, "actor/pg_loss")
+    margin = {"train": points(rows, "rewards/margins"), "held-out": points(rows, "eval/preference_margin")}
+    length = {"train": points(rows, "response_length/mean"), "held-out": points(rows, "val-aux/response_length/mean")}
+    every = {
+        "Reward": {"train": score} | (parts if score and len(parts) > 1 else {}),
         "Accuracy": accuracy,
-        "Completion length (tokens)": length,
+        "Completion length (tokens)": length if score else {},
         "Entropy (nats per token)": {"train": points(rows, "actor/entropy")},
+        "Margin of preferences": margin,
+        "Loss (nats per token)": {"train": loss, "held-out": points(rows, "val/loss")} if not score else {},
+        "Gradient norm": {"train": points(rows, "actor/grad_norm")},
+        "Learning rate": {"train": points(rows, "actor/lr")},
+        "Tokens per second": {"train": points(rows, "perf/throughput")},
     }
+    shown = {title: lines for title, lines in every.items() if any(lines.values())}
+    return dict(list(shown.items())[:PANELS])
 
 
-def points(rows: Rows, key: str) -> Points:
+def points(rows: MetricRows, key: str) -> Points:
     """(step, value) wherever a row has the key.
 
     Example:
@@ -102,22 +128,25 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - window + 1) : i + 1])]
 
 
-def _keys(rows: Rows, start: str, part: str) -> list[str]:
-    found = {key: None for row in rows for key in row if key.startswith(start) and part in key}
+def _keys(rows: MetricRows, start: str) -> list[str]:
+    """Means under `start`: five at most, as many as there are colours."""
+    found = dict.fromkeys(key for row in rows for key in row if key.startswith(start) and key.endswith("/mean"))
     return list(found)[:5]
 
 
-def _draw_panel(axis: Any, title: str, lines: dict[str, Points]) -> None:
-    drawn = {label: line for label, line in lines.items() if line}
-    for color, (label, line) in zip(COLORS, drawn.items(), strict=False):
-        steps, values = zip(*line, strict=True)
-        held_out = label == "held-out" or (title == "Accuracy" and label != "train")
+def _draw_panel(axis: Any, title: str, lines: dict[str, Points], runs: Sequence[str]) -> None:
+    several = len(runs) > 1
+    for number, (label, line) in enumerate((label, line) for label, line in lines.items() if line):
+        held_out = label.endswith("held-out") or (title == "Accuracy" and label != "train" and not several)
+        color = COLORS[(runs.index(label.removesuffix(", held-out")) if several else number) % len(COLORS)]
+        steps, values = [step for step, _ in line], [value for _, value in line]
         if len(line) >= 40 and not held_out:  # noisy: the raw values pale, their running mean over them
             axis.plot(steps, values, color=color, alpha=0.22, linewidth=0.9)
             values = smooth(values, max(5, len(line) // 25))
         axis.plot(
             steps, values, color=color, linewidth=1.9, label=f"{label}  {values[-1]:.3g}", solid_capstyle="round",
             marker="o" if held_out or len(line) < 12 else None, markersize=4,
+            linestyle="--" if held_out and several else "-",
         )  # fmt: skip
     axis.set_title(title, loc="left", fontsize=11, color=INK)
     axis.grid(axis="y", color=GRID, linewidth=0.8)
@@ -128,8 +157,4 @@ def _draw_panel(axis: Any, title: str, lines: dict[str, Points]) -> None:
     axis.tick_params(axis="x", labelbottom=True)
     if title == "Accuracy":
         axis.set_ylim(-0.02, 1.05)
-    if not drawn:
-        axis.text(0.5, 0.5, "not logged", transform=axis.transAxes, ha="center", color="#9a9aa3", fontsize=9)
-        axis.set_yticks([])
-    else:  # with the last values
-        axis.legend(frameon=False, fontsize=8.5, loc="best", labelcolor=INK)
+    axis.legend(frameon=False, fontsize=8.5, loc="best", labelcolor=INK)  # with the last values

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from atomrl.config import RunConfig
 from atomrl.doctor.watch import Doctor
-from atomrl.stages import RewardBatch
-from atomrl.tracking.console import Progress
-from atomrl.tracking.run_directory import RunDirectory, read_metrics
+from atomrl.tracking.console import ProgressBar
+from atomrl.tracking.run_directory import RunDirectory, accuracies, read_metrics, rollout_rows
 from atomrl.tracking.sinks import Sinks
-
-_ACCURACY = re.compile("/acc/mean@|_accuracy$")
+from atomrl.types import Trajectory
 
 
 class Recorder:
@@ -29,7 +26,7 @@ class Recorder:
     def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
         self.directory = directory
         self.sinks = Sinks(config, directory)
-        self.progress = Progress(config.train.steps, first_step=directory.first_step, name=config.run_name)
+        self.progress = ProgressBar(config.train.steps, first_step=directory.first_step, name=config.run_name)
         self._save_rollouts = config.tracking.save_rollouts
         self.doctor = Doctor()
         metrics = directory.path / "metrics.jsonl"
@@ -60,21 +57,22 @@ class Recorder:
         if new:
             self.directory.write_findings(self.doctor.findings)
 
-    def log_rollouts(
-        self, step: int, rewarded: RewardBatch, advantages: Mapping[tuple[int, int], float] | None = None
-    ) -> None:
-        """The completions of a step, in the folder and as samples in the sinks."""
+    def log_rollouts(self, step: int, trajectories: Sequence[Trajectory], advantages: Mapping[int, float]) -> None:
+        """The trajectories of a step, in the folder and as samples in the sinks."""
         if self._save_rollouts:
-            self.sinks.log_samples(self.directory.log_rollouts(step, rewarded, advantages), step)
+            rows = rollout_rows(step, trajectories, advantages)
+            self.directory.write_rows(step, rows, "train")
+            self.sinks.log_samples(rows, step)
 
-    def log_evaluation(self, step: int, metrics: Mapping[str, float], rows: list[dict[str, Any]]) -> None:
-        """An evaluation after `step` steps: a line of its own in `metrics.jsonl`, and all its completions."""
+    def log_evaluation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+        """An evaluation after `step` steps: a line of its own in `metrics.jsonl`, and its completions, if any."""
         self.directory.log(step, metrics)
-        self.sinks.log_now(metrics, step)
-        if self._save_rollouts:
+        self.sinks.log(metrics, step, always=True)
+        if self._save_rollouts and rows:
             self.directory.write_rows(step, rows, "eval")
-        accuracy = [f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if _ACCURACY.search(key)]
-        self.progress.note(f"step {step}: held-out accuracy: {', '.join(accuracy)}")
+        shown = ", ".join(f"{source} {metrics[name]:.3f}" for source, name in accuracies(metrics).items())
+        losses = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self.progress.note(f"step {step}: " + (f"held-out accuracy: {shown}" if shown else losses))
 
     def checkpoint(self, step: int) -> AbstractContextManager[Path]:
         """See `RunDirectory.checkpoint`."""

@@ -42,8 +42,8 @@ def config_changes(before: Mapping[str, Any], now: RunConfig) -> list[str]:
     A key that the stored tree lacks, because it is of an older version, counts as its default.
     """
     with contextlib.suppress(ConfigError):  # it has a key that is no more, which is a difference
-        before = build_config(before).model_dump(mode="json")
-    old, new = flat_tree(before), flat_tree(now.model_dump(mode="json"))
+        before = build_config(before).to_tree()
+    old, new = flat_tree(before), flat_tree(now.to_tree())
     keys = [*old, *(key for key in new if key not in old)]
     return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
 
@@ -53,7 +53,7 @@ def stopping_changes(changes: list[str], now: RunConfig) -> list[str]:
 
     `train.steps` may change where the learning rate does not depend on it (constant, without warm-up).
     """
-    free = HARMLESS
+    free: tuple[str, ...] = HARMLESS
     if now.train.schedule == "constant" and not now.train.warmup_ratio:
         free = (*HARMLESS, "train.steps")
     return [line for line in changes if not f"{line.partition(':')[0]}.".startswith(tuple(f"{key}." for key in free))]

@@ -22,7 +22,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -30,19 +30,21 @@ from typing import Any
 
 from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config, read_yaml
 from atomrl.doctor.findings import Finding
-from atomrl.stages import RewardBatch
 from atomrl.tracking.checkpoints import (
     checkpoint_fault,
     clear_leftovers,
     disk_full_named,
+    flush_to_disk,
     keep_checkpoints,
     set_damaged_aside,
     step_folder,
     step_folders,
+    step_of,
     writing_checkpoint,
 )
 from atomrl.tracking.environment import describe_environment, refuse_secrets
 from atomrl.tracking.resume import config_changes, stop_for_changes, stopping_changes
+from atomrl.types import Trajectory
 
 FINDINGS = "findings.jsonl"
 FRESH_MODEL = "fresh_model"
@@ -65,9 +67,9 @@ class RunDirectory:
         first_step: the step to do next: 1, or the one after the checkpoint that is resumed.
     """
 
-    def __init__(self, path: Path, checkpoints: CheckpointConfig | None = None) -> None:
+    def __init__(self, path: Path, checkpoints: CheckpointConfig) -> None:
         self.path = path
-        self.checkpoints = checkpoints or CheckpointConfig()
+        self.checkpoints = checkpoints
         self.first_step = 1
 
     @classmethod
@@ -116,26 +118,23 @@ class RunDirectory:
         needs no more than to resume again. The config is written last, because what it says is then true."""
         clear_leftovers(self.path / "checkpoints")
         newest = self.latest_checkpoint()
-        done = step_of_checkpoint(newest) if newest else None
+        done = step_of(newest) if newest else None
         changes = config_changes(read_yaml(self.path / "config.yaml"), config)
         others = differs(newest) if newest else []
         if newest and not allow_changes:  # without a checkpoint all is done anew, so nothing can be mixed
             stop_for_changes(self.path, [*stopping_changes(changes, config), *others])
-        for line in [*changes, *others]:
-            print(f"resume: {line}", file=sys.stderr)
-        print(f"resume: {self.path} goes on " + (f"after step {done}" if newest else "from the start: no checkpoint"),
-              file=sys.stderr)  # fmt: skip
-        self.first_step = 1 if done is None else done + 1
-        self._cut_after(-1 if done is None else done, finished=done is not None and done >= config.train.steps)
         stored = self.path / "env.json"
         environment = json.loads(stored.read_text(encoding="utf-8")) if stored.is_file() else {}
-        now = describe_environment()
-        last = environment.get("resumed", [environment])[-1]
+        last, now = environment.get("resumed", [environment])[-1], describe_environment()
+        said = [*changes, *others]
+        said.append(f"{self.path} goes on " + (f"after step {done}" if newest else "from the start: no checkpoint"))
         for name in LAST_BITS:
             if newest and last.get(name, now[name]) != now[name]:
-                print(
-                    f"resume: {name}: {last[name]} -> {now[name]}; the last bits of results may differ", file=sys.stderr
-                )
+                said.append(f"{name}: {last[name]} -> {now[name]}; the last bits of results may differ")
+        for line in said:
+            print(f"resume: {line}", file=sys.stderr)
+        self.first_step = 1 if done is None else done + 1
+        self._cut_after(-1 if done is None else done, finished=done is not None and done >= config.train.steps)
         attempt = {"first_step": self.first_step, "config_changes": [*changes, *others], **now}
         environment["resumed"] = [*environment.get("resumed", []), attempt]
         _write_json(stored, environment)
@@ -172,24 +171,11 @@ class RunDirectory:
         path, rows = self.path / FINDINGS, [asdict(finding) | {"page": finding.page} for finding in findings]
         write_jsonl(path, rows) if rows else path.unlink(missing_ok=True)
 
-    def log_rollouts(
-        self,
-        step: int,
-        rewarded: RewardBatch,
-        advantages: Mapping[tuple[int, int], float] | None = None,
-        split: str = "train",
-    ) -> list[dict[str, Any]]:
-        """Write `rollouts/step_NNNNNN/SPLIT.jsonl`, one completion a line, and return its rows (`rollout_rows`)."""
-        rows = rollout_rows(step, rewarded, advantages or {})
-        self.write_rows(step, rows, split)
-        return rows
-
-    def write_rows(self, step: int, rows: Iterable[Mapping[str, Any]], split: str) -> Path:
-        """Write any rows as `rollouts/step_NNNNNN/SPLIT.jsonl`, in place of an earlier file."""
+    def write_rows(self, step: int, rows: Iterable[Mapping[str, Any]], split: str) -> None:
+        """Write `rollouts/step_NNNNNN/SPLIT.jsonl`, one row a line, in place of an earlier file."""
         path = self.path / "rollouts" / step_folder(step) / f"{split}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_jsonl(path, rows)
-        return path
 
     def checkpoint_folder(self, step: int) -> Path:
         """Where the checkpoint of a step is, or will be."""
@@ -206,7 +192,7 @@ class RunDirectory:
             yield folder
             metrics = self.path / "metrics.jsonl"
             if metrics.exists():  # the rows up to this step are part of what a checkpoint promises
-                _flush(metrics)
+                flush_to_disk(metrics)
         shutil.rmtree(root / f"{step_folder(step)}.damaged", ignore_errors=True)
         self._link("model", self.checkpoint_folder(step))
         best = self._best_step()
@@ -257,45 +243,41 @@ class RunDirectory:
             print(error, file=sys.stderr)
 
 
-def step_of_checkpoint(folder: Path) -> int:
-    """The step in a checkpoint folder's name."""
-    return int(folder.name.removeprefix("step_"))
+def rollout_rows(
+    step: int, trajectories: Sequence[Trajectory], advantages: Mapping[int, float]
+) -> list[dict[str, Any]]:
+    """One JSON-ready dict per trajectory.
 
-
-def rollout_rows(step: int, rewarded: RewardBatch, advantages: Mapping[tuple[int, int], float]) -> list[dict[str, Any]]:
-    """One JSON-ready dict per completion.
+    `policy_version` is that of the newest weights that wrote a token of it, `policy_versions` are all.
 
     Args:
-        advantages: by (prompt, completion); what was not trained on has none and is written as null.
+        advantages: by the trajectory's index; what was not trained on has none and is written as null.
     """
     rows = []
-    failures: dict[tuple[str, int], dict[str, str]] = {}
-    for failure in rewarded.reward_failures:
-        of_row = failures.setdefault((failure.prompt_id, failure.completion_index), {})
-        of_row[failure.reward] = f"{failure.kind}: {failure.message}"
-    for p, sample in enumerate(rewarded.samples):
-        for g, completion in enumerate(rewarded.completions[p]):
-            reward = rewarded.rewards[p][g]
-            rows.append(
-                {
-                    "step": step,
-                    "prompt_id": rewarded.prompt_ids[p],
-                    "completion_index": g,
-                    "data_source": sample.data_source,
-                    "prompt": sample.prompt if isinstance(sample.prompt, str) else list(sample.prompt),
-                    "ground_truth": sample.ground_truth,
-                    "completion": completion.text,
-                    "prompt_tokens": len(rewarded.prompt_token_ids[p]),
-                    "completion_tokens": len(completion.token_ids),
-                    "token_ids": list(completion.token_ids),
-                    "reward": reward,
-                    "reward_parts": {name: part[p][g] for name, part in rewarded.reward_parts.items()},
-                    "reward_failures": failures.get((rewarded.prompt_ids[p], g), {}),
-                    "advantage": advantages.get((p, g)),
-                    "finish_reason": completion.finish_reason,
-                    "policy_version": rewarded.policy_version,
-                }
-            )
+    for index, item in enumerate(trajectories):
+        written = [segment for segment in item.segments if segment.origin != "prompt"]
+        versions = sorted({v for segment in written if (v := segment.policy_version) is not None})
+        rows.append(
+            {
+                "step": step,
+                "prompt_id": item.prompt_id,
+                "completion_index": item.index,
+                "data_source": item.sample.data_source,
+                "prompt": item.sample.prompt if isinstance(item.sample.prompt, str) else list(item.sample.prompt),
+                "ground_truth": item.sample.ground_truth,
+                "completion": item.text,
+                "prompt_tokens": item.prompt_tokens,
+                "completion_tokens": item.response_tokens,
+                "token_ids": [token for segment in written for token in segment.token_ids],
+                "reward": item.reward,
+                "reward_parts": dict(item.reward_parts),
+                "reward_failures": {f.reward: f"{f.kind}: {f.message}" for f in item.reward_failures},
+                "advantage": advantages.get(index),
+                "finish_reason": item.finish_reason,
+                "policy_version": versions[-1] if versions else None,
+                "policy_versions": versions,
+            }
+        )
     return rows
 
 
@@ -308,6 +290,23 @@ def is_evaluation(row: Mapping[str, Any]) -> bool:
     """
     names = row.keys() - {"step"}
     return bool(names) and all(name.startswith("val-") for name in names)
+
+
+def accuracies(names: Iterable[str]) -> dict[str, str]:
+    """The metrics among `names` that are held-out accuracies, by what they are of. A data source may have slashes.
+
+    Example:
+        >>> accuracies(["val-core/openai/gsm8k/acc/mean@1", "eval/preference_accuracy", "actor/lr"])
+        {'openai/gsm8k': 'val-core/openai/gsm8k/acc/mean@1', 'preference': 'eval/preference_accuracy'}
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        source, marked, _ = name.removeprefix("val-core/").rpartition("/acc/mean@")
+        if marked and name.startswith("val-core/"):
+            found[source] = name
+        elif name.startswith("eval/") and name.endswith("_accuracy"):
+            found[name.removeprefix("eval/").removesuffix("_accuracy")] = name
+    return found
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -343,13 +342,8 @@ def _write(path: Path, text: str, flush: bool = True) -> None:
     with disk_full_named(path.parent, f"{path.name} was not written"):
         aside.write_text(text, encoding="utf-8")
         if flush:
-            _flush(aside)
+            flush_to_disk(aside)
         aside.replace(path)
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _lock(folder: Path) -> None:

@@ -65,7 +65,7 @@ class WandbSink:
                 name=config.run_name,
                 tags=tracking.wandb_tags or None,
                 dir=str(run.path),
-                config=config.model_dump(mode="json"),
+                config=config.to_tree(),
                 id=id_file.read_text().strip() if id_file.exists() else None,
                 resume="allow",
             )
@@ -154,14 +154,11 @@ class Sinks:
         self._sinks = [BackgroundSink(name, SINKS[name](config, run)) for name in config.tracking.sinks]
         self._every = config.tracking.log_every_steps
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        if step % self._every == 0:
-            self.log_now(metrics, step)
-
-    def log_now(self, metrics: Mapping[str, float], step: int) -> None:
-        """Whatever `log_every_steps` says."""
-        metrics = dict(metrics)
-        self._each(lambda sink: sink.log(metrics, step))
+    def log(self, metrics: Mapping[str, float], step: int, always: bool = False) -> None:
+        """`always`: whatever `log_every_steps` says."""
+        if always or step % self._every == 0:
+            given = dict(metrics)
+            self._each(lambda sink: sink.log(given, step))
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         if step % self._every == 0:

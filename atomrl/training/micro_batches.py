@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from atomrl.types import Rows, select_rows
+
 
 def micro_batches(
-    lengths: Tensor,
-    group_ids: Tensor | None,
-    tokens_per_micro_batch: int,
-    rows_per_micro_batch: int | None = None,
+    lengths: Tensor, group_ids: Tensor | None, tokens_per_micro_batch: int, rows_per_micro_batch: int | None = None
 ) -> list[Tensor]:
     """Indices of the rows of each micro-batch: rows of like length together, within a budget of padded tokens.
 
@@ -86,7 +88,7 @@ def group_pieces(
         tensor([0, 0, 1, 1, 2, 2])
     """
     pieces, number = torch.empty_like(group_ids), 0
-    for group in group_ids.unique():
+    for group in sorted(set(group_ids.tolist())):
         rows = (group_ids == group).nonzero()[:, 0]
         rows = rows[lengths[rows].argsort(descending=True, stable=True)]
         most = max(1, min(tokens_per_micro_batch // max(1, int(lengths[rows[0]])), rows_per_micro_batch or len(rows)))
@@ -94,3 +96,12 @@ def group_pieces(
         pieces[rows] = number + torch.arange(len(rows)) // -(-len(rows) // parts)
         number += parts
     return pieces
+
+
+def zero_weight_row(rows: Rows) -> Rows:
+    """The first row, without a token that is trained on: what a rank computes that has no rows left."""
+    row = select_rows(rows, torch.tensor([0]))
+    off: dict[str, Any] = {
+        name: torch.zeros_like(getattr(row, name)) for name in ("loss_mask", "loss_weights") if hasattr(row, name)
+    }
+    return replace(row, **off)

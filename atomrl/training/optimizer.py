@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atomrl.config import TrainConfig
 from atomrl.metrics import Count, Mean, Metrics
@@ -25,48 +27,45 @@ class Optimizer:
 
     Args:
         name: `actor` or `critic`; its metrics begin with it.
-        weights: what it trains, by name.
+        model: whose weights it trains, where they have a gradient.
         train: Adam's constants, clipping and the schedule.
         peak: the schedule's highest learning rate.
         total_updates: of the whole run, for the schedule.
     """
 
-    def __init__(
-        self, name: str, weights: dict[str, torch.nn.Parameter], train: TrainConfig, peak: float, total_updates: int
-    ) -> None:
-        self.name, self.weights, self.train, self.peak, self.total_updates = name, weights, train, peak, total_updates
+    def __init__(self, name: str, model: nn.Module, train: TrainConfig, peak: float, total_updates: int) -> None:
+        self.name, self.train, self.peak, self.total_updates = name, train, peak, total_updates
+        self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self.skipped_in_a_row = 0
         groups = [
-            {"params": [w for w in weights.values() if w.dim() >= 2], "weight_decay": train.weight_decay},
-            {"params": [w for w in weights.values() if w.dim() < 2], "weight_decay": 0.0},
+            {"params": [w for w in self.weights.values() if w.dim() >= 2], "weight_decay": train.weight_decay},
+            {"params": [w for w in self.weights.values() if w.dim() < 2], "weight_decay": 0.0},
         ]
         betas = (train.adam_beta1, train.adam_beta2)
         self.adamw = torch.optim.AdamW(groups, lr=peak, betas=betas, eps=train.adam_eps, fused=True)
 
-    def step(self, updates: int) -> Metrics:
+    def step(self, updates: int, any_rank: Callable[[bool], bool] = bool) -> Metrics:
         """Clip, set the learning rate, step; or leave the update out, where its gradient is 0 or not finite.
 
         Args:
             updates: how many were before.
+            any_rank: whether something is so on any rank.
 
         Raises:
             Diverged: the third in a row with a gradient that is not finite.
         """
-        train, name = self.train, self.name
+        train, name, weights = self.train, self.name, list(self.weights.values())
         rate = learning_rate(
             updates, self.total_updates, self.peak, train.schedule, train.warmup_ratio, train.min_lr_ratio
         )
-        weights = list(self.weights.values())
         total = torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None], foreach=True)
         norm = total.item()
         if norm > train.max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(weights, train.max_grad_norm, total, foreach=True)
         metrics: Metrics = {f"{name}/lr": Mean(rate)}
-        if not norm < float("inf"):
+        if not self.count_finite(updates, not any_rank(not norm < math.inf)):
             metrics[f"{name}/skipped_updates"] = Count()
-            self.leave_out(updates, norm)
         else:
-            self.skipped_in_a_row = 0
             metrics[f"{name}/grad_norm"] = Mean(norm)
             if norm == 0:  # momentum and weight decay would move weights although the batch says nothing
                 metrics[f"{name}/empty_updates"] = Count()
@@ -77,19 +76,21 @@ class Optimizer:
         self.zero_grad()
         return metrics
 
-    def leave_out(self, updates: int, norm: float) -> None:
-        """Count an update whose gradient is not finite.
+    def count_finite(self, updates: int, finite: bool) -> bool:
+        """Count an update whose gradient is not finite, and is left out. Returns `finite`.
 
         Raises:
             Diverged: it is the third in a row.
         """
-        self.skipped_in_a_row += 1
-        log.warning("update %d of the %s left out: its gradient norm is %s", updates, self.name, norm)
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if not finite:
+            log.warning("update %d of the %s left out: its gradient is not finite", updates, self.name)
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise Diverged(
                 f"{MAX_SKIPPED_IN_A_ROW} updates in a row, up to update {updates}, had a gradient that is not "
-                f"finite (norm {norm}); the weights are those of the last update that was"
+                "finite; the weights are those of the last update that was"
             )
+        return finite
 
     def zero_grad(self) -> None:
         """Forget the gradient."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,73 +15,74 @@ from atomrl.models.loading import policy_weights, read_safetensors, save_model
 from atomrl.models.lora import has_adapters, load_adapters, save_adapters
 from atomrl.models.scalar import ScalarModel, save_scalar
 from atomrl.training.optimizer import Optimizer
+from atomrl.training.roles import Role, RoleName
 
 STATE_FOLDER = "training_state"
 """Beside the model, so that a server that loads every *.safetensors of the folder does not meet it."""
-CRITIC_FOLDER = "critic"
-OPTIMIZER_FILES = ("optimizer.safetensors", "critic_optimizer.safetensors")
 
 
-@dataclass(frozen=True)
-class State:
-    """What is trained: the policy (or a reward model), the critic where there is one, and an optimizer for each."""
-
-    policy: Any
-    critic: ScalarModel | None
-    optimizers: Sequence[Optimizer]
-    device: torch.device
-
-    def save(self, folder: Path, tokenizer: Any, updates: int) -> None:
-        """Write a folder that transformers loads, the critic in a folder in it, and the rest beside them."""
-        state_folder = folder / STATE_FOLDER
-        state_folder.mkdir(parents=True, exist_ok=True)
-        if isinstance(self.policy, ScalarModel):
-            save_scalar(self.policy, tokenizer, folder)
-        elif has_adapters(self.policy):
-            save_adapters(self.policy, folder)
+def save_state(
+    roles: Mapping[RoleName, Role], folder: Path, tokenizer: Any, updates: int, device: torch.device
+) -> None:
+    """Write a folder that transformers loads, the critic in a folder in it, and the rest beside them."""
+    state_folder, skipped = folder / STATE_FOLDER, []
+    state_folder.mkdir(parents=True, exist_ok=True)
+    extra = {"rng/cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        extra["rng/cuda"] = torch.cuda.get_rng_state(device)
+    for file, where, model, optimizer in _trained(roles):
+        if isinstance(model, ScalarModel):
+            save_scalar(model, tokenizer, folder / where)
+        elif has_adapters(model):
+            save_adapters(model, folder)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
         else:
-            save_model(self.policy, tokenizer, folder)
-        if self.critic is not None:
-            save_scalar(self.critic, tokenizer, folder / CRITIC_FOLDER)
-        random = {"rng/cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            random["rng/cuda"] = torch.cuda.get_rng_state(self.device)
-        for name, optimizer, extra in zip(OPTIMIZER_FILES, self.optimizers, (random, {}), strict=False):
-            optimizer.save(state_folder / name, extra)
-        skipped = [optimizer.skipped_in_a_row for optimizer in self.optimizers]
-        text = json.dumps({"updates": updates, "skipped_in_a_row": skipped}) + "\n"
-        (state_folder / "trainer.json").write_text(text, encoding="utf-8")
+            save_model(model, tokenizer, folder)
+        optimizer.save(state_folder / file, extra)
+        skipped.append(optimizer.skipped_in_a_row)
+        extra = {}
+    text = json.dumps({"updates": updates, "skipped_in_a_row": skipped}) + "\n"
+    (state_folder / "trainer.json").write_text(text, encoding="utf-8")
 
-    def load(self, folder: Path) -> int:
-        """Continue exactly from `save`. Returns the number of updates.
 
-        Raises:
-            ConfigError: the folder holds no such state, or it is another model's.
-        """
-        state_folder = folder / STATE_FOLDER
-        if not (state_folder / "trainer.json").is_file():
-            raise ConfigError(f"{folder} holds no {STATE_FOLDER}/trainer.json: it is no checkpoint of this back end")
-        if isinstance(self.policy, ScalarModel):
-            _copy_weights(self.policy.state(), set(), folder)
-        elif has_adapters(self.policy):
-            load_adapters(self.policy, folder)
+def load_state(roles: Mapping[RoleName, Role], folder: Path, device: torch.device) -> int:
+    """Continue exactly from `save_state`. Returns the number of updates.
+
+    Raises:
+        ConfigError: the folder holds no such state, or it is another model's.
+    """
+    state_folder = folder / STATE_FOLDER
+    if not (state_folder / "trainer.json").is_file():
+        raise ConfigError(f"{folder} holds no {STATE_FOLDER}/trainer.json: it is no checkpoint of this back end")
+    state = json.loads((state_folder / "trainer.json").read_text(encoding="utf-8"))
+    trained, counts = list(_trained(roles)), state["skipped_in_a_row"]
+    if len(trained) != len(counts):
+        raise ConfigError(f"checkpoint {folder} was written with{'' if len(counts) > 1 else 'out'} a critic")
+    random: dict[str, Tensor] = {}
+    for (file, where, model, optimizer), skipped in zip(trained, counts, strict=True):
+        if isinstance(model, ScalarModel):
+            _copy_weights(model.state(), set(), folder / where)
+        elif has_adapters(model):
+            load_adapters(model, folder)
         else:
-            tied = {"lm_head.weight"} if self.policy.config.tie_word_embeddings else set()
-            _copy_weights(dict(policy_weights(self.policy)), tied, folder)
-        if self.critic is not None:
-            _copy_weights(self.critic.state(), set(), folder / CRITIC_FOLDER)
-        random: dict[str, Tensor] = {}
-        for name, optimizer in zip(OPTIMIZER_FILES, self.optimizers, strict=False):
-            random |= optimizer.load(state_folder / name, self.device)
-        torch.set_rng_state(random["rng/cpu"])
-        if "rng/cuda" in random:
-            torch.cuda.set_rng_state(random["rng/cuda"], self.device)
-        state = json.loads((state_folder / "trainer.json").read_text(encoding="utf-8"))
-        for optimizer, skipped in zip(self.optimizers, state["skipped_in_a_row"], strict=True):
-            optimizer.skipped_in_a_row = skipped
-        return state["updates"]
+            tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+            _copy_weights(dict(policy_weights(model)), tied, folder)
+        random |= optimizer.load(state_folder / file, device)
+        optimizer.skipped_in_a_row = skipped
+    torch.set_rng_state(random["rng/cpu"])
+    if "rng/cuda" in random:
+        torch.cuda.set_rng_state(random["rng/cuda"], device)
+    return int(state["updates"])
+
+
+def _trained(roles: Mapping[RoleName, Role]) -> Iterator[tuple[str, str, Any, Optimizer]]:
+    """The optimizer's file, the model's folder, model and optimizer of each role that is trained."""
+    for name, role in roles.items():
+        if role.optimizer:
+            critic = name == "critic"
+            file = "critic_optimizer.safetensors" if critic else "optimizer.safetensors"
+            yield file, "critic" if critic else "", role.model, role.optimizer
 
 
 @torch.no_grad()

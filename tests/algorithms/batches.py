@@ -7,7 +7,7 @@ from torch import Tensor
 
 from atomrl.data.rows import to_training_batches
 from atomrl.protocols import Algorithm, ModelOutputs
-from atomrl.stages import RowBatch, TrainingBatch, select_rows
+from atomrl.types import RowBatch, TrainingBatch, select_rows
 
 GROUP, LIMIT = 4, 8
 

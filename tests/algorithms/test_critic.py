@@ -9,17 +9,17 @@ import torch
 from atomrl.algorithms.table import build_algorithm
 from atomrl.loop.report import critic_metrics
 from atomrl.metrics import merge, values
-from atomrl.objective import Objective, compose, override
-from atomrl.objective.compose import COEFFICIENT
+from atomrl.objective import PolicyObjective
+from atomrl.objective.policy import COEFFICIENT
 from atomrl.protocols import ModelOutputs
-from atomrl.stages import RowBatch, TrainingBatch, select_rows
+from atomrl.types import RowBatch, TrainingBatch, select_rows
 from tests.algorithms.batches import training_batch
 
-KL = {"type": "k1", "coefficient": 0.1, "place": "reward", "target": None}
+KL = {"type": "k1", "coefficient": 0.1, "apply_to": "reward", "target": None}
 
 
 def make(**axes):
-    return compose("test", override(override(Objective(), {"advantage": "gae"}), axes), max_completion_tokens=20)
+    return PolicyObjective().override({"advantage": "gae"}).override(axes).resolved(max_completion_tokens=20)
 
 
 def turns(gap: int = 3) -> RowBatch:
@@ -120,7 +120,8 @@ def value_batch(algorithm) -> TrainingBatch:
         tokens=torch.ones(1, 4, dtype=torch.long), loss_mask=mask, lengths=torch.tensor([4]),
         prompt_lengths=torch.tensor([1]), group_ids=torch.tensor([0]), rewards=torch.tensor([1.0]),
         truncated=torch.tensor([False]), values=zeros, old_logprobs=zeros, advantages=zeros,
-        returns=torch.tensor([[0.0, 1.0, 1.0, -1.0]]), loss_weights=algorithm.weights(mask),
+        returns=torch.tensor([[0.0, 1.0, 1.0, -1.0]]),
+        loss_weights=algorithm.loss_weights(mask, torch.arange(len(mask))),
     )  # fmt: skip
 
 
@@ -197,33 +198,34 @@ def test_explained_variance():
 def test_the_adaptive_coefficient_of_ppo_follows_a_slow_loop():
     """Ziegler et al., section 2.2, on the KL of each step's tokens; the reward pays what held when it was earned."""
     algorithm = build_algorithm("ppo", {"kl": {"target": 0.1, "horizon": 20.0}, "advantage": {"whiten": False}})
-    beta = 0.02
+    beta, state = 0.02, {}
     for scale in (0.0, 0.5, 2.0, -1.0, 2.0):
         rows = turns()
         rows = replace(rows, ref_logprobs=rows.old_logprobs - scale * rows.values)
-        credited = algorithm.advantages(rows)
+        credited = algorithm.advantages(rows, state)
         expected = torch.tensor(slow_gae(rows, 0, 1.0, 0.95, beta), dtype=torch.float64)
         torch.testing.assert_close(credited.advantages[0][rows.loss_mask[0]], expected)
         measured = scale * float(rows.values[rows.loss_mask].mean())
         beta *= 1 + max(-0.2, min(0.2, measured / 0.1 - 1)) * rows.rows / 20
-        assert algorithm.state[COEFFICIENT] == pytest.approx(beta)
+        state = credited.state
+        assert state[COEFFICIENT] == pytest.approx(beta)
 
 
 def test_what_ppo_and_a2c_ask_for():
     ppo, a2c = build_algorithm("ppo", {}), build_algorithm("a2c", {})
-    assert ppo.needs == ppo.advantages_read == {"values", "old_logprobs", "ref_logprobs"}
+    assert ppo.needs == ppo.advantage_inputs == {"values", "old_logprobs", "ref_logprobs"}
     assert ppo.outputs == {"logprobs", "values"} and ppo.row_unit == "row"
-    assert a2c.advantages_read == {"values"} and a2c.outputs == {"logprobs", "values", "entropy"}
+    assert a2c.advantage_inputs == {"values"} and a2c.outputs == {"logprobs", "values", "entropy"}
     assert "values" not in build_algorithm("grpo", {"value": {"clip": 0.1}}).needs
 
 
 @pytest.mark.parametrize(
     ("axes", "said"),
     [
-        ({"advantage": {"gamma": 1.5}}, "gamma must be within 0 to 1"),
-        ({"advantage": {"length_alpha": 0.0}}, "alpha must be above 0"),
+        ({"advantage": {"gamma": 1.5}}, "algorithm.advantage.gamma: should be less than or equal to 1"),
+        ({"advantage": {"length_alpha": 0.0}}, "algorithm.advantage.length_alpha: should be greater than 0"),
         ({"value": {"clp": 0.1}}, "did you mean 'clip'"),
-        ({"entropy": {"coefficient": -0.1}}, "of at least 0"),
+        ({"entropy": {"coefficient": -0.1}}, "greater than or equal to 0"),
         ({"value": "clip"}, "did you mean 'clipped'"),
     ],
 )

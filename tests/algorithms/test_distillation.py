@@ -8,14 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from atomrl import assembly
 from atomrl.algorithms.table import build_algorithm
 from atomrl.config import ConfigError, ModelConfig, TrainConfig, build_config
 from atomrl.metrics import values
 from atomrl.models.memory import count_parameters, memory_estimate
 from atomrl.protocols import ModelOutputs
-from atomrl.stages import RowBatch, TrainingBatch
+from atomrl.runs import prepare_run
+from atomrl.runs.checks import check_teacher
 from atomrl.training.local import LocalBackend
+from atomrl.types import RowBatch, TrainingBatch
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
 from tests.training.batches import make_batch
 
@@ -45,9 +46,11 @@ def backend(folder, teacher="teacher", **train):
 
 def one_step(backend, algorithm):
     """An update of six rows with the algorithm's own weights and advantages, and its metrics."""
-    rows = backend.annotate(make_rows(), algorithm.advantages_read)
+    rows = backend.forward_only(make_rows(), algorithm.advantage_inputs)
     credited = algorithm.advantages(rows)
-    batch = TrainingBatch(**(vars(credited) | {"loss_weights": algorithm.weights(credited.loss_mask)}))
+    batch = TrainingBatch(
+        **(vars(credited) | {"loss_weights": algorithm.loss_weights(credited.loss_mask, credited.group_ids)})
+    )
     return values(backend.train_step(batch, algorithm))
 
 
@@ -118,7 +121,7 @@ def test_a_policy_that_is_its_teacher_learns_nothing(folder, name, metric):
 @pytest.mark.parametrize("name", ["gkd", "on_policy_distillation"])
 def test_neither_rewards_nor_groups_have_a_part_in_it(folder, name):
     algorithm, trainer = build_algorithm(name, {}), backend(folder)
-    rows = trainer.annotate(make_rows(), algorithm.advantages_read)
+    rows = trainer.forward_only(make_rows(), algorithm.advantage_inputs)
     other = replace(rows, rewards=rows.rewards + torch.randn(rows.rows), group_ids=torch.zeros_like(rows.group_ids))
     assert torch.equal(algorithm.advantages(rows).advantages, algorithm.advantages(other).advantages)
 
@@ -161,12 +164,12 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_there_is_a_run(folder
         ("other", "'a' is token 73 for the teacher and 72 for the policy"),
     ):
         with pytest.raises(ConfigError, match=message):
-            assembly.train(config(folder, teacher))
+            prepare_run(config(folder, teacher))
     assert not (folder / "runs").exists()
 
 
 def test_an_algorithm_that_needs_no_teacher_does_not_look_at_it(folder):
-    assembly.check_teacher(config(folder, "nowhere"), build_algorithm("grpo", {}), str(folder / "student"), None)
+    check_teacher(config(folder, "nowhere"), build_algorithm("grpo", {}), str(folder / "student"), None)
 
 
 def test_the_estimate_of_memory_has_the_teacher_and_its_distributions(folder):

@@ -1,64 +1,85 @@
-"""`atomrl explain`: what it prints is what the objective is, and each rule speaks when it should."""
+"""`atomrl explain`: what it prints is what the objective is, and each choice warns where it should."""
 
+import inspect
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from atomrl.algorithms.table import ALGORITHMS, objective_of
+from atomrl.algorithms.sft import SFT
+from atomrl.algorithms.table import ALGORITHMS, PREFERENCES, objective_of
 from atomrl.cli.main import main
-from atomrl.objective import Objective, override, with_limit
-from atomrl.objective.cautions import RULES, Facts, cautions
-from atomrl.objective.explain import equation, in_use, latex, table, term
+from atomrl.objective import PolicyObjective, PreferenceObjective, Setting
+from atomrl.objective.choice import Custom, choices_of
+from atomrl.objective.explain import atom_place, equation, latex, summary, table
 
 ROOT = Path(__file__).parents[2]
-WITHOUT_EQUATION = {"all", "none", "optimizer", "penalties"}
+WITHOUT_EQUATION = {"none", "penalties"}
 CHOICES = [
-    (item.name, kind)
-    for item in fields(Objective)
-    for kind in getattr(Objective(), item.name).kinds
-]  # fmt: skip
+    (kind, name)
+    for objective in (PolicyObjective, PreferenceObjective)
+    for field in objective.model_fields.values()
+    for name, kind in choices_of(field.annotation).items()
+    if not issubclass(kind, Custom)
+]
 
 
-@pytest.mark.parametrize(("axis", "kind"), CHOICES)
-def test_every_choice_has_its_equation_and_its_atoms(axis, kind):
-    found = term(override(Objective(), {axis: kind}).__getattribute__(axis))
-    assert found.summary.endswith(".")
-    if axis != "accept_group" and (kind not in WITHOUT_EQUATION or axis == "clip"):
-        assert found.text and found.latex and found.atoms, found
-    assert found.latex.count("{") == found.latex.count("}") and "Example" not in found.latex
-    for atom in found.atoms:
-        path, _, line = atom.place.partition(":")
-        assert f"def {atom.name}(" in (ROOT / path).read_text().splitlines()[int(line) - 1]
-        assert not atom.paper.endswith(("Dr", "et al", "("))
+def warnings(axes=None, **facts):
+    objective = PolicyObjective().override(axes or {})
+    return list(objective.warnings(Setting(axes=objective.axes, **facts)))
+
+
+@pytest.mark.parametrize(("kind", "name"), CHOICES)
+def test_every_choice_has_its_equation_and_its_atoms(kind, name):
+    choice = kind()
+    text, printed = choice.equation()
+    assert summary(choice).endswith(".") and printed.count("{") == printed.count("}") and "Example" not in printed
+    if name not in WITHOUT_EQUATION or "Clip" in kind.__name__:
+        assert text and printed and (choice.atoms or name == "mixed_outcomes")
+    assert set(choice.used_atoms()) <= set(choice.atoms)
+    for atom in choice.atoms:
+        place = atom_place(atom)
+        path, _, line = place.place.partition(":")
+        assert f"def {place.name}(" in (ROOT / path).read_text().splitlines()[int(line) - 1]
+        assert not place.paper.endswith(("Dr", "et al", "("))
+        sources = [inspect.getsource(base) for base in kind.__mro__ if base.__module__.startswith("atomrl.")]
+        named = len(re.findall(rf"\b{place.name}\b", "".join(sources)))
+        assert named >= 2 or name in ("bonus", "kto", "bco"), f"{place.name} is declared, but the call has none of it"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_equation_has_all_terms_that_are_in_use(name):
-    objective = with_limit(objective_of(name, {"kl": {"coefficient": 0.1}}), 32)
+    objective = objective_of(name, {"kl": {"coefficient": 0.1}}).resolved(max_completion_tokens=32)
     text, printed, lines = equation(objective), latex(objective), table(objective)
     for axis in ("clip", "advantage", "distillation"):
-        assert not in_use(objective, axis) or term(getattr(objective, axis)).text in text
+        assert all(choice.text in text for choice in objective.used_axes()[axis])
     assert "KL_{i,t} = " in text and r"\beta" in printed
     assert printed.startswith("\\begin{aligned}") and printed.count(r"\Big[") == printed.count(r"\Big]")
     assert lines.count("atomrl/atoms/") >= 3
-    without = equation(override(objective, {"kl": {"coefficient": 0.0}}))
-    assert "KL" not in without.replace("KL_binary", "").replace("KL(pi_before", "").replace(
-        term(objective.distillation).text, ""
-    )
+    assert "KL_{i,t}" not in equation(objective.override({"kl": {"coefficient": 0.0}}))
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_the_same_explainer_reads_preferences(name):
+    objective = PREFERENCES[name]
+    text, printed = equation(objective), latex(objective)
+    assert text.startswith("minimise  mean over ") and printed.startswith("\\begin{aligned}\n\\min_\\theta")
+    for axis, choices in objective.used_axes().items():
+        for choice in choices:
+            assert choice.equation().text.removeprefix("L ") in text, axis
+    assert all(axis in table(objective) for axis in ("score: ", "loss: "))
 
 
 def test_a_combination_that_no_algorithm_is():
     axes = {
         "ratio": "sequence",
-        "correction": "icepop",
-        "selection": {"type": "high_entropy", "tokens": 9},
+        "rollout_is": "icepop",
+        "token_filter": {"type": "high_entropy", "tokens": 9},
         "kl": {"coefficient": 0.01},
         "clip": {"dual": 3},
         "shaping": {"mask_truncated": True, "highest": 1.0},
     }
-    assert equation(override(Objective(), axes)).splitlines() == [
+    assert equation(PolicyObjective().override(axes)).splitlines() == [
         "maximise  sum_{i,t} w_{i,t} [ c_{i,t} s_{i,t} min(rho A, clip(rho, 1 - low, 1 + high) A) - beta KL_{i,t} ]",
         "where",
         "  w_{i,t} = 1 / sum_j |o_j|",
@@ -68,41 +89,41 @@ def test_a_combination_that_no_algorithm_is():
         "  A_i = (r_i - mean_group r) / (std_group r + eps)",
         "  KL_{i,t} = k3 = pi_ref / pi - 1 - log(pi_ref / pi)",
         "  r_i <- clip(r_i)",
-        "  the minimum is at least dual A where A < 0",
         "  w_{i,t} = 0 where cut off",
+        "  the minimum is at least dual A where A < 0",
     ]
 
 
 def test_several_corrections_are_a_product():
-    objective = override(Objective(), {"correction": ["token_tis", {"type": "kl_rejection", "bound": 0.02}]})
+    objective = PolicyObjective().override({"rollout_is": ["token_tis", {"type": "kl_rejection", "bound": 0.02}]})
     assert "  c_{i,t} = (min(pi_old(a_t) / mu(a_t), high)) * ([KL(mu, pi_old) <= bound])" in equation(objective)
     assert r"}, c\Big) \cdot \mathbb{1}[" in latex(objective)
     shown = table(objective)
-    assert "correction: token_tis + kl_rejection (token_tis.high=2.0," in shown and "kl_rejection.bound=0.02*" in shown
+    assert "rollout_is: token_tis (clamp=20.0, high=2.0," in shown and "rollout_is: kl_rejection (bound=0.02*," in shown
     assert "truncated_weights  atomrl" in shown and "k3_kl  atomrl" in shown
-    assert "truncated_weights" not in table(override(objective, {"correction": []}))
+    assert "truncated_weights" not in table(objective.override({"rollout_is": []}))
 
 
 CASES = {
-    "length_bias": ({"aggregate": "sequence_mean"}, {}),
+    "length_bias": ({"loss_agg": "sequence_mean"}, {}),
     "std_normalisation": ({}, {}),
     "group_of_one": ({"advantage": "rloo"}, {"completions_per_prompt": 1}),
     "k_of_group": ({"advantage": "pass_at_k_analytic"}, {"completions_per_prompt": 4}),
-    "group_never_mixed": ({"accept_group": "mixed_outcomes"}, {"completions_per_prompt": 1}),
+    "group_never_mixed": ({"group_filter": "mixed_outcomes"}, {"completions_per_prompt": 1}),
     "zero_kl": ({"kl": {"target": 0.1}}, {}),
     "nothing_to_learn": ({"advantage": "none"}, {}),
     "kl_gradient": ({"kl": {"type": "k1", "coefficient": 0.1}}, {}),
-    "truncated_sampling": ({"correction": "token_tis"}, {"top_p": 0.9}),
+    "truncated_sampling": ({"rollout_is": "token_tis"}, {"top_p": 0.9}),
     "clip_without_effect": ({"clip": "gmpo"}, {}),
     "reinforce_off_policy": ({"clip": "reinforce"}, {"updates_per_step": 4}),
     "unbounded_ratio": ({"clip": "none"}, {"updates_per_step": 2}),
     "unbounded_below": ({"clip": {"dual": 1.0}}, {}),
     "width_of_clip": ({"ratio": "sequence_token"}, {"updates_per_step": 2}),
-    "missing_rollout_logprobs": ({"correction": "token_tis"}, {"rollout_logprobs": False}),
-    "mixed_levels": ({"ratio": "sequence", "correction": "icepop"}, {}),
+    "missing_rollout_logprobs": ({"rollout_is": "token_tis"}, {"rollout_logprobs": False}),
+    "mixed_levels": ({"ratio": "sequence", "rollout_is": "icepop"}, {}),
     "one_number_per_row": ({"ratio": "sequence"}, {}),
     "masked_penalty": ({"shaping": {"mask_truncated": True, "soft_overlong": True}}, {}),
-    "selected_share": ({"selection": "random"}, {}),
+    "selected_share": ({"token_filter": "random"}, {}),
     "one_part": ({"advantage": "gdpo"}, {}),
     "negative_mean": ({"advantage": "maxrl", "shaping": {"repetition_ngram_tokens": 3}}, {}),
     "greedy_sampling": ({}, {"temperature": 0.0}),
@@ -112,32 +133,60 @@ CASES = {
     "untrained_critic": ({"advantage": "gae", "value": {"coefficient": 0.0}}, {}),
     "value_clip_without_effect": ({"advantage": "gae"}, {}),
     "entropy_explosion": ({"entropy": {"coefficient": 0.01}}, {}),
-    "standardised_without_groups": ({"advantage": "raw", "accept_group": "mixed_outcomes"}, {}),
+    "standardised_without_groups": ({"advantage": "raw", "group_filter": "mixed_outcomes"}, {}),
 }
-QUIET = override(Objective(), {"advantage": "grpo_no_std"})
+QUIET = {"advantage": "grpo_no_std"}
+SAYS = {
+    "length_bias": "a sequence mean weighs", "std_normalisation": "division by the group's deviation",
+    "group_of_one": "one completion per prompt", "k_of_group": "every subset has the same best",
+    "group_never_mixed": "groups of one are never mixed", "zero_kl": "kl.coefficient is 0",
+    "nothing_to_learn": "learns nothing from rewards", "kl_gradient": "k1 in the loss has a gradient of mean 0",
+    "truncated_sampling": "top_p=0.9 samples from fewer", "clip_without_effect": "gmpo is plain REINFORCE",
+    "reinforce_off_policy": "4 updates in a step without a ratio", "unbounded_ratio": "nothing bounds the ratio",
+    "unbounded_below": "a dual clip of at most 1", "width_of_clip": "a clip this wide never acts",
+    "missing_rollout_logprobs": "token_tis needs log-probs", "mixed_levels": "a weight by token on a ratio by",
+    "one_number_per_row": "counted once a token", "masked_penalty": "only moves baselines",
+    "selected_share": "still divided by all tokens", "one_part": "gdpo with one reward is grpo",
+    "negative_mean": "maxrl divides by the mean", "greedy_sampling": "at temperature 0",
+    "discounted_away": "with gamma=0.99", "critic_far_away": "with lam=0.95",
+    "value_without_critic": "there is no critic", "untrained_critic": "value.coefficient is 0",
+    "value_clip_without_effect": "the clip of values never acts", "entropy_explosion": "nothing bounds the bonus",
+    "standardised_without_groups": "groups that raw would have learned from",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_each_rule_speaks_of_its_case_and_not_of_a_sound_objective(rule):
-    axes, facts = CASES[rule.__name__]
-    message = rule(override(Objective(), axes), Facts(**facts))
+@pytest.mark.parametrize("case", CASES)
+def test_each_warning_is_of_its_case_and_not_of_a_sound_objective(case):
+    axes, facts = CASES[case]
+    (message,) = [found for found in warnings(axes, **facts) if SAYS[case] in found]
     assert re.match(r"(biased|unstable|no effect|partly without effect|note|an error when it runs): ", message)
-    assert rule(QUIET, Facts(updates_per_step=4)) is None
+
+
+def test_every_warning_has_its_case():
+    """As many `yield` of a message as there are in the choices of a policy objective."""
+    files = [p for p in (ROOT / "atomrl/objective").glob("*.py") if not re.search("preference|label", p.name)]
+    messages = sum(len(re.findall(r"yield f?\"", path.read_text())) for path in files)
+    assert messages == len(CASES) + 2  # and two with tests of their own
 
 
 def test_a_sound_objective_has_nothing_against_it():
-    assert cautions(QUIET, Facts(updates_per_step=4)) == []
+    assert warnings(QUIET, updates_per_step=4) == []
 
 
 def test_log_probs_over_what_is_kept_are_not_biased():
-    assert any("logprobs_over=kept" in found for found in cautions(QUIET, Facts(top_p=0.9)))
-    kept = Facts(updates_per_step=4, top_p=0.9, top_k=20, logprobs_over_kept=True)
-    assert cautions(QUIET, kept) == []
+    assert any("logprobs_over=kept" in found for found in warnings(QUIET, top_p=0.9))
+    assert warnings(QUIET, updates_per_step=4, top_p=0.9, top_k=20, logprobs_over_kept=True) == []
+
+
+def test_settings_of_a_distillation_that_is_off_do_nothing():
+    assert warnings(QUIET | {"distillation": {"beta": 0.1}}, updates_per_step=4) == [
+        "no effect: distillation.coefficient is 0, so the other settings of distillation do nothing"
+    ]
 
 
 def test_a_narrow_clip_on_tokens_is_unstable():
-    narrow = override(QUIET, {"clip": {"low": 3e-4, "high": 4e-4}})
-    assert cautions(narrow, Facts(updates_per_step=2))[0].startswith("unstable: token ratios")
+    narrow = QUIET | {"clip": {"low": 3e-4, "high": 4e-4}}
+    assert warnings(narrow, updates_per_step=2)[0].startswith("unstable: token ratios")
 
 
 def test_the_command(capsys):
@@ -152,3 +201,16 @@ def test_the_command(capsys):
     assert capsys.readouterr().out.startswith("\\begin{aligned}")
     assert main(["explain", config, "algorithm.clip.hgh=1"]) == 2
     assert "did you mean 'high'" in capsys.readouterr().err
+
+
+def test_configs_of_other_kinds_of_runs_print_their_own_loss(capsys):
+    """`sft:` and `pretrain:` sections and reward models: not GRPO's equation."""
+    for config, shown in (
+        ("configs/quickstart_sft.yaml", "sft: minimise  mean over tokens of - log pi(y_t)\nwhere"),
+        ("configs/pretrain_gpt2.yaml", "pretrain: minimise  mean over tokens"),
+        ("configs/rlhf/reward_model.yaml", "reward_model: minimise  mean over pairs of"),
+    ):
+        assert main(["explain", str(ROOT / config)]) == 0
+        found = capsys.readouterr().out
+        assert found.startswith(shown) and "rho" not in found, found
+    assert SFT.formulation().goals[0].verb.text == "minimise"

@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from atomrl import assembly
 from atomrl.algorithms.table import ALGORITHMS, PREFERENCES, build_algorithm
 from atomrl.config import build_config, merge_trees, read_yaml
-from atomrl.data.rows import to_rows
-from atomrl.loop.report import Stopwatch
-from atomrl.loop.sync import NoSignal, Progress, collect, train
-from atomrl.objective.compose import COEFFICIENT
+from atomrl.loop.sync import Progress
+from atomrl.objective.policy import COEFFICIENT
+from atomrl.runs import prepare_run
+from atomrl.weights import InProcessTransfer
+from tests.loop.scripted import train
 from tests.loop.test_sync import make_parts, saver, weights
 from tests.tiny import make_tiny_model
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "algorithms"
 EXTRA_AXES = {
     "pass_at_k": {"advantage": {"k": 2}},  # of 4 completions
-    "corrected": {"correction": "token_tis", "selection": "random", "kl": {"coefficient": 0.1, "target": 0.01}},
-    "several corrections": {"correction": [{"type": "token_tis", "normalised": True}, "kl_rejection", "second_moment"]},
-    "by prompt": {"aggregate": "prompt_mean", "correction": {"type": "kl_rejection", "bound": 1.0}},
+    "corrected": {"rollout_is": "token_tis", "token_filter": "random", "kl": {"coefficient": 0.1, "target": 0.01}},
+    "several corrections": {"rollout_is": [{"type": "token_tis", "normalised": True}, "kl_rejection", "second_moment"]},
+    "by prompt": {"loss_agg": "prompt_mean", "rollout_is": {"type": "kl_rejection", "bound": 1.0}},
 }
 
 
@@ -70,80 +70,11 @@ def test_every_config_trains_a_step(model, tmp_path, name, monkeypatch):
     monkeypatch.setattr("atomrl.tracking.curves.draw_curves", lambda *args: None)  # most of the time, and not asked for
     tree = read_yaml(CONFIGS / f"{'grpo' if name in EXTRA_AXES and name not in ALGORITHMS else name}.yaml")
     config = small(model, tmp_path, tree, **EXTRA_AXES.get(name, {}))
-    summary = assembly.train(config)
+    summary = prepare_run(config).execute()
     assert summary["finished"]
     (row,) = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert row["actor/grad_norm"] > 0 and "actor/skipped_updates" not in row
     assert row["training/updates"] == (2 if "rows_per_update" in tree["train"] else 1)
-
-
-def test_dynamic_sampling_trains_on_mixed_groups_only_and_fills_the_batch(model, tmp_path):
-    """The reward makes every other group constant; also where only a completion without a row differs."""
-    dapo = build_algorithm("dapo", {}, max_completion_tokens=12)
-    parts, _ = make_parts(model, tmp_path, algorithm=dapo)
-    scored, drawn = parts.rewards, []
-
-    def half_constant(rollouts):
-        rewarded = scored(rollouts)
-        drawn.extend(rewarded.prompt_ids)
-        groups = [
-            (0.3,) * len(group) if len(drawn) % 2 == place % 2 else group
-            for place, group in enumerate(rewarded.rewards)
-        ]
-        completions = tuple(
-            (replace(group[0], token_ids=(), logprobs=(), loss_mask=()), *group[1:]) if place == 1 else group
-            for place, group in enumerate(rewarded.completions)
-        )
-        odd = [(0.0, 1.0, 1.0, 1.0) if place == 1 else group for place, group in enumerate(groups)]
-        return replace(rewarded, rewards=tuple(odd), completions=completions)
-
-    parts = replace(parts, rewards=half_constant)
-    rewarded = collect(parts, 6, 1, Stopwatch())
-    assert len(rewarded.samples) == 6 and len(drawn) > 6
-    assert all(min(group) < max(group) for group in rewarded.rewards)
-    credited = dapo.advantages(to_rows(rewarded))
-    for group in range(6):
-        own = credited.advantages[credited.group_ids == group]
-        assert own.max() > 0 > own.min()
-
-
-def test_dynamic_sampling_stops_where_the_data_has_no_signal(model, tmp_path):
-    parts, _ = make_parts(model, tmp_path, algorithm=build_algorithm("dapo", {}, max_completion_tokens=12))
-    scored = parts.rewards
-
-    def constant(rollouts):
-        rewarded = scored(rollouts)
-        return replace(rewarded, rewards=tuple((0.3,) * len(group) for group in rewarded.rewards))
-
-    with pytest.raises(NoSignal, match="dapo accepted 0 of 60 groups and needs 3"):
-        collect(replace(parts, rewards=constant), 3, 1, Stopwatch())
-
-
-def test_remax_is_compared_with_the_greedy_completion(model, tmp_path):
-    remax = build_algorithm("remax", {"kl": {"coefficient": 0.0}})
-    parts, _ = make_parts(model, tmp_path, algorithm=remax)
-    rewarded = collect(parts, 3, 1, Stopwatch())
-    greedy = parts.engine.generate(
-        parts.processor.to_prompt_batch(list(zip(rewarded.prompt_ids, rewarded.samples, strict=True))),
-        replace(parts.sampling, temperature=0.0, completions_per_prompt=1),
-    )
-    expected = tuple(group[0] for group in parts.rewards(greedy).rewards)
-    assert rewarded.baseline_rewards == pytest.approx(expected)
-    rows = to_rows(rewarded)
-    credited = remax.advantages(rows)
-    for i in range(rows.rows):
-        own = credited.advantages[i][credited.loss_mask[i]]
-        assert torch.allclose(own, rows.rewards[i] - expected[int(rows.group_ids[i])], atol=1e-6)
-    assert [len(group) for group in rewarded.completions] == [4, 4, 4], "the greedy one is not trained on"
-
-
-def test_a_greedy_completion_without_a_reward_gives_no_signal(model, tmp_path):
-    remax = build_algorithm("remax", {"kl": {"coefficient": 0.0}})
-    parts, _ = make_parts(model, tmp_path, algorithm=remax)
-    rewarded = collect(parts, 3, 1, Stopwatch())
-    rows = to_rows(replace(rewarded, baseline_rewards=(None, 0.1, None)))
-    credited = remax.advantages(rows)
-    assert not credited.advantages[rows.group_ids != 1].any() and credited.advantages[rows.group_ids == 1].any()
 
 
 def test_an_adaptive_coefficient_survives_a_restart(model, tmp_path):
@@ -153,19 +84,22 @@ def test_an_adaptive_coefficient_survives_a_restart(model, tmp_path):
         algorithm = build_algorithm("grpo", axes)
         parts, plan = make_parts(model, folder, algorithm=algorithm)
         trainer = type(parts.trainer)
-        parts = replace(parts, trainer=with_reference(trainer, model, plan))
+        trainer = with_reference(trainer, model, plan)
+        parts = replace(parts, trainer=trainer, transfer=InProcessTransfer(trainer, parts.engine))
         if checkpoint is not None:
             parts.trainer.load(checkpoint)
         train(parts, replace(plan, steps=steps, save_every_steps=1), progress, saver(parts))
         return parts
 
-    whole, progress = run(tmp_path / "whole", 3, Progress()), Progress()
+    never_stopped, progress = Progress(), Progress()
+    whole = run(tmp_path / "whole", 3, never_stopped)
     run(tmp_path / "first", 2, progress)
     folder = tmp_path / "first" / "step_2"
     saved = json.loads((folder / "progress.json").read_text())
     assert saved["algorithm_state"][COEFFICIENT] != 0.5
-    second = run(tmp_path / "second", 3, Progress(**saved), folder)
-    assert second.algorithm.state == whole.algorithm.state
+    resumed = Progress(**saved)
+    second = run(tmp_path / "second", 3, resumed, folder)
+    assert resumed.algorithm_state == never_stopped.algorithm_state
     for name, tensor in weights(second).items():
         assert torch.equal(tensor, weights(whole)[name])
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from atomrl.algorithms.table import build_algorithm
-from atomrl.objective import Objective, Scores, compose, override
-from atomrl.objective.compose import COEFFICIENT
-from atomrl.stages import RowBatch
+from atomrl.objective import AdvantageInputs, PolicyObjective
+from atomrl.objective.policy import COEFFICIENT
+from atomrl.types import RowBatch
 from tests.algorithms.batches import loss_gradient, make_rows, moved_logprobs, training_batch
 
 
@@ -33,7 +33,7 @@ def two_rows(**changes) -> RowBatch:
 
 
 def make(**axes):
-    return compose("test", override(Objective(), axes), max_completion_tokens=3)
+    return PolicyObjective(name="test").override(axes).resolved(max_completion_tokens=3)
 
 
 def credit(rows=None, **axes):
@@ -47,11 +47,14 @@ def test_advantages_by_hand():
     assert credit(advantage={"type": "grpo", "eps": 0.0}) == pytest.approx([0.5**0.5, -(0.5**0.5)])
     assert credit(advantage="rloo") == [1, -1]
     assert credit(advantage="opo") == pytest.approx([1 - 2 / 5, -2 / 5])
-    assert credit(advantage="gpg") == [1, -1]  # alpha = 2 rows / 1 with a reward
+    assert credit(advantage="gpg") == [0.5, -0.5]  # the one group is mixed
+    assert credit(advantage={"type": "gpg", "alpha": "verl"}) == [1, -1]  # alpha = 2 rows / 1 with a reward
     assert credit(advantage="pass_at_k") == [1, 0]
     assert credit(advantage={"type": "pass_at_k_analytic", "k": 1}) == pytest.approx([1, -1])
     assert credit(advantage="maxrl") == [1, -1]
     assert credit(two_rows(baseline_rewards=torch.tensor([0.25, 0.25])), advantage="remax") == [0.75, -0.25]
+    missing = two_rows(baseline_rewards=torch.tensor([torch.nan, 0.25]))
+    assert credit(missing, advantage="remax") == [0, -0.25], "a greedy completion without a reward gives no signal"
     white = [0.6 / 0.3**0.5, -0.4 / 0.3**0.5]
     assert credit(advantage={"type": "reinforce_pp", "eps": 0.0}) == pytest.approx(white)
     assert credit(advantage={"type": "reinforce_pp_baseline", "eps": 0.0}) == pytest.approx(white)
@@ -61,19 +64,19 @@ def test_gdpo_standardises_each_part_and_keeps_its_weight():
     """A part of tiny scale counts as much as its weight says; GRPO's sum drowns it."""
     values = torch.tensor([[1.0, 0.0], [0.0, 0.001], [0.0, 0.0], [1.0, 0.001]])
     parts = torch.stack([values, torch.tensor([[1.0, 2.0]]).expand(4, 2)], -1)
-    scores = Scores(values @ torch.tensor([1.0, 2.0]), torch.zeros(4, dtype=torch.long), parts=parts)
-    advantage = override(Objective(), {"advantage": {"type": "gdpo", "eps": 0.0}}).advantage(scores)
+    scores = AdvantageInputs(values @ torch.tensor([1.0, 2.0]), torch.zeros(4, dtype=torch.long), parts=parts)
+    advantage = PolicyObjective().override({"advantage": {"type": "gdpo", "eps": 0.0}}).advantage(scores)
     own = torch.tensor([1.0 - 2.0, -1.0 + 2.0, -1.0 - 2.0, 1.0 + 2.0])  # both parts have the same z-scores
     assert torch.allclose(advantage, own / own.std())
     missing = parts.clone()
     missing[0, 1, 0] = torch.nan
     scores = replace(scores, parts=missing)
-    assert override(Objective(), {"advantage": "gdpo"}).advantage(scores).isfinite().all()
+    assert PolicyObjective().override({"advantage": "gdpo"}).advantage(scores).isfinite().all()
 
 
 def test_kl_in_the_reward_is_taken_off_before_the_baseline():
     """k1 of the rows: 0.5 and 1. Once per completion for a group, token by token for returns."""
-    kl = {"type": "k1", "coefficient": 0.1, "place": "reward"}
+    kl = {"type": "k1", "coefficient": 0.1, "apply_to": "reward"}
     assert credit(advantage="raw", kl=kl) == pytest.approx([0.95, -0.1])
     assert credit(advantage="rloo", kl=kl) == pytest.approx([1.05, -1.05])
     algorithm = make(advantage={"type": "reinforce_pp", "eps": 0.0}, kl=kl)
@@ -82,23 +85,24 @@ def test_kl_in_the_reward_is_taken_off_before_the_baseline():
     rows = two_rows()
     found = algorithm.advantages(rows).advantages[rows.loss_mask]
     torch.testing.assert_close(found, expected)
-    assert algorithm.needs == algorithm.advantages_read == {"old_logprobs", "ref_logprobs"}
+    assert algorithm.needs == algorithm.advantage_inputs == {"old_logprobs", "ref_logprobs"}
 
 
 def test_an_adaptive_coefficient_follows_its_target():
     """k1 is 0.3 a token: with a target of 0.1 the error is bounded by 0.2, and 2 completions of a horizon of 10."""
     kl = {"type": "k1", "coefficient": 0.5, "target": 0.1, "horizon": 10.0}
     algorithm = make(kl=kl)
-    assert algorithm.state == {COEFFICIENT: 0.5}
     batch = training_batch(algorithm, two_rows())
-    assert algorithm.state[COEFFICIENT] == pytest.approx(0.5 * (1 + 0.2 * 2 / 10))
-    fixed = make(kl={"type": "k1", "coefficient": algorithm.state[COEFFICIENT]})
+    assert batch.state[COEFFICIENT] == pytest.approx(0.5 * (1 + 0.2 * 2 / 10))
+    later = algorithm.advantages(two_rows(), batch.state).state
+    assert later[COEFFICIENT] == pytest.approx(batch.state[COEFFICIENT] * (1 + 0.2 * 2 / 10))
+    fixed = make(kl={"type": "k1", "coefficient": batch.state[COEFFICIENT]})
     logprobs = two_rows().old_logprobs
     assert loss_gradient(algorithm, batch, logprobs)[0] == pytest.approx(loss_gradient(fixed, batch, logprobs)[0])
-    inside = make(kl=kl | {"place": "reward"})
+    inside = make(kl=kl | {"apply_to": "reward"})
     assert (
         inside.advantages(two_rows()).advantages.tolist()
-        == make(kl={"type": "k1", "coefficient": 0.5, "place": "reward"}).advantages(two_rows()).advantages.tolist()
+        == make(kl={"type": "k1", "coefficient": 0.5, "apply_to": "reward"}).advantages(two_rows()).advantages.tolist()
     ), "the reward is charged what held while it was earned"
 
 
@@ -116,13 +120,13 @@ def test_shaping_by_hand():
 def test_aggregates_by_hand():
     rows = two_rows(group_ids=torch.tensor([0, 1]))
     for axes, expected in (
-        ({"aggregate": "token_mean"}, [0.2, 0.2]),
-        ({"aggregate": "sequence_mean"}, [0.25, 1 / 6]),
-        ({"aggregate": "constant_length"}, [1 / 6, 1 / 6]),
-        ({"aggregate": "prompt_mean"}, [0.25, 1 / 6]),
+        ({"loss_agg": "token_mean"}, [0.2, 0.2]),
+        ({"loss_agg": "sequence_mean"}, [0.25, 1 / 6]),
+        ({"loss_agg": "constant_length"}, [1 / 6, 1 / 6]),
+        ({"loss_agg": "prompt_mean"}, [0.25, 1 / 6]),
     ):
         assert training_batch(make(**axes), rows).loss_weights[:, 1].tolist() == pytest.approx(expected)
-    one_group = training_batch(make(aggregate="prompt_mean"), two_rows())
+    one_group = training_batch(make(loss_agg="prompt_mean"), two_rows())
     assert one_group.loss_weights[:, 1].tolist() == pytest.approx([0.2, 0.2])
 
 
@@ -161,7 +165,7 @@ def test_corrections_by_hand(axes, expected):
     """The engine found the second token e times less likely than the trainer; two more off by 0.1 either way. The
     gradient of REINFORCE with an advantage of 1 is the weight times the factor."""
     rows = two_rows(rewards=torch.ones(2, dtype=torch.float64))
-    algorithm = make(advantage="raw", clip="reinforce", correction=axes)
+    algorithm = make(advantage="raw", clip="reinforce", rollout_is=axes)
     batch = training_batch(algorithm, rows)
     _, gradient = loss_gradient(algorithm, batch, rows.old_logprobs)
     factors = (-gradient / 0.2)[rows.loss_mask]
@@ -174,12 +178,12 @@ def test_what_a_correction_takes_of_a_whole_step_needs_the_old_logprobs_before_i
         ({"type": "token_tis", "normalised": True}, {"old_logprobs"}),
         (["icepop", "second_moment"], {"old_logprobs"}),
     ):
-        assert make(correction=axes).advantages_read == reads
+        assert make(rollout_is=axes).advantage_inputs == reads
 
 
 def test_off_policy_sequences_are_masked_where_the_advantage_is_negative():
     rows = two_rows()
-    algorithm = make(advantage="grpo_no_std", clip="reinforce", correction="off_policy_sequences")
+    algorithm = make(advantage="grpo_no_std", clip="reinforce", rollout_is="off_policy_sequences")
     far = rows.old_logprobs - 1.0
     _, gradient = loss_gradient(algorithm, training_batch(algorithm, rows), far)
     assert gradient[0, 1] == pytest.approx(-0.1) and not gradient[1].any()
@@ -188,12 +192,12 @@ def test_off_policy_sequences_are_masked_where_the_advantage_is_negative():
 def test_a_correction_without_log_probs_of_the_engine_is_refused():
     for axes in ("token_tis", "second_moment", ["kl_rejection", "token_tis"]):
         with pytest.raises(ValueError, match="needs log-probs that this engine lacks"):
-            make(correction=axes).advantages(two_rows(rollout_logprobs=None))
+            make(rollout_is=axes).advantages(two_rows(rollout_logprobs=None))
 
 
 def test_selections_by_hand():
     def chosen(**axes):
-        return make(selection=axes).advantages(two_rows()).selected.int().tolist()
+        return make(token_filter=axes).advantages(two_rows()).token_filter.int().tolist()
 
     assert chosen(type="high_entropy", fraction=0.4) == [[0, 0, 1, 0], [0, 0, 1, 0]]
     assert chosen(type="high_entropy", tokens=3) == [[0, 0, 1, 0], [0, 1, 1, 0]]
@@ -208,7 +212,7 @@ def test_selections_by_hand():
 
 def test_kl_cov_pulls_the_chosen_tokens_back():
     rows = two_rows()
-    algorithm = make(advantage="grpo_no_std", clip="none", selection={"type": "kl_cov", "coefficient": 3.0})
+    algorithm = make(advantage="grpo_no_std", clip="none", token_filter={"type": "kl_cov", "coefficient": 3.0})
     batch = training_batch(algorithm, rows)
     moved = rows.old_logprobs + 0.5
     total, _ = loss_gradient(algorithm, batch, moved)
@@ -229,7 +233,7 @@ def test_gspo_token_has_the_value_and_gradient_of_gspo():
 
 def test_gmpo_is_the_geometric_mean():
     rows = two_rows()
-    algorithm = make(advantage="grpo_no_std", clip="gmpo", aggregate="sequence_mean")
+    algorithm = make(advantage="grpo_no_std", clip="gmpo", loss_agg="sequence_mean")
     moved = rows.old_logprobs + torch.tensor([[0, 0.3, 0.9, 0], [0, -0.6, 0.2, 0.1]])
     total, _ = loss_gradient(algorithm, training_batch(algorithm, rows), moved)
     good, bad = 0.5 * math.exp((0.3 + 0.4) / 2), -0.5 * math.exp((-0.4 + 0.2 + 0.1) / 3)
@@ -242,7 +246,7 @@ def test_on_policy_every_ratio_rule_has_the_gradient_of_reinforce():
     aggregate = {"type": "sequence_mean"}
     wanted = None
     for clip in ("reinforce", "none", "ppo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl"):
-        algorithm = make(clip=clip, aggregate=aggregate)
+        algorithm = make(clip=clip, loss_agg=aggregate)
         _, gradient = loss_gradient(algorithm, training_batch(algorithm, rows), rows.old_logprobs)
         wanted = gradient if wanted is None else wanted
         torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-14)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from atomrl.algorithms.table import ALGORITHMS
+from atomrl.algorithms.table import ALGORITHMS, objective_of
 from atomrl.config import read_yaml
-from atomrl.objective import Objective, with_limit
-from atomrl.objective.explain import in_use, latex, terms
+from atomrl.objective.choice import Choice, type_of
+from atomrl.objective.explain import changed_fields, latex
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "algorithms"
@@ -30,20 +30,22 @@ MODULES = {
     "kl_cov": "entropy_mechanism",
 }
 """Algorithm -> its file and page, where they have another name."""
-COLUMNS = ("advantage", "ratio", "clip", "kl", "aggregate", "selection", "shaping", "accept_group", "value", "entropy")
+COLUMNS = (
+    "advantage", "ratio", "clip", "kl", "loss_agg", "token_filter", "shaping", "group_filter", "value", "entropy",
+)  # fmt: skip
 
 
 def module(name: str) -> str:
     return MODULES.get(name, name)
 
 
-def cell(objective: Objective, axis: str) -> str:
-    """A choice in the table: its type, and the parameters that are not the type's defaults."""
-    if not in_use(objective, axis):
+def cell(choices: tuple[Choice, ...]) -> str:
+    """A choice in the table: its type, and the fields that are not the type's defaults."""
+    if not choices:
         return "-"
-    found = terms(objective)[axis]
-    changed = ", ".join(f"{key}={found.parameters[key]}" for key in found.parameters if key in found.changed)
-    return f"{found.type}{f' ({changed})' if changed else ''}" if axis != "shaping" else changed
+    changed = ", ".join(f"{key}={value}" for key, value in changed_fields(choices[0]).items())
+    name = type_of(choices[0])
+    return changed if name == "penalties" else f"{name}{f' ({changed})' if changed else ''}"
 
 
 def accuracy(figure: list[float]) -> str:
@@ -76,19 +78,17 @@ accuracy on held-out problems {start} to **{end}**, a gain of {result["gain_in_s
 def axes_table() -> str:
     rows = [f"| name | {' | '.join(COLUMNS)} | gain in accuracy |", "|---" * (len(COLUMNS) + 2) + "|"]
     for name, objective in ALGORITHMS.items():
-        cells = [cell(objective, axis) for axis in COLUMNS]
+        cells = [cell(objective.used_axes()[axis]) for axis in COLUMNS]
         rows.append(f"| [{name}]({module(name)}.md) | {' | '.join(cells)} | {gain(name)} |")
     return "\n".join(rows)
 
 
 def generated(name: str) -> str:
     """The part of a page that is one algorithm's: equation, config, how to run it."""
-    objective = with_limit(ALGORITHMS[name], 48)
-    path = ROOT / "atomrl" / "algorithms" / f"{module(name)}.py"
-    symbol = name.upper()
-    lines = path.read_text(encoding="utf-8").splitlines()
-    line = next(number for number, text in enumerate(lines, 1) if text.startswith(f"{symbol} = "))
-    config = (ROOT / "configs" / "algorithms" / f"{name}.yaml").read_text(encoding="utf-8")
+    config_path = ROOT / "configs" / "algorithms" / f"{name}.yaml"
+    settings = dict(read_yaml(config_path)["algorithm"])
+    objective = objective_of(settings.pop("name"), settings).resolved(max_completion_tokens=48)
+    config = config_path.read_text(encoding="utf-8")
     block = re.search(r"^algorithm:\n(?:  .*\n)+", config, re.MULTILINE)
     assert block is not None
     return f"""## `{name}`
@@ -97,8 +97,8 @@ def generated(name: str) -> str:
 {latex(objective)}
 ```
 
-[`{symbol}`](../../atomrl/algorithms/{path.name}#L{line}) is the record. From
-[`configs/algorithms/{name}.yaml`](../../configs/algorithms/{name}.yaml):
+That is of [`configs/algorithms/{name}.yaml`](../../configs/algorithms/{name}.yaml), which begins with
+`{name.upper()}` of [`{module(name)}.py`](../../atomrl/algorithms/{module(name)}.py):
 
 ```yaml
 {block[0].rstrip()}
@@ -149,12 +149,13 @@ def test_figures_are_those_of_the_curves(name):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_four_hops_from_a_config_to_the_line_of_the_equation(name):
-    """config -> record -> function of the axis -> atom."""
+    """config -> record -> class of the axis -> atom."""
     config = read_yaml(ROOT / "configs" / "algorithms" / f"{name}.yaml")
     record = importlib.import_module(f"atomrl.algorithms.{module(name)}")
     objective = vars(record)[config["algorithm"]["name"].upper()]
     assert objective is ALGORITHMS[name]
-    assert terms(objective)["clip"].atoms[0].place.startswith("atomrl/atoms/")
+    assert type(objective.clip).__module__ == "atomrl.objective.clip"
+    assert all(atom.__module__.startswith("atomrl.atoms.") for atom in objective.clip.atoms)
 
 
 def write() -> None:

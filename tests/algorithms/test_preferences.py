@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
-from atomrl import assembly
-from atomrl.algorithms.table import PREFERENCES, build_algorithm, objective_of, preference_objective
+from atomrl.algorithms.table import PREFERENCES, build_algorithm, objective_of
 from atomrl.objective.pairing import best_and_worst
-from atomrl.stages import RowBatch, select_rows
+from atomrl.protocols import ModelOutputs
+from atomrl.types import RowBatch, select_rows, unit_ids
 from tests.algorithms.batches import GROUP, loss_gradient, make_rows, moved_logprobs, training_batch
 
 EXTRA = {
@@ -19,7 +23,10 @@ EXTRA = {
     "forward KL": ("dpo", {"score": {"divergence": "forward_kl"}}),
     "alpha divergence": ("rpo", {"score": {"divergence": "alpha_divergence", "alpha": 0.5}}),
     "AlphaPO": ("simpo", {"score": {"shape": 0.25}}),
-    "three losses": ("mpo", {"loss": ["hinge", "ipo", {"type": "exo_pair", "beta": 0.2}], "loss_weights": [1, 2, 0.5]}),
+    "three losses": (
+        "mpo",
+        {"loss": ["hinge", {"type": "ipo", "weight": 2}, {"type": "exo_pair", "beta": 0.2, "weight": 0.5}]},
+    ),
 }
 CASES = {name: (name, {}) for name in PREFERENCES} | EXTRA
 
@@ -36,24 +43,22 @@ def step_rows() -> RowBatch:
     changes = {}
     for name, value in vars(rows).items():
         other = getattr(others, name)
-        if value is None or name in ("baseline_rewards", "reward_parts"):
+        if value is None:
             changes[name] = None
         else:
             other = other[:, :width] if value.dim() == 2 else other
             changes[name] = torch.cat([value, other])
     changes["group_ids"] = torch.cat([rows.group_ids, torch.arange(50, 54)])
     changes["rewards"] = torch.cat([rows.rewards, torch.zeros(GROUP, dtype=torch.float64)])
+    changes["mismatched"] = torch.arange(rows.rows + GROUP) >= rows.rows
     return RowBatch(**changes)
 
 
 def trained(algorithm, rows):
-    """The batch, and the log-probs of its rows: KTO leaves out the rows that it only measures."""
-    batch = training_batch(algorithm, rows)
-    if batch.rows < rows.rows:
-        keep = torch.arange(batch.rows)
-        assert torch.equal(batch.tokens, select_rows(rows, keep).tokens)
-        return batch, moved_logprobs(rows)[keep, : batch.tokens.shape[1]]
-    return batch, moved_logprobs(rows)
+    """The batch, and the log-probs of its rows: what is in no pair is left out, and what is only measured."""
+    batch = training_batch(algorithm, replace(rows, trajectory_index=torch.arange(rows.rows)))
+    assert torch.equal(batch.tokens, select_rows(rows, batch.trajectory_index).tokens) and batch.labels.all()
+    return batch, moved_logprobs(rows)[batch.trajectory_index, : batch.tokens.shape[1]]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -62,7 +67,8 @@ def test_any_split_that_keeps_pairs_gives_the_same_gradient(case):
     batch, logprobs = trained(algorithm, step_rows())
     total, whole = loss_gradient(algorithm, batch, logprobs)
     assert whole.abs().max() > 0 and whole.isfinite().all()
-    units = torch.arange(batch.rows) if algorithm.row_unit == "row" else batch.group_ids
+    units = unit_ids(batch, algorithm.row_unit)
+    units = torch.arange(batch.rows) if units is None else units
     alone = [(units == unit).nonzero()[:, 0].tolist() for unit in units.unique()]
     assert len(alone) > 2
     for parts in (alone, [alone[-1], [row for part in alone[:-1] for row in reversed(part)]]):
@@ -102,44 +108,77 @@ def test_garbage_off_the_mask_is_harmless(case, garbage):
     dirty = replace(rows, **{n: getattr(rows, n).masked_fill(off, garbage) for n in ("old_logprobs", "ref_logprobs")})
     clean_batch, logprobs = trained(algorithm := build(case), rows)
     clean = loss_gradient(algorithm, clean_batch, logprobs)
-    batch, _ = trained(algorithm := build(case), dirty)
-    found = loss_gradient(algorithm, batch, logprobs.masked_fill(off[: batch.rows, : logprobs.shape[1]], garbage))
+    batch, _ = trained(algorithm, dirty)
+    found = loss_gradient(algorithm, batch, logprobs.masked_fill(~batch.loss_mask, garbage))
     assert found[0] == pytest.approx(clean[0], rel=1e-12) and torch.equal(found[1], clean[1])
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_makes_no_pair_gives_no_gradient(case):
-    """Equal rewards, groups of one, and rows without a token."""
+def test_what_makes_no_pair_is_not_trained_on(case):
+    """Equal rewards, groups of one, and rows without a token; a pair of which one completion has no token."""
     algorithm, rows = build(case), make_rows()
-    ties = replace(rows, rewards=torch.full_like(rows.rewards, 0.3))
-    if not objective_of(*CASES[case]).unpaired:
-        ones = replace(rows, group_ids=torch.arange(rows.rows))
-        for without in (ties, ones):
-            total, gradient = loss_gradient(algorithm, training_batch(algorithm, without), moved_logprobs(rows))
-            assert total == 0 and not gradient.any()
-        empty = replace(rows, loss_mask=torch.zeros_like(rows.loss_mask))
-        assert not algorithm.advantages(empty).advantages.any()
     nothing = select_rows(step_rows(), torch.tensor([], dtype=torch.long))
-    assert build(case).advantages(nothing).rows == 0
+    assert algorithm.advantages(nothing).rows == 0
+    if objective_of(*CASES[case]).unpaired:
+        return
+    ties = replace(rows, rewards=torch.full_like(rows.rewards, 0.3))
+    ones = replace(rows, group_ids=torch.arange(rows.rows))
+    empty = replace(rows, loss_mask=torch.zeros_like(rows.loss_mask))
+    assert all(algorithm.advantages(without).rows == 0 for without in (ties, ones, empty))
+    labels = torch.tensor([1, -1] * 6)
+    given = replace(rows, labels=labels, pair_ids=torch.arange(6).repeat_interleave(2))
+    assert algorithm.advantages(given).rows == 10, "the last row has no token, so the one before it has no pair"
+    with pytest.raises(ValueError, match="pair_ids"):
+        algorithm.advantages(replace(rows, labels=labels))
 
 
 def test_the_best_and_the_worst_make_a_pair():
     rows = make_rows(rewards=torch.tensor([1, 4, 3, 2, 5, 5, 5, 5, 0, 1, 2, 9], dtype=torch.float64))
     assert best_and_worst(rows).tolist() == [-1, 1, 0, 0, 0, 0, 0, 0, -1, 0, 1, 0], "the last has no token"
-    credited = build("online_dpo").advantages(rows)
-    assert credited.loss_mask.any(1).tolist() == [True, True, *[False] * 6, True, False, True, False]
+    credited = build("online_dpo").advantages(replace(rows, trajectory_index=torch.arange(12)))
+    assert credited.trajectory_index.tolist() == [0, 1, 8, 10] and credited.labels.tolist() == [-1, 1, -1, 1]
+    assert credited.pair_ids.tolist() == [0, 0, 2, 2] and not credited.advantages.any()
 
 
 def test_what_is_loaded_and_what_is_kept():
     assert build("dpo").needs == {"ref_logprobs"} and not build("simpo").needs and not build("orpo").needs
-    assert build("kto").advantages_read == {"old_logprobs", "ref_logprobs"} and build("kto").row_unit == "row"
+    assert build("kto").advantage_inputs == {"old_logprobs", "ref_logprobs"} and build("kto").row_unit == "row"
     assert build("dpo").row_unit == "pair"
     bco = build("bco")
-    bco.advantages(make_rows())
-    first = dict(bco.state)
-    bco.advantages(make_rows(seed=9))
-    assert bco.state["reference_count"] == 2 * first["reference_count"] > 0
-    assert bco.state["reference"] != first["reference"]
+    first = bco.advantages(make_rows()).state
+    second = bco.advantages(make_rows(seed=9), first).state
+    assert second["reference_count"] == 2 * first["reference_count"] > 0
+    assert second["reference"] != first["reference"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_hides_in_a_field_of_another_name(case):
+    """Labels, pairs and margins have fields; what else there is of a row stays as it was."""
+    rows = replace(step_rows(), trajectory_index=torch.arange(16))
+    before = select_rows(rows, build(case).advantages(rows).trajectory_index)
+    after = build(case).advantages(rows)
+    for name in ("tokens", "loss_mask", "group_ids", "rewards", "old_logprobs", "ref_logprobs"):
+        assert torch.equal(getattr(before, name), getattr(after, name)), name
+    assert not after.advantages.any() and set(after.labels.tolist()) == {1, -1}
+    assert (after.pair_ref_margins is not None) == (objective_of(*CASES[case]).losses[0].type == "aot")
+
+
+def test_an_algorithm_goes_to_another_process_and_gives_the_same_bits(tmp_path):
+    script = tmp_path / "there.py"
+    script.write_text(
+        "import pickle, sys\n"
+        "from tests.algorithms.batches import loss_gradient\n"
+        "for algorithm, batch, logprobs, total, gradient in pickle.load(open(sys.argv[1], 'rb')):\n"
+        "    found = loss_gradient(algorithm, batch, logprobs)\n"
+        "    assert found[0] == total and found[1].equal(gradient), algorithm\n"
+    )
+    sent = []
+    for case in CASES:
+        batch, logprobs = trained(build(case), step_rows())
+        sent.append((build(case), batch, logprobs, *loss_gradient(build(case), batch, logprobs)))
+    (tmp_path / "sent.pkl").write_bytes(pickle.dumps(sent))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, str(script), str(tmp_path / "sent.pkl")], check=True, env=environment)
 
 
 @pytest.mark.parametrize(
@@ -147,12 +186,13 @@ def test_what_is_loaded_and_what_is_kept():
     [
         ("dpo", {"los": "hinge"}, "did you mean 'loss'"),
         ("dpo", {"online": True}, "unknown name 'online'"),
-        ("dpo", {"loss": {"beta": -1}}, "loss.beta must be a number of at least 0"),
+        ("dpo", {"loss": {"beta": -1}}, "algorithm.loss.beta: should be greater than or equal to 0, got -1"),
         ("dpo", {"loss": "hing"}, "did you mean 'hinge'"),
-        ("dpo", {"score": 3}, "algorithm.score takes a mapping"),
-        ("robust_dpo", {"loss": {"label_smoothing": 0.5}}, "label_smoothing=0.5 must be"),
-        ("exo", {"loss": {"label_smoothing": 0}}, "must be between 0 and 1"),
-        ("mpo", {"loss_weights": [1]}, "1 weights for 2 losses"),
+        ("dpo", {"score": 3}, "algorithm.score takes a type or a mapping"),
+        ("robust_dpo", {"loss": {"label_smoothing": 0.5}}, "loss.label_smoothing: should be less than 0.5"),
+        ("exo", {"loss": {"label_smoothing": 0}}, "loss.label_smoothing: should be greater than 0"),
+        ("mpo", {"loss": {"beta": 1.0}}, "algorithm.loss is a list here"),
+        ("dpo", {"loss": []}, "algorithm.loss: .* at least 1"),
         ("dpo", {"loss": ["sigmoid", "aot"]}, "aot cannot be one of several"),
         ("kto", {"score": "logprob"}, "score must be log_ratio"),
         ("kto", {"nll": {"coefficient": 1}}, "kto has no pairs"),
@@ -164,20 +204,20 @@ def test_what_is_loaded_and_what_is_kept():
 )
 def test_mistakes_in_axes_are_named(name, axes, message):
     with pytest.raises(ValueError, match=message):
-        preference_objective(name, axes).algorithm(name)
+        objective_of(name, axes)
 
 
-def test_algorithms_on_the_wrong_data_are_refused(tmp_path):
-    from atomrl.config import build_config
-
-    for name in ("grpo", "online_dpo"):
-        with pytest.raises(ValueError, match=f"{name} is trained on rollouts, by `atomrl train`"):
-            preference_objective(name, {})
-    config = build_config(
-        {"run_name": "x", "data": {"train": "chain", "train_size": 3}, "model": {"path": "nowhere"},
-         "algorithm": {"name": "kto"}, "output_dir": str(tmp_path)}
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="kto is trained on given preferences, by `atomrl dpo`"):
-        assembly.train(config)
-    with pytest.raises(ValueError, match="kto needs completions of other prompts"):
+def test_kto_wants_completions_of_other_prompts():
+    with pytest.raises(ValueError, match="kto needs rows of prompts with completions of other"):
         build("kto").advantages(make_rows())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_reads_no_number_on_the_host(case, monkeypatch):
+    """Metrics are tensors, which are fetched once: a read in each micro-batch would hold up a GPU."""
+    algorithm, reads = build(case), []
+    batch, logprobs = trained(algorithm, step_rows())
+    for name in ("item", "tolist", "__float__", "__bool__", "__int__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda tensor, name=name: reads.append(name))
+    algorithm.loss(ModelOutputs(logprobs=logprobs), batch)
+    assert not reads

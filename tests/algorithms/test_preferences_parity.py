@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from atomrl.objective import Loss, Nll, PreferenceObjective, Score
+from atomrl.atoms.reductions import sequence_mean
+from atomrl.objective import PreferenceObjective
+from atomrl.objective.label_loss import BcoLoss
+from atomrl.objective.preference_loss import OddsRatioLoss
+from atomrl.objective.preference_score import LogprobScore, LogRatioScore, TokenMeanNll
 from atomrl.protocols import ModelOutputs
-from atomrl.stages import RowBatch, TrainingBatch
+from atomrl.types import RowBatch, TrainingBatch
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 PER_TOKEN = {"ipo", "sigmoid_norm"}
@@ -25,7 +29,7 @@ def numbers(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def rows(mask, old, ref, rewards, group_ids) -> RowBatch:
+def rows(mask, old, ref, labels, pair_ids) -> RowBatch:
     """Rows of what a golden file has; log-probs are indexed by the token itself."""
     count, length = mask.shape
     return RowBatch(
@@ -33,21 +37,34 @@ def rows(mask, old, ref, rewards, group_ids) -> RowBatch:
         loss_mask=mask,
         lengths=torch.full((count,), length),
         prompt_lengths=torch.ones(count, dtype=torch.long),
-        group_ids=group_ids,
-        rewards=numbers(rewards),
+        group_ids=pair_ids,
+        rewards=torch.zeros(count),
         truncated=torch.zeros(count, dtype=torch.bool),
         old_logprobs=old,
         ref_logprobs=ref,
+        labels=torch.tensor(labels),
+        pair_ids=pair_ids,
+        mismatched=torch.tensor(labels) == 0,
     )
+
+
+@pytest.fixture(autouse=True)
+def loss_weights_in_float64():
+    """They are made of masks alone, and so have the default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
 
 
 def run(objective, batch: RowBatch, logprobs):
     """Loss, gradient of the log-probs (of the rows that are trained on) and metrics of one optimizer step."""
-    algorithm = objective.algorithm("test")
-    credited = algorithm.advantages(batch)
-    step = TrainingBatch(**vars(credited), loss_weights=algorithm.weights(credited.loss_mask, dtype=torch.float64))
+    credited = objective.advantages(batch)
+    weights = objective.loss_weights(credited.loss_mask, credited.group_ids)
+    assert torch.equal(weights, sequence_mean(credited.loss_mask))
+    step = TrainingBatch(**vars(credited), loss_weights=weights)
     leaf = logprobs[: step.rows].clone().requires_grad_()
-    result = algorithm.loss(ModelOutputs(logprobs=leaf), step)
+    result = objective.loss(ModelOutputs(logprobs=leaf), step)
     result.loss.backward()
     return result.loss.item(), leaf.grad, result.metrics
 
@@ -69,20 +86,19 @@ def dpo_objective(params) -> PreferenceObjective | None:
             own["label_smoothing"] = smoothing
         if name == "discopop":
             own["tau"] = params["discopop_tau"]
-        losses.append(Loss("sigmoid" if name == "sigmoid_norm" else name, **own))
+        weight = weights[names.index(name)]
+        losses.append({"type": "sigmoid" if name == "sigmoid_norm" else name, "weight": weight, **own})
     alpha = params.get("f_alpha_divergence_coef")
     ld_alpha = params.get("ld_alpha")
     return PreferenceObjective(
-        score=Score(
+        score=LogRatioScore(
             divergence=params.get("f_divergence_type") or "reverse_kl",
             alpha=1.0 if alpha is None else alpha,
             ld_alpha=1.0 if ld_alpha is None else ld_alpha,
             length_normalised=bool(set(kinds) & PER_TOKEN),
         ),
-        loss=tuple(losses) or (Loss("sigmoid"),),
-        loss_weights=tuple(w for w, name in zip(weights, names, strict=True) if name != "sft") or (0.0,),
-        nll=Nll("token_mean", coefficient=sum(w for w, name in zip(weights, names, strict=True) if name == "sft")),
-    )
+        nll=TokenMeanNll(coefficient=sum(w for w, name in zip(weights, names, strict=True) if name == "sft")),
+    ).override({"loss": losses or {"type": "sigmoid", "weight": 0.0}})
 
 
 DPO_CASES = [(stem, case) for stem in ("dpo", "dpo_f_divergence", "dpo_wpo_ld") for case in cases(stem)]
@@ -101,7 +117,7 @@ def test_dpo(stem, case):
     logprobs, ref = (torch.nn.functional.pad(numbers(given[name]), (1, 0)) for name in ("log_probs", "ref_log_probs"))
     pairs = len(mask) // 2
     groups = torch.arange(pairs).repeat(2)
-    batch = rows(mask, logprobs, ref, [1.0] * pairs + [0.0] * pairs, groups)
+    batch = rows(mask, logprobs, ref, [1] * pairs + [-1] * pairs, groups)
     loss, gradient, metrics = run(dpo_objective(case["params"]), batch, logprobs)
     exact = {"rel": 1e-6, "abs": 1e-7} if case.get("dtype") == "float32" else {"rel": 1e-9, "abs": 1e-10}
     assert loss == pytest.approx(expected["loss"], **exact)
@@ -125,7 +141,7 @@ def pairs_of(case, chosen, rejected):
     logprobs = single_tokens(case["inputs"][chosen], case["inputs"][rejected])
     pairs = len(logprobs) // 2
     mask = torch.tensor([[False, True]]).repeat(2 * pairs, 1)
-    return rows(mask, None, None, [1.0] * pairs + [0.0] * pairs, torch.arange(pairs).repeat(2)), logprobs
+    return rows(mask, None, None, [1] * pairs + [-1] * pairs, torch.arange(pairs).repeat(2)), logprobs
 
 
 @pytest.mark.parametrize("case", cases("cpo_simpo"), ids=lambda case: case["name"])
@@ -137,7 +153,7 @@ def test_cpo_and_simpo(case):
         own["label_smoothing"] = params["label_smoothing"]
         own["target_margin"] = params["simpo_gamma"] if params["loss_type"] == "simpo" else 0.0
     batch, logprobs = pairs_of(case, "chosen_log_probs", "rejected_log_probs")
-    objective = PreferenceObjective(score=Score("logprob", shape=params["alpha"]), loss=(Loss(kind, **own),))
+    objective = PreferenceObjective(score=LogprobScore(shape=params["alpha"])).override({"loss": {"type": kind, **own}})
     loss, gradient, metrics = run(objective, batch, logprobs)
     expected = case["expected"]
     assert loss == pytest.approx(expected["loss"], rel=1e-9)
@@ -150,7 +166,7 @@ def test_cpo_and_simpo(case):
 @pytest.mark.parametrize("case", cases("orpo"), ids=lambda case: case["name"])
 def test_orpo(case):
     objective = PreferenceObjective(
-        score=Score("logprob", length_normalised=True), loss=(Loss("odds_ratio", beta=case["params"]["beta"]),)
+        score=LogprobScore(length_normalised=True), loss=(OddsRatioLoss(beta=case["params"]["beta"]),)
     )
     batch, logprobs = pairs_of(case, "chosen_avg_log_probs", "rejected_avg_log_probs")
     loss, gradient, _ = run(objective, batch, logprobs)
@@ -168,35 +184,37 @@ def test_kto(case):
     logprobs = single_tokens(given["log_probs"], others)
     ref = single_tokens(given["ref_log_probs"], given.get("ref_kl_log_probs") or [])
     count = len(logprobs)
-    rewards = [1.0 if label else -1.0 for label in given["labels"]] + [0.0] * len(others)
+    labels = [1 if label else -1 for label in given["labels"]] + [0] * len(others)
     mask = torch.tensor([[False, True]]).repeat(count, 1)
-    batch = rows(mask, logprobs, ref, rewards, torch.arange(count))
-    objective = PreferenceObjective(loss=(Loss(params["loss_type"], **weights),))
+    batch = rows(mask, logprobs, ref, labels, torch.arange(count))
+    objective = PreferenceObjective().override({"loss": {"type": params["loss_type"], **weights}})
     loss, gradient, metrics = run(objective, batch, logprobs)
     expected = case["expected"]
     assert loss == pytest.approx(expected["loss"], rel=1e-9)
     labelled = len(given["labels"])
     torch.testing.assert_close(gradient[:labelled, 1], numbers(expected["grad_log_probs"]), rtol=1e-9, atol=1e-12)
     assert metrics["preference/reference"].value == pytest.approx(expected["kl"], abs=1e-9)
-    if all(name in expected["metrics"] for name in ("rewards/chosen", "rewards/rejected")) and min(rewards) < 0:
+    if all(name in expected["metrics"] for name in ("rewards/chosen", "rewards/rejected")) and min(labels) < 0:
         assert metrics["rewards/rejected"].value == pytest.approx(expected["metrics"]["rewards/rejected"], abs=1e-9)
 
 
 def test_bco_over_two_steps():
     (case,) = [case for case in cases("bco") if "prob_desirable" not in case["inputs"]]
-    objective = PreferenceObjective(loss=(Loss("bco", beta=case["params"]["beta"]),))
-    algorithm = objective.algorithm("bco")
+    algorithm, state = PreferenceObjective(loss=(BcoLoss(beta=case["params"]["beta"]),)), {}
     for given, expected in zip(case["inputs"]["steps"], case["expected"]["steps"], strict=True):
         logprobs = single_tokens(given["chosen_log_probs"], given["rejected_log_probs"])
         ref = single_tokens(given["ref_chosen_log_probs"], given["ref_rejected_log_probs"])
         pairs, mask = len(given["chosen_log_probs"]), torch.tensor([[False, True]]).repeat(len(logprobs), 1)
-        rewards = [1.0] * pairs + [-1.0] * (len(logprobs) - pairs)
-        credited = algorithm.advantages(rows(mask, logprobs, ref, rewards, torch.arange(len(logprobs))))
-        step = TrainingBatch(**vars(credited), loss_weights=algorithm.weights(credited.loss_mask))
+        labels = [1] * pairs + [-1] * (len(logprobs) - pairs)
+        credited = algorithm.advantages(rows(mask, logprobs, ref, labels, torch.arange(len(logprobs))), state)
+        state = credited.state
+        step = TrainingBatch(
+            **vars(credited), loss_weights=algorithm.loss_weights(credited.loss_mask, credited.group_ids)
+        )
         leaf = logprobs.clone().requires_grad_()
         result = algorithm.loss(ModelOutputs(logprobs=leaf), step)
         result.loss.backward()
         assert result.loss.item() == pytest.approx(expected["loss"], rel=1e-5)
-        assert algorithm.state["reference"] == pytest.approx(expected["delta"], rel=1e-5)
+        assert state["reference"] == pytest.approx(expected["delta"], rel=1e-5)
         wanted = numbers(expected["grad_chosen"] + expected["grad_rejected"])
         torch.testing.assert_close(leaf.grad[:, 1], wanted, rtol=1e-4, atol=1e-6)

@@ -6,25 +6,31 @@ import pytest
 import torch
 
 from atomrl.algorithms.table import ALGORITHMS, build_algorithm, objective_of
-from atomrl.objective import CORRECTIONS, SELECTIONS
-from atomrl.stages import select_rows
+from atomrl.objective import PolicyObjective
+from atomrl.objective.choice import choices_of
+from atomrl.types import select_rows
 from tests.algorithms.batches import GROUP, LIMIT, loss_gradient, make_rows, moved_logprobs, training_batch
 
+
+def choices(axis):
+    return [name for name in choices_of(PolicyObjective.model_fields[axis].annotation) if name != "custom"]
+
+
 EXTRA = {
-    **{f"correction {name}": ("grpo", {"correction": name}) for name in CORRECTIONS if name != "none"},
-    **{f"selection {name}": ("gspo", {"selection": name}) for name in SELECTIONS if name != "all"},
-    "random tokens by number": ("grpo", {"selection": {"type": "random", "tokens": 7}}),
-    "entropy by budget": ("grpo", {"selection": {"type": "high_entropy", "tokens": 7}}),
-    "loose rejection": ("grpo", {"correction": {"type": "kl_rejection", "bound": 0.003, "level": "max"}}),
-    "normalised weights": ("grpo", {"correction": {"type": "token_tis", "normalised": True, "high": 1.01}}),
-    "normalised weights of rows": ("gspo", {"correction": {"type": "sequence_tis", "normalised": True}}),
-    "tight second moment": ("grpo", {"correction": {"type": "second_moment", "bound": 0.001}}),
+    **{f"rollout_is {name}": ("grpo", {"rollout_is": name}) for name in choices("rollout_is")},
+    **{f"token_filter {name}": ("gspo", {"token_filter": name}) for name in choices("token_filter")},
+    "random tokens by number": ("grpo", {"token_filter": {"type": "random", "tokens": 7}}),
+    "entropy by budget": ("grpo", {"token_filter": {"type": "high_entropy", "tokens": 7}}),
+    "loose rejection": ("grpo", {"rollout_is": {"type": "kl_rejection", "bound": 0.003, "level": "max"}}),
+    "normalised weights": ("grpo", {"rollout_is": {"type": "token_tis", "normalised": True, "high": 1.01}}),
+    "normalised weights of rows": ("gspo", {"rollout_is": {"type": "sequence_tis", "normalised": True}}),
+    "tight second moment": ("grpo", {"rollout_is": {"type": "second_moment", "bound": 0.001}}),
     "weights and rejections": (
         "dapo",
-        {"correction": ["token_tis", {"type": "kl_rejection", "bound": 3e-3}, {"type": "second_moment"}]},
+        {"rollout_is": ["token_tis", {"type": "kl_rejection", "bound": 3e-3}, {"type": "second_moment"}]},
     ),
-    "prompt mean": ("grpo", {"aggregate": "prompt_mean", "kl": {"coefficient": 0.1, "type": "k2"}}),
-    "adaptive KL in the loss": ("rloo", {"kl": {"place": "loss", "target": 0.1}}),
+    "prompt mean": ("grpo", {"loss_agg": "prompt_mean", "kl": {"coefficient": 0.1, "type": "k2"}}),
+    "adaptive KL in the loss": ("rloo", {"kl": {"apply_to": "loss", "target": 0.1}}),
     "adaptive KL in the reward": ("reinforce_pp", {"kl": {"target": 0.1}}),
     "overlong filtering": ("dapo", {"shaping": {"mask_truncated": True, "repetition_ngram_tokens": 2}}),
     "distillation beside rewards": ("grpo", {"distillation": {"coefficient": 0.3, "beta": 0.1}}),
@@ -36,7 +42,7 @@ EXTRA = {
 EXTRA |= {
     "a critic and half of everything else": ("ppo", {
         "advantage": {"gamma": 0.9, "length_alpha": 0.3}, "entropy": {"coefficient": 0.1}, "ratio": "sequence_token",
-        "selection": "high_entropy", "correction": "token_tis", "value": {"coefficient": 0.3, "clip": 0.05},
+        "token_filter": "high_entropy", "rollout_is": "token_tis", "value": {"coefficient": 0.3, "clip": 0.05},
         "shaping": {"mask_truncated": True}}),
     "entropy without a critic": ("grpo", {"entropy": {"coefficient": 0.1}, "kl": {"coefficient": 0.1}}),
 }  # fmt: skip
@@ -110,8 +116,8 @@ def test_rows_without_a_token_give_a_finite_loss_and_no_gradient(case):
 def test_a_group_without_a_signal_has_no_policy_gradient(name, groups):
     """0.3 cannot be written in binary: rounding of a mean must not pass for signal. KL and penalties are taken off."""
     axes = {"kl": {"coefficient": 0.0}, "shaping": {"soft_overlong": False}}
-    if objective_of(name, {}).selection.type == "kl_cov":
-        axes["selection"] = "all"  # its penalty is no policy term
+    if getattr(objective_of(name, {}).token_filter, "type", "") == "kl_cov":
+        axes["token_filter"] = "all"  # its penalty is no policy term
     algorithm = build_algorithm(name, axes, max_completion_tokens=LIMIT)
     rows = make_rows(rewards=torch.full((12,), 0.3, dtype=torch.float64))
     parts = rows.reward_parts.clone()
@@ -139,6 +145,6 @@ def test_statistics_are_those_of_the_step_whatever_the_number_of_updates(case):
             same = (credited.tokens[:, : part.tokens.shape[1]] == part.tokens[i]).all(1)
             seen.append(int(same.nonzero()[0, 0]))
             assert torch.equal(part.advantages[i], credited.advantages[seen[-1], : part.tokens.shape[1]])
-            if part.selected is not None:
-                assert torch.equal(part.selected[i], credited.selected[seen[-1], : part.tokens.shape[1]])
+            if part.token_filter is not None:
+                assert torch.equal(part.token_filter[i], credited.token_filter[seen[-1], : part.tokens.shape[1]])
     assert sorted(seen) == list(range(12))

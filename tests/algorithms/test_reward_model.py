@@ -7,16 +7,16 @@ import math
 import pytest
 import torch
 
-from atomrl.algorithms.reward_model import reward_model
+from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.metrics import merge, values
 from atomrl.protocols import ModelOutputs
-from atomrl.stages import RowBatch, TrainingBatch, select_rows
+from atomrl.types import RowBatch, TrainingBatch, select_rows
 
 SCORES = [2.0, 0.5, -1.0, 1.0, 0.25, 0.25]
-LABELS = [5.0, 3.0, 1.0, 0.0, 1.0, 0.0]
+MARGINS = [2.0, 2.0, 1.0, 1.0, 1.0, 1.0]
 
 
-def training_batch(algorithm, group_ids=(7, 7, 3, 3, 9, 9)):
+def training_batch(algorithm, pair_ids=(7, 7, 3, 3, 9, 9), labels=(1, -1) * 3):
     lengths = torch.tensor([4, 3, 5, 2, 3, 3])
     mask = torch.arange(5) < lengths[:, None]
     mask[:, 0] = False
@@ -25,12 +25,15 @@ def training_batch(algorithm, group_ids=(7, 7, 3, 3, 9, 9)):
         loss_mask=mask,
         lengths=lengths,
         prompt_lengths=torch.zeros(6, dtype=torch.long),
-        group_ids=torch.tensor(group_ids),
-        rewards=torch.tensor(LABELS),
+        group_ids=torch.tensor(pair_ids),
+        rewards=torch.zeros(6),
         truncated=torch.zeros(6, dtype=torch.bool),
+        labels=torch.tensor(labels),
+        pair_ids=torch.tensor(pair_ids),
+        pair_margins=torch.tensor(MARGINS),
     )
     credited = algorithm.advantages(rows)
-    return TrainingBatch(**vars(credited), loss_weights=algorithm.weights(mask))
+    return TrainingBatch(**vars(credited), loss_weights=algorithm.loss_weights(mask, torch.arange(len(mask))))
 
 
 def result(algorithm, scores, batch):
@@ -39,7 +42,7 @@ def result(algorithm, scores, batch):
 
 @pytest.mark.parametrize(("margin", "centring"), [(0.0, 0.0), (0.5, 0.0), (0.0, 0.01), (0.5, 0.01)])
 def test_the_loss_is_the_mean_over_pairs(margin, centring):
-    algorithm = reward_model(margin=margin, centring=centring)
+    algorithm = RewardModelObjective(margin=margin, centring=centring)
     pairs = [(2.0, 0.5, 2.0), (-1.0, 1.0, 1.0), (0.25, 0.25, 1.0)]
     expected = sum(math.log1p(math.exp(-(c - r - margin * m))) + centring * (c + r) ** 2 for c, r, m in pairs) / 3
     found = result(algorithm, torch.tensor(SCORES), training_batch(algorithm))
@@ -57,7 +60,7 @@ def test_the_loss_is_the_mean_over_pairs(margin, centring):
 
 
 def test_micro_batches_change_neither_gradient_nor_metrics():
-    algorithm = reward_model(margin=1.0, centring=0.1)
+    algorithm = RewardModelObjective(margin=1.0, centring=0.1)
     batch = training_batch(algorithm)
     whole = torch.tensor(SCORES, dtype=torch.float64, requires_grad=True)
     together = result(algorithm, whole, batch)
@@ -72,7 +75,19 @@ def test_micro_batches_change_neither_gradient_nor_metrics():
     assert values(merge(parts)) == pytest.approx(values(together.metrics), rel=1e-12)
 
 
-@pytest.mark.parametrize("group_ids", [(7, 7, 3, 9, 3, 9), (7, 3, 3, 9, 9, 7)])
-def test_rows_that_are_no_pairs_are_refused(group_ids):
-    with pytest.raises(ValueError, match="rows must come in pairs"):
-        training_batch(reward_model(), group_ids)
+@pytest.mark.parametrize("pair_ids", [(7, 7, 3, 9, 3, 9), (7, 7, 3, 3, 9, -1), (7, 7, 7, 7, 9, 8)])
+def test_rows_that_are_no_pairs_are_refused(pair_ids):
+    labels = (1, -1, 1, 1, -1, -1) if pair_ids[3] == 9 else (1, -1) * 3
+    if pair_ids == (7, 7, 3, 9, 3, 9):
+        training_batch(RewardModelObjective(), pair_ids, labels)  # in any order
+        return
+    with pytest.raises(ValueError, match="rows must be pairs"):
+        training_batch(RewardModelObjective(), pair_ids, labels)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("margin", -1), ("centring", float("nan")), ("margin", True), ("center", 1)]
+)
+def test_mistakes_in_fields(key, value):
+    with pytest.raises(ValueError, match=key):
+        RewardModelObjective(**{key: value})

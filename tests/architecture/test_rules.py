@@ -13,16 +13,17 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Left to right; a module imports only from layers to its left, and from its own package.
 LAYERS = [
-    {"trees"},
-    {"sections"},
-    {"config", "metrics"},
-    {"stages"},
+    {"types", "metrics"},
     {"atoms"},
-    {"protocols", "doctor"},
-    {"objective", "rewards", "data", "models", "tracking", "six_section"},
-    {"algorithms", "rollout", "training"},
+    {"protocols"},
+    {"objective"},
+    {"algorithms"},
+    {"config"},
+    {"doctor"},
+    {"data", "models", "rewards", "tracking"},
+    {"rollout", "training", "weights"},
     {"loop"},
-    {"assembly"},
+    {"runs"},
     {"cli", "grpo"},
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -53,7 +54,9 @@ def imported_units(path: Path) -> set[str]:
 def layer_faults(path: Path, name: str, imports: set[str]) -> list[str]:
     faults = []
     for other in imports - {name, "__version__"}:
-        if LAYER[other] >= LAYER[name]:
+        if other not in LAYER or name not in LAYER:
+            faults.append(f"{path.relative_to(ROOT)} ({name}) imports {other}: one of them has no layer in LAYERS")
+        elif LAYER[other] >= LAYER[name]:
             faults.append(f"{path.relative_to(ROOT)} ({name}) imports {other}, which is not to its left")
     return faults
 
@@ -74,6 +77,7 @@ def test_imports_point_one_way():
 def test_the_layer_check_can_fail():
     assert layer_faults(PACKAGE / "atoms" / "kl.py", "atoms", {"loop"})
     assert layer_faults(PACKAGE / "data" / "rows.py", "data", {"rewards"})
+    assert "no layer" in layer_faults(PACKAGE / "data" / "rows.py", "data", {"nowhere"})[0]
 
 
 def test_optional_packages_are_imported_only_where_used():

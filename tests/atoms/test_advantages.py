@@ -51,6 +51,7 @@ def test_equal_rewards_and_single_completions_give_exactly_zero(mode, value):
     assert mode(rewards, groups).tolist() == [0.0] * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @given(data=st.data())
 @settings(max_examples=50, deadline=None)
@@ -86,22 +87,13 @@ def test_shapes_are_checked():
 def test_leave_one_out_by_hand():
     rewards, groups = torch.tensor([3.0, 0.0, 1.5, 8.0]), torch.tensor([0, 0, 0, 1])
     assert leave_one_out_baseline(rewards, groups).tolist() == pytest.approx([2.25, -2.25, 0, 0])
-    assert leave_one_out_baseline(rewards, groups, group_of_one="raw")[3].item() == 8.0
 
 
 def test_maxrl_by_hand():
     rewards, groups = torch.tensor([1.0, 0.0, 0.0, 0.0, -1.0, -3.0]), torch.tensor([0, 0, 0, 0, 1, 1])
     assert maxrl_advantage(rewards, groups).tolist() == pytest.approx([3, -1, -1, -1, 0, 0])
-    divided = maxrl_advantage(rewards, groups, eps=1e-9, nonpositive_mean="divide")
-    assert divided[4:].tolist() == pytest.approx([-0.5, 0.5])
     with pytest.raises(ValueError, match="eps"):
-        maxrl_advantage(rewards, groups, nonpositive_mean="divide")
-
-
-def test_a_group_of_one_may_keep_its_reward():
-    rewards, groups = torch.tensor([3.0, 1.0, 0.0]), torch.tensor([0, 1, 1])
-    assert group_mean_baseline(rewards, groups, group_of_one="raw").tolist() == [3.0, 0.5, -0.5]
-    assert group_zscore(rewards, groups, eps=0.5, group_of_one="raw")[0].item() == pytest.approx(3.0 / 1.5)
+        maxrl_advantage(rewards, groups, eps=-1.0)
 
 
 @pytest.mark.parametrize("mode", MODES[1:4])
@@ -121,7 +113,11 @@ def test_standardised_leaves_alone_what_has_no_spread():
         standardised(torch.ones(1), torch.ones(1), eps=-1.0)
 
 
-@pytest.mark.parametrize("option", ["group_of_one", "missing"])
-def test_unknown_options_are_refused(option):
-    with pytest.raises(Exception, match=option):
-        group_zscore(torch.ones(2), torch.tensor([0, 0]), **{option: "none"})
+def test_unknown_options_are_refused():
+    with pytest.raises(Exception, match="missing"):
+        group_zscore(torch.ones(2), torch.tensor([0, 0]), missing="none")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_infinite_reward_is_seen(mode):
+    assert not mode(torch.tensor([torch.inf, 0.0]), torch.tensor([0, 0])).isfinite().all()

@@ -10,13 +10,13 @@ from atomrl.atoms import advantages, baselines
 IDS = torch.tensor([0, 0, 0, 1])
 
 
-def slow_token_baseline(returns, energy, mask, ids, eps, position, zero_tail):
+def slow_token_baseline(returns, energy, mask, ids, eps, by_token, zero_tail):
     """The definition, one token at a time."""
     lengths = mask.sum(1).tolist()
-    place = (mask.cumsum(1) - 1) if position == "token" else torch.arange(mask.shape[1]).expand(mask.shape)
+    place = (mask.cumsum(1) - 1) if by_token else torch.arange(mask.shape[1]).expand(mask.shape)
     result = torch.zeros_like(returns)
     for i, t in mask.nonzero().tolist():
-        group = [j for j in range(len(ids)) if ids[j] == ids[i] and (position == "column" or lengths[j] > 0)]
+        group = [j for j in range(len(ids)) if ids[j] == ids[i] and (not by_token or lengths[j] > 0)]
         others = [lengths[j] for j in group if j != i]
         if not others or (zero_tail and lengths[i] > max(others) and place[i, t] >= max(others)):
             continue
@@ -26,15 +26,15 @@ def slow_token_baseline(returns, energy, mask, ids, eps, position, zero_tail):
     return result
 
 
-@pytest.mark.parametrize("position", ["column", "token"])
+@pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("zero_tail", [True, False])
 @pytest.mark.parametrize("seed", range(5))
-def test_optimal_token_baseline_is_its_definition(position, zero_tail, seed):
+def test_optimal_token_baseline_is_its_definition(by_token, zero_tail, seed):
     torch.manual_seed(seed)
     returns, energy = torch.randn(6, 5, dtype=torch.float64), torch.rand(6, 5, dtype=torch.float64)
     mask, ids = torch.rand(6, 5) < 0.6, torch.tensor([0, 0, 0, 1, 1, 2])
     mask[1] = False
-    arguments = (returns, energy, mask, ids, 1e-8, position, zero_tail)
+    arguments = (returns, energy, mask, ids, 1e-8, by_token, zero_tail)
     torch.testing.assert_close(baselines.optimal_token_baseline(*arguments), slow_token_baseline(*arguments))
 
 
@@ -103,8 +103,6 @@ def test_length_weighted_by_hand():
     rewards, lengths = torch.tensor([1.0, 0.0, 0.0, 5.0]), torch.tensor([2, 1, 1, 3])
     ours = baselines.length_weighted_baseline(rewards, lengths, IDS)
     assert ours.tolist() == pytest.approx([0.5, -0.5, -0.5, 0.0])
-    raw = baselines.length_weighted_baseline(rewards, lengths, IDS, group_of_one="raw")
-    assert raw.tolist() == pytest.approx([0.5, -0.5, -0.5, 5.0])
     same = torch.full((4,), 3, dtype=torch.long)
     torch.testing.assert_close(
         baselines.length_weighted_baseline(rewards, same, IDS), advantages.group_mean_baseline(rewards, IDS)
@@ -118,6 +116,29 @@ def test_rescaled_by_nonzero_rewards_by_hand():
     assert baselines.rescaled_by_nonzero_rewards(torch.zeros(4), torch.zeros(4)).tolist() == [0.0] * 4
     with pytest.raises(ValueError, match="normaliser"):
         baselines.rescaled_by_nonzero_rewards(torch.ones(1), torch.ones(1), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "verl"), [(0.0, 8 / 7), (-1.0, 1.0)], ids=["wrong answers earn 0", "wrong answers earn -1"]
+)
+def test_gpg_in_the_paper_and_in_verl(wrong, verl):
+    """Four groups of two, one of them mixed: the paper's alpha is 4, whatever a wrong answer earns and however many
+    are right; verl's depends on both."""
+    ids, ones = torch.arange(8) // 2, torch.ones(8)
+    mostly_right = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, wrong])
+    mostly_wrong = torch.tensor([wrong, wrong, wrong, wrong, wrong, wrong, wrong, 1.0])
+    for rewards, theirs in ((mostly_right, verl), (mostly_wrong, 8.0 if wrong == 0 else 1.0)):
+        assert baselines.rescaled_by_mixed_groups(ones, rewards, ids).tolist() == [4.0] * 8
+        assert baselines.rescaled_by_nonzero_rewards(ones, rewards).tolist() == pytest.approx([theirs] * 8)
+
+
+def test_gpg_by_groups_of_any_size():
+    ids, rewards = torch.tensor([5, 5, 5, 2, 2, 9]), torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+    ours = baselines.rescaled_by_mixed_groups(rewards, rewards, ids, normaliser=2.0)
+    assert ours.tolist() == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]  # 6 / 3, halved
+    assert baselines.rescaled_by_mixed_groups(torch.zeros(6), torch.ones(6), ids).tolist() == [0.0] * 6
+    with pytest.raises(ValueError, match="normaliser"):
+        baselines.rescaled_by_mixed_groups(rewards, rewards, ids, 0.0)
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e8, -7.3])
@@ -150,9 +171,3 @@ def test_no_rows():
     nothing, ids = torch.zeros(0), torch.zeros(0, dtype=torch.long)
     assert baselines.best_minus_second(nothing, ids).shape == (0,)
     assert baselines.length_weighted_baseline(nothing, ids, ids).shape == (0,)
-
-
-def test_bad_values_are_refused():
-    numbers, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
-    with pytest.raises(Exception, match="position"):
-        baselines.optimal_token_baseline(numbers, numbers, mask, torch.tensor([0]), position="row")

@@ -45,33 +45,15 @@ def test_gae_is_its_definition_over_the_tokens_that_the_model_wrote(data, gamma,
     assert (ours["advantages"][~mask] == 0).all()
 
 
-@given(data=rows(), gamma=st.floats(0, 1), lam=st.floats(0, 1))
-@settings(max_examples=50, deadline=None)
-def test_gae_with_observations_as_steps(data, gamma, lam):
-    rewards, values, mask = data
-    for observation, seen in (("zero_step", mask), ("leak", torch.ones_like(mask))):
-        ours = gae(rewards, values, mask, gamma, lam, observation=observation)["advantages"]
-        for i in range(len(mask)):
-            expected = slow_gae((rewards * seen)[i].tolist(), (values * seen)[i].tolist(), gamma, lam)
-            torch.testing.assert_close(ours[i], torch.tensor(expected, dtype=torch.float64))
-
-
 @given(data=rows(), gamma=st.floats(0, 1))
 @settings(max_examples=50, deadline=None)
 def test_returns_are_their_definition(data, gamma):
     rewards, _, mask = data
-    skip = discounted_returns(rewards, mask, gamma)
-    step = discounted_returns(rewards, mask, gamma, observation="zero_step")
-    reset = discounted_returns(rewards, mask, gamma, observation="reset")
+    ours = discounted_returns(rewards, mask, gamma)
     for i in range(len(mask)):
         expected = slow_returns(rewards[i, mask[i]].tolist(), gamma)
-        torch.testing.assert_close(skip[i, mask[i]], torch.tensor(expected, dtype=torch.float64))
-        expected = slow_returns((rewards * mask)[i].tolist(), gamma)
-        torch.testing.assert_close(step[i], torch.tensor(expected, dtype=torch.float64))
-        for t in range(mask.shape[1]):
-            turn = next((u for u in range(t, mask.shape[1]) if not mask[i, u]), mask.shape[1])
-            expected = slow_returns(rewards[i, t:turn].tolist(), gamma)[0] if mask[i, t] else 0.0
-            assert reset[i, t].item() == pytest.approx(expected, abs=1e-9)
+        torch.testing.assert_close(ours[i, mask[i]], torch.tensor(expected, dtype=torch.float64))
+    assert (ours[~mask] == 0).all()
 
 
 def test_lambda_one_without_values_is_the_return_and_lambda_zero_the_temporal_difference():
@@ -82,17 +64,16 @@ def test_lambda_one_without_values_is_the_return_and_lambda_zero_the_temporal_di
     assert gae(rewards, values, mask, gamma=1.0, lam=0.0)["advantages"].tolist() == [[1.5, 3.0, 2.0]]
 
 
-@pytest.mark.parametrize("observation", ["skip", "zero_step"])
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -1e30])
-def test_what_is_off_the_mask_is_harmless(observation, garbage):
+def test_what_is_off_the_mask_is_harmless(garbage):
     mask = torch.tensor([[True, False, True, False], [False] * 4])
     rewards, values = torch.rand(2, 4), torch.rand(2, 4)
-    clean = gae(rewards * mask, values * mask, mask, 0.9, 0.9, observation)
-    dirty = gae(rewards.where(mask, garbage), values.where(mask, garbage), mask, 0.9, 0.9, observation)
+    clean = gae(rewards * mask, values * mask, mask, 0.9, 0.9)
+    dirty = gae(rewards.where(mask, garbage), values.where(mask, garbage), mask, 0.9, 0.9)
     assert torch.equal(clean["advantages"], dirty["advantages"]) and torch.equal(clean["returns"], dirty["returns"])
     assert torch.equal(
-        discounted_returns(rewards * mask, mask, 0.9, observation),
-        discounted_returns(rewards.where(mask, garbage), mask, 0.9, observation),
+        discounted_returns(rewards * mask, mask, 0.9),
+        discounted_returns(rewards.where(mask, garbage), mask, 0.9),
     )
 
 
@@ -132,5 +113,3 @@ def test_bad_values_are_refused():
         gae(numbers, numbers, mask, gamma=1.5)
     with pytest.raises(ValueError, match="alpha"):
         length_adaptive_lambda(mask, 0.0)
-    with pytest.raises(Exception, match="observation"):
-        discounted_returns(numbers, mask, observation="skipp")

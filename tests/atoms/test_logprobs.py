@@ -6,7 +6,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomrl.atoms.logprobs import fused_token_logprobs, row_logprobs, token_entropy, token_logprobs
+from atomrl.atoms.logprobs import (
+    fused_token_logprobs,
+    kept_token_logprobs,
+    row_logprobs,
+    token_entropy,
+    token_logprobs,
+)
 
 
 def make(tokens=6, hidden=3, vocabulary=7, dtype=torch.float64, seed=0):
@@ -128,3 +134,21 @@ def test_temperature_must_be_positive(temperature):
     hidden, head, tokens = make()
     with pytest.raises(ValueError, match="temperature"):
         fused_token_logprobs(hidden, head, tokens, temperature)
+
+
+def test_logits_of_bfloat16_are_not_rounded_to_it():
+    """Mean |error| against float64 of the same rounded inputs: 1.2e-2 nats with bfloat16 logits, 1e-6 without."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(64, 256, generator=generator).bfloat16()
+    head = torch.randn(1000, 256, generator=generator) * 0.3
+    tokens = torch.randint(1000, (64,), generator=generator)
+    exact = token_logprobs(hidden.double() @ head.bfloat16().double().T, tokens)
+    rounded = token_logprobs((hidden.double() @ head.bfloat16().double().T).bfloat16(), tokens)
+    assert (rounded - exact).abs().mean() > 5e-3
+    kept = torch.arange(1000).repeat(64), torch.full((64,), 1000)
+    for found in (
+        fused_token_logprobs(hidden, head, tokens)[0],
+        fused_token_logprobs(hidden, head, tokens, chunk_tokens=16)[0],
+        kept_token_logprobs(hidden, head, tokens, *kept)[0],
+    ):
+        assert (found - exact).abs().max() < 1e-4

@@ -31,9 +31,9 @@ Step = dict[str, Tensor]
 WEIGHTS = {
     "token_mean": reductions.token_mean,
     "sequence_mean": reductions.sequence_mean,
-    "sequence_mean_count": lambda mask, dtype: reductions.sequence_mean(mask, empty_rows="count", dtype=dtype),
-    "constant_length": lambda mask, dtype: reductions.constant_length(mask, 7, dtype=dtype),
-    "group_token_mean": lambda mask, dtype: reductions.group_token_mean(mask, torch.arange(len(mask)) % 3, dtype=dtype),
+    "sequence_mean_count": lambda mask: reductions.sequence_mean(mask, total_rows=float(len(mask))),
+    "constant_length": lambda mask: reductions.constant_length(mask, 7),
+    "group_token_mean": lambda mask: reductions.group_token_mean(mask, torch.arange(len(mask)) % 3),
 }
 
 
@@ -63,17 +63,17 @@ def reinforce(step: Step, weights: Tensor | None = None) -> Tensor:
     return policy_losses.reinforce_loss(step["logprobs"], step["advantages"], step["mask"], weights)
 
 
-def cispo(step: Step, drop: bool = False) -> Tensor:
-    arguments = step["logprobs"], ratio(step), step["advantages"], step["mask"]
-    return policy_losses.cispo_loss(*arguments, 0.2, 0.28, drop_clipped=drop)
-
-
 def ppo(step: Step, **options: float) -> Tensor:
     return policy_losses.clipped_policy_loss(ratio(step), step["advantages"], 0.2, 0.28, **options)
 
 
-def penalty(name: str, **options: float) -> Callable[[Step], Tensor]:
-    return lambda step: getattr(kl, name)(step["logprobs"], step["ref_logprobs"], step["mask"], **options)
+def penalty(name: str) -> Callable[[Step], Tensor]:
+    return lambda step: getattr(kl, name)(step["logprobs"], step["ref_logprobs"], step["mask"])
+
+
+def clamped_k3(step: Step) -> Tensor:
+    log_ratio = ratios.token_log_ratio(step["logprobs"], step["ref_logprobs"], step["mask"], clamp=0.4)
+    return kl.k3_kl(log_ratio, torch.zeros_like(log_ratio), step["mask"]).clamp(max=0.3)
 
 
 LOSSES: dict[str, Callable[[Step], Tensor]] = {
@@ -86,12 +86,14 @@ LOSSES: dict[str, Callable[[Step], Tensor]] = {
         spread_ratio(step, length_normalised=False, clamp=0.5), step["advantages"]
     ),
     "gspo_token": lambda step: policy_losses.clipped_policy_loss(
-        ratios.sequence_token_ratio(step["logprobs"], step["old_logprobs"], step["mask"], 10.0), step["advantages"]
+        ratios.sequence_token_log_ratio(step["logprobs"], step["old_logprobs"], step["mask"], 10.0).exp(),
+        step["advantages"],
     ),
     "sapo": lambda step: policy_losses.sapo_loss(ratio(step), step["advantages"]),
     "reinforce": reinforce,
-    "cispo": cispo,
-    "cispo_unified_mask": lambda step: cispo(step, drop=True),
+    "cispo": lambda step: policy_losses.cispo_loss(
+        step["logprobs"], ratio(step), step["advantages"], step["mask"], 0.2, 0.28
+    ),
     "topr": lambda step: reinforce(step, sequence_losses.topr_weights(ratio(step), step["scores"])),
     "mirror_descent": lambda step: policy_losses.mirror_descent_loss(
         step["logprobs"], step["old_logprobs"], step["advantages"], step["mask"]
@@ -104,14 +106,14 @@ LOSSES: dict[str, Callable[[Step], Tensor]] = {
         step["logprobs"], step["old_logprobs"], step["ref_logprobs"], step["mask"], 0.1
     ),
     "huber_value": lambda step: clipped_value_loss(
-        step["logprobs"], step["old_logprobs"], step["ref_logprobs"], step["mask"], None, "huber", 0.2
+        step["logprobs"], step["old_logprobs"], step["ref_logprobs"], step["mask"], None, 0.2
     ),
     "k1": penalty("k1_kl"),
     "abs": penalty("abs_kl"),
-    "k2": penalty("k2_kl", output_clamp=0.1),
+    "k2": penalty("k2_kl"),
     "k3": penalty("k3_kl"),
-    "k3_clamped": penalty("k3_kl", input_clamp=0.4, output_clamp=0.3),
-    "k3_weighted": lambda step: penalty("k3_kl", input_clamp=0.4, weight=ratio(step))(step),
+    "k3_clamped": clamped_k3,
+    "k3_weighted": lambda step: penalty("k3_kl")(step) * ratio(step),
     "k2_gradient": lambda step: kl.k2_gradient(
         penalty("k1_kl")(step), step["logprobs"], step["ref_logprobs"], step["mask"]
     ),
@@ -190,7 +192,7 @@ def a_step(seed: int = 0, rows: int = 6, tokens: int = 5) -> Step:
 
 def prepared(step: Step, weights: str = "token_mean", factor: str | None = None) -> Step:
     """Everything that looks at the whole step, before any split."""
-    ready = step | {"loss_weights": WEIGHTS[weights](step["mask"], dtype=torch.float64)}
+    ready = step | {"loss_weights": WEIGHTS[weights](step["mask"]).double()}
     return ready | ({"factor": FACTORS[factor](step)} if factor else {})
 
 
@@ -305,7 +307,7 @@ def test_gspo_token_has_the_gradient_of_gspo_for_one_advantage_a_row():
         )
         for how in (
             spread_ratio,
-            lambda rows: ratios.sequence_token_ratio(rows["logprobs"], rows["old_logprobs"], rows["mask"]),
+            lambda rows: ratios.sequence_token_log_ratio(rows["logprobs"], rows["old_logprobs"], rows["mask"]).exp(),
         )
     ]
     assert losses[0][0] == pytest.approx(losses[1][0])

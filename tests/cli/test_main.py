@@ -1,6 +1,7 @@
 """The command as a user meets it: help, mistakes of every kind, exit codes."""
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from atomrl.cli.door import join_overrides
+from atomrl import runs
+from atomrl.cli.config_arguments import join_overrides
 from atomrl.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
@@ -146,26 +148,25 @@ def test_export_mistakes(capsys, tmp_path):
 
 
 def test_ctrl_c_says_how_to_go_on(capsys, config, monkeypatch):
-    from atomrl import assembly
-
-    def interrupted(config, resume, allow_changes):
+    def interrupted(config):
         config.run_dir.mkdir(parents=True)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(assembly, "train", interrupted)
-    message = fails(capsys, ["train", config, "train.steps=3"], code=130)
-    assert f"go on with: atomrl train {config} train.steps=3 --resume" in message
+    monkeypatch.setattr(runs, "prepare_run", interrupted)
+    given = ["train.steps=3", "reward.functions=[{function: exact_match}]"]
+    message = fails(capsys, ["train", config, *given], code=130)
+    shown = message.partition("go on with: ")[2].strip()
+    assert shown == f"atomrl train {config} train.steps=3 'reward.functions=[{{function: exact_match}}]' --resume"
+    assert shlex.split(shown) == ["atomrl", "train", str(config), *given, "--resume"], "as a shell reads it"
 
 
 def test_out_of_memory_names_the_settings_to_change(capsys, config, monkeypatch):
     import torch
 
-    from atomrl import assembly
-
-    def greedy(config, resume, allow_changes):
+    def greedy(config):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(assembly, "train", greedy)
+    monkeypatch.setattr(runs, "prepare_run", greedy)
     assert "train.tokens_per_micro_batch" in fails(capsys, ["train", config])
 
 

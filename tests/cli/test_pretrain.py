@@ -111,7 +111,7 @@ def test_resume_is_exact(folder, monkeypatch):
 def test_micro_batches_do_not_change_the_loss(folder):
     for name, tokens in (("one", 10**6), ("many", 64)):
         limit = [f"run_name={name}", f"train.tokens_per_micro_batch={tokens}", "train.steps=2"]
-        assert main(["pretrain", "c.yaml", *limit]) == 0
+        assert main(["pretrain", "c.yaml", "model.dtype=float32", *limit]) == 0
     one, many = (rows_of(folder / "runs" / name) for name in ("one", "many"))
     for first, second in zip(one, many, strict=True):
         assert first == pytest.approx(second, rel=1e-4)
@@ -132,7 +132,9 @@ def test_it_goes_on_from_a_model_that_is_there(folder, capsys):
 
 def test_mistakes(folder, capsys):
     assert "is no folder; make it of text files with: atomrl data prepare" in fails(capsys, "data.train=absent")
-    assert "section is required by `atomrl pretrain`" in fails(capsys, "pretrain=null", "model.path=m")
+    assert "this config is for `atomrl train` and not for `atomrl pretrain`" in fails(
+        capsys, "pretrain=null", "model.path=m"
+    )
     assert "two places to start from" in fails(capsys, "model.path=m")
     assert "data.eval: the validation split is in the folder" in fails(capsys, "data.eval=x.jsonl")
     assert "is longer than pretrain.gpt.max_tokens, 48" in fails(capsys, "pretrain.window_tokens=64")

@@ -1,15 +1,21 @@
 """Whole commands on a tiny random model: train, resume, eval, generate, export, dry run."""
 
+import io
 import json
 import os
+import re
 import signal
+from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 import yaml
 
 from atomrl.cli.main import main
+from atomrl.runs import base
 from atomrl.tracking.recorder import Recorder
+from atomrl.tracking.run_directory import read_metrics
 from tests.tiny import make_tiny_model
 
 CONFIG = {
@@ -98,30 +104,91 @@ def test_a_stop_signal_saves_and_resume_goes_on(folder, capsys, monkeypatch):
 
 
 def test_the_time_of_a_resumed_run_is_that_of_all_its_parts(folder, monkeypatch):
-    from atomrl import assembly
-
-    open_run = assembly.open_run
+    open_run = base.open_run
 
     def after_a_thousand_seconds(*arguments):
         run, progress = open_run(*arguments)
         progress.wall_s = 1000.0
         return run, progress
 
-    monkeypatch.setattr(assembly, "open_run", after_a_thousand_seconds)
+    monkeypatch.setattr(base, "open_run", after_a_thousand_seconds)
     assert main(["train", "c.yaml", "train.steps=1"]) == 0
     assert 1000 < json.loads((folder / "runs" / "first" / "summary.json").read_text())["wall_s"] < 2000
+
+
+ADAPTERS = [
+    "model.lora.rank=2",
+    "train.steps=1",
+    "train.learning_rate=0.5",
+    "reward.functions=[{function: tests.letters.letter_reward}]",
+]
 
 
 def test_lora_is_merged_by_export(folder, capsys):
     from atomrl.models.loading import read_safetensors
 
-    assert main(["train", "c.yaml", "model.lora.rank=2", "train.steps=1", "train.learning_rate=0.01"]) == 0
+    assert main(["train", "c.yaml", *ADAPTERS]) == 0
     checkpoint = folder / "runs" / "first" / "checkpoints" / "step_000001"
     assert (checkpoint / "adapter_model.safetensors").is_file()
-    assert "export" in fails(capsys, "eval", str(checkpoint), "--data", "eval.jsonl")
     assert main(["export", str(checkpoint), "merged"]) == 0
     before, after = (dict(read_safetensors(path)) for path in ("model", "merged"))
     assert set(after) == set(before)
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_checkpoint_of_adapters_is_evaluated_and_generated_from_as_it_is(folder, capsys):
+    """As what `export` makes of it does; and the folder is left as it was."""
+    assert main(["train", "c.yaml", *ADAPTERS]) == 0
+    checkpoint = folder / "runs" / "first" / "checkpoints" / "step_000001"
+    files = sorted(checkpoint.rglob("*"))
+    assert main(["export", str(checkpoint), "merged"]) == 0
+    capsys.readouterr()
+    shown, rows = {}, {}
+    for model in ("model", "merged", str(checkpoint)):
+        assert main(["generate", model, "--prompt", "1+1=", "--max-tokens", "6", "--temperature", "0", "--ids"]) == 0
+        shown[model] = capsys.readouterr().out
+        out = folder / f"{len(rows)}.json"
+        assert main(["eval", model, "--data", "eval.jsonl", "--max-tokens", "6", "--out", str(out)]) == 0
+        rows[model] = out.with_suffix(".jsonl").read_text()
+        assert json.loads(out.read_text())["config"]["model"]["path"] == model
+        capsys.readouterr()
+    assert shown["merged"] == shown[str(checkpoint)] != shown["model"]
+    assert rows["merged"] == rows[str(checkpoint)] != rows["model"]
+    assert sorted(checkpoint.rglob("*")) == files
+
+
+def test_top_k_of_one_is_greedy(folder, capsys):
+    given = ["generate", "model", "--prompt", "1+1=", "--max-tokens", "6", "--temperature"]
+    assert main([*given, "0"]) == 0
+    greedy = capsys.readouterr().out
+    assert main([*given, "3"]) == 0 and capsys.readouterr().out != greedy, "else there is nothing to see"
+    assert main([*given, "3", "--top-k", "1"]) == 0 and capsys.readouterr().out == greedy
+    out = ["--data", "eval.jsonl", "--max-tokens", "4", "--out"]
+    assert main(["eval", "model", *out, "a.json", "--temperature", "0"]) == 0
+    assert main(["eval", "model", *out, "b.json", "--temperature", "3", "--top-k", "1"]) == 0
+    texts = [
+        [json.loads(line)["completion"] for line in Path(name).read_text().splitlines()]
+        for name in ("a.jsonl", "b.jsonl")
+    ]
+    assert texts[0] == texts[1]
+    assert json.loads((folder / "b.json").read_text())["config"]["eval"]["top_k"] == 1
+
+
+def test_a_prompt_that_is_no_utf8_is_refused(folder, capsys, monkeypatch):
+    assert "the prompt is not valid UTF-8" in fails(capsys, "generate", "model", "--prompt", "caf\udce9")
+    stdin = io.TextIOWrapper(io.BytesIO("caf\xe9".encode("latin-1")), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert "the prompt is not valid UTF-8" in fails(capsys, "generate", "model", "--prompt", "-")
+
+
+@pytest.mark.parametrize("epochs, steps", [("1", 3), ("0.5", 2), ("2.5", 8)])
+def test_total_epochs_says_how_many_steps(folder, epochs, steps):
+    """Six problems, two a step."""
+    quick = ["data.eval=null", "rollout.max_completion_tokens=2"]
+    assert main(["train", "c.yaml", f"train.total_epochs={epochs}", *quick]) == 0
+    run = folder / "runs" / "first"
+    assert json.loads((run / "summary.json").read_text())["steps"] == steps
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, steps + 1))
 
 
 def test_eval(folder, capsys):
@@ -160,12 +227,15 @@ def test_a_prefix_that_breaks_the_form_is_noted(folder, capsys):
 def test_sft(folder, capsys):
     rows = [{"prompt": f"{k}+1=", "completion": f"<think>{k}</think><answer>{k + 1}</answer>"} for k in range(4)]
     (folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = ["data.train=shown.jsonl", "data.answer_field=null", "train.rows_per_update=2", "sft={}", "train.steps=3"]
+    data = ["data.train=shown.jsonl", "data.eval=null", "data.answer_field=null"]
+    given = [*data, "train.rows_per_update=2", "sft={}", "train.steps=3"]
     assert main(["sft", "c.yaml", *given]) == 0
     assert "step 3/3  loss " in capsys.readouterr().err
     assert (folder / "runs" / "first" / "checkpoints" / "step_000003" / "model.safetensors").is_file()
     assert (folder / "runs" / "first" / "curves.png").is_file()
-    assert "sft: the section is required" in fails(capsys, "sft", "c.yaml", "run_name=other")
+    for more in ([], ["--dry-run"]):
+        said = fails(capsys, "sft", "c.yaml", "run_name=other", *more)
+        assert "this config is for `atomrl train` and not for `atomrl sft`" in said
 
 
 def test_a_prompt_that_the_models_context_cannot_hold_is_left_out_and_counted(folder, capsys, caplog):
@@ -174,7 +244,9 @@ def test_a_prompt_that_the_models_context_cannot_hold_is_left_out_and_counted(fo
         file.write(json.dumps({"prompt": "1" * 510, "ground_truth": "1"}) + "\n")
     given = ["data.max_prompt_tokens=100000", "train.steps=4"]
     assert main(["train", "c.yaml", *given, "--dry-run"]) == 0
-    assert "longest 512; 1 over 506 are left out" in capsys.readouterr().out
+    assert "1 prompts over 506 tokens were left out" in caplog.text
+    assert "train: 6 problems" in capsys.readouterr().out
+    caplog.clear()
     assert main(["train", "c.yaml", *given]) == 0
     assert "1 prompts over 506 tokens were left out" in caplog.text
     assert "leaves no room for a prompt" in fails(
@@ -202,7 +274,9 @@ def test_sft_resumes_where_a_prompt_was_left_out_for_its_length(folder, capsys):
 def test_an_sft_start_that_failed_does_not_block_its_name(folder, capsys):
     (folder / "shown.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
     (folder / "sft.yaml").write_text(yaml.safe_dump(SFT))
-    assert "longer than 1 tokens" in fails(capsys, "sft", "sft.yaml", "data.max_prompt_tokens=1")
+    assert "all 1 prompts are longer than data.max_prompt_tokens" in fails(
+        capsys, "sft", "sft.yaml", "data.max_prompt_tokens=1"
+    )
     assert main(["sft", "sft.yaml", "sft.gpt.hidden=64"]) == 0
     saved = folder / "runs" / "sft" / "model" / "config.json"
     assert json.loads(saved.read_text())["hidden_size"] == 64
@@ -249,20 +323,20 @@ def test_a_short_context_needs_no_options(folder, capsys):
 def test_dry_run_says_everything_and_writes_nothing(folder, capsys):
     before = sorted(folder.iterdir())
     assert main(["train", "c.yaml", "--dry-run", "train.rows_per_update=2"]) == 0
-    shown = capsys.readouterr().out
-    assert yaml.safe_load(shown.partition("\n\n")[0])["train"]["rows_per_update"] == 2
+    shown, config = capsys.readouterr()
+    assert yaml.safe_load(config)["train"]["rows_per_update"] == 2
     assert "2 prompts x 2 completions = 4 rows, each of at most 38 tokens" in shown
     assert "4 rows / 2 rows_per_update x 1 epochs = 2" in shown
     assert "4 prompts = 0.67 passes over 6 problems; 4 optimizer steps" in shown
-    assert "train: train.jsonl: 6 problems (sums x6)" in shown and "prompt tokens: median" in shown
+    assert "train: 6 problems (sums x6)" in shown and "prompt tokens: median" in shown
     assert "memory  trainer weights" in shown and "MiB" in shown
     assert sorted(folder.iterdir()) == before
 
 
 def test_dry_run_without_the_model(folder, capsys):
     for path in ("./absent", "Qwen/Qwen2.5-1.5B-Instruct-not-here"):
-        assert main(["train", "c.yaml", "--dry-run", f"model.path={path}"]) == 0
-        assert f"{path} is not on this machine" in capsys.readouterr().out
+        said = [fails(capsys, "train", "c.yaml", f"model.path={path}", *more) for more in ([], ["--dry-run"])]
+        assert path.removeprefix("./") in said[0] and said[0] == said[1], "as the run says it"
     assert "unknown name" in fails(capsys, "train", "c.yaml", "--dry-run", "algorithm.clipp.low=1")
     assert "unknown algorithm 'grop'; did you mean 'grpo'?" in fails(
         capsys, "train", "c.yaml", "--dry-run", "algorithm.name=grop"
@@ -275,14 +349,17 @@ def test_dry_run_without_the_model(folder, capsys):
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-1.5b-gsm8k-24gb", "stories260k-gsm8k"])
-def test_the_gsm8k_configs_are_clean(name, shared_dir, capsys, pytestconfig):
+def test_the_gsm8k_configs_are_clean(name, shared_dir, capsys, caplog, tmp_path, pytestconfig):
     data = shared_dir / "data" / "gsm8k"
     config = pytestconfig.rootpath / "configs" / f"{name}.yaml"
     arguments = [f"data.train={data}/train.jsonl", f"data.eval={data}/test.jsonl"]
-    if name.startswith("stories"):
-        arguments.append(f"model.path={shared_dir}/models/stories260k")
-    assert main(["train", str(config), "--dry-run", *arguments]) == 0
-    assert "7473 problems" in capsys.readouterr().out
+    model = shared_dir / "models/stories260k"
+    if name.startswith("qwen"):
+        model = make_tiny_model(tmp_path / "qwen", "qwen2", max_position_embeddings=32768)
+    assert main(["train", str(config), "--dry-run", *arguments, f"model.path={model}"]) == 0
+    used = int(re.search(r"train: (\d+) problems", capsys.readouterr().out)[1])
+    left_out = int(re.search(r"train.jsonl: (\d+) prompts over \d+ tokens were left out", caplog.text)[1])
+    assert used + left_out == 7473 and used > 4000
 
 
 def test_the_six_section_config_is_clean_and_answers_the_placement_keys(folder, capsys, pytestconfig):

@@ -1,23 +1,27 @@
 """What every training back end must do; to add one, add a maker to `BACKENDS`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from atomrl.config import LoraConfig, ModelConfig, TrainConfig
-from atomrl.metrics import values
+from atomrl.metrics import Sum, values
 from atomrl.models.loading import load_tokenizer
+from atomrl.protocols import UpdateOutput
 from atomrl.training.local import LocalBackend
+from atomrl.types import RaggedIds
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch
 
 ENTROPY = frozenset({"logprobs", "entropy"})
 
 
-def make_local(folder, *, lora=None, train=None, **settings):
+def make_local(folder, *, lora=None, train=None, dtype="float32", **settings):
     return LocalBackend(
-        ModelConfig(path=str(folder), dtype="float32", lora=lora),
+        ModelConfig(path=str(folder), dtype=dtype, lora=lora),
         TrainConfig(**({"learning_rate": 0.01} | (train or {}))),
         **({"total_updates": 4, "tokenizer": load_tokenizer(folder)} | settings),
     )
@@ -43,7 +47,7 @@ def make(request, tmp_path):
 
 
 def snapshot(backend):
-    return {name: tensor.clone() for name, tensor in backend.weights()}
+    return {name: tensor.clone() for name, tensor in backend.state().items()}
 
 
 def plain_logprobs(model, batch, temperature=1.0):
@@ -52,9 +56,53 @@ def plain_logprobs(model, batch, temperature=1.0):
     return F.pad(picked, (1, 0)) * batch.loss_mask
 
 
-def test_weights_are_the_models(make):
+def test_an_update_of_an_engine_has_the_models_weights(make):
     theirs = AutoModelForCausalLM.from_pretrained(make.folder).state_dict()
-    for name, tensor in make().weights():
+    update = make().weight_update(version=3)
+    found = dict(update.tensors)
+    assert update.version == 3 and not update.adapters
+    assert found.keys() | {"lm_head.weight"} == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in found.items())
+
+
+def test_an_update_of_an_engine_has_adapters_apart(make):
+    """Base weights as they were, and adapters that are what the trainer has learned."""
+    backend = make(lora=LoraConfig(rank=4, alpha=8))
+    for _ in range(2):
+        backend.train_step(make_batch(), make_algorithm())
+    theirs = AutoModelForCausalLM.from_pretrained(make.folder).state_dict()
+    update, merged = backend.weight_update(version=1), backend.state()
+    found = dict(update.tensors)
+    assert found.keys() == merged.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in found.items())
+    assert update.adapters and all(adapter.a.shape[0] == 4 for adapter in update.adapters.values())
+    for name, tensor in merged.items():
+        adapter = update.adapters.get(name)
+        expected = found[name] if adapter is None else found[name] + adapter.scale * adapter.b @ adapter.a
+        torch.testing.assert_close(tensor, expected)
+    alone = backend.weight_update(version=2, adapters_alone=True)
+    assert not list(alone.tensors) and alone.adapters.keys() == update.adapters.keys()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("split", [{}, {"tokens_per_micro_batch": 30}, {"rows_per_micro_batch": 3}], ids=str)
+@pytest.mark.parametrize("outputs", [frozenset({"logprobs"}), ENTROPY], ids=["logprobs", "entropy"])
+def test_old_log_probs_are_those_of_the_loss_to_the_last_bit(make, monkeypatch, dtype, split, outputs):
+    """Where the same rows are in the same micro-batches. In others the products have other shapes, and other sums."""
+    monkeypatch.setattr("atomrl.models.loading.has_bfloat16", lambda device: True)
+    backend, batch, seen = make(dtype=dtype, train=split), make_batch(rows=9, longest=30), []
+    annotated = backend.forward_only(batch, frozenset({"old_logprobs"}))
+
+    def loss(outputs, micro):
+        seen.append(torch.equal(outputs.logprobs, micro.old_logprobs))
+        return make_algorithm().loss(outputs, micro)
+
+    backend.train_step(annotated, make_algorithm(loss=loss, outputs=outputs))
+    assert seen and all(seen)
+
+
+def test_state_is_the_models(make):
+    theirs = AutoModelForCausalLM.from_pretrained(make.folder).state_dict()
+    for name, tensor in make().state().items():
         assert torch.equal(tensor, theirs[name]), name
 
 
@@ -63,11 +111,30 @@ def test_annotates_log_probs_of_policy_and_reference(make):
     backend = make(temperature=0.7, needs_reference=True, train={"tokens_per_micro_batch": 30})
     expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(make.folder), batch, 0.7).detach()
     backend.train_step(batch, make_algorithm())
-    annotated = backend.annotate(batch, frozenset({"old_logprobs", "ref_logprobs"}))
+    annotated = backend.forward_only(batch, frozenset({"old_logprobs", "ref_logprobs"}))
     torch.testing.assert_close(annotated.ref_logprobs, expected, atol=1e-4, rtol=1e-4)
     assert (annotated.old_logprobs - expected).abs().max() > 1e-3
     assert not annotated.old_logprobs.requires_grad
-    assert backend.annotate(batch, frozenset()).old_logprobs is None
+    assert backend.forward_only(batch, frozenset()).old_logprobs is None
+
+
+def test_log_probs_are_over_the_candidates_of_each_token(make):
+    """Of all tokens: the same as without; of the token itself and one more: a choice between the two."""
+    backend, batch = make(), make_batch()
+    every = torch.arange(102, dtype=torch.int32)
+    counts = batch.loss_mask * 102
+    all_of_them = RaggedIds(counts=counts, ids=every.repeat(int(batch.loss_mask.sum())))
+    plain = backend.forward_only(batch, frozenset({"old_logprobs"})).old_logprobs
+    found = backend.forward_only(replace(batch, candidates=all_of_them), frozenset({"old_logprobs"})).old_logprobs
+    torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-5)
+    own = batch.tokens[batch.loss_mask].int()
+    pairs = RaggedIds(counts=batch.loss_mask * 2, ids=torch.stack([own, (own + 1) % 102], 1).flatten())
+    split = make(train={"rows_per_micro_batch": 2})
+    found = split.forward_only(replace(batch, candidates=pairs), frozenset({"old_logprobs"})).old_logprobs
+    logits = AutoModelForCausalLM.from_pretrained(make.folder)(batch.tokens).logits[:, :-1][batch.loss_mask[:, 1:]]
+    own = own.long()[:, None]
+    expected = torch.cat([logits.gather(1, own), logits.gather(1, (own + 1) % 102)], 1).log_softmax(1)[:, 0]
+    torch.testing.assert_close(found[batch.loss_mask], expected.detach(), atol=1e-4, rtol=1e-4)
 
 
 def test_one_step_is_adamw_on_the_clipped_gradient(make):
@@ -80,7 +147,7 @@ def test_one_step_is_adamw_on_the_clipped_gradient(make):
     assert metrics["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert metrics["actor/lr"] == 0.01
     expected = model.state_dict()
-    for name, tensor in backend.weights():
+    for name, tensor in backend.state().items():
         # the first AdamW step is nearly lr * sign(gradient): entries whose gradient is noise may differ by 2 lr
         far = (tensor - expected[name]).abs() > 1e-4
         assert far.float().mean() < 0.001, name
@@ -94,14 +161,14 @@ def test_no_split_changes_the_step(make, split, unit):
     first, second = (values(backend.train_step(batch, algorithm)) for backend in (whole, parts))
     assert first == pytest.approx(second, rel=1e-4)
     assert first.keys() == {"actor/pg_loss", "actor/entropy", "actor/grad_norm", "actor/lr"}
-    other = dict(parts.weights())
-    assert all(((tensor - other[name]).abs() > 1e-4).float().mean() < 0.001 for name, tensor in whole.weights())
+    other = parts.state()
+    assert all(((tensor - other[name]).abs() > 1e-4).float().mean() < 0.001 for name, tensor in whole.state().items())
 
 
 def test_order_of_rows_and_padding_do_not_matter(make):
     batch = make_batch()
     order = torch.tensor([3, 1, 5, 0, 2, 4])
-    fields = {name: value[order] for name, value in vars(batch).items() if value is not None}
+    fields = {name: value[order] for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
     wide = {name: F.pad(value, (0, 7)) if value.dim() == 2 else value for name, value in fields.items()}
     first = values(make().train_step(batch, make_algorithm()))
     second = values(make().train_step(make_batch(**wide), make_algorithm()))
@@ -120,13 +187,26 @@ def test_groups_stay_together(make):
     assert len(seen) == 4
 
 
+def test_pairs_of_a_group_may_part_from_each_other(make):
+    """Where a batch names its pairs, they and not the groups are kept together."""
+    seen, pairs = [], torch.tensor([0, 1, 0, 1, 2, 3, 3, 2])
+
+    def loss(outputs, micro):
+        seen.append(micro.pair_ids.tolist())
+        return make_algorithm().loss(outputs, micro)
+
+    batch = make_batch(rows=8, pair_ids=pairs, group_ids=torch.zeros(8, dtype=torch.long))
+    make(train={"rows_per_micro_batch": 2}).train_step(batch, make_algorithm(loss=loss, row_unit="pair"))
+    assert sorted(seen) == [[0, 0], [1, 1], [2, 2], [3, 3]]
+
+
 def test_nothing_to_learn_changes_nothing(make):
     backend, batch = make(), make_batch()
     before = snapshot(backend)
     nothing = torch.zeros_like(batch.loss_mask)
     metrics = values(backend.train_step(make_batch(loss_mask=nothing, loss_weights=nothing * 1.0), make_algorithm()))
     assert metrics["actor/grad_norm"] == 0.0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.state().items())
 
 
 def test_a_gradient_that_is_not_finite_is_left_out(make, caplog):
@@ -135,7 +215,7 @@ def test_a_gradient_that_is_not_finite_is_left_out(make, caplog):
     poisoned = make_batch(advantages=torch.full_like(batch.advantages, float("nan")))
     metrics = backend.train_step(poisoned, make_algorithm())
     assert values(metrics)["actor/skipped_updates"] == 1.0 and "left out" in caplog.text
-    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.state().items())
     assert "actor/skipped_updates" not in backend.train_step(batch, make_algorithm())
 
 
@@ -152,8 +232,8 @@ def test_continues_bit_for_bit(make, tmp_path, lora):
     resumed.train_step(batches[3], make_algorithm())
     resumed.load(tmp_path / "checkpoint")
     assert [values(resumed.train_step(batch, make_algorithm())) for batch in batches[2:]] == expected
-    final = dict(resumed.weights())
-    assert all(torch.equal(tensor, final[name]) for name, tensor in straight.weights())
+    final = resumed.state()
+    assert all(torch.equal(tensor, final[name]) for name, tensor in straight.state().items())
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
@@ -162,7 +242,7 @@ def test_transformers_loads_a_checkpoint(make, tmp_path, lora):
     backend.train_step(batch, make_algorithm())
     backend.save(tmp_path / "checkpoint")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
-    old = backend.annotate(batch, frozenset({"old_logprobs"})).old_logprobs
+    old = backend.forward_only(batch, frozenset({"old_logprobs"})).old_logprobs
     torch.testing.assert_close(plain_logprobs(model, batch).detach(), old, atol=1e-4, rtol=1e-4)
     assert load_tokenizer(make.folder)("1+1") == type(load_tokenizer(make.folder)).from_pretrained(
         tmp_path / "checkpoint"
@@ -175,33 +255,28 @@ def test_with_adapters_weights_are_merged_and_the_reference_is_free(make):
     start = plain_logprobs(model, batch).detach()
     for _ in range(3):
         backend.train_step(batch, make_algorithm())
-    annotated = backend.annotate(batch, frozenset({"old_logprobs", "ref_logprobs"}))
+    annotated = backend.forward_only(batch, frozenset({"old_logprobs", "ref_logprobs"}))
     torch.testing.assert_close(annotated.ref_logprobs, start, atol=1e-4, rtol=1e-4)
-    model.load_state_dict(dict(backend.weights()), strict=False)
+    model.load_state_dict(backend.state(), strict=False)
     torch.testing.assert_close(plain_logprobs(model, batch).detach(), annotated.old_logprobs, atol=1e-4, rtol=1e-4)
     assert (annotated.old_logprobs - start).abs().max() > 1e-2
 
 
 def test_an_algorithm_may_bring_its_own_update(make):
-    def sign_descent(parameters, micro_batches, outputs):
+    def sign_descent(algorithm, parameters, micro_batches, outputs):
         for micro in micro_batches:
             make_algorithm().loss(outputs(micro, frozenset({"logprobs"})), micro).loss.backward()
         with torch.no_grad():
             for parameter in parameters:
                 parameter.sub_(0.001 * parameter.grad.sign())
                 parameter.grad = None
-        return {"own/parts": values_sum(len(micro_batches))}
-
-    def values_sum(count):
-        from atomrl.metrics import Sum
-
-        return Sum(float(count))
+        return UpdateOutput({"own/parts": Sum(float(len(micro_batches)))})
 
     backend = make(train={"rows_per_micro_batch": 2})
     before = snapshot(backend)
     metrics = values(backend.train_step(make_batch(), make_algorithm(update=sign_descent)))
     assert metrics == {"own/parts": 3.0}
-    moved = [(tensor - before[name]).abs().max().item() for name, tensor in backend.weights()]
+    moved = [(tensor - before[name]).abs().max().item() for name, tensor in backend.state().items()]
     assert max(moved) == pytest.approx(0.001, rel=1e-2)
 
 
@@ -214,9 +289,9 @@ def test_learns(make):
 def test_refuses_what_it_cannot_do(make, tmp_path):
     backend = make()
     with pytest.raises(ValueError, match="values"):
-        backend.annotate(make_batch(), frozenset({"values"}))
-    with pytest.raises(ValueError, match="needs_reference"):
-        backend.annotate(make_batch(), frozenset({"ref_logprobs"}))
+        backend.forward_only(make_batch(), frozenset({"values"}))
+    with pytest.raises(ValueError, match="without a reference"):
+        backend.forward_only(make_batch(), frozenset({"ref_logprobs"}))
     with pytest.raises(ValueError, match="values"):
         backend.train_step(make_batch(), make_algorithm(outputs=frozenset({"logprobs", "values"})))
     with pytest.raises(ValueError, match="checkpoint"):

@@ -1,4 +1,4 @@
-"""One suite for every engine: what `RolloutEngine.generate` and `load_weights` promise, whichever it is."""
+"""One suite for every engine: what `RolloutEngine` promises, whichever it is."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from atomrl.protocols import Adapter, WeightUpdate
+from atomrl.rollout.generate import generate, requests_of
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
-from atomrl.stages import PromptBatch, Sample, SamplingParams
+from atomrl.types import SamplingParams
+from atomrl.weights import InProcessTransfer
+from tests.engines import logprobs_of, prompts_of, response
 from tests.tiny import make_tiny_model
 
 EOS = 2
@@ -22,7 +26,7 @@ STORY = ", there was a little girl named Lily. She loved to play outside in the 
 def native(path, tokenizer, concurrent, use_kernel):
     options = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": concurrent}
     engine = NativeEngine.from_pretrained(path, tokenizer, use_kernel=use_kernel, **options)
-    if use_kernel and engine.decoder.kernels is None:
+    if use_kernel and engine.model.kernels is None:
         pytest.skip("no C++ compiler to build the kernel with")
     return engine
 
@@ -87,24 +91,14 @@ def make_seeded(make_engine, request):
     return make_engine
 
 
-def batch(*prompts: list[int], ids: list[str] | None = None) -> PromptBatch:
-    ids = ids or [f"p{index}" for index in range(len(prompts))]
-    samples = tuple(Sample(sample_id=name, prompt="", ground_truth="") for name in ids)
-    return PromptBatch(samples=samples, prompt_ids=tuple(ids), prompt_token_ids=tuple(tuple(p) for p in prompts))
-
-
 def random_prompts(count: int, longest: int = 40) -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
     return [torch.randint(5, 102, (length,), generator=generator).tolist() for length in lengths]
 
 
-def completions(rollouts):
-    return [completion for group in rollouts.completions for completion in group]
-
-
-def tokens(rollouts):
-    return [[completion.token_ids for completion in group] for group in rollouts.completions]
+def tokens(trajectories):
+    return [response(trajectory) for trajectory in trajectories]
 
 
 @lru_cache(maxsize=2)
@@ -119,121 +113,120 @@ def reference_logits(folder: Path, prompt, completion) -> torch.Tensor:
     return reference_model(folder)(ids).logits[0, len(prompt) - 1 : -1]
 
 
-def largest_logprob_error(folder: Path, rollouts, temperature: float) -> float:
+def largest_logprob_error(folder: Path, trajectories, temperature: float) -> float:
     """Absolute, and relative where a log-prob is below -1."""
     worst = 0.0
-    for prompt, group in zip(rollouts.prompt_token_ids, rollouts.completions, strict=True):
-        for completion in group:
-            logits = reference_logits(folder, prompt, completion.token_ids)
-            expected = (logits / temperature).log_softmax(-1)
-            expected = expected.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-            error = (expected - torch.tensor(completion.logprobs)).abs() / expected.abs().clamp(min=1)
-            worst = max(worst, float(error.max()))
+    for trajectory in trajectories:
+        drawn = response(trajectory)
+        logits = reference_logits(folder, trajectory.segments[0].token_ids, drawn)
+        expected = (logits / temperature).log_softmax(-1)
+        expected = expected.gather(-1, torch.tensor(drawn)[:, None])[:, 0]
+        error = (expected - torch.tensor(logprobs_of(trajectory))).abs() / expected.abs().clamp(min=1)
+        worst = max(worst, float(error.max()))
     return worst
 
 
 @pytest.mark.parametrize("temperature", [1.0, 1.5])
 def test_logprobs_are_the_models_at_the_sampling_temperature(make_engine, folder, temperature):
     engine = make_engine(folder, concurrent=7)
-    prompts = batch([7], [5, 6, 7, 8, 9], *random_prompts(2, longest=80), [9] * 33)
+    prompts = prompts_of([7], [5, 6, 7, 8, 9], *random_prompts(2, longest=80), [9] * 33)
     sampling = SamplingParams(completions_per_prompt=3, max_completion_tokens=70, temperature=temperature)
-    rollouts = engine.generate(prompts, sampling)
-    assert max(len(completion.token_ids) for completion in completions(rollouts)) > 40
+    rollouts = generate(engine, prompts, sampling)
+    assert max(len(response(completion)) for completion in rollouts) > 40
     assert largest_logprob_error(folder, rollouts, temperature) < 1e-5
 
 
 def test_logprobs_of_cut_distributions_are_of_the_whole_vocabulary(make_engine, plain_folder):
     sampling = SamplingParams(max_completion_tokens=20, top_p=0.8, top_k=10, min_completion_tokens=10)
-    rollouts = make_engine(plain_folder).generate(batch(*random_prompts(6)), sampling)
+    rollouts = generate(make_engine(plain_folder), prompts_of(*random_prompts(6)), sampling)
     assert largest_logprob_error(plain_folder, rollouts, 1.0) < 1e-5
 
 
 def test_greedy_takes_the_most_likely_token(make_engine, folder):
-    rollouts = make_engine(folder).generate(
-        batch(*random_prompts(4)), SamplingParams(max_completion_tokens=40, temperature=0)
+    rollouts = generate(
+        make_engine(folder), prompts_of(*random_prompts(4)), SamplingParams(max_completion_tokens=40, temperature=0)
     )
-    for prompt, completion in zip(rollouts.prompt_token_ids, completions(rollouts), strict=True):
-        logits = reference_logits(folder, prompt, completion.token_ids)
-        assert logits.argmax(-1).tolist() == list(completion.token_ids)
+    for completion in rollouts:
+        logits = reference_logits(folder, completion.segments[0].token_ids, response(completion))
+        assert logits.argmax(-1).tolist() == list(response(completion))
     assert largest_logprob_error(folder, rollouts, 1.0) < 1e-5
 
 
 def test_real_model_continues_a_story(make_engine, shared_dir):
     path = shared_dir / "models" / "stories260k"
     tokenizer = AutoTokenizer.from_pretrained(path)
-    prompts = batch(tokenizer("Once upon a time").input_ids, tokenizer("Tom").input_ids)
+    prompts = prompts_of(tokenizer("Once upon a time").input_ids, tokenizer("Tom").input_ids)
     engine = make_engine(path)
-    greedy = engine.generate(prompts, SamplingParams(max_completion_tokens=60, temperature=0))
-    assert completions(greedy)[0].text.startswith(STORY)
-    sampled = engine.generate(prompts, SamplingParams(completions_per_prompt=4, max_completion_tokens=100))
-    assert largest_logprob_error(path, sampled, 1.0) < 1e-5
+    greedy = generate(engine, prompts, SamplingParams(max_completion_tokens=60, temperature=0))
+    assert greedy[0].text.startswith(STORY)
+    sampled = generate(engine, prompts, SamplingParams(completions_per_prompt=4, max_completion_tokens=100))
+    assert largest_logprob_error(path, sampled, 1.0) < 2e-5  # float32 over 100 tokens of a real model
 
 
 def test_counts_order_and_groups(make_engine, plain_folder):
-    prompts = batch(*random_prompts(5), ids=list("abcde"))
+    prompts = prompts_of(*random_prompts(5), ids=list("abcde"))
     sampling = SamplingParams(completions_per_prompt=3, max_completion_tokens=12)
-    rollouts = make_engine(plain_folder, concurrent=4).generate(prompts, sampling)
-    assert rollouts.prompt_ids == tuple("abcde")
-    assert rollouts.prompt_token_ids == prompts.prompt_token_ids
-    assert [len(group) for group in rollouts.completions] == [3] * 5
-    assert all(1 <= len(completion.token_ids) <= 12 for completion in completions(rollouts))
-    assert len({completion.token_ids for completion in rollouts.completions[0]}) > 1
+    rollouts = generate(make_engine(plain_folder, concurrent=4), prompts, sampling)
+    assert [(t.prompt_id, t.index) for t in rollouts] == [(name, index) for name in "abcde" for index in range(3)]
+    assert [t.segments[0].token_ids for t in rollouts[::3]] == [prompt.token_ids for prompt in prompts]
+    assert all(1 <= len(response(completion)) <= 12 for completion in rollouts)
+    assert len({response(completion) for completion in rollouts[:3]}) > 1
     # Greedy completions equal those of the prompt run alone, so each belongs to its own prompt.
     greedy = SamplingParams(completions_per_prompt=2, max_completion_tokens=12, temperature=0)
     engine = make_engine(plain_folder, concurrent=4)
-    together = tokens(engine.generate(prompts, greedy))
-    alone = [tokens(engine.generate(batch(list(prompt)), greedy))[0] for prompt in prompts.prompt_token_ids]
-    assert together == alone
+    together = tokens(generate(engine, prompts, greedy))
+    alone = [tokens(generate(engine, [prompt], greedy)) for prompt in prompts]
+    assert together == [row for group in alone for row in group]
 
 
 def test_no_prompts_give_no_completions(make_engine, plain_folder):
-    assert make_engine(plain_folder).generate(batch(), SamplingParams()).completions == ()
+    assert generate(make_engine(plain_folder), prompts_of(), SamplingParams()) == []
 
 
 def test_finish_reasons_and_texts(make_engine, plain_folder):
     engine = make_engine(plain_folder)
     sampling = SamplingParams(completions_per_prompt=16, max_completion_tokens=30)
-    found = completions(engine.generate(batch(*random_prompts(4)), sampling))
+    found = generate(engine, prompts_of(*random_prompts(4)), sampling)
     assert {completion.finish_reason for completion in found} == {"stop", "length"}
     for completion in found:
         if completion.finish_reason == "stop":
-            assert completion.token_ids[-1] == EOS
+            assert response(completion)[-1] == EOS
         else:
-            assert len(completion.token_ids) == 30
-        assert EOS not in completion.token_ids[:-1]
-        assert completion.text == engine.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            assert len(response(completion)) == 30
+        assert EOS not in response(completion)[:-1]
+        assert completion.text == engine.tokenizer.decode(response(completion), skip_special_tokens=True)
 
 
 def test_stop_tokens_end_a_completion_and_are_kept(make_engine, plain_folder):
     stops = tuple(range(40, 60))
     sampling = SamplingParams(completions_per_prompt=16, max_completion_tokens=200, stop_token_ids=stops)
-    for completion in completions(make_engine(plain_folder).generate(batch(*random_prompts(4)), sampling)):
+    for completion in generate(make_engine(plain_folder), prompts_of(*random_prompts(4)), sampling):
         assert completion.finish_reason == "stop"
-        assert completion.token_ids[-1] in (*stops, EOS)
-        assert not set(completion.token_ids[:-1]) & {*stops, EOS}
+        assert response(completion)[-1] in (*stops, EOS)
+        assert not set(response(completion)[:-1]) & {*stops, EOS}
 
 
 def test_stop_strings_end_a_completion_and_are_kept(make_engine, plain_folder):
-    prompts = batch(*random_prompts(4))
+    prompts = prompts_of(*random_prompts(4))
     engine = make_engine(plain_folder)
-    free = engine.generate(prompts, SamplingParams(max_completion_tokens=60, temperature=0, ignore_eos=True))
-    texts = [engine.tokenizer.decode(completion.token_ids) for completion in completions(free)]
+    free = generate(engine, prompts, SamplingParams(max_completion_tokens=60, temperature=0, ignore_eos=True))
+    texts = [engine.tokenizer.decode(response(completion)) for completion in free]
     stops = tuple(dict.fromkeys((texts[0][20:23], texts[1][30:32])))
     sampling = SamplingParams(max_completion_tokens=60, temperature=0, ignore_eos=True, stop=stops)
-    for whole, completion in zip(completions(free), completions(engine.generate(prompts, sampling)), strict=True):
-        prefixes = [engine.tokenizer.decode(whole.token_ids[:end]) for end in range(1, 61)]
+    for whole, completion in zip(free, generate(engine, prompts, sampling), strict=True):
+        prefixes = [engine.tokenizer.decode(response(whole)[:end]) for end in range(1, 61)]
         ends = [end for end, text in enumerate(prefixes, start=1) if any(stop in text for stop in stops)]
-        assert completion.token_ids == whole.token_ids[: min(ends, default=60)]
+        assert response(completion) == response(whole)[: min(ends, default=60)]
         assert completion.finish_reason == ("stop" if ends else "length")
 
 
 def test_stop_string_over_several_tokens_of_a_real_tokenizer(make_engine, shared_dir):
     path = shared_dir / "models" / "stories260k"
     engine = make_engine(path)
-    prompts = batch(engine.tokenizer("Once upon a time").input_ids)
+    prompts = prompts_of(engine.tokenizer("Once upon a time").input_ids)
     stops = ("named Lily", "girl named")
     sampling = SamplingParams(max_completion_tokens=60, temperature=0, stop=stops)
-    completion = completions(engine.generate(prompts, sampling))[0]
+    completion = generate(engine, prompts, sampling)[0]
     assert completion.text == ", there was a little girl named"
     assert completion.finish_reason == "stop"
 
@@ -242,31 +235,31 @@ def test_nothing_stops_before_the_minimum(make_engine, plain_folder):
     stop = tuple(range(40, 60))
     shared = {"completions_per_prompt": 16, "max_completion_tokens": 40, "stop_token_ids": stop}
     engine = make_engine(plain_folder)
-    free = completions(engine.generate(batch(*random_prompts(4)), SamplingParams(**shared)))
-    assert any(len(completion.token_ids) < 20 for completion in free)
+    free = generate(engine, prompts_of(*random_prompts(4)), SamplingParams(**shared))
+    assert any(len(response(completion)) < 20 for completion in free)
     held = SamplingParams(**shared, min_completion_tokens=20, stop=("a", "b", "c"))
-    for completion in completions(engine.generate(batch(*random_prompts(4)), held)):
-        assert len(completion.token_ids) >= 20
-        assert not {*stop, EOS} & set(completion.token_ids[:20])
+    for completion in generate(engine, prompts_of(*random_prompts(4)), held):
+        assert len(response(completion)) >= 20
+        assert not {*stop, EOS} & set(response(completion)[:20])
 
 
 def test_ignore_eos_goes_on(make_engine, plain_folder):
     sampling = SamplingParams(completions_per_prompt=16, max_completion_tokens=40, ignore_eos=True)
-    found = completions(make_engine(plain_folder).generate(batch(*random_prompts(4)), sampling))
-    assert {(len(completion.token_ids), completion.finish_reason) for completion in found} == {(40, "length")}
-    assert any(EOS in completion.token_ids for completion in found)
+    found = generate(make_engine(plain_folder), prompts_of(*random_prompts(4)), sampling)
+    assert {(len(response(completion)), completion.finish_reason) for completion in found} == {(40, "length")}
+    assert any(EOS in response(completion) for completion in found)
 
 
 def test_top_k_of_one_is_greedy(make_engine, plain_folder):
-    engine, prompts = make_engine(plain_folder), batch(*random_prompts(4))
-    greedy = engine.generate(prompts, SamplingParams(max_completion_tokens=30, temperature=0))
-    one = engine.generate(prompts, SamplingParams(max_completion_tokens=30, top_k=1))
+    engine, prompts = make_engine(plain_folder), prompts_of(*random_prompts(4))
+    greedy = generate(engine, prompts, SamplingParams(max_completion_tokens=30, temperature=0))
+    one = generate(engine, prompts, SamplingParams(max_completion_tokens=30, top_k=1))
     assert tokens(one) == tokens(greedy)
 
 
 def first_tokens(engine, prompt, draws: int = 4096, **sampling) -> Counter:
     sampling = SamplingParams(completions_per_prompt=draws, max_completion_tokens=1, **sampling)
-    return Counter(completion.token_ids[0] for completion in completions(engine.generate(batch(prompt), sampling)))
+    return Counter(response(completion)[0] for completion in generate(engine, prompts_of(prompt), sampling))
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.7}, {"top_k": 7}, {"top_p": 0.9, "top_k": 20, "temperature": 2.0}])
@@ -306,11 +299,11 @@ def check_frequencies(drawn: Counter, order: torch.Tensor, probabilities: torch.
 
 
 def test_same_seed_and_step_same_completions(make_engine, plain_folder):
-    engine, prompts = make_engine(plain_folder), batch(*random_prompts(3))
+    engine, prompts = make_engine(plain_folder), prompts_of(*random_prompts(3))
 
     def draw(**changes):
         shared = {"completions_per_prompt": 4, "max_completion_tokens": 20, "seed": 1, "step": 1}
-        return tokens(engine.generate(prompts, SamplingParams(**(shared | changes))))
+        return tokens(generate(engine, prompts, SamplingParams(**(shared | changes))))
 
     torch.manual_seed(0)
     state = torch.random.get_rng_state()
@@ -325,20 +318,20 @@ def test_same_seed_and_step_same_completions(make_engine, plain_folder):
 def test_completions_do_not_depend_on_company(make_seeded, folder):
     prompts, ids = random_prompts(5), list("abcde")
     sampling = SamplingParams(completions_per_prompt=3, max_completion_tokens=40, seed=4)
-    together = tokens(make_seeded(folder, concurrent=64).generate(batch(*prompts, ids=ids), sampling))
-    backwards = make_seeded(folder, concurrent=64).generate(batch(*prompts[::-1], ids=ids[::-1]), sampling)
-    assert tokens(backwards)[::-1] == together
+    together = tokens(generate(make_seeded(folder, concurrent=64), prompts_of(*prompts, ids=ids), sampling))
+    backwards = generate(make_seeded(folder, concurrent=64), prompts_of(*prompts[::-1], ids=ids[::-1]), sampling)
+    assert [row for start in (12, 9, 6, 3, 0) for row in tokens(backwards)[start : start + 3]] == together
     for concurrent in (2, 7):  # fewer rows at once than completions, even than a group
-        few = make_seeded(folder, concurrent=concurrent).generate(batch(*prompts, ids=ids), sampling)
+        few = generate(make_seeded(folder, concurrent=concurrent), prompts_of(*prompts, ids=ids), sampling)
         assert tokens(few) == together
-    alone = make_seeded(folder).generate(batch(prompts[3], ids=[ids[3]]), sampling)
-    assert tokens(alone)[0] == together[3]
+    alone = generate(make_seeded(folder), prompts_of(prompts[3], ids=[ids[3]]), sampling)
+    assert tokens(alone) == together[9:12]
 
 
 def test_very_long_beside_very_short(make_engine, plain_folder):
-    prompts = batch([7], [8] * 380, [9, 10])
+    prompts = prompts_of([7], [8] * 380, [9, 10])
     sampling = SamplingParams(completions_per_prompt=2, max_completion_tokens=132, ignore_eos=True)
-    rollouts = make_engine(plain_folder).generate(prompts, sampling)
+    rollouts = generate(make_engine(plain_folder), prompts, sampling)
     assert largest_logprob_error(plain_folder, rollouts, 1.0) < 1e-5
 
 
@@ -346,55 +339,264 @@ def test_an_engine_is_reused_with_other_sizes(make_engine, plain_folder):
     engine = make_engine(plain_folder, concurrent=8)
     for count, per_prompt, length in ((2, 2, 8), (5, 4, 70), (1, 1, 3)):
         sampling = SamplingParams(completions_per_prompt=per_prompt, max_completion_tokens=length)
-        rollouts = engine.generate(batch(*random_prompts(count)), sampling)
+        rollouts = generate(engine, prompts_of(*random_prompts(count)), sampling)
         assert largest_logprob_error(plain_folder, rollouts, 1.0) < 1e-5
 
 
 def test_bad_prompts_and_settings_are_refused(make_engine, plain_folder):
     engine = make_engine(plain_folder)
-    with pytest.raises(ValueError, match="'p1' has no tokens"):
-        engine.generate(batch([5], []), SamplingParams())
-    with pytest.raises(ValueError, match=r"'p0' has 300 tokens.*context of 512"):
-        engine.generate(batch([5] * 300), SamplingParams(max_completion_tokens=256))
+    with pytest.raises(ValueError, match=r"'p1/0'.* has no tokens"):
+        generate(engine, prompts_of([5], []), SamplingParams())
+    with pytest.raises(ValueError, match=r"'p0/0'.* has 300 tokens.*context of 512"):
+        generate(engine, prompts_of([5] * 300), SamplingParams(max_completion_tokens=256))
     with pytest.raises(ValueError, match="vocabulary of 102"):
-        engine.generate(batch([5]), SamplingParams(stop_token_ids=(102,)))
+        generate(engine, prompts_of([5]), SamplingParams(stop_token_ids=(102,)))
     with pytest.raises(ValueError, match="stop string is empty"):
-        engine.generate(batch([5]), SamplingParams(stop=("",)))
+        generate(engine, prompts_of([5]), SamplingParams(stop=("",)))
+    request = requests_of(prompts_of([5])[0], SamplingParams())[0]
+    engine.submit([request])
+    with pytest.raises(ValueError, match="there already"):
+        engine.submit([request])
+    engine.abort()
+    assert engine.poll() == []  # nothing of what was refused has stayed
 
 
-def test_new_weights_are_used(make_engine, folder, tmp_path):
-    changed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+class Trainer:
+    """Gives the weights of a transformers model, as a trainer does."""
+
+    def __init__(self, model, adapters=None):
+        self.state, self.adapters = dict(model.state_dict()), adapters or {}
+
+    def weight_update(self, version, adapters_alone=False):
+        tensors = () if adapters_alone else self.state.items()
+        return WeightUpdate(version=version, tensors=tensors, adapters=self.adapters)
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture
+def changed_folder(folder, tmp_path):
+    model = load(folder)
     with torch.no_grad():
-        for parameter in changed.parameters():
+        for parameter in model.parameters():
             parameter.mul_(0.9)
-    changed.save_pretrained(tmp_path)
-    engine, prompts = make_engine(folder), batch(*random_prompts(3))
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_new_weights_are_used(make_engine, folder, changed_folder):
+    changed = load(changed_folder)
+    engine, prompts = make_engine(folder), prompts_of(*random_prompts(3))
     sampling = SamplingParams(completions_per_prompt=2, max_completion_tokens=20)
-    old = engine.generate(prompts, sampling)
-    assert old.policy_version == 0
-    engine.load_weights(changed.state_dict().items(), version=4)
+    old = generate(engine, prompts, sampling)
+    assert {t.segments[1].policy_version for t in old} == {0}
+    InProcessTransfer(Trainer(changed), engine)(version=4)
     for tensor in changed.state_dict().values():
         tensor.zero_()  # the engine has its own copy
-    new = engine.generate(prompts, sampling)
-    assert new.policy_version == 4
-    assert largest_logprob_error(tmp_path, new, 1.0) < 1e-5
-    assert [c.logprobs for c in completions(new)] != [c.logprobs for c in completions(old)]
+    new = generate(engine, prompts, sampling)
+    assert {t.segments[1].policy_version for t in new} == {4} and engine.version == 4
+    assert largest_logprob_error(changed_folder, new, 1.0) < 1e-5
+    assert [logprobs_of(t) for t in new] != [logprobs_of(t) for t in old]
 
 
-def test_bad_loads_are_refused_and_change_nothing(make_engine, folder):
-    engine, prompts = make_engine(folder), batch(*random_prompts(3))
+def test_bad_weights_are_refused_and_change_nothing(make_engine, folder):
+    engine, prompts = make_engine(folder), prompts_of(*random_prompts(3))
     sampling = SamplingParams(max_completion_tokens=20)
-    before = engine.generate(prompts, sampling)
-    state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
-    good = {name: tensor * 2 for name, tensor in state.items()}
-    missing = {name: tensor for name, tensor in good.items() if name != "model.norm.weight"}
-    bad_shape = good | {"model.layers.0.mlp.up_proj.weight": torch.zeros(3, 3)}
-    with pytest.raises(ValueError, match=r"model\.norm\.weight is missing"):
-        engine.load_weights(missing.items(), version=1)
-    with pytest.raises(ValueError, match=r"model\.extra is unexpected"):
-        engine.load_weights((good | {"model.extra": torch.zeros(1)}).items(), version=1)
-    with pytest.raises(ValueError, match=r"mlp\.up_proj\.weight has shape \(3, 3\), not"):
-        engine.load_weights(bad_shape.items(), version=1)
-    after = engine.generate(prompts, sampling)
-    assert after.policy_version == 0
-    assert completions(after) == completions(before)
+    before = generate(engine, prompts, sampling)
+    trainer = Trainer(load(folder))
+    good = {name: tensor * 2 for name, tensor in trainer.state.items() if name in engine.weight_shapes()}
+    layer = "model.layers.0.mlp.up_proj.weight"
+    adapter = Adapter(a=torch.ones(2, 7), b=torch.ones(64, 2), scale=1.0)
+    refused = [
+        (
+            {name: tensor for name, tensor in good.items() if name != "model.norm.weight"},
+            {},
+            r"norm\.weight is missing",
+        ),
+        (good | {"model.extra": torch.zeros(1)}, {}, r"model\.extra is unexpected"),
+        (good | {layer: torch.zeros(3, 3)}, {}, r"mlp\.up_proj\.weight has shape \(3, 3\), not"),
+        (good, {layer: adapter}, r"adapter of .*up_proj\.weight has shapes \(2, 7\)"),
+        (good, {"model.other": adapter}, r"adapter of model\.other.*no such weight"),
+        ({}, {}, "is missing"),
+    ]
+    for trainer.state, trainer.adapters, message in refused:
+        with pytest.raises(ValueError, match=message):
+            InProcessTransfer(trainer, engine)(version=1)
+    after = generate(engine, prompts, sampling)
+    assert engine.version == 0
+    assert after == before
+
+
+def random_adapters(shapes, scale=0.5):
+    generator = torch.Generator().manual_seed(3)
+    return {
+        name: Adapter(
+            a=torch.randn(4, shape[1], generator=generator) * 0.1,
+            b=torch.randn(shape[0], 4, generator=generator) * 0.1,
+            scale=scale,
+        )
+        for name, shape in shapes.items()
+        if "proj" in name and len(shape) == 2 and "k_proj" not in name  # fused parts with and without one
+    }
+
+
+def merge(folder, adapters, target):
+    model = load(folder)
+    with torch.no_grad():
+        for name, adapter in adapters.items():
+            model.get_parameter(name).add_(adapter.b @ adapter.a * adapter.scale)
+    model.save_pretrained(target)
+    return target
+
+
+def test_adapters_are_added_and_replaced(make_engine, folder, tmp_path):
+    engine, prompts = make_engine(folder), prompts_of(*random_prompts(3))
+    sampling = SamplingParams(completions_per_prompt=2, max_completion_tokens=20)
+    trainer = Trainer(load(folder), random_adapters(engine.weight_shapes()))
+    transfer = InProcessTransfer(trainer, engine)
+    for version, scale in ((1, 0.5), (2, -1.0)):
+        trainer.adapters = random_adapters(engine.weight_shapes(), scale)
+        transfer(version)
+        trainer.state = {}  # the base is sent once
+        merged = merge(folder, trainer.adapters, tmp_path / str(version))
+        assert largest_logprob_error(merged, generate(engine, prompts, sampling), 1.0) < 1e-5
+    engine.update_weights(WeightUpdate(version=3, adapters={}))
+    assert largest_logprob_error(folder, generate(engine, prompts, sampling), 1.0) < 1e-5
+
+
+def all_outputs(engine):
+    found = {}
+    while finished := engine.poll():
+        found |= {output.request_id: output for output in finished}
+    return found
+
+
+def output_tokens(output):
+    return [token for segment in output.segments for token in segment.token_ids]
+
+
+def test_abort_gives_what_there_is(make_engine, plain_folder):
+    engine = make_engine(plain_folder, concurrent=4)
+    short = requests_of(prompts_of([5, 6])[0], SamplingParams(completions_per_prompt=2, max_completion_tokens=3))
+    long = SamplingParams(completions_per_prompt=6, max_completion_tokens=200, ignore_eos=True)
+    rest = requests_of(prompts_of([7, 8, 9], ids=["q"])[0], long)
+    engine.submit([*short, *rest])
+    first = engine.poll()
+    assert {output.request_id for output in first} <= {"p0/0", "p0/1"}
+    aborted = engine.abort(["q/0", "q/5", "unknown"])
+    assert [(output.request_id, output.finish_reason) for output in aborted] == [("q/0", "abort"), ("q/5", "abort")]
+    others = all_outputs(engine)
+    assert {output.request_id for output in first} | others.keys() == {"p0/0", "p0/1", *(f"q/{i}" for i in range(1, 5))}
+    assert {len(output_tokens(others[f"q/{index}"])) for index in range(1, 5)} == {200}
+    whole = tokens(generate(engine, prompts_of([7, 8, 9], ids=["q"]), long))
+    for output in aborted:
+        drawn = output_tokens(output)
+        assert output.text == engine.tokenizer.decode(drawn, skip_special_tokens=True)
+        if engine.seeded:
+            assert len(drawn) < 200 and tuple(drawn) == whole[int(output.request_id[-1])][: len(drawn)]
+    if engine.seeded:
+        assert aborted[0].segments
+    assert engine.abort() == [] and engine.poll() == []
+
+
+def test_pause_and_resume_change_nothing(make_engine, plain_folder):
+    engine = make_engine(plain_folder, concurrent=5)
+    prompts, sampling = prompts_of(*random_prompts(3)), SamplingParams(completions_per_prompt=3, seed=2)
+    expected = {t.trajectory_id: response(t) for t in generate(engine, prompts, sampling)}
+    engine.submit([request for prompt in prompts for request in requests_of(prompt, sampling)])
+    found = {output.request_id: output for output in engine.poll()}
+    engine.pause()
+    assert engine.poll() == [] and engine.poll() == []
+    engine.resume()
+    found |= all_outputs(engine)
+    assert {name: tuple(output_tokens(output)) for name, output in found.items()} == expected
+
+
+def test_sleep_and_wake(make_engine, plain_folder):
+    engine, prompts = make_engine(plain_folder), prompts_of(*random_prompts(3))
+    sampling = SamplingParams(completions_per_prompt=2, max_completion_tokens=20)
+    before = generate(engine, prompts, sampling)
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="asleep"):
+        generate(engine, prompts, sampling)
+    engine.wake()
+    assert generate(engine, prompts, sampling) == before
+    engine.submit(requests_of(prompts[0], sampling))
+    with pytest.raises(RuntimeError, match="holds 2 requests"):
+        engine.sleep()
+    engine.abort()
+
+
+def test_requests_come_in_while_others_run(make_seeded, plain_folder):
+    engine = make_seeded(plain_folder, concurrent=6)
+    first, second, third = prompts_of(*random_prompts(3))
+    sampling = SamplingParams(completions_per_prompt=4, max_completion_tokens=60, seed=3)
+    other = SamplingParams(completions_per_prompt=4, max_completion_tokens=30, temperature=0.5, top_k=20, seed=3)
+    expected = {t.trajectory_id: response(t) for t in generate(engine, [first, second], sampling)}
+    expected |= {t.trajectory_id: response(t) for t in generate(engine, [third], other)}
+    engine.submit(requests_of(first, sampling)[:3])
+    found = {output.request_id: output for output in engine.poll()}
+    assert len(found) < 3
+    engine.submit([*requests_of(third, other), *requests_of(first, sampling)[3:]])  # other settings in the same batch
+    found |= {output.request_id: output for output in engine.poll()}
+    engine.submit(requests_of(second, sampling)[::-1])
+    found |= all_outputs(engine)
+    assert {name: tuple(output_tokens(output)) for name, output in found.items()} == expected
+
+
+def test_new_weights_in_the_middle_of_completions(make_engine, folder, changed_folder):
+    """Each token has the version that drew it, and the log-prob of that version's policy."""
+    engine = make_engine(folder, concurrent=5)
+    prompts = prompts_of(*random_prompts(3))
+    sampling = SamplingParams(completions_per_prompt=4, max_completion_tokens=60, seed=1)
+    engine.submit([request for prompt in prompts for request in requests_of(prompt, sampling)])
+    outputs, folders = [], [folder, changed_folder, folder]
+    for version in (1, 2):
+        outputs += engine.poll()
+        InProcessTransfer(Trainer(load(folders[version])), engine)(version)
+    outputs += all_outputs(engine).values()
+    assert {output.request_id for output in outputs} == {f"p{i}/{j}" for i in range(3) for j in range(4)}
+    versions = [segment.policy_version for output in outputs for segment in output.segments]
+    assert set(versions) == {0, 1, 2}
+    if engine.seeded:
+        assert max(len(output.segments) for output in outputs) >= 2
+    starts = {prompt.prompt_id: prompt.token_ids for prompt in prompts}
+    for output in outputs:
+        drawn, begin = output_tokens(output), 0
+        assert [segment.policy_version for segment in output.segments] == sorted(
+            {segment.policy_version for segment in output.segments}
+        )
+        for segment in output.segments:
+            logits = reference_logits(folders[segment.policy_version], starts[output.request_id[:2]], drawn)
+            logits = logits[begin : begin + len(segment.token_ids)].log_softmax(-1)
+            expected = logits.gather(-1, torch.tensor(segment.token_ids)[:, None])[:, 0]
+            assert (expected - torch.tensor(segment.logprobs)).abs().max() < 1e-5 * max(1, expected.abs().max())
+            begin += len(segment.token_ids)
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.8}, {"temperature": 0}])
+def test_candidates_are_what_each_token_was_drawn_from(make_engine, plain_folder, cut):
+    engine, prompts = make_engine(plain_folder, concurrent=5), prompts_of(*random_prompts(3))
+    sampling = SamplingParams(completions_per_prompt=3, max_completion_tokens=30, logprobs_over="kept", **cut)
+    if not engine.returns_candidates:
+        with pytest.raises(ValueError, match="does not tell"):
+            generate(engine, prompts, sampling)
+        return
+    for trajectory in generate(engine, prompts, sampling):
+        (segment,) = trajectory.segments[1:]
+        scores = reference_logits(plain_folder, trajectory.segments[0].token_ids, segment.token_ids)
+        candidates = segment.candidates
+        assert candidates.ids.dtype == candidates.counts.dtype == torch.int32
+        assert candidates.ids.untyped_storage().nbytes() == 4 * int(candidates.counts.sum())
+        by_token = candidates.ids.split(candidates.counts.tolist())
+        for row, ids, token, logprob in zip(scores, by_token, segment.token_ids, segment.logprobs, strict=True):
+            order = row.argsort(descending=True)
+            probabilities = row[order].softmax(-1)
+            count = {"top_k": 5, "temperature": 1}.get(next(iter(cut))) or int(
+                (probabilities.cumsum(-1) - probabilities < 0.8).sum()
+            )
+            assert ids.tolist() == order[:count].tolist()
+            inside = row[ids.long()].log_softmax(-1)
+            assert abs(float(inside[ids.tolist().index(token)]) - logprob) < 1e-5

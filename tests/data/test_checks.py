@@ -60,3 +60,51 @@ def test_an_empty_file_is_an_error_and_one_of_dirt_a_report(tmp_path):
     report = check_data(write(tmp_path / "dirt.jsonl", "{", "{"))
     assert (report.rows, len(report.problems), report.prompt_chars) == (2, 2, [])
     assert "0 usable" in report.text()
+
+
+CHAT = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+KINDS = [
+    (row("2+2="), "problems", "first ground truth: '1'"),
+    ({"prompt": "2+2=", "completion": "4"}, "demonstrations", "first completion: '4'"),
+    ({"messages": CHAT}, "demonstrations", "first completion: '4'"),
+    (
+        {"conversations": [{"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}]},
+        "demonstrations",
+        "first completion: '4'",
+    ),
+    ({"instruction": "Add.", "input": "2+2", "output": "4"}, "demonstrations", "first prompt: 'Add.\\n\\n2+2'"),
+    ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "preferences", "first rejected: '5'"),
+    ({"chosen": CHAT, "rejected": [CHAT[0], CHAT[1] | {"content": "5"}]}, "preferences", "first chosen: '4'"),
+    (
+        {"instruction": "a", "completions": [{"response": r, "overall_score": s} for r, s in (("x", 1), ("y", 2))]},
+        "preferences",
+        "first chosen: 'y'",
+    ),
+    ({"prompt": "2+2=", "completion": "5", "label": False}, "preferences", "first completion, bad: '5'"),
+    (row("2+2=", completion="4"), "problems", "first ground truth: '1'"),
+    ({"prompt": "2+2="}, "problems", "field 'ground_truth' is missing"),
+]
+
+
+@pytest.mark.parametrize(("line", "kind", "shown"), KINDS, ids=[", ".join(line) for line, _, _ in KINDS])
+def test_files_for_every_kind_of_run_are_known_by_their_columns(line, kind, shown, tmp_path):
+    report = check_data(write(tmp_path / "a.jsonl", line, "{"))
+    assert report.kind == kind and f"read as: {kind} (atomrl " in report.text() and shown in report.text()
+    assert report.problems[-1].startswith("a.jsonl:2: not valid JSON")
+
+
+def test_rows_are_checked_as_their_run_would(tmp_path):
+    good = {"prompt": "a", "chosen": "x", "rejected": "y"}
+    report = check_data(write(tmp_path / "pairs.jsonl", good, good | {"rejected": "x"}, good | {"chosen": "z"}, good))
+    assert report.problems == ["pairs.jsonl:2: the chosen and the rejected completion are the same"]
+    assert report.duplicates == [("pairs.jsonl:4", "pairs.jsonl:1")]  # one prompt may have several preferences
+    turns = [*CHAT, {"role": "user", "content": "and 3?"}]
+    report = check_data(write(tmp_path / "sft.jsonl", {"messages": CHAT}, {"messages": turns}))
+    [problem] = report.problems
+    assert problem.startswith("sft.jsonl:2: field 'messages' must begin and end with the assistant")
+    assert "first ground truth" not in report.text() and "columns" not in report.text()
+
+
+def test_a_ground_truth_of_null_makes_every_file_one_of_problems(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"})
+    assert check_data(path, DataConfig(train="x", answer_field=None)).kind == "problems"

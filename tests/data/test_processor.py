@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from atomrl.config import DataConfig
 from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor
-from atomrl.stages import Sample
+from atomrl.types import Sample
 
 WORDS = ["a", "b", "c", "d", "sys", "user", "assistant", "system", "done", "[", "]"]
 TEMPLATE = (
@@ -41,8 +41,8 @@ def sample(prompt, name="s") -> Sample:
 
 
 def words(processor: DataProcessor, *prompts) -> list[str]:
-    batch = processor.to_prompt_batch([(str(n), sample(prompt, str(n))) for n, prompt in enumerate(prompts)])
-    return [processor.tokenizer.decode(ids) for ids in batch.prompt_token_ids]
+    batch = processor.to_prompts([(str(n), sample(prompt, str(n))) for n, prompt in enumerate(prompts)])
+    return [processor.tokenizer.decode(ids) for ids in (prompt.token_ids for prompt in batch)]
 
 
 USER = ({"role": "user", "content": "a b"},)
@@ -68,11 +68,11 @@ def test_templates_of_real_tokenizers_agree_with_transformers(shared_dir):
 
     tokenizer = AutoTokenizer.from_pretrained(shared_dir / "models/stories260k")
     bare = DataProcessor(tokenizer, config())
-    [ids] = bare.to_prompt_batch([("p", sample("Once upon a time"))]).prompt_token_ids
+    [ids] = [prompt.token_ids for prompt in bare.to_prompts([("p", sample("Once upon a time"))])]
     assert list(ids) == tokenizer("Once upon a time")["input_ids"] and ids.count(tokenizer.bos_token_id) == 1
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     templated = DataProcessor(tokenizer, config())
-    [ids] = templated.to_prompt_batch([("p", sample("Once upon a time"))]).prompt_token_ids
+    [ids] = [prompt.token_ids for prompt in templated.to_prompts([("p", sample("Once upon a time"))])]
     assert ids.count(tokenizer.bos_token_id) == 1
     [expected] = tokenizer.apply_chat_template([[{"role": "user", "content": "Once upon a time"}]])["input_ids"]
     assert list(ids) == expected
@@ -127,7 +127,7 @@ def test_overlong_prompts_are_dropped_or_truncated_and_counted():
     kept, dropped = dropping.filter_overlong(rows)
     assert [s.sample_id for s in kept] == ["1", "3", "2"] and dropped == 2 and len(kept) + dropped == len(rows)
     with pytest.raises(DataError, match="9: 9 prompt tokens, more than 3"):
-        dropping.to_prompt_batch([("0", rows[3])])
+        dropping.to_prompts([("0", rows[3])])
     with pytest.raises(DataError, match="all 1 prompts are longer than 3 tokens"):
         dropping.filter_overlong(rows[3:4])
 
@@ -155,9 +155,10 @@ def test_nothing_is_tokenised_twice(monkeypatch):
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", spy)
     rows = [sample("a b", "1"), sample("c", "2")]
     processor.filter_overlong(rows)
-    batch = processor.to_prompt_batch([("0:1", rows[0]), ("0:2", rows[1]), ("1:1", rows[0])])
+    batch = processor.to_prompts([("0:1", rows[0]), ("0:2", rows[1]), ("1:1", rows[0])])
     assert seen == ["a b", "c"]
-    assert batch.prompt_ids == ("0:1", "0:2", "1:1") and batch.samples == (rows[0], rows[1], rows[0])
-    assert batch.prompt_token_ids[0] == batch.prompt_token_ids[2] == (1, 3, 4)
+    assert [prompt.prompt_id for prompt in batch] == ["0:1", "0:2", "1:1"]
+    assert [prompt.sample for prompt in batch] == [rows[0], rows[1], rows[0]]
+    assert batch[0].token_ids == batch[2].token_ids == (1, 3, 4)
     same_id = sample("d", "1")  # of another data set
-    assert processor.to_prompt_batch([("0", same_id)]).prompt_token_ids == ((1, 6),)
+    assert processor.to_prompts([("0", same_id)])[0].token_ids == (1, 6)

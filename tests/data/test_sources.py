@@ -14,7 +14,7 @@ import pytest
 from atomrl.config import DataConfig
 from atomrl.data.files import read_rows, write_jsonl
 from atomrl.data.problems import DataError
-from atomrl.data.sources import collate, load_samples
+from atomrl.data.sources import load_samples
 
 GOOD = b'{"prompt": "1+1=", "ground_truth": "2"}'
 
@@ -46,7 +46,7 @@ def test_plain_rows_and_columns(tmp_path):
     assert first.columns == {"level": 1, "tags": None}
     assert (second.ground_truth, second.data_source) == (4, "default")
     assert second.columns == {"level": None, "tags": ["a", {"b": None}]}
-    assert report.skipped == 0 and collate(report.samples) is report.samples
+    assert not report.problems
 
 
 def test_gsm8k_by_configuration_alone(shared_dir):
@@ -68,7 +68,7 @@ def test_trl_layout(tmp_path):
     row = {"prompt": [{"role": "user", "content": "1+1="}], "solution": "2", "difficulty": "easy"}
     [sample] = load_samples(DataConfig(train=write_rows(tmp_path, row), answer_field="solution")).samples
     assert sample.prompt == ({"role": "user", "content": "1+1="},)
-    assert sample.ground_truth == "2" and sample.columns == {"difficulty": "easy"}
+    assert sample.ground_truth == "2" and sample.columns == {"difficulty": "easy", "solution": "2"}
 
 
 VERL_ROW = {
@@ -167,7 +167,7 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path, line, reason):
     assert problem.startswith("  data.jsonl:3: ") and reason in problem and len(problem) < 300
     report = load_samples(DataConfig(train=path, on_bad_row="skip"))
     assert [sample.sample_id for sample in report.samples] == ["data.jsonl:1", "data.jsonl:4"]
-    assert report.skipped == 1 and reason in report.problems[0]
+    assert len(report.problems) == 1 and reason in report.problems[0]
 
 
 def test_all_problems_are_listed_up_to_twenty(tmp_path):
@@ -231,14 +231,15 @@ def test_files_that_are_none(tmp_path):
         load_samples(DataConfig(train="countdwn"))
 
 
-def test_sizes(tmp_path):
+def test_sizes(tmp_path, caplog):
     path = write(tmp_path, *[GOOD] * 5)
     config = DataConfig(train=path, train_size=3, eval=path, eval_size=2)
     assert [sample.sample_id for sample in load_samples(config).samples] == [f"data.jsonl:{n}" for n in (1, 2, 3)]
     assert len(load_samples(config, "eval").samples) == 2
     assert load_samples(DataConfig(train=path), "eval").samples == []
-    with pytest.raises(DataError, match=r"train_size=6, but .* holds 5"):
-        load_samples(DataConfig(train=path, train_size=6))
+    assert not caplog.records
+    assert len(load_samples(DataConfig(train=path, train_size=6)).samples) == 5  # a config made for a generator, say
+    assert re.search(r"data.train_size=6, but .*data.jsonl holds 5 usable rows: all are taken", caplog.text)
     with pytest.raises(DataError, match="train_size is required"):
         load_samples(DataConfig(train="arithmetic"))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from atomrl.data.problems import DataError
 from atomrl.data.stream import PromptStream
-from atomrl.stages import Sample
+from atomrl.types import Sample
 
 
 def samples(count: int) -> list[Sample]:

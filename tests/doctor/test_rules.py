@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atomrl.config import known_keys
 from atomrl.doctor.rules import RULES
 from atomrl.doctor.watch import FIRST_ROWS, LAST_ROWS, Doctor, diagnose
-from tests.test_pages import config_keys, valid_keys
+from tests.test_pages import config_keys
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs/failures"
@@ -43,7 +44,8 @@ NAMES = {name.replace("/", "_").replace("@", "_"): name for name in HEALTHY} | {
     "correlation": "reward/length_correlation",
     "equally": "reward/length_correlation_equally_correct",
     "skipped": "actor/skipped_updates", "bonus": "reward/bonus/mean",
-    "penalty": "reward/length_penalty/mean",
+    "penalty": "reward/length_penalty/mean", "trained": "train/rows", "accepted": "rollout/groups_accepted",
+    "low": "critic/advantages/min", "high": "critic/advantages/max", "identical": "by_group/frac_identical",
 }  # fmt: skip
 
 
@@ -64,6 +66,7 @@ SICK = {
         "critic_score_mean": lambda step: 0.4 + 0.02 * step,
         "train_accuracy": lambda step: 0.4 - 0.01 * step,
     },
+    "no_updates": {"trained": late(64.0, 0.0)},
     "constant_reward": {"critic_score_mean": 0.0, "critic_score_max": 0.0},
     "no_mixed_groups": {"by_group_frac_mixed": 0.0, "by_group_frac_all_bad": 0.6},
     "dead_reward_part": {"reward_strict_math_mean": 0.0, "bonus": 0.4},
@@ -79,10 +82,14 @@ MORE_SICK = [
     ("pays_for_length", {"correlation": 0.96, "equally": lambda step: 0.5 + 0.3 * (step % 2)}),
     ("pays_for_length", {"critic_score_mean": lambda step: 0.4 + 0.02 * step, "train_accuracy": 0.4,
                          "response_length_mean": lambda step: 20.0 + 2 * step}),
+    ("no_updates", {"accepted": 0.0, "critic_score_mean": 1.0, "critic_score_min": 1.0}),
+    ("no_updates", {"low": 0.0, "high": 0.0, "by_group_frac_mixed": None, "by_group_frac_all_bad": None,
+                    "actor_grad_norm": 0.0}),
     ("constant_reward", {"critic_score_mean": 1.0, "critic_score_min": 1.0}),
     ("no_mixed_groups", {"by_group_frac_mixed": 0.0, "by_group_frac_all_bad": 0.2}),
 ]  # fmt: skip
 NEARLY = {
+    "distillation learns without advantages": {"low": 0.0, "high": 0.0, "by_group_frac_mixed": None},
     "a good run that ends certain": {"critic_score_mean": lambda step: min(0.98, 0.4 + 0.04 * step),
                                      "train_accuracy": lambda step: min(0.98, 0.4 + 0.04 * step),
                                      "actor_entropy": lambda step: 0.3 * 0.8**step,
@@ -97,6 +104,8 @@ NEARLY = {
     "bounds that are made to act on most tokens": {"actor_pg_clipfrac": 0.75, "actor_ppo_kl": 0.0003},
     "right answers are longer": {"correlation": 0.95},
     "a form that takes some words is paid too": {"correlation": 0.8, "equally": 0.7},
+    "advantages of 0 where rewards are equal": {"low": 0.0, "high": 0.0, "critic_score_max":
+                                                lambda step: float(step % 2), "critic_score_min": 0.0},
     "some cut": {"response_length_clip_ratio": 0.1, "response_length_ran_on_ratio": 0.1},
     "some steps without mixed groups": {"by_group_frac_mixed": lambda step: 0.0 if step % 5 else 0.1},
     "one step of equal rewards": {"critic_score_max": lambda step: 0.0 if step == 9 else 1.0},
@@ -114,6 +123,11 @@ def ids(given_rows):
 @pytest.mark.parametrize(("name", "changes"), [*SICK.items(), *MORE_SICK])
 def test_a_sick_run_hears_its_illness_and_nothing_else(name, changes):
     assert ids(rows(**changes)) == [name]
+
+
+def test_at_temperature_0_problems_are_not_called_easy():
+    [finding] = diagnose(rows(by_group_frac_mixed=0.0, by_group_frac_all_bad=0.2, identical=1.0))
+    assert "same text" in finding.what and "easy" not in finding.what and "rollout.temperature=1" in finding.advice
 
 
 def test_every_rule_is_tested():
@@ -177,4 +191,4 @@ def test_every_rule_has_its_page_and_every_page_its_rule():
 def test_the_keys_that_are_advised_exist():
     texts = [finding.advice for changes in SICK.values() for finding in diagnose(rows(**changes))]
     named = set().union(*map(config_keys, texts))
-    assert len(named) > 10 and named <= valid_keys(), named - valid_keys()
+    assert len(named) > 10 and named <= set(known_keys()), named - valid_keys()

@@ -5,10 +5,12 @@ import pytest
 from atomrl.config import ConfigError, build_config, merge_trees
 from atomrl.grpo import GRPOArgs
 from atomrl.grpo.arguments import TABLE, name_arguments
+from atomrl.grpo.inputs import lora_section
 
 NAMES = {
     "lr", "num_generations", "output_dir", "device", "save_steps", "epoch", "max_prompt_length", "max_generate_length",
     "reward_weights", "beta", "clip_eps", "gradient_accumulation_steps", "num_iterations", "batch_size",
+    "temperature", "seed", "max_steps", "loss_type", "scale_rewards",
 }  # fmt: skip
 
 
@@ -23,7 +25,9 @@ def test_the_arguments_are_these():
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [("lrr", "lr"), ("num_generation", "num_generations"), ("learning_rate", "lr"), ("epochs", "epoch"),
-     ("max_completion_length", "max_generate_length"), ("clip_epsilon", "clip_eps"), ("betta", "beta")],
+     ("max_completion_length", "max_generate_length"), ("clip_epsilon", "clip_eps"), ("betta", "beta"),
+     ("epsilon", "clip_eps"),
+     ("clip_range", "clip_eps"), ("total_training_steps", "max_steps"), ("save_freq", "save_steps")],
 )  # fmt: skip
 def test_an_unknown_argument_is_an_error_with_the_nearest(name, nearest):
     with pytest.raises(AttributeError, match=f"no argument '{name}'; did you mean '{nearest}'"):
@@ -64,7 +68,28 @@ def test_what_each_argument_becomes():
     assert config.train.tokens_per_micro_batch == 5 * 3 * (11 + 13)  # so that rows alone limit
     assert config.train.rows_per_update is None
     assert (config.model.device, config.checkpoint.every_steps, config.data.max_prompt_tokens) == ("cpu", 7, 11)
-    assert config.algorithm.axes == {"clip": {"low": 0.1, "high": 0.1}, "kl": {"coefficient": 0.5}}
+    axes = config.algorithm.axes
+    assert (axes["clip"].low, axes["clip"].high, axes["kl"].coefficient) == (0.1, 0.1, 0.5)
+    assert (axes["loss_agg"].type, axes["advantage"].type) == ("token_mean", "grpo")
+
+
+def test_dr_grpo_in_trls_words():
+    config = config_of(GRPOArgs(loss_type="dr_grpo", scale_rewards=False, temperature=0.7, seed=5))
+    axes = config.algorithm.axes
+    assert (axes["loss_agg"].type, axes["advantage"].type) == ("constant_length", "grpo_no_std")
+    assert (config.rollout.temperature, config.seed) == (0.7, 5)
+
+
+def test_adapters_in_pefts_words():
+    from peft import LoraConfig
+
+    expected = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    assert lora_section({"r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"]}) == expected
+    given = LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj", "q_proj"])
+    assert lora_section(given) == expected | {"dropout": 0.0} and lora_section(None) is None
+    for bad in ({"rank": 4}, LoraConfig(use_dora=True), 16):
+        with pytest.raises(ConfigError, match="peft_config"):
+            lora_section(bad)
 
 
 def test_a_path_is_a_folders_name(tmp_path):

@@ -14,7 +14,7 @@ from atomrl.cli.main import main
 from atomrl.config import ConfigError
 from atomrl.data.problems import DataError
 from atomrl.grpo import GRPOArgs, GRPOTrainer
-from atomrl.training import local
+from atomrl.training import base
 from tests.tiny import make_tiny_model
 
 ROWS = [{"prompt": f"{k}+1=", "ground_truth": str(k + 1), "level": k} for k in range(6)]
@@ -49,14 +49,14 @@ def weights(path):
 
 def test_every_argument_has_its_effect(folder, monkeypatch):
     sizes = []
-    split = local.micro_batches
+    split = base.micro_batches
 
     def spy(*arguments):
         parts = split(*arguments)
         sizes.append([len(part) for part in parts])
         return parts
 
-    monkeypatch.setattr(local, "micro_batches", spy)
+    monkeypatch.setattr(base, "micro_batches", spy)
     args = GRPOArgs(
         lr=2e-3, num_generations=3, output_dir="some/run", device="cpu", save_steps=1, epoch=1.5, max_prompt_length=12,
         max_generate_length=5, reward_weights=[2.0, 0.5], beta=0.1, clip_eps=0.0, gradient_accumulation_steps=2,
@@ -263,3 +263,19 @@ def test_a_tokenizer_of_another_model(folder):
 
     with pytest.raises(ConfigError, match="tokenizer is another model's"):
         GRPOTrainer("model", make_tokenizer(), letters, small(), train_dataset=ROWS).train()
+
+
+def test_callbacks_and_max_steps(folder):
+    seen = []
+    trainer = GRPOTrainer(
+        "model",
+        reward_funcs=letters,
+        args=small(max_steps=3),
+        train_dataset=ROWS,
+        callbacks=[lambda step, metrics: seen.append((step, metrics["critic/score/mean"]))],
+    )
+    assert trainer.train()["steps"] == 3
+    assert [step for step, _ in seen] == [1, 2, 3]
+    assert [score for _, score in seen] == [row["critic/score/mean"] for row in trainer.log_history]
+    with pytest.raises(ConfigError, match="callbacks"):
+        GRPOTrainer("model", reward_funcs=letters, callbacks=[3])

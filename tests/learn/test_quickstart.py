@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from atomrl import assembly
-from atomrl.assembly import supervised
 from atomrl.config import build_config, merge_trees, parse_overrides, read_yaml
 from atomrl.data import chain
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import save_model
 from atomrl.models.tokenizer import make_tokenizer
+from atomrl.runs import prepare_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 IMITATION_STEPS, GRPO_STEPS = 170, 12
@@ -65,7 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data": {"train": write_rows(folder / "demonstrations.jsonl", demonstrations(random.Random(0), 5000))},
         "sft": {},
     }
-    supervised.sft(configure(tree, f"output_dir={folder}", "run_name=warm", f"train.steps={IMITATION_STEPS}"))
+    config = configure(tree, f"output_dir={folder}", "run_name=warm", f"train.steps={IMITATION_STEPS}")
+    prepare_run(config).execute()
     return folder
 
 
@@ -75,7 +75,8 @@ def train(folder: Path, *overrides: str) -> dict[str, Any]:
         "data": {"train": str(folder / "problems.jsonl"), "eval": str(folder / "problems.jsonl")},
     }
     small = ["rollout.prompts_per_step=32", "eval.every_steps=0", "eval.samples_per_prompt=4"]
-    return assembly.train(configure(tree, f"output_dir={folder}", *small, "train.learning_rate=2.0e-3", *overrides))
+    config = configure(tree, f"output_dir={folder}", *small, "train.learning_rate=2.0e-3", *overrides)
+    return prepare_run(config).execute()
 
 
 def test_grpo_learns_to_reason(folder: Path) -> None:

@@ -12,14 +12,14 @@ from transformers import AutoModelForSequenceClassification
 from atomrl.cli.main import main
 from atomrl.models.loading import load_tokenizer, read_safetensors
 from atomrl.models.scalar import load_scalar, save_scalar
-from atomrl.objective.compose import COEFFICIENT
+from atomrl.objective.policy import COEFFICIENT
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import read_metrics
 from tests.models.test_loading import save_gpt2
 from tests.tiny import make_tiny_model
 
 STEPS = 3
-KL = {"type": "k2", "coefficient": 0.02, "place": "reward", "target": 1e-6, "horizon": 20.0}
+KL = {"type": "k2", "coefficient": 0.02, "apply_to": "reward", "target": 1e-6, "horizon": 20.0}
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_a_bad_start_is_said_before_there_is_a_run(folder, capsys, monkeypatch):
         raise AssertionError("weights were loaded")
 
     cases = make_bad(folder)
-    monkeypatch.setattr("atomrl.assembly.LocalBackend", never)
+    monkeypatch.setattr("atomrl.runs.base.LocalBackend", never)
     for path, said in cases.items():
         for more in ([], ["--dry-run"]):
             if path == "nowhere":
@@ -155,12 +155,14 @@ def test_a_bad_start_is_said_before_there_is_a_run(folder, capsys, monkeypatch):
             error = capsys.readouterr().err
             assert "critic.path: " in error and said in error, error
     assert not (folder / "runs").exists()
-    assert main(["train", "c.yaml", "critic.path=nowhere", "algorithm={name: grpo}", "--dry-run"]) == 0
+    grpo = ["algorithm={name: grpo}", "rollout.completions_per_prompt=2"]
+    assert main(["train", "c.yaml", "critic.path=nowhere", *grpo, "--dry-run"]) == 0
 
 
 def test_what_a_run_takes_has_the_critic_in_it(folder, capsys):
     assert main(["train", "c.yaml", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "critic   " in shown and "critic activations" in shown
-    assert main(["train", "c.yaml", "algorithm={name: grpo}", "--dry-run"]) == 0
+    grpo = ["algorithm={name: grpo}", "rollout.completions_per_prompt=2"]
+    assert main(["train", "c.yaml", *grpo, "--dry-run"]) == 0
     assert "critic   " not in capsys.readouterr().out

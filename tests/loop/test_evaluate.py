@@ -8,10 +8,10 @@ import pytest
 
 from atomrl.config import DataConfig, RewardConfig
 from atomrl.data.processor import DataProcessor
-from atomrl.loop.evaluate import Group, evaluate, majority_correct, mean_figure, pass_at_k, pass_sizes
+from atomrl.loop.evaluate import evaluate, majority_correct, mean_figure, pass_at_k, pass_sizes
 from atomrl.rewards.compute import build_rewards
 from atomrl.rollout.fake import FakeEngine
-from atomrl.stages import Sample, SamplingParams
+from atomrl.types import Sample, SamplingParams
 from tests.tiny import make_tiny_tokenizer
 
 SAMPLES = [
@@ -159,11 +159,7 @@ def test_pass_sizes_end_with_all_samples():
 
 
 def group(answers, correct):
-    count = len(answers)
-    return Group(
-        data_source="d", rewards=(0.0,) * count, correct=correct, answers=answers, formatted=correct, truncated=correct,
-        completion_tokens=(1,) * count, reasoning_tokens=(1,) * count, reasoning_characters=(1,) * count,
-    )  # fmt: skip
+    return [{"answer": answer, "correct": right} for answer, right in zip(answers, correct, strict=True)]
 
 
 def test_majority():

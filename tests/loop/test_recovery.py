@@ -11,11 +11,13 @@ from collections import Counter
 import pytest
 import yaml
 
-from atomrl import assembly
 from atomrl.cli.main import main
 from atomrl.config import ConfigError
+from atomrl.rollout.native import NativeEngine
+from atomrl.runs import rl
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import read_metrics
+from atomrl.training.local import LocalBackend
 from benchmarks import kills
 from tests.tiny import make_tiny_model
 
@@ -101,14 +103,14 @@ def test_resuming_a_finished_run_evaluates_it_once(folder):
 
 
 def test_an_error_before_the_first_update_of_a_step_saves_the_steps_before(folder, monkeypatch, capsys):
-    generate = assembly.NativeEngine.generate
+    submit = NativeEngine.submit
 
-    def broken(self, prompts, sampling):
-        if sampling.step == 4:
+    def broken(self, requests):
+        if requests[0].sampling.step == 4:
             raise ValueError("the engine broke")
-        return generate(self, prompts, sampling)
+        return submit(self, requests)
 
-    monkeypatch.setattr(assembly.NativeEngine, "generate", broken)
+    monkeypatch.setattr(NativeEngine, "submit", broken)
     assert "the engine broke" in fails(capsys)
     run = folder / "runs" / "run"
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000003"]
@@ -119,7 +121,7 @@ def test_an_error_before_the_first_update_of_a_step_saves_the_steps_before(folde
 
 
 def test_an_error_in_an_update_saves_nothing_because_the_weights_may_be_between(folder, monkeypatch, capsys):
-    step = assembly.LocalBackend.train_step
+    step = LocalBackend.train_step
 
     def broken(self, batch, algorithm):
         result = step(self, batch, algorithm)
@@ -127,7 +129,7 @@ def test_an_error_in_an_update_saves_nothing_because_the_weights_may_be_between(
             raise ValueError("the trainer broke")
         return result
 
-    monkeypatch.setattr(assembly.LocalBackend, "train_step", broken)
+    monkeypatch.setattr(LocalBackend, "train_step", broken)
     assert "the trainer broke" in fails(capsys)
     assert not (folder / "runs" / "run" / "checkpoints").exists()
 
@@ -195,7 +197,7 @@ def test_another_model_and_tokenizer_are_named_and_a_moved_one_is_the_same(begun
 
 
 def test_a_run_without_a_checkpoint_starts_over_with_any_config(folder, monkeypatch, capsys):
-    monkeypatch.setattr(assembly.NativeEngine, "generate", lambda *a: 1 / 0)
+    monkeypatch.setattr(NativeEngine, "submit", lambda *a: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["train", "c.yaml"])
     monkeypatch.undo()
@@ -225,7 +227,7 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(tmp_path, number):
 
 
 def test_a_signal_before_the_first_step_ends_at_once(folder, monkeypatch, capsys):
-    monkeypatch.setattr(assembly, "evaluate", lambda *a, **k: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(rl, "evaluate", lambda *a, **k: os.kill(os.getpid(), signal.SIGTERM))
     handler = signal.getsignal(signal.SIGTERM)
     assert main(["train", "c.yaml", "data.eval=train.jsonl"]) == 130
     assert "no checkpoint yet" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """The loop on real parts, small: native engine, local back end, a tiny random model."""
 
-import contextlib
 import json
 import os
 import signal
@@ -13,34 +12,15 @@ from atomrl.algorithms.table import build_algorithm
 from atomrl.config import DataConfig, ModelConfig, RewardConfig, TrainConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
-from atomrl.loop.report import Stopwatch
-from atomrl.loop.sync import NoSignal, Parts, Progress, Schedule, collect, train
+from atomrl.loop.sync import Parts, Progress, Schedule
 from atomrl.models.loading import load_tokenizer
 from atomrl.rewards.compute import build_rewards
 from atomrl.rollout.native import NativeEngine
-from atomrl.stages import Sample, SamplingParams
 from atomrl.training.local import LocalBackend
+from atomrl.types import Sample, SamplingParams
+from atomrl.weights import InProcessTransfer
+from tests.loop.scripted import Record, train
 from tests.tiny import make_tiny_model
-
-
-class Record:
-    """Keeps what a run would write."""
-
-    def __init__(self, folder):
-        self.folder, self.rows, self.rollouts, self.saved = folder, [], [], []
-
-    def log(self, step, metrics):
-        self.rows.append({"step": step, **metrics})
-
-    def log_rollouts(self, step, rewarded, advantages):
-        self.rollouts.append((step, rewarded, advantages))
-
-    @contextlib.contextmanager
-    def checkpoint(self, step):
-        folder = self.folder / f"step_{step}"
-        folder.mkdir(parents=True)
-        yield folder
-        self.saved.append(step)
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +46,23 @@ def make_parts(model, folder, steps=4, algorithm=None, **schedule):
     )
     samples = [Sample(sample_id=str(i), prompt=f"write {i}", ground_truth="") for i in range(5)]
     settings = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": 8}
+    engine = NativeEngine.from_pretrained(model, tokenizer, **settings)
+    trainer = LocalBackend(
+        ModelConfig(path=model, dtype="float32"),
+        train_config,
+        total_updates=steps * plan.updates_per_epoch * plan.epochs_per_step,
+        tokenizer=tokenizer,
+    )
     parts = Parts(
-        engine=NativeEngine.from_pretrained(model, tokenizer, **settings),
-        trainer=LocalBackend(
-            ModelConfig(path=model, dtype="float32"),
-            train_config,
-            total_updates=steps * plan.updates_per_epoch * plan.epochs_per_step,
-            tokenizer=tokenizer,
-        ),
+        engine=engine,
+        transfer=InProcessTransfer(trainer, engine),
+        trainer=trainer,
         algorithm=algorithm or build_algorithm("grpo", {}, report_entropy=True),
         stream=PromptStream(samples, seed=0),
         processor=DataProcessor(tokenizer, DataConfig(train="x.jsonl")),
         rewards=build_rewards(RewardConfig(functions=[{"function": "tests.letters.letter_reward"}])),
         sampling=SamplingParams(completions_per_prompt=4, max_completion_tokens=12),
         record=Record(folder),
-        evaluate=lambda version: None,
     )
     return parts, plan
 
@@ -94,7 +76,7 @@ def saver(parts):
 
 
 def weights(parts):
-    return {name: tensor.clone() for name, tensor in parts.trainer.weights()}
+    return {name: tensor.clone() for name, tensor in parts.trainer.state().items()}
 
 
 def without_time(rows):
@@ -102,9 +84,7 @@ def without_time(rows):
 
 
 def test_a_run_trains_and_reports(model, tmp_path):
-    parts, plan = make_parts(model, tmp_path, eval_every_steps=2)
-    evaluated = []
-    parts = replace(parts, evaluate=evaluated.append)
+    parts, plan = make_parts(model, tmp_path)
     before = weights(parts)
     assert train(parts, plan, Progress(), saver(parts)) is True
     assert [row["step"] for row in parts.record.rows] == [1, 2, 3, 4]
@@ -126,12 +106,11 @@ def test_a_run_trains_and_reports(model, tmp_path):
     ):
         assert name in row, name
     assert row["training/updates"] == 2
-    assert evaluated == [2]
     # weights reach the engine: rollout and trainer see the same policy, on every step
     assert max(r["training/rollout_probs_diff_max"] for r in parts.record.rows) < 1e-4
     assert parts.record.saved == [4]
-    step, rewarded, advantages = parts.record.rollouts[2]
-    assert step == 3 and rewarded.policy_version == 2 and len(advantages) == 12
+    step, trajectories, advantages = parts.record.rollouts[2]
+    assert step == 3 and {item.segments[1].policy_version for item in trajectories} == {2} and len(advantages) == 12
 
 
 def test_the_reward_rises(model, tmp_path):
@@ -161,34 +140,15 @@ def test_a_signal_ends_the_step_and_saves(model, tmp_path):
     parts, plan = make_parts(model, tmp_path)
     handler = signal.getsignal(signal.SIGTERM)
 
-    def stop_in_step_two(version):
-        os.kill(os.getpid(), signal.SIGTERM)
+    transfer = parts.transfer
 
-    parts = replace(parts, evaluate=stop_in_step_two)
+    def stop_in_step_two(version):
+        transfer(version)
+        if version == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    parts = replace(parts, transfer=stop_in_step_two)
     progress = Progress()
-    assert train(parts, replace(plan, eval_every_steps=2), progress, saver(parts)) is False
+    assert train(parts, plan, progress, saver(parts)) is False
     assert progress.step == 2 and parts.record.saved == [2]
     assert signal.getsignal(signal.SIGTERM) is handler
-
-
-def test_groups_that_are_refused_are_replaced(model, tmp_path):
-    seen = []
-
-    def every_other(rewards):
-        seen.append(rewards)
-        return len(seen) % 2 == 0
-
-    picky = replace(build_algorithm("grpo", {}), accept_group=every_other)
-    parts, _ = make_parts(model, tmp_path, algorithm=picky)
-    rewarded = collect(parts, 3, 1, Stopwatch())
-    assert len(rewarded.samples) == len(rewarded.completions) == len(rewarded.rewards) == 3
-    assert [list(group) for group in rewarded.rewards] == seen[1:6:2]
-    assert len(rewarded.reward_parts["letter_reward"]) == 3
-    assert parts.stream.position > 3
-
-
-def test_data_without_signal_stops_with_an_error(model, tmp_path):
-    picky = replace(build_algorithm("grpo", {}), accept_group=lambda rewards: False)
-    parts, _ = make_parts(model, tmp_path, algorithm=picky)
-    with pytest.raises(NoSignal, match="accepted 0 of 60 groups"):
-        collect(parts, 3, 1, Stopwatch())

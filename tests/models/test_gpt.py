@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from atomrl.atoms.logprobs import token_entropy
 from atomrl.models import gpt
-from atomrl.models.gpt import GPT, new_gpt, unsupported
+from atomrl.models.gpt import GPT, new_gpt
+from atomrl.models.spec import unsupported
 
 SHAPE = {
     "vocab_size": 50,
@@ -105,7 +106,7 @@ def test_bfloat16_computes_on_float32_weights():
 def test_what_it_does_not_compute_is_said():
     assert "mistral" in unsupported(MistralConfig())
     assert "sliding" in unsupported(Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=0))
-    assert "dropout" in unsupported(LlamaConfig(attention_dropout=0.1))
+    assert unsupported(LlamaConfig(attention_dropout=0.1)) is None  # the policy that is trained samples without any
     with pytest.raises(ValueError, match="rope_type"):
         GPT(LlamaConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}))
 

@@ -4,15 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from atomrl.models.kernels import AttentionFunction, RMSNormFunction, Rotate, SwiGLUFunction
+from atomrl.models import attention
+from atomrl.models.attention import PackedAttention, Rotate
+from atomrl.models.kernels import RMSNormFunction, SwiGLUFunction
+from atomrl.models.shared_prefix import row_stream
 
 ROWS, TOKENS, HEADS, KV_HEADS, SIZE = 2, 5, 4, 2, 6
 
 
 def tables(dtype):
-    angles = torch.arange(TOKENS, dtype=dtype)[:, None, None] * torch.tensor([1.0, 0.3, 0.1], dtype=dtype)
-    angles = angles.expand(TOKENS, HEADS + KV_HEADS, SIZE // 2)
-    return angles.cos().clone(), angles.sin().clone()
+    angles = torch.arange(TOKENS, dtype=dtype)[:, None] * torch.tensor([1.0, 0.3, 0.1], dtype=dtype)
+    return angles.cos(), angles.sin()
 
 
 def causal(dtype):
@@ -33,12 +35,17 @@ def plain_rotation(x, cos, sin):
     return x * cos + torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], -1) * sin
 
 
-def plain_attention(qkv, cos, sin, mask, kv_heads):
+def packed_attention(qkv, cos, sin):
+    rows = row_stream(ROWS, TOKENS).blocks
+    return PackedAttention.apply(qkv.flatten(0, 1), rows, cos, sin, KV_HEADS).view(ROWS, TOKENS, -1)
+
+
+def repeated_attention(qkv, cos, sin, kv_heads=KV_HEADS):
     qk, v = qkv[:, :, :-kv_heads], qkv[:, :, -kv_heads:]
-    turned = plain_rotation(qk, cos, sin).to(qkv.dtype)
+    turned = plain_rotation(qk, cos[:, None], sin[:, None]).to(qkv.dtype)
     q, k = turned[:, :, :-kv_heads], turned[:, :, -kv_heads:]
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=2) for x in (k, v))
-    shares = (torch.einsum("bqhd,bkhd->bhqk", q, k) + mask).softmax(-1)
+    shares = (torch.einsum("bqhd,bkhd->bhqk", q, k) * SIZE**-0.5 + causal(qkv.dtype)).softmax(-1)
     return torch.einsum("bhqk,bkhd->bqhd", shares, v).flatten(2)
 
 
@@ -51,12 +58,14 @@ def cases(dtype):
     return {
         "norm": (RMSNormFunction.apply, plain_norm, (x, weight, 1e-6)),
         "swiglu": (SwiGLUFunction.apply, plain_swiglu, (x,)),
-        "rotation": (Rotate.apply, plain_rotation, (qk, *turn)),
-        "attention": (AttentionFunction.apply, plain_attention, (qkv, *turn, causal(dtype), KV_HEADS)),
+        "rotation": (Rotate.apply, plain_rotation, (qk, *(table[:, None] for table in turn))),
+        "attention": (packed_attention, repeated_attention, (qkv, *turn)),
+        "rows": (lambda *a: attention.row_attention(a[0], a[1:], KV_HEADS), repeated_attention, (qkv, *turn)),
+        "plain rows": (lambda *a: attention.plain_attention(a[0], a[1:], KV_HEADS), repeated_attention, (qkv, *turn)),
     }
 
 
-NAMES = ["norm", "swiglu", "rotation", "attention"]
+NAMES = ["norm", "swiglu", "rotation", "attention", "rows", "plain rows"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,14 +1,15 @@
 """Loading and saving in Hugging Face layout."""
 
+import json
 import logging
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from atomrl.assembly import ENGINES, build_engine
-from atomrl.config import ConfigError, ModelConfig, RolloutConfig
+from atomrl.config import ConfigError, ModelConfig, RolloutConfig, build_config
 from atomrl.models import loading
 from atomrl.models.gpt import GPT, new_gpt
 from atomrl.models.loading import (
@@ -21,6 +22,9 @@ from atomrl.models.loading import (
     read_safetensors,
     save_model,
 )
+from atomrl.models.memory import memory_estimate
+from atomrl.rollout.native import NativeEngine
+from atomrl.runs.build import ENGINES, build_engine
 from tests.tiny import make_tiny_model
 
 TOKENS = torch.randint(0, 90, (2, 11), generator=torch.Generator().manual_seed(0))
@@ -140,7 +144,7 @@ def test_a_hub_model_that_was_fetched_in_part_is_fetched_again(tmp_path, monkeyp
     assert len(asked) == 2
     config = ModelConfig(path="someone/model", dtype="float32")
     for engine in ENGINES:
-        build_engine(engine, "someone/model", load_tokenizer("someone/model"), "float32", RolloutConfig(), config)
+        build_engine("someone/model", load_tokenizer("someone/model"), RolloutConfig(engine=engine), config)
     assert len(asked) == 2
 
 
@@ -171,3 +175,81 @@ def test_frozen_weights_are_kept_in_the_compute_dtype(tmp_path):
     assert trained.head_weight.dtype == torch.float32 and trained.head_weight.requires_grad
     assert frozen.head_weight.dtype == torch.bfloat16 and not frozen.head_weight.requires_grad
     assert torch.equal(trained(TOKENS), frozen(TOKENS))
+
+
+def in_shards(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="20KB")
+    return folder
+
+
+def test_a_stray_file_beside_the_index_does_not_matter(tmp_path):
+    folder = in_shards(make_tiny_model(tmp_path))
+    expected = load_policy(folder, dtype="float32")(TOKENS)
+    save_file({"model.norm.weight": torch.zeros(32), "other": torch.zeros(2)}, folder / "consolidated.safetensors")
+    save_file({"model.norm.weight": torch.zeros(32)}, folder / "model.safetensors")
+    assert torch.equal(load_policy(folder, dtype="float32")(TOKENS), expected)
+    settings = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": 2}
+    engine = NativeEngine.from_pretrained(str(folder), load_tokenizer(folder), **settings)
+    assert torch.equal(engine.model.norm, dict(load_policy(folder).named_parameters())["model.norm.weight"])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_shard_that_is_cut_short_is_named(tmp_path, family):
+    folder = in_shards(make_tiny_model(tmp_path) if family == "llama" else save_gpt2(tmp_path))
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=f"{shard.name} is missing, damaged or cut short"):
+        load_policy(folder)
+    shard.unlink()
+    with pytest.raises(ConfigError, match=f"{shard.name} is missing"):
+        load_policy(folder)
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings(tmp_path):
+    folder = make_tiny_model(tmp_path)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(["one more"], special_tokens=True)  # never written by a model: Gemma 3 has such a one
+    tokenizer.save_pretrained(folder)
+    load_tokenizer(folder)
+    tokenizer.add_tokens(["and another"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"has 1 tokens \(such as 'and another'\) beyond the 102 embeddings"):
+        load_tokenizer(folder)
+
+
+def test_end_of_sequence_of_the_config_where_the_tokenizer_has_none(tmp_path):
+    folder = make_tiny_model(tmp_path)
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    del settings["eos_token"], settings["pad_token"]
+    file.write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 2
+
+
+REMOTE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_a_model_runs_in_trainer_engine_and_estimate_where_it_is_trusted(tmp_path):
+    folder = make_tiny_model(tmp_path)
+    (folder / "own.py").write_text(REMOTE)
+    file = folder / "config.json"
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "own", "auto_map": own}))
+    tree = {"run_name": "r", "model": {"path": str(folder), "dtype": "float32"}, "data": {"train": "d"}}
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        load_policy(folder, dtype="float32")
+    config = build_config(tree | {"model": tree["model"] | {"trust_remote_code": True}})
+    policy = load_policy(folder, dtype="float32", trust_remote_code=True).eval()
+    tokenizer = load_tokenizer(folder, trust_remote_code=True)
+    engine = build_engine(str(folder), tokenizer, config.rollout, config.model)
+    torch.testing.assert_close(engine.model(TOKENS).logits, policy(TOKENS))
+    assert memory_estimate(config)["engine weights"] == 4 * sum(p.numel() for p in policy.parameters())

@@ -6,9 +6,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from atomrl.config import ConfigError, LoraConfig
-from atomrl.models.loading import load_policy, policy_weights
-from atomrl.models.lora import adapters_disabled, export, load_adapters, save_adapters
+from atomrl.config import ConfigError, LoraConfig, ModelConfig, RolloutConfig
+from atomrl.models.loading import is_local, load_policy, load_tokenizer, model_config_only, policy_weights
+from atomrl.models.lora import adapter_weights, adapters_disabled, export, load_adapters, save_adapters
+from atomrl.rollout.hf import HFEngine
+from atomrl.runs.build import build_engine
 from tests.models.test_loading import TOKENS, save_gpt2
 from tests.tiny import make_tiny_model
 
@@ -57,6 +59,24 @@ def test_merged_weights_without_changing_the_model(base, tmp_path):
     assert merged.keys() | {"lm_head.weight"} == plain.state_dict().keys() | {"lm_head.weight"}
     plain.load_state_dict(merged, strict=False)
     torch.testing.assert_close(plain(TOKENS).logits, policy(TOKENS), atol=1e-4, rtol=1e-4)
+
+
+def test_a_folder_of_adapters_is_loaded_as_the_merged_model(base, tmp_path):
+    policy, folder = adapted(base), tmp_path / "adapter"
+    save_adapters(policy, folder)
+    load_tokenizer(make_tiny_model(tmp_path / "other")).save_pretrained(folder)
+    assert model_config_only(folder).model_type == model_config_only(base).model_type
+    torch.testing.assert_close(load_policy(folder, dtype="float32")(TOKENS), policy(TOKENS), atol=1e-4, rtol=1e-4)
+    merged, settings = dict(policy_weights(policy)), RolloutConfig()
+    model = ModelConfig(path=str(folder), dtype="float32", device="cpu")
+    engine = build_engine(str(folder), load_tokenizer(base.parent / "other"), settings, model)
+    if isinstance(engine, HFEngine):
+        found = dict(engine.model.named_parameters())["transformer.h.0.attn.c_attn.weight"]
+        torch.testing.assert_close(found, merged["transformer.h.0.attn.c_attn.weight"])
+    else:
+        head = engine.model.layers[0].output.weight.t()
+        torch.testing.assert_close(head, merged["model.layers.0.self_attn.o_proj.weight"])
+    assert is_local(folder)
 
 
 def test_export(tmp_path):
@@ -109,3 +129,20 @@ def test_unknown_target(tmp_path):
     folder = make_tiny_model(tmp_path)
     with pytest.raises(ConfigError, match="nothing_like_it"):
         load_policy(folder, lora=LoraConfig(target_modules=["nothing_like_it"]))
+
+
+def test_unmerged_adapters_give_what_the_model_adds(base):
+    policy, found = adapted(base), []
+    adapters = adapter_weights(policy)
+    inner = getattr(policy, "inner", policy)
+    layers = [name.removesuffix(".lora_A.default") for name, _ in inner.named_modules()]
+    names = {f"{name}.weight" for name in layers if f"{name}.lora_A.default" in dict(inner.named_modules())}
+    assert adapters.keys() == names
+    for name, adapter in adapters.items():
+        layer = inner.get_submodule(name.removesuffix(".weight"))
+        x = torch.randn(3, adapter.a.shape[1])
+        added = adapter.scale * (x @ adapter.a.T) @ adapter.b.T
+        torch.testing.assert_close(layer.base_layer(x) + added, layer(x))
+        found.append(adapter.b.abs().sum())
+    assert all(found) and {a.a.dtype for a in adapters.values()} == {torch.float32}
+    assert adapter_weights(load_policy(base, dtype="float32")) == {}

@@ -8,6 +8,7 @@ from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, save_model
 from atomrl.models.memory import activation_bytes_per_token, adapter_parameters, memory_estimate
 from atomrl.models.scalar import load_scalar
+from atomrl.models.shared_prefix import row_stream
 from tests.models.test_loading import save_gpt2
 from tests.tiny import make_tiny_model
 
@@ -66,11 +67,11 @@ def test_activations_are_about_what_autograd_keeps():
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    layer, (cos, sin) = model.model.layers[0], model.rope_tables(100, torch.device("cpu"))
-    mask = torch.zeros(100, 100)
-    x = torch.randn(4, 100, 64, requires_grad=True)
+    layer, stream = model.model.layers[0], row_stream(4, 100)
+    x = torch.randn(400, 64, requires_grad=True)
+    attend = model._stream_attention(x, stream, explicit=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = layer(x, cos, sin, mask)
+        out = layer(x, attend)
     estimate = activation_bytes_per_token(model.config, 100, 4, on_cpu=True)[0] * tokens.numel()
     assert out.shape == x.shape
     assert 0.7 < sum(kept.values()) / estimate < 1.3

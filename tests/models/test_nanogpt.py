@@ -78,7 +78,7 @@ def test_the_base_of_reinforcement_learning(folder, caplog):
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
         "run_name": "rl",
-        "model": {"path": "base"},
+        "model": {"path": "base", "dtype": "float32"},
         "data": {"train": "train.jsonl"},
         "rollout": {"prompts_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 6, "stop": ["\n"]},
         "reward": {"functions": [{"function": "tests.models.test_nanogpt.digits"}]},

@@ -13,7 +13,7 @@ from atomrl.models.reward_model import RewardModel
 from atomrl.models.scalar import load_scalar, save_scalar
 from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.errors import RewardError
-from atomrl.stages import Completion, RolloutBatch, Sample
+from atomrl.types import Sample, Segment, Trajectory
 from tests.tiny import make_tiny_deberta, make_tiny_model
 
 QUESTIONS = ["what is 2+2?", "say a word", "3*3=?"]
@@ -27,23 +27,25 @@ def rollouts(prompts=QUESTIONS, answers=ANSWERS, tokenizer=None, prompt_text=str
         return tuple(tokenizer.encode(text, add_special_tokens=False)) if tokenizer else (9999,)
 
     samples = [Sample(sample_id=f"s{n}", prompt=prompt, ground_truth=None) for n, prompt in enumerate(prompts)]
-    return RolloutBatch(
-        samples=tuple(samples),
-        prompt_ids=tuple(sample.sample_id for sample in samples),
-        prompt_token_ids=tuple(tokens(prompt_text(prompt)) for prompt in prompts),
-        completions=tuple(
-            tuple(
-                Completion(token_ids=(*tokens(text), *end), text=text, logprobs=None, finish_reason="stop")
-                for text in group
-            )
-            for group in answers
-        ),
-        policy_version=0,
-    )
+    return [
+        Trajectory(
+            prompt_id=sample.sample_id,
+            index=index,
+            sample=sample,
+            segments=(
+                Segment(origin="prompt", token_ids=tokens(prompt_text(sample.prompt))),
+                Segment(origin="model", token_ids=(*tokens(text), *end)),
+            ),
+            text=text,
+            finish_reason="stop",
+        )
+        for sample, group in zip(samples, answers, strict=True)
+        for index, text in enumerate(group)
+    ]
 
 
 def scores(path, batch, **args):
-    return [score for group in RewardModel(str(path), dtype="float32", **args)(batch).rewards for score in group]
+    return RewardModel(str(path), dtype="float32", **args)(batch)
 
 
 def classifier(path):
@@ -67,9 +69,9 @@ def test_pairs_are_scored_as_by_transformers_pipeline(tmp_path):
     theirs = classifier(folder)
     expected = [theirs({"text": q, "text_pair": a}) for q, group in zip(QUESTIONS, ANSWERS, strict=True) for a in group]
     assert len({round(score, 4) for score in expected}) == 6
-    assert scores(folder, rollouts()) == pytest.approx(expected, abs=1e-5)
+    assert scores(folder, rollouts()) == pytest.approx(expected, rel=1e-5, abs=1e-5)
     messages = [({"role": "user", "content": question},) for question in QUESTIONS]
-    assert scores(folder, rollouts(messages)) == pytest.approx(expected, abs=1e-5)
+    assert scores(folder, rollouts(messages)) == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def test_a_chat_template_writes_the_conversation(tmp_path, own):
@@ -84,10 +86,10 @@ def test_a_chat_template_writes_the_conversation(tmp_path, own):
 
     pairs = [(q, a) for q, group in zip(QUESTIONS, ANSWERS, strict=True) for a in group]
     expected = [theirs(text(q, a), add_special_tokens=False) for q, a in pairs]
-    assert scores(own, rollouts()) == pytest.approx(expected, abs=1e-5)
+    assert scores(own, rollouts()) == pytest.approx(expected, rel=1e-5, abs=1e-5)
     begun = tuple(({"role": "user", "content": q}, {"role": "assistant", "content": "so "}) for q in QUESTIONS)
     expected = [theirs(text(q, "so " + a), add_special_tokens=False) for q, a in pairs]
-    assert scores(own, rollouts(begun)) == pytest.approx(expected, abs=1e-5)
+    assert scores(own, rollouts(begun)) == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def test_tokens_that_were_sampled_are_taken_as_they_are(own):
@@ -95,11 +97,10 @@ def test_tokens_that_were_sampled_are_taken_as_they_are(own):
     whole = rollouts(tokenizer=tokenizer, end=(1, tokenizer.eos_token_id))  # <s> within a text: only the tokens tell
     theirs = AutoModelForSequenceClassification.from_pretrained(own)
     expected = []
-    for prompt, group in zip(whole.prompt_token_ids, whole.completions, strict=True):
-        for completion in group:
-            ids = torch.tensor([[*prompt, *completion.token_ids]])
-            expected.append(theirs(ids, attention_mask=torch.ones_like(ids)).logits.item())
-    assert scores(own, whole) == pytest.approx(expected, abs=1e-5)
+    for item in whole:
+        ids = torch.tensor([item.token_ids])
+        expected.append(theirs(ids, attention_mask=torch.ones_like(ids)).logits.item())
+    assert scores(own, whole) == pytest.approx(expected, rel=1e-5, abs=1e-5)
     plain = scores(own, rollouts(tokenizer=tokenizer, end=(tokenizer.eos_token_id,)))
     assert plain != pytest.approx(expected, abs=1e-3)
     assert scores(own, rollouts()) == pytest.approx(plain, abs=1e-6), "tokens of another tokenizer: the text is read"
@@ -120,7 +121,7 @@ def test_the_end_of_a_long_text_is_cut_with_a_warning(own, tmp_path, caplog):
     expected = classifier(folder)({"text": "what", "text_pair": "b" * 40}, truncation=True, max_length=16)
     model = RewardModel(str(folder), dtype="float32")
     batch = rollouts(["what"], [["b" * 40, "b" * 60]])
-    assert model(batch).rewards[0] == pytest.approx((expected, expected), abs=1e-5)
+    assert model(batch) == pytest.approx((expected, expected), abs=1e-5)
     assert [len(row) for row in model.reader.token_ids(batch)] == [16, 16]
     assert model.reader.token_ids(batch)[0][-1] == tokenizer.sep_token_id
     warnings = [record for record in caplog.records if "is cut off" in record.getMessage()]
@@ -177,8 +178,9 @@ def test_it_is_loaded_once_and_runs_beside_other_rewards(tmp_path, monkeypatch):
     items = [{"function": "reward_model", "args": {"path": str(folder)}}, {"function": "length_penalty", "weight": 0}]
     with_both = build_rewards(RewardConfig(functions=items))
     first, again = with_both(rollouts()), with_both(rollouts())
-    assert first.rewards == again.rewards == first.reward_parts["reward_model"] and len(loads) == 1
-    assert set(first.reward_parts) == {"reward_model", "length_penalty"}
+    given = [[item.reward for item in batch] for batch in (first, again)]
+    assert given[0] == given[1] == [item.reward_parts["reward_model"] for item in first] and len(loads) == 1
+    assert set(first[0].reward_parts) == {"reward_model", "length_penalty"}
 
 
 def test_the_reward_command_takes_it(tmp_path, capsys):
@@ -192,3 +194,32 @@ def test_the_reward_command_takes_it(tmp_path, capsys):
     assert found == pytest.approx(scores(folder, rollouts())[::2], abs=1e-5)
     assert main([*given[:-2], f"path={tmp_path / 'absent'}"]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+REMOTE = """
+from transformers import AutoModel, LlamaConfig, LlamaForSequenceClassification, LlamaModel
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnModel(LlamaModel):
+    config_class = OwnConfig
+AutoModel.register(OwnConfig, OwnModel)
+class OwnForSequenceClassification(LlamaForSequenceClassification):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_a_reward_model_runs_where_the_run_trusts_it(own):
+    expected = scores(own, rollouts())
+    (own / "own.py").write_text(REMOTE)
+    file = own / "config.json"
+    named = {"AutoConfig": "own.OwnConfig", "AutoModelForSequenceClassification": "own.OwnForSequenceClassification"}
+    changes = {"model_type": "own", "auto_map": named, "architectures": ["OwnForSequenceClassification"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    item = {"function": "reward_model", "args": {"path": str(own), "dtype": "float32"}}
+    config = RewardConfig(functions=[item])
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        build_rewards(config)
+    rewards = build_rewards(config, trust_remote_code=True)
+    found = [trajectory.reward for trajectory in rewards(rollouts())]
+    rewards.close()
+    assert found == pytest.approx(expected, abs=1e-5)

@@ -83,6 +83,22 @@ def check_file(path: Path, stop_at_first: bool = False) -> Outcome:
 
 
 def check_case(golden: dict[str, Any], case: dict[str, Any], adapter: Adapter, outcome: Outcome) -> None:
+    with default_dtype(getattr(torch, case["dtype"])):
+        compare_case(golden, case, adapter, outcome)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Of loss weights, which are made of masks alone."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def compare_case(golden: dict[str, Any], case: dict[str, Any], adapter: Adapter, outcome: Outcome) -> None:
     dtype, expected = getattr(torch, case["dtype"]), case["expected"]
     inputs = {name: as_input(name, value, dtype) for name, value in case["inputs"].items()}
     leaves = {name: gradient_input(name, inputs) for name in expected if name.startswith("grad_")}

@@ -18,9 +18,10 @@ is one function; what it computes, to the last epsilon, is written in the file. 
 the same inputs and compares values, gradients and metrics within the file's own tolerances. Check another folder of
 the same format with `pytest tests/parity --parity DIR`. This page is made by `python -m tests.parity.report`.
 
-The adapters in `tests/parity/adapters/` only rename, reshape and call atoms; `tests/parity/test_breaking.py` proves it
-by breaking every atom in turn and seeing each file that uses it fail. Where libraries disagree, the atom has a
-parameter, and its docstring says which convention is the default, and why.
+The adapters in `tests/parity/adapters/` rename, reshape and call atoms, and put together what only one library does (an
+epsilon on a count, a bound on an estimate). `tests/parity/test_breaking.py` proves that the numbers come from the atoms
+by breaking every one in turn and seeing each file that uses it fail. Where libraries disagree, the atom's docstring
+says which convention it has, and why.
 
 Differences are |ours - theirs|, relative to theirs where that is above 1, the largest over all cases and outputs
 (logging metrics apart). About 1e-16 is float64; about 1e-7 is a library that computes in float32, wholly or in part.

@@ -46,7 +46,7 @@ def test_breaking_an_atom_turns_its_files_red(atom, files_by_atom):
     if atom not in files_by_atom:
         pytest.skip("no file of golden numbers uses it")
     green = files_by_atom[atom]
-    for size in (0.05, -2.0):  # what only decides on which side of a threshold a token is, takes a large one
+    for size in (0.05, -2.0, 2.0):  # what only decides on which side of a threshold a token is, takes a large one
         with harness.replaced({atom: broken(harness.all_atoms()[atom], size)}):
             green = [path for path in green if not harness.check_file(path, stop_at_first=True).faults]
     assert not green, f"these do not depend on {atom}, though they call it: {[path.stem for path in green]}"

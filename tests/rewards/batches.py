@@ -1,18 +1,32 @@
-"""Batches made of texts. Nothing here is slow to import."""
+"""Trajectories made of texts. Nothing here is slow to import."""
 
-from atomrl.stages import Completion, RolloutBatch, Sample
+from atomrl.types import FinishReason, Sample, Segment, Trajectory
 
 
-def rollouts(groups: dict[str, list[str]], **samples) -> RolloutBatch:
-    """A batch of {sample id: texts}."""
-    made = [samples.get(name) or Sample(sample_id=name, prompt=f"p-{name}", ground_truth=name) for name in groups]
-    return RolloutBatch(
-        samples=tuple(made),
-        prompt_ids=tuple(f"0:{name}" for name in groups),
-        prompt_token_ids=((1,),) * len(groups),
-        completions=tuple(
-            tuple(Completion(token_ids=(1,), text=text, logprobs=None, finish_reason="stop") for text in texts)
-            for texts in groups.values()
+def trajectory(sample: Sample, text: str, index: int = 0, finish_reason: FinishReason = "stop") -> Trajectory:
+    """A completion of one token."""
+    return Trajectory(
+        prompt_id=f"0:{sample.sample_id}",
+        index=index,
+        sample=sample,
+        segments=(
+            Segment(origin="prompt", token_ids=(1,)),
+            Segment(origin="model", token_ids=(1,), policy_version=3),
         ),
-        policy_version=3,
+        text=text,
+        finish_reason=finish_reason,
     )
+
+
+def rollouts(groups: dict[str, list[str]], **samples: Sample) -> list[Trajectory]:
+    """Trajectories of {sample id: texts}."""
+    made = {name: samples.get(name) or Sample(sample_id=name, prompt=f"p-{name}", ground_truth=name) for name in groups}
+    return [trajectory(made[name], text, index) for name, texts in groups.items() for index, text in enumerate(texts)]
+
+
+def values(trajectories: list[Trajectory], part: str | None = None) -> tuple[tuple[float | None, ...], ...]:
+    """The rewards of each group that has a completion, or one part of them."""
+    groups: dict[str, list[float | None]] = {}
+    for item in trajectories:
+        groups.setdefault(item.prompt_id, []).append(item.reward if part is None else item.reward_parts.get(part))
+    return tuple(map(tuple, groups.values()))

@@ -49,11 +49,5 @@ def forgets(prompts, completions, **columns):
 
 
 class Obedient:
-    def __call__(self, rollout_batch):
-        from dataclasses import fields
-
-        from atomrl.stages import RewardBatch, RolloutBatch
-
-        plain = {item.name: getattr(rollout_batch, item.name) for item in fields(RolloutBatch)}
-        rewards = tuple(tuple(one(item.text) for item in group) for group in rollout_batch.completions)
-        return RewardBatch(**plain, rewards=rewards, reward_parts={})
+    def __call__(self, trajectories):
+        return [one(item.text) for item in trajectories]

@@ -24,7 +24,7 @@ from atomrl.rewards import (
 )
 from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.table import POOLED, REWARDS
-from tests.rewards.batches import rollouts
+from tests.rewards.batches import rollouts, values
 
 RIGHT = "<think>\n9 + 9\n</think>\n<answer>\n18\n</answer>"
 
@@ -99,8 +99,8 @@ def test_boxed_runs_in_workers():
     texts = [f"\\boxed{{{text}}}" for text in ("7", "9^{9^{9^9}}", "x")]
     result = rewards(rollouts({"7": texts, "x": ["\\boxed{x}"] * 20}))
     rewards.close()
-    assert result.rewards == ((1.0, None, 0.0), (1.0,) * 20)
-    assert [failure.kind for failure in result.reward_failures] == ["timeout"]
+    assert values(result) == ((1.0, None, 0.0), (1.0,) * 20)
+    assert [failure.kind for item in result for failure in item.reward_failures] == ["timeout"]
 
 
 UNITS = [

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sys
-from dataclasses import fields
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy
@@ -16,9 +17,9 @@ from hypothesis import strategies as st
 from atomrl.config import RewardConfig, RewardItem
 from atomrl.rewards import compute
 from atomrl.rewards.errors import RewardError
-from atomrl.rewards.table import REWARDS, find_reward
-from atomrl.stages import RewardBatch, RolloutBatch, Sample
-from tests.rewards.batches import rollouts
+from atomrl.rewards.table import POOLED, REWARDS, find_reward, importable_name, search_in
+from atomrl.types import Sample, by_group
+from tests.rewards.batches import rollouts, values
 
 HERE = "tests.rewards.test_compute."
 
@@ -35,10 +36,16 @@ def build(*functions, patience=compute.PATIENCE, **keys):
 def failures(result, name):
     """{(sample id, completion): 'kind: message'} of one part."""
     return {
-        (item.prompt_id.removeprefix("0:"), item.completion_index): f"{item.kind}: {item.message}"
-        for item in result.reward_failures
+        (trajectory.sample.sample_id, trajectory.index): f"{item.kind}: {item.message}"
+        for trajectory in result
+        for item in trajectory.reward_failures
         if item.reward == name
     }
+
+
+def parts(result):
+    """{name of a part: its values}"""
+    return {name: values(result, name) for name in result[0].reward_parts}
 
 
 def length(prompts, completions, scale=1.0, **columns):
@@ -68,10 +75,11 @@ def test_permutations_never_misalign_a_reward(sizes, seed):
     batch = rollouts(groups, **samples)
     result = build(HERE + "identity", HERE + "length")(batch)
     expected = tuple(tuple(float(text) for text in texts) for texts in groups.values())
-    assert result.reward_parts["identity"] == expected
-    assert result.reward_parts["length"] == tuple((3.0,) * len(texts) for texts in groups.values())
-    assert result.rewards == tuple(tuple(value + 3.0 for value in group) for group in expected)
-    assert (result.samples, result.completions, result.policy_version) == (batch.samples, batch.completions, 3)
+    expected = tuple(group for group in expected if group)
+    assert values(result, "identity") == expected
+    assert values(result, "length") == tuple((3.0,) * len(group) for group in expected)
+    assert values(result) == tuple(tuple(value + 3.0 for value in group) for group in expected)
+    assert [(item.trajectory_id, item.segments) for item in result] == [(i.trajectory_id, i.segments) for i in batch]
 
 
 def sometimes(prompts, completions, **columns):
@@ -85,15 +93,15 @@ def test_weights_names_and_none():
         RewardItem(function=HERE + "sometimes", weight=0),
     )
     result = build(*functions)(rollouts({"a": ["x", "-"], "b": ["xy"]}))
-    assert result.reward_parts == {
+    assert parts(result) == {
         "length": ((1.0, 1.0), (2.0,)),
         "length_2": ((10.0, 10.0), (20.0,)),
         "sometimes": ((1.0, None), (1.0,)),
     }
-    assert result.rewards == ((20.5, 20.5), (41.0,))
+    assert values(result) == ((20.5, 20.5), (41.0,))
     alone = build(HERE + "sometimes")(rollouts({"a": ["x", "-"]}))
-    assert alone.rewards == ((1.0, None),)
-    assert build(HERE + "sometimes")(rollouts({"a": []})).rewards == ((),)
+    assert values(alone) == ((1.0, None),)
+    assert build(HERE + "sometimes")([]) == []
 
 
 def see(prompts, completions, ground_truth, data_source, level, **columns):
@@ -150,7 +158,7 @@ def returns(value):
 def test_values_that_are_no_finite_number_are_no_value(value, monkeypatch):
     monkeypatch.setitem(REWARDS, "odd", returns(value))
     result = build("odd")(rollouts(BATCH))
-    assert result.rewards == ((1.0, 1.0), (1.0, None, 1.0))
+    assert values(result) == ((1.0, 1.0), (1.0, None, 1.0))
     (failure,) = failures(result, "odd").items()
     assert failure[0] == ("b", 1) and failure[1].startswith("invalid: it returned ")
     assert compute.failure_counts(result) == {
@@ -161,7 +169,7 @@ def test_values_that_are_no_finite_number_are_no_value(value, monkeypatch):
 @pytest.mark.parametrize("value", [2, True, 2.5, numpy.float32(2.5), numpy.int64(2), Fraction(1, 2), torch.tensor(2.5)])
 def test_values_that_are_numbers(value, monkeypatch):
     monkeypatch.setitem(REWARDS, "fine", returns(value))
-    rewards = build("fine")(rollouts(BATCH)).rewards
+    rewards = values(build("fine")(rollouts(BATCH)))
     assert rewards == ((1.0, 1.0), (1.0, float(value), 1.0)) and all(type(v) is float for g in rewards for v in g)
 
 
@@ -170,7 +178,7 @@ def test_arrays_are_taken_as_lists(monkeypatch):
         monkeypatch.setitem(
             REWARDS, "array", lambda prompts, completions, make=make, **_: make([0.5] * len(completions))
         )
-        assert build("array")(rollouts(BATCH)).rewards == ((0.5, 0.5), (0.5, 0.5, 0.5))
+        assert values(build("array")(rollouts(BATCH))) == ((0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +201,7 @@ def test_results_that_are_no_list_of_the_right_length(result, message, monkeypat
     with pytest.raises(RewardError, match=f"reward 'odd' failed on every completion so far, .*invalid: it {message}"):
         build("odd")(batch)
     scored = build("odd", patience=None)(batch)
-    assert scored.rewards == ((None,) * 5,) * 2 and len(scored.reward_failures) == 10
+    assert values(scored) == ((None,) * 5,) * 2 and len(failures(scored, "odd")) == 10
 
 
 def raises(prompts, completions, **columns):
@@ -213,7 +221,7 @@ def needs_level(prompts, completions, level, **columns):
 @pytest.mark.parametrize(("function", "error"), [("raises", "ZeroDivisionError"), ("exits", "SystemExit")])
 def test_an_exception_costs_its_own_completion_only(function, error, caplog):
     result = build(HERE + function)(rollouts(BATCH))
-    assert result.rewards == ((1.0, 1.0), (1.0, None, 1.0))
+    assert values(result) == ((1.0, 1.0), (1.0, None, 1.0))
     (message,) = failures(result, function).values()
     assert message.startswith(f"error: {error}: ") and "test_compute.py:" in message
     assert f"reward '{function}' has no value for sample 'b', completion 1: 'bad': error: {error}" in caplog.text
@@ -230,7 +238,7 @@ def test_three_batches_without_a_value_stop_a_reward_that_worked():
     rewards = build(HERE + "raises")
     rewards(rollouts(BATCH))
     for _ in range(2):
-        assert rewards(rollouts({"a": ["bad", "bad"]})).rewards == ((None, None),)
+        assert values(rewards(rollouts({"a": ["bad", "bad"]}))) == ((None, None),)
     rewards(rollouts(BATCH))
     for _ in range(2):
         rewards(rollouts({"a": ["bad"]}))
@@ -244,19 +252,15 @@ def always_none(prompts, completions, **columns):
 
 def test_none_is_no_failure_and_a_failed_part_leaves_no_partial_reward():
     result = build(HERE + "always_none")(rollouts(BATCH))
-    assert result.rewards == ((None, None), (None, None, None)) and result.reward_failures == ()
+    assert values(result) == ((None, None), (None, None, None)) and failures(result, "always_none") == {}
     result = build(HERE + "raises", HERE + "length", HERE + "always_none")(rollouts(BATCH))
-    assert result.rewards == ((2.0, 2.0), (2.0, None, 2.0))  # not the length alone, which would pass for a low reward
-    assert result.reward_parts["length"][1][1] == 3.0
+    assert values(result) == ((2.0, 2.0), (2.0, None, 2.0))  # not the length alone, which would pass for a low reward
+    assert values(result, "length")[1][1] == 3.0
     logged = build(RewardItem(function=HERE + "raises", weight=0), HERE + "length")(rollouts(BATCH))
-    assert logged.rewards == ((1.0, 1.0), (1.0, 3.0, 1.0)) and len(logged.reward_failures) == 1
+    assert values(logged) == ((1.0, 1.0), (1.0, 3.0, 1.0)) and len(failures(logged, "raises")) == 1
 
 
 def no_columns(prompts, completions):
-    return []
-
-
-async def waits(prompts, completions, **columns):
     return []
 
 
@@ -272,7 +276,6 @@ NOT_A_FUNCTION = 3
         ({"function": HERE + "absent"}, "has no function 'absent'"),
         ({"function": HERE + "NOT_A_FUNCTION"}, "has no function"),
         ({"function": HERE + "no_columns"}, r"must take \*\*columns"),
-        ({"function": HERE + "waits"}, "is async"),
         ({"function": HERE + "length", "args": {"scales": 2}}, "has no argument 'scales'"),
         ({"function": "strict_math", "weight": float("nan")}, "weight must be a finite number"),
     ],
@@ -295,18 +298,18 @@ def test_verls_compute_score_is_taken_as_it_is():
     samples = {"a": Sample(sample_id="a", prompt="p", ground_truth="xy", columns={"extra_info": {"index": 7}})}
     rewards = build(HERE + "verl_score", HERE + "sometimes", args={})
     result = rewards(rollouts({"a": ["xy", "plain"], "b": ["bad", "-"]}, **samples))
-    assert result.reward_parts == {
+    assert parts(result) == {
         "verl_score": ((2.0, 1.0), (None, 1.0)),
         "sometimes": ((1.0, 1.0), (1.0, None)),
         "verl_score/acc": ((1.0, None), (None, 0.0)),
         "verl_score/seen": ((7.0, None), (None, -1.0)),
     }
-    assert result.rewards == ((3.0, 2.0), (None, 1.0))
+    assert values(result) == ((3.0, 2.0), (None, 1.0))
     assert failures(result, "verl_score") == {("b", 0): failures(result, "verl_score")["b", 0]}
     assert set(compute.failure_counts(result)) == {
         f"reward/{name}/{kind}" for name in ("verl_score", "sometimes") for kind in compute.COUNTERS.values()
     }
-    assert build(HERE + "verl_score", args={"scale": 3})(rollouts({"a": ["plain"]})).rewards == ((3.0,),)
+    assert values(build(HERE + "verl_score", args={"scale": 3})(rollouts({"a": ["plain"]}))) == ((3.0,),)
     with pytest.raises(RewardError, match="has no argument 'scales'"):
         build(HERE + "verl_score", args={"scales": 3})
 
@@ -317,33 +320,78 @@ class Shortest:
     def __init__(self, pay=1.0):
         self.pay = pay
 
-    def __call__(self, rollout_batch):
-        lengths = [[len(completion.text) for completion in group] for group in rollout_batch.completions]
-        rewards = tuple(tuple(self.pay * (n == min(group)) for n in group) for group in lengths)
-        plain = {item.name: getattr(rollout_batch, item.name) for item in fields(RolloutBatch)}
-        parts = {"length": tuple(tuple(float(n) for n in group) for group in lengths)}
-        return RewardBatch(**plain, rewards=rewards, reward_parts=parts)
+    def __call__(self, trajectories):
+        shortest = {key: min(len(item.text) for item in group) for key, group in by_group(trajectories).items()}
+        return [
+            replace(
+                item,
+                reward=self.pay * (len(item.text) == shortest[item.prompt_id]),
+                reward_parts={"length": float(len(item.text))},
+            )
+            for item in trajectories
+        ]
 
 
 class Misshapen:
-    def __call__(self, rollout_batch):
-        plain = {item.name: getattr(rollout_batch, item.name) for item in fields(RolloutBatch)}
-        return RewardBatch(**plain, rewards=((1.0,),) * len(rollout_batch.samples), reward_parts={})
+    def __call__(self, trajectories):
+        return [1.0]
 
 
 class NotAReward:
     pass
 
 
-def test_a_class_scores_whole_batches():
-    result = build(HERE + "Shortest", args={"pay": 2.0})(rollouts({"a": ["x", "yy"], "b": [], "c": ["zzz"]}))
-    assert result.rewards == ((2.0, 0.0), (), (2.0,))
-    assert result.reward_parts["Shortest/length"] == ((1.0, 2.0), (), (3.0,))
+def test_a_class_scores_trajectories_together():
+    result = build(HERE + "Shortest", args={"pay": 2.0})(rollouts({"a": ["x", "yy"], "c": ["zzz"]}))
+    assert values(result) == ((2.0, 0.0), (2.0,))
+    assert values(result, "Shortest/length") == ((1.0, 2.0), (3.0,))
     batch = rollouts({"a": list("0123"), "b": list("4567")})
-    with pytest.raises(RewardError, match=r"invalid: its rewards have the shape \[1, 1\], the completions \[4, 4\]"):
+    with pytest.raises(RewardError, match=r"invalid: it returned 1 values for 8 completions"):
         build(HERE + "Misshapen")(batch)
     with pytest.raises(RewardError, match="class without __call__"):
         build(HERE + "NotAReward")
+
+
+async def slow_length(prompts, completions, **columns):
+    await asyncio.sleep(0)
+    return [float(len(completion)) for completion in completions]
+
+
+async def slow_score(data_source, solution_str, ground_truth, extra_info=None):
+    START.append(solution_str)
+    while len(START) < 3:  # ends only where all are under way together
+        await asyncio.sleep(0)
+    if solution_str == "bad":
+        raise ValueError("bad")
+    return {"score": 1.0, "length": len(solution_str)}
+
+
+START: list[str] = []
+
+
+def verl_scores(data_sources, solution_strs, ground_truths, extra_infos):
+    return [
+        {"score": float(len(text)), "right": text == truth}
+        for text, truth in zip(solution_strs, ground_truths, strict=True)
+    ]
+
+
+def test_asynchronous_rewards_and_verls_of_a_batch():
+    assert values(build(HERE + "slow_length")(rollouts({"a": ["x", "yy"]}))) == ((1.0, 2.0),)
+    START.clear()
+    result = build(HERE + "slow_score")(rollouts({"a": ["x", "bad", "zz"]}))
+    assert values(result) == ((1.0, None, 1.0),) and values(result, "slow_score/length") == ((1.0, None, 2.0),)
+    assert failures(result, "slow_score")["a", 1].startswith("error: ValueError: bad")
+    result = build(HERE + "verl_scores")(rollouts({"a": ["a", "yy"]}))
+    assert values(result) == ((1.0, 2.0),) and values(result, "verl_scores/right") == ((1.0, 0.0),)
+
+
+def test_rewards_that_give_no_value_to_anything_end_a_run():
+    rewards = build(HERE + "always_none", patience=3)
+    for _ in range(2):
+        rewards(rollouts(BATCH))
+    with pytest.raises(RewardError, match=r"no completion of 3 batches in a row has a reward: 'always_none'"):
+        rewards(rollouts(BATCH))
 
 
 def test_the_table_of_data_sources():
@@ -361,11 +409,11 @@ def test_the_table_of_data_sources():
         "c": Sample(sample_id="c", prompt="p", ground_truth="5", data_source="gsm"),
     }
     result = rewards(rollouts({"a": ["1", "2"], "b": ["xyz", "-"], "c": ["5"]}, **samples))
-    assert result.reward_parts == {
+    assert parts(result) == {
         "by_data_source": ((1.0, 0.0), (6.0, 2.0), (1.0,)),
         "sometimes": ((1.0, 1.0), (1.0, None), (1.0,)),
     }
-    assert result.rewards == ((1.5, 0.5), (6.5, 2.0), (1.5,))
+    assert values(result) == ((1.5, 0.5), (6.5, 2.0), (1.5,))
     rewards.check_sources(samples.values())
     odd = Sample(sample_id="odd", prompt="p", ground_truth="", data_source="gms")
     for ask in (
@@ -392,11 +440,43 @@ def test_an_argument_may_not_have_the_name_of_a_column():
         build(HERE + "length", args={"scale": 2})(rollouts({"a": ["x"]}, a=sample))
 
 
-def test_a_module_of_the_working_directory_is_found(tmp_path, monkeypatch):
-    (tmp_path / "my_own_rewards.py").write_text(
-        "def half(prompts, completions, **columns):\n    return [0.5] * len(prompts)\n"
-    )
+HALF = "def half(prompts, completions, **columns):\n    return [0.5] * len(prompts)\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("my_own_rewards.py", "my_own_rewards.half"),
+        ("test.py", "test.half"),  # Python has a module of this name
+        ("my_own.py", "./my_own.py:half"),
+        ("deep/my_own.py", "deep/my_own.py:half"),
+    ],
+)
+def test_a_users_own_file_is_found(tmp_path, monkeypatch, file, name):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(HALF)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert find_reward("my_own_rewards.half")([1], ["x"]) == [0.5]
-    sys.modules.pop("my_own_rewards")
+    function = find_reward(name)
+    assert function([1], ["x"]) == [0.5]
+    assert find_reward(importable_name(function)) is function
+    sys.modules.pop(function.__module__)
+    result = compute.build_rewards(RewardConfig(functions=[{"function": name}]))
+    scored = result(rollouts({"a": ["x"]}))  # in a worker
+    result.close()
+    assert values(scored, "half") == ((0.5,),)
+
+
+def test_a_file_in_the_folder_of_the_config_is_found(tmp_path, monkeypatch):
+    (tmp_path / "beside_config.py").write_text(HALF)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(RewardError, match=r"there is no file beside_config\.py"):
+        find_reward("beside_config.py:half")
+    search_in(tmp_path)
+    assert find_reward("beside_config.py:half")([1], ["x"]) == [0.5]
+
+
+def test_a_missing_package_is_named_before_the_run(monkeypatch):
+    monkeypatch.setitem(POOLED, "boxed", replace(POOLED["boxed"], package="no_such_package"))
+    with pytest.raises(RewardError, match=r"boxed reward needs the extra: pip install 'atomrl\[math\]'"):
+        build("boxed")

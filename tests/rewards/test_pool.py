@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from atomrl.config import RewardConfig
 from atomrl.rewards.compute import build_rewards, failure_counts
 from atomrl.rewards.errors import RewardError
-from atomrl.stages import Sample
-from tests.rewards.batches import rollouts
+from atomrl.types import Sample
+from tests.rewards.batches import rollouts, values
 
 HERE = "tests.rewards.misbehaving."
 
@@ -44,7 +44,7 @@ def impatient():
 
 
 def kinds(result):
-    return {(f.prompt_id.removeprefix("0:"), f.completion_index): f.kind for f in result.reward_failures}
+    return {(t.sample.sample_id, t.index): f.kind for t in result for f in t.reward_failures}
 
 
 def wait_until(condition, seconds=60):
@@ -72,13 +72,13 @@ def test_each_misdeed_has_its_outcome_and_costs_no_other_score(impatient):
     result = impatient(rollouts({"a": texts}))
     expected = [None if text in OUTCOMES or text == "none" else 1.0 if text == "terminated" else float(text)
                 for text in texts]  # fmt: skip
-    assert list(result.rewards[0]) == expected
+    assert list(values(result)[0]) == expected
     assert kinds(result) == {("a", 2 * n): kind for n, kind in enumerate(OUTCOMES.values())}
     counts = failure_counts(result)
     assert {name.rpartition("/")[2]: count for name, count in counts.items()} == {
         "timeouts": 3, "errors": 3, "crashes": 2, "invalid": 3
     }  # fmt: skip
-    assert impatient(rollouts({"a": ["1", "2", "3"]})).rewards == ((1.0, 2.0, 3.0),)
+    assert values(impatient(rollouts({"a": ["1", "2", "3"]}))) == ((1.0, 2.0, 3.0),)
 
 
 @pytest.mark.parametrize("function", ["obey", "Obedient"])
@@ -86,14 +86,14 @@ def test_a_call_with_the_whole_batch_that_fails_is_done_again_one_by_one(functio
     rewards = build(function, timeout_s=2.0)
     try:
         result = rewards(rollouts({"a": ["1", "raise", "2"], "b": ["3"]}))
-        assert result.rewards == ((1.0, None, 2.0), (3.0,)) and kinds(result) == {("a", 1): "error"}
+        assert values(result) == ((1.0, None, 2.0), (3.0,)) and kinds(result) == {("a", 1): "error"}
         result = rewards(rollouts({"a": ["1", "exit", "2"], "b": ["nan"]}))
-        assert result.rewards == ((1.0, None, 2.0), (None,)) and kinds(result) == {
+        assert values(result) == ((1.0, None, 2.0), (None,)) and kinds(result) == {
             ("a", 1): "crash",
             ("b", 0): "invalid",
         }
         result = rewards(rollouts({"a": ["1", "hang"], "b": ["3"]}))
-        assert result.rewards == ((1.0, None), (3.0,)) and kinds(result) == {("a", 1): "timeout"}
+        assert values(result) == ((1.0, None), (3.0,)) and kinds(result) == {("a", 1): "timeout"}
     finally:
         rewards.close()
 
@@ -102,8 +102,8 @@ def test_a_wrong_number_of_values_is_no_value_for_any():
     rewards = build("forgets", patience=None)
     result = rewards(rollouts({"a": ["1", "2"]}))
     rewards.close()
-    assert result.rewards == ((None, None),) and set(kinds(result).values()) == {"invalid"}
-    assert "returned 1 values for 2 completions" in result.reward_failures[0].message
+    assert values(result) == ((None, None),) and set(kinds(result).values()) == {"invalid"}
+    assert "returned 1 values for 2 completions" in result[0].reward_failures[0].message
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -117,8 +117,10 @@ def test_permutations_drops_and_failures_never_give_a_completion_anothers_reward
     }
     by_row.patience = None
     result = by_row(rollouts(groups))
-    expected = tuple(tuple(None if text in bad else float(text) for text in texts) for texts in groups.values())
-    assert result.rewards == expected
+    expected = tuple(
+        tuple(None if text in bad else float(text) for text in texts) for texts in groups.values() if texts
+    )
+    assert values(result) == expected
     failed = {(p, g) for p, texts in groups.items() for g, text in enumerate(texts) if text in bad and text != "none"}
     assert set(kinds(result)) == failed
 
@@ -128,7 +130,7 @@ def test_a_reward_that_never_works_stops_early():
         rewards = build("obey_score", timeout_s=0.3)
         with pytest.raises(RewardError, match=f"the first 16 calls all hung or ended their process.*{kind}: "):
             rewards(rollouts({f"p{n}": [deed] * 8 for n in range(16)}))
-        assert rewards(rollouts({"a": ["1"]})).rewards == ((1.0,),), "and leaves the pool whole"
+        assert values(rewards(rollouts({"a": ["1"]}))) == ((1.0,),), "and leaves the pool whole"
         rewards.close()
 
 
@@ -137,7 +139,7 @@ def test_random_rewards_depend_on_the_completion_alone():
     results = []
     for workers in (1, 3):
         rewards = build("obey_score", workers=workers)
-        results += [rewards(batch).rewards, rewards(batch).rewards]
+        results += [values(rewards(batch)), values(rewards(batch))]
         rewards.close()
     assert all(result == results[0] for result in results)
     assert len({value for group in results[0] for value in group}) == 30
@@ -145,28 +147,28 @@ def test_random_rewards_depend_on_the_completion_alone():
 
 def test_workers_are_light_and_write_to_stderr_only(capfd):
     rewards = build("obey_score")
-    assert rewards(rollouts({"a": ["torch", "print"] * 8})).rewards == ((0.0, 1.0) * 8,)
+    assert values(rewards(rollouts({"a": ["torch", "print"] * 8}))) == ((0.0, 1.0) * 8,)
     rewards.close()
     captured = capfd.readouterr()
     assert captured.out == "" and "from a reward" in captured.err
 
 
-def test_idle_workers_and_the_nursery_are_replaced_when_they_die(by_row):
+def test_idle_workers_and_the_fork_server_are_replaced_when_they_die(by_row):
     by_row(rollouts({"a": ["pid"] * 40}))
     for pid in by_row.pool.pids:
         os.kill(pid, signal.SIGKILL)
-    assert by_row(rollouts({"a": ["2"] * 40})).rewards == ((2.0,) * 40,)
-    nursery, _ = by_row.pool._nurseries[0]
-    nursery.kill()
-    nursery.wait()
-    assert by_row(rollouts({"a": ["3"] * 40})).rewards == ((3.0,) * 40,)
+    assert values(by_row(rollouts({"a": ["2"] * 40}))) == ((2.0,) * 40,)
+    server, _ = by_row.pool._fork_servers[0]
+    server.kill()
+    server.wait()
+    assert values(by_row(rollouts({"a": ["3"] * 40}))) == ((3.0,) * 40,)
 
 
 def test_several_threads_may_score(by_row):
     found = {}
 
     def score(n):
-        found[n] = by_row(rollouts({"a": [f"{n}.{k}" for k in range(30)]})).rewards[0]
+        found[n] = values(by_row(rollouts({"a": [f"{n}.{k}" for k in range(30)]})))[0]
 
     threads = [threading.Thread(target=score, args=(n,)) for n in range(4)]
     for thread in threads:
@@ -199,22 +201,38 @@ def test_columns_that_cannot_be_sent_and_modules_that_a_worker_cannot_import(by_
 def test_closing_leaves_no_process(impatient):
     impatient(rollouts({"a": ["child", "1"]}))
     impatient(rollouts({"a": ["pid"] * 40}))
-    pids = [*impatient.pool.pids, impatient.pool._nurseries[0][0].pid]
+    pids = [*impatient.pool.pids, impatient.pool._fork_servers[0][0].pid]
     assert len(pids) == 3 and all(map(alive, pids))
     impatient.close()
     assert not any(map(alive, pids)) and impatient.pool.pids == []
+
+
+def test_a_users_file_hides_none_of_pythons_modules(tmp_path):
+    for name in ("json", "random", "socket", "traceback"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('a file of the user, beside the run')\n")
+    (tmp_path / "mine.py").write_text("def f(prompts, completions, **columns):\n    return [1.0] * len(completions)\n")
+    script = (
+        "import os, sys; from tests.rewards.batches import rollouts, values\n"
+        "from atomrl.config import RewardConfig; from atomrl.rewards.compute import build_rewards\n"
+        "os.chdir(sys.argv[1]); sys.path.insert(0, '')\n"
+        "rewards = build_rewards(RewardConfig(functions=[{'function': 'mine.f'}]))\n"
+        "print(values(rewards(rollouts({'a': ['x']}))))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "((1.0,),)\n", done.stderr
 
 
 SCRIPT = """
 import signal, sys, threading, time
 from atomrl.config import RewardConfig
 from atomrl.rewards.compute import build_rewards
-from tests.rewards.batches import rollouts
+from tests.rewards.batches import rollouts, values
 item = {"function": "tests.rewards.misbehaving.obey_score", "timeout_s": 500}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 rewards = build_rewards(RewardConfig(functions=[item]))
 rewards(rollouts({"a": ["1"] * 40}))
-print(rewards.pool._nurseries[0][0].pid, *rewards.pool.pids, flush=True)
+print(rewards.pool._fork_servers[0][0].pid, *rewards.pool.pids, flush=True)
 if sys.argv[1] == "busy":
     rewards(rollouts({"a": ["hang", "spin"]}))
 elif sys.argv[1] == "raise":

@@ -1,26 +1,63 @@
-"""The scripted engine."""
+"""The scripted engine keeps the interface, so what is tested with it is tested with any."""
 
+import pytest
 import torch
 
-from atomrl.protocols import RolloutEngine
+from atomrl.protocols import RolloutEngine, WeightUpdate
 from atomrl.rollout.fake import FakeEngine
-from atomrl.stages import PromptBatch, Sample, SamplingParams
+from atomrl.rollout.generate import generate, requests_of
+from atomrl.types import Prompt, Sample, SamplingParams
 from tests.tiny import make_tiny_tokenizer
 
 
-def test_completions_are_the_script():
+def prompt(name: str, *tokens: int) -> Prompt:
+    return Prompt(prompt_id=name, sample=Sample(sample_id=name, prompt="", ground_truth=""), token_ids=tokens)
+
+
+def make_engine(**options) -> FakeEngine:
     tokenizer = make_tiny_tokenizer()
-    engine = FakeEngine(lambda prompt, index: tokenizer("abcdef").input_ids[: len(prompt) + index], tokenizer)
+    texts = ["ab", "abc", "abcd"]
+    return FakeEngine(lambda tokens, index: tokenizer(texts[index]).input_ids, tokenizer, **options)
+
+
+def test_scripted_completions():
+    engine = make_engine()
     assert isinstance(engine, RolloutEngine)
-    prompts = PromptBatch(
-        samples=(Sample(sample_id="a", prompt="", ground_truth=""),), prompt_ids=("a",), prompt_token_ids=((5, 6),)
-    )
-    engine.load_weights([("w", torch.zeros(1))], version=3)
-    rollouts = engine.generate(prompts, SamplingParams(completions_per_prompt=3, max_completion_tokens=3))
-    assert rollouts.policy_version == 3
-    assert engine.loaded == [(["w"], 3)]
-    assert [(c.text, c.finish_reason) for c in rollouts.completions[0]] == [
-        ("ab", "stop"),
-        ("abc", "stop"),
-        ("abc", "length"),
-    ]
+    engine.update_weights(WeightUpdate(version=3, tensors=[("w", torch.zeros(1))]))
+    found = generate(engine, [prompt("a", 5, 6)], SamplingParams(completions_per_prompt=3, max_completion_tokens=3))
+    assert engine.updates == [(["w"], 3)]
+    assert [(t.text, t.finish_reason) for t in found] == [("ab", "stop"), ("abc", "stop"), ("abc", "length")]
+    assert {t.segments[1].policy_version for t in found} == {3}
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+def test_trajectories_come_in_the_order_of_prompts_and_index(at_once):
+    prompts = [prompt("b", 5), prompt("a", 6, 7)]
+    found = generate(make_engine(at_once=at_once), prompts, SamplingParams(completions_per_prompt=3))
+    assert [t.trajectory_id for t in found] == ["b/0", "b/1", "b/2", "a/0", "a/1", "a/2"]
+    assert [t.prompt_tokens for t in found] == [1, 1, 1, 2, 2, 2]
+
+
+def test_generate_leaves_nothing_behind_when_it_fails():
+    engine = make_engine()
+    engine.pause()
+    with pytest.raises(RuntimeError, match="paused or asleep"):
+        generate(engine, [prompt("a", 5)], SamplingParams())
+    engine.resume()
+    assert engine.abort() == []
+    engine.submit(requests_of(prompt("other", 5), SamplingParams()))
+    with pytest.raises(RuntimeError, match=r"other/0.*submitted elsewhere"):
+        generate(engine, [prompt("a", 5)], SamplingParams())
+
+
+def test_an_engine_with_requests_does_not_sleep():
+    engine = make_engine()
+    engine.submit(requests_of(prompt("a", 5), SamplingParams()))
+    with pytest.raises(RuntimeError, match="holds 1 requests"):
+        engine.sleep()
+    engine.abort()
+    engine.sleep()
+    engine.submit(requests_of(prompt("a", 5), SamplingParams()))
+    assert engine.poll() == []
+    engine.wake()
+    assert [output.request_id for output in engine.poll()] == ["a/0"]

@@ -1,11 +1,17 @@
 """What is the native engine's own: what it refuses, how it schedules, how it reads and rounds weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, Qwen2Config
 
-from atomrl.rollout.native import NativeEngine, Unsupported
-from atomrl.stages import PromptBatch, Sample, SamplingParams
+from atomrl.models.spec import Unsupported, unsupported
+from atomrl.protocols import WeightUpdate
+from atomrl.rollout.generate import generate, requests_of
+from atomrl.rollout.native import NativeEngine
+from atomrl.types import SamplingParams
+from tests.engines import logprobs_of, prompts_of, response
 from tests.tiny import make_tiny_model
 
 
@@ -20,13 +26,7 @@ def load(folder, *, concurrent=64, dtype=torch.float32, use_kernel=True):
     return NativeEngine.from_pretrained(str(folder), tokenizer, dtype=dtype, device="cpu", **options)
 
 
-def batch(*prompts):
-    names = tuple(f"p{index}" for index in range(len(prompts)))
-    samples = tuple(Sample(sample_id=name, prompt="", ground_truth="") for name in names)
-    return PromptBatch(samples=samples, prompt_ids=names, prompt_token_ids=tuple(prompts))
-
-
-PROMPTS = batch(*[tuple(range(5 + index, 15 + 3 * index)) for index in range(6)])
+PROMPTS = prompts_of(*[tuple(range(5 + index, 15 + 3 * index)) for index in range(6)])
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ PROMPTS = batch(*[tuple(range(5 + index, 15 + 3 * index)) for index in range(6)]
     ],
 )
 def test_what_is_not_supported_is_refused_with_the_reason(config, reason, tmp_path):
-    assert reason in NativeEngine.supports(config)
+    assert reason in unsupported(config)
     config.save_pretrained(tmp_path)
     with pytest.raises(Unsupported, match=f"{reason}.*use the hf engine"):
         NativeEngine.from_pretrained(
@@ -51,35 +51,29 @@ def test_what_is_not_supported_is_refused_with_the_reason(config, reason, tmp_pa
 
 
 def test_supported_families():
-    assert NativeEngine.supports(LlamaConfig()) is None
-    assert NativeEngine.supports(Qwen2Config()) is None
+    assert unsupported(LlamaConfig()) is None
+    assert unsupported(Qwen2Config()) is None
 
 
 @pytest.mark.parametrize("use_kernel", [True, False])
 def test_a_prompt_is_run_once_for_its_group(folder, use_kernel, monkeypatch):
     engine = load(folder, concurrent=5, use_kernel=use_kernel)  # no group of 4 fits beside another
-    seen = []
-    cache_for = engine.cache_for
-
-    def recording(*arguments):
-        cache = cache_for(*arguments)
-        prefill = cache.prefill
-        monkeypatch.setattr(cache, "prefill", lambda prompts, groups: seen.extend(prompts) or prefill(prompts, groups))
-        return cache
-
-    monkeypatch.setattr(engine, "cache_for", recording)
-    engine.generate(PROMPTS, SamplingParams(completions_per_prompt=4, max_completion_tokens=30))
-    assert sorted(seen) == sorted(PROMPTS.prompt_token_ids)
+    seen, prefill = [], engine.batch.cache.prefill
+    monkeypatch.setattr(
+        engine.batch.cache, "prefill", lambda prompts, groups: seen.extend(prompts) or prefill(prompts, groups)
+    )
+    generate(engine, PROMPTS, SamplingParams(completions_per_prompt=4, max_completion_tokens=30))
+    assert sorted(seen) == sorted(prompt.token_ids for prompt in PROMPTS)
 
 
 @pytest.mark.parametrize("concurrent", [6, 200])
 def test_only_unfinished_rows_are_computed(folder, concurrent, monkeypatch):
     engine = load(folder, concurrent=concurrent)
     sizes = []
-    logits = engine.decoder.logits
-    monkeypatch.setattr(engine.decoder, "logits", lambda hidden: sizes.append(len(hidden)) or logits(hidden))
-    rollouts = engine.generate(PROMPTS, SamplingParams(completions_per_prompt=8, max_completion_tokens=60))
-    lengths = [len(completion.token_ids) for group in rollouts.completions for completion in group]
+    logits = engine.model.logits
+    monkeypatch.setattr(engine.model, "logits", lambda hidden: sizes.append(len(hidden)) or logits(hidden))
+    rollouts = generate(engine, PROMPTS, SamplingParams(completions_per_prompt=8, max_completion_tokens=60))
+    lengths = [trajectory.response_tokens for trajectory in rollouts]
     assert min(lengths) < 20 < max(lengths)
     # Every token after a completion's first is one row of one step; first tokens come from the prompts.
     assert sum(lengths) - len(lengths) <= sum(sizes) <= sum(lengths)
@@ -92,37 +86,37 @@ def test_weights_without_safetensors(folder, tmp_path):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     sampling = SamplingParams(completions_per_prompt=2, max_completion_tokens=10)
-    assert load(tmp_path).generate(PROMPTS, sampling) == load(folder).generate(PROMPTS, sampling)
+    assert generate(load(tmp_path), PROMPTS, sampling) == generate(load(folder), PROMPTS, sampling)
 
 
 @pytest.mark.parametrize("use_kernel", [True, False])
 def test_bfloat16_rounds_the_weights_and_stays_near(folder, use_kernel):
     engine = load(folder, dtype=torch.bfloat16, use_kernel=use_kernel)
-    rollouts = engine.generate(PROMPTS, SamplingParams(completions_per_prompt=4, max_completion_tokens=40))
+    rollouts = generate(engine, PROMPTS, SamplingParams(completions_per_prompt=4, max_completion_tokens=40))
     rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(torch.float64)
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     errors = {rounded: [], exact: []}
-    for prompt, group in zip(rollouts.prompt_token_ids, rollouts.completions, strict=True):
-        for completion in group:
-            ids = torch.tensor([[*prompt, *completion.token_ids]])
-            for model, found in errors.items():
-                with torch.no_grad():
-                    logprobs = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-                expected = logprobs.gather(-1, ids[0, len(prompt) :, None])[:, 0]
-                found.append((expected - torch.tensor(completion.logprobs)).abs())
+    for trajectory in rollouts:
+        ids, start = torch.tensor([trajectory.token_ids]), trajectory.prompt_tokens
+        for model, found in errors.items():
+            with torch.no_grad():
+                logprobs = model(ids).logits[0, start - 1 : -1].log_softmax(-1)
+            expected = logprobs.gather(-1, ids[0, start:, None])[:, 0]
+            found.append((expected - torch.tensor(logprobs_of(trajectory))).abs())
     to_rounded, to_exact = (float(torch.cat(found).mean()) for found in errors.values())
     assert to_rounded < 0.02
     assert to_exact > to_rounded  # the weights were rounded, and nearly all of the error is that rounding
 
 
+@pytest.mark.slow
 def test_growing_completions_keep_their_keys(folder):
     """Longer than the room that a cache starts with, at a head size and with lengths that no block divides."""
     for use_kernel in (True, False):
         sampling = SamplingParams(max_completion_tokens=300, ignore_eos=True, temperature=0)
-        long = load(folder, use_kernel=use_kernel).generate(PROMPTS, sampling)
+        long = generate(load(folder, use_kernel=use_kernel), PROMPTS, sampling)
         short = SamplingParams(max_completion_tokens=90, ignore_eos=True, temperature=0)
-        for group, other in zip(long.completions, load(folder).generate(PROMPTS, short).completions, strict=True):
-            assert group[0].token_ids[:90] == other[0].token_ids
+        for one, other in zip(long, generate(load(folder), PROMPTS, short), strict=True):
+            assert response(one)[:90] == response(other)
 
 
 @pytest.mark.parametrize("use_kernel", [True, False])
@@ -130,7 +124,57 @@ def test_growing_completions_keep_their_keys(folder):
 def test_weights_that_have_diverged_are_named(folder, use_kernel, top_p):
     engine = load(folder, use_kernel=use_kernel)
     state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
-    state["model.norm.weight"] = state["model.norm.weight"] * float("nan")
-    engine.load_weights(state.items(), version=1)
+    good = state["model.norm.weight"]
+    sampling = SamplingParams(completions_per_prompt=2, max_completion_tokens=5, top_p=top_p)
+    before = generate(engine, PROMPTS, sampling)
+    engine.update_weights(WeightUpdate(version=1, tensors=[("model.norm.weight", good * float("nan"))]))
     with pytest.raises(ValueError, match="diverged"):
-        engine.generate(PROMPTS, SamplingParams(completions_per_prompt=2, max_completion_tokens=5, top_p=top_p))
+        generate(engine, PROMPTS, sampling)
+    engine.update_weights(WeightUpdate(version=0, tensors=[("model.norm.weight", good)]))
+    assert generate(engine, PROMPTS, sampling) == before  # nothing of it has stayed
+
+
+def test_requests_of_a_group_have_one_prompt(folder):
+    engine = load(folder)
+    first, second = (requests_of(prompt, SamplingParams())[0] for prompt in prompts_of((5, 6), (5, 7)))
+    with pytest.raises(ValueError, match="group 'p0' has another prompt"):
+        engine.submit([first, replace(second, group_id="p0")])
+    assert not engine.held
+
+
+CUTS = [{}, {"top_k": 9, "logprobs_over": "kept"}, {"min_completion_tokens": 7}, {"stop": ("a", "}*")}]
+
+
+@pytest.mark.parametrize("use_kernel", [True, False])
+@pytest.mark.parametrize("cut", CUTS)
+def test_looking_for_the_end_less_often_changes_nothing(folder, use_kernel, cut):
+    sampling = SamplingParams(completions_per_prompt=4, max_completion_tokens=45, **cut)
+    often, seldom = (load(folder, concurrent=10, use_kernel=use_kernel) for _ in range(2))
+    seldom.batch.check_every = 8
+    for one, other in zip(generate(often, PROMPTS, sampling), generate(seldom, PROMPTS, sampling), strict=True):
+        assert (one.token_ids, one.finish_reason, one.text) == (other.token_ids, other.finish_reason, other.text)
+        assert logprobs_of(one) == pytest.approx(logprobs_of(other), abs=1e-5)
+        for mine, theirs in zip(one.segments, other.segments, strict=True):
+            if mine.candidates is not None:
+                assert torch.equal(mine.candidates.counts, theirs.candidates.counts)
+                assert torch.equal(mine.candidates.ids, theirs.candidates.ids)
+
+
+def test_the_host_does_not_wait_for_each_token(folder, monkeypatch):
+    """On a GPU every look at a value waits for all that was computed before."""
+    engine = load(folder, use_kernel=False)
+    engine.batch.check_every = 8
+    sampling = SamplingParams(completions_per_prompt=4, max_completion_tokens=48, ignore_eos=True)
+    requests = [request for prompt in PROMPTS for request in requests_of(prompt, sampling)]
+    looks = []
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "unique"):
+        plain = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda *args, plain=plain, name=name: looks.append(name) or plain(*args)
+        )
+    engine.submit(requests)
+    assert len(engine.poll()) == len(requests)
+    # Per look for the end a nonzero and its tolist; at the end the lengths, tokens and log-probs.
+    assert len(looks) <= 2 * (1 + 48 // 8) + 2 + 3 * len(requests)
+    per_token = len([name for name in looks if name not in ("tolist", "cpu")]) / 48
+    assert per_token <= 0.2  # 6 before

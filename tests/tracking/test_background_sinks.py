@@ -11,7 +11,7 @@ import pytest
 from atomrl.tracking import sinks
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
-from tests.tracking.helpers import make_config, make_rewarded
+from tests.tracking.helpers import make_config, make_scored
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,7 @@ def record(tmp_path, monkeypatch, kind, steps, patience_s=0.3):
     with Recorder(config, RunDirectory.create(config)) as recorder:
         for step in range(1, steps + 1):
             recorder.log(step, {"a": 1.0})
-            recorder.log_rollouts(step, make_rewarded())
+            recorder.log_rollouts(step, make_scored(), {})
         (sink,) = recorder.sinks._sinks
     return time.monotonic() - started, sink
 

@@ -1,10 +1,11 @@
 import io
+import json
 import sys
 
 import pytest
 
 from atomrl.config import ConfigError
-from atomrl.tracking.console import Progress
+from atomrl.tracking.console import ProgressBar
 from atomrl.tracking.curves import draw_curves, panels
 from atomrl.tracking.run_directory import RunDirectory
 from tests.tracking.helpers import make_config
@@ -25,7 +26,7 @@ class Terminal(io.StringIO):
 
 def test_without_a_terminal_one_line_a_step():
     stream = io.StringIO()
-    with Progress(3, first_step=2, stream=stream) as progress:
+    with ProgressBar(3, first_step=2, stream=stream) as progress:
         progress.update(2, METRICS)
         progress.note("saved")
         progress.update(3, {})
@@ -38,7 +39,7 @@ def test_without_a_terminal_one_line_a_step():
 
 def test_on_a_terminal_a_live_bar():
     stream = Terminal()
-    with Progress(2, name="quickstart", stream=stream) as progress:
+    with ProgressBar(2, name="quickstart", stream=stream) as progress:
         progress.update(1, METRICS)
         progress.note("held-out [0.5]")
         progress.update(2, METRICS)
@@ -56,7 +57,33 @@ def test_what_is_drawn():
     drawn = panels(rows)
     assert drawn["Reward"] == {"train": [(1, 0.2), (2, 0.4)]}
     assert drawn["Accuracy"] == {"train": [(1, 0.3)], "held-out": [(0, 0.1), (2, 0.6)]}
-    assert drawn["Entropy (nats per token)"] == {"train": []}
+    assert "Entropy (nats per token)" not in drawn
+
+
+def test_data_sources_may_have_slashes():
+    names = [f"val-core/openai/{name}/acc/mean@1" for name in ("gsm8k", "math")]
+    parts = {"reward/verl_score/mean": 0.1, "reward/verl_score/acc/mean": 0.2}
+    rows = [{"step": 1, "critic/score/mean": 0.2, names[0]: 0.1, names[1]: 0.6, **parts}]
+    assert panels(rows)["Accuracy"] == {"train": [], "openai/gsm8k": [(1, 0.1)], "openai/math": [(1, 0.6)]}
+    assert panels(rows)["Reward"] == {"train": [(1, 0.2)], "verl_score": [(1, 0.1)], "verl_score/acc": [(1, 0.2)]}
+    assert panels([{"step": 1, names[0]: 0.5}])["Accuracy"]["held-out"] == [(1, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "titles"),
+    [
+        ({"train/loss": 1.0, "val/loss": 2.0, "actor/grad_norm": 1.0, "actor/lr": 0.1, "perf/throughput": 5.0},
+         ["Loss (nats per token)", "Gradient norm", "Learning rate", "Tokens per second"]),
+        ({"rewards/margins": 0.1, "rewards/accuracies": 0.6, "eval/preference_accuracy": 0.7, "actor/lr": 0.1,
+          "actor/grad_norm": 1.0},
+         ["Accuracy", "Margin of preferences", "Gradient norm", "Learning rate"]),
+        ({"actor/lr": 0.1}, ["Learning rate"]),
+    ],
+)  # fmt: skip
+def test_no_panel_is_empty(metrics, titles, tmp_path):
+    assert list(panels([{"step": 1, **metrics}])) == titles
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **metrics}) + "\n")
+    assert draw_curves(tmp_path).is_file()
 
 
 def test_the_picture_comes_from_the_metrics_alone(tmp_path):

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from atomrl.config import ConfigError, build_config
-from atomrl.tracking.run_directory import RunDirectory, read_metrics
-from tests.tracking.helpers import make_config, make_rewarded
+from atomrl.tracking.run_directory import RunDirectory, read_metrics, rollout_rows
+from tests.tracking.helpers import make_config, make_scored
 
 
 def save(run, step, text="weights"):
@@ -78,7 +78,7 @@ def test_metrics_load_in_pandas(tmp_path):
 
 def test_rollout_rows(tmp_path):
     run = RunDirectory.create(make_config(tmp_path))
-    run.log_rollouts(10, make_rewarded(), {(0, 0): 0.7, (0, 1): -0.7, (1, 0): 0.0})
+    run.write_rows(10, rollout_rows(10, make_scored(), {0: 0.7, 1: -0.7, 2: 0.0}), "train")
     text = (run.path / "rollouts" / "step_000010" / "train.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines()]
     assert len(rows) == 4
@@ -99,6 +99,7 @@ def test_rollout_rows(tmp_path):
         "advantage": 0.7,
         "finish_reason": "stop",
         "policy_version": 3,
+        "policy_versions": [3],
     }
     assert [row["advantage"] for row in rows] == [0.7, -0.7, 0.0, None]
     assert rows[2]["prompt"] == [{"role": "user", "content": "hi"}] and rows[3]["reward"] is None
@@ -156,7 +157,7 @@ def test_resume_cuts_what_is_later_than_the_checkpoint(tmp_path, capsys):
     run = RunDirectory.create(make_config(tmp_path))
     for step in range(5):
         run.log(step, {"a": step})
-        run.log_rollouts(step, make_rewarded())
+        run.write_rows(step, rollout_rows(step, make_scored(), {}), "train")
         if step in (1, 2):
             save(run, step)
     with (run.path / "metrics.jsonl").open("a") as file:

@@ -8,7 +8,7 @@ from atomrl.config import ConfigError
 from atomrl.tracking import sinks
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
-from tests.tracking.helpers import make_config, make_rewarded
+from tests.tracking.helpers import make_config, make_scored
 
 
 def test_tensorboard_has_scalars_and_samples(tmp_path):
@@ -18,7 +18,7 @@ def test_tensorboard_has_scalars_and_samples(tmp_path):
     with Recorder(config, RunDirectory.create(config)) as recorder:
         recorder.log(1, {"critic/score/mean": 0.25})
         recorder.log(2, {"critic/score/mean": 0.5})
-        recorder.log_rollouts(2, make_rewarded())
+        recorder.log_rollouts(2, make_scored(), {})
     events = EventAccumulator(str(tmp_path / "r" / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("critic/score/mean")] == [(1, 0.25), (2, 0.5)]
@@ -28,12 +28,12 @@ def test_tensorboard_has_scalars_and_samples(tmp_path):
 def test_wandb_offline(tmp_path):
     """In a process of its own: wandb keeps global state and a service."""
     script = f"""
-from tests.tracking.helpers import make_config, make_rewarded
+from tests.tracking.helpers import make_config, make_scored
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
 config = make_config({str(tmp_path)!r}, tracking={{"sinks": ["wandb"], "wandb_tags": ["t"]}})
 with Recorder(config, RunDirectory.create(config)) as recorder:
-    recorder.log_rollouts(1, make_rewarded(), {{(0, 0): 1.0}})
+    recorder.log_rollouts(1, make_scored(), {{0: 1.0}})
     recorder.log(1, {{"critic/score/mean": 0.25}})
 """
     environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
@@ -105,5 +105,5 @@ def test_the_log_interval_is_of_the_sinks_alone(tmp_path, monkeypatch):
 def test_rollouts_are_kept_only_where_wanted(tmp_path):
     config = make_config(tmp_path, tracking={"save_rollouts": False})
     with Recorder(config, RunDirectory.create(config)) as recorder:
-        recorder.log_rollouts(1, make_rewarded())
+        recorder.log_rollouts(1, make_scored(), {})
     assert not (tmp_path / "r" / "rollouts").exists()

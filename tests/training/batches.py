@@ -1,10 +1,12 @@
 """Training batches and a plain policy-gradient record, for tests of back ends."""
 
+from types import SimpleNamespace
+
 import torch
 
 from atomrl.metrics import Mean, Sum
-from atomrl.protocols import Algorithm, LossOutput
-from atomrl.stages import TrainingBatch
+from atomrl.protocols import LossOutput
+from atomrl.types import TrainingBatch
 
 
 def make_batch(rows=6, longest=14, vocabulary=90, seed=0, **changes):
@@ -42,4 +44,6 @@ def loss(outputs, batch):
 
 
 def make_algorithm(**changes):
-    return Algorithm(**({"name": "plain", "advantages": None, "weights": None, "loss": loss} | changes))
+    """What a back end sees of an `Algorithm`."""
+    plain = {"name": "plain", "loss": loss, "outputs": frozenset({"logprobs"}), "row_unit": "row", "update": None}
+    return SimpleNamespace(**(plain | changes))

@@ -30,16 +30,17 @@ def folder(tmp_path):
 def test_bfloat16_trains_float32_master_weights(folder):
     """Steps far below bfloat16's resolution add up."""
     backend, batch = make(folder, {"learning_rate": 1e-5}, dtype="bfloat16"), make_batch()
-    start = {name: tensor.clone() for name, tensor in backend.weights()}
+    start = {name: tensor.clone() for name, tensor in backend.state().items()}
     for _ in range(10):
         backend.train_step(batch, make_algorithm())
-    for name, tensor in backend.weights():
+    for name, tensor in backend.state().items():
         assert tensor.dtype == torch.float32
         moved = (tensor - start[name]).abs()
         assert 0 < moved.max() < 2e-4, name
-    assert backend.policy.forward_hidden(batch.tokens).dtype == torch.bfloat16
+    assert backend.policy.model.forward_hidden(batch.tokens).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_bfloat16_gradients_add_up_in_float32(folder):
     """Many micro-batches lose no more than one does."""
     gradients = {}
@@ -49,9 +50,8 @@ def test_bfloat16_gradients_add_up_in_float32(folder):
         ("parts", {"dtype": "bfloat16"}, {"rows_per_micro_batch": 1}),
     ]:
         backend = make(folder, train, **model)
-        backend.optimizers[0].step = lambda updates: {}
-        backend.train_step(make_batch(rows=64), make_algorithm())
-        gradients[name] = torch.cat([p.grad.flatten() for p in backend.policy.parameters()])
+        backend.gradients(make_batch(rows=64), make_algorithm())
+        gradients[name] = torch.cat([p.grad.flatten() for p in backend.policy.model.parameters()])
         assert gradients[name].dtype == torch.float32
     errors = {name: (gradients[name] - gradients["exact"]).norm().item() for name in ("whole", "parts")}
     assert errors["parts"] < 1.5 * errors["whole"]
@@ -60,17 +60,17 @@ def test_bfloat16_gradients_add_up_in_float32(folder):
 def test_a_models_own_dropout_is_off_while_it_trains(tmp_path):
     """GPT-2 has 0.1 by default: the log-probs of the update would not be those of the policy that sampled."""
     backend, batch = make(save_gpt2(tmp_path)), make_batch()
-    old = backend.annotate(batch, frozenset({"old_logprobs"})).old_logprobs
-    assert backend.policy.training
-    torch.testing.assert_close(backend._outputs(backend.policy, batch, frozenset({"logprobs"})).logprobs, old)
-    assert backend.policy.config.resid_pdrop == 0.1
+    old = backend.forward_only(batch, frozenset({"old_logprobs"})).old_logprobs
+    assert backend.policy.model.training
+    torch.testing.assert_close(backend._outputs(batch, {"logprobs"})["logprobs"], old)
+    assert backend.policy.model.config.resid_pdrop == 0.1
 
 
 def test_gradient_checkpointing_gives_the_same_step(folder):
     steps = []
     for checkpointing in (False, True):
         backend = make(folder, gradient_checkpointing=checkpointing)
-        steps.append((values(backend.train_step(make_batch(), make_algorithm())), dict(backend.weights())))
+        steps.append((values(backend.train_step(make_batch(), make_algorithm())), backend.state()))
     assert steps[0][0] == steps[1][0]
     assert all(torch.equal(tensor, steps[1][1][name]) for name, tensor in steps[0][1].items())
 
@@ -78,7 +78,9 @@ def test_gradient_checkpointing_gives_the_same_step(folder):
 def test_trains_models_of_other_families(tmp_path):
     backend = make(save_gpt2(tmp_path / "base", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0), dtype="bfloat16")
     batch = make_batch()
-    assert backend.policy.forward_hidden(batch.tokens).dtype == torch.bfloat16, "the head's product is not in float32"
+    assert backend.policy.model.forward_hidden(batch.tokens).dtype == torch.bfloat16, (
+        "the head's product is not in float32"
+    )
     losses = [values(backend.train_step(batch, make_algorithm()))["actor/pg_loss"] for _ in range(5)]
     assert losses[-1] < losses[0]
     backend.save(tmp_path / "checkpoint")
@@ -101,9 +103,9 @@ def test_a_server_finds_only_the_model_in_a_checkpoint(folder, tmp_path):
 
 def test_weight_decay_is_on_matrices_alone(folder):
     backend, batch = make(folder, {"weight_decay": 0.5, "learning_rate": 0.1}), make_batch()
-    start = {name: tensor.clone() for name, tensor in backend.weights()}
+    start = {name: tensor.clone() for name, tensor in backend.state().items()}
     # A gradient of exactly 0 would be no update at all; this one is far below Adam's eps.
     backend.train_step(make_batch(advantages=batch.advantages * 1e-20), make_algorithm())
-    for name, tensor in backend.weights():
+    for name, tensor in backend.state().items():
         expected = start[name] * (0.95 if tensor.dim() == 2 else 1.0)
         torch.testing.assert_close(tensor, expected)

@@ -26,12 +26,12 @@ class SmallMemory(LocalBackend):
 
     limit, error = 10**9, ERRORS[0]
 
-    def _outputs(self, model, micro, outputs):
-        given = super()._outputs(model, micro, outputs)
+    def _outputs(self, micro, names, of=None):
+        given = super()._outputs(micro, names, of)
         if micro.tokens.numel() > self.limit:
             if not torch.is_grad_enabled():
                 raise self.error
-            next(reversed(list(model.parameters()))).sum().backward()
+            next(reversed(list(self.policy.model.parameters()))).sum().backward()
             raise self.error
         return given
 
@@ -47,14 +47,10 @@ def make(folder, limit=10**9, error=ERRORS[0], **train):
 
 
 def gradient(backend, batch, algorithm):
-    """Of one step, without taking it; and the step's metrics."""
-    kept = {}
-
-    def keep():
-        kept.update({name: weight.grad.clone() for name, weight in backend.policy.named_parameters()})
-        return {}
-
-    backend._step = keep
+    """Of one step, and the step's metrics."""
+    backend.gradients(batch, algorithm)
+    kept = {name: weight.grad.clone() for name, weight in backend.policy.model.named_parameters()}
+    backend.policy.optimizer.zero_grad()
     return kept, values(backend.train_step(batch, algorithm))
 
 
@@ -88,17 +84,17 @@ def test_log_probs_come_out_of_small_memory_as_of_large(folder):
     batch, needs = make_batch(rows=12), frozenset({"old_logprobs"})
     small = make(folder, limit=30)
     torch.testing.assert_close(
-        small.annotate(batch, needs).old_logprobs, make(folder).annotate(batch, needs).old_logprobs
+        small.forward_only(batch, needs).old_logprobs, make(folder).forward_only(batch, needs).old_logprobs
     )
     assert values(small.train_step(batch, make_algorithm()))["actor/out_of_memory"] >= 1, "counted with the next update"
 
 
 def test_a_row_that_does_not_fit_names_the_settings(folder):
     backend, before = make(folder, limit=5), None
-    before = {name: tensor.clone() for name, tensor in backend.weights()}
+    before = {name: tensor.clone() for name, tensor in backend.state().items()}
     with pytest.raises(ConfigError, match=r"a single row of 14 .*gradient_checkpointing=true.*max_completion_tokens"):
         backend.train_step(make_batch(), make_algorithm())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.state().items())
     with pytest.raises(ConfigError, match="a group of 2 rows, which stay together"):
         make(folder, limit=5).train_step(make_batch(), make_algorithm(row_unit="group"))
 

@@ -13,6 +13,7 @@ from atomrl.config import ConfigError, CriticConfig, LoraConfig, ModelConfig, Tr
 from atomrl.metrics import values
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import save_model
+from atomrl.protocols import UpdateOutput
 from atomrl.training.local import LocalBackend
 from atomrl.training.optimizer import Diverged
 from tests.training.batches import make_algorithm, make_batch
@@ -44,8 +45,10 @@ def make(tmp_path):
             model, TrainConfig(**(train or {})), total_updates=4, temperature=temperature, **settings
         )
         if float64:
-            backend.policy.double()
-            backend.optimizers[0].weights = {n: w for n, w in backend.policy.named_parameters() if w.requires_grad}
+            backend.policy.model.double()
+            backend.policy.optimizer.weights = {
+                n: w for n, w in backend.policy.model.named_parameters() if w.requires_grad
+            }
         backend.folder = folder
         return backend
 
@@ -64,16 +67,16 @@ def trust_region(name="trpo", **update):
 def seen_by_an_update(backend, batch):
     """What an algorithm's own update is given: parameters, micro-batches and the forward pass."""
     seen = []
-    backend.train_step(batch, make_algorithm(update=lambda *given: seen.append(given) or {}))
+    backend.train_step(batch, make_algorithm(update=lambda _, *given: seen.append(given) or UpdateOutput({})))
     return seen[0]
 
 
 def snapshot(backend):
-    return {name: tensor.clone() for name, tensor in backend.weights()}
+    return {name: tensor.clone() for name, tensor in backend.state().items()}
 
 
 def same(backend, kept):
-    return all(torch.equal(tensor, kept[name]) for name, tensor in backend.weights())
+    return all(torch.equal(tensor, kept[name]) for name, tensor in backend.state().items())
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, "gpt2"])
@@ -82,7 +85,7 @@ def test_the_fisher_vector_product_equals_the_dense_fisher_matrix(make, shape):
     backend, batch = make(shape, train={"rows_per_micro_batch": 3}, temperature=1.3), small_batch()
     parameters, micros, outputs = seen_by_an_update(backend, batch)
     assert len(micros) == 2
-    logprobs = (backend.policy(batch.tokens)[:, :-1] / 1.3).log_softmax(-1)
+    logprobs = (backend.policy.model(batch.tokens)[:, :-1] / 1.3).log_softmax(-1)
     size = sum(p.numel() for p in parameters)
     dense = torch.zeros(size, size, dtype=torch.float64)
     for row, place in (batch.loss_mask[:, 1:]).nonzero().tolist():
@@ -153,8 +156,8 @@ def test_any_split_into_micro_batches_gives_the_same_step(make, split):
     algorithm = trust_region(cg_iterations=3)  # many iterations that do not converge multiply rounding errors
     expected, found = (values(backend.train_step(small_batch(), algorithm)) for backend in (whole, parts))
     assert found == pytest.approx(expected, rel=1e-10, abs=1e-12) and found["actor/accepted"] == 1.0
-    theirs = dict(whole.weights())
-    for name, tensor in parts.weights():
+    theirs = whole.state()
+    for name, tensor in parts.state().items():
         assert (tensor - theirs[name]).abs().max() <= 1e-12
 
 
@@ -175,18 +178,18 @@ def test_memory_that_runs_out_anywhere_ends_in_the_same_step(make, monkeypatch, 
     backend = make()
     forward, calls = backend._outputs, []
 
-    def scarce(model, micro, outputs):
+    def scarce(micro, names, of=None):
         calls.append(micro.rows)
         if len(calls) == call:
             raise torch.OutOfMemoryError("out of memory")
-        return forward(model, micro, outputs)
+        return forward(micro, names, of)
 
     monkeypatch.setattr(backend, "_outputs", scarce)
     found = values(backend.train_step(small_batch(), trust_region()))
     assert calls[call - 1] == 4 and calls[-1] < 4, len(calls)
     assert found.pop("actor/out_of_memory") == 1.0 and found == pytest.approx(metrics, rel=1e-7, abs=1e-12)
-    theirs = dict(expected.weights())
-    assert all((tensor - theirs[name]).abs().max() <= 1e-9 for name, tensor in backend.weights())
+    theirs = expected.state()
+    assert all((tensor - theirs[name]).abs().max() <= 1e-9 for name, tensor in backend.state().items())
 
 
 def test_an_error_in_the_search_leaves_the_weights(make):
@@ -195,12 +198,12 @@ def test_an_error_in_the_search_leaves_the_weights(make):
     algorithm = trust_region()
     forward = backend._outputs
 
-    def broken(model, micro, outputs):
-        seen.append(outputs)
-        if outputs == {"logprobs", "distributions"}:
+    def broken(micro, names, of=None):
+        seen.append(names)
+        if names == {"logprobs", "distributions"}:
             assert not same(backend, kept)
             raise KeyboardInterrupt
-        return forward(model, micro, outputs)
+        return forward(micro, names, of)
 
     backend._outputs = broken
     with pytest.raises(KeyboardInterrupt):
@@ -307,11 +310,11 @@ def test_a_model_without_a_forward_derivative_is_refused_before_the_run(make, mo
 
 
 REFUSED = [
-    ({"kl_bound": 0}, "update.kl_bound=0.0 must be above 0"),
-    ({"cg_iterations": 0}, "cg_iterations=0 must be above"),
-    ({"backtrack_ratio": 1.0}, r"must be in \(0, 1\)"),
+    ({"kl_bound": 0}, "algorithm.update.kl_bound: should be greater than 0"),
+    ({"cg_iterations": 0}, "algorithm.update.cg_iterations: should be greater than 0"),
+    ({"backtrack_ratio": 1.0}, "algorithm.update.backtrack_ratio: should be less than 1"),
     ({"bound": 1.0}, "did you mean"),
-    ({"damping": -1.0}, "at least 0"),
+    ({"damping": -1.0}, "algorithm.update.damping: should be greater than or equal to 0"),
 ]
 
 

@@ -1,17 +1,28 @@
-"""Advantages: from rewards to what each token is credited with."""
+"""Advantage estimators with baselines."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from atomrl.atoms import advantages, baselines, gae, groups, kl, masks, shaping, whiten
-
-Values = dict[str, Any]
-SMALL = 1e-8
+from tests.parity.adapters.returns import (
+    clamped_k3,
+    mask_with_last_column,
+    returns_by_turn,
+    stepped_gae,
+    stepped_returns,
+    thinly_whitened,
+)
+from tests.parity.arranging import (
+    SMALL,
+    Values,
+    every,
+    group_sizes,
+    raw_if_alone,
+)
 
 
 def consecutive(rows: int, size: int) -> Tensor:
@@ -20,10 +31,6 @@ def consecutive(rows: int, size: int) -> Tensor:
 
 def one_group(values: Tensor) -> Tensor:
     return torch.zeros(len(values), dtype=torch.int64)
-
-
-def everywhere(mask: Tensor) -> Tensor:
-    return torch.ones_like(mask)
 
 
 def by_token(scalar: Tensor, mask: Tensor) -> Values:
@@ -36,21 +43,29 @@ def by_token(scalar: Tensor, mask: Tensor) -> Values:
 
 
 def score(inputs: Values) -> Tensor:
-    return shaping.sequence_reward(inputs["token_level_rewards"])
+    rewards = inputs["token_level_rewards"]
+    return masks.row_sum(rewards, every(rewards))
+
+
+def centred_or_raw(scores: Tensor, ids: Tensor) -> Tensor:
+    return raw_if_alone(advantages.group_mean_baseline(scores, ids), scores, ids)
+
+
+def zscore_or_raw(scores: Tensor, ids: Tensor, eps: float) -> Tensor:
+    alone = advantages.standardised(scores, torch.ones_like(scores), eps)
+    return raw_if_alone(advantages.group_zscore(scores, ids, eps), alone, ids)
 
 
 def grpo_by_token(inputs: Values, params: Values) -> Values:
     scores, ids = score(inputs), inputs["group_ids"]
-    if params["norm_by_std"]:
-        scalar = advantages.group_zscore(scores, ids, eps=params["epsilon"], group_of_one="raw")
-    else:
-        scalar = advantages.group_mean_baseline(scores, ids, group_of_one="raw")
+    scalar = zscore_or_raw(scores, ids, params["epsilon"]) if params["norm_by_std"] else centred_or_raw(scores, ids)
     return by_token(scalar, inputs["mask"])
 
 
-def rloo_by_token(group_of_one: Any, inputs: Values, params: Values) -> Values:
-    scalar = advantages.leave_one_out_baseline(score(inputs), inputs["group_ids"], group_of_one=group_of_one)
-    return by_token(scalar, inputs["mask"])
+def rloo_by_token(raw: bool, inputs: Values, params: Values) -> Values:
+    scores, ids = score(inputs), inputs["group_ids"]
+    scalar = advantages.leave_one_out_baseline(scores, ids)
+    return by_token(raw_if_alone(scalar, scores, ids) if raw else scalar, inputs["mask"])
 
 
 def passk_by_token(inputs: Values, params: Values) -> Values:
@@ -62,34 +77,36 @@ def passk_by_token(inputs: Values, params: Values) -> Values:
 
 
 def opo_by_token(inputs: Values, params: Values) -> Values:
-    lengths = inputs["mask"].sum(1)
-    scalar = baselines.length_weighted_baseline(score(inputs), lengths, inputs["group_ids"], group_of_one="raw")
-    return by_token(scalar, inputs["mask"])
+    scores, ids = score(inputs), inputs["group_ids"]
+    scalar = baselines.length_weighted_baseline(scores, inputs["mask"].sum(1), ids)
+    return by_token(raw_if_alone(scalar, scores, ids), inputs["mask"])
 
 
 def gpg_by_token(inputs: Values, params: Values) -> Values:
     scores = score(inputs)
-    centred = advantages.group_mean_baseline(scores, inputs["group_ids"], group_of_one="raw")
+    centred = centred_or_raw(scores, inputs["group_ids"])
     return by_token(baselines.rescaled_by_nonzero_rewards(centred, scores, params["f_norm"]), inputs["mask"])
 
 
 def maxrl_by_token(inputs: Values, params: Values) -> Values:
-    scalar = advantages.maxrl_advantage(
-        score(inputs), inputs["group_ids"], eps=params["epsilon"], nonpositive_mean="divide", group_of_one="raw"
-    )
-    return by_token(scalar, inputs["mask"])
+    scores, ids, eps = score(inputs).double(), inputs["group_ids"], params["epsilon"]
+    average = groups.group_mean(scores, ids)
+    # It divides by a mean that is not above 0 too.
+    divided = advantages.group_mean_baseline(scores, ids) / (average + eps)
+    scalar = torch.where(average > 0, advantages.maxrl_advantage(scores, ids, eps), divided)
+    return by_token(raw_if_alone(scalar, scores, ids), inputs["mask"])
 
 
 def remax(inputs: Values, params: Values) -> Values:
     mask = inputs["mask"]
-    returns = gae.discounted_returns(inputs["token_level_rewards"], mask, observation="zero_step")
+    returns = stepped_returns(inputs["token_level_rewards"], mask)
     greedy = inputs["reward_baselines"][:, None].expand_as(returns)
     return {"returns": returns, "advantages": baselines.return_minus_baseline(returns, greedy, mask)}
 
 
-def optimal_token(position: Any, inputs: Values, params: Values) -> Values:
+def optimal_token(by_token: bool, inputs: Values, params: Values) -> Values:
     mask, weights = inputs["mask"], inputs.get("rollout_is_weights")
-    returns = gae.discounted_returns(inputs["token_level_rewards"], mask, observation="zero_step")
+    returns = stepped_returns(inputs["token_level_rewards"], mask)
     energy = baselines.cumulative_score_norm(inputs["old_log_probs"], inputs["sum_pi_squared"], mask, weights)
     baseline = baselines.optimal_token_baseline(
         returns,
@@ -97,34 +114,37 @@ def optimal_token(position: Any, inputs: Values, params: Values) -> Values:
         mask,
         inputs["group_ids"],
         eps=params["epsilon"],
-        position=position,
+        by_token=by_token,
         zero_tail=params["handle_zero_tail"],
     )
     return {"returns": returns, "advantages": baselines.return_minus_baseline(returns, baseline, mask)}
 
 
-def reinforce_plus_plus(observation: Any, count_eps: float, inputs: Values, params: Values) -> Values:
+def reinforce_plus_plus_verl(inputs: Values, params: Values) -> Values:
     mask = inputs["mask"]
-    returns = gae.discounted_returns(inputs["token_level_rewards"], mask, params["gamma"], observation)
-    return {"returns": returns, "advantages": whiten.masked_whiten(returns, mask, count_eps=count_eps)}
+    returns = gae.discounted_returns(inputs["token_level_rewards"], mask, params["gamma"])
+    return {"returns": returns, "advantages": thinly_whitened(returns, mask)}
+
+
+def reinforce_plus_plus_skyrl(inputs: Values, params: Values) -> Values:
+    mask = inputs["mask"]
+    returns = returns_by_turn(inputs["token_level_rewards"], mask, params["gamma"])
+    return {"returns": returns, "advantages": whiten.masked_whiten(returns, mask)}
 
 
 def reinforce_plus_plus_baseline(inputs: Values, params: Values) -> Values:
     mask = inputs["mask"]
-    scalar = advantages.group_mean_baseline(score(inputs), inputs["group_ids"], group_of_one="raw")
-    white = whiten.masked_whiten(advantages.per_token(scalar, mask), mask, count_eps=SMALL)
+    scalar = centred_or_raw(score(inputs), inputs["group_ids"])
+    white = thinly_whitened(advantages.per_token(scalar, mask), mask)
     return {"advantages": white, "returns": white}
 
 
 def gdpo_by_token(inputs: Values, params: Values) -> Values:
     ids, mask = inputs["group_ids"], inputs["mask"]
-    if params["norm_by_std"]:
-        standard = partial(advantages.group_zscore, eps=params["epsilon"], group_of_one="raw")
-    else:
-        standard = partial(advantages.group_mean_baseline, group_of_one="raw")
+    standard = partial(zscore_or_raw, eps=params["epsilon"]) if params["norm_by_std"] else centred_or_raw
     parts = torch.stack([standard(part, ids) for part in inputs["reward_components"]], 1)
     total = shaping.weighted_reward(parts, weights_of(params["weights"], parts))
-    return {"advantages": whiten.masked_whiten(advantages.per_token(total, mask), mask, count_eps=SMALL)}
+    return {"advantages": thinly_whitened(advantages.per_token(total, mask), mask)}
 
 
 def weights_of(weights: Any, parts: Tensor) -> Tensor:
@@ -171,68 +191,28 @@ def rloo_trl(inputs: Values, params: Values) -> Values:
     return {"advantages": advantages.group_zscore(centred, one_group(centred), eps=params["epsilon"])}
 
 
-def gae_trl(inputs: Values, params: Values) -> Values:
-    last, values = inputs["last_token_index"][:, None], inputs["values"]
-    columns = torch.arange(values.shape[1])
-    mask, one_more = columns <= last, columns <= last + 1
-    estimator = {"k1": kl.k1_kl, "k3": kl.k3_kl}[params["kl_estimator"]]
-    divergence = estimator(inputs["log_probs"], inputs["ref_log_probs"], mask)
-    placed = shaping.reward_at_last_token(inputs["scores"], mask, one_past=True)
-    rewards = shaping.kl_penalised_reward(placed, divergence, params["kl_coef"])
-    if params["whiten_rewards"]:
-        rewards = whiten.masked_whiten(rewards, one_more, shift_mean=False)
-    result = gae.gae(rewards, values, one_more, params["gamma"], params["lam"], observation="zero_step")
-    white = whiten.masked_whiten(result["advantages"], mask)
-    return {"rewards": rewards, "advantages": white, "returns": result["returns"]}
-
-
-# GAE.
-
-
-def gae_whitened(observation: Any, count_eps: float, inputs: Values, params: Values) -> Values:
-    rewards, values, mask = inputs["token_level_rewards"], inputs["values"], inputs["mask"]
-    result = gae.gae(rewards, values, mask, params["gamma"], params["lam"], observation)
-    white = whiten.masked_whiten(result["advantages"], mask, count_eps=count_eps)
-    return {"advantages": white, "returns": result["returns"]}
-
-
-def gae_plain(inputs: Values, params: Values) -> Values:
-    rewards, values = inputs["token_level_rewards"], inputs["values"]
-    mask = inputs.get("mask", torch.ones_like(values, dtype=torch.bool))
-    return dict(gae.gae(rewards, values, mask, params["gamma"], params["lam"], observation="zero_step"))
-
-
-def clamped_k3(inputs: Values, mask: Tensor) -> Tensor:
-    return kl.k3_kl(inputs["log_probs"], inputs["ref_log_probs"], mask, input_clamp=20.0, output_clamp=10.0)
-
-
-def gae_decoupled(inputs: Values, params: Values) -> Values:
-    values, mask, gamma, lam = inputs["values"], inputs["mask"], params["gamma"], params["lam"]
-    rewards = shaping.reward_at_last_token(inputs["rewards"], mask)
-    if params["kl_coef"] > 0:
-        rewards = shaping.kl_penalised_reward(rewards, clamped_k3(inputs, mask), params["kl_coef"])
-    of_values = lam if params["lam_value"] is None else params["lam_value"]
-    of_policy = lam if params["lam_policy"] is None else params["lam_policy"]
-    if params["length_adaptive_alpha"] > 0:
-        of_policy = gae.length_adaptive_lambda(mask, params["length_adaptive_alpha"]).to(values.dtype)
-    credit = gae.gae(rewards, values, mask, gamma, of_policy)["advantages"]
-    if params["normalize_advantages"]:
-        credit = whiten.masked_whiten(credit, mask, count_eps=SMALL)
-    return {"advantages": credit, "returns": gae.gae(rewards, values, mask, gamma, of_values)["returns"]}
-
-
 # NeMo-RL, prime-rl, AReaL and ROLL: one reward per completion.
+
+
+def leave_one_out_std(rewards: Tensor, ids: Tensor) -> Tensor:
+    """Of the other completions; 0 in a group of two."""
+    exact, count = rewards.double(), group_sizes(ids)
+    everyone = groups.group_std(exact, ids).square() * (count - 1)
+    others = everyone - advantages.group_mean_baseline(exact, ids).square() * count / (count - 1).clamp(min=1)
+    # What is left of a difference of equal numbers is rounding, not spread.
+    others = others.masked_fill((others < 1e-12 * everyone) | (count < 3), 0.0)
+    return (others / (count - 2).clamp(min=1)).sqrt().to(rewards.dtype)
 
 
 def leave_one_out_zscore(rewards: Tensor, ids: Tensor, eps: float) -> Tensor:
     centred = advantages.leave_one_out_baseline(rewards, ids)
-    return advantages.standardised(centred, groups.leave_one_out_std(rewards, ids), eps=eps)
+    return advantages.standardised(centred, leave_one_out_std(rewards, ids), eps=eps)
 
 
 def grpo_nemo_rl(inputs: Values, params: Values) -> Values:
     rewards, ids = inputs["rewards"], inputs["group_ids"]
     if params["leave_one_out"]:
-        baseline, std = groups.leave_one_out_mean(rewards, ids), groups.leave_one_out_std(rewards, ids)
+        baseline, std = groups.leave_one_out_mean(rewards, ids), leave_one_out_std(rewards, ids)
         centred = advantages.leave_one_out_baseline(rewards, ids)
     else:
         baseline, std = groups.group_mean(rewards, ids), groups.group_std(rewards, ids)
@@ -252,12 +232,15 @@ def gdpo_nemo_rl(inputs: Values, params: Values) -> Values:
 
 def raw_nemo_rl(inputs: Values, params: Values) -> Values:
     rewards, mask = inputs["rewards"], inputs["mask"]
-    spread = advantages.per_token(advantages.raw_reward(rewards, one_group(rewards)), everywhere(mask))
+    spread = advantages.per_token(advantages.raw_reward(rewards, one_group(rewards)), every(mask))
     return {"advantages": floor_whitened(spread, mask) if params["normalize_advantages"] else spread}
 
 
 def floor_whitened(values: Tensor, mask: Tensor) -> Tensor:
-    return whiten.masked_whiten(values, mask, unbiased=False, eps=SMALL, eps_role="floor", keep_off_mask=True)
+    """OpenRLHF's and NeMo-RL's: a biased variance of at least 1e-8, and the same map of what is off the mask."""
+    exact, count = values.double(), mask.sum()
+    variance = whiten.masked_variance(exact, mask) * (count - 1) / count.clamp(min=1)
+    return ((exact - masks.masked_mean(exact, mask)) / variance.clamp(min=SMALL).sqrt()).to(values.dtype)
 
 
 def reinforce_plus_plus_nemo_rl(inputs: Values, params: Values) -> Values:
@@ -265,9 +248,9 @@ def reinforce_plus_plus_nemo_rl(inputs: Values, params: Values) -> Values:
     scalar = inputs["rewards"]
     if params["minus_baseline"]:
         scalar = advantages.group_mean_baseline(scalar, inputs["group_ids"])
-    spread = advantages.per_token(scalar, everywhere(mask))
+    spread = advantages.per_token(scalar, every(mask))
     if params["kl_coef"] > 0:
-        spread = shaping.kl_penalised_reward(spread, clamped_k3(inputs, everywhere(mask)), params["kl_coef"])
+        spread = shaping.kl_penalised_reward(spread, clamped_k3(inputs, every(mask)), params["kl_coef"])
     return {"advantages": floor_whitened(spread, mask)}
 
 
@@ -275,9 +258,9 @@ def reinforce_plus_plus_slime(inputs: Values, params: Values) -> Values:
     rewards, divergence, mask, beta = inputs["rewards"], inputs["kl"], inputs["mask"], params["kl_coef"]
     placed = shaping.reward_at_last_token(rewards, mask)
     penalised = shaping.kl_penalised_reward(placed, divergence, beta, mask)
-    spread = advantages.per_token(rewards, everywhere(mask))
+    spread = advantages.per_token(rewards, every(mask))
     return {
-        "returns": gae.discounted_returns(penalised, mask, params["gamma"], observation="zero_step"),
+        "returns": stepped_returns(penalised, mask, params["gamma"]),
         "baseline_advantages": shaping.kl_penalised_reward(spread, divergence, beta),
     }
 
@@ -297,13 +280,16 @@ def normalised_areal(inputs: Values, params: Values) -> Values:
     if level is None:
         centred = advantages.raw_reward(rewards, ids)
     elif params["leave_one_out"]:
-        centred = advantages.leave_one_out_baseline(rewards, ids, group_of_one="raw")
+        centred = raw_if_alone(advantages.leave_one_out_baseline(rewards, ids), rewards, ids)
     else:
         centred = advantages.group_mean_baseline(rewards, ids)
     if params["std_level"] is None:
         return {"normalized": centred}
     scale_ids = level_ids(params["std_level"], rewards, size)
-    std = groups.group_root_mean_square(centred, scale_ids, params["std_unbiased"])
+    # About the baseline, which need not be the mean of the group that shares a scale.
+    count = group_sizes(scale_ids)
+    squares = groups.group_mean(centred.double().square(), scale_ids) * count
+    std = (squares / (count - int(params["std_unbiased"])).clamp(min=1)).sqrt().to(centred.dtype)
     return {"normalized": advantages.standardised(centred, std, eps=params["eps"])}
 
 
@@ -335,18 +321,15 @@ def pipeline_openrlhf(inputs: Values, params: Values) -> Values:
     shaped = openrlhf_baseline(estimator, rewards, consecutive(len(rewards), params["n_samples_per_prompt"]))
     if params["reward_clip_range"] is not None:
         shaped = shaping.clipped_reward(shaped, *params["reward_clip_range"])
-    placed = shaping.reward_at_last_token(shaped, mask, empty_row="last_column")
+    placed = shaping.reward_at_last_token(shaped, mask_with_last_column(mask))
     penalised = shaping.kl_penalised_reward(placed, inputs["kl"], params["kl_coef"])
     if estimator == "gae":
-        result = gae.gae(penalised, inputs["values"], mask, params["gamma"], params["lam"], observation="zero_step")
+        result = stepped_gae(penalised, inputs["values"], mask, params)
         credit, returns = result["advantages"], result["returns"]
     else:
-        credit = returns = gae.discounted_returns(penalised, mask, params["gamma"], observation="zero_step")
+        credit = returns = stepped_returns(penalised, mask, params["gamma"])
     if estimator in {"gae", "reinforce", "reinforce_baseline"}:
-        if params["no_std_norm"]:
-            credit = whiten.masked_mean_baseline(credit, mask, keep_off_mask=True)
-        else:
-            credit = floor_whitened(credit, mask)
+        credit = credit - masks.masked_mean(credit, mask) if params["no_std_norm"] else floor_whitened(credit, mask)
     return {"advantages": credit, "returns": returns}
 
 
@@ -357,19 +340,19 @@ ADAPTERS = {
     "advantage.grpo.trl": grpo_trl,
     "advantage.grpo.nemo_rl": grpo_nemo_rl,
     "advantage.grpo_passk.verl": passk_by_token,
-    "advantage.rloo.verl": partial(rloo_by_token, "raw"),
-    "advantage.rloo_vectorized.verl": partial(rloo_by_token, "zero"),
-    "advantage.rloo.skyrl": partial(rloo_by_token, "zero"),
+    "advantage.rloo.verl": partial(rloo_by_token, True),
+    "advantage.rloo_vectorized.verl": partial(rloo_by_token, False),
+    "advantage.rloo.skyrl": partial(rloo_by_token, False),
     "advantage.rloo.trl": rloo_trl,
     "advantage.opo.verl": opo_by_token,
     "advantage.gpg.verl": gpg_by_token,
     "advantage.maxrl.skyrl": maxrl_by_token,
     "advantage.group_mean_and_maxrl.prime_rl": grpo_or_maxrl_prime_rl,
     "advantage.remax.verl": remax,
-    "advantage.optimal_token_baseline.verl": partial(optimal_token, "column"),
-    "advantage.tir_optimal_token_baseline.verl": partial(optimal_token, "token"),
-    "advantage.reinforce_plus_plus.verl": partial(reinforce_plus_plus, "skip", SMALL),
-    "advantage.reinforce_plus_plus.skyrl": partial(reinforce_plus_plus, "reset", 0.0),
+    "advantage.optimal_token_baseline.verl": partial(optimal_token, False),
+    "advantage.tir_optimal_token_baseline.verl": partial(optimal_token, True),
+    "advantage.reinforce_plus_plus.verl": reinforce_plus_plus_verl,
+    "advantage.reinforce_plus_plus.skyrl": reinforce_plus_plus_skyrl,
     "advantage.reinforce_plus_plus.nemo_rl": reinforce_plus_plus_nemo_rl,
     "advantage.reinforce_plus_plus.slime": reinforce_plus_plus_slime,
     "advantage.reinforce_plus_plus_baseline.verl": reinforce_plus_plus_baseline,
@@ -379,11 +362,5 @@ ADAPTERS = {
     "advantage.raw.nemo_rl": raw_nemo_rl,
     "advantage.normalization.areal": normalised_areal,
     "advantage.reward_norm.roll": normalised_roll,
-    "advantage.gae.verl": partial(gae_whitened, "skip", SMALL),
-    "advantage.gae.skyrl": partial(gae_whitened, "leak", 0.0),
-    "advantage.gae.openrlhf": gae_plain,
-    "advantage.gae_unmasked.slime": gae_plain,
-    "advantage.gae_decoupled.nemo_rl": gae_decoupled,
-    "advantage.gae_ppo_pipeline.trl": gae_trl,
     "advantage.pipeline.openrlhf": pipeline_openrlhf,
 }

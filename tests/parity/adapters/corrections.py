@@ -5,10 +5,21 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from atomrl.atoms import corrections, diagnostics, kl, masks, policy_losses, reductions, token_selection
-from tests.parity.arranging import Values, every, fraction, rows
+from atomrl.atoms import corrections, kl, masks, policy_losses, reductions, token_selection
+from tests.parity.arranging import (
+    SMALL,
+    Values,
+    clamped_kl,
+    every,
+    fraction,
+    mean,
+    row_mean,
+    rows,
+    thinned,
+)
 
 ESTIMATORS = {"k1": "k1_kl", "k2": "k2_kl", "k3": "k3_kl"}
 
@@ -28,8 +39,28 @@ def verl_weights_of(
     applied = (
         corrections.truncated_weights(raw, high) if low is None else corrections.masked_weights(raw, low, high)
     ).masked_fill(~mask, 0.0)
-    weights = corrections.normalised_weights(applied, mask, by_row=level == "sequence") if normalise else applied
+    if not normalise:
+        return applied, applied
+    weights = corrections.normalised_weights(applied, mask, by_row=level == "sequence")
+    if level == "token" and mean(applied, mask) > SMALL:
+        weights = weights / thinned(mask.sum())
     return weights, applied
+
+
+def mean_weight(weights: Tensor, mask: Tensor, by_row: bool) -> Tensor:
+    average = masks.masked_mean(masks.row_mean(weights, mask), mask.any(1)) if by_row else mean(weights, mask)
+    return torch.where(average > SMALL, average, 1.0)
+
+
+def effective_sample_fraction(weights: Tensor, mask: Tensor) -> Tensor:
+    """With verl's epsilons: on both counts and on the mean weight."""
+    average, thin = mean(weights, mask), thinned(mask.sum())
+    exact = corrections.effective_sample_fraction(weights, mask)
+    return exact * ((average + SMALL) / masks.masked_mean(weights, mask)).square() / thin
+
+
+def dropped_rows(keep: Tensor, mask: Tensor) -> Tensor:
+    return (mask & ~keep).any(1)
 
 
 def raw_weights(train: Tensor, rollout: Tensor, mask: Tensor, level: str) -> Tensor:
@@ -55,27 +86,27 @@ def verl_weights(inputs: Values, params: Values) -> Values:
         lowest = corrections.importance_weights(sums.min())
         products = corrections.importance_weights(sums)
         above, below, among = products > high, products < least, every(sums)
-    by_row = diagnostics.weight_spread(masks.row_mean(applied, mask, eps=1e-8))
-    raw_rows = masks.row_mean(raw, mask, eps=1e-8)
+    by_row = row_mean(applied, mask)
+    raw_rows = row_mean(raw, mask)
     clamped = corrections.truncated_weights(applied, high)
     metrics = {
-        "rollout_is_mean": masks.masked_mean(applied, mask, eps=1e-8),
+        "rollout_is_mean": mean(applied, mask),
         "rollout_is_max": highest,
         "rollout_is_min": lowest,
         "rollout_is_ratio_fraction_high": fraction(above, among),
         "rollout_is_ratio_fraction_low": fraction(below, among),
-        "rollout_is_std": diagnostics.masked_std(clamped, mask, eps=1e-8),
-        "rollout_is_eff_sample_size": diagnostics.effective_sample_fraction(clamped, mask, eps=1e-8),
-        "rollout_is_seq_mean": by_row["mean"],
-        "rollout_is_seq_std": by_row["std"],
-        "rollout_is_seq_max": by_row["highest"],
-        "rollout_is_seq_min": by_row["lowest"],
-        "rollout_is_seq_max_deviation": by_row["max_deviation"],
+        "rollout_is_std": (mean(clamped.square(), mask) - mean(clamped, mask).square()).clamp(min=0).sqrt(),
+        "rollout_is_eff_sample_size": effective_sample_fraction(clamped, mask),
+        "rollout_is_seq_mean": by_row.mean(),
+        "rollout_is_seq_std": by_row.std() if len(by_row) > 1 else 0.0,
+        "rollout_is_seq_max": by_row.max(),
+        "rollout_is_seq_min": by_row.min(),
+        "rollout_is_seq_max_deviation": (by_row - 1).abs().max(),
         "rollout_is_seq_fraction_high": fraction(raw_rows > high, every(raw_rows)),
         "rollout_is_seq_fraction_low": fraction(raw_rows < least, every(raw_rows)),
         "rollout_is_oob_ratio": fraction(~corrections.within(raw, least, high), mask),
     }
-    factor = corrections.mean_weight(applied, mask, by_row=level == "sequence")
+    factor = mean_weight(applied, mask, by_row=level == "sequence")
     return {"weights": weights, "metrics": metrics | {"rollout_is_batch_norm_factor": factor}}
 
 
@@ -94,13 +125,13 @@ class Rule(NamedTuple):
 
 def rejection_rule(train: Tensor, rollout: Tensor, mask: Tensor, option: str, threshold: str) -> Rule:
     unit, estimator = option.rsplit("_", 1)
-    values = getattr(kl, ESTIMATORS[estimator])(rollout, train, mask, input_clamp=20.0)
+    values = clamped_kl(getattr(kl, ESTIMATORS[estimator]), rollout, train, mask, of_ratio=20.0)
     if unit == "token":
         statistic, among = values, mask
     else:
         among = mask.any(1)
         if unit == "seq_mean":
-            statistic = masks.row_mean(values, mask, eps=1e-8)
+            statistic = row_mean(values, mask)
         else:
             statistic = {"seq_sum": masks.row_sum, "seq_max": masks.row_max}[unit](values, mask)
     low, high = bounds_of(threshold)
@@ -135,15 +166,15 @@ def rejection(inputs: Values, params: Values) -> Values:
         spread = rule.statistic if rule.statistic.ndim == 2 else rows(rule.statistic, mask)
         name = f"rollout_rs_{option}"
         metrics |= {
-            f"{name}_mean": masks.masked_mean(spread, mask, eps=1e-8),
+            f"{name}_mean": mean(spread, mask),
             f"{name}_max": rule.statistic[rule.among].max(),
             f"{name}_min": rule.statistic[rule.among].min(),
             f"{name}_fraction_high": fraction(rule.tested > rule.high, rule.among),
             f"{name}_fraction_low": fraction(rule.tested < rule.low, rule.among),
             f"{name}_masked_fraction": fraction(~rule.kept, mask),
-            f"{name}_seq_masked_fraction": fraction(diagnostics.dropped_rows(rule.kept, mask), mask.any(1)),
+            f"{name}_seq_masked_fraction": fraction(dropped_rows(rule.kept, mask), mask.any(1)),
         }
-    dropped = diagnostics.dropped_rows(keep, mask)
+    dropped = dropped_rows(keep, mask)
     metrics |= {
         "rollout_rs_masked_fraction": fraction(~keep, mask),
         "rollout_rs_seq_masked_fraction": fraction(dropped, every(dropped)),
@@ -154,31 +185,34 @@ def rejection(inputs: Values, params: Values) -> Values:
 def offpolicy_metrics(inputs: Values, params: Values) -> Values:
     train, rollout, mask = inputs["train_log_probs"], inputs["rollout_log_probs"], inputs["mask"]
     log_ratio = corrections.rollout_log_ratio(train, rollout, mask)
-    means = {"train": masks.row_mean(train, mask, eps=1e-8), "rollout": masks.row_mean(rollout, mask, eps=1e-8)}
+    means = {"train": row_mean(train, mask), "rollout": row_mean(rollout, mask)}
     gap = kl.k1_kl(means["rollout"][:, None], means["train"][:, None], every(mask[:, :1]))
     metrics = {
-        "training_ppl": diagnostics.perplexity(train, mask, eps=1e-8).mean(),
+        "training_ppl": (-means["train"]).exp().mean(),
         "training_log_ppl": -means["train"].mean(),
-        "rollout_ppl": diagnostics.perplexity(rollout, mask, eps=1e-8).mean(),
+        "rollout_ppl": (-means["rollout"]).exp().mean(),
         "rollout_log_ppl": -means["rollout"].mean(),
-        "kl": masks.masked_mean(kl.k1_kl(rollout, train, mask), mask, eps=1e-8),
-        "k3_kl": masks.masked_mean(kl.k3_kl(rollout, train, mask), mask, eps=1e-8),
+        "kl": mean(kl.k1_kl(rollout, train, mask), mask),
+        "k3_kl": mean(kl.k3_kl(rollout, train, mask), mask),
         "log_ppl_diff": gap.mean(),
         "log_ppl_abs_diff": gap.abs().mean(),
         "log_ppl_diff_max": gap.max(),
         "log_ppl_diff_min": gap.min(),
         "ppl_ratio": corrections.importance_weights(gap).mean(),
-        "chi2_token": masks.masked_mean(diagnostics.chi_square(log_ratio), mask, eps=1e-8),
-        "chi2_seq": diagnostics.chi_square(masks.row_sum(log_ratio, mask)).mean(),
+        "chi2_token": mean(chi_square(log_ratio), mask),
+        "chi2_seq": chi_square(masks.row_sum(log_ratio, mask)).mean(),
     }
     return {"metrics": metrics}
 
 
+def chi_square(log_ratio: Tensor) -> Tensor:
+    return corrections.importance_weights(log_ratio, clamp=20.0).square() - 1
+
+
 def importance_ratio(inputs: Values, params: Values) -> Values:
-    mask = inputs["mask"]
-    log_ratio = corrections.rollout_log_ratio(
-        inputs["train_log_probs"], inputs["rollout_log_probs"], mask, missing_is_equal=True
-    )
+    mask, rollout = inputs["mask"], inputs["rollout_log_probs"]
+    # A log-prob that the engine did not give (NaN) counts as a ratio of 1.
+    log_ratio = corrections.rollout_log_ratio(inputs["train_log_probs"], rollout, mask & ~rollout.isnan())
     level, action = params["mode"].split("_")
     if level == "sequence":
         log_ratio = masks.row_sum(log_ratio, mask)[:, None]
@@ -207,7 +241,7 @@ def opsm_slime(inputs: Values, params: Values) -> Values:
     mask = inputs["mask"]
     divergence = masks.row_mean(kl.k1_kl(inputs["old_log_probs"], inputs["log_probs"], mask), mask)
     keep = corrections.off_policy_sequences(divergence, inputs["advantages"], float(params["opsm_delta"]))
-    per_column = masks.row_max(reductions.sequence_mean(mask, total_rows=1.0, dtype=divergence.dtype), mask)
+    per_column = masks.row_max(reductions.sequence_mean(mask, total_rows=1.0), mask)
     return {
         "keep_mask": keep,
         "masked_sequence_count": reductions.weighted_sum((~keep).to(divergence.dtype), rows(per_column, mask)),
@@ -259,7 +293,7 @@ def off_policy_correction(inputs: Values, params: Values) -> list[Tensor]:
             (math.inf if outlier[1] is None else float(outlier[1])),
         )
         inside = ~policy_losses.out_of_bounds(weights, low, high)
-        factors.append(rows(~diagnostics.dropped_rows(inside, mask), mask))
+        factors.append(rows(~dropped_rows(inside, mask), mask))
     return factors
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from atomrl.atoms import distillation, masks, reductions
-from tests.parity.arranging import Values, every
+import math
+
+from atomrl.atoms import distillation, kl, masks, reductions
+from tests.parity.arranging import SMALL, Values, every
 
 
 def trl_jsd(inputs: Values, params: Values) -> Values:
@@ -22,21 +24,23 @@ def trl_jsd(inputs: Values, params: Values) -> Values:
         total = float(count * student.shape[-1])
     else:
         total = float(count if labelled else len(student))
-    weights = reductions.token_mean(kept, total_tokens=total, dtype=distance.dtype)
+    weights = reductions.token_mean(kept, total_tokens=total)
     return {"loss": reductions.weighted_sum(distance, weights)}
 
 
 def verl_topk(inputs: Values, params: Values) -> Values:
     ids, teacher = inputs["teacher_topk_ids"], inputs["teacher_topk_log_probs"]
-    student = distillation.logprobs_at(inputs["student_logits"], ids)
+    student = inputs["student_logits"].log_softmax(-1).gather(-1, ids)
     floor = params.get("log_prob_min_clamp")
-    terms = distillation.topk_forward_kl(student, teacher, None if floor is None else float(floor))
-    overlap = distillation.topk_overlap(inputs["student_logits"], ids)
+    floor = -math.inf if floor is None else float(floor)
+    terms = kl.kl_terms(teacher.clamp(min=floor), student.clamp(min=floor))
+    own = inputs["student_logits"].topk(ids.shape[-1], dim=-1).indices
+    overlap = (ids[..., :, None] == own[..., None, :]).any(-1)
     loss = masks.row_sum(terms, every(terms))
     return {
         "loss": loss,
-        "student_mass": distillation.probability_mass(student),
-        "teacher_mass": distillation.probability_mass(teacher),
+        "student_mass": student.exp().sum(-1),
+        "teacher_mass": teacher.exp().sum(-1),
         "overlap_count": overlap.sum(-1),
         "overlap_token_advantage": -masks.row_mean(terms, overlap),
         "objective": {"sum": masks.masked_sum(loss, every(loss))},
@@ -46,13 +50,14 @@ def verl_topk(inputs: Values, params: Values) -> Values:
 def nemo_topk(inputs: Values, params: Values) -> Values:
     student, teacher, kind = inputs["student_topk_log_probs"], inputs["teacher_topk_log_probs"], params["kl_type"]
     forward_weight = {"forward": 1.0, "reverse": 0.0, "mixed": float(params["mixed_kl_weight"])}[kind]
-    distance = distillation.mixed_kl(student, teacher, forward_weight)
-    weights = reductions.token_mean(inputs["mask"], eps=1e-8, dtype=distance.dtype)
+    forward, reverse = kl.distribution_kl(teacher, student), kl.distribution_kl(student, teacher)
+    distance = forward_weight * forward + (1 - forward_weight) * reverse
+    weights = reductions.token_mean(inputs["mask"], total_tokens=float(inputs["mask"].sum()) + SMALL)
     loss = reductions.weighted_sum(distance, weights)
     if params["zero_outside_topk"] and kind != "forward":
-        rest = distillation.reverse_kl_outside(
-            student, inputs["student_sum_p_logp"], float(params.get("log_infinitesimal", -100.0))
-        )
+        # The rest of the reverse KL, where the teacher is taken to give nothing.
+        inside, floor = student.exp(), float(params.get("log_infinitesimal", -100.0))
+        rest = inputs["student_sum_p_logp"] - (inside * student).sum(-1) - floor * (1 - inside.sum(-1))
         loss = loss + reductions.weighted_sum(rest, weights, scale=1 - forward_weight)
     return {"loss": loss}
 

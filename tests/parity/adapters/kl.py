@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomrl.atoms import distillation, kl, masks, ratios, shaping
-from tests.parity.arranging import Values, every
+from atomrl.atoms import kl, masks, ratios, shaping
+from tests.parity.adapters.returns import mask_with_last_column
+from tests.parity.arranging import Values, clamped_kl, every, row_mean
 
 ESTIMATORS = {
     **dict.fromkeys(["kl", "k1"], "k1_kl"),
@@ -19,9 +20,10 @@ ESTIMATORS = {
 }
 
 
-def estimate(name: str, log_probs: Tensor, ref: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
-    estimator = getattr(kl, ESTIMATORS[name])
-    return estimator(log_probs, ref, every(log_probs) if mask is None else mask, **options)
+def estimate(name: str, log_probs: Tensor, ref: Tensor, mask: Tensor | None = None, **limits: Any) -> Tensor:
+    return clamped_kl(
+        getattr(kl, ESTIMATORS[name]), log_probs, ref, every(log_probs) if mask is None else mask, **limits
+    )
 
 
 def result(values: Tensor) -> Values:
@@ -30,7 +32,7 @@ def result(values: Tensor) -> Values:
 
 def clamps(name: str) -> dict[str, float]:
     """verl and SkyRL clamp k3 alone."""
-    return {"input_clamp": 20.0, "output_clamp": 10.0} if ESTIMATORS[name] == "k3_kl" else {}
+    return {"of_ratio": 20.0, "of_result": 10.0} if ESTIMATORS[name] == "k3_kl" else {}
 
 
 def verl(inputs: Values, params: Values) -> Values:
@@ -49,40 +51,60 @@ def skyrl(inputs: Values, params: Values) -> Values:
 
 def openrlhf(inputs: Values, params: Values) -> Values:
     log_probs, ref = inputs["log_probs"], inputs["ref_log_probs"]
-    return result(estimate(params["kl_estimator"], log_probs, ref, output_clamp=10.0))
+    return result(estimate(params["kl_estimator"], log_probs, ref, of_result=10.0))
 
 
 def areal(inputs: Values, params: Values) -> Values:
     clamp = 10.0 if params["apply_clamp"] else None
     log_probs, ref = inputs["log_probs"], inputs["ref_log_probs"]
-    return {"kl": estimate(params["kl_estimator"], log_probs, ref, output_clamp=clamp)}
+    return {"kl": estimate(params["kl_estimator"], log_probs, ref, of_result=clamp)}
 
 
 def slime(inputs: Values, params: Values) -> Values:
     name, log_probs = params["kl_loss_type"], inputs["log_probs"]
-    weight = None
+    values = estimate(name, log_probs, inputs["ref_log_probs"])
     if params["importance_weighted"]:
-        weight = ratios.token_ratio(log_probs, inputs["old_log_probs"], every(log_probs))
-    clamp = 10.0 if name == "low_var_kl" else None
-    return result(estimate(name, log_probs, inputs["ref_log_probs"], output_clamp=clamp, weight=weight))
+        values = values * ratios.token_ratio(log_probs, inputs["old_log_probs"], every(log_probs))
+    return result(values.clamp(-10.0, 10.0) if name == "low_var_kl" else values)
 
 
 def roll(inputs: Values, params: Values) -> Values:
     name = params["kl_penalty"]
     if name == "full":
-        every_id = torch.arange(inputs["logits"].shape[-1]).expand(inputs["logits"].shape)
-        whole = [distillation.logprobs_at(inputs[key], every_id) for key in ("logits", "ref_logits")]
-        return {"kl": kl.distribution_kl(*whole)}
+        return {"kl": kl.distribution_kl(*(inputs[key].log_softmax(-1) for key in ("logits", "ref_logits")))}
     clamp = 10.0 if name == "k3" else None
-    return {"kl": estimate(name, inputs["log_probs"], inputs["ref_log_probs"], output_clamp=clamp)}
+    return {"kl": estimate(name, inputs["log_probs"], inputs["ref_log_probs"], of_result=clamp)}
 
 
 def nemo_rl(inputs: Values, params: Values) -> Values:
-    log_probs, weight = inputs["log_probs"], None
+    log_probs, ref, mask = inputs["log_probs"], inputs["ref_log_probs"], every(inputs["log_probs"])
+    of_ratio, of_result = (
+        None if params[name] is None else float(params[name]) for name in ("input_clamp", "output_clamp")
+    )
+    weight = None
     if params["score_function_weight"]:
-        weight = ratios.token_ratio(log_probs, log_probs.detach(), every(log_probs))
-    limits = {name: None if params[name] is None else float(params[name]) for name in ("input_clamp", "output_clamp")}
-    return result(estimate(params["kl_type"], log_probs, inputs["ref_log_probs"], weight=weight, **limits))
+        weight = ratios.token_ratio(log_probs, log_probs.detach(), mask)
+    estimator = getattr(kl, ESTIMATORS[params["kl_type"]])
+    return result(weighted_kl(estimator, log_probs, ref, mask, weight, of_ratio, of_result))
+
+
+def weighted_kl(
+    estimator: Any,
+    log_probs: Tensor,
+    ref: Tensor,
+    mask: Tensor,
+    weight: Tensor | None,
+    of_ratio: float | None,
+    of_result: float | None,
+) -> Tensor:
+    """NeMo-RL's: a token beyond the bound of the ratio has no gradient, nor has its weight."""
+    values = clamped_kl(estimator, log_probs, ref, mask, of_ratio=of_ratio)
+    if weight is not None:
+        if of_ratio is not None:
+            beyond = ratios.token_log_ratio(log_probs, ref, mask).abs() > of_ratio
+            weight = torch.where(beyond, weight.detach(), weight)
+        values = values * weight
+    return values if of_result is None else values.clamp(-of_result, of_result)
 
 
 def controller(inputs: Values, params: Values) -> Values:
@@ -105,7 +127,7 @@ def exact(value: float | list[float]) -> Tensor:
 def verl_reward(inputs: Values, params: Values) -> Values:
     mask, name, coefficient = inputs["mask"], params["kl_penalty"], float(params["kl_coef"])
     values = estimate(name, inputs["log_probs"], inputs["ref_log_probs"], mask, **clamps(name))
-    by_row = masks.row_mean(values, mask, eps=1e-8)
+    by_row = row_mean(values, mask)
     current = masks.masked_mean(by_row, every(by_row)).item()
     following = kl.adaptive_coefficient(
         coefficient, current, float(params["target_kl"]), float(params["horizon"]), float(len(mask))
@@ -121,7 +143,7 @@ def openrlhf_reward(inputs: Values, params: Values) -> Values:
     rewards = inputs["rewards"]
     if params["reward_clip_range"]:
         rewards = shaping.clipped_reward(rewards, *map(float, params["reward_clip_range"]))
-    placed = shaping.reward_at_last_token(rewards, inputs["mask"], empty_row="last_column")
+    placed = shaping.reward_at_last_token(rewards, mask_with_last_column(inputs["mask"]))
     return {"token_rewards": shaping.kl_penalised_reward(placed, inputs["kl"], float(params["kl_coef"]))}
 
 

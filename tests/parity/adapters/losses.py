@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from atomrl.atoms import logprobs, masks, preference_scores, reductions, supervised_losses, value_losses
-from tests.parity.arranging import Values, every, fraction, verl_weights
+from tests.parity.arranging import (
+    SMALL,
+    Values,
+    every,
+    fraction,
+    sequence_mean,
+    verl_weights,
+    written_rows,
+)
 
 
 def number(value: float | None) -> float | None:
@@ -18,14 +26,14 @@ def verl_aggregation(inputs: Values, params: Values) -> Values:
     mode, rows = params["loss_agg_mode"], number(params.get("global_batch_size"))
     tokens = number(params.get("batch_num_tokens")) if mode == "token-mean" else 1.0
     if mode in ("token-mean", "token-sum"):
-        weights = reductions.token_mean(mask, total_tokens=tokens, dtype=losses.dtype)
+        weights = reductions.token_mean(mask, total_tokens=tokens)
     elif mode == "seq-mean-token-mean":
-        weights = reductions.sequence_mean(mask, total_rows=rows, eps=1e-8, dtype=losses.dtype)
+        weights = sequence_mean(mask, rows)
     else:
         length = 1
         if mode == "seq-mean-token-sum-norm":
             length = int(params.get("loss_scale_factor") or mask.shape[1])
-        weights = reductions.constant_length(mask, length, empty_rows="drop", total_rows=rows, dtype=losses.dtype)
+        weights = reductions.constant_length(mask, length, written_rows(mask) if rows is None else rows)
     return {"loss": reductions.weighted_sum(losses, weights, scale=float(params.get("dp_size", 1)))}
 
 
@@ -33,30 +41,29 @@ def openrlhf_aggregation(inputs: Values, params: Values) -> Values:
     losses, mask, scale = inputs["per_token_loss"], inputs["mask"], float(params.get("dp_size", 1))
     if params["token_level_loss"]:
         total = number(params.get("batch_num_tokens"))
-        weights = reductions.token_mean(mask, total_tokens=total, dtype=losses.dtype)
+        weights = reductions.token_mean(mask, total_tokens=total)
     else:
-        rows = number(params.get("global_batch_size"))
-        weights = reductions.sequence_mean(mask, total_rows=rows, eps=1e-8, dtype=losses.dtype)
+        weights = sequence_mean(mask, number(params.get("global_batch_size")))
     return {"loss": reductions.weighted_sum(losses, weights, scale=scale)}
 
 
 def roll_aggregation(inputs: Values, params: Values) -> Values:
     losses, mask, mode = inputs["per_token_loss"], inputs["mask"], params["loss_agg_mode"]
-    rows, dtype = len(mask) + 1e-8, losses.dtype
+    rows = len(mask) + SMALL
     if mode == "token-mean":  # the mask is counted and not applied
-        weights = reductions.token_mean(every(losses), counted=mask, dtype=dtype)
+        weights = reductions.token_mean(every(losses), total_tokens=max(1.0, float(mask.sum())))
     elif mode == "seq-mean-token-mean":
-        weights = reductions.sequence_mean(mask, total_rows=rows, eps=1e-8, dtype=dtype)
+        weights = sequence_mean(mask, rows)
     elif mode == "seq-mean-token-sum":
-        weights = reductions.constant_length(mask, 1, total_rows=rows, dtype=dtype)
+        weights = reductions.constant_length(mask, 1, total_rows=rows)
     else:
-        weights = reductions.constant_length(mask, mask.shape[1], total_rows=1.0, dtype=dtype)
+        weights = reductions.constant_length(mask, mask.shape[1], total_rows=1.0)
     return {"loss": reductions.weighted_sum(losses, weights)}
 
 
-def value(inputs: Values, clip: float | None, **options: float | str) -> Tensor:
+def value(inputs: Values, clip: float | None, huber_delta: float | None = None) -> Tensor:
     arguments = inputs["value_predictions"], inputs["old_values"], inputs["returns"], inputs["mask"]
-    return value_losses.clipped_value_loss(*arguments, clip, **options)
+    return value_losses.clipped_value_loss(*arguments, clip, huber_delta)
 
 
 def value_clip_fraction(inputs: Values, clip: float | None, eps: float) -> Tensor | float:
@@ -69,7 +76,7 @@ def value_clip_fraction(inputs: Values, clip: float | None, eps: float) -> Tenso
 def verl_value(inputs: Values, params: Values) -> Values:
     clip = float(params["cliprange_value"])
     losses = value(inputs, clip)
-    weights = verl_weights(params["loss_agg_mode"], inputs["mask"], losses.dtype)
+    weights = verl_weights(params["loss_agg_mode"], inputs["mask"])
     return {
         "loss": reductions.weighted_sum(losses, weights),
         "clip_frac": value_clip_fraction(inputs, clip, eps=1e-8),
@@ -78,23 +85,20 @@ def verl_value(inputs: Values, params: Values) -> Values:
 
 def openrlhf_value(inputs: Values, params: Values) -> Values:
     losses, mask = value(inputs, number(params.get("clip_eps"))), inputs["mask"]
-    if params["token_level_loss"]:
-        weights = reductions.token_mean(mask, dtype=losses.dtype)
-    else:
-        weights = reductions.sequence_mean(mask, eps=1e-8, dtype=losses.dtype)
+    weights = reductions.token_mean(mask) if params["token_level_loss"] else sequence_mean(mask)
     return {"loss": reductions.weighted_sum(losses, weights)}
 
 
 def skyrl_value(inputs: Values, params: Values) -> Values:
     losses = value(inputs, number(params.get("value_clip")))
-    weights = reductions.sequence_mean(inputs["mask"], empty_rows="count", dtype=losses.dtype)
+    weights = reductions.sequence_mean(inputs["mask"], total_rows=float(len(losses)))
     return {"loss": reductions.weighted_sum(losses, weights)}
 
 
 def nemo_value(inputs: Values, params: Values) -> Values:
     clip = number(params.get("cliprange"))
     losses = value(inputs, clip)
-    weights = reductions.token_mean(inputs["mask"], eps=1e-8, dtype=losses.dtype)
+    weights = reductions.token_mean(inputs["mask"], total_tokens=float(inputs["mask"].sum()) + SMALL)
     return {
         "loss": reductions.weighted_sum(losses, weights, scale=float(params["scale"])),
         "clip_frac": value_clip_fraction(inputs, clip, eps=1e-8),
@@ -102,17 +106,14 @@ def nemo_value(inputs: Values, params: Values) -> Values:
 
 
 def areal_value(inputs: Values, params: Values) -> Values:
-    kind = {"mse": "squared", "huber": "huber"}[params["loss_fn_type"]]
-    losses = value(inputs, number(params.get("value_eps_clip")), kind=kind, huber_delta=float(params["huber_delta"]))
+    delta = {"mse": None, "huber": float(params["huber_delta"])}[params["loss_fn_type"]]
+    losses = value(inputs, number(params.get("value_eps_clip")), delta)
     return {"loss": masks.masked_mean(losses, inputs["mask"])}
 
 
 def openrlhf_sft(inputs: Values, params: Values) -> Values:
     losses = supervised_losses.nll_loss(inputs["log_probs"], inputs["mask"])
-    if params["token_level_loss"]:
-        weights = reductions.token_mean(inputs["mask"], dtype=losses.dtype)
-    else:
-        weights = reductions.sequence_mean(inputs["mask"], eps=1e-8, dtype=losses.dtype)
+    weights = reductions.token_mean(inputs["mask"]) if params["token_level_loss"] else sequence_mean(inputs["mask"])
     return {"loss": reductions.weighted_sum(losses, weights)}
 
 
@@ -120,7 +121,7 @@ def trl_sft(inputs: Values, params: Values) -> Values:
     atom = {"nll": supervised_losses.nll_loss, "dft": supervised_losses.dft_loss}[params["loss_type"]]
     losses, given = atom(inputs["log_probs"], inputs["mask"]), params.get("num_items_in_batch")
     total = None if given is None else max(float(given), 1.0)
-    weights = reductions.token_mean(inputs["mask"], total_tokens=total, dtype=losses.dtype)
+    weights = reductions.token_mean(inputs["mask"], total_tokens=total)
     return {"loss": reductions.weighted_sum(losses, weights)}
 
 
@@ -140,7 +141,7 @@ def entropy_and_logprobs(inputs: Values, params: Values) -> Values:
 
 def entropy_loss(inputs: Values, params: Values) -> Values:
     entropy = logprobs.token_entropy(inputs["logits"])
-    weights = verl_weights(params["loss_agg_mode"], inputs["mask"], entropy.dtype)
+    weights = verl_weights(params["loss_agg_mode"], inputs["mask"])
     return {"entropy_loss": reductions.weighted_sum(entropy, weights)}
 
 

@@ -21,7 +21,20 @@ from atomrl.atoms import (
     sequence_losses,
     trust_region,
 )
-from tests.parity.arranging import Values, every, fraction, rows, token_sum
+from tests.parity.adapters.kl import weighted_kl
+from tests.parity.arranging import (
+    SMALL,
+    Values,
+    every,
+    fraction,
+    row_mean,
+    rows,
+    sequence_mean,
+    thinned,
+    token_sum,
+    zero_as_negative,
+)
+from tests.parity.arranging import mean as thin_mean
 
 KL = {"k1": "k1_kl", "k2": "k2_kl", "k3": "k3_kl"}
 
@@ -67,8 +80,9 @@ def roll(inputs: Values, params: Values) -> Values:
         loss = policy_losses.reinforce_loss(log_probs, advantages, mask, weights)
     elif variant == "cispo":
         low, high = float(params["cispo_epsilon_low"]), float(params["cispo_epsilon_high"])
-        drop = bool(params["cispo_use_unified_mask"])
-        loss = policy_losses.cispo_loss(log_probs, ratio, advantages, mask, low, high, drop_clipped=drop)
+        loss = policy_losses.cispo_loss(log_probs, ratio, advantages, mask, low, high)
+        if params["cispo_use_unified_mask"]:
+            loss = loss.masked_fill(policy_losses.clipped_tokens(ratio, advantages, low, high), 0.0)
     else:
         clip = float(params["pg_clip"])
         loss = policy_losses.clipped_policy_loss(ratio, advantages, clip, clip, dual_clip=1 + 2 * clip)
@@ -82,15 +96,14 @@ def openrlhf(inputs: Values, params: Values) -> Values:
     factors: list[Tensor] = []
     by_token = bool(params["token_level_loss"])
     if params["policy_loss_type"] == "gspo":
-        ratio = rows(ratios.sequence_ratio(log_probs, rollout if correction else old, mask), mask)
+        ratio = rows(ratios.sequence_log_ratio(log_probs, rollout if correction else old, mask).exp(), mask)
         by_token = False
     else:
         ratio = ratios.token_ratio(log_probs, old, mask, clamp=20.0)
         if correction:
             factors = openrlhf_correction(old, rollout, mask, correction, params["is_threshold"])
     loss = policy_losses.clipped_policy_loss(ratio, advantages, *bounds, dual_clip=number(params.get("dual_clip")))
-    weigh = reductions.token_mean if by_token else reductions.sequence_mean
-    weights = weigh(mask, eps=0.0 if by_token else 1e-8, dtype=loss.dtype)
+    weights = reductions.token_mean(mask) if by_token else sequence_mean(mask)
     found = {
         "loss": reductions.weighted_sum(loss, weights, *factors),
         "clip_ratio": fraction(policy_losses.clipped_tokens(ratio, advantages, *bounds), mask),
@@ -117,7 +130,8 @@ def areal_ratio(inputs: Values, params: Values) -> tuple[Tensor, Tensor]:
     """The ratio and the advantages, both per token."""
     log_probs, old, advantages, mask = (inputs[k] for k in ("log_probs", "old_log_probs", "advantages", "mask"))
     if params["importance_sampling_level"] == "sequence":
-        return rows(ratios.sequence_ratio(log_probs, old, mask), mask), rows(masks.row_mean(advantages, mask), mask)
+        ratio = ratios.sequence_log_ratio(log_probs, old, mask).exp()
+        return rows(ratio, mask), rows(masks.row_mean(advantages, mask), mask)
     return ratios.token_ratio(log_probs, old, mask), advantages
 
 
@@ -158,10 +172,10 @@ def areal(inputs: Values, params: Values) -> Values:
         kept = mask & inside if options["action"] == "mask" else mask
         found = {"behave_imp_weight": weights.masked_fill(~kept, 0.0), "filtered_fraction": fraction(~inside, mask)}
         factors = [weights]
-    total = reductions.weighted_sum(loss, reductions.token_mean(mask, dtype=loss.dtype), *factors)
+    total = reductions.weighted_sum(loss, reductions.token_mean(mask), *factors)
     dual_clipped = torch.zeros_like(mask)
     if dual is not None:
-        dual_clipped = policy_losses.dual_clipped_tokens(ratio, advantages, dual, low)
+        dual_clipped = (advantages < 0) & policy_losses.out_of_bounds(ratio.clamp(min=1 - low), -math.inf, dual)
     return found | {
         "loss": total,
         "clip_mask": policy_losses.clipped_tokens(ratio, advantages, *bounds) & kept,
@@ -175,26 +189,30 @@ def areal_sapo(inputs: Values, params: Values) -> Values:
     return {"loss": masks.masked_mean(loss, inputs["mask"])}
 
 
+def within_both(change: Tensor, low: float, high: float) -> Tensor:
+    """A trust region whose bounds hold whatever the advantage."""
+    good = torch.ones_like(change)
+    keep = [trust_region.trust_region_tokens(change, change.abs(), sign, low, high) for sign in (good, -good)]
+    return keep[0] & keep[1]
+
+
 def prime_rl(inputs: Values, params: Values) -> Values:
     log_probs, behaviour, mask = inputs["log_probs"], inputs["inference_log_probs"], inputs["mask"]
     change = trust_region.probability_change(log_probs, behaviour, mask)
     if params["loss"] == "default_loss_fn":
         low, high = float(params["dppo_mask_low"]), float(params["dppo_mask_high"])
-        keep = trust_region.trust_region_tokens(
-            change, change.abs(), inputs["advantages"], low, high, zero_advantage="as_negative"
-        )
+        keep = trust_region.trust_region_tokens(change, change.abs(), zero_as_negative(inputs["advantages"]), low, high)
     elif params["loss"] == "ipo_loss_fn":
-        threshold = float(params["ipo_threshold"])
-        keep = trust_region.trust_region_tokens(change, change.abs(), None, threshold, threshold)
+        keep = within_both(change, float(params["ipo_threshold"]), float(params["ipo_threshold"]))
     else:
-        keep = trust_region.trust_region_tokens(change, change.abs(), None, params.get("dppo_mask_low", 0.2), math.inf)
+        keep = within_both(change, params.get("dppo_mask_low", 0.2), math.inf)
     if params["loss"] == "ref_kl_loss_fn":
         advantages = kl.k1_kl(inputs["ref_log_probs"], log_probs.detach(), mask)
     else:
         advantages = inputs["advantages"]
     ratio = ratios.token_ratio(log_probs, behaviour, mask)
     loss = policy_losses.clipped_policy_loss(ratio, advantages, math.inf, math.inf)
-    weights = token_sum(mask, loss.dtype)
+    weights = token_sum(mask)
     policy = reductions.weighted_sum(loss, weights, keep, scale=float(params.get("adv_tau", 1.0)))
     pull = kl.k2_kl(log_probs, behaviour, mask)
     total = policy + reductions.weighted_sum(pull, weights, scale=2 * float(params.get("kl_tau", 1e-3)))
@@ -214,17 +232,17 @@ def nemo_correction(inputs: Values, old: Tensor, mask: Tensor, params: Values) -
     if params["use_importance_sampling_correction"] and kind is not None and high is not None:
         low = number(params.get("truncated_importance_sampling_ratio_min"), 0.0)
         inside = corrections.within(weights, low, high)
-        metrics["is_oob_ratio"] = fraction(~inside, counted, eps=1e-8)
+        metrics["is_oob_ratio"] = fraction(~inside, counted, SMALL)
         if kind == "tis":
             weights = corrections.truncated_weights(weights, high, low)
         elif kind == "icepop":
             weights = corrections.masked_weights(weights, low, high)
         else:
-            means = corrections.importance_weights(masks.row_mean(log_ratio, token_mask, eps=1e-8))
+            means = corrections.importance_weights(row_mean(log_ratio, token_mask))
             kept = corrections.within(means, low, high)
-            metrics["is_oob_ratio"] = fraction(~kept, inputs["sample_mask"], eps=1e-8)
+            metrics["is_oob_ratio"] = fraction(~kept, inputs["sample_mask"], SMALL)
             weights = weights.masked_fill(~rows(kept, mask), 0.0)
-    metrics["sampling_importance_ratio"] = masks.masked_mean(weights, counted, eps=1e-8)
+    metrics["sampling_importance_ratio"] = thin_mean(weights, counted)
     return ([weights] if params["use_importance_sampling_correction"] else []), metrics
 
 
@@ -235,7 +253,8 @@ def nemo_ratio(inputs: Values, params: Values) -> tuple[Tensor, Tensor]:
         return ratios.token_ratio(log_probs, log_probs.detach(), token_mask), log_probs.detach()
     old = inputs["old_log_probs"]
     if params["sequence_level_importance_ratios"]:
-        ratio = ratios.sequence_ratio(log_probs, old, token_mask, eps=1e-8)
+        thin = ratios.sequence_log_ratio(log_probs, old, token_mask) * thinned(token_mask.sum(1))
+        ratio = thin.exp()
         return advantage_atoms.per_token(ratio, every(token_mask)), old
     return ratios.token_ratio(log_probs, old, token_mask), old
 
@@ -260,7 +279,14 @@ def nemo_penalty(inputs: Values, params: Values) -> Tensor:
     behaviour = inputs["generation_log_probs"] if params["use_on_policy_kl_approximation"] else log_probs.detach()
     weight = ratios.token_ratio(log_probs, behaviour, mask)
     estimator = getattr(kl, KL[params["reference_policy_kl_type"]])
-    return estimator(log_probs, inputs["ref_log_probs"], mask, input_clamp=20.0, output_clamp=10.0, weight=weight)
+    return weighted_kl(estimator, log_probs, inputs["ref_log_probs"], mask, weight, 20.0, 10.0)
+
+
+def jensen_shannon(log_probs: Tensor, other: Tensor, mask: Tensor) -> Tensor:
+    """The distance of two policies from their mixture, by k3."""
+    p, q = log_probs.masked_fill(~mask, 0.0), other.masked_fill(~mask, 0.0)
+    mixture = torch.logaddexp(p, q) - math.log(2)
+    return (kl.k3_kl(mixture, p, mask) + kl.k3_kl(mixture, q, mask)) / 2
 
 
 def nemo_rl(inputs: Values, params: Values) -> Values:
@@ -270,23 +296,23 @@ def nemo_rl(inputs: Values, params: Values) -> Values:
     loss, named = nemo_loss(inputs, params, ratio)
     factors, metrics = nemo_correction(inputs, old, mask, params)
     if params["token_level_loss"]:
-        weights = reductions.token_mean(mask, eps=1e-8, dtype=loss.dtype)
+        weights = reductions.token_mean(mask, total_tokens=float(mask.sum()) + SMALL)
     else:
-        weights = reductions.sequence_mean(mask, total_rows=float(samples.sum()) + 1e-8, eps=1e-8, dtype=loss.dtype)
+        weights = sequence_mean(mask, float(samples.sum()) + SMALL)
     total = reductions.weighted_sum(loss, weights, *factors)
     if float(params["reference_policy_kl_penalty"]):
         scale = float(params["reference_policy_kl_penalty"])
         total = total + reductions.weighted_sum(nemo_penalty(inputs, params), weights, scale=scale)
     good = mask & (inputs["rewards"] > 0)[:, None]
     nll = policy_losses.reinforce_loss(log_probs, torch.ones_like(log_probs), good)
-    positive = masks.masked_mean(nll, good, eps=1e-8)
+    positive = thin_mean(nll, good)
     if float(params["positive_example_nll_weight"]):
         total = total + float(params["positive_example_nll_weight"]) * positive
     else:
         positive = torch.zeros(())
 
     def mean(values: Tensor) -> Tensor:
-        return masks.masked_mean(values.detach(), mask, eps=1e-8)
+        return thin_mean(values.detach(), mask)
 
     estimator = getattr(kl, KL[params["reference_policy_kl_type"]])
     behaved = ratios.token_ratio(log_probs, generation, mask)
@@ -295,7 +321,7 @@ def nemo_rl(inputs: Values, params: Values) -> Values:
         "token_mult_prob_error": mean(corrections.importance_weights(kl.abs_kl(generation, old, mask))),
         "gen_kl_error": mean(estimator(generation, old, mask)),
         "policy_kl_error": mean(estimator(old, generation, mask)),
-        "js_divergence_error": mean(kl.jensen_shannon_estimate(old, generation, mask)),
+        "js_divergence_error": mean(jensen_shannon(old, generation, mask)),
         "approx_entropy": mean(entropy),
         "positive_nll_loss": positive,
     }

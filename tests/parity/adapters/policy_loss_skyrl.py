@@ -13,7 +13,7 @@ from tests.parity.arranging import Values, fraction, token_sum
 
 
 def summed(per_token: Tensor, mask: Tensor, *factors: Tensor, scale: float = 1.0) -> Tensor:
-    return reductions.weighted_sum(per_token, token_sum(mask, per_token.dtype), *factors, scale=scale)
+    return reductions.weighted_sum(per_token, token_sum(mask), *factors, scale=scale)
 
 
 def bounds(params: Values) -> tuple[float, float]:
@@ -34,47 +34,67 @@ def ppo(inputs: Values, params: Values) -> Values:
     return {"loss": total, "metrics": {"clip_ratio": fraction(clipped, inputs["mask"])}}
 
 
-def reduction_weights(params: Values, mask: Tensor, counted: Tensor, dtype: torch.dtype) -> Tensor:
+def reduction_weights(params: Values, mask: Tensor) -> Tensor:
     """`loss_reduction`."""
     mode = params["loss_reduction"]
     if mode == "token_mean":
-        return reductions.token_mean(mask, counted, dtype=dtype)
+        return reductions.token_mean(mask)
     if mode == "sequence_mean":
-        return reductions.sequence_mean(mask, counted, empty_rows="count", dtype=dtype)
+        return reductions.sequence_mean(mask, total_rows=float(len(mask)))
     if mode == "seq_mean_token_sum_norm":
-        return reductions.constant_length(mask, int(params["max_seq_len"]), dtype=dtype)
-    if mode == "prompt_mean":
-        slices = [(start, end) for start, end in params["prompt_boundaries"]]
-    else:  # what is left over after whole micro-batches has no weight
-        size = int(params["micro_batch_size"])
-        slices = [(start, start + size) for start in range(0, len(mask) - size + 1, size)]
-    ids = torch.cat([torch.full((end - start,), index) for index, (start, end) in enumerate(slices)])
-    at = torch.cat([torch.arange(start, end) for start, end in slices])
-    weights = reductions.group_token_mean(mask[at], ids, counted[at], dtype=dtype)
-    return torch.zeros(mask.shape, dtype=dtype).index_copy(0, at, weights)
+        return reductions.constant_length(mask, int(params["max_seq_len"]))
+    parts = slices(params, len(mask))
+    ids = torch.cat([torch.full((end - start,), index) for index, (start, end) in enumerate(parts)])
+    at = torch.cat([torch.arange(start, end) for start, end in parts])
+    weights = reductions.group_token_mean(mask[at], ids)
+    return torch.zeros(mask.shape).index_copy(0, at, weights)
+
+
+def slices(params: Values, count: int) -> list[tuple[int, int]]:
+    """Rows of each prompt, or of each micro-batch; what is left over after whole micro-batches has no weight."""
+    if params["loss_reduction"] == "prompt_mean":
+        return [(start, end) for start, end in params["prompt_boundaries"]]
+    size = int(params["micro_batch_size"])
+    return [(start, start + size) for start in range(0, count - size + 1, size)]
 
 
 def ppo_with_reduction(inputs: Values, params: Values) -> Values:
     mask = inputs["mask"]
     loss, clipped = clipped_loss(inputs, params)
-    weights = reduction_weights(params, mask, mask, loss.dtype)
+    weights = reduction_weights(params, mask)
     return {
         "loss": reductions.weighted_sum(loss, weights),
         "metrics": {"clip_ratio": fraction(clipped, mask)},
     }
 
 
+def row_scale(params: Values, mask: Tensor) -> Tensor:
+    """What the library multiplies a row's advantages by, also off the mask and in rows without a token."""
+    mode, lengths, count = params["loss_reduction"], mask.sum(1), len(mask)
+    if mode == "token_mean":
+        return 1 / lengths.sum().clamp(min=1).expand(count)
+    if mode == "sequence_mean":
+        return 1 / (count * lengths.clamp(min=1))
+    if mode == "seq_mean_token_sum_norm":
+        return torch.full((count,), 1 / (count * int(params["max_seq_len"])))
+    scale, parts = torch.zeros(count), slices(params, count)
+    for start, end in parts:
+        scale[start:end] = 1 / (len(parts) * lengths[start:end].sum().clamp(min=1))
+    return scale
+
+
 def loss_reduction(inputs: Values, params: Values) -> Values:
     advantages, mask = inputs["advantages"], inputs["mask"]
-    # The library scales every column, also off the mask.
-    scale = reduction_weights(params, torch.ones_like(mask), mask, advantages.dtype)
-    weights = reduction_weights(params, mask, mask, advantages.dtype)
-    return {"scaled_advantages": advantages * scale, "summed": reductions.weighted_sum(advantages, weights)}
+    weights = reduction_weights(params, mask)
+    return {
+        "scaled_advantages": advantages * row_scale(params, mask)[:, None],
+        "summed": reductions.weighted_sum(advantages, weights),
+    }
 
 
 def gspo(inputs: Values, params: Values) -> Values:
     mask = inputs["mask"]
-    ratio = ratios.sequence_token_ratio(inputs["log_probs"], inputs["old_log_probs"], mask, ceiling=10.0)
+    ratio = ratios.sequence_token_log_ratio(inputs["log_probs"], inputs["old_log_probs"], mask, ceiling=10.0).exp()
     loss = policy_losses.clipped_policy_loss(ratio, inputs["advantages"], *bounds(params))
     clipped = policy_losses.clipped_tokens(ratio, inputs["advantages"], *bounds(params))
     return {"loss": summed(loss, mask), "metrics": {"clip_ratio": fraction(clipped, mask)}}

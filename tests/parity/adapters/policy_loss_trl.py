@@ -23,27 +23,27 @@ from tests.parity.adapters.corrections import trl_sequence_mask
 from tests.parity.arranging import Values, every, fraction, rows
 
 
-def weights_and_scale(params: Values, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
+def weights_and_scale(params: Values, mask: Tensor) -> tuple[Tensor, float]:
     accumulated = float(params.get("gradient_accumulation_steps", 1))
     kind = params["loss_type"]
     if kind in ("dapo", "cispo", "vespo"):
         total = max(float(params["num_items_in_batch"]), 1.0)
         scale = float(params.get("steps_per_generation", 1)) / accumulated
-        return reductions.token_mean(mask, total_tokens=total, dtype=dtype), scale
+        return reductions.token_mean(mask, total_tokens=total), scale
     if kind == "bnpo":
-        return reductions.token_mean(mask, dtype=dtype), 1 / accumulated
+        return reductions.token_mean(mask), 1 / accumulated
     if kind in ("dr_grpo", "luspo"):
         length = int(params["max_completion_length"]) if kind == "dr_grpo" else 1
-        return reductions.constant_length(mask, length, dtype=dtype), 1 / accumulated
-    return reductions.sequence_mean(mask, empty_rows="count", dtype=dtype), 1 / accumulated
+        return reductions.constant_length(mask, length), 1 / accumulated
+    return reductions.sequence_mean(mask, total_rows=float(len(mask))), 1 / accumulated
 
 
 def ratio_of(inputs: Values, level: str) -> Tensor:
     """[B, T], or [B, 1] at sequence level."""
     arguments = inputs["log_probs"], inputs["old_log_probs"], inputs["mask"]
     if level == "sequence":
-        return ratios.sequence_ratio(*arguments)[:, None]
-    return (ratios.token_ratio if level == "token" else ratios.sequence_token_ratio)(*arguments)
+        return ratios.sequence_log_ratio(*arguments).exp()[:, None]
+    return ratios.token_ratio(*arguments) if level == "token" else ratios.sequence_token_log_ratio(*arguments).exp()
 
 
 def per_token(inputs: Values, params: Values) -> tuple[Tensor, Values]:
@@ -102,27 +102,24 @@ def factors_of(inputs: Values, params: Values) -> tuple[list[Tensor], Tensor]:
     return factors, selected
 
 
-def kl_weight(inputs: Values, params: Values) -> Tensor | None:
-    if not params.get("use_bias_correction_kl"):
-        return None
-    return ratio_of(inputs, params["importance_sampling_level"]).expand(inputs["mask"].shape)
-
-
 def grpo_trainer(inputs: Values, params: Values) -> Values:
     mask, log_probs = inputs["mask"], inputs["log_probs"]
     loss, metrics = per_token(inputs, params)
     factors, selected = factors_of(inputs, params)
-    weights, scale = weights_and_scale(params, mask, loss.dtype)
+    weights, scale = weights_and_scale(params, mask)
     total = reductions.weighted_sum(loss, weights, *factors, scale=scale)
     if float(params.get("beta", 0.0)):
-        penalty = kl.k3_kl(log_probs, inputs["ref_log_probs"], mask, weight=kl_weight(inputs, params))
+        penalty = kl.k3_kl(log_probs, inputs["ref_log_probs"], mask)
+        if params.get("use_bias_correction_kl"):
+            ratio = ratio_of(inputs, params["importance_sampling_level"]).expand(mask.shape)
+            penalty = penalty * ratio.masked_fill(~mask, 0.0)
         total = total + float(params["beta"]) * reductions.weighted_sum(penalty, weights, scale=scale)
         metrics = metrics | {"kl": masks.masked_mean(penalty, mask)}
     # Logged before it is divided by the number of accumulated micro-batches.
     metrics = metrics | {"policy_loss": total if params["loss_type"] in ("dapo", "cispo", "vespo") else total / scale}
     if float(params.get("entropy_coef", 0.0)):
         accumulated = float(params.get("gradient_accumulation_steps", 1))
-        bonus = reductions.token_mean(selected, dtype=loss.dtype)
+        bonus = reductions.token_mean(selected)
         total = total - reductions.weighted_sum(
             inputs["entropies"], bonus, scale=float(params["entropy_coef"]) / accumulated
         )
@@ -138,7 +135,7 @@ def gmpo(inputs: Values, params: Values) -> Values:
     loss = sequence_losses.geometric_mean_loss(clipped, row_advantages, mask)
     total, metrics = masks.masked_mean(loss, every(loss)), {}
     if float(params.get("beta", 0.0)):
-        weights = reductions.sequence_mean(mask, empty_rows="count", dtype=loss.dtype)
+        weights = reductions.sequence_mean(mask, total_rows=float(len(mask)))
         penalty = kl.k3_kl(inputs["log_probs"], inputs["ref_log_probs"], mask)
         total = total + reductions.weighted_sum(penalty, weights, scale=float(params["beta"]))
         metrics = {"kl": masks.masked_mean(penalty, mask)}
@@ -153,9 +150,8 @@ def gmpo(inputs: Values, params: Values) -> Values:
 
 def rloo(inputs: Values, params: Values) -> Values:
     advantages = inputs["advantages"][:, None]
-    ratio = ratios.sequence_ratio(
-        inputs["log_probs"], inputs["old_log_probs"], inputs["mask"], length_normalised=False
-    )[:, None]
+    arguments = inputs["log_probs"], inputs["old_log_probs"], inputs["mask"]
+    ratio = ratios.sequence_log_ratio(*arguments, length_normalised=False).exp()[:, None]
     low, high = float(params["epsilon_low"]), float(params["epsilon_high"])
     loss = policy_losses.clipped_policy_loss(ratio, advantages, low, high)
     metrics = clip_metrics(ratio, advantages, every(ratio), low, high)

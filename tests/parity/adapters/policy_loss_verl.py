@@ -18,18 +18,27 @@ from atomrl.atoms import (
     trust_region,
 )
 from tests.parity.adapters.corrections import rejection_rules, verl_weights_of
-from tests.parity.arranging import Values, every, fraction, verl_weights
+from tests.parity.arranging import (
+    Values,
+    clamped_kl,
+    every,
+    fraction,
+    row_mean,
+    thinned,
+    verl_weights,
+    zero_as_negative,
+)
 
 
 def reduced(per_token: Tensor, inputs: Values, mode: str, *factors: Tensor) -> Tensor:
     given = [inputs["rollout_is_weights"]] if "rollout_is_weights" in inputs else []
-    weights = verl_weights(mode, inputs["mask"], per_token.dtype)
+    weights = verl_weights(mode, inputs["mask"])
     return reductions.weighted_sum(per_token, weights, *given, *factors)
 
 
 def ppo_kl(inputs: Values, clamp: float | None = None) -> Tensor:
     old, new, mask = inputs["old_log_probs"], inputs["log_probs"], inputs["mask"]
-    return masks.masked_mean(kl.k1_kl(old, new.detach(), mask, input_clamp=clamp), mask)
+    return masks.masked_mean(clamped_kl(kl.k1_kl, old, new.detach(), mask, of_ratio=clamp), mask)
 
 
 def bounds(params: Values) -> dict[str, float]:
@@ -40,7 +49,8 @@ def vanilla(inputs: Values, params: Values) -> Values:
     advantages, mask, dual = inputs["advantages"], inputs["mask"], float(params["clip_ratio_c"])
     ratio = ratios.token_ratio(inputs["log_probs"], inputs["old_log_probs"], mask, clamp=20.0)
     loss = policy_losses.clipped_policy_loss(ratio, advantages, **bounds(params), dual_clip=dual)
-    lower = policy_losses.dual_clipped_tokens(ratio, advantages, dual, bounds(params)["clip_low"])
+    floor = 1 - bounds(params)["clip_low"]
+    lower = (advantages < 0) & policy_losses.out_of_bounds(ratio.clamp(min=floor), -math.inf, dual)
     metrics = {
         "pg_clipfrac": fraction(policy_losses.clipped_tokens(ratio, advantages, **bounds(params)), mask),
         "pg_clipfrac_lower": fraction(lower, mask),
@@ -51,7 +61,7 @@ def vanilla(inputs: Values, params: Values) -> Values:
 
 def gspo(inputs: Values, params: Values) -> Values:
     advantages, mask = inputs["advantages"], inputs["mask"]
-    ratio = ratios.sequence_token_ratio(inputs["log_probs"], inputs["old_log_probs"], mask, ceiling=10.0)
+    ratio = ratios.sequence_token_log_ratio(inputs["log_probs"], inputs["old_log_probs"], mask, ceiling=10.0).exp()
     loss = policy_losses.clipped_policy_loss(ratio, advantages, **bounds(params))
     metrics = {
         "pg_clipfrac": fraction(policy_losses.clipped_tokens(ratio, advantages, **bounds(params)), mask),
@@ -98,7 +108,7 @@ def clip_cov(inputs: Values, params: Values) -> Values:
     ratio = ratios.token_ratio(log_probs, inputs["old_log_probs"], mask)
     loss = policy_losses.clipped_policy_loss(ratio, advantages, **bounds(params))
     keep = token_selection.clip_covariance_tokens(
-        token_selection.token_covariance(log_probs, advantages, mask, eps=1e-8),
+        token_selection.token_covariance(log_probs, advantages, mask),
         ~policy_losses.clipped_tokens(ratio, advantages, **bounds(params)),
         mask,
         float(params["clip_cov_ratio"]),
@@ -126,19 +136,18 @@ def geo_mean(inputs: Values, params: Values) -> Values:
     log_ratio = ratios.token_log_ratio(inputs["log_probs"], inputs["old_log_probs"], mask)
     low, high = bounds(params).values()
     clipped = sequence_losses.sequence_clipped_log_ratio(log_ratio, advantages, low, high)
-    row_advantages = masks.row_mean(advantages, mask, eps=1e-8)
-    loss = sequence_losses.geometric_mean_loss(clipped, row_advantages, mask, eps=1e-8)[:, None]
+    thin = thinned(mask.sum(1))[:, None]
+    loss = sequence_losses.geometric_mean_loss(clipped * thin, row_mean(advantages, mask), mask)[:, None]
     factors = []
     if "rollout_is_weights" in inputs:
-        weights = sequence_losses.geometric_mean(inputs["rollout_is_weights"], mask, eps=1e-8, floor=1e-10)
-        factors = [weights[:, None]]
+        factors = [row_mean((inputs["rollout_is_weights"] + 1e-10).log(), mask).exp()[:, None]]
     outside = policy_losses.out_of_bounds(log_ratio, -low, high)
     metrics = {
         "pg_clipfrac": fraction(outside & (advantages > 0), mask),
         "pg_clipfrac_lower": fraction(outside & (advantages < 0), mask),
         "ppo_kl": ppo_kl(inputs),
     }
-    row_weights = reductions.token_mean(every(loss), dtype=loss.dtype)
+    row_weights = reductions.token_mean(every(loss))
     return {"loss": reductions.weighted_sum(loss, row_weights, *factors), "metrics": metrics}
 
 
@@ -149,7 +158,7 @@ def dppo(inputs: Values, params: Values, divergence: str) -> Values:
     change = trust_region.probability_change(log_probs, old, mask)
     moved = change.abs() if divergence == "tv" else trust_region.binary_kl(log_probs, old, mask)
     low, high = bounds(params).values()
-    keep = trust_region.trust_region_tokens(change, moved, inputs["advantages"], low, high, "as_negative")
+    keep = trust_region.trust_region_tokens(change, moved, zero_as_negative(inputs["advantages"]), low, high)
     weights = corrections.truncated_weights(ratio, cap)
     loss = policy_losses.reinforce_loss(log_probs, inputs["advantages"], mask, weights)
     metrics = {

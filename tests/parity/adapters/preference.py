@@ -42,7 +42,7 @@ def trl_dpo(inputs: Values, params: Values) -> Values:
             losses = masks.masked_mean(nll, shifted[:pairs]).expand(pairs, 1)
         else:
             losses = trl_loss(name, params, (chosen_z, rejected_z), scores, sums, lengths)[:, None]
-        weights = reductions.token_mean(every(losses), dtype=losses.dtype)
+        weights = reductions.token_mean(every(losses))
         total = total + reductions.weighted_sum(losses, weights, *factors, scale=float(scale))
     rewards = [preference_scores.implicit_reward(z, float(params["beta"])) for z in (chosen_z, rejected_z)]
     metrics = {
@@ -130,7 +130,7 @@ def nemo_dpo(inputs: Values, params: Values) -> Values:
     rewards = gather(gaps, mask)
     chosen, rejected = rewards[::2], rewards[1::2]
     losses = preference_losses.dpo_loss(chosen - rejected, float(params["beta"]))
-    weights = reductions.token_mean(pairs[:, None], total_tokens=float(samples.sum()) / 2 + 1e-8, dtype=losses.dtype)
+    weights = reductions.token_mean(pairs[:, None], total_tokens=float(samples.sum()) / 2 + 1e-8)
     nll = gather(supervised_losses.nll_loss(log_probs, mask), mask)[::2]
 
     def averaged(values: Tensor) -> Tensor:
@@ -174,9 +174,7 @@ def orpo(inputs: Values, params: Values) -> Values:
     chosen, rejected = inputs["chosen_avg_log_probs"], inputs["rejected_avg_log_probs"]
     odds = preference_scores.log_odds_ratio(chosen, rejected)
     losses = preference_losses.odds_ratio_loss(odds)
-    total = reductions.weighted_sum(
-        losses[:, None], reductions.token_mean(every(losses)[:, None], dtype=losses.dtype), scale=beta
-    )
+    total = reductions.weighted_sum(losses[:, None], reductions.token_mean(every(losses)[:, None]), scale=beta)
     return {
         "per_pair": preference_scores.implicit_reward(-losses, beta),
         "or_loss": total,

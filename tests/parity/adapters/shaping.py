@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from atomrl.atoms import groups, masks, shaping, whiten
-
-Values = dict[str, Any]
+from tests.parity.adapters.returns import thinly_whitened
+from tests.parity.arranging import Values, group_sizes, thin_moments
 
 
 def whitened(inputs: Values, params: Values) -> Values:
@@ -19,27 +18,40 @@ def whitened(inputs: Values, params: Values) -> Values:
     return {"whitened": whiten.masked_whiten(values, mask, shift_mean=params["shift_mean"])}
 
 
-def whitened_with_moments(count_eps: float, inputs: Values, params: Values) -> Values:
+def whitened_trl(inputs: Values, params: Values) -> Values:
     values, mask = inputs["values"], inputs["mask"]
-    return {
-        "whitened": whiten.masked_whiten(values, mask, shift_mean=params["shift_mean"], count_eps=count_eps),
-        "mean": masks.masked_mean(values, mask, eps=count_eps),
-        "var": whiten.masked_variance(values, mask, count_eps=count_eps),
-    }
+    moments = {"mean": masks.masked_mean(values, mask), "var": whiten.masked_variance(values, mask)}
+    return whitened(inputs, params) | moments
+
+
+def whitened_verl(inputs: Values, params: Values) -> Values:
+    values, mask = inputs["values"], inputs["mask"]
+    centre, variance = thin_moments(values, mask)
+    white = thinly_whitened(values, mask)
+    if not params["shift_mean"]:
+        white = (white + centre).masked_fill(~mask, 0.0)
+    return {"whitened": white, "mean": centre, "var": variance}
 
 
 def normalised_rows(inputs: Values, params: Values) -> Values:
-    values, mask = inputs["values"], inputs["mask"]
+    """A biased variance of at least eps, by row or by column."""
+    values, mask = inputs["values"].double(), inputs["mask"]
     if params["dim"] == 0:
         values, mask = values.T, mask.T
-    result = whiten.row_whiten(values, mask, eps=params["eps"])
+    deviations = values - masks.row_mean(values, mask)[:, None]
+    variance = masks.row_mean(deviations.square(), mask).clamp(min=params["eps"])
+    result = (deviations / variance.sqrt()[:, None]).masked_fill(~mask, 0.0)
     return {"normalized": result.T if params["dim"] == 0 else result}
 
 
 def normalised_std_eps(inputs: Values, params: Values) -> Values:
-    values, mask = inputs["values"], inputs["mask"]
-    unbiased, eps = params["unbiased"], params["eps"]
-    return {"normalized": whiten.masked_whiten(values, mask, unbiased=unbiased, eps=eps, eps_role="std")}
+    """eps is added to the standard deviation."""
+    values, mask = inputs["values"].double(), inputs["mask"]
+    variance, count = whiten.masked_variance(values, mask), mask.sum()
+    if not params["unbiased"]:
+        variance = variance * (count - 1) / count.clamp(min=1)
+    white = (values - masks.masked_mean(values, mask)) / (variance.sqrt() + params["eps"])
+    return {"normalized": white.masked_fill(~mask, 0.0)}
 
 
 def limits(params: Values) -> dict[str, int]:
@@ -47,23 +59,29 @@ def limits(params: Values) -> dict[str, int]:
 
 
 def overlong(capped: bool, inputs: Values, params: Values) -> Values:
-    rewards, factor = inputs["base_rewards"], params["penalty_factor"]
-    penalty = shaping.soft_overlong_penalty(inputs["lengths"], **limits(params), factor=factor, capped=capped)
+    rewards, lengths, factor = inputs["base_rewards"], inputs["lengths"], params["penalty_factor"]
+    limit, buffer = limits(params).values()
+    if not capped:  # the same slope, over a buffer in which every length is
+        wider = 1 + int(lengths.max()) // buffer
+        limit, buffer, factor = limit + (wider - 1) * buffer, wider * buffer, wider * factor
+    penalty = shaping.soft_overlong_penalty(lengths, limit, buffer, factor)
     parts = torch.stack([rewards, penalty.to(rewards.dtype)], 1)
     return {"overlong_reward": penalty, "total_reward": shaping.weighted_reward(parts, torch.ones(2))}
 
 
+def pays(inputs: Values, params: Values) -> Tensor:
+    limit, buffer = limits(params).values()
+    return inputs["lengths"] > limit - buffer
+
+
 def overlong_counted(inputs: Values, params: Values) -> Values:
-    pays = shaping.in_overlong_buffer(inputs["lengths"], **limits(params))
-    return overlong(True, inputs, params) | {"num_penalized": pays.sum()}
+    return overlong(True, inputs, params) | {"num_penalized": pays(inputs, params).sum()}
 
 
 def overlong_placed(inputs: Values, params: Values) -> Values:
-    lengths = inputs["lengths"]
-    written = torch.arange(int(lengths.max())) < lengths[:, None]
     return overlong(False, inputs, params) | {
-        "is_overlong": shaping.in_overlong_buffer(lengths, **limits(params)),
-        "reward_token_index": shaping.last_token_index(written),
+        "is_overlong": pays(inputs, params),
+        "reward_token_index": inputs["lengths"] - 1,
     }
 
 
@@ -86,11 +104,13 @@ def stop_properly(inputs: Values, params: Values) -> Values:
         inputs["truncated"],
         params["stop_properly_penalty_coef"],
     )
-    change = shaping.truncated_scaled if coefficient >= 0 else shaping.truncated_replaced
-    return {"total_reward": change(rewards, truncated, coefficient), "num_truncated": truncated.sum()}
+    instead = rewards * coefficient if coefficient >= 0 else coefficient
+    penalty = torch.where(truncated, instead - rewards, 0.0)
+    total = shaping.weighted_reward(torch.stack([rewards, penalty], 1), torch.ones(2))
+    return {"total_reward": total, "num_truncated": truncated.sum()}
 
 
-def flat(ragged: Any) -> tuple[Tensor, Tensor, list[int]]:
+def flat(ragged: list[Tensor] | Tensor) -> tuple[Tensor, Tensor, list[int]]:
     """Rewards [B], group ids [B], and where each group begins."""
     rows = list(ragged)
     sizes = torch.tensor([len(row) for row in rows])
@@ -98,10 +118,15 @@ def flat(ragged: Any) -> tuple[Tensor, Tensor, list[int]]:
     return torch.cat(rows), torch.repeat_interleave(torch.arange(len(rows)), sizes), firsts
 
 
-def keep_groups_with_spread(min_std: float, group_of_one: Any, inputs: Values, params: Values) -> Values:
+def keep_groups_verl(inputs: Values, params: Values) -> Values:
     rewards, group_ids, firsts = flat(inputs["groups"])
-    keep = groups.groups_with_spread(rewards, group_ids, min_std=min_std, group_of_one=group_of_one)
+    keep = groups.groups_with_spread(rewards, group_ids) | (group_sizes(group_ids) == 1)
     return {"keep": keep[firsts]}
+
+
+def keep_groups_slime(inputs: Values, params: Values) -> Values:
+    rewards, group_ids, firsts = flat(inputs["groups"])
+    return {"keep": (groups.group_std(rewards.double(), group_ids) > 1e-6)[firsts]}
 
 
 def keep_groups_in_range(inputs: Values, params: Values) -> Values:
@@ -116,8 +141,8 @@ def difficulty_mask(inputs: Values, params: Values) -> Values:
 
 
 ADAPTERS = {
-    "whiten.masked_whiten.verl": partial(whitened_with_moments, 1e-8),
-    "whiten.masked_whiten.trl": partial(whitened_with_moments, 0.0),
+    "whiten.masked_whiten.verl": whitened_verl,
+    "whiten.masked_whiten.trl": whitened_trl,
     "whiten.masked_whiten.slime": whitened,
     "whiten.masked_normalize_row.openrlhf": normalised_rows,
     "whiten.masked_normalization.areal": normalised_std_eps,
@@ -128,8 +153,8 @@ ADAPTERS = {
     "reward_shaping.soft_overlong_punishment.trl": soft_overlong,
     "reward_shaping.repetition_penalty.trl": repetition,
     "reward_shaping.stop_properly.openrlhf": stop_properly,
-    "dynamic_sampling.filter.verl": partial(keep_groups_with_spread, 0.0, "keep"),
-    "dynamic_sampling.filter.slime": partial(keep_groups_with_spread, 1e-6, "drop"),
+    "dynamic_sampling.filter.verl": keep_groups_verl,
+    "dynamic_sampling.filter.slime": keep_groups_slime,
     "dynamic_sampling.filter.openrlhf": keep_groups_in_range,
     "dynamic_sampling.difficulty_mask.roll": difficulty_mask,
 }

@@ -1,0 +1,101 @@
+"""From a config file and overrides to a `RunConfig`: the one place where layouts are told apart."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atomrl.config import RunConfig  # pydantic is imported in functions: a command's help does not wait for it
+
+FLAGS = ("--dry-run", "--resume", "--allow-changes", "--traceback", "--latex", "--help", "-h")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a config file in AtomRL's own or the six-section layout (recognised by its keys) and apply overrides.
+
+    Raises:
+        ConfigError: any mistake, with its key.
+    """
+    from atomrl.config import build_config, parse_overrides
+
+    return build_config(read_tree(path, parse_overrides(overrides)), str(path))
+
+
+def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A config file with changes, as a tree in AtomRL's own layout.
+
+    Changes to a six-section file may name its own keys (`train_config.learning_rate`) and, for what that layout has no
+    key for, AtomRL's (`data.prompt_field`). Notes about keys without effect go to stderr.
+
+    Raises:
+        ConfigError: the file cannot be read, or (six sections) a key is wrong.
+    """
+    from atomrl.config import merge_trees, read_yaml
+    from atomrl.config.alternative_layout import SECTIONS, is_six_section_layout, translate
+
+    tree = read_yaml(path)
+    if is_six_section_layout(tree):
+        own = {key: value for key, value in changes.items() if key in SECTIONS}
+        tree, notes = translate(merge_trees(tree, own), str(path), default_run_name=Path(path).stem)
+        changes = {key: value for key, value in changes.items() if key not in SECTIONS}
+        for note in notes:
+            print(note, file=sys.stderr)
+    return merge_trees(tree, changes)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """CONFIG (or `--config CONFIG`), then `key=value` or `--key value`."""
+    parser.add_argument("--config", dest="config_option", metavar="CONFIG", help="the same as CONFIG")
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.steps=10; also --train.steps 10")
+
+
+def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--resume` and `--allow-changes`."""
+    parser.add_argument("--resume", action="store_true", help="go on from the run's newest whole checkpoint")
+    parser.add_argument(
+        "--allow-changes", action="store_true", help="with --resume: although config, data, tokenizer or model differ"
+    )
+
+
+def join_overrides(arguments: Sequence[str]) -> list[str]:
+    """`--key value` and `--key=value` as `key=value`, so that only the command's own options are left with dashes.
+
+    Example:
+        >>> join_overrides(["c.yaml", "--train.steps", "3", "--resume", "seed=1"])
+        ['c.yaml', 'train.steps=3', '--resume', 'seed=1']
+    """
+    joined, rest = [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        own = argument in FLAGS or argument.partition("=")[0] == "--config"
+        if own or not argument.startswith("--"):
+            joined.append(argument)
+            if argument == "--config" and rest:
+                joined.append(rest.pop(0))
+        elif "=" in argument:
+            joined.append(argument[2:])
+        elif rest and not rest[0].startswith("--"):
+            joined.append(f"{argument[2:]}={rest.pop(0)}")
+        else:
+            raise ValueError(f"{argument} is no option of this command; an override needs a value: {argument} VALUE")
+    return joined
+
+
+def config_from(arguments: argparse.Namespace) -> RunConfig:
+    """The config that the command line names."""
+    overrides = list(arguments.overrides)
+    path = arguments.config
+    if arguments.config_option is not None:
+        overrides = [*([path] if path is not None else []), *overrides]
+        path = arguments.config_option
+    if path is None:
+        raise ValueError("name a config file, as in: atomrl train configs/quickstart.yaml")
+    from atomrl.rewards.table import search_in
+
+    search_in(Path(path).resolve().parent)  # a config's own rewards and algorithms stand beside it
+    return load_config(path, overrides)

@@ -1,0 +1,151 @@
+"""The commands that train: `train`, `sft`, `dpo`, `reward-model` and `pretrain`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from atomrl.cli.config_arguments import add_config_arguments, add_resume_arguments, config_from, join_overrides
+from atomrl.cli.main import INTERRUPTED
+
+if TYPE_CHECKING:
+    from atomrl.config import RunConfig
+
+DESCRIPTIONS = {
+    "train": """Train a model with reinforcement learning.
+
+atomrl train configs/quickstart.yaml
+atomrl train configs/quickstart.yaml run_name=second train.steps=50 rollout.temperature=0.8
+atomrl train configs/quickstart.yaml --dry-run
+atomrl train configs/quickstart.yaml --resume
+""",
+    "sft": """Train a model on demonstrations: rows with `prompt` and `completion`, or `messages`, or a task's own.
+
+atomrl sft configs/quickstart_sft.yaml
+atomrl sft configs/quickstart_sft.yaml --resume
+""",
+    "dpo": """Train a model on preferences: rows with `prompt`, `chosen` and `rejected` (docs/preferences.md).
+
+atomrl dpo configs/algorithms/dpo.yaml
+atomrl dpo configs/algorithms/kto.yaml data.train=labelled.jsonl data.eval=null
+atomrl dpo configs/algorithms/dpo.yaml --resume
+""",
+    "reward-model": """Train a reward model on pairs of completions: rows with `prompt`, `chosen` and `rejected`.
+
+atomrl reward-model configs/rlhf/reward_model.yaml
+atomrl reward-model configs/rlhf/reward_model.yaml model.path=MODEL data.train=pairs.jsonl algorithm.centring=0.01
+atomrl reward-model configs/rlhf/reward_model.yaml --resume
+""",
+    "pretrain": """Train a model on plain text: a fresh GPT, or one that is there already.
+
+atomrl data prepare input.txt --tokenizer char --out data/shakespeare
+atomrl pretrain configs/pretrain_shakespeare_char.yaml
+atomrl pretrain configs/pretrain_shakespeare_char.yaml --resume
+""",
+}
+prepare = join_overrides
+
+ADVICE = {
+    "OutOfMemoryError": "Lower train.tokens_per_micro_batch or rollout.max_concurrent_completions, or set "
+    "model.gradient_checkpointing=true; atomrl train CONFIG --dry-run estimates the memory.",
+    "Diverged": "Lower train.learning_rate; model.dtype=float32 does not overflow so soon; RUN/rollouts has the "
+    "rewards that it happened with. --resume --allow-changes goes on from the checkpoint before, with other settings.",
+    "NoSignal": "With other settings, --resume goes on from the newest checkpoint.",
+}
+"""What to do about errors of a run that are no mistakes in the config."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser)
+    add_resume_arguments(parser)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check all that the run would check, print its arithmetic and a memory estimate; loads no weights",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, or check, what the config says.
+
+    Returns:
+        0, or 130 where Ctrl-C or SIGTERM ended it early, with how to go on.
+    """
+    config, command = config_from(arguments), arguments.command
+    from atomrl.runs import check_command, prepare_run
+
+    check_command(config, command)
+    print(compact(config), file=sys.stderr)
+    if arguments.dry_run:
+        for title, lines in prepare_run(config).describe():
+            print_section(title, lines)
+        taken = config.run_dir.exists() and any(config.run_dir.iterdir())
+        print_section(
+            "run", [f"{config.run_dir}" + (" exists: use --resume or another run_name" if taken else " (new)")]
+        )
+        return 0
+    try:
+        with terminated_like_interrupted():
+            summary = prepare_run(config).execute(arguments.resume, arguments.allow_changes)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(how_to_go_on(command, config, arguments)) from None
+    except RuntimeError as error:
+        if advice := ADVICE.get(type(error).__name__):
+            raise ValueError(f"{str(error).splitlines()[0]}\n{advice}") from error
+        raise
+    print(json.dumps(summary, indent=2, default=str))
+    if not summary.get("finished", True):
+        print(f"stopped early: {how_to_go_on(command, config, arguments)}", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def print_section(title: str, lines: Sequence[str]) -> None:
+    """Lines under a title."""
+    for index, line in enumerate(lines):
+        print(f"{title if index == 0 else '':<8}{line}")
+
+
+@contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM ends a job as Ctrl-C does, also while it starts or evaluates: parts are closed, workers end."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def compact(config: RunConfig) -> str:
+    """The resolved config, a line or two for each section."""
+    import yaml
+
+    lines = []
+    for name, section in config.model_dump(mode="json", by_alias=True, exclude_none=True).items():
+        text = yaml.safe_dump(section, default_flow_style=True, sort_keys=False, width=108, allow_unicode=True).strip()
+        lines.append(f"{name}: {text.removesuffix('...').strip()}")
+    return "\n".join(lines)
+
+
+def how_to_go_on(command: str, config: RunConfig, arguments: argparse.Namespace) -> str:
+    """The command that continues this run."""
+    from atomrl.tracking.checkpoints import step_folders
+
+    if not config.run_dir.is_dir():
+        return "nothing was written"
+    folders = [path for _, path in step_folders(config.run_dir / "checkpoints")]  # `--resume` checks their content
+    newest = folders[-1] if folders else None
+    path = arguments.config_option or arguments.config
+    given = [item for item in (arguments.config, *arguments.overrides) if item and item != path]
+    line = shlex.join(["atomrl", command, str(path), *given, "--resume"])
+    return f"the run is in {config.run_dir}, with {newest.name if newest else 'no checkpoint yet'}; go on with: {line}"

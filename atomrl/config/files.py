@@ -1,0 +1,104 @@
+"""Configs as plain dicts, before they are validated: YAML files, `key=value` overrides, and merging."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from atomrl.config.base import ConfigError
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """`a.b=1`, `--a.b=1` and `--a.b 1` as a nested dict; values are YAML.
+
+    Example:
+        >>> parse_overrides(["train.steps=3", "--model.path", "m"])
+        {'train': {'steps': 3}, 'model': {'path': 'm'}}
+    """
+    tree: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        key, equals, text = argument.removeprefix("--").partition("=")
+        if not equals:
+            if not argument.startswith("--") or not rest:
+                raise ConfigError(f"{argument!r} is no override; write key=value, as in train.steps=100")
+            text = rest.pop(0)
+        node = tree
+        *parents, leaf = key.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"override {argument!r}: {parent} was already given a value")
+        node[leaf] = _scalar(text)
+    return tree
+
+
+def _scalar(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, str):  # YAML reads 1e-6 as text
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def merge_trees(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`changes` over `base`, dict by dict."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = merge_trees(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def nest(key: str, value: Any) -> dict[str, Any]:
+    """A dotted key as a nested dict.
+
+    Example:
+        >>> nest("a.b", 1)
+        {'a': {'b': 1}}
+    """
+    first, _, rest = key.partition(".")
+    return {first: nest(rest, value) if rest else value}
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a key that is written twice, of which YAML would take the last without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            if key in seen:
+                raise yaml.YAMLError(f"{key!r} is given twice, in lines {seen[key]} and {line}")
+            seen[key] = line
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """A YAML file as a dict.
+
+    Raises:
+        ConfigError: it is absent, no YAML (with the line), no mapping, or has a key twice.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"config file {path} does not exist")
+    try:
+        tree: Any = _UniqueKeyLoader(path.read_text(encoding="utf-8")).get_single_data()
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, not {type(tree).__name__}")
+    return tree

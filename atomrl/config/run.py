@@ -1,0 +1,164 @@
+"""The configuration of a run: one YAML file, then `key=value` overrides. Unknown keys are errors with the nearest one.
+
+Nothing is written into a config after it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+
+from atomrl.algorithms.reward_model import RewardModelObjective
+from atomrl.algorithms.table import objective_of
+from atomrl.config.base import ConfigError, Section
+from atomrl.config.kinds import CriticConfig, PreferenceConfig, PretrainConfig, SftConfig, TeacherConfig
+from atomrl.config.names import FOREIGN, suggestion
+from atomrl.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrackingConfig,
+    TrainConfig,
+)
+from atomrl.objective import PolicyObjective, PreferenceObjective
+
+Kind = Literal["train", "sft", "dpo", "reward-model", "pretrain"]
+"""What a config is for: the command that takes it."""
+
+
+def _named_algorithm(given: Any) -> Any:
+    """`{name: grpo, clip: {high: 0.28}}` as an objective: the name's own axes, with those that are given."""
+    if not isinstance(given, Mapping):
+        return given
+    axes = {key: value for key, value in given.items() if key != "name"}
+    known = known_keys()
+    foreign = [str(key) for key in axes if key in FOREIGN and f"algorithm.{key}" not in known]
+    if foreign:
+        answers = [f"unknown key 'algorithm.{key}'; {suggestion(['algorithm', key], known)}" for key in foreign]
+        raise ValueError("\n  ".join(answers))
+    return objective_of(str(given.get("name", "grpo")), axes)
+
+
+class RunConfig(Section):
+    """Everything that decides a run."""
+
+    run_name: str = Field(pattern=r"^[^/\\.][^/\\]*$")
+    """Names the folder of the run: no slashes, and no dot in front."""
+    output_dir: str = "runs"
+    seed: int = 0
+    model: ModelConfig = ModelConfig()
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: Annotated[
+        PolicyObjective | PreferenceObjective | RewardModelObjective, BeforeValidator(_named_algorithm)
+    ] = objective_of("grpo", {})
+    """A name, and what is changed of its axes; without effect in `sft` and `pretrain`."""
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    sft: SftConfig | None = None
+    pretrain: PretrainConfig | None = None
+    preference: PreferenceConfig | None = None
+    critic: CriticConfig = CriticConfig()
+    teacher: TeacherConfig | None = None
+
+    @model_validator(mode="after")
+    def _batch_arithmetic(self) -> RunConfig:
+        rollout, rows = self.rollout, self.train.rows_per_update
+        total = rollout.prompts_per_step * rollout.completions_per_prompt
+        kinds = [name for name in ("sft", "pretrain", "preference") if getattr(self, name) is not None]
+        if rows is not None and total % rows and not kinds:  # which draw no rollouts
+            raise ValueError(
+                f"train.rows_per_update={rows} does not divide the {total} rows of a step "
+                f"(rollout.prompts_per_step={rollout.prompts_per_step} x "
+                f"rollout.completions_per_prompt={rollout.completions_per_prompt})"
+            )
+        if self.preference is not None and self.kind == "train":
+            raise ValueError(
+                f"preference: algorithm.name={self.algorithm.name} is trained on rollouts; remove the section, or take "
+                "an algorithm of preferences (dpo, kto, ..., reward_model)"
+            )
+        if len(kinds) > 1:
+            raise ValueError(f"{' and '.join(kinds)} are {len(kinds)} kinds of run; give one")
+        supervised = self.sft or self.pretrain
+        if (self.model.path is None) == (supervised is None or supervised.gpt is None):
+            raise ValueError(
+                "model.path: is required (a folder or a hub name)"
+                if self.model.path is None
+                else f"model.path and {'sft' if self.sft else 'pretrain'}.gpt are two places to start from; give one"
+            )
+        if rollout.min_completion_tokens > rollout.max_completion_tokens:
+            raise ValueError("rollout.min_completion_tokens is larger than rollout.max_completion_tokens")
+        if rollout.min_completion_tokens > (self.eval.max_completion_tokens or rollout.max_completion_tokens):
+            raise ValueError("rollout.min_completion_tokens holds in evaluation too: over eval.max_completion_tokens")
+        return self
+
+    @property
+    def kind(self) -> Kind:
+        """Which kind of run it is: by its section, else by its algorithm."""
+        if self.sft is not None:
+            return "sft"
+        if self.pretrain is not None:
+            return "pretrain"
+        if isinstance(self.algorithm, RewardModelObjective):
+            return "reward-model"
+        return "dpo" if isinstance(self.algorithm, PreferenceObjective) and not self.algorithm.online else "train"
+
+    def to_tree(self) -> dict[str, Any]:
+        """As a plain dict with the keys of a file; `build_config` makes the same config of it."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.output_dir) / self.run_name
+
+
+def build_config(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
+    """Validate a tree.
+
+    Raises:
+        ConfigError: all problems, one a line, each with its key and, for an unknown key, the nearest valid one.
+    """
+    try:
+        return RunConfig.model_validate(dict(tree))
+    except ValidationError as error:
+        lines = [_problem(item) for item in error.errors()]
+        raise ConfigError(f"{source}:\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def _problem(item: Mapping[str, Any]) -> str:
+    path = [str(part) for part in item["loc"]]
+    key = ".".join(path)
+    if item["type"] == "extra_forbidden":
+        hint = suggestion(path, known_keys())
+        return f"unknown key {key!r}" + (f"; {hint}" if hint else "")
+    if item["type"] == "missing":
+        return f"{key}: is required"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{key}: {message} (got {item['input']!r})" if key and item["type"] != "value_error" else message
+
+
+def known_keys(section: type[BaseModel] | None = None, prefix: str = "") -> list[str]:
+    """All keys with dots, sections before their keys."""
+    keys = []
+    for name, info in (section or RunConfig).model_fields.items():
+        keys.append(prefix + name)
+        parts = () if get_origin(info.annotation) is dict else get_args(info.annotation)  # a table has keys of its own
+        for kind in (info.annotation, *parts):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                keys += known_keys(kind, f"{prefix}{name}.")
+    return keys
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved config as YAML; loading it gives the same config."""
+    return yaml.safe_dump(config.to_tree(), sort_keys=False, allow_unicode=True)

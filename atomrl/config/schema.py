@@ -1,0 +1,221 @@
+"""Configuration of model, data, rollout, reward, training, evaluation, checkpoints and tracking: a class for each
+section, with the meaning of each key beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from atomrl.config.base import Section
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (needs the `lora` extra)."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str | None = None
+    """A folder in Hugging Face layout, or a hub name. Required, but where `sft.gpt` makes a fresh model."""
+    tokenizer: str | None = None
+    """Where its tokenizer is, if not beside the model: a folder or a hub name."""
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """Where trainer and engine compute: `cpu`, `cuda`, `cuda:1`, ...; `auto` is a GPU where there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What the forward pass computes in; master weights are float32 in either case. `auto` is bfloat16 where the
+    hardware multiplies it fast."""
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    """Compile each layer once (pays after some tens of steps)."""
+    lora: LoraConfig | None = None
+    trust_remote_code: bool = False
+
+
+class DataConfig(Section):
+    """Where problems come from and how a row becomes a prompt."""
+
+    train: str | list[str]
+    """A file (JSONL, JSON, CSV, Parquet, a folder of `datasets`), a list of files, or a generator: `countdown`,
+    `reasoning_gym:NAME`, ... (`atomrl data make --help`)."""
+    eval: str | list[str] | None = None
+    train_size: int | None = Field(None, ge=1)
+    """Problems to draw from a generator, or rows to keep of a file."""
+    eval_size: int | None = Field(None, ge=1)
+    generator_args: dict[str, Any] = {}
+    prompt_field: str = "prompt"
+    answer_field: str | None = "ground_truth"
+    """null: the rows have no ground truth (demonstrations, or rewards that need none)."""
+    data_source_field: str = "data_source"
+    answer_pattern: str | None = None
+    """A regular expression; its first group in the answer field is the ground truth (GSM8K: `####\\s*(.+)`)."""
+    system_prompt: str | None = None
+    system_prompt_file: str | None = None
+    chat_template: Literal["auto", "none"] = "auto"
+    """`auto` applies the tokenizer's template to messages, and to text when it has one; `none` takes the text as
+    it is, for prompts that carry their template."""
+    max_prompt_tokens: int = Field(512, ge=1)
+    overlong_prompt: Literal["drop", "truncate"] = "drop"
+    """`truncate` keeps the last tokens."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """`error` lists every problem with file and line and stops; `skip` counts them."""
+    shuffle: bool = True
+
+    @model_validator(mode="after")
+    def _one_system_prompt(self) -> DataConfig:
+        if self.system_prompt is not None and self.system_prompt_file is not None:
+            raise ValueError("give system_prompt or system_prompt_file, not both")
+        return self
+
+
+class RolloutConfig(Section):
+    """How completions are drawn during training."""
+
+    engine: str = "native"
+    prompts_per_step: int = Field(16, ge=1)
+    completions_per_prompt: int = Field(8, ge=1)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_completion_tokens: int = Field(0, ge=0)
+    max_completion_tokens: int = Field(256, ge=1)
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    logprobs_over: Literal["vocabulary", "kept"] = "vocabulary"
+    """`kept`: all log-probs, of the engine and of the trainer, are over the tokens that top-p and top-k kept, as they
+    were sampled. Needs the native engine, and `K` numbers for each token, of the largest number of kept ones."""
+    max_concurrent_completions: int = Field(256, ge=1)
+    """Rows that an engine decodes at once."""
+
+    @model_validator(mode="after")
+    def _something_is_cut(self) -> RolloutConfig:
+        if self.logprobs_over == "kept" and (self.temperature == 0 or (self.top_p == 1 and not self.top_k)):
+            raise ValueError(
+                "logprobs_over=kept needs a temperature above 0, and top_p below 1 or a top_k: nothing is cut"
+            )
+        return self
+
+
+class RewardRoute(Section):
+    """A reward and how it is called."""
+
+    function: str
+    """A built-in name, or a dotted path to a function of the same signature, to verl's `compute_score`, or to a class
+    that is called with trajectories."""
+    args: dict[str, Any] = {}
+    timeout_s: float = Field(10.0, gt=0)
+    """For one completion, in rewards that run in worker processes (all but the cheap built-in ones)."""
+
+
+class RewardItem(RewardRoute):
+    """One reward and its weight in the sum."""
+
+    weight: float = 1.0
+
+
+class RewardConfig(Section):
+    """What a completion earns."""
+
+    functions: list[RewardItem] = [RewardItem(function="strict_math")]
+    """For every completion. Empty unless given where there is a table `by_data_source`."""
+    by_data_source: dict[str, RewardRoute] = {}
+    """data source -> the reward of its completions; a name alone is enough: `openai/gsm8k: gsm8k`."""
+    workers: int = Field(2, ge=1)
+    """Processes that rewards run in."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_routes(cls, tree: Any) -> Any:
+        if not isinstance(tree, Mapping) or not isinstance(tree.get("by_data_source"), Mapping):
+            return tree
+        routes = {
+            source: {"function": route} if isinstance(route, str) else route
+            for source, route in tree["by_data_source"].items()
+        }
+        return {**({"functions": []} if routes else {}), **tree, "by_data_source": routes}
+
+    @model_validator(mode="after")
+    def _at_least_one(self) -> RewardConfig:
+        if not self.functions and not self.by_data_source:
+            raise ValueError("reward.functions is empty and there is no reward.by_data_source: nothing gives a reward")
+        return self
+
+
+class TrainConfig(Section):
+    """How the policy is updated."""
+
+    steps: int = Field(100, ge=1)
+    total_epochs: float | None = Field(None, gt=0)
+    """Passes over the data, in the place of `steps`."""
+    epochs_per_step: int = Field(1, ge=1)
+    """Passes over the rows of a step."""
+    rows_per_update: int | None = Field(None, ge=1)
+    """Completions in one optimizer step; None takes all rows of the step."""
+    tokens_per_micro_batch: int | None = Field(None, ge=1)
+    """Padded tokens in one forward pass; changes speed and memory, never the gradient. None: `micro_batch_tokens`."""
+    rows_per_micro_batch: int | None = Field(None, ge=1)
+    """A further limit on a forward pass, in rows."""
+    max_row_tokens: int | None = Field(None, ge=2)
+    """Rows are cut to this many tokens, prompt and completion together."""
+    learning_rate: float = Field(1e-6, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_ratio: float = Field(0.0, ge=0, le=1)
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """The end of `linear` and `cosine`, as a fraction of `learning_rate`."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    adam_eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    report_entropy: bool = True
+    """Log `actor/entropy` (costs one more reduction over the vocabulary)."""
+
+    def micro_batch_tokens(self, device_type: str) -> int:
+        """`tokens_per_micro_batch`, or by device: 3072 on a CPU (docs/benchmarks/training.md), 8192 elsewhere."""
+        return self.tokens_per_micro_batch or (3072 if device_type == "cpu" else 8192)
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out problems."""
+
+    every_steps: int = Field(0, ge=0)
+    """0: only before and after."""
+    before: bool = True
+    after: bool = True
+    samples_per_prompt: int = Field(1, ge=1)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """None takes the rollout's."""
+
+
+class CheckpointConfig(Section):
+    """When the state is saved and what stays; the end of a run is always saved (docs/recovery.md)."""
+
+    every_steps: int = Field(20, ge=0)
+    """0: only at the end."""
+    keep: int = Field(2, ge=1)
+    """How many of the newest ones."""
+    keep_best: str | None = None
+    """A metric, as `critic/score/mean`: the checkpoint with the best value of it stays too (`RUN/best`)."""
+    best_is: Literal["max", "min"] = "max"
+
+
+class TrackingConfig(Section):
+    """Where metrics go beside `metrics.jsonl`."""
+
+    sinks: list[Literal["tensorboard", "wandb"]] = []
+    wandb_project: str = "atomrl"
+    wandb_entity: str | None = None
+    wandb_tags: list[str] = []
+    log_every_steps: int = Field(1, ge=1)
+    """Of the sinks; `metrics.jsonl` has every step."""
+    save_rollouts: bool = True

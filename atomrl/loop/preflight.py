@@ -1,0 +1,89 @@
+"""Whether a run can make any update: what can be said before it begins."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from atomrl.config import ConfigError
+from atomrl.protocols import Algorithm
+from atomrl.types import RowBatch
+
+log = logging.getLogger(__name__)
+ENOUGH = 8
+"""Completions of a prompt with which every algorithm has something to compare."""
+
+
+def check_row_limit(prompt_tokens: Sequence[int], max_row_tokens: int | None) -> None:
+    """That rows have room for completions; a warning where some have none.
+
+    Args:
+        prompt_tokens: the length of every prompt.
+        max_row_tokens: `train.max_row_tokens`.
+
+    Raises:
+        ConfigError: no row has.
+    """
+    over = sum(tokens >= max_row_tokens for tokens in prompt_tokens) if max_row_tokens is not None else 0
+    if not over:
+        return
+    if over == len(prompt_tokens):
+        raise ConfigError(
+            f"train.max_row_tokens={max_row_tokens}: every prompt has at least as many tokens "
+            f"({min(prompt_tokens)} to {max(prompt_tokens)}), so no completion would be trained on; raise it above "
+            "prompt and completion together"
+        )
+    log.warning(
+        "train.max_row_tokens=%d: %d of %d prompts have at least as many tokens; their completions are not trained on",
+        max_row_tokens, over, len(prompt_tokens),
+    )  # fmt: skip
+
+
+def check_group_size(algorithm: Algorithm, completions_per_prompt: int) -> None:
+    """That groups of this size give an advantage that is not 0 throughout.
+
+    The algorithm is asked: its advantages of rows with random rewards and inputs, once with this many completions of a
+    prompt and, where all are 0, once with `ENOUGH`. (Both are 0 where the loss does not need advantages.)
+
+    Raises:
+        ConfigError: they do not.
+        ValueError: the algorithm refuses groups of this size itself.
+    """
+    if not _advantages(algorithm, completions_per_prompt).any() and _advantages(algorithm, ENOUGH).any():
+        raise ConfigError(
+            f"rollout.completions_per_prompt={completions_per_prompt}: {algorithm.name} compares the completions of a "
+            "prompt with each other, and in groups of this size every advantage would be 0 and nothing would be "
+            "learned; take more, or an algorithm.advantage that does not compare"
+        )
+
+
+def _advantages(algorithm: Algorithm, members: int, groups: int = 4, tokens: int = 6) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    size = groups * members
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    mask = torch.ones(size, tokens, dtype=torch.bool)
+    mask[:, :2] = False
+    rewards = random(size)
+    inputs: dict[str, Any] = {
+        name: random(size) if name == "scores" else (random(size, tokens) - 1) * mask
+        for name in (*algorithm.advantage_inputs, "rollout_logprobs")
+    }
+    rows = RowBatch(
+        tokens=torch.ones(size, tokens, dtype=torch.long),
+        loss_mask=mask,
+        lengths=torch.full((size,), tokens),
+        prompt_lengths=torch.full((size,), 2),
+        group_ids=torch.arange(size) // members,
+        rewards=rewards,
+        truncated=torch.zeros(size, dtype=torch.bool),
+        reward_parts=torch.stack([rewards, torch.ones(size)], 1)[:, None],
+        baseline_rewards=random(size),
+        **inputs,
+    )
+    return algorithm.advantages(rows).advantages

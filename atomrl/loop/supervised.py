@@ -1,0 +1,72 @@
+"""Training on rows that come from data: demonstrations, preferences, windows of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from atomrl.atoms.masks import masked_sum
+from atomrl.loop.report import Stopwatch, update_metrics
+from atomrl.loop.sync import learn
+from atomrl.protocols import Algorithm, TrainingBackend
+from atomrl.types import RowBatch
+
+EVAL_SAMPLES = 64
+"""Held-out samples in a forward pass of their own."""
+
+
+def supervised_step(
+    trainer: TrainingBackend, algorithm: Algorithm, rows: RowBatch, state: dict[str, float]
+) -> dict[str, float]:
+    """One optimizer step on rows. `state` becomes the algorithm's after it.
+
+    Returns:
+        The metrics of the update, `timing_s/*`, and how many tokens it had.
+    """
+    watch = Stopwatch()
+    _, results = learn(trainer, algorithm, rows, state, watch)
+    return update_metrics(results) | watch.metrics(int(rows.lengths.sum()))
+
+
+def window_rows(windows: Tensor) -> RowBatch:
+    """Windows [B, T] as rows without a prompt: every token but the first is learned.
+
+    Example:
+        >>> window_rows(torch.tensor([[5, 6, 7]])).loss_mask
+        tensor([[False,  True,  True]])
+    """
+    count, length = windows.shape
+    mask = torch.ones_like(windows, dtype=torch.bool)
+    mask[:, 0] = False  # nothing predicts it
+    return RowBatch(
+        tokens=windows,
+        loss_mask=mask,
+        lengths=torch.full((count,), length),
+        prompt_lengths=torch.ones(count, dtype=torch.long),
+        group_ids=torch.arange(count),
+        rewards=torch.zeros(count),
+        truncated=torch.zeros(count, dtype=torch.bool),
+    )
+
+
+def pretrain_step(trainer: TrainingBackend, algorithm: Algorithm, windows: Tensor) -> dict[str, float]:
+    """One optimizer step on windows [B, T]; `train/loss` is in nats per token.
+
+    Args:
+        algorithm: supervised training's.
+    """
+    metrics = supervised_step(trainer, algorithm, window_rows(windows), {})
+    return {"train/loss" if name == "sft/nll_per_token" else name: value for name, value in metrics.items()}
+
+
+def nll_per_token(trainer: TrainingBackend, batches: Iterable[RowBatch]) -> float:
+    """Mean negative log-likelihood of the rows' trained tokens, in nats; every token weighs the same."""
+    total, tokens = 0.0, 0
+    for rows in batches:
+        scored = trainer.forward_only(rows, frozenset({"old_logprobs"}))
+        assert scored.old_logprobs is not None
+        total -= masked_sum(scored.old_logprobs.double(), rows.loss_mask).item()
+        tokens += int(rows.loss_mask.sum())
+    return total / max(1, tokens) if tokens else torch.nan

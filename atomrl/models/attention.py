@@ -1,0 +1,264 @@
+"""Causal attention with rotary positions and grouped queries, of padded rows and of a stream of tokens in blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atomrl.models import cpp
+from atomrl.models.kernels import apply
+
+Tables = tuple[Tensor, Tensor]
+"""Cosine and sine, [positions, D/2] float32."""
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Consecutive tokens of a stream: R sequences of at most C tokens, one after the other."""
+
+    start: int
+    stop: int
+    rows: int
+    length: int
+    slots: Tensor
+    """[stop - start] where each token is among the R * C."""
+    even: bool
+    """Every sequence has C tokens."""
+    positions: Tensor
+    """[stop - start] of each token in its row."""
+    prompts: Tensor | None
+    """[R] the sequence of the first block that comes before this one; None where nothing does."""
+    before: int
+    """P: tokens of the longest prompt before; 0 where nothing is."""
+    seen: Tensor
+    """[R] tokens of the prompt before each sequence."""
+
+    def spread(self, x: Tensor) -> Tensor:
+        """The block's part of a stream [N, ...] as [R, C, ...], zeros where a sequence is shorter."""
+        x = x[self.start : self.stop]
+        if not self.even:
+            x = x.new_zeros(self.rows * self.length, *x.shape[1:]).index_copy(0, self.slots, x)
+        return x.view(self.rows, self.length, *x.shape[1:])
+
+    def collect(self, x: Tensor) -> Tensor:
+        """[R, C, ...] -> the block's part of a stream."""
+        x = x.flatten(0, 1)
+        return x if self.even else x.index_select(0, self.slots)
+
+    @cached_property
+    def _seen(self) -> Tensor:
+        """[1 or R, 1] `seen`; one where all rows have the same."""
+        return (self.seen[:1] if bool((self.seen == self.seen[0]).all()) else self.seen)[:, None]
+
+    @cached_property
+    def angles(self) -> Tensor:
+        """[1 or R, C] positions with padding, for the rotation of `spread`."""
+        return self._seen + torch.arange(self.length)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[1 or R, C, P + C] 0 or -inf: of the P tokens of the prompt and the sequence's own."""
+        own = torch.full((self.length, self.length), -torch.inf).triu(1)
+        hidden = torch.arange(self.before) >= self._seen
+        prompt = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[:, None]
+        return torch.cat([prompt.expand(-1, self.length, -1), own.expand(len(hidden), -1, -1)], dim=2)
+
+
+def plain_attention(qkv: Tensor, tables: Tables, kv_heads: int) -> Tensor:
+    """Attention of rows of any length in PyTorch's own operations.
+
+    Args:
+        qkv: [B, T, heads + 2 kv_heads, D].
+
+    Returns:
+        [B, T, heads * D].
+    """
+    qk, v = qkv.split([qkv.shape[2] - kv_heads, kv_heads], dim=2)
+    (first, second), (cos, sin) = qk.chunk(2, dim=-1), (table[: qkv.shape[1], None] for table in tables)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    q, k = turned.split([turned.shape[2] - kv_heads, kv_heads], dim=2)
+    q, k = (q * q.shape[-1] ** -0.5).to(qkv.dtype), k.to(qkv.dtype)
+    scores = torch.einsum("btkgd,bskd->bkgts", q.unflatten(2, (kv_heads, -1)), k)
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=qkv.device).triu(1)
+    shares = scores.masked_fill(later, -torch.inf).softmax(dim=-1)
+    return torch.einsum("bkgts,bskd->btkgd", shares, v).flatten(2)
+
+
+def row_attention(qkv: Tensor, tables: Tables, kv_heads: int) -> Tensor:
+    """`plain_attention` by SDPA, which keeps no scores."""
+    cos, sin = (table[: qkv.shape[1], None] for table in tables)
+    q, k, v = _rotated(qkv, cos, sin, kv_heads)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    grouped = q.shape[1] > kv_heads
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2).flatten(2)
+
+
+def stream_attention(qkv: Tensor, blocks: tuple[Block, ...], cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
+    """Attention of a stream by SDPA: qkv [N, heads + 2 kv_heads, D]; cos, sin [N, 1, D/2] -> [N, heads * D]."""
+    q, k, v = _rotated(qkv, cos, sin, kv_heads)
+    parts: list[Tensor] = []
+    prompts: list[Tensor] = []
+    for block in blocks:
+        queries, *own = (block.spread(part).transpose(1, 2) for part in (q, k, v))
+        mask = None if block.prompts is None else block.mask.to(qkv.dtype)[:, None]
+        if block.prompts is None:
+            prompts = prompts or own
+        else:
+            own = [torch.cat([p.index_select(0, block.prompts), o], 2) for p, o in zip(prompts, own, strict=True)]
+        mixed = F.scaled_dot_product_attention(
+            queries, own[0], own[1], mask, is_causal=mask is None, enable_gqa=queries.shape[1] > kv_heads
+        )
+        parts.append(block.collect(mixed.transpose(1, 2).flatten(2)))
+    return torch.cat(parts)
+
+
+def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> list[Tensor]:
+    """Queries, keys and values, [..., heads, D], the first two turned."""
+    qk, v = qkv.split([qkv.shape[-2] - kv_heads, kv_heads], dim=-2)
+    return [*apply(Rotate, qk, cos, sin).split([qk.shape[-2] - kv_heads, kv_heads], dim=-2), v]
+
+
+class PackedAttention(torch.autograd.Function):
+    """`stream_attention` by explicit matrix products, which is faster on a CPU for short rows.
+
+    All query heads of one key head go through one product, so that no key or value is repeated. In float32 rotation,
+    change of layout and softmax run in C++ where it can be built.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, blocks: tuple[Block, ...], cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
+        """qkv [N, heads + 2 kv_heads, D]; cos, sin [positions, D/2] -> [N, heads * D].
+
+        Blocks after prompts follow the one that holds the prompts.
+        """
+        qkv, (tokens, heads, size) = qkv.contiguous(), qkv.shape
+        heads -= 2 * kv_heads
+        out, saved, prompts = qkv.new_empty(tokens, heads * size), [], None
+        for block in blocks:
+            make = qkv.new_empty if block.even else qkv.new_zeros
+            q = make(block.rows, heads, block.length, size)
+            k, v = (make(block.rows, kv_heads, block.before + block.length, size) for _ in range(2))
+            _move(block, qkv, 0, q, (cos, sin), size**-0.5)
+            _move(block, qkv, heads, k, (cos, sin))
+            _move(block, qkv, heads + kv_heads, v)
+            prompts = prompts or (k, v)
+            if block.prompts is not None:
+                for part, theirs in zip((k, v), prompts, strict=True):
+                    part[:, :, : block.before] = theirs.index_select(0, block.prompts)
+            q, k, v = (x.view(block.rows * kv_heads, -1, size) for x in (q, k, v))
+            shares = _softmax(block, torch.bmm(q, k.transpose(1, 2)))
+            _move(block, out, 0, torch.bmm(shares, v).view(block.rows, heads, block.length, size), back=True)
+            saved += [q, k, v, shares]
+        ctx.save_for_backward(cos, sin, *saved)
+        ctx.blocks, ctx.shape = blocks, qkv.shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        cos, sin, *saved = ctx.saved_tensors
+        grad, result = grad.contiguous(), grad.new_empty(ctx.shape)
+        shared: list[tuple[Tensor, Tensor, Tensor]] = []
+        for number, block in reversed(list(enumerate(ctx.blocks))):
+            q, k, v, shares = saved[4 * number : 4 * number + 4]
+            size, kv_heads = q.shape[2], len(q) // block.rows
+            heads = ctx.shape[1] - 2 * kv_heads
+            own = (grad.new_empty if block.even else grad.new_zeros)(q.shape)
+            _move(block, grad, 0, own.view(block.rows, heads, -1, size))
+            grad_v = torch.bmm(shares.transpose(1, 2), own)
+            scores = _softmax_backward(block, shares, torch.bmm(own, v.transpose(1, 2)))
+            grad_q, grad_k = torch.bmm(scores, k), torch.bmm(scores.transpose(1, 2), q)
+            grad_k, grad_v = (x.view(block.rows, kv_heads, -1, size) for x in (grad_k, grad_v))
+            if block.prompts is not None:
+                shared.append((block.prompts, grad_k[:, :, : block.before], grad_v[:, :, : block.before]))
+            if number == 0:
+                for owners, more_k, more_v in shared:
+                    grad_k.index_add_(0, owners, more_k)
+                    grad_v.index_add_(0, owners, more_v)
+            _move(block, result, 0, grad_q.view(block.rows, heads, -1, size), (cos, sin), size**-0.5, back=True)
+            _move(block, result, heads, grad_k, (cos, sin), back=True)
+            _move(block, result, heads + kv_heads, grad_v, back=True)
+        return result, None, None, None, None
+
+
+def _move(
+    block: Block,
+    stream: Tensor,
+    first: int,
+    rows: Tensor,
+    tables: Tables | tuple[None, None] = (None, None),
+    factor: float = 1.0,
+    back: bool = False,
+) -> None:
+    """Heads of the block's tokens, from the `first` on, into rows [R, heads, S, D], turned and scaled; or back."""
+    _, heads, slots, size = rows.shape
+    skip, stride = slots - block.length, stream[0].numel()
+    if cpp.usable(stream):
+        part = stream[block.start : block.stop]
+        shape = (len(part), stride, first * size, heads, size, block.length, slots, skip, int(back))
+        cpp.call("move_heads", part, rows, block.slots, block.positions, *tables, *shape, factor)
+        return
+    stream, own = stream.view(len(stream), -1, size)[:, first : first + heads], rows[:, :, skip:].transpose(1, 2)
+    there = torch.empty_like(own) if back and not block.even else block.spread(stream)
+    target, source = (there, own) if back else (own, there)
+    if tables[0] is None:
+        target.copy_(source)
+    else:
+        wide = torch.promote_types(stream.dtype, torch.float32)
+        cos, sin = (table[block.angles][:, :, None].to(wide) * factor for table in tables)
+        _rotate_into(target, source, cos, -sin if back else sin)
+    if back and not block.even:
+        stream[block.start : block.stop] = block.collect(there)
+
+
+def _softmax(block: Block, scores: Tensor) -> Tensor:
+    """Shares of what each query sees, in place: [R * kv_heads, heads / kv_heads * C, P + C]."""
+    heads = scores[..., 0].numel() // (block.rows * block.length)
+    if cpp.usable(scores):
+        cpp.call("softmax_forward", scores, block.seen, block.rows, heads, block.length, block.before)
+        return scores
+    scores.view(block.rows, heads, block.length, -1).add_(block.mask[:, None])
+    return torch.softmax(scores, dim=-1, out=scores)
+
+
+def _softmax_backward(block: Block, shares: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of the scores from that of the shares, which is overwritten."""
+    if cpp.usable(grad):
+        cpp.call("softmax_backward", shares, grad, grad[..., 0].numel(), block.length, block.before)
+        return grad
+    scores: Tensor = torch.ops.aten._softmax_backward_data(grad, shares, -1, shares.dtype)
+    return scores
+
+
+class Rotate(torch.autograd.Function):
+    """Rotary positions alone; the backward is the rotation by the opposite angle."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [..., T, heads, D]; cos, sin [T, 1, D/2]."""
+        ctx.save_for_backward(cos, sin)
+        out = torch.empty_like(x)
+        _rotate_into(out, x, cos, sin)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        out = torch.empty_like(grad)
+        _rotate_into(out, grad, cos, -sin)
+        return out, None, None
+
+
+def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate the pairs (i, i + D/2) of the last dimension."""
+    (out_first, out_second), (first, second) = out.chunk(2, dim=-1), x.chunk(2, dim=-1)
+    if x.dtype == cos.dtype:
+        torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    else:
+        out_first.copy_(first * cos - second * sin)
+        out_second.copy_(second * cos + first * sin)

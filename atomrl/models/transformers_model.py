@@ -1,0 +1,182 @@
+"""Any causal language model of transformers, computed as the engines compute it, by its published weight names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from atomrl.atoms.logprobs import head_logits
+from atomrl.config import ConfigError
+
+Rounded = tuple[nn.Parameter, tuple[int, ...], tuple[int, ...], int]
+"""A rounded weight, or a part of it: what it was rounded from, and size, strides and offset."""
+
+
+class HFModel(nn.Module):
+    """A model of transformers behind the two methods that training uses of `GPT`."""
+
+    shares_prompts = False
+
+    def __init__(self, inner: Any, compute_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.inner = inner
+        self.config = inner.config
+        self.generation_config = inner.generation_config
+        self.compute_dtype = compute_dtype
+        """None computes in the dtype of the weights; another one as a model does whose weights were rounded to it."""
+        self._rounding = None if compute_dtype is None else _Rounding(inner, compute_dtype)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, H]: logits are `hidden @ head_weight.T`."""
+        weight: Tensor = self.inner.get_output_embeddings().weight
+        return weight
+
+    def forward_hidden(self, tokens: Tensor) -> Tensor:
+        """[B, T] right-padded token ids -> hidden states after the final norm, [B, T, H]."""
+        with self._rounding.saving_masters() if self._rounding else nullcontext():
+            hidden: Tensor = self.inner.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        return hidden.to(self.compute_dtype or self.head_weight.dtype)  # a few families end in float32
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, T] -> logits [B, T, V], float32."""
+        return head_logits(self.forward_hidden(tokens), self.head_weight)
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Raise ConfigError where the model is not causal, or does more to its logits than the output matrix does."""
+        tokens = torch.arange(4, device=self.head_weight.device)[None] % self.config.vocab_size
+        kind = f"model_type {self.config.model_type!r}"
+        hidden = self.forward_hidden(tokens)
+        if not torch.allclose(hidden[:, :2].float(), self.forward_hidden(tokens[:, :2]).float(), rtol=1e-2, atol=1e-2):
+            raise ConfigError(f"{kind} sees later tokens, so it is no causal language model; choose one that is")
+        ours = head_logits(hidden, self.head_weight)
+        theirs = self.inner(input_ids=tokens).logits.float()
+        if not torch.allclose(theirs, ours, rtol=1e-2, atol=1e-2):
+            raise ConfigError(
+                f"{kind} changes its logits after the output matrix (a bias, a scale or a soft cap), which the chunked "
+                "log-probs do not know; choose another model"
+            )
+
+
+def check_causal(config: Any, path: object) -> None:
+    """Raise ConfigError where a config is of a model that does not write text from left to right (T5, BERT)."""
+    kinds = tuple(config.architectures or ())
+    if getattr(config, "is_encoder_decoder", False) or any(kind.endswith(("ForMaskedLM", "Encoder")) for kind in kinds):
+        raise ConfigError(
+            f"{path} is a {config.model_type} model ({', '.join(kinds)}), which is no causal language model: take one "
+            "whose config.json names a ...ForCausalLM in `architectures`"
+        )
+
+
+def switch_dropout_off(inner: nn.Module) -> None:
+    """The policy that is trained must be the one that sampled, and that had none; the config keeps its values."""
+    for module in inner.modules():
+        names = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+        for name in [*names, *(["p"] if isinstance(module, nn.Dropout) else [])]:
+            setattr(module, name, 0.0)
+
+
+class _Rounding:
+    """Lets a model with float32 weights compute exactly as one does that was loaded in `dtype`.
+
+    While a layer runs, its weights are replaced by rounded ones. (Autocast would keep residual stream and norms in
+    float32: log-probs then differ from those of engine and reference by 0.01 nats on average.) What autograd saves
+    of rounded weights is the float32 ones, which the backward pass rounds again: no copy of the model is kept.
+    """
+
+    def __init__(self, inner: Any, dtype: torch.dtype) -> None:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        self.dtype = dtype
+        self.masters: dict[int, nn.Parameter] = {}
+        """By the address of the rounded weight, while that lives."""
+        strict: set[str] = getattr(inner, "_keep_in_fp32_modules_strict", None) or set()
+        kept = {name for name, _ in inner.named_parameters() if strict & set(name.split("."))}
+        names = {id(module): name for name, module in inner.named_modules()}
+        head = inner.get_output_embeddings()  # only `check` runs it: in float32
+        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(module.weight.dtype),))
+        layers = [module for module in inner.modules() if isinstance(module, GradientCheckpointingLayer)]
+        rest = [[module] for module in inner.modules()]
+        done = {id(head)}
+        for unit, *modules in [[layer, *layer.modules()] for layer in layers or [inner.base_model]] + rest:
+            slots = []
+            for module in modules or [unit]:
+                if id(module) in done:
+                    continue
+                done.add(id(module))
+                if type(module) is nn.Embedding:  # the rows that are looked up are rounded, not the whole table
+                    module.register_forward_hook(self._round_output)
+                    continue
+                found = [name for name, weight in module._parameters.items() if weight is not None]
+                slots += [(module, name) for name in found if f"{names[id(module)]}.{name}" not in kept]
+            if slots:
+                self._round_while_running(unit, slots)
+
+    def _round_output(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output.to(self.dtype)
+
+    def _round_while_running(self, unit: nn.Module, slots: list[tuple[nn.Module, str]]) -> None:
+        def enter(*_: Any) -> None:
+            for module, name in slots:
+                master = cast(nn.Parameter, module._parameters.pop(name))
+                rounded = module.__dict__[name] = master.to(self.dtype)
+                self.masters[rounded.data_ptr()] = master
+
+        def leave(*_: Any) -> None:
+            for module, name in slots:
+                if name in module.__dict__:
+                    module._parameters[name] = self.masters.pop(module.__dict__.pop(name).data_ptr())
+
+        unit.register_forward_pre_hook(enter)
+        unit.register_forward_hook(leave, always_call=True)
+
+    def saving_masters(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Within it, autograd saves float32 weights in place of rounded ones."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, saved: Tensor) -> Tensor | Rounded:
+        master = self.masters.get(saved.untyped_storage().data_ptr())
+        return saved if master is None else (master, saved.size(), saved.stride(), int(saved.storage_offset()))
+
+    def _unpack(self, packed: Tensor | Rounded) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        master, size, stride, offset = packed
+        return master.detach().to(self.dtype).as_strided(size, stride, offset)
+
+
+class _View(Tensor):
+    """A tensor whose parts stay views of it: transformers copies parts of fused weights to make them contiguous."""
+
+    def contiguous(self, *_: Any, **__: Any) -> Tensor:
+        return self
+
+
+def published_weights(inner: Any, weights: Iterable[tuple[str, Tensor]] | None = None) -> dict[str, Tensor]:
+    """Weights under the names and in the pieces that published checkpoints have, which serving engines read.
+
+    transformers 5 renames and fuses weights when it loads some families (mixtures of experts, GPT-NeoX). This is the
+    way back, by its own table. Parts of fused weights are views of them, so that they can be written in place; the
+    few families whose published weights are made of several of transformers' own keep transformers' names.
+
+    Args:
+        inner: a model of transformers.
+        weights: of it, by its own names; None is its state dict. Weights that are tied come once.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = dict(inner.state_dict().items() if weights is None else weights)
+    first: dict[int, str] = {}
+    for name, tensor in state.items():
+        first.setdefault(tensor.data_ptr(), name)
+    state = {name: tensor.detach() for name, tensor in state.items() if first[tensor.data_ptr()] == name}
+    reverted = revert_weight_conversion(inner, {name: tensor.as_subclass(_View) for name, tensor in state.items()})
+    storages = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
+    if any(tensor.untyped_storage().data_ptr() not in storages for tensor in reverted.values()):
+        return state
+    return {name: tensor.as_subclass(Tensor) for name, tensor in reverted.items()}

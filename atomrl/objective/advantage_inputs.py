@@ -1,0 +1,109 @@
+"""What advantages are made of: rewards of a whole step, by completion and by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from atomrl.atoms.masks import row_sum
+from atomrl.atoms.shaping import kl_penalised_reward, reward_at_last_token
+from atomrl.objective.choice import Choice, Setting, type_of
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What an advantage is made of: a whole step, after shaping. The first two are enough for most."""
+
+    rewards: Tensor
+    """[B] the outcomes."""
+    group_ids: Tensor
+    """[B] equal for completions of one prompt."""
+    mask: Tensor | None = None
+    """[B, T] what the model wrote."""
+    token_rewards: Tensor | None = None
+    """[B, T] beside the outcomes: what an environment gave at a token."""
+    kl_penalty: Tensor | None = None
+    """[B, T] beta KL, where it is part of the reward."""
+    parts: Tensor | None = None
+    """[B, K, 2] each part's value (NaN where missing) and weight."""
+    baseline_rewards: Tensor | None = None
+    """[B] of the extra rollout of each row's prompt; NaN where missing."""
+    values: Tensor | None = None
+    """[B, T] of the critic."""
+    old_logprobs: Tensor | None = None
+    """[B, T] of the policy at the start of the step."""
+    teacher_logprobs: Tensor | None = None
+    """[B, T] of the teacher."""
+
+    @property
+    def totals(self) -> Tensor:
+        """[B] the reward of the whole completion: outcome and token rewards, less the penalties for leaving the
+        reference."""
+        rewards = self.rewards if self.token_rewards is None else self.rewards + self.token_rewards.sum(1)
+        if self.kl_penalty is None:
+            return rewards
+        return kl_penalised_reward(rewards[:, None], row_sum(self.kl_penalty, given(self.mask))[:, None], 1.0)[:, 0]
+
+    @property
+    def by_token(self) -> Tensor:
+        """[B, T] the outcome at the last token that the model wrote, and token rewards, less each token's penalty."""
+        mask = given(self.mask)
+        rewards = reward_at_last_token(self.rewards, mask)
+        if self.token_rewards is not None:
+            rewards = rewards + on_written_tokens(self.token_rewards, mask)
+        return rewards if self.kl_penalty is None else kl_penalised_reward(rewards, self.kl_penalty, 1.0, mask)
+
+
+class AdvantagesAndReturns(NamedTuple):
+    """Advantages with what a critic is fitted to, both [B, T]."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def given(tensor: Tensor | None) -> Tensor:
+    """What `needs` asks for is there."""
+    assert tensor is not None, "the back end computes what `needs` names"
+    return tensor
+
+
+def on_written_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Token rewards [B, T] on tokens of the model alone: one at a token of the environment goes to the model's last
+    token before it, and one before the model's first token to that.
+
+    Example:
+        >>> mask = torch.tensor([[False, True, False, True]])
+        >>> on_written_tokens(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), mask)
+        tensor([[0., 6., 0., 4.]])
+    """
+    places = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    last = places.masked_fill(~mask, -1).cummax(1).values
+    target = torch.where(last < 0, mask.int().argmax(1, keepdim=True), last)
+    return torch.zeros_like(rewards).scatter_add(1, target, rewards) * mask
+
+
+class AdvantageChoice(Choice):
+    """What all advantages have in common."""
+
+    by_token: ClassVar[bool] = False
+    """Whether it is made of rewards by token."""
+    group_baseline: ClassVar[bool] = False
+    """Whether a completion is compared with the others of its prompt."""
+    extra_rollouts: ClassVar[Mapping[str, Any] | None] = None
+    """Completions that only serve as a baseline, as changes of the sampling parameters."""
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        if self.group_baseline and setting.completions_per_prompt == 1:
+            what = type_of(self)
+            yield f"no effect: one completion per prompt has nothing to be compared with; {what} is always 0"
+
+    def discounted_away(self, gamma: float, setting: Setting) -> Iterator[str]:
+        """Whether a discount leaves the first token anything."""
+        left = gamma**setting.max_completion_tokens
+        if left < 0.1:
+            tokens = setting.max_completion_tokens
+            yield f"biased: with gamma={gamma} a reward after {tokens} tokens is {left:.1g} at the first"

@@ -1,0 +1,169 @@
+"""Auxiliary losses beside the policy term: a critic's value loss, an entropy bonus, distillation from a teacher.
+
+A critic is there where the advantage reads `values`; its weights and its optimizer are its own, so that the value
+loss and the policy's terms share no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from pydantic import Field, NonNegativeFloat
+from torch import Tensor
+
+from atomrl.atoms.distillation import generalised_jsd
+from atomrl.atoms.logprobs import fused_token_logprobs
+from atomrl.atoms.masks import masked_sum
+from atomrl.atoms.reductions import weighted_sum
+from atomrl.atoms.value_losses import clipped_value_loss, clipped_values
+from atomrl.metrics import Mean, Metrics, Sum
+from atomrl.objective.advantage_inputs import given
+from atomrl.objective.choice import Choice, Formula, Setting
+from atomrl.protocols import ModelOutputs
+from atomrl.types import TrainingBatch
+
+
+class Predictions(NamedTuple):
+    """What a value loss is made of, all [B, T]."""
+
+    values: Tensor
+    old_values: Tensor
+    returns: Tensor
+    mask: Tensor
+
+
+class ValueLoss(Choice):
+    """What value losses have in common: `Predictions` -> loss per token, and where a clip acts. Without an advantage
+    that reads `values` there is no critic."""
+
+    coefficient: NonNegativeFloat = 1.0
+
+    def __call__(self, predictions: Predictions) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> tuple[Tensor, Metrics]:
+        """Of one micro-batch: a weighted sum, with the weights of the policy's."""
+        values, mask = given(outputs.values), batch.loss_mask
+        by_token, clipped = self(Predictions(values, given(batch.values), given(batch.returns), mask))
+        loss, tokens = weighted_sum(by_token, batch.loss_weights), mask.sum()
+        return self.coefficient * loss, {
+            "critic/vf_loss": Sum(loss.detach()),
+            "critic/vf_clipfrac": Mean((clipped & mask).sum(), tokens),
+            "critic/vpred_mean": Mean(masked_sum(values.detach(), mask), tokens),
+        }
+
+    def where(self) -> tuple[Formula, ...]:
+        returns = "R_{i,t} = V_{i,t} + sum_{l >= 0} (gamma lam)^l delta_{i,t+l},   V = v at the start of the step"
+        printed = (
+            r"R_{i,t} = V_{i,t} + \sum_{l \ge 0} (\gamma \lambda)^l \delta_{i,t+l}, \quad V = v_{\phi_{\mathrm{old}}}"
+        )
+        return (Formula(returns, printed),)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        advantage = setting.axes["advantage"]
+        if "values" in advantage.required():
+            if not self.coefficient:
+                yield "biased: value.coefficient is 0: the critic stays what it starts as; a fresh one expects 0"
+        elif self != ClippedValue():
+            yield f"no effect: {advantage.type} reads no values, so there is no critic for the settings of value"
+
+
+class ClippedValue(ValueLoss):
+    r"""Half the squared error, no gradient to a value that has moved `clip` towards its return or past it.
+
+        max((v - R)^2, (clip(v, V - clip, V + clip) - R)^2) / 2
+
+    LaTeX: \tfrac12 \max\big((v_{i,t} - R_{i,t})^2, (\operatorname{clip}(v_{i,t}, V_{i,t} - \epsilon_v, V_{i,t} +
+        \epsilon_v) - R_{i,t})^2\big)
+    """
+
+    type: Literal["clipped"] = "clipped"
+    clip: NonNegativeFloat = 0.2
+    atoms = (clipped_value_loss, clipped_values)
+
+    def __call__(self, predictions: Predictions) -> tuple[Tensor, Tensor]:
+        values, old_values, returns, mask = predictions
+        clipped = clipped_values(values.detach(), old_values, returns, mask, self.clip)
+        return clipped_value_loss(*predictions, self.clip), clipped
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from super().warnings(setting)
+        if "values" in setting.axes["advantage"].required() and setting.updates_per_step == 1:
+            yield "no effect: with one update in a step no value has moved yet, and the clip of values never acts"
+
+
+class SquaredValue(ValueLoss):
+    r"""Half the squared error.
+
+        (v - R)^2 / 2
+
+    LaTeX: \tfrac12 (v_{i,t} - R_{i,t})^2
+    """
+
+    type: Literal["squared"] = "squared"
+    atoms = (clipped_value_loss,)
+
+    def __call__(self, predictions: Predictions) -> tuple[Tensor, Tensor]:
+        return clipped_value_loss(*predictions, None), torch.zeros_like(predictions.mask)
+
+
+Value = Annotated[ClippedValue | SquaredValue, Field(discriminator="type")]
+
+
+class Entropy(Choice):
+    r"""An entropy bonus: of the distribution that each token was drawn from, in nats.
+
+        H_{i,t} = - sum_v pi(v) log pi(v)
+
+    LaTeX: \mathcal{H}_{i,t} = -\sum_v \pi_\theta(v) \log \pi_\theta(v)
+    """
+
+    type: Literal["bonus"] = "bonus"
+    coefficient: NonNegativeFloat = 0.0
+    atoms = (fused_token_logprobs,)
+
+    def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> tuple[Tensor, Metrics]:
+        """Of one micro-batch: minus the coefficient times a weighted sum."""
+        mean = weighted_sum(given(outputs.entropy), batch.loss_weights)
+        return -self.coefficient * mean, {"actor/entropy_loss": Sum(mean.detach())}
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        if self.coefficient >= 0.01:
+            yield "unstable: nothing bounds the bonus; over a large vocabulary entropy has exploded (arXiv:2505.22617)"
+
+
+class Distillation(Choice):
+    r"""Generalised Jensen-Shannon divergence of the policy's distributions from a teacher's (p): GKD.
+
+    beta = 0 is the forward KL(p, pi), which covers what the teacher does, beta = 1 the reverse KL(pi, p), which settles
+    on some of it. A coefficient of 0 asks for no teacher.
+
+        D_{i,t} = beta KL(p, m) + (1 - beta) KL(pi, m),   m = beta p + (1 - beta) pi
+
+    LaTeX: D_{i,t} = \beta_D\, \mathrm{KL}(p \,\|\, m) + (1 - \beta_D)\, \mathrm{KL}(\pi_\theta \,\|\, m), \quad m =
+        \beta_D\, p + (1 - \beta_D)\, \pi_\theta
+    """
+
+    type: Literal["jsd"] = "jsd"
+    coefficient: NonNegativeFloat = 0.0
+    beta: Annotated[float, Field(ge=0, le=1)] = 0.5
+    atoms = (generalised_jsd,)
+
+    def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """Log-probs [N, V] of the policy and of the teacher -> [N]."""
+        # Log-probs are logits too; they are at the sampling temperature already.
+        return generalised_jsd(student, teacher, self.beta)
+
+    def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> tuple[Tensor, Metrics]:
+        """Of one micro-batch: the coefficient times a weighted sum."""
+        mask = batch.loss_mask
+        divergence = self(given(outputs.distributions), given(outputs.teacher_distributions))
+        loss = weighted_sum(divergence[None], batch.loss_weights[mask][None])
+        seen = Mean(divergence.detach().sum(), mask.sum())
+        return self.coefficient * loss, {"actor/distillation_loss": seen}
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        if not self.coefficient and self != Distillation():
+            yield "no effect: distillation.coefficient is 0, so the other settings of distillation do nothing"

@@ -1,0 +1,125 @@
+"""What objectives have in common: axes that a config changes, and the parts of an `Algorithm` that most leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from pydantic import BaseModel, Field
+from torch import Tensor
+
+from atomrl.atoms.reductions import sequence_mean
+from atomrl.objective.choice import FROZEN, Choice, Setting, changed, check_name, choices_of, validated
+from atomrl.objective.formulation import Formulation
+from atomrl.protocols import NOTHING, ModelInput, Output, RowUnit, Update
+from atomrl.types import AdvantageBatch, RowBatch
+
+
+class Objective(BaseModel):
+    """An `Algorithm` (protocols.py), and plain data. Unless a subclass says otherwise, its loss is of the rows as they
+    are: without advantages, every row weighing the same."""
+
+    model_config = FROZEN
+
+    name: str = "objective"
+    """What it is called in messages."""
+    report_entropy: bool = Field(False, exclude=True)
+    """Also log the mean entropy of the policy's next-token distributions."""
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """The choices on every axis, by its key in a config."""
+        fields = type(self).model_fields.items()
+        return {field.alias or name: getattr(self, name) for name, field in fields if choices_of(field.annotation)}
+
+    def off_axes(self) -> set[str]:
+        """Axes whose choice has no part in the objective as it is set."""
+        return set()
+
+    def used_axes(self) -> dict[str, tuple[Choice, ...]]:
+        """The choices of each axis that have a part in it; none where it is switched off."""
+        off = self.off_axes() | {name for name, choice in self.axes.items() if choice is None}
+        several = {name: choice if isinstance(choice, tuple) else (choice,) for name, choice in self.axes.items()}
+        return {name: () if name in off else choices for name, choices in several.items()}
+
+    def override(self, changes: Mapping[str, Any]) -> Self:
+        """With other parameters or axes, as a config has them; a plain string sets an axis's type.
+
+        Raises:
+            ValueError: an unknown axis, parameter or type, each with the nearest valid name; a value that is not
+                taken; or axes that do not go together.
+
+        Example:
+            >>> from atomrl.objective import PolicyObjective
+            >>> PolicyObjective().override({"clip": {"high": 0.28}, "advantage": "raw"}).clip
+            PPOClip(type='ppo', low=0.2, high=0.28, dual=None)
+        """
+        fields = {field.alias or name: (name, field) for name, field in type(self).model_fields.items()}
+        values = {key: getattr(self, name) for key, (name, _) in fields.items()}
+        valid = [key for key, (name, field) in fields.items() if name != "name" and not field.exclude]
+        for key, change in changes.items():
+            check_name("algorithm", key, valid)
+            field = fields[key][1]
+            is_axis = bool(choices_of(field.annotation))
+            values[key] = changed(f"algorithm.{key}", field, values[key], change) if is_axis else change
+        return validated(type(self), "algorithm", values)
+
+    def resolved(self, *, max_completion_tokens: int | None = None, report_entropy: bool = False) -> Self:
+        """The algorithm of a run; `max_completion_tokens` is the rollout's, for axes that were not given their own."""
+        return self.model_copy(update={"report_entropy": report_entropy})
+
+    def formulation(self) -> Formulation:
+        """Its equation."""
+        raise NotImplementedError
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        """What is known to be biased, unstable or without effect."""
+        for choice in self.axes.values():
+            for part in choice if isinstance(choice, tuple) else (choice,):
+                yield from part.warnings(setting) if part is not None else ()
+
+    @property
+    def needs(self) -> frozenset[ModelInput]:
+        return self.advantage_inputs
+
+    @property
+    def advantage_inputs(self) -> frozenset[ModelInput]:
+        return frozenset()
+
+    @property
+    def outputs(self) -> frozenset[Output]:
+        return frozenset({"logprobs", "entropy"} if self.report_entropy else {"logprobs"})
+
+    @property
+    def row_unit(self) -> RowUnit:
+        return "row"
+
+    @property
+    def extra_rollouts(self) -> Mapping[str, Any] | None:
+        return None
+
+    @property
+    def filters_groups(self) -> bool:
+        return getattr(self, "group_filter", None) is not None
+
+    def accepts_group(self, rewards: Sequence[float]) -> bool:
+        """Whether a group with these rewards is trained on."""
+        group_filter = getattr(self, "group_filter", None)
+        return group_filter is None or bool(group_filter(rewards))
+
+    def advantages(self, rows: RowBatch, state: Mapping[str, float] = NOTHING) -> AdvantageBatch:
+        """The rows as they are."""
+        return AdvantageBatch(**vars(rows), advantages=torch.zeros(rows.loss_mask.shape), state={**state})
+
+    def loss_weights(self, mask: Tensor, group_ids: Tensor) -> Tensor:
+        """Loss mask [B, T] and group ids [B] of an optimizer step -> weights [B, T]."""
+        return sequence_mean(mask)
+
+
+class SupervisedObjective(Objective):
+    """An objective whose rows come from data, or are labelled: its gradients are the optimizer's."""
+
+    @property
+    def update(self) -> Update | None:
+        return None

@@ -1,0 +1,244 @@
+"""Per-token policy losses: PPO's clip and what takes its place.
+
+To add one: a class here with its equation, and its name in the union `Clip` at the end. One's own function needs
+neither: `clip: {type: custom, function: "my_module:my_clip"}`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+from torch import Tensor
+
+from atomrl.atoms import policy_losses, trust_region
+from atomrl.atoms.advantages import per_token
+from atomrl.atoms.masks import row_mean
+from atomrl.atoms.sequence_losses import geometric_mean_loss, sequence_clipped_log_ratio
+from atomrl.objective.choice import Choice, Custom, Formula, Setting, type_of
+
+
+class PolicyInputs(NamedTuple):
+    """What a per-token policy loss is made of, all [B, T]."""
+
+    log_ratio: Tensor
+    advantages: Tensor
+    logprobs: Tensor
+    old_logprobs: Tensor
+    mask: Tensor
+
+
+Clipped = tuple[Tensor, Tensor]
+"""Loss per token, and the tokens on which the clip acts, both [B, T]."""
+
+
+class TrustRegionClip(Choice):
+    """What clips that act as the ratio leaves 1 have in common."""
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        if setting.updates_per_step == 1:
+            yield f"no effect: with one update in a step the ratio is 1, and {type_of(self)} is plain REINFORCE"
+
+
+class PPOClip(TrustRegionClip):
+    r"""PPO's clip: no gradient beyond the bound on the advantage's side.
+
+        min(rho A, clip(rho, 1 - low, 1 + high) A)
+
+    LaTeX: \min\big(\rho_{i,t} \hat A_{i,t}, \operatorname{clip}(\rho_{i,t}, 1 - \epsilon_l, 1 + \epsilon_h) \hat
+        A_{i,t}\big)
+    """
+
+    type: Literal["ppo"] = "ppo"
+    low: NonNegativeFloat = 0.2
+    high: NonNegativeFloat = 0.2
+    dual: NonNegativeFloat | None = None
+    atoms = (policy_losses.clipped_policy_loss, policy_losses.clipped_tokens)
+
+    def __call__(self, inputs: PolicyInputs) -> Clipped:
+        ratio, advantages = inputs.log_ratio.exp(), inputs.advantages
+        loss = policy_losses.clipped_policy_loss(ratio, advantages, self.low, self.high, self.dual)
+        return loss, policy_losses.clipped_tokens(ratio.detach(), advantages, self.low, self.high)
+
+    def where(self) -> tuple[Formula, ...]:
+        bound = r"\text{at least } c \hat A_{i,t} \text{ where } \hat A_{i,t} < 0"
+        return () if self.dual is None else (Formula("the minimum is at least dual A where A < 0", bound),)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from super().warnings(setting)
+        if self.dual is not None and self.dual <= 1:
+            yield "no effect: a dual clip of at most 1 leaves negative advantages without a gradient; 3 is usual"
+        ratio, by_token = setting.axes["ratio"], setting.axes["ratio"].type == "token"
+        if setting.updates_per_step == 1:
+            return
+        if not by_token and getattr(ratio, "length_normalised", True) and self.low >= 0.05:
+            yield "no effect: a completion's mean ratio moves by some 1e-4; a clip this wide never acts (GSPO: 3e-4)"
+        if by_token and self.high < 0.01:
+            yield "unstable: token ratios move by more than this; nearly every token is clipped after the first update"
+
+
+class CISPOClip(Choice):
+    r"""CISPO: the clipped ratio is a weight without gradient, so that a clipped token still learns.
+
+        sg[clip(rho, 1 - low, 1 + high)] A log pi(a_t)
+
+    LaTeX: \operatorname{sg}[\operatorname{clip}(\rho_{i,t}, 1 - \epsilon_l, 1 + \epsilon_h)] \hat A_{i,t} \log
+        \pi_\theta(a_{i,t})
+    """
+
+    type: Literal["cispo"] = "cispo"
+    low: NonNegativeFloat = 1.0
+    high: NonNegativeFloat = 4.0
+    atoms = (policy_losses.cispo_loss, policy_losses.out_of_bounds)
+
+    def __call__(self, inputs: PolicyInputs) -> Clipped:
+        ratio = inputs.log_ratio.detach().exp()
+        loss = policy_losses.cispo_loss(inputs.logprobs, ratio, inputs.advantages, inputs.mask, self.low, self.high)
+        return loss, policy_losses.out_of_bounds(ratio, 1 - self.low, 1 + self.high)
+
+
+class SAPOClip(TrustRegionClip):
+    r"""SAPO: a sigmoid in the place of the clip, with a temperature by the sign of the advantage.
+
+        (4 / tau) sigmoid(tau (rho - 1)) A,   tau by the sign of A
+
+    LaTeX: \frac{4}{\tau} \sigma(\tau (\rho_{i,t} - 1)) \hat A_{i,t}
+    """
+
+    type: Literal["sapo"] = "sapo"
+    tau_positive: PositiveFloat = 1.0
+    tau_negative: PositiveFloat = 1.05
+    atoms = (policy_losses.sapo_loss,)
+
+    def __call__(self, inputs: PolicyInputs) -> Clipped:
+        ratio = inputs.log_ratio.exp()
+        loss = policy_losses.sapo_loss(ratio, inputs.advantages, self.tau_positive, self.tau_negative)
+        return loss, torch.zeros_like(inputs.mask)
+
+
+class GMPOClip(TrustRegionClip):
+    r"""GMPO: the geometric mean of a completion's ratios, each clipped in log space on the advantage's side.
+
+        A_i exp(mean_t clip_A(log rho_t, -low, high))
+
+    LaTeX: \hat A_i \exp\Big(\frac{1}{|o_i|} \sum_t \operatorname{clip}_{\hat A}(\log \rho_{i,t}, -\epsilon_l,
+        \epsilon_h)\Big)
+    """
+
+    type: Literal["gmpo"] = "gmpo"
+    low: NonNegativeFloat = 0.4
+    high: NonNegativeFloat = 0.4
+    atoms = (sequence_clipped_log_ratio, geometric_mean_loss)
+
+    def __call__(self, inputs: PolicyInputs) -> Clipped:
+        log_ratio, advantages, mask = inputs.log_ratio, inputs.advantages, inputs.mask
+        clipped = sequence_clipped_log_ratio(log_ratio, advantages, self.low, self.high)
+        loss = geometric_mean_loss(clipped, row_mean(advantages, mask), mask)
+        return per_token(loss, mask), clipped.detach() != log_ratio.detach() * (advantages != 0)
+
+
+class DPPOClip(TrustRegionClip):
+    """What DPPO's two measures of a token's move have in common."""
+
+    cap: NonNegativeFloat = 20.0
+
+    def within(self, inputs: PolicyInputs, divergence: Tensor, low: float, high: float) -> Clipped:
+        change = trust_region.probability_change(inputs.logprobs, inputs.old_logprobs, inputs.mask)
+        keep = trust_region.trust_region_tokens(change, divergence, inputs.advantages, low, high)
+        weights = inputs.log_ratio.detach().exp().clamp(max=self.cap) * keep
+        return policy_losses.reinforce_loss(inputs.logprobs, inputs.advantages, inputs.mask, weights), ~keep
+
+
+class DPPOTVClip(DPPOClip):
+    r"""DPPO by total variation: no gradient where the probability has moved too far on the advantage's side.
+
+        sg[min(rho, cap)] [|pi - pi_old| within bounds] A log pi(a_t)
+
+    LaTeX: \operatorname{sg}[\min(\rho_{i,t}, c)]\,[\,|\pi_\theta - \pi_{\mathrm{old}}| \le \delta\,]\,\hat A_{i,t} \log
+        \pi_\theta(a_{i,t})
+    """
+
+    type: Literal["dppo_tv"] = "dppo_tv"
+    low: NonNegativeFloat = 0.2
+    high: NonNegativeFloat = 0.2
+    atoms = (trust_region.probability_change, trust_region.trust_region_tokens, policy_losses.reinforce_loss)
+
+    def __call__(self, inputs: PolicyInputs) -> Clipped:
+        change = trust_region.probability_change(inputs.logprobs, inputs.old_logprobs, inputs.mask)
+        return self.within(inputs, change.abs(), self.low, self.high)
+
+
+class DPPOKLClip(DPPOClip):
+    r"""DPPO by binary KL: no gradient where the two-outcome KL has grown too large on the advantage's side.
+
+        sg[min(rho, cap)] [KL_binary(pi_old, pi) within bounds] A log pi(a_t)
+
+    LaTeX: \operatorname{sg}[\min(\rho_{i,t}, c)]\,[\,\mathrm{KL}_{\mathrm{bin}}(\pi_{\mathrm{old}}, \pi_\theta) \le
+        \delta\,]\,\hat A_{i,t} \log \pi_\theta(a_{i,t})
+    """
+
+    type: Literal["dppo_kl"] = "dppo_kl"
+    low: NonNegativeFloat = 0.05
+    high: NonNegativeFloat = 0.05
+    atoms = (trust_region.binary_kl, trust_region.trust_region_tokens, policy_losses.reinforce_loss)
+
+    def __call__(self, inputs: PolicyInputs) -> Clipped:
+        kl = trust_region.binary_kl(inputs.logprobs, inputs.old_logprobs, inputs.mask)
+        return self.within(inputs, kl, self.low, self.high)
+
+
+class NoClip(Choice):
+    r"""The ratio as it is.
+
+        rho A
+
+    LaTeX: \rho_{i,t} \hat A_{i,t}
+    """
+
+    type: Literal["none"] = "none"
+    atoms = (policy_losses.clipped_policy_loss,)
+
+    def __call__(self, inputs: PolicyInputs) -> Clipped:
+        loss = policy_losses.clipped_policy_loss(inputs.log_ratio.exp(), inputs.advantages, math.inf, math.inf)
+        return loss, torch.zeros_like(inputs.mask)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        bounded = getattr(setting.axes["token_filter"], "type", "") == "kl_cov" or setting.axes["update"] is not None
+        if setting.updates_per_step > 1 and not bounded:
+            yield "unstable: nothing bounds the ratio over several updates"
+
+
+class ReinforceClip(Choice):
+    r"""REINFORCE: the log-prob in the place of a ratio.
+
+        A log pi(a_t)
+
+    LaTeX: \hat A_{i,t} \log \pi_\theta(a_{i,t})
+    """
+
+    type: Literal["reinforce"] = "reinforce"
+    atoms = (policy_losses.reinforce_loss,)
+
+    def __call__(self, inputs: PolicyInputs) -> Clipped:
+        loss = policy_losses.reinforce_loss(inputs.logprobs, inputs.advantages, inputs.mask)
+        return loss, torch.zeros_like(inputs.mask)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        updates = setting.updates_per_step
+        if updates > 1 and setting.axes["advantage"].type != "none":
+            yield f"biased: {updates} updates in a step without a ratio; all but the first are off-policy"
+
+
+class CustomClip(Custom):
+    """Your own function: `PolicyInputs` -> loss per token, and the tokens on which it acts, both [B, T]."""
+
+    type: Literal["custom"] = "custom"
+
+
+Clip = Annotated[
+    PPOClip | CISPOClip | SAPOClip | GMPOClip | DPPOTVClip | DPPOKLClip | NoClip | ReinforceClip | CustomClip,
+    Field(discriminator="type"),
+]

@@ -1,0 +1,340 @@
+"""Preference losses of pairs: an axis of a preference objective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from atomrl.atoms.preference_losses import (
+    apo_down_loss,
+    apo_zero_loss,
+    bco_pair_loss,
+    discopop_loss,
+    dpo_loss,
+    exo_loss,
+    hinge_preference_loss,
+    ipo_loss,
+    nca_loss,
+    odds_ratio_loss,
+    robust_dpo_loss,
+    sppo_loss,
+)
+from atomrl.atoms.preference_scores import log_odds_ratio
+from atomrl.objective.choice import Choice, Setting, type_of
+from atomrl.objective.preference_score import AnySign, AtLeast0, LogprobScore, LogRatioScore, PreferenceScore
+
+
+class PreferenceLoss(Choice):
+    """The loss of a pair, or of a labelled completion."""
+
+    beta: AtLeast0 = 0.1
+    """Inverse temperature of the implicit reward."""
+    weight: AtLeast0 = 1.0
+    """In the sum, where there are several losses."""
+
+    unpaired: ClassVar[bool] = False
+    """Whether it takes single completions with a label (it makes labels of pairs too)."""
+    ranked: ClassVar[bool] = False
+    """Whether it matches by rank in the whole step."""
+    paired: ClassVar[bool] = True
+    """Whether it compares the two completions of a pair, so that there is a length that two share."""
+    anchored: ClassVar[bool] = False
+    """Whether it says where the chosen completion itself has to be, not only how far ahead."""
+    bounded: ClassVar[bool] = False
+    """Whether there is a margin beyond which nothing is gained."""
+
+    def refusal(self, score: PreferenceScore) -> str | None:
+        """Why it cannot be taken of such scores."""
+        if score.ld_alpha != 1 and not self.paired:
+            return f"ld_alpha: {type_of(self)} has no pairs, and so no length that two share"
+        if (self.unpaired or self.ranked) and not isinstance(score, LogRatioScore):
+            return f"{type_of(self)} compares with a reference; score must be log_ratio"
+        return None
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        if self.beta == 0:
+            yield "no effect: with a beta of 0 no score has an influence"
+        if self.ranked:
+            yield "note: ranks are taken in a step, so its number of pairs (train.rows_per_update) is part of the loss"
+
+
+class PairLoss(PreferenceLoss):
+    """The loss of a pair: scores of the chosen and of the rejected completions [P] -> [P]."""
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class SmoothedLoss(PairLoss):
+    """A pair whose label is wrong at a known rate."""
+
+    label_smoothing: AtLeast0 = 0.0
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from super().warnings(setting)
+        if self.label_smoothing == 0.5:
+            yield "no effect: with label_smoothing of 0.5 a preference is as likely as its opposite; nothing is learned"
+        if self.label_smoothing > 0.5:
+            yield "biased: label_smoothing above 0.5 says that most preferences are wrong, and learns their opposite"
+
+
+class SigmoidLoss(SmoothedLoss):
+    r"""The likelihood of the preference; with label smoothing e it is cDPO, with a target margin gamma SimPO's.
+
+        L = -(1 - e) log sigmoid(beta (s_c - s_r) - gamma) - e log sigmoid(gamma - beta (s_c - s_r))
+
+    LaTeX: L = -(1 - e) \log \sigma\big(\beta (s_c - s_r) - \gamma\big) - e \log \sigma\big(\gamma - \beta (s_c -
+        s_r)\big)
+    """
+
+    type: Literal["sigmoid"] = "sigmoid"
+    target_margin: AtLeast0 = 0.0
+    atoms = (dpo_loss,)
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return dpo_loss(chosen - rejected, self.beta, self.label_smoothing, self.target_margin)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from super().warnings(setting)
+        score: PreferenceScore = setting.axes["score"]
+        if self.target_margin and isinstance(score, LogRatioScore):
+            yield "note: target_margin is SimPO's, of log-probs; with a reference it asks for that much more of a pair"
+        if score.length_normalised and 0 < self.beta < 1:
+            yield (
+                "partly without effect: margins per token are small, and so is beta; 2 (SimPO) to 5 (Tulu 3) is usual"
+            )
+
+
+class RobustLoss(SmoothedLoss):
+    r"""Unbiased under labels that are flipped at a known rate e.
+
+        L = (-(1 - e) log sigmoid(beta (s_c - s_r)) + e log sigmoid(-beta (s_c - s_r))) / (1 - 2 e)
+
+    LaTeX: L = \frac{-(1 - e) \log \sigma(\beta (s_c - s_r)) + e \log \sigma(-\beta (s_c - s_r))}{1 - 2e}
+    """
+
+    type: Literal["robust"] = "robust"
+    label_smoothing: Annotated[AtLeast0, Field(lt=0.5)] = 0.1
+    atoms = (robust_dpo_loss,)
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return robust_dpo_loss(chosen - rejected, self.beta, self.label_smoothing)
+
+
+class HingeLoss(PairLoss):
+    r"""Nothing to gain beyond a margin of 1 / beta.
+
+        L = max(0, 1 - beta (s_c - s_r))
+
+    LaTeX: L = \max\big(0, 1 - \beta (s_c - s_r)\big)
+    """
+
+    type: Literal["hinge"] = "hinge"
+    atoms = (hinge_preference_loss,)
+    bounded = True
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return hinge_preference_loss(chosen - rejected, self.beta)
+
+
+class IpoLoss(PairLoss):
+    r"""The squared distance of the margin from 1 / (2 beta).
+
+        L = (s_c - s_r - 1 / (2 beta))^2
+
+    LaTeX: L = \Big(s_c - s_r - \frac{1}{2\beta}\Big)^2
+    """
+
+    type: Literal["ipo"] = "ipo"
+    atoms = (ipo_loss,)
+    bounded = True
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return ipo_loss(chosen - rejected, self.beta)
+
+
+class ExoPairLoss(PairLoss):
+    r"""The reverse KL of the model's preference from the smoothed label.
+
+        L = q log(q / (1 - e)) + (1 - q) log((1 - q) / e),   q = sigmoid(beta (s_c - s_r))
+
+    LaTeX: L = q \log \frac{q}{1 - e} + (1 - q) \log \frac{1 - q}{e}, \quad q = \sigma(\beta (s_c - s_r))
+    """
+
+    type: Literal["exo_pair"] = "exo_pair"
+    label_smoothing: Annotated[AnySign, Field(gt=0, lt=1)] = 1e-3
+    atoms = (exo_loss,)
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return exo_loss(chosen - rejected, self.beta, self.label_smoothing)
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from super().warnings(setting)
+        if self.label_smoothing > 0.5:
+            yield "biased: label_smoothing above 0.5 says that most preferences are wrong, and learns their opposite"
+
+
+class NcaPairLoss(PairLoss):
+    r"""Noise contrast: raises the chosen completion's likelihood itself.
+
+        L = -log sigmoid(beta s_c) - (log sigmoid(-beta s_c) + log sigmoid(-beta s_r)) / 2
+
+    LaTeX: L = -\log \sigma(\beta s_c) - \tfrac12 \big(\log \sigma(-\beta s_c) + \log \sigma(-\beta s_r)\big)
+    """
+
+    type: Literal["nca_pair"] = "nca_pair"
+    atoms = (nca_loss,)
+    anchored = True
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return nca_loss(chosen, rejected, self.beta)
+
+
+class BcoPairLoss(PairLoss):
+    r"""A binary classifier of each completion.
+
+        L = -log sigmoid(beta s_c) - log sigmoid(-beta s_r)
+
+    LaTeX: L = -\log \sigma(\beta s_c) - \log \sigma(-\beta s_r)
+    """
+
+    type: Literal["bco_pair"] = "bco_pair"
+    atoms = (bco_pair_loss,)
+    anchored = True
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return bco_pair_loss(chosen, rejected, self.beta)
+
+
+class SppoHardLoss(PairLoss):
+    r"""Self-play with hard labels: each score has a target of its own.
+
+        L = (s_c - 1 / (2 beta))^2 + (s_r + 1 / (2 beta))^2
+
+    LaTeX: L = \Big(s_c - \frac{1}{2\beta}\Big)^2 + \Big(s_r + \frac{1}{2\beta}\Big)^2
+    """
+
+    type: Literal["sppo_hard"] = "sppo_hard"
+    atoms = (sppo_loss,)
+    anchored = bounded = True
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return sppo_loss(chosen, rejected, self.beta)
+
+
+class RankedLoss(SmoothedLoss):
+    """The likelihood of preferences between scores of the same rank in the whole step."""
+
+    needs = frozenset({"old_logprobs", "ref_logprobs"})
+    ranked = True
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return dpo_loss(chosen - rejected, self.beta, self.label_smoothing)
+
+
+class AotLoss(RankedLoss):
+    r"""The policy's margins against the reference's of the same rank in the whole step.
+
+        L = -(1 - e) log sigmoid(beta D_k) - e log sigmoid(-beta D_k),   D_k = policy margin_(k) - reference margin_(k)
+
+    LaTeX: L = -(1 - e) \log \sigma(\beta D_{(k)}) - e \log \sigma(-\beta D_{(k)}), \quad D_{(k)} = m^\theta_{(k)} -
+        m^{\mathrm{ref}}_{(k)}
+    """
+
+    type: Literal["aot"] = "aot"
+    atoms = (dpo_loss,)
+
+    def refusal(self, score: PreferenceScore) -> str | None:
+        if isinstance(score, LogRatioScore) and (score.divergence != "reverse_kl" or score.length_normalised):
+            return "aot ranks sums of log-ratios: reverse_kl, and not length_normalised"
+        return super().refusal(score)
+
+
+class AotUnpairedLoss(RankedLoss):
+    r"""The scores of chosen completions against those of rejected ones of the same rank in the whole step.
+
+        L = -(1 - e) log sigmoid(beta D_k) - e log sigmoid(-beta D_k),   D_k = s_c(k) - s_r(k)
+
+    LaTeX: L = -(1 - e) \log \sigma(\beta D_{(k)}) - e \log \sigma(-\beta D_{(k)}), \quad D_{(k)} = s_{c,(k)} -
+        s_{r,(k)}
+    """
+
+    type: Literal["aot_unpaired"] = "aot_unpaired"
+    atoms = (dpo_loss,)
+    paired = False
+
+
+class ApoZeroLoss(PairLoss):
+    r"""Anchored: chosen up, rejected down; for a model worse than the chosen completions.
+
+        L = 1 - sigmoid(beta s_c) + sigmoid(beta s_r)
+
+    LaTeX: L = 1 - \sigma(\beta s_c) + \sigma(\beta s_r)
+    """
+
+    type: Literal["apo_zero"] = "apo_zero"
+    atoms = (apo_zero_loss,)
+    anchored = True
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return apo_zero_loss(chosen, rejected, self.beta)
+
+
+class ApoDownLoss(PairLoss):
+    r"""Anchored: both down, rejected more; for a model better than the chosen completions.
+
+        L = sigmoid(beta s_c) + 1 - sigmoid(beta (s_c - s_r))
+
+    LaTeX: L = \sigma(\beta s_c) + 1 - \sigma(\beta (s_c - s_r))
+    """
+
+    type: Literal["apo_down"] = "apo_down"
+    atoms = (apo_down_loss,)
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return apo_down_loss(chosen, rejected, self.beta)
+
+
+class DiscopopLoss(PairLoss):
+    r"""A blend, found by search, of the logistic and the exponential loss.
+
+        L = -(1 - w) log sigmoid(x) + w exp(-x),   x = beta (s_c - s_r), w = sigmoid(x / tau)
+
+    LaTeX: L = -(1 - w) \log \sigma(x) + w e^{-x}, \quad x = \beta (s_c - s_r),\ w = \sigma(x / \tau)
+    """
+
+    type: Literal["discopop"] = "discopop"
+    tau: Annotated[AnySign, Field(gt=0)] = 0.05
+    atoms = (discopop_loss,)
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return discopop_loss(chosen - rejected, self.beta, self.tau)
+
+
+class OddsRatioLoss(PairLoss):
+    r"""The logistic loss of the odds of mean log-probs.
+
+        L = -beta log sigmoid(log odds(s_c) - log odds(s_r)),   odds(s) = exp(s) / (1 - exp(s))
+
+    LaTeX: L = -\beta \log \sigma\Big(\log \frac{e^{s_c}}{1 - e^{s_c}} - \log \frac{e^{s_r}}{1 - e^{s_r}}\Big)
+    """
+
+    type: Literal["odds_ratio"] = "odds_ratio"
+    atoms = (log_odds_ratio, odds_ratio_loss)
+    anchored = True
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return self.beta * odds_ratio_loss(log_odds_ratio(chosen, rejected))
+
+    def refusal(self, score: PreferenceScore) -> str | None:
+        if not isinstance(score, LogprobScore) or not score.length_normalised:
+            return "odds_ratio takes mean log-probs: {type: logprob, length_normalised: true}"
+        return None
+
+
+MarginLosses = SigmoidLoss | RobustLoss | HingeLoss | IpoLoss | ExoPairLoss | DiscopopLoss | OddsRatioLoss
+ScoreLosses = NcaPairLoss | BcoPairLoss | SppoHardLoss | ApoZeroLoss | ApoDownLoss
+PairLosses = MarginLosses | ScoreLosses | AotLoss | AotUnpairedLoss

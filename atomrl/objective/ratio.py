@@ -1,0 +1,65 @@
+"""The likelihood ratio to the old policy, by token or by completion: log-probs [B, T] -> log-ratio [B, T]."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat
+from torch import Tensor
+
+from atomrl.atoms.advantages import per_token
+from atomrl.atoms.ratios import sequence_log_ratio, sequence_token_log_ratio, token_log_ratio
+from atomrl.objective.choice import Choice
+
+
+class TokenRatio(Choice):
+    r"""The ratio of each token.
+
+        rho_{i,t} = pi(a_t) / pi_old(a_t)
+
+    LaTeX: \rho_{i,t} = \frac{\pi_\theta(a_{i,t})}{\pi_{\mathrm{old}}(a_{i,t})}
+    """
+
+    type: Literal["token"] = "token"
+    clamp: NonNegativeFloat | None = None
+    atoms = (token_log_ratio,)
+
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+        return token_log_ratio(logprobs, old_logprobs, mask, self.clamp)
+
+
+class SequenceRatio(Choice):
+    r"""The ratio of the whole completion, the same for all its tokens, which share the gradient: GSPO.
+
+        rho_{i,t} = (pi(o_i) / pi_old(o_i))^(1 / |o_i|)
+
+    LaTeX: \rho_{i,t} = \Big(\frac{\pi_\theta(o_i)}{\pi_{\mathrm{old}}(o_i)}\Big)^{1/|o_i|}
+    """
+
+    type: Literal["sequence"] = "sequence"
+    length_normalised: bool = True
+    clamp: NonNegativeFloat | None = None
+    atoms = (sequence_log_ratio,)
+
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+        return per_token(sequence_log_ratio(logprobs, old_logprobs, mask, self.length_normalised, self.clamp), mask)
+
+
+class SequenceTokenRatio(Choice):
+    r"""The ratio of the whole completion in value, with the gradient of each token's own log-prob: GSPO-token.
+
+        rho_{i,t} = sg[(pi(o_i) / pi_old(o_i))^(1 / |o_i|)] pi(a_t) / sg[pi(a_t)]
+
+    LaTeX: \rho_{i,t} = \operatorname{sg}\Big[\Big(\frac{\pi_\theta(o_i)}{\pi_{\mathrm{old}}(o_i)}\Big)^{1/|o_i|}\Big]
+        \frac{\pi_\theta(a_{i,t})}{\operatorname{sg}[\pi_\theta(a_{i,t})]}
+    """
+
+    type: Literal["sequence_token"] = "sequence_token"
+    ceiling: NonNegativeFloat | None = None
+    atoms = (sequence_token_log_ratio,)
+
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+        return sequence_token_log_ratio(logprobs, old_logprobs, mask, self.ceiling)
+
+
+Ratio = Annotated[TokenRatio | SequenceRatio | SequenceTokenRatio, Field(discriminator="type")]

@@ -1,0 +1,270 @@
+"""Rollout importance sampling: corrections for rollouts that are stale, or come from other numerics.
+
+A correction is a factor on the policy term, without gradient, made from the engine's own log-probs (mu) and the
+trainer's at the start of the step (pi_old). Most are made by row, as the loss is computed; those that take a statistic
+over all rows are made once, with the advantages. So no split of a step changes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field, NonNegativeFloat
+from torch import Tensor
+
+from atomrl.atoms import corrections
+from atomrl.atoms.advantages import per_token
+from atomrl.atoms.kl import k1_kl, k3_kl
+from atomrl.atoms.masks import row_max, row_mean, row_sum
+from atomrl.objective.choice import Choice, Custom, Setting, type_of
+
+
+class RolloutInputs(NamedTuple):
+    """What a correction is made of, all [B, T]."""
+
+    old_logprobs: Tensor
+    rollout_logprobs: Tensor
+    logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log pi_old - log mu."""
+        return corrections.rollout_log_ratio(self.old_logprobs, self.rollout_logprobs, self.mask)
+
+
+class RolloutISChoice(Choice):
+    """What all corrections have in common: `RolloutInputs` -> factor [B, T]."""
+
+    by_token: ClassVar[bool] = False
+    """Whether it is an importance weight of each token."""
+
+    @property
+    def whole_step(self) -> bool:
+        """Whether it takes a statistic over all rows of a step, and so is made before they are split."""
+        return False
+
+    def __call__(self, inputs: RolloutInputs) -> Tensor:
+        raise NotImplementedError
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        if not setting.rollout_logprobs:
+            yield f"an error when it runs: {type_of(self)} needs log-probs, which this engine does not return"
+        if self.by_token and setting.axes["ratio"].type == "sequence":
+            yield "biased: a weight by token on a ratio by completion; sequence_tis is of one level with it"
+
+
+class ImportanceWeights(RolloutISChoice):
+    """What weights within bounds have in common."""
+
+    clamp: NonNegativeFloat = 20.0
+
+    def token_weights(self, inputs: RolloutInputs) -> Tensor:
+        return corrections.importance_weights(inputs.log_ratio, self.clamp)
+
+    def sequence_weights(self, inputs: RolloutInputs) -> Tensor:
+        return corrections.importance_weights(row_sum(inputs.log_ratio, inputs.mask), self.clamp)
+
+
+class TruncatedWeights(ImportanceWeights):
+    """What truncated importance sampling by token and by completion have in common."""
+
+    high: NonNegativeFloat = 2.0
+    low: NonNegativeFloat = 0.0
+    normalised: bool = False
+    """Divided by the mean weight of the step."""
+    atoms = (corrections.importance_weights, corrections.truncated_weights, corrections.normalised_weights)
+
+    @property
+    def whole_step(self) -> bool:
+        return self.normalised
+
+    def used_atoms(self) -> tuple[Any, ...]:
+        return self.atoms if self.normalised else self.atoms[:2]
+
+
+class TokenTIS(TruncatedWeights):
+    r"""Truncated importance sampling by token; where `normalised`, divided by the mean weight of the step's tokens.
+
+        min(pi_old(a_t) / mu(a_t), high)
+
+    LaTeX: \min\Big(\frac{\pi_{\mathrm{old}}(a_{i,t})}{\mu(a_{i,t})}, c\Big)
+    """
+
+    type: Literal["token_tis"] = "token_tis"
+    by_token = True
+
+    def __call__(self, inputs: RolloutInputs) -> Tensor:
+        weights = corrections.truncated_weights(self.token_weights(inputs), self.high, self.low)
+        return corrections.normalised_weights(weights, inputs.mask) if self.normalised else weights
+
+
+class SequenceTIS(TruncatedWeights):
+    r"""Truncated importance sampling by completion; where `normalised`, divided by the mean weight of the step's rows.
+
+        min(pi_old(o_i) / mu(o_i), high)
+
+    LaTeX: \min\Big(\frac{\pi_{\mathrm{old}}(o_i)}{\mu(o_i)}, c\Big)
+    """
+
+    type: Literal["sequence_tis"] = "sequence_tis"
+
+    def __call__(self, inputs: RolloutInputs) -> Tensor:
+        weights = corrections.truncated_weights(self.sequence_weights(inputs), self.high, self.low)
+        weights = per_token(weights, inputs.mask)
+        return corrections.normalised_weights(weights, inputs.mask, by_row=True) if self.normalised else weights
+
+
+class TokenMIS(ImportanceWeights):
+    r"""Masked importance sampling by token: a weight beyond the bounds is 0.
+
+        w [low <= w <= high],   w = pi_old(a_t) / mu(a_t)
+
+    LaTeX: w_{i,t}\,\mathbb{1}[c_l \le w_{i,t} \le c_h], \quad w_{i,t} = \pi_{\mathrm{old}}(a_{i,t}) / \mu(a_{i,t})
+    """
+
+    type: Literal["token_mis"] = "token_mis"
+    high: NonNegativeFloat = 2.0
+    low: NonNegativeFloat = 0.0
+    atoms = (corrections.importance_weights, corrections.masked_weights)
+    by_token = True
+
+    def __call__(self, inputs: RolloutInputs) -> Tensor:
+        return corrections.masked_weights(self.token_weights(inputs), self.low, self.high)
+
+
+class SequenceMIS(ImportanceWeights):
+    r"""Masked importance sampling by completion: a weight beyond the bounds is 0.
+
+        w [low <= w <= high],   w = pi_old(o_i) / mu(o_i)
+
+    LaTeX: w_i\,\mathbb{1}[c_l \le w_i \le c_h], \quad w_i = \pi_{\mathrm{old}}(o_i) / \mu(o_i)
+    """
+
+    type: Literal["sequence_mis"] = "sequence_mis"
+    high: NonNegativeFloat = 2.0
+    low: NonNegativeFloat = 0.0
+    atoms = (corrections.importance_weights, corrections.masked_weights)
+
+    def __call__(self, inputs: RolloutInputs) -> Tensor:
+        return per_token(corrections.masked_weights(self.sequence_weights(inputs), self.low, self.high), inputs.mask)
+
+
+class IcePop(TokenMIS):
+    """IcePop: masked importance sampling by token with two bounds."""
+
+    type: Literal["icepop"] = "icepop"  # type: ignore[assignment]  # another name for other defaults
+    high: NonNegativeFloat = 5.0
+    low: NonNegativeFloat = 0.5
+
+
+class SequenceMask(RolloutISChoice):
+    r"""Keeps completions whose geometric mean of the weights is within bounds; `weighted` keeps the weights as well.
+
+        [low <= (pi_old(o_i) / mu(o_i))^(1 / |o_i|) <= high]
+
+    LaTeX: \mathbb{1}\big[c_l \le (\pi_{\mathrm{old}}(o_i) / \mu(o_i))^{1/|o_i|} \le c_h\big]
+    """
+
+    type: Literal["sequence_mask"] = "sequence_mask"
+    high: NonNegativeFloat = 1.001
+    low: NonNegativeFloat = 0.999
+    weighted: bool = False
+    atoms = (corrections.importance_weights, corrections.within)
+
+    def __call__(self, inputs: RolloutInputs) -> Tensor:
+        log_ratio, mask = inputs.log_ratio, inputs.mask
+        keep = corrections.within(corrections.importance_weights(row_mean(log_ratio, mask)), self.low, self.high)
+        weights = corrections.importance_weights(log_ratio, 20.0) if self.weighted else mask.to(log_ratio.dtype)
+        return weights * keep[:, None]
+
+
+STATISTICS = {"mean": row_mean, "sum": row_sum, "max": row_max}
+
+
+class KLRejection(RolloutISChoice):
+    r"""Keeps tokens, or whole completions by a statistic of their tokens, whose KL of mu from pi_old is small.
+
+        [KL(mu, pi_old) <= bound]
+
+    LaTeX: \mathbb{1}[\widehat{\mathrm{KL}}(\mu \,\|\, \pi_{\mathrm{old}}) \le c]
+    """
+
+    type: Literal["kl_rejection"] = "kl_rejection"
+    bound: NonNegativeFloat = 0.01
+    level: Literal["token", "mean", "sum", "max"] = "mean"
+    estimator: Literal["k1", "k3"] = "k3"
+    atoms = (k1_kl, k3_kl, corrections.within)
+
+    def __call__(self, inputs: RolloutInputs) -> Tensor:
+        estimate = k1_kl if self.estimator == "k1" else k3_kl
+        kl = estimate(inputs.rollout_logprobs, inputs.old_logprobs, inputs.mask)
+        if self.level == "token":
+            return corrections.within(kl, -math.inf, self.bound).to(kl.dtype)
+        keep = corrections.within(STATISTICS[self.level](kl, inputs.mask), -math.inf, self.bound)
+        return keep[:, None].expand_as(inputs.mask).to(kl.dtype)
+
+    def used_atoms(self) -> tuple[Any, ...]:
+        return (self.atoms[0 if self.estimator == "k1" else 1], self.atoms[2])
+
+
+class OffPolicySequences(RolloutISChoice):
+    r"""Off-policy sequence masking: bad completions that the policy has left are not learned from (DeepSeek-V3.2).
+
+        [A_{i,t} >= 0 or mean_t (log mu - log pi) <= bound]
+
+    LaTeX: \mathbb{1}\big[\hat A_{i,t} \ge 0 \text{ or } \tfrac{1}{|o_i|}\sum_t \log \tfrac{\mu}{\pi_\theta} \le
+        \delta\big]
+    """
+
+    type: Literal["off_policy_sequences"] = "off_policy_sequences"
+    bound: NonNegativeFloat = 0.05
+    atoms = (k1_kl, corrections.off_policy_sequences)
+
+    def __call__(self, inputs: RolloutInputs) -> Tensor:
+        kl = k1_kl(inputs.rollout_logprobs, inputs.logprobs.detach(), inputs.mask)
+        keep = corrections.off_policy_sequences(row_mean(kl, inputs.mask), inputs.advantages, self.bound)
+        return keep.to(inputs.logprobs.dtype)
+
+
+class SecondMoment(RolloutISChoice):
+    r"""M2PO: drops the step's tokens furthest from the policy until the second moment of the rest is below a bound.
+
+        [t in the largest set of least d_t^2 with mean d_t^2 < bound],   d_t = log pi_old(a_t) - log mu(a_t)
+
+    LaTeX: \mathbb{1}\big[t \in \arg\max\{|M| : \operatorname{mean}_M d_t^2 < \tau\}\big], \quad d_t = \log
+        \frac{\pi_{\mathrm{old}}(a_{i,t})}{\mu(a_{i,t})}
+    """
+
+    type: Literal["second_moment"] = "second_moment"
+    bound: NonNegativeFloat = 0.04
+    atoms = (corrections.second_moment_tokens,)
+
+    @property
+    def whole_step(self) -> bool:
+        return True
+
+    def __call__(self, inputs: RolloutInputs) -> Tensor:
+        log_ratio = inputs.log_ratio
+        return corrections.second_moment_tokens(log_ratio, inputs.mask, self.bound).to(log_ratio.dtype)
+
+
+class CustomRolloutIS(Custom, RolloutISChoice):
+    """Your own function: `RolloutInputs` -> factor [B, T], made by row."""
+
+    type: Literal["custom"] = "custom"
+
+
+Weights = TokenTIS | SequenceTIS | TokenMIS | SequenceMIS | IcePop
+Masks = SequenceMask | KLRejection | OffPolicySequences | SecondMoment
+RolloutIS = Annotated[Weights | Masks | CustomRolloutIS, Field(discriminator="type")]
+
+
+def product(parts: Sequence[RolloutISChoice], inputs: RolloutInputs, *, whole_step: bool) -> Tensor | None:
+    """The product of the corrections made over the whole step, or of those made by row; None: there is none."""
+    factors = [part(inputs) for part in parts if part.whole_step == whole_step]
+    return torch.stack(factors).prod(0) if factors else None

@@ -1,0 +1,141 @@
+"""Token filters: which tokens the policy term is taken over, chosen over all rows of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
+from torch import Tensor
+
+from atomrl.atoms import token_selection
+from atomrl.atoms.kl import abs_kl
+from atomrl.objective.choice import Choice, Custom, Setting
+from atomrl.objective.clip import PolicyInputs
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class FilterInputs(NamedTuple):
+    """What a filter is made of: all rows of a step, [B, T] each."""
+
+    mask: Tensor
+    advantages: Tensor
+    old_logprobs: Tensor
+    old_entropy: Tensor
+    generator: torch.Generator
+
+
+class TokenFilterChoice(Choice):
+    """What all filters have in common: `FilterInputs` -> [B, T] bool, before any split."""
+
+    adds: ClassVar[bool] = False
+    """Whether it is a penalty on the chosen tokens, and drops none."""
+
+    def use(self, loss: Tensor, chosen: Tensor, inputs: PolicyInputs) -> Tensor:
+        """What it does to the loss per token."""
+        return loss.masked_fill(~chosen, 0.0)
+
+
+class _Share(TokenFilterChoice):
+    """A fraction of the step's tokens, or a number of them."""
+
+    fraction: Fraction = 0.2
+    tokens: NonNegativeInt | None = None
+
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield "note: the loss is still divided by all tokens, so the gradient is that much smaller"
+
+
+class HighEntropy(_Share):
+    r"""High-entropy tokens: the fraction at which the old policy was least sure, or a number of them.
+
+        [H_{i,t} >= quantile_{1 - fraction}(H)]
+
+    LaTeX: \mathbb{1}[H_{i,t} \ge \operatorname{quantile}_{1-\rho}(H)]
+    """
+
+    type: Literal["high_entropy"] = "high_entropy"
+    atoms = (token_selection.high_entropy_tokens, token_selection.highest_entropy_tokens)
+    needs = frozenset({"old_entropy"})
+
+    def __call__(self, inputs: FilterInputs) -> Tensor:
+        if self.tokens is not None:
+            return token_selection.highest_entropy_tokens(inputs.old_entropy, inputs.mask, self.tokens)
+        return token_selection.high_entropy_tokens(inputs.old_entropy, inputs.mask, self.fraction)
+
+    def used_atoms(self) -> tuple[Any, ...]:
+        return self.atoms[:1] if self.tokens is None else self.atoms[1:]
+
+
+class RandomTokens(_Share):
+    r"""Random tokens, as many: the control of `high_entropy`.
+
+        [t in a random sample]
+
+    LaTeX: \mathbb{1}[t \in \text{random sample}]
+    """
+
+    type: Literal["random"] = "random"
+    atoms = (token_selection.random_tokens,)
+
+    def __call__(self, inputs: FilterInputs) -> Tensor:
+        count = round(self.fraction * int(inputs.mask.sum())) if self.tokens is None else self.tokens
+        return token_selection.random_tokens(inputs.mask, count, inputs.generator)
+
+
+class ClipCov(TokenFilterChoice):
+    r"""Clip-Cov: all but some tokens, at random, of high covariance between advantage and log-prob.
+
+        [t not in a random sample of {t : low < cov_t < high}],   cov_t = (A_t - mean A)(log pi_old - mean log pi_old)
+
+    LaTeX: \mathbb{1}[t \notin \text{sample of } \{t : c_l < \operatorname{cov}_t < c_h\}]
+    """
+
+    type: Literal["clip_cov"] = "clip_cov"
+    fraction: Fraction = 2e-4
+    low: NonNegativeFloat = 1.0
+    high: NonNegativeFloat = 5.0
+    atoms = (token_selection.token_covariance, token_selection.clip_covariance_tokens)
+    needs = frozenset({"old_logprobs"})
+
+    def __call__(self, inputs: FilterInputs) -> Tensor:
+        mask = inputs.mask
+        covariance = token_selection.token_covariance(inputs.old_logprobs, inputs.advantages, mask)
+        return token_selection.clip_covariance_tokens(
+            covariance, mask, mask, self.fraction, self.low, self.high, inputs.generator
+        )
+
+
+class KLCov(TokenFilterChoice):
+    r"""KL-Cov: a KL penalty on the tokens of highest covariance between advantage and log-prob; all are kept.
+
+        coefficient [t in the highest covariances] |log pi - log pi_old|
+
+    LaTeX: c\,\mathbb{1}[t \in \text{top } \operatorname{cov}]\,|\log \pi_\theta - \log \pi_{\mathrm{old}}|
+    """
+
+    type: Literal["kl_cov"] = "kl_cov"
+    fraction: Fraction = 2e-3
+    coefficient: NonNegativeFloat = 1.0
+    atoms = (token_selection.token_covariance, token_selection.highest_covariance_tokens, abs_kl)
+    needs = frozenset({"old_logprobs"})
+    adds = True
+
+    def __call__(self, inputs: FilterInputs) -> Tensor:
+        covariance = token_selection.token_covariance(inputs.old_logprobs, inputs.advantages, inputs.mask)
+        return token_selection.highest_covariance_tokens(covariance, inputs.mask, self.fraction)
+
+    def use(self, loss: Tensor, chosen: Tensor, inputs: PolicyInputs) -> Tensor:
+        distance = abs_kl(inputs.logprobs, inputs.old_logprobs, inputs.mask)
+        return loss + self.coefficient * distance.masked_fill(~chosen, 0.0)
+
+
+class CustomFilter(Custom, TokenFilterChoice):
+    """Your own function: `FilterInputs` -> [B, T] bool."""
+
+    type: Literal["custom"] = "custom"
+
+
+TokenFilter = Annotated[HighEntropy | RandomTokens | ClipCov | KLCov | CustomFilter, Field(discriminator="type")]

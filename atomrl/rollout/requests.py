@@ -1,0 +1,179 @@
+"""What every engine shares: the requests it holds, and what has been drawn for each."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from atomrl.rollout.stopping import StopRule
+from atomrl.types import FinishReason, GenerationOutput, GenerationRequest, RaggedIds, SamplingParams, Segment
+
+
+@dataclass(eq=False)
+class RequestState:
+    """A request that an engine holds, and the tokens drawn for it so far."""
+
+    request: GenerationRequest
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """(place, version): from this token on, the weights of that version draw."""
+    candidate_counts: array[int] = field(default_factory=lambda: array("i"))
+    candidate_ids: array[int] = field(default_factory=lambda: array("i"))
+    """Token by token, as many as `candidate_counts` says; both empty where they are not asked for."""
+
+    def set_version(self, version: int) -> None:
+        """Mark the tokens from here on."""
+        if self.versions and self.versions[-1][0] == len(self.token_ids):
+            self.versions.pop()
+        if not self.versions or self.versions[-1][1] != version:
+            self.versions.append((len(self.token_ids), version))
+
+    def segments(self) -> tuple[Segment, ...]:
+        """One for each version that has drawn a token."""
+        ends = [start for start, _ in [*self.versions, (len(self.token_ids), 0)]][1:]
+        found, first_id = [], 0
+        for (start, version), end in zip(self.versions, ends, strict=True):
+            counts, candidates = self.candidate_counts[start:end], None
+            if counts:
+                past = first_id + sum(counts)
+                ids = torch.frombuffer(self.candidate_ids[first_id:past], dtype=torch.int32)
+                candidates, first_id = RaggedIds(torch.frombuffer(counts, dtype=torch.int32), ids), past
+            found.append(
+                Segment(
+                    origin="model",
+                    token_ids=tuple(self.token_ids[start:end]),
+                    logprobs=tuple(self.logprobs[start:end]),
+                    policy_version=version,
+                    candidates=candidates,
+                )
+            )
+        return tuple(segment for segment in found if segment.token_ids)
+
+
+class RequestEngine:
+    """The part of a `RolloutEngine` that is the same in all: requests come in, wait, and leave as outputs.
+
+    Args:
+        tokenizer: of the model; decodes completions and stop strings.
+        max_positions: tokens of prompt and completion that the model can read.
+    """
+
+    def __init__(self, tokenizer: Any, max_positions: int = 2**31):
+        self.tokenizer, self.max_positions = tokenizer, max_positions
+        self.version = 0
+        self.held: dict[str, RequestState] = {}
+        self.waiting: deque[RequestState] = deque()
+        self._rules: dict[SamplingParams, StopRule] = {}
+        self._paused = self._asleep = False
+
+    def _advance(self) -> list[tuple[RequestState, FinishReason]]:
+        """Go on until at least one of the requests held has finished; those that have."""
+        raise NotImplementedError
+
+    def _check(self, request: GenerationRequest) -> None:
+        """Raise ValueError where the engine cannot draw as the request asks."""
+        self.rule_of(request.sampling)
+
+    def _make_rule(self, sampling: SamplingParams) -> StopRule:
+        """When completions end; ValueError where the engine cannot draw like that."""
+        raise NotImplementedError
+
+    def rule_of(self, sampling: SamplingParams) -> StopRule:
+        """When completions with a sampling end; one for all that differ in number, seed and step alone."""
+        key = replace(sampling, completions_per_prompt=1, seed=0, step=0)
+        if key not in self._rules:
+            self._rules[key] = self._make_rule(key)
+        return self._rules[key]
+
+    def _withdraw(self, states: Sequence[RequestState]) -> None:
+        """Give up what is computed for requests that have left `held` and `waiting`."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Take requests in.
+
+        Raises:
+            ValueError: a prompt is empty or too long for the model, an id is in use, or the sampling cannot be done.
+                None of the requests is then taken in.
+        """
+        new: dict[str, RequestState] = {}
+        for request in requests:
+            name, tokens, limit = request.request_id, request.prompt_token_ids, request.sampling.max_completion_tokens
+            if name in self.held or name in new:
+                raise ValueError(f"request {name!r} is there already")
+            if not tokens:
+                raise ValueError(f"request {name!r}: the prompt has no tokens; a completion needs one to start from")
+            if len(tokens) + limit > self.max_positions:
+                raise ValueError(
+                    f"request {name!r}: the prompt has {len(tokens)} tokens; with max_completion_tokens={limit} that "
+                    f"passes the model's context of {self.max_positions}; lower max_completion_tokens or drop longer "
+                    "prompts"
+                )
+            self._check(request)
+            new[name] = RequestState(request)
+        self.held.update(new)
+        self.waiting.extend(new.values())
+
+    def poll(self) -> list[GenerationOutput]:
+        """Go on until at least one request has finished; those that have. Empty where there is none, or it is paused
+        or asleep.
+
+        Raises:
+            ValueError: the model's logits are not finite.
+        """
+        if self._paused or self._asleep or not self.held:
+            return []
+        with torch.inference_mode():
+            finished = self._advance()
+        for state, _ in finished:
+            del self.held[state.request.request_id]
+        return self._outputs(finished)
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
+        """Give up requests (None: all), and return what they have so far; ids that it does not hold are passed over."""
+        names = list(self.held) if request_ids is None else [name for name in request_ids if name in self.held]
+        states = [self.held.pop(name) for name in dict.fromkeys(names)]
+        gone = {id(state) for state in states}
+        staying = [state for state in self.waiting if id(state) not in gone]
+        self.waiting.clear()
+        self.waiting.extend(staying)
+        self._withdraw(states)
+        return self._outputs([(state, "abort") for state in states])
+
+    def _outputs(self, states: Sequence[tuple[RequestState, FinishReason]]) -> list[GenerationOutput]:
+        rows = [state.token_ids for state, _ in states]
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        texts = self.tokenizer.batch_decode(rows, **options) if rows else []
+        return [
+            GenerationOutput(
+                request_id=state.request.request_id, segments=state.segments(), text=text, finish_reason=reason
+            )
+            for (state, reason), text in zip(states, texts, strict=True)
+        ]
+
+    def pause(self) -> None:
+        """Draw no token until `resume`; requests stay."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Go on; a request under way continues with the weights there are now."""
+        self._paused = False
+
+    def sleep(self) -> None:
+        """Free what can be made again (the cache) while others need the memory.
+
+        Raises:
+            RuntimeError: there are requests.
+        """
+        if self.held:
+            raise RuntimeError(f"the engine holds {len(self.held)} requests; let them finish or abort them first")
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        self._asleep = False

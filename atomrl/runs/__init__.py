@@ -1,0 +1,57 @@
+"""From a config to a finished run: one course, and what each kind of run does on it.
+
+A dry run and a run prepare alike (`prepare_run`): config, data, tokenizer, rewards and the models' shapes are checked
+before weights are loaded and before a folder is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from atomrl.config import ConfigError, RunConfig
+from atomrl.protocols import RewardFunction
+from atomrl.runs.base import Run
+from atomrl.runs.preferences import PreferenceRun, RewardModelRun
+from atomrl.runs.pretrain import PretrainRun
+from atomrl.runs.rl import RLRun
+from atomrl.runs.supervised import SupervisedRun
+
+__all__ = ["Run", "check_command", "prepare_run"]
+KINDS: dict[str, type[Run]] = {
+    "train": RLRun,
+    "sft": SupervisedRun,
+    "dpo": PreferenceRun,
+    "reward-model": RewardModelRun,
+    "pretrain": PretrainRun,
+}
+REASONS = {
+    "train": "its algorithm is trained on rollouts, and it has no section sft or pretrain",
+    "sft": "it has the section sft",
+    "dpo": "its algorithm is trained on given preferences",
+    "reward-model": "its algorithm.name is reward_model",
+    "pretrain": "it has the section pretrain",
+}
+
+
+def check_command(config: RunConfig, command: str) -> None:
+    """Raise ConfigError where a config belongs to another command."""
+    if config.kind != command:
+        raise ConfigError(
+            f"this config is for `atomrl {config.kind}` and not for `atomrl {command}`: {REASONS[config.kind]}"
+        )
+
+
+def prepare_run(config: RunConfig, local_rewards: Mapping[str, RewardFunction] | None = None) -> Run:
+    """The run of a config, checked.
+
+    Args:
+        config: of any kind of run.
+        local_rewards: functions that exist in this process alone, by the name that the config has for them; in
+            reinforcement learning.
+
+    Raises:
+        ConfigError, DataError, ValueError: what is wrong, where, and what to do.
+    """
+    if config.kind == "train":
+        return RLRun(config, local_rewards)
+    return KINDS[config.kind](config)  # type: ignore[call-arg]  # each kind takes the config alone

@@ -1,0 +1,182 @@
+"""Engines, back ends and schedules from a config: the only place that names engines and back ends."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from atomrl.config import ConfigError, ModelConfig, RolloutConfig, RunConfig
+from atomrl.data.processor import DataProcessor
+from atomrl.data.sources import load_samples
+from atomrl.loop.sync import Schedule
+from atomrl.models.loading import compute_dtype, model_config_only, resolve_folder
+from atomrl.models.spec import unsupported
+from atomrl.protocols import RolloutEngine
+from atomrl.rollout.hf import HFEngine
+from atomrl.rollout.native import NativeEngine
+from atomrl.types import Sample, SamplingParams
+
+log = logging.getLogger(__name__)
+ENGINES: dict[str, type[NativeEngine] | type[HFEngine]] = {"native": NativeEngine, "hf": HFEngine}
+ROWS_PER_UPDATE = 64
+"""Of runs on given data, unless `train.rows_per_update` says otherwise."""
+
+
+def model_path(config: RunConfig) -> str:
+    """The policy's folder or hub name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if config.model.path is None:
+        raise ConfigError("model.path: is required (a folder in Hugging Face layout, or a hub name)")
+    return config.model.path
+
+
+def context_tokens(path: str, config: RunConfig) -> int | None:
+    """The longest row that a model is made for, where its config tells."""
+    return getattr(model_config_only(path, config.model.trust_remote_code), "max_position_embeddings", None)
+
+
+def prompt_limit(config: RunConfig, path: str) -> int:
+    """`data.max_prompt_tokens`, or what the model's context leaves beside a completion, if that is less.
+
+    Raises:
+        ConfigError: it leaves nothing.
+    """
+    context = context_tokens(path, config)
+    completion = max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0)
+    if context is not None and context <= completion:
+        raise ConfigError(
+            f"max_completion_tokens={completion} leaves no room for a prompt in the context of {path}, {context} tokens"
+        )
+    limit = config.data.max_prompt_tokens
+    return limit if context is None else min(limit, context - completion)
+
+
+def load_split(config: RunConfig, processor: DataProcessor, split: Literal["train", "eval"]) -> list[Sample]:
+    """The problems of a split that fit the limit on prompts; what is left out is said."""
+    report = load_samples(config.data, split, config.seed)
+    if report.problems:
+        log.warning("%s: %d rows with problems were skipped", report.source, len(report.problems))
+    kept, overlong = processor.filter_overlong(report.samples)
+    if overlong:
+        what = "left out" if config.data.overlong_prompt == "drop" else "cut to their last tokens"
+        log.warning("%s: %d prompts over %d tokens were %s", report.source, overlong, processor.max_prompt_tokens, what)
+    return kept
+
+
+def with_steps(config: RunConfig, items: int, items_per_step: int) -> RunConfig:
+    """The config with `train.steps` worked out from `train.total_epochs`, where that is given."""
+    if config.train.total_epochs is None:
+        return config
+    steps = max(1, math.ceil(config.train.total_epochs * items / items_per_step))
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+
+
+def make_schedule(config: RunConfig) -> Schedule:
+    """How many of everything in reinforcement learning; one update per pass unless `train.rows_per_update` is given."""
+    rollout, train = config.rollout, config.train
+    rows = rollout.prompts_per_step * rollout.completions_per_prompt
+    return Schedule(
+        steps=train.steps,
+        prompts_per_step=rollout.prompts_per_step,
+        updates_per_epoch=max(1, rows // (train.rows_per_update or rows)),
+        epochs_per_step=train.epochs_per_step,
+        max_row_tokens=train.max_row_tokens,
+        eval_every_steps=config.eval.every_steps,
+        save_every_steps=config.checkpoint.every_steps,
+        seed=config.seed,
+    )
+
+
+def given_data_schedule(config: RunConfig) -> Schedule:
+    """How many of everything where rows are given and not sampled: a step is one update."""
+    return replace(
+        make_schedule(config),
+        prompts_per_step=config.train.rows_per_update or ROWS_PER_UPDATE,
+        updates_per_epoch=1,
+        epochs_per_step=1,
+    )
+
+
+def train_sampling(config: RunConfig) -> SamplingParams:
+    """How the completions that are trained on are drawn."""
+    rollout = config.rollout
+    return SamplingParams(
+        completions_per_prompt=rollout.completions_per_prompt,
+        max_completion_tokens=rollout.max_completion_tokens,
+        min_completion_tokens=rollout.min_completion_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop=tuple(rollout.stop),
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        logprobs_over=rollout.logprobs_over,
+        seed=config.seed,
+    )
+
+
+def eval_sampling(config: RunConfig) -> SamplingParams:
+    """How the completions of an evaluation are drawn: the same seeds at every step, so that steps compare."""
+    settings = config.eval
+    return replace(
+        train_sampling(config),
+        completions_per_prompt=settings.samples_per_prompt,
+        max_completion_tokens=settings.max_completion_tokens or config.rollout.max_completion_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        logprobs_over="vocabulary",
+    )
+
+
+def device_name(wanted: str = "auto") -> str:
+    """The device of `model.device`: of `auto`, `cuda` where there is one, else `cpu`.
+
+    Raises:
+        ConfigError: this machine does not have it.
+    """
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto":
+        return "cuda" if found else "cpu"
+    if wanted != "cpu" and int(wanted.partition(":")[2] or 0) >= found:
+        raise ConfigError(f"model.device={wanted}: torch sees {found} CUDA devices on this machine")
+    return wanted
+
+
+def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> type[NativeEngine] | type[HFEngine]:
+    """The class of `rollout.engine`. A model that `native` does not know falls to `hf`.
+
+    Raises:
+        ConfigError: there is no engine of this name.
+    """
+    name = rollout.engine
+    if name not in ENGINES:
+        raise ConfigError(f"rollout.engine: unknown engine {name!r}; there are {', '.join(ENGINES)}")
+    unknown = name == "native" and unsupported(model_config_only(path, model.trust_remote_code))
+    return ENGINES["hf" if unknown else name]
+
+
+def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: ModelConfig) -> RolloutEngine:
+    """The rollout engine of a config, with the weights of the model at `path`.
+
+    Raises:
+        ConfigError: there is no engine of this name.
+    """
+    kind = engine_class(rollout, path, model)
+    if kind is not ENGINES[rollout.engine]:
+        reason = unsupported(model_config_only(path, model.trust_remote_code))
+        log.warning("rollouts come from the hf engine, because native does not know this model: %s", reason)
+    return kind.from_pretrained(
+        str(resolve_folder(path)),
+        tokenizer,
+        dtype=compute_dtype(model.dtype, device_name(model.device)),
+        device=device_name(model.device),
+        max_concurrent_completions=rollout.max_concurrent_completions,
+        trust_remote_code=model.trust_remote_code,
+    )

@@ -1,0 +1,297 @@
+"""What all training back ends share: micro-batches, decisions that ranks take together, and steps of the optimizers.
+
+A back end says where weights lie: how a role's model is loaded, saved, and sent to an engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
+from atomrl.metrics import Count, Metrics, merge
+from atomrl.models.kernels import plain_formulas
+from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUnit, UpdateOutput
+from atomrl.training.collective import Collective, check_launcher
+from atomrl.training.micro_batches import group_pieces, is_out_of_memory, micro_batches, padded_tokens, zero_weight_row
+from atomrl.training.optimizer import Optimizer
+from atomrl.training.roles import TRAINED, Role, RoleName, check_forward_mode, role_paths, sources
+from atomrl.types import RaggedIds, RowBatch, Rows, TrainingBatch, select_rows, unit_ids
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class BaseBackend(ABC):
+    """Trains a policy, or a reward model, with the models that its algorithm needs beside it.
+
+    Each rank is given the same batch, and computes its share of the micro-batches. All methods are collective: every
+    rank calls them alike, takes the same decisions and returns the same.
+
+    An algorithm with an `update` of its own (`protocols.Update`) changes the policy's parameters itself; optimizer
+    and learning rate then take no part in it. A critic is trained by its own optimizer nevertheless.
+
+    Args:
+        model: which policy, its dtype, adapters, checkpointing and compilation.
+        train: optimizer, learning rate and micro-batches.
+        total_updates: optimizer steps of the whole run, for the learning rate.
+        tokenizer: written beside the model by `save`; None leaves it out.
+        device: as torch names it.
+        temperature: of sampling; all log-probs are at it (0, greedy, counts as 1).
+        needs_reference: hold a frozen copy of the start, for `ref_logprobs`. With adapters it costs nothing.
+        scores: what is trained is a reward model, whose output is `scores`, and no language model.
+        critic: hold a critic, trained beside the policy, for `values`.
+        teacher: a model's folder or hub name, held frozen, for `teacher_logprobs` and `teacher_distributions`.
+        forward_mode: an algorithm's own update will ask for plain outputs, to differentiate them forward.
+        seed: of adapters' first weights and of dropout.
+        collective: what the ranks agree through.
+
+    Raises:
+        ConfigError: a model is not there, or cannot be trained here, or has no forward-mode derivative; or a
+            launcher started several processes, and this is a single one.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        train: TrainConfig,
+        *,
+        total_updates: int,
+        tokenizer: Any = None,
+        device: str | torch.device = "cpu",
+        temperature: float = 1.0,
+        needs_reference: bool = False,
+        scores: bool = False,
+        critic: CriticConfig | None = None,
+        teacher: str | None = None,
+        forward_mode: bool = False,
+        seed: int = 0,
+        collective: Collective | None = None,
+    ) -> None:
+        self.device, self.collective = torch.device(device), collective or Collective()
+        check_launcher(self.collective.world)
+        torch.manual_seed(seed)
+        self.train, self.tokenizer, self.temperature = train, tokenizer, temperature or 1.0
+        self.updates = 0
+        self.tokens_per_micro_batch = train.micro_batch_tokens(self.device.type)  # halved where memory runs out
+        self._out_of_memory = 0  # how often, since the last update
+        self.roles: dict[RoleName, Role] = {}
+        rates = {"critic": critic.learning_rate} if critic else {}
+        for name, path in role_paths(model, needs_reference, scores, critic, teacher).items():
+            loaded, optimizer = self.load_model(name, path, model), None
+            if name in TRAINED:
+                optimizer = Optimizer(TRAINED[name], loaded, train, rates.get(name, train.learning_rate), total_updates)
+            self.roles[name] = Role(loaded, optimizer)
+        self.trained = {name: role.optimizer for name, role in self.roles.items() if role.optimizer}
+        self.policy = next(iter(self.roles.values()))
+        """Or the reward model in its place."""
+        if model.lora is not None:
+            self.roles["reference"] = Role(self.policy.model, without_adapters=True)
+        if forward_mode:
+            check_forward_mode(self.policy, self.device)
+
+    @abstractmethod
+    def load_model(self, name: RoleName, path: str, config: ModelConfig) -> torch.nn.Module:
+        """The model of a role, its weights where this back end keeps them."""
+
+    def close(self) -> None:
+        """Free the models and their optimizers."""
+        self.roles, self.trained = {}, {}
+        del self.policy
+        self.free_memory()
+
+    def free_memory(self) -> None:
+        """Give back what the allocator keeps for later."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def forward_only(self, rows: RowBatch, needs: Collection[ModelInput]) -> RowBatch:
+        """Add what is asked for, without gradient.
+
+        Raises:
+            ValueError: `needs` names what this back end has not.
+        """
+        # Sorted: the order of a set differs between processes, and ranks add these up one after the other.
+        shapes = {name: rows.tokens.shape[: 1 if name == "scores" else 2] for name in sorted(needs)}
+        whole = {name: torch.zeros(shape, device=self.device) for name, shape in shapes.items()}
+
+        def fill(split: list[Tensor]) -> None:
+            for index in split:
+                found = self._outputs(self._micro(rows, index), needs)
+                at = index.to(self.device)
+                for name, tensor in whole.items():
+                    values = found[name][: len(index)].float()
+                    tensor[at if values.dim() == 1 else (at, slice(values.shape[1]))] = values
+
+        if not needs:
+            return rows
+        for role in self.roles.values():
+            role.model.eval()
+        self._in_micro_batches(rows, "row", fill)
+        for name in self.trained:
+            self.roles[name].model.train()
+        added: dict[str, Any] = {name: self.collective.total(tensor).cpu() for name, tensor in whole.items()}
+        return replace(rows, **added)
+
+    def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
+        """One optimizer step. The loss and its gradient are sums over the rows, so no split changes them.
+
+        Returns:
+            The loss's metrics merged, `actor/grad_norm` (before clipping) and `actor/lr`, and the same of the critic
+            where there is one, which has an optimizer of its own. An update whose gradient is not finite is left out,
+            with a warning and `actor/skipped_updates`; so is one whose gradient is exactly 0
+            (`actor/empty_updates`): weights and optimizer stay. Where memory runs out, micro-batches are halved until
+            they fit, with the same gradient (`actor/out_of_memory`).
+
+        Raises:
+            ValueError: the batch is empty, or the algorithm wants an output that this back end has not.
+            ConfigError: not even one row fits into memory.
+            Diverged: the third update in a row with a gradient that is not finite.
+        """
+        if not batch.rows:
+            raise ValueError(f"{algorithm.name}: the batch has no rows")
+        if algorithm.update is None:
+            metrics = [self.gradients(batch, algorithm)]
+            metrics += [optimizer.step(self.updates, self.collective.any) for optimizer in self.trained.values()]
+        else:
+            metrics = self._own_update(batch, algorithm)
+        if self._out_of_memory:
+            metrics.append({"actor/out_of_memory": Count(self._out_of_memory)})
+            self._out_of_memory = 0
+        self.updates += 1
+        return merge(metrics)
+
+    def gradients(self, batch: TrainingBatch, algorithm: Algorithm, of: Collection[RoleName] | None = None) -> Metrics:
+        """Add the gradient of the loss to the weights of the roles that are trained, or of those in `of` alone.
+
+        Returns:
+            The loss's metrics, of all ranks.
+        """
+
+        def accumulate(split: list[Tensor]) -> list[Metrics]:
+            parts = []
+            for index in split:
+                micro = self._micro(batch, index)
+                outputs = ModelOutputs(**self._outputs(micro, algorithm.outputs, of))
+                result = algorithm.loss(outputs, micro)
+                torch.autograd.backward(result.loss)
+                parts += [result.metrics] * (len(index) > 0)
+            return parts
+
+        return self.collective.sum(merge(self._in_micro_batches(batch, algorithm.row_unit, accumulate)))
+
+    def _own_update(self, batch: TrainingBatch, algorithm: Algorithm) -> list[Metrics]:
+        """The algorithm's step of the policy, and before it the critic's: of `critic/` metrics alone, as the policy's
+        part of the loss is counted by its own step."""
+        assert algorithm.update is not None
+        if self.collective.world > 1:
+            raise ConfigError(f"algorithm.update: that of {algorithm.name} runs in one process, not in several ranks")
+        update, parts = algorithm.update, []
+        actor = self.trained["policy"]
+        if "critic" in self.trained and "values" in algorithm.outputs:
+            found = self.gradients(batch, algorithm, of={"critic"})
+            parts = [{name: metric for name, metric in found.items() if name.startswith("critic/")}]
+            parts.append(self.trained["critic"].step(self.updates))
+
+        def outputs(micro: TrainingBatch, wanted: frozenset[Output], plain: bool = False) -> ModelOutputs:
+            with plain_formulas() if plain else nullcontext():
+                return ModelOutputs(**self._outputs(micro, wanted))
+
+        def step(split: list[Tensor]) -> UpdateOutput:
+            micros = [self._micro(batch, index) for index in split]
+            return update(algorithm, list(actor.weights.values()), micros, outputs)
+
+        done = self._in_micro_batches(batch, algorithm.row_unit, step)
+        actor.count_finite(self.updates, done.finite)
+        return [*parts, done.metrics]
+
+    def _outputs(
+        self, micro: RowBatch, names: Collection[str], of: Collection[RoleName] | None = None
+    ) -> dict[str, Tensor]:
+        """Outputs of all roles for a micro-batch, by name; with gradient of those in `of` alone where it is given."""
+        found: dict[str, Tensor] = {}
+        for role, asked in sources(names, self.roles).items():
+            with nullcontext() if of is None or role in of else torch.no_grad():
+                outputs = self.roles[role].outputs(micro, asked.values(), self.temperature)
+            found |= {name: outputs[output] for name, output in asked.items()}
+        return found
+
+    def _micro(self, rows: Rows, index: Tensor) -> Rows:
+        """The rows of a micro-batch on the device; where there are none, one without weight in the loss."""
+        micro = select_rows(rows, index) if len(index) else zero_weight_row(rows)
+        if self.device.type == "cpu":
+            return micro
+        moved: dict[str, Any] = {}
+        for name, value in vars(micro).items():
+            if isinstance(value, Tensor):  # from pinned memory: a plain copy would wait for the device, field by field
+                moved[name] = value.pin_memory().to(self.device, non_blocking=True)
+            elif isinstance(value, RaggedIds):
+                moved[name] = value.to(self.device)
+        return replace(micro, **moved)
+
+    def _split(self, rows: RowBatch, group_ids: Tensor | None) -> list[Tensor]:
+        """The rows of each micro-batch of all ranks."""
+        most = self.train.rows_per_micro_batch
+        if self.collective.world > 1:
+            most = min(most or rows.rows, -(-rows.rows // self.collective.world))
+        if group_ids is None and self.policy.model.shares_prompts:
+            group_ids = group_pieces(rows.lengths, rows.group_ids, self.tokens_per_micro_batch, most)
+        return micro_batches(rows.lengths, group_ids, self.tokens_per_micro_batch, most)
+
+    def _in_micro_batches(self, rows: RowBatch, unit: RowUnit, compute: Callable[[list[Tensor]], Result]) -> Result:
+        """`compute(this rank's micro-batches)`; where memory runs out on any rank, again on all with smaller ones.
+
+        All ranks compute equally many, so that those with fewer rows do not leave the others waiting.
+
+        Raises:
+            ConfigError: what does not fit is a single row, or a group that has to stay together.
+        """
+        group_ids = unit_ids(rows, unit)
+        while True:
+            split, reason = self._split(rows, group_ids), ""
+            mine = split[self.collective.rank :: self.collective.world]
+            mine += [torch.tensor([], dtype=torch.long)] * (self.collective.max(len(mine)) - len(mine))
+            try:
+                result = compute(mine)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error).partition("\n")[0] or type(error).__name__
+            # The error is gone here, and with it the tensors that its traceback held.
+            if not self.collective.any(bool(reason)):
+                return result
+            for optimizer in self.trained.values():
+                optimizer.zero_grad()
+            self.free_memory()
+            self._halve(rows.lengths, split, group_ids, reason or "on another rank")
+
+    def _halve(self, lengths: Tensor, split: list[Tensor], group_ids: Tensor | None, reason: str) -> None:
+        """Halve the budget of a micro-batch below the largest one.
+
+        Raises:
+            ConfigError: that is a single row, or a group that has to stay together.
+        """
+        largest = max(split, key=lambda index: padded_tokens(lengths, index))
+        size = padded_tokens(lengths, largest)
+        if len(largest if group_ids is None else set(group_ids[largest].tolist())) == 1:
+            what = "a single row" if len(largest) == 1 else f"a group of {len(largest)} rows, which stay together,"
+            raise ConfigError(
+                f"out of memory: {what} of {size} padded tokens does not fit ({reason}). Set "
+                "model.gradient_checkpointing=true or model.lora={rank: 16}; or lower train.max_row_tokens, "
+                "rollout.max_completion_tokens or data.max_prompt_tokens; or take a smaller model"
+            )
+        self.tokens_per_micro_batch = size // 2
+        self._out_of_memory += 1
+        log.warning(
+            "out of memory with %d padded tokens in a micro-batch (%s): from here on at most %d; "
+            "train.tokens_per_micro_batch=%d sets it from the start",
+            size, reason, size // 2, size // 2,
+        )  # fmt: skip

@@ -1,0 +1,169 @@
+"""The models of a training run by their role: policy, reference, critic, teacher, reward model.
+
+All back ends have the same roles, which give the same outputs; a back end decides where their weights lie.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from atomrl.atoms.logprobs import head_logits, row_logprobs
+from atomrl.atoms.natural_gradient import fisher_vector_product, flat
+from atomrl.config import ConfigError, CriticConfig, ModelConfig
+from atomrl.models.kernels import plain_formulas
+from atomrl.models.loading import compute_dtype, load_policy
+from atomrl.models.lora import adapters_disabled
+from atomrl.models.scalar import GPTScalar, HFScalar, load_scalar
+from atomrl.models.shared_prefix import states_before
+from atomrl.models.transformers_model import HFModel
+from atomrl.protocols import Output
+from atomrl.training.optimizer import Optimizer
+from atomrl.types import RowBatch
+
+log = logging.getLogger(__name__)
+RoleName = Literal["policy", "reference", "critic", "teacher", "reward_model"]
+SOURCES: Mapping[str, tuple[RoleName, Output]] = {
+    "logprobs": ("policy", "logprobs"),
+    "entropy": ("policy", "entropy"),
+    "distributions": ("policy", "distributions"),
+    "old_logprobs": ("policy", "logprobs"),
+    "old_entropy": ("policy", "entropy"),
+    "ref_logprobs": ("reference", "logprobs"),
+    "teacher_logprobs": ("teacher", "logprobs"),
+    "teacher_distributions": ("teacher", "distributions"),
+    "values": ("critic", "values"),
+    "scores": ("reward_model", "scores"),
+}
+"""Which output of which role a name stands for."""
+TRAINED: Mapping[RoleName, str] = {"policy": "actor", "reward_model": "actor", "critic": "critic"}
+"""The roles that are trained, and what the metrics of their optimizers begin with."""
+
+
+def sources(names: Iterable[str], roles: Collection[RoleName]) -> dict[RoleName, dict[str, Output]]:
+    """What is asked of each role, in a fixed order.
+
+    Raises:
+        ValueError: of a role that is not there.
+
+    Example:
+        >>> sources({"old_logprobs", "values"}, ["policy", "critic"])
+        {'policy': {'old_logprobs': 'logprobs'}, 'critic': {'values': 'values'}}
+    """
+    found: dict[RoleName, dict[str, Output]] = {}
+    for name, (role, output) in SOURCES.items():
+        if name in names:
+            if role not in roles:
+                raise ValueError(f"{name} are needed, but the back end was made without a {role}: {', '.join(roles)}")
+            found.setdefault(role, {})[name] = output
+    return found
+
+
+def role_paths(
+    model: ModelConfig, reference: bool, scores: bool, critic: CriticConfig | None, teacher: str | None
+) -> dict[RoleName, str]:
+    """Where the models of a run come from. The reference of a run with adapters is the policy without them."""
+    paths: dict[RoleName, str | None] = {
+        "reward_model" if scores else "policy": model.path,
+        "reference": model.path if reference and model.lora is None else None,
+        "teacher": teacher,
+        "critic": (critic.path or model.path) if critic else None,
+    }
+    return {name: path for name, path in paths.items() if path is not None}
+
+
+def load_role(name: RoleName, path: str, config: ModelConfig, device: torch.device) -> torch.nn.Module:
+    """A role's model, whole, on one device; checkpointed and compiled as the config asks where it is trained.
+
+    Raises:
+        ConfigError: it is not there, or cannot be trained here.
+    """
+    trained = name in TRAINED
+    dtype, trusted = compute_dtype(config.dtype, device), config.trust_remote_code
+    if name in ("critic", "reward_model"):
+        if name == "reward_model" and config.lora is not None:
+            raise ConfigError("model.lora: reward models are trained whole; leave it out")
+        scalar = load_scalar(path, dtype=dtype, device=device, trust_remote_code=trusted)
+        _prepare(scalar.trunk if isinstance(scalar, GPTScalar) else scalar, config)
+        return scalar.train()
+    lora = config.lora if trained else None
+    model = load_policy(path, dtype=dtype, device=device, trust_remote_code=trusted, lora=lora, trainable=trained)
+    if trained:
+        _prepare(model, config)
+    return model.train(trained)
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model at work."""
+
+    model: Any
+    optimizer: Optimizer | None = None
+    """None: frozen."""
+    without_adapters: bool = False
+    """The model is the policy's, and its adapters are left out: the reference of a run with adapters."""
+
+    def outputs(self, micro: RowBatch, wanted: Collection[Output], temperature: float) -> dict[Output, Tensor]:
+        """Outputs of the forward pass of a micro-batch on the model's device, with gradient where it is trained."""
+        found: dict[Output, Tensor] = {}
+        tokens, mask, model = micro.tokens, micro.loss_mask, self.model
+        grad = nullcontext() if self.optimizer else torch.no_grad()
+        adapters = adapters_disabled(model) if self.without_adapters else nullcontext()
+        with grad, adapters:
+            if "scores" in wanted:
+                found["scores"] = model.scores(tokens, micro.lengths)
+            if "values" in wanted:
+                found["values"] = model.values(tokens, mask, micro.prompt_lengths)
+            if not found.keys() >= set(wanted):
+                states = states_before(model, tokens, mask, micro.prompt_lengths)
+            if "logprobs" in wanted or "entropy" in wanted:
+                kept = micro.candidates
+                lists = (None, None) if kept is None else (kept.ids, kept.counts)
+                found["logprobs"], entropy = row_logprobs(
+                    states, model.head_weight, tokens, mask, temperature, None, "entropy" in wanted, *lists
+                )
+                if entropy is not None:
+                    found["entropy"] = entropy
+            if "distributions" in wanted:
+                logits = head_logits(states, model.head_weight)
+                found["distributions"] = (logits / temperature).log_softmax(-1)
+        return found
+
+
+def check_forward_mode(policy: Role, device: torch.device) -> None:
+    """Raise ConfigError where the policy has no forward-mode derivative, which a trust region takes."""
+    assert policy.optimizer is not None
+    model, weights = policy.model, list(policy.optimizer.weights.values())
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+
+    def distributions(forward: bool) -> Tensor:
+        with plain_formulas():
+            return head_logits(model.forward_hidden(tokens)[0], model.head_weight).log_softmax(-1)
+
+    try:
+        fisher_vector_product(distributions, torch.ones(2, device=device), weights, flat(weights))
+    except (NotImplementedError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            "algorithm.update: a trust region differentiates the policy forward, which this model cannot "
+            f"({reason}); take another model, or update: optimizer"
+        ) from None
+
+
+def _prepare(model: Any, config: ModelConfig) -> None:
+    """Checkpointing and compilation, as the config asks."""
+    if isinstance(model, HFModel | HFScalar):
+        if config.gradient_checkpointing:
+            model.inner.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.compile:
+            log.warning("model.compile has no effect on models that are trained through transformers")
+        return
+    model.gradient_checkpointing = config.gradient_checkpointing
+    if config.compile:
+        model.compile_layers()

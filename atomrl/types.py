@@ -1,0 +1,399 @@
+"""The data of a training step: one frozen type per stage.
+
+    Sample -> Prompt -> GenerationRequest -> GenerationOutput -> Trajectory
+        -> RowBatch -> AdvantageBatch -> TrainingBatch
+
+Axes: B rows (one per trajectory that is trained on), T tokens, V vocabulary. Up to `Trajectory` everything is ragged
+and plain Python; from `RowBatch` on it is tensors `[B, T]`.
+
+A token tensor is indexed by the token itself: `logprobs[b, t] = log p(tokens[b, t] | tokens[b, <t])`, and position
+0 is always masked. Rows are right-padded, so a causal model needs no attention mask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort", "environment"]
+"""The model ended it; the limit on tokens cut it; the caller called it off; the environment ended it."""
+
+
+class Message(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One problem, as the data source gave it.
+
+    Example:
+        >>> Sample(sample_id="train.jsonl:1", prompt="2+2=", ground_truth="4", columns={"level": 1}).data_source
+        'default'
+    """
+
+    sample_id: str
+    """Unique within its data set, and the same in every run."""
+    prompt: str | tuple[Message, ...]
+    ground_truth: Any
+    data_source: str = "default"
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Every other column of the row; rewards receive them by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How completions are drawn.
+
+    Log-probs that an engine returns are of `logits / temperature` (of `logits` where the temperature is 0), over the
+    whole vocabulary before top-p and top-k cut it, unless `logprobs_over` says otherwise.
+    """
+
+    completions_per_prompt: int = 1
+    max_completion_tokens: int = 256
+    min_completion_tokens: int = 0
+    """No end-of-sequence and no stop before this many tokens."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion; the token that completes one is kept, and so is the text."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion beside the model's end-of-sequence tokens; the token is kept."""
+    ignore_eos: bool = False
+    """Do not stop at the model's end-of-sequence tokens (fixed-length measurements)."""
+    logprobs_over: Literal["vocabulary", "kept"] = "vocabulary"
+    """`kept`: log-probs are over the tokens that top-p and top-k keep, and completions tell which those were."""
+    seed: int = 0
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        if self.completions_per_prompt < 1 or self.max_completion_tokens < 1:
+            raise ValueError("completions_per_prompt and max_completion_tokens must be at least 1")
+        if not 0 <= self.min_completion_tokens <= self.max_completion_tokens:
+            raise ValueError("min_completion_tokens must be between 0 and max_completion_tokens")
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise ValueError("temperature must be >= 0, top_p in (0, 1], top_k >= 0")
+        if self.logprobs_over == "kept" and self.temperature > 0 and self.top_p == 1 and not self.top_k:
+            raise ValueError("logprobs_over=kept, but neither top_p nor top_k cuts anything")
+
+
+def completion_seed(seed: int, step: int, prompt_id: str, index: int) -> int:
+    """The seed of one completion: a hash, so that the order in which completions arrive cannot matter.
+
+    Returns:
+        A non-negative integer below 2**63.
+    """
+    key = f"{seed}/{step}/{prompt_id}/{index}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+FailureKind = Literal["timeout", "error", "crash", "invalid"]
+"""Took too long; raised an exception; ended its process; returned what is no finite number, or too many or few."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFailure:
+    """That a reward could give a trajectory no usable value."""
+
+    reward: str
+    """The name of the part."""
+    kind: FailureKind
+    message: str
+
+
+Origin = Literal["prompt", "model", "environment"]
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedIds:
+    """Token ids of differing number in each place: candidates of a sampled token.
+
+    Example: of a row with two tokens, drawn from {5, 7} and {5}:
+        >>> import torch
+        >>> ragged = RaggedIds(counts=torch.tensor([[2, 1]]), ids=torch.tensor([5, 7, 5]))
+        >>> ragged.select(torch.tensor([0]), longest=1).ids.tolist()
+        [5, 7]
+    """
+
+    counts: Tensor
+    """[T] or [B, T] int32: how many ids each place has."""
+    ids: Tensor
+    """[counts.sum()] int32, place by place."""
+
+    def select(self, index: Tensor, longest: int) -> RaggedIds:
+        """The rows at `index` of `[B, T]` counts, cut to `longest` places."""
+        import torch
+
+        if not len(index):
+            return RaggedIds(self.counts[index, :longest], self.ids[:0])
+        by_row = self.ids.split(self.counts.sum(1).tolist())
+        counts = self.counts[index, :longest]
+        sizes = counts.sum(1).tolist()
+        ids = [by_row[row][:size] for row, size in zip(index.tolist(), sizes, strict=True)]
+        return RaggedIds(counts, torch.cat(ids))
+
+    def to(self, device: torch.device) -> RaggedIds:
+        """On another device."""
+        return RaggedIds(self.counts.to(device), self.ids.to(device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A problem as an engine sees it. Trajectories of one prompt are a group."""
+
+    prompt_id: str
+    """Unique in the run: the epoch it was drawn in and the sample's id."""
+    sample: Sample
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """One completion that is asked of an engine."""
+
+    request_id: str
+    """Unique among the requests that the engine holds."""
+    group_id: str
+    """Requests of one group have the same prompt; an engine may compute it once."""
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    """Of the token; `completions_per_prompt`, `seed` and `step` take no part, as `seed` below is the completion's."""
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Consecutive tokens of one origin, and of one policy version where the model wrote them.
+
+    Example:
+        >>> Segment(origin="model", token_ids=(17, 2), logprobs=(-0.1, -0.2), policy_version=3).token_ids
+        (17, 2)
+    """
+
+    origin: Origin
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
+    """Of the sampled tokens; None where the model did not write them, or the engine returns tokens alone."""
+    policy_version: int | None = None
+    """Weight updates that the weights which wrote it had seen; None where the model did not write it."""
+    candidates: RaggedIds | None = None
+    """The tokens that top-p and top-k left each token to be drawn from, itself among them, and over which `logprobs`
+    are. None: `logprobs` are over the whole vocabulary."""
+
+    def __post_init__(self) -> None:
+        if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
+            raise ValueError(f"a segment of {len(self.token_ids)} tokens has {len(self.logprobs)} logprobs")
+        if self.candidates is not None and len(self.candidates.counts) != len(self.token_ids):
+            raise ValueError(f"a segment of {len(self.token_ids)} tokens has {len(self.candidates.counts)} candidates")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOutput:
+    """A request that has finished: exactly the tokens that were sampled."""
+
+    request_id: str
+    segments: tuple[Segment, ...]
+    """Of the model; several where the weights changed in between. Includes the token that ended it."""
+    text: str
+    """Decoded without special tokens."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """What a rollout gave: a prompt, and what model and environment wrote after it.
+
+    A completion of a single turn has two segments, the prompt and the model's.
+
+    Example:
+        >>> prompt, answer = Segment(origin="prompt", token_ids=(5, 6)), Segment(origin="model", token_ids=(7, 2))
+        >>> sample = Sample(sample_id="a", prompt="", ground_truth="")
+        >>> one = Trajectory(prompt_id="0:a", index=0, sample=sample, segments=(prompt, answer), text="7",
+        ...     finish_reason="stop")
+        >>> one.token_ids, one.prompt_tokens, one.response_tokens, one.trajectory_id
+        ((5, 6, 7, 2), 2, 2, '0:a/0')
+    """
+
+    prompt_id: str
+    """Its group."""
+    index: int
+    """Within its group."""
+    sample: Sample
+    segments: tuple[Segment, ...]
+    """The first is the prompt."""
+    text: str
+    """What was written after the prompt, decoded without special tokens."""
+    finish_reason: FinishReason
+    reward: float | None = None
+    """The outcome: the weighted sum of the parts. None where no part gave a value, or one that counts failed; it then
+    becomes no row."""
+    token_rewards: tuple[tuple[int, float], ...] = ()
+    """(place in `token_ids`, reward) beside the outcome: what an environment gave a turn."""
+    reward_parts: Mapping[str, float | None] = field(default_factory=dict)
+    """By name, unweighted."""
+    part_weights: Mapping[str, float] = field(default_factory=dict)
+    """Of the parts that enter the sum."""
+    reward_failures: tuple[RewardFailure, ...] = ()
+    baseline_reward: float | None = None
+    """The mean reward of the completions that an algorithm's `extra_rollouts` asks for beside those trained on."""
+
+    @property
+    def trajectory_id(self) -> str:
+        return f"{self.prompt_id}/{self.index}"
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Of all segments."""
+        return tuple(token for segment in self.segments for token in segment.token_ids)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
+        return sum(len(segment.token_ids) for segment in self.segments if segment.origin == "prompt")
+
+    @property
+    def response_tokens(self) -> int:
+        """Number of tokens after the prompt."""
+        return sum(len(segment.token_ids) for segment in self.segments if segment.origin != "prompt")
+
+
+def by_group(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
+    """Trajectories by the id of their prompt, both in the order of their first appearance."""
+    groups: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.prompt_id, []).append(trajectory)
+    return groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBatch:
+    """Prompt and completion in one right-padded row.
+
+    Example: prompt (5, 6), completion (7, 8, 9), padded to T=6:
+        tokens    = [5, 6, 7, 8, 9, 0]
+        loss_mask = [0, 0, 1, 1, 1, 0]
+        lengths   = 5
+    """
+
+    tokens: Tensor
+    """[B, T] int64."""
+    loss_mask: Tensor
+    """[B, T] bool: what the model wrote."""
+    lengths: Tensor
+    """[B] int64: tokens of the row without padding."""
+    prompt_lengths: Tensor
+    """[B] int64."""
+    group_ids: Tensor
+    """[B] int64: equal for completions of one prompt."""
+    rewards: Tensor
+    """[B] float32; 0 for demonstrations and preferences, which come from the data and earn nothing."""
+    truncated: Tensor
+    """[B] bool: it did not end by itself: cut at the limit on completions or on rows, or called off."""
+    response_lengths: Tensor | None = None
+    """[B] int64: tokens after the prompt as sampled, also where the row was cut. None: those of the row."""
+    trajectory_index: Tensor | None = None
+    """[B] int64: which of the step's trajectories the row is."""
+    policy_versions: Tensor | None = None
+    """[B, T] int32: the version of the weights that wrote each token; -1 where the model did not write it."""
+    token_rewards: Tensor | None = None
+    """[B, T] float32 beside `rewards`: what an environment gave at a token. None: nothing."""
+    rollout_logprobs: Tensor | None = None
+    """[B, T] float32, from the engine."""
+    candidates: RaggedIds | None = None
+    """Of [B, T]: the tokens that each token was drawn from, over which all log-probs then are."""
+    old_logprobs: Tensor | None = None
+    """[B, T] float32, from the trainer at the start of the step. None on a step with a single update, where they
+    are the log-probs themselves."""
+    ref_logprobs: Tensor | None = None
+    """[B, T] float32, from the frozen reference."""
+    teacher_logprobs: Tensor | None = None
+    """[B, T] float32, from the teacher."""
+    values: Tensor | None = None
+    """[B, T] float32, from the critic."""
+    scores: Tensor | None = None
+    """[B] float32, from the reward model that is trained."""
+    old_entropy: Tensor | None = None
+    """[B, T] float32, nats of the trainer's distributions at the start of the step."""
+    reward_parts: Tensor | None = None
+    """[B, K, 2] float32: value (NaN where missing) and weight of each part of the reward."""
+    baseline_rewards: Tensor | None = None
+    """[B] float32: of the extra rollout of the row's prompt; NaN where missing."""
+    labels: Tensor | None = None
+    """[B] int64, of preferences: 1 chosen or good, -1 rejected or bad, 0 neither; None for rollouts."""
+    pair_ids: Tensor | None = None
+    """[B] int64, of preferences: equal for the chosen and the rejected row of a pair; -1 for rows of no pair."""
+    pair_margins: Tensor | None = None
+    """[B] float32, of preferences: by how much the data says that the chosen completion of the pair is better."""
+    mismatched: Tensor | None = None
+    """[B] bool, of preferences: a prompt with the completion of another one, which is scored and not trained on."""
+
+    @property
+    def rows(self) -> int:
+        return int(self.tokens.shape[0])
+
+    @property
+    def sampled_lengths(self) -> Tensor:
+        """[B] int64: tokens after the prompt as sampled, whatever was cut off the row."""
+        return self.lengths - self.prompt_lengths if self.response_lengths is None else self.response_lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageBatch(RowBatch):
+    """Rows with what an algorithm made of a whole step."""
+
+    advantages: Tensor
+    """[B, T] float32, 0 off the mask, no gradient."""
+    returns: Tensor | None = None
+    """[B, T] float32: what a critic is fitted to."""
+    token_filter: Tensor | None = None
+    """[B, T] bool: tokens that the algorithm chose out of the whole step."""
+    rollout_is_weights: Tensor | None = None
+    """[B, T] float32: importance weights against the rollout policy that take the whole step."""
+    pair_ref_margins: Tensor | None = None
+    """[B] float32: the reference's margin that a pair is compared with, where it is not the pair's own."""
+    state: Mapping[str, float] = field(default_factory=dict)
+    """What the algorithm keeps from step to step, as it is after this one (an adaptive KL coefficient)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingBatch(AdvantageBatch):
+    """The rows of exactly one optimizer step, with their weights in the loss."""
+
+    loss_weights: Tensor
+    """[B, T] float32: the loss is `(loss_weights * per_token).sum()` over all micro-batches."""
+
+
+def unit_ids(batch: RowBatch, unit: Literal["row", "group", "pair"]) -> Tensor | None:
+    """[B] what a split keeps together has the same number; None where every row stands for itself.
+
+    Args:
+        unit: an algorithm's `row_unit`.
+    """
+    return {"row": None, "group": batch.group_ids, "pair": batch.pair_ids}[unit]
+
+
+Rows = TypeVar("Rows", bound=RowBatch)
+
+
+def select_rows(batch: Rows, index: Tensor) -> Rows:
+    """The rows at `index` ([N] int64), cut to the longest of them."""
+    longest = int(batch.lengths[index].max()) if len(index) else 0
+    changes: dict[str, Any] = {}
+    for name, value in vars(batch).items():
+        if isinstance(value, RaggedIds):
+            changes[name] = value.select(index, longest)
+        elif value is not None and name != "state":
+            changes[name] = value[index, :longest] if value.dim() == 2 else value[index]
+    return replace(batch, **changes)

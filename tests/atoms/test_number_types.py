@@ -1,0 +1,79 @@
+"""Rewards of whole numbers and of True and False count as floats; what is no tensor is refused by name."""
+
+import inspect
+
+import pytest
+import torch
+
+from atomrl.atoms import advantages, baselines, gae, groups, shaping
+
+REWARDS, IDS = [1, 0, 0, 1, 1, 1], torch.tensor([0, 0, 0, 0, 1, 1])
+MASK = torch.tensor([[True, True, False]] * 6)
+
+
+def with_ids(atom):
+    return lambda rewards: atom(rewards, IDS)
+
+
+ATOMS = {
+    "raw_reward": with_ids(advantages.raw_reward),
+    "group_mean_baseline": with_ids(advantages.group_mean_baseline),
+    "leave_one_out_baseline": with_ids(advantages.leave_one_out_baseline),
+    "group_zscore": with_ids(advantages.group_zscore),
+    "maxrl_advantage": with_ids(advantages.maxrl_advantage),
+    "best_minus_second": lambda r: baselines.best_minus_second(r, torch.tensor([0, 0, 1, 1, 2, 2])),
+    "best_of_k": lambda r: baselines.best_of_k(r, IDS, 2),
+    "length_weighted_baseline": lambda r: baselines.length_weighted_baseline(r, torch.arange(1, 7), IDS),
+    "rescaled_by_mixed_groups": lambda r: baselines.rescaled_by_mixed_groups(torch.ones(6), r, IDS),
+    "rescaled_by_nonzero_rewards": lambda r: baselines.rescaled_by_nonzero_rewards(torch.ones(6), r),
+    "group_mean": with_ids(groups.group_mean),
+    "group_std": with_ids(groups.group_std),
+    "leave_one_out_mean": with_ids(groups.leave_one_out_mean),
+    "groups_with_spread": with_ids(groups.groups_with_spread),
+    "groups_with_mean_inside": with_ids(groups.groups_with_mean_inside),
+    "clipped_reward": lambda r: shaping.clipped_reward(r, 0.0, 0.5),
+    "reward_at_last_token": lambda r: shaping.reward_at_last_token(r, MASK),
+    "discounted_returns": lambda r: gae.discounted_returns(r[:, None].expand(6, 3), MASK, 0.5),
+    "gae": lambda r: gae.gae(r[:, None].expand(6, 3), torch.full((6, 3), 0.25), MASK)["advantages"],
+    "kl_penalised_reward": lambda r: shaping.kl_penalised_reward(r[:, None].expand(6, 3), torch.ones(6, 3), 0.5),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+@pytest.mark.parametrize("name", ATOMS)
+def test_whole_numbers_and_bools_are_floats(name, dtype):
+    ours, wanted = ATOMS[name](torch.tensor(REWARDS, dtype=dtype)), ATOMS[name](torch.tensor(REWARDS).float())
+    assert ours.dtype == wanted.dtype and wanted.any()
+    assert torch.equal(ours, wanted)
+
+
+TAKE_REWARDS = [
+    atom
+    for module in (advantages, baselines, groups, gae, shaping)
+    for name, atom in vars(module).items()
+    if inspect.isfunction(atom)
+    and not name.startswith("_")
+    and atom.__module__ == module.__name__
+    and "rewards" in inspect.signature(atom).parameters
+]
+
+
+@pytest.mark.parametrize("bad", [[1.0, 0.0], (1,), 1.0, None, torch.tensor([1j, 0j])], ids=str)
+@pytest.mark.parametrize("atom", TAKE_REWARDS, ids=lambda atom: atom.__name__)
+def test_other_types_are_refused_by_name(atom, bad):
+    """Below the type checker that the tests put around atoms, which users do not have."""
+    plain, ids = inspect.unwrap(atom), torch.tensor([0, 0])
+    given = {"rewards": bad, "group_ids": ids, "lengths": ids, "advantages": torch.ones(2), "k": 2}
+    given |= {"mask": torch.ones(2, 2, dtype=torch.bool), "values": torch.ones(2, 2), "low": 0.0, "high": 1.0}
+    arguments = {name: value for name, value in given.items() if name in inspect.signature(atom).parameters}
+    with pytest.raises(TypeError, match="rewards must be a tensor of numbers or bools"):
+        plain(**arguments)
+
+
+def test_group_ids_are_checked_too():
+    with pytest.raises(TypeError, match="group_ids must be a tensor"):
+        inspect.unwrap(groups.group_mean)(torch.ones(2), [0, 0])
+
+
+def test_every_atom_of_rewards_is_tried():
+    assert {atom.__name__ for atom in TAKE_REWARDS} <= ATOMS.keys() and len(TAKE_REWARDS) > 15

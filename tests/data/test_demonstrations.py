@@ -1,0 +1,138 @@
+"""Layouts of demonstrations, how they become tokens, and what the tokens cost."""
+
+import json
+import tracemalloc
+
+import pytest
+
+from atomrl.config import DataConfig, PreferenceConfig
+from atomrl.data.demonstrations import demonstration_encoder, load_demonstrations
+from atomrl.data.pairs import load_preferences, preference_encoder
+from atomrl.data.problems import DataError
+from atomrl.data.processor import DataProcessor
+from atomrl.data.tokenized import TokenizedSamples, TooLong, demonstration, rows_from_tokens
+from atomrl.models.loading import load_tokenizer
+from tests.tiny import make_tiny_model
+
+USER, ASSISTANT = {"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}
+TOO_LONG = TooLong("{over} of {total} over {limit} ({longest}, {sample})", "shorten them")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(make_tiny_model(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+def load(tmp_path, *rows, field="completion", **config):
+    path = tmp_path / "sft.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_demonstrations(DataConfig(train=str(path), **config), field).samples
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "turns"),
+    [
+        ({"prompt": "2+2=", "completion": "4"}, "2+2=", "4"),
+        ({"prompt": "2+2=", "completion": "4", "ground_truth": None, "completions": 3}, "2+2=", "4"),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, (USER,), "4"),
+        ({"messages": [USER, ASSISTANT]}, "2+2=", "4"),
+        ({"messages": [USER, ASSISTANT, USER, ASSISTANT]}, "2+2=", (ASSISTANT, USER, ASSISTANT)),
+        ({"conversations": [{"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}]}, "2+2=", "4"),
+        ({"instruction": "Add.", "input": "2+2", "output": "4"}, "Add.\n\n2+2", "4"),
+        ({"instruction": "Add 2+2.", "input": "", "output": "4"}, "Add 2+2.", "4"),
+    ],
+)
+def test_layouts(tmp_path, row, prompt, turns):
+    (sample,) = load(tmp_path, row)
+    assert sample.prompt == prompt and sample.columns == {"demonstration": turns} and sample.sample_id == "sft.jsonl:1"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "2+2="}, "no demonstration: it has 'prompt', but neither 'prompt' and 'completion'"),
+        ({"completion": "4"}, "field 'prompt' is missing"),
+        ({"prompt": "2+2=", "completion": ""}, "holds no text"),
+        ({"prompt": "2+2=", "completion": 4}, "holds no text"),
+        ({"messages": [USER]}, "has no message of the assistant"),
+        ({"messages": [ASSISTANT]}, "has no message of the assistant after another"),
+        ({"messages": [USER, ASSISTANT, USER]}, "must begin and end with the assistant"),
+        ({"messages": "hello"}, "must be a list of messages"),
+        ({"conversations": [{"from": "robot", "value": "x"}]}, "must have 'from'"),
+        ({"instruction": "a", "output": 3}, "must be text"),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_said_with_its_line(tmp_path, row, message):
+    with pytest.raises(DataError, match=r"sft\.jsonl:2: ") as raised:
+        load(tmp_path, {"prompt": "a", "completion": "b"}, row)
+    assert message in str(raised.value)
+
+
+def tokenized(tokenizer, samples, source="sft.jsonl", **options):
+    processor = DataProcessor(tokenizer, DataConfig(train=source))
+    encode = demonstration_encoder(processor, source, 0)
+    return TokenizedSamples(samples, encode, drawn=False, too_long=TOO_LONG, **{"limit": None, **options})
+
+
+def test_a_conversation_trains_what_the_assistant_says_as_it_would_have_been_sampled(tmp_path, tokenizer):
+    user, again = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+    samples = load(tmp_path, {"messages": [user, again, USER, ASSISTANT]}, {"messages": [user, again]})
+    data = tokenized(tokenizer, samples)
+    rows = data.rows([("0", samples[0]), ("1", samples[1])])
+    eos = tokenizer.eos_token
+    learned = [tokenizer.decode(tokens[mask]) for tokens, mask in zip(rows.tokens, rows.loss_mask, strict=True)]
+    assert learned == [f"2{eos}4{eos}", f"2{eos}"]
+    prompt = tokenizer.apply_chat_template([user, again, USER], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.decode(rows.tokens[0, : rows.lengths[0]])
+    assert text.replace(eos, "").startswith(prompt.replace(eos, "")), "what is between turns is the template's"
+    assert rows.labels is None and rows.pair_ids is None and not rows.rewards.any()
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(
+        tokenizer,
+        "chat_template",
+        "{% for m in messages %}{{ 'last ' if loop.last else '' }}{{ m.content }}{% endfor %}",
+    )
+    samples = load(tmp_path, {"messages": [USER, ASSISTANT, USER, ASSISTANT]})
+    with pytest.raises(DataError, match=r"sft.jsonl:1: the chat template writes earlier turns otherwise"):
+        tokenized(tokenizer, samples)
+
+
+def test_a_tokenized_file_takes_at_most_8_bytes_a_token(tmp_path, tokenizer):
+    rows = [{"prompt": f"{k} and so on", "completion": "word " * 300, "chosen": "a " * 300, "rejected": "b " * 290}
+            for k in range(300)]  # fmt: skip
+    samples = load(tmp_path, *rows)
+    pairs = load_preferences(DataConfig(train=str(tmp_path / "sft.jsonl")), PreferenceConfig()).samples
+    processor = DataProcessor(tokenizer, DataConfig(train="sft.jsonl"))
+    for found, encode in (
+        (samples, demonstration_encoder(processor, "sft.jsonl", 0)),
+        (pairs, preference_encoder(processor, "sft.jsonl", 0)),
+    ):
+        encode([("0", found[0])])
+        tracemalloc.start()
+        data = TokenizedSamples(found, encode, drawn=False, limit=None, too_long=TOO_LONG)
+        bytes_held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        tokens = sum(int(batch.lengths.sum()) for batch in data.batches(64))
+        assert tokens > 100_000 and bytes_held / tokens <= 8, bytes_held / tokens
+
+
+def test_limits(tmp_path, tokenizer, caplog):
+    samples = load(tmp_path, {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b " * 50})
+    assert [s.sample_id for s in tokenized(tokenizer, samples, limit=30).samples] == ["sft.jsonl:1"]
+    assert "1 of 2 over 30" in caplog.text and "sft.jsonl:2) and are left out" in caplog.text
+    with pytest.raises(DataError, match="shorten them"):
+        tokenized(tokenizer, samples[1:], limit=30)
+    cut = tokenized(tokenizer, samples, max_row_tokens=12).rows([("0", samples[1])])
+    assert cut.tokens.shape == (1, 12) and cut.truncated.tolist() == [True]
+
+
+def test_completions_of_other_prompts():
+    first = [demonstration([5], [6, 2], 1), demonstration([5], [7, 2], -1)]
+    rows = rows_from_tokens([first, [demonstration([8, 9], [3], 1)]], mismatched=True)
+    assert rows.tokens.tolist()[3:] == [[5, 3, 0, 0], [8, 9, 6, 2], [8, 9, 7, 2]]
+    assert rows.mismatched.tolist() == [False] * 3 + [True] * 3 and rows.labels.tolist() == [1, -1, 1, 0, 0, 0]
+    assert rows.pair_ids.tolist() == [0, 0, -1, -1, -1, -1] and len(set(rows.group_ids.tolist())) == 5
+    with pytest.raises(ValueError, match="rows_per_update must be at least 2"):
+        rows_from_tokens([first], mismatched=True)

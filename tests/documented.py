@@ -1,0 +1,145 @@
+"""Commands and snippets that the documentation shows, and a folder in which they can be run as printed.
+
+A block is run unless a comment before it says why not, which readers of the source see:
+
+    <!-- not run: takes minutes -->                     the whole block
+    <!-- not run (make quickstart): takes minutes -->   its commands that begin so
+
+Of what is not run, every `atomrl` command must exist and have the options that are named.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from atomrl.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "README.zh-CN.md", *(ROOT / "docs").rglob("*.md")])
+PROGRAMS = ("atomrl", ".venv/bin/atomrl", "python", "pytest", "make", "uv", "pip", "curl", "torchrun", "accelerate")
+NOT_RUN = re.compile(r"<!-- not run(?: \((?P<which>[^)]*)\))?: (?P<reason>.*?) -->")
+REWARDS = """
+def brevity(prompts, completions, max_words=20, **columns):
+    return [float(len(text.split()) <= max_words) for text in completions]
+
+def lively(prompts, completions, **columns):
+    return [float(sum(map(ord, text)) % 2) for text in completions]
+"""
+LINE = re.compile(r"^(?: {4}|\$ )?(?P<text>(?:" + "|".join(map(re.escape, PROGRAMS)) + r")(?: .*)?)$")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A shell command of a page; `reason` says why it is not run."""
+
+    place: str
+    text: str
+    reason: str | None
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.text, comments=True)
+
+    @property
+    def is_atomrl(self) -> bool:
+        return self.words[0].endswith("atomrl")
+
+
+def commands(page: Path) -> list[Command]:
+    """The commands of a page's indented and fenced blocks, in order; continued lines are one."""
+    found, exceptions, in_block, fenced = [], [], False, False
+    lines = iter(enumerate(page.read_text(encoding="utf-8").splitlines(), 1))
+    for number, line in lines:
+        if line.startswith("```"):
+            fenced = not fenced
+            continue
+        exception = NOT_RUN.search(line)
+        if exception:
+            exceptions.append((exception["which"], exception["reason"]))
+            continue
+        if line.strip() and not fenced and not line.startswith("    "):
+            exceptions = []
+        in_block = fenced or line.startswith("    ")
+        match = LINE.match(line) if in_block else None
+        if not match:
+            continue
+        text = match["text"]
+        while text.endswith("\\"):
+            text = text[:-1] + " " + next(lines)[1].strip()
+        reasons = [reason for which, reason in exceptions if which is None or text.startswith(which)]
+        found.append(Command(f"{page.relative_to(ROOT)}:{number}", text, reasons[0] if reasons else None))
+    return found
+
+
+def python_snippets(page: Path) -> list[tuple[int, str]]:
+    """Line and text of every fenced Python block that is run and has no prompts."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in re.finditer(r"(?ms)(?:^(?P<not><!-- not run[^\n]*-->)\n+)?^```python\n(?P<code>.*?)^```", text):
+        if not match["not"] and ">>>" not in match["code"]:  # tests/test_docs.py runs those
+            found.append((text[: match.start()].count("\n") + 1, match["code"]))
+    return found
+
+
+def small(config: dict[str, Any]) -> dict[str, Any]:
+    """A shipped config with so few steps and rows that it runs in a second; its choices stay.
+
+    A second reward tells completions apart, because the tiny model never solves a problem, and dynamic sampling would
+    end the run.
+    """
+    less = {
+        "data": {"train_size": 64, "eval_size": 4, "max_prompt_tokens": 256},
+        "rollout": {"prompts_per_step": 4, "completions_per_prompt": 8, "max_completion_tokens": 12},
+        "train": {"steps": 1, "rows_per_update": 8},
+        "eval": {"every_steps": 1},
+        "checkpoint": {"every_steps": 1},
+        "pretrain": {"window_tokens": 16, "eval_windows": 2, "sample_every_steps": 0},
+    }
+    result = {name: dict(section) if isinstance(section, dict) else section for name, section in config.items()}
+    for section, values in less.items():
+        there = result.get(section)
+        if isinstance(there, dict):
+            there |= {key: value for key, value in values.items() if there.get(key)}
+    result.setdefault("eval", {})["every_steps"] = 0
+    result.setdefault("checkpoint", {})["every_steps"] = 1
+    if (result.get("reward") or {}).get("functions"):
+        result["reward"]["functions"] = [*result["reward"]["functions"], {"function": "my_rewards.lively"}]
+    for section in ("sft", "pretrain"):
+        shape = (result.get(section) or {}).get("gpt")
+        if shape:
+            shape |= {"layers": 1, "hidden": 32, "heads": 2} | ({"intermediate": 64} if "intermediate" in shape else {})
+    return result
+
+
+def make_scratch(folder: Path) -> None:
+    """The repository's configs made small, its examples, and the runs and files that pages speak of.
+
+    The current folder must be `folder`.
+    """
+    for name in ("configs", "examples"):
+        shutil.copytree(ROOT / name, folder / name)
+    for name in ("benchmarks", "tests", "atomrl", "train.py"):
+        (folder / name).symlink_to(ROOT / name)
+    for file in [*(folder / "configs").rglob("*.yaml"), *(folder / "examples").rglob("*.yaml")]:
+        if file.name != "grpo_config.yaml":
+            file.write_text(yaml.safe_dump(small(yaml.safe_load(file.read_text(encoding="utf-8")))), encoding="utf-8")
+    (folder / "my_rewards.py").write_text(REWARDS, encoding="utf-8")
+    for command in ("sft configs/quickstart_sft.yaml", "train configs/quickstart.yaml"):
+        assert main(command.split()) == 0, command
+    shutil.copytree("runs/quickstart", "runs/NAME")
+    shutil.copytree("runs/NAME/rollouts/step_000001", "runs/NAME/rollouts/step_000010")
+    rows = [{"prompt": f"What is 2+{k}?", "ground_truth": str(2 + k), "level": 1} for k in range(8)]
+    done = [row | {"completion": f"It is \\boxed{{{row['ground_truth']}}}"} for row in rows]
+    labelled = [{"prompt": r["prompt"], "completion": r["completion"], "label": k % 2 == 0} for k, r in enumerate(done)]
+    files = {"train.jsonl": rows, "held_out.jsonl": rows, "completions.jsonl": done, "labelled.jsonl": labelled * 8}
+    for name, content in files.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in content), encoding="utf-8")
+    (folder / "input.txt").write_text("ROMEO: it is the east, and Juliet is the sun.\n" * 60, encoding="utf-8")

@@ -1,0 +1,121 @@
+"""The loop's parts with completions that a test writes, and a back end that only counts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from atomrl.algorithms.table import build_algorithm
+from atomrl.config import DataConfig
+from atomrl.data.processor import DataProcessor
+from atomrl.data.stream import PromptStream
+from atomrl.loop.sync import Parts, Progress, Save, Schedule, run_step, run_steps
+from atomrl.metrics import Count, Metrics
+from atomrl.rollout.fake import FakeEngine
+from atomrl.types import RowBatch, Sample, SamplingParams, TrainingBatch, Trajectory
+from tests.tiny import make_tiny_tokenizer
+
+SCHEDULE = Schedule(
+    steps=4, prompts_per_step=3, updates_per_epoch=1, epochs_per_step=1, max_row_tokens=None, eval_every_steps=0,
+    save_every_steps=0, seed=0,
+)  # fmt: skip
+
+
+class Record:
+    """Keeps what a run would write."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.rows, self.rollouts, self.saved = folder, [], [], []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.rows.append({"step": step, **metrics})
+
+    def log_rollouts(self, step: int, trajectories: Sequence[Trajectory], advantages: Mapping[int, float]) -> None:
+        self.rollouts.append((step, list(trajectories), dict(advantages)))
+
+    @contextlib.contextmanager
+    def checkpoint(self, step: int) -> Iterator[Path]:
+        folder = self.folder / f"step_{step}"
+        folder.mkdir(parents=True)
+        yield folder
+        self.saved.append(step)
+
+
+class CountingTrainer:
+    """Makes no update, and keeps the batches that it was to make one on."""
+
+    def __init__(self) -> None:
+        self.batches: list[TrainingBatch] = []
+
+    def forward_only(self, rows: RowBatch, needs: object) -> RowBatch:
+        return rows
+
+    def train_step(self, batch: TrainingBatch, algorithm: object) -> Metrics:
+        self.batches.append(batch)
+        return {"actor/made": Count()}
+
+
+class Transfer:
+    """A weight transfer that only sets the engine's version."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.versions = engine, []
+
+    def __call__(self, version: int) -> None:
+        self.versions.append(version)
+        self.engine.version = version
+
+
+def make_parts(
+    folder: Path,
+    write: Callable[[Sample, int], str],
+    reward: Callable[[Trajectory], float | None],
+    algorithm: Any = None,
+    **sampling: Any,
+) -> Parts:
+    """Parts whose completions are `write(sample, index)` and whose rewards are `reward(trajectory)`."""
+    tokenizer = make_tiny_tokenizer()
+    samples = [Sample(sample_id=str(n), prompt=f"write {n}.", ground_truth="") for n in range(40)]
+    by_prompt = {f"write {sample.sample_id}.": sample for sample in samples}
+
+    def complete(prompt: tuple[int, ...], index: int) -> list[int]:
+        text = tokenizer.decode(prompt)
+        sample = next(sample for start, sample in by_prompt.items() if start in text)
+        return [*tokenizer.encode(write(sample, index), add_special_tokens=False), tokenizer.eos_token_id]
+
+    def score(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        found = [reward(item) for item in trajectories]
+        pairs = zip(trajectories, found, strict=True)
+        return [
+            replace(item, reward=value, reward_parts={"r": value}, part_weights={"r": 1.0}) for item, value in pairs
+        ]
+
+    engine = FakeEngine(complete, tokenizer)
+    return Parts(
+        engine=engine,
+        transfer=Transfer(engine),
+        trainer=CountingTrainer(),  # type: ignore[arg-type]  # the loop uses no more of it
+        algorithm=algorithm or build_algorithm("grpo", {}),
+        stream=PromptStream(samples, seed=0, shuffle=False),
+        processor=DataProcessor(tokenizer, DataConfig(train="x.jsonl")),
+        rewards=score,
+        sampling=SamplingParams(**{"completions_per_prompt": 4, "max_completion_tokens": 12} | sampling),
+        record=Record(folder),
+    )
+
+
+def train(parts: Parts, schedule: Schedule, progress: Progress, save: Save) -> bool:
+    """The remaining steps of a run."""
+    parts.stream.position = progress.position
+    if parts.engine.version != progress.step:
+        parts.transfer(progress.step)
+
+    def one_step(step: int) -> dict[str, float]:
+        metrics = run_step(parts, schedule, step, progress)
+        progress.position = parts.stream.position
+        return metrics
+
+    return run_steps(one_step, parts.record, progress, save, schedule)

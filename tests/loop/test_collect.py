@@ -1,0 +1,265 @@
+"""Dynamic sampling, rows, reports and ends of a run, on scripted completions."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from atomrl.algorithms.table import build_algorithm
+from atomrl.data.rows import to_rows
+from atomrl.loop import sync
+from atomrl.loop.report import Stopwatch, answer_end, rollout_metrics, runs_on
+from atomrl.loop.sync import MAX_IDLE_STEPS, Progress, StepFailed, collect, learn, run_step, run_steps
+from atomrl.protocols import LossOutput, ModelOutputs
+from atomrl.types import AdvantageBatch, RaggedIds, Sample, Segment, TrainingBatch, Trajectory
+from tests.loop.scripted import SCHEDULE, make_parts, train
+
+DAPO = build_algorithm("dapo", {}, max_completion_tokens=12)
+
+
+def by_quarters(wrong_every):
+    """Of each 10 prompts, those below `wrong_every` have a wrong completion among their four."""
+
+    def reward(item):
+        return 0.0 if int(item.sample.sample_id) % 10 < wrong_every and item.index == 0 else 1.0
+
+    return reward
+
+
+def test_dynamic_sampling_reports_on_all_that_was_drawn(tmp_path):
+    """A third of the groups is mixed, and three quarters right: accuracy 0.917, of the accepted alone 0.75."""
+    parts = make_parts(tmp_path, lambda sample, index: "x" * 3, by_quarters(2), DAPO)
+    metrics = run_step(parts, replace(SCHEDULE, prompts_per_step=4), 1, Progress())
+    assert metrics["rollout/groups_drawn"] == 12 and metrics["rollout/groups_accepted"] == 4
+    assert metrics["rollout/acceptance_rate"] == pytest.approx(4 / 12) and metrics["rollout/groups_missing"] == 0
+    drawn = parts.record.rollouts[0][1]
+    assert metrics["train/accuracy"] == sum(item.reward for item in drawn) / len(drawn) == 44 / 48
+    assert metrics["critic/score/mean"] == metrics["train/accuracy"] and metrics[
+        "by_group/frac_mixed"
+    ] == pytest.approx(1 / 3)
+    tokens = sum(len(item.token_ids) for item in drawn)
+    assert metrics["perf/total_num_tokens"] == tokens and len(drawn) == 48
+    assert metrics["train/rows"] == 16 and parts.trainer.batches[0].rows == 16
+
+
+def test_accuracy_is_not_that_of_the_accepted_groups(tmp_path):
+    """A fifth of the groups is mixed, and three quarters right: 0.95 of all, 0.75 of what is trained on."""
+    parts = make_parts(tmp_path, lambda sample, index: "x", by_quarters(2), DAPO)
+    rollouts = collect(parts, 8, 1, Stopwatch())
+    rows = to_rows([item for group in rollouts.accepted for item in group])
+    batch = AdvantageBatch(**vars(rows), advantages=torch.zeros(rows.tokens.shape))
+    metrics = rollout_metrics(rollouts.trajectories, batch)
+    assert metrics["train/accuracy"] == pytest.approx(1 - 8 / (4 * 32)) and len(rollouts.trajectories) == 4 * 32
+    assert rows.rewards.mean().item() == 0.75
+
+
+def test_a_refill_draws_what_is_missing(tmp_path):
+    asked = []
+    parts = make_parts(tmp_path, lambda sample, index: "x", by_quarters(9), DAPO)
+    take = parts.stream.take
+    parts.stream.take = lambda count: asked.append(count) or take(count)
+    rollouts = collect(parts, 10, 1, Stopwatch())
+    assert asked == [10, 1] and len(rollouts.trajectories) == 44 and parts.stream.position == 11
+    assert [item.prompt_id for item in rollouts.trajectories[36:40]] == ["0:10"] * 4
+    assert [item.prompt_id for item in rollouts.trajectories[40:]] == ["0:9"] * 4, "refused groups are behind"
+
+
+def test_what_was_found_is_trained_on_when_refills_end(tmp_path, caplog):
+    parts = make_parts(tmp_path, lambda sample, index: "x", by_quarters(1), DAPO)
+    with caplog.at_level(logging.WARNING):
+        metrics = run_step(parts, replace(SCHEDULE, prompts_per_step=30), 1, Progress())
+    accepted = metrics["rollout/groups_accepted"]
+    assert 0 < accepted < 30 and metrics["rollout/groups_missing"] == 30 - accepted
+    assert parts.trainer.batches[0].rows == 4 * accepted
+    assert f"dapo accepted {accepted:.0f} of " in caplog.text
+
+
+@pytest.mark.parametrize("score", [1.0, 0.0])
+def test_a_model_that_became_too_good_ends_its_run_well(tmp_path, caplog, score):
+    parts = make_parts(tmp_path, lambda sample, index: "x", lambda item: score, DAPO)
+    saved = []
+    progress = Progress()
+    assert train(parts, replace(SCHEDULE, steps=9), progress, lambda folder, now: saved.append(now.step)) is True
+    assert progress.step == MAX_IDLE_STEPS == saved[-1] and not parts.trainer.batches
+    row = parts.record.rows[-1]
+    assert row["training/updates"] == 0 and row["rollout/acceptance_rate"] == 0 and row["train/accuracy"] == score
+    assert "the run ends after step 3: no group of 3 steps in a row was accepted" in caplog.text
+    again = make_parts(tmp_path / "again", lambda sample, index: "x", by_quarters(5), DAPO)
+    assert train(again, replace(SCHEDULE, steps=5), progress, lambda folder, now: None) and progress.step == 5
+
+
+def test_weights_go_to_the_engine_once_a_step(tmp_path):
+    parts = make_parts(tmp_path, lambda sample, index: "x" * (index + 1), by_quarters(10))
+    train(parts, replace(SCHEDULE, steps=2), Progress(), lambda folder, now: None)
+    assert parts.transfer.versions == [1, 2], "not before the first step: the engine was made with these weights"
+    versions = [{s.policy_version for t in drawn for s in t.segments[1:]} for _, drawn, _ in parts.record.rollouts]
+    assert versions == [{0}, {1}]
+    resumed = make_parts(tmp_path, lambda sample, index: "x", by_quarters(10))
+    train(resumed, SCHEDULE, Progress(step=3, position=9), lambda folder, now: None)
+    assert resumed.transfer.versions == [3, 4]
+
+
+def test_extra_rollouts_are_baselines_and_not_trained_on(tmp_path):
+    parts = make_parts(
+        tmp_path,
+        lambda sample, index: "x" * (index + 1),
+        lambda item: float(len(item.text)),
+        build_algorithm("remax", {}),
+    )
+    rollouts = collect(parts, 3, 1, Stopwatch())
+    assert [item.baseline_reward for item in rollouts.trajectories] == [1.0] * 12
+    assert to_rows(rollouts.trajectories).baseline_rewards.tolist() == [1.0] * 12
+
+
+def test_an_error_before_the_updates_saves_the_steps_before_it(tmp_path):
+    def fails(at, before):
+        saved = []
+
+        def one_step(step):
+            if step == at and before:
+                with sync.before_updates():
+                    raise KeyError("rollout")
+            if step == at:
+                raise KeyError("update")
+            return {}
+
+        parts = make_parts(tmp_path / str(before), lambda sample, index: "x", by_quarters(1))
+        with pytest.raises(KeyError, match="rollout" if before else "update") as caught:
+            run_steps(one_step, parts.record, Progress(), lambda folder, now: saved.append(now.step), SCHEDULE)
+        assert not isinstance(caught.value.__cause__, StepFailed)
+        return saved
+
+    assert fails(3, before=True) == [2] and fails(3, before=False) == []
+
+
+SAMPLE = Sample(sample_id="a", prompt="", ground_truth="")
+
+
+def made(*segments, reward=1.0, index=0, prompt_id="p", **fields):
+    """Of ("prompt", tokens), ("model", tokens, version), ("environment", tokens)."""
+    parts = [
+        Segment(
+            origin=origin,
+            token_ids=tuple(tokens),
+            logprobs=tuple(-0.5 for _ in tokens) if origin == "model" else None,
+            policy_version=version[0] if version else None,
+        )
+        for origin, tokens, *version in segments
+    ]
+    fields = {"text": "x", "finish_reason": "stop"} | fields
+    return Trajectory(prompt_id=prompt_id, index=index, sample=SAMPLE, segments=tuple(parts), reward=reward, **fields)
+
+
+TWO_TURNS = (("prompt", (5, 6)), ("model", (7, 8), 3), ("environment", (9, 9, 9)), ("model", (10, 2), 4))
+
+
+def test_a_trajectory_of_two_turns_becomes_a_row():
+    rows = to_rows([made(*TWO_TURNS, token_rewards=((3, 0.25), (8, 1.0)))])
+    assert rows.tokens.tolist() == [[5, 6, 7, 8, 9, 9, 9, 10, 2]]
+    assert rows.loss_mask.int().tolist() == [[0, 0, 1, 1, 0, 0, 0, 1, 1]]
+    assert rows.policy_versions.tolist() == [[-1, -1, 3, 3, -1, -1, -1, 4, 4]]
+    assert rows.rollout_logprobs.tolist() == [[0, 0, -0.5, -0.5, 0, 0, 0, -0.5, -0.5]]
+    assert rows.token_rewards.tolist() == [[0, 0, 0, 0.25, 0, 0, 0, 0, 1.0]]
+    assert (rows.lengths.tolist(), rows.prompt_lengths.tolist(), rows.sampled_lengths.tolist()) == ([9], [2], [7])
+
+
+def test_two_turns_through_rows_advantages_and_loss():
+    """What the environment wrote has no advantage, and no influence on the loss to the last bit."""
+    algorithm = build_algorithm("grpo", {})
+    short = made(("prompt", (5, 6)), ("model", (7, 2), 4), reward=0.0, index=1)
+    losses = []
+    for reply in ((9, 9, 9), (30, 40, 50)):
+        other = (*TWO_TURNS[:2], ("environment", reply), TWO_TURNS[3])
+        rows = to_rows([made(*other), short])
+        batch = algorithm.advantages(rows)
+        assert (batch.advantages != 0).tolist() == rows.loss_mask.tolist()
+        weights = algorithm.loss_weights(batch.loss_mask, batch.group_ids)
+        assert not weights[~batch.loss_mask].any() and weights.sum() == pytest.approx(1.0)
+        logprobs = torch.linspace(-1, 0, rows.tokens.numel()).view(rows.tokens.shape)
+        logprobs = torch.where(rows.loss_mask, logprobs, float(reply[0])).requires_grad_()
+        training = TrainingBatch(**vars(replace(batch, old_logprobs=rows.rollout_logprobs)), loss_weights=weights)
+        result: LossOutput = algorithm.loss(ModelOutputs(logprobs=logprobs), training)
+        result.loss.backward()
+        assert not logprobs.grad[~rows.loss_mask].any() and logprobs.grad[rows.loss_mask].any()
+        losses.append((result.loss.item(), logprobs.grad[rows.loss_mask].tolist()))
+    assert losses[0] == losses[1]
+
+
+def test_groups_may_arrive_in_pieces_and_in_any_order():
+    mine = [
+        made(("prompt", (5,)), ("model", (7, 2), 1), reward=float(n % 3), index=n, prompt_id=f"p{n % 2}")
+        for n in range(6)
+    ]
+    together = sorted(mine, key=lambda item: item.prompt_id)
+    algorithm = build_algorithm("grpo", {})
+    found = [
+        {items[int(batch.trajectory_index[i])].trajectory_id: row[2].item() for i, row in enumerate(batch.advantages)}
+        for items in (mine, together)
+        for batch in [algorithm.advantages(to_rows(items))]
+    ]
+    assert found[0] == pytest.approx(found[1]) and len(set(found[0].values())) > 2
+
+
+def test_which_trajectories_became_rows_is_told():
+    items = [
+        made(("prompt", (5,)), ("model", (7, 2), 1), index=0),
+        made(("prompt", (5,)), ("model", (7, 2), 1), index=1, reward=None),
+        made(("prompt", (5,)), index=2),
+        made(("prompt", (5,)), ("environment", (7, 2)), index=3),
+        made(("prompt", (5,) * 9), ("model", (7, 2), 1), index=4),
+        made(("prompt", (5,)), ("model", (8, 2), 1), index=5),
+    ]
+    assert to_rows(items, max_row_tokens=9).trajectory_index.tolist() == [0, 5]
+    assert to_rows([], 9).rows == 0
+
+
+def test_a_cut_row_is_truncated_and_keeps_its_sampled_length():
+    long = made(("prompt", (5, 6)), ("model", tuple(range(10, 30)), 1), token_rewards=((21, 0.5),))
+    rows = to_rows([long, made(("prompt", (5, 6)), ("model", (7, 2), 1), index=1)], max_row_tokens=8)
+    assert rows.lengths.tolist() == [8, 4] and rows.truncated.tolist() == [True, False]
+    assert rows.sampled_lengths.tolist() == [20, 2] and rows.rewards.tolist() == [1.0, 1.0]
+    assert rows.token_rewards[0].tolist() == [0] * 7 + [0.5]
+    batch = AdvantageBatch(**vars(rows), advantages=torch.zeros(rows.tokens.shape))
+    assert rollout_metrics([long], batch)["train/cut_rows"] == 1
+
+
+def test_candidates_are_ragged():
+    candidates = RaggedIds(counts=torch.tensor([2, 1, 3], dtype=torch.int32), ids=torch.arange(6, dtype=torch.int32))
+    segment = Segment(
+        origin="model", token_ids=(7, 8, 9), logprobs=(-1.0,) * 3, policy_version=0, candidates=candidates
+    )
+    prompt = Segment(origin="prompt", token_ids=(5,))
+    item = replace(made(), segments=(prompt, segment))
+    rows = to_rows([item, item], max_row_tokens=3)
+    assert rows.candidates.counts.tolist() == [[0, 2, 1]] * 2 and rows.candidates.ids.tolist() == [0, 1, 2] * 2
+    plain = replace(made(), segments=(prompt, replace(segment, candidates=None)))
+    assert to_rows([item, plain]).candidates is None
+
+
+def test_a_step_without_a_row_changes_nothing(tmp_path):
+    parts = make_parts(tmp_path, lambda sample, index: "x", lambda item: None)
+    state = {"kl": 0.5}
+    batch, results = learn(parts.trainer, parts.algorithm, to_rows([]), state, Stopwatch())
+    assert batch.rows == 0 and results == [] and state == {"kl": 0.5}
+    assert run_step(parts, SCHEDULE, 1, Progress())["training/updates"] == 0
+
+
+def test_completions_that_run_on():
+    cut = made(("prompt", (5,)), ("model", (7, 8), 1), finish_reason="length")
+    assert runs_on(replace(cut, text="#### 18 and then some"), ())
+    assert runs_on(replace(cut, text="\\boxed{1} and then some"), ())
+    assert not runs_on(replace(cut, text="#### 18 and"), ()) and not runs_on(replace(cut, text="####" * 9), ())
+    assert runs_on(cut, {7}) and not runs_on(cut, {8}), "the last token may end it"
+    assert not runs_on(replace(made(*TWO_TURNS, finish_reason="length"), text="#### 18 and then some"), {7})
+    assert answer_end("a</answer> #### 1 ") == 10 and answer_end("####  \n18\n") == 10
+
+
+def test_reports_take_linear_time():
+    started = time.process_time()
+    for text in ("#" * 10**6, "#### " * 200_000, "\\boxed{" * 150_000, "</answer" * 125_000, "####" + " " * 10**6):
+        runs_on(made(("prompt", (5,)), ("model", (7,), 1), finish_reason="length", text=text), ())
+    assert time.process_time() - started < 5

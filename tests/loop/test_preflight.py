@@ -1,0 +1,35 @@
+"""Runs that could make no update are refused before they begin."""
+
+import logging
+
+import pytest
+
+from atomrl.algorithms.table import build_algorithm
+from atomrl.config import ConfigError
+from atomrl.loop.preflight import check_group_size, check_row_limit
+
+COMPARING = ("grpo", "dr_grpo", "dapo", "maxrl", "opo", "gpg")
+NOT_COMPARING = ("ppo", "remax", "reinforce_pp", "a2c")
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_groups_of_one_are_refused_where_completions_are_compared(name):
+    algorithm = build_algorithm(name, {}, max_completion_tokens=8)
+    with pytest.raises(ConfigError, match=rf"completions_per_prompt=1: {name} compares .* take more"):
+        check_group_size(algorithm, 1)
+    check_group_size(algorithm, 2)
+
+
+@pytest.mark.parametrize("name", NOT_COMPARING)
+def test_groups_of_one_are_taken_where_nothing_is_compared(name):
+    check_group_size(build_algorithm(name, {}, max_completion_tokens=8), 1)
+
+
+def test_prompts_that_fill_the_row(caplog):
+    check_row_limit([5, 9], None)
+    check_row_limit([5, 9], 10)
+    with caplog.at_level(logging.WARNING):
+        check_row_limit([5, 9], 9)
+    assert "1 of 2 prompts have at least as many tokens" in caplog.text
+    with pytest.raises(ConfigError, match=r"max_row_tokens=5: every prompt has at least as many tokens \(5 to 9\)"):
+        check_row_limit([5, 9], 5)

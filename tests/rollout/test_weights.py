@@ -1,0 +1,197 @@
+"""Weights on their way to an engine: in place, without a second copy, and without rounding adapters away."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from atomrl.config import LoraConfig
+from atomrl.models.loading import load_policy
+from atomrl.models.lora import adapter_weights
+from atomrl.protocols import Adapter, WeightUpdate
+from atomrl.rollout import decoder
+from atomrl.rollout.generate import generate
+from atomrl.rollout.hf import HFEngine
+from atomrl.rollout.native import NativeEngine
+from atomrl.types import SamplingParams
+from atomrl.weights import InProcessTransfer, checked_update
+from tests.engines import logprobs_of, prompts_of
+from tests.tiny import make_tiny_model
+
+ENGINES = {"native": NativeEngine, "hf": HFEngine}
+
+
+def open_engine(folder, name="native", dtype=torch.float32):
+    options = {"dtype": dtype, "device": "cpu", "max_concurrent_completions": 8}
+    return ENGINES[name].from_pretrained(str(folder), AutoTokenizer.from_pretrained(folder), **options)
+
+
+def compute_in(monkeypatch, dtype):
+    """Whatever instructions the CPU has."""
+    monkeypatch.setattr(decoder, "compute_dtype", lambda *_: dtype)
+
+
+@pytest.fixture(scope="module")
+def large_folder(tmp_path_factory):
+    shape = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 12, "head_dim": 96}
+    return make_tiny_model(tmp_path_factory.mktemp("large"), "qwen2", scale=0.02, **shape)
+
+
+class Source:
+    def __init__(self, tensors, adapters=None):
+        self.tensors, self.adapters, self.asked = tensors, adapters or {}, []
+
+    def weight_update(self, version, adapters_alone=False):
+        self.asked.append(adapters_alone)
+        tensors = () if adapters_alone else iter(self.tensors.items())
+        return WeightUpdate(version=version, tensors=tensors, adapters=self.adapters)
+
+
+def peak_bytes(action) -> int:
+    """The most that torch held at once beyond what it held before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        action()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def test_the_count_of_bytes_can_fail():
+    assert peak_bytes(lambda: [torch.ones(2**20) for _ in range(3)]) >= 2**22
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("stored,computed", [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
+def test_a_sync_needs_no_second_engine(large_folder, name, stored, computed, monkeypatch):
+    compute_in(monkeypatch, getattr(torch, computed))
+    engine = open_engine(large_folder, name, getattr(torch, stored))
+    state = AutoModelForCausalLM.from_pretrained(large_folder, dtype=torch.float32).state_dict()
+    smallest = getattr(torch, stored if name == "hf" else computed).itemsize
+    size = sum(tensor.numel() for tensor in state.values()) * smallest
+    state = {name: tensor * 1.5 for name, tensor in state.items() if name in engine.weight_shapes()}
+    transfer = InProcessTransfer(Source(state), engine)
+    assert peak_bytes(lambda: transfer(version=1)) <= 0.1 * size  # 1.0 and 1.99 before
+    assert engine.version == 1
+
+
+def test_new_weights_come_into_the_old_ones(large_folder):
+    engine = open_engine(large_folder)
+    linears = {id(linear): linear for linear, _ in engine.model.linears.values()}.values()
+    own = [*engine.model.vectors.values(), *(linear.weight for linear in linears)]
+    places = [tensor.data_ptr() for tensor in own]
+    state = AutoModelForCausalLM.from_pretrained(large_folder, dtype=torch.float32).state_dict()
+    engine.update_weights(WeightUpdate(version=1, tensors=[(name, tensor + 1) for name, tensor in state.items()]))
+    assert [tensor.data_ptr() for tensor in own] == places
+    changed = state["model.embed_tokens.weight"] + 1
+    assert torch.equal(engine.model.embedding, changed) and torch.equal(engine.model.head.weight.T, changed)
+
+
+def test_a_tied_head_may_come_under_its_second_name():
+    weight = torch.ones(3, 2)
+    tensors = [("embed", weight), ("lm_head.weight", weight)]
+    assert checked_update(WeightUpdate(version=1, tensors=tensors), {"embed": (3, 2)}).tensors == tensors[:1]
+    with pytest.raises(ValueError, match=r"lm_head\.weight is unexpected"):
+        checked_update(
+            WeightUpdate(version=1, tensors=[("embed", weight), ("lm_head.weight", weight + 1)]), {"embed": (3, 2)}
+        )
+
+
+def test_the_base_is_sent_once(large_folder):
+    engine = open_engine(large_folder)
+    state = {name: torch.ones(shape) for name, shape in engine.weight_shapes().items()}
+    adapter = Adapter(a=torch.ones(2, 384), b=torch.ones(384, 2), scale=1.0)
+    source = Source(state, {"model.layers.0.self_attn.q_proj.weight": adapter})
+    transfer = InProcessTransfer(source, engine)
+    for version in (1, 2, 3):
+        transfer(version)
+    assert source.asked == [False, True, True]
+
+
+def scored(engine, ids) -> torch.Tensor:
+    """Log-prob of each token after the first."""
+    if isinstance(engine, HFEngine):
+        with torch.inference_mode():
+            logits = engine.model(torch.tensor([ids])).logits[0, :-1]
+    else:
+        with torch.inference_mode():
+            cache = engine.batch.cache
+            cache.reserve_prompts(len(ids), len(ids))
+            hidden = cache.prefill([ids[:end] for end in range(1, len(ids))], torch.arange(len(ids) - 1))
+            logits = engine.model.logits(hidden)
+    assert logits.dtype == torch.float32
+    return logits.double().log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_makes_the_first_small_updates_of_adapters(large_folder, name, tmp_path, monkeypatch):
+    """Rank 32, alpha 64, learning rate 2e-5, weights in bfloat16. Merged into them the share was 0.01."""
+    compute_in(monkeypatch, torch.float32)
+    rounded = AutoModelForCausalLM.from_pretrained(large_folder, dtype=torch.bfloat16)
+    rounded.float().save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(large_folder).save_pretrained(tmp_path)
+    policy = load_policy(tmp_path, dtype="float32", lora=LoraConfig(rank=32, alpha=64))
+    ids = torch.randint(5, 102, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = torch.tensor([ids])
+
+    def trainer_logprobs() -> torch.Tensor:
+        logits = torch.nn.functional.linear(policy.forward_hidden(tokens), policy.head_weight)[0, :-1]
+        return logits.double().log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
+
+    # The hf engine multiplies in the precision of its weights: bfloat16 numbers held in float32.
+    engine = open_engine(tmp_path, name, torch.bfloat16 if name == "native" else torch.float32)
+    before, engine_before = trainer_logprobs(), scored(engine, ids)
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=2e-5)
+    (-before.mean()).backward()
+    optimizer.step()
+    with torch.no_grad():
+        move = trainer_logprobs() - before
+    adapters = {name.removesuffix(".weight") + ".weight": adapter for name, adapter in adapter_weights(policy).items()}
+    engine.update_weights(WeightUpdate(version=1, adapters=adapters))
+    ours = scored(engine, ids) - engine_before
+    assert float(ours @ move / (move @ move)) == pytest.approx(1, abs=0.02)
+
+    merged = {name: adapter.b @ adapter.a * adapter.scale for name, adapter in adapters.items()}
+    for name, parameter in rounded.float().named_parameters():
+        merged[name] = (parameter.detach() + merged.get(name, 0.0)).bfloat16().float()
+    engine.update_weights(WeightUpdate(version=2, tensors=[(n, merged[n]) for n in engine.weight_shapes()]))
+    old_way = scored(engine, ids) - engine_before
+    assert float(old_way @ move / (move @ move)) < 0.3
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_logits_are_not_rounded_to_bfloat16(large_folder, name, monkeypatch):
+    """A mean error of 1.2e-2 nats at logits of 20, where they were."""
+    compute_in(monkeypatch, torch.bfloat16)
+    engine = open_engine(large_folder, name, torch.bfloat16)
+    head = engine.model.head if name == "native" else engine.model.get_output_embeddings()
+    weight = head.weight.T if name == "native" else head.weight
+    hidden = torch.randn(64, 384, generator=torch.Generator().manual_seed(0)).mul(40).bfloat16()
+    with torch.inference_mode():
+        found, exact = head(hidden), hidden.double() @ weight.double().T
+    assert found.dtype == torch.float32 and exact.abs().max() > 20
+    assert (found.log_softmax(-1) - exact.log_softmax(-1)).abs().mean() < 1e-4
+    assert (exact.bfloat16().float().log_softmax(-1) - exact.log_softmax(-1)).abs().mean() > 1e-2
+
+
+def test_bfloat16_computed_in_bfloat16(large_folder, monkeypatch):
+    """The layout that CPUs with bfloat16 instructions multiply takes new weights and adapters too."""
+    compute_in(monkeypatch, torch.bfloat16)
+    packed = open_engine(large_folder, dtype=torch.bfloat16)
+    assert packed.model.layers[0].qkv.packed
+    compute_in(monkeypatch, torch.float32)
+    plain = open_engine(large_folder, dtype=torch.bfloat16)
+    shapes, generator = packed.weight_shapes(), torch.Generator().manual_seed(1)
+    tensors = {name: torch.randn(shape, generator=generator) * 0.03 for name, shape in shapes.items()}
+    tensors |= {name: tensor + 1 for name, tensor in tensors.items() if "norm" in name}
+    adapter = Adapter(a=torch.randn(4, 384) * 0.1, b=torch.randn(1024, 4) * 0.1, scale=1.0)
+    adapters = {"model.layers.1.mlp.up_proj.weight": adapter}
+    found = []
+    for engine in (packed, plain):
+        engine.update_weights(WeightUpdate(version=1, tensors=tensors.items(), adapters=adapters))
+        found.append(scored(engine, list(range(5, 45))))
+    assert (found[0] - found[1]).abs().mean() < 0.03
+    for engine in (packed, plain):
+        sampling = SamplingParams(max_completion_tokens=5)
+        assert all(len(logprobs_of(t)) <= 5 for t in generate(engine, prompts_of((5, 6), (7,)), sampling))

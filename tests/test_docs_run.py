@@ -1,0 +1,118 @@
+"""What the README, docs/ and `--help` print is run as printed, in a copy whose configs have few steps and rows."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from atomrl.cli.main import COMMANDS, MODULES, main
+from tests.documented import PAGES, ROOT, Command, commands, make_scratch, python_snippets
+
+TRAINING = ("train", "sft", "dpo", "reward-model", "pretrain")
+WITH_COMMANDS = [page for page in PAGES if commands(page)]
+WITH_PYTHON = [page for page in PAGES if python_snippets(page)]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("documented") / "scratch"
+    folder.mkdir()
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        make_scratch(folder)
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.fixture
+def scratch(prepared, tmp_path, monkeypatch):
+    shutil.copytree(prepared, tmp_path / "scratch", symlinks=True)
+    monkeypatch.chdir(tmp_path / "scratch")
+    monkeypatch.syspath_prepend(str(tmp_path / "scratch"))
+    return tmp_path / "scratch"
+
+
+def run(command: Command) -> int:
+    """The exit code of a command; of `atomrl`'s in this process, which has imported torch already."""
+    words = [match for word in command.words for match in (sorted(glob.glob(word)) if "*" in word else [word])]
+    if command.is_atomrl:
+        if words[1] in TRAINING and "--resume" not in words:  # a reader has no such run yet
+            given = dict(word.split("=", 1) for word in words[3:] if "=" in word)
+            name = given.get("run_name") or yaml.safe_load(Path(words[2]).read_text(encoding="utf-8"))["run_name"]
+            shutil.rmtree(Path("runs") / name, ignore_errors=True)
+        return main(words[1:])
+    program = [sys.executable] if words[0] == "python" else [sys.executable, "-m", "pytest", "-n", "0"]
+    assert words[0] in ("python", "pytest"), f"{command.place}: cannot run {words[0]!r} here; mark it as not run"
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run([*program, *words[1:]], env=os.environ | {"PYTHONPATH": path}).returncode
+
+
+def options(command: str) -> set[str]:
+    """The options of an `atomrl` command."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--traceback")
+    importlib.import_module(f"atomrl.cli.{MODULES.get(command, command)}").add_arguments(parser)
+    found, parsers = set(), [parser]
+    for parser in parsers:
+        for action in parser._actions:
+            found |= set(action.option_strings)
+            parsers += action.choices.values() if isinstance(action, argparse._SubParsersAction) else []
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name)
+def test_commands_run_as_printed(page, scratch, capfd):
+    for command in commands(page):
+        if command.reason is None:
+            assert run(command) == 0, f"{command.place}: {command.text}\n{capfd.readouterr().err[-2000:]}"
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name)
+def test_commands_that_are_not_run_have_their_options(page):
+    for command in commands(page):
+        if command.reason is not None:
+            assert len(command.reason) > 5, f"{command.place}: no reason"
+            if command.is_atomrl:
+                subcommand = command.words[1] if len(command.words) > 1 else "--help"
+                assert subcommand in (*COMMANDS, "--help"), command
+                named = set(re.findall(r"--[a-z][a-z-]*", command.text)) - {"--help"}
+                assert not named or named <= options(subcommand), (command, named - options(subcommand))
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
+def test_python_runs_as_printed(page, scratch):
+    mask = torch.tensor([[False, True, True], [False, True, False]])
+    given = {"rewards": torch.tensor([1.0, 0.0]), "group_ids": torch.tensor([0, 0]), "mask": mask}
+    given |= {"logprobs": -mask.float(), "old_logprobs": -mask.float()}
+    for line, code in python_snippets(page):
+        exec(compile(code, f"{name(page)}:{line}", "exec"), given)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_what_is_there(command, capsys):
+    """The configs of a help are shipped, its commands exist and have their options."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    for config in re.findall(r"configs/[\w./-]+\.yaml", text):
+        assert (ROOT / config).is_file(), config
+    for other in re.findall(r"\batomrl ([a-z][a-z-]*)", text):
+        assert other in COMMANDS, other

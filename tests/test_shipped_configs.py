@@ -1,0 +1,114 @@
+"""Every shipped config passes, or is refused by, one preparation that a dry run and a run share."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from atomrl import runs
+from atomrl.cli.config_arguments import load_config
+from atomrl.cli.main import main
+from atomrl.models.loading import load_tokenizer
+from atomrl.models.scalar import load_scalar, save_scalar
+from tests.tiny import make_tiny_model
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted([*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
+MODELS = ["runs/quickstart-warm-start/model", "runs/quickstart/model", "Qwen/Qwen2.5-1.5B-Instruct"]
+"""What the configs start from."""
+REWARD_MODEL = "runs/rlhf-reward-model/model"
+TEXTS = {"char": "data/shakespeare_char", "model": "data/corpus_gpt2"}
+"""Folders of tokens, by what makes them."""
+COMMANDS = ("train", "sft", "dpo", "reward-model", "pretrain")
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    """A working directory with all that the configs name, small."""
+    folder = tmp_path_factory.mktemp("scratch")
+    for path in MODELS:
+        make_tiny_model(folder / path, "qwen2", max_position_embeddings=4096)
+    model = folder / MODELS[0]
+    save_scalar(load_scalar(str(model), dtype="float32"), load_tokenizer(model), folder / REWARD_MODEL)
+    problem, gsm8k = {"prompt": "1+1=", "ground_truth": "2"}, {"question": "1+1=", "answer": "so\n#### 2"}
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    files = {
+        "data/gsm8k/train.jsonl": gsm8k, "data/gsm8k/test.jsonl": gsm8k, "data/train.jsonl": problem,
+        "data/eval.jsonl": problem, "runs/rlhf/pairs.jsonl": pair, "runs/rlhf/held_out_pairs.jsonl": pair,
+    }  # fmt: skip
+    for name, row in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text((json.dumps(row) + "\n") * 20)
+    text = folder / "text.txt"
+    text.write_text("The sun is the east,\nand it is fair.\n" * 2000)
+    for maker, out in TEXTS.items():
+        tokenizer = str(model) if maker == "model" else maker
+        assert main(["data", "prepare", str(text), "--tokenizer", tokenizer, "--out", str(folder / out)]) == 0
+    return folder
+
+
+@pytest.fixture
+def inside(scratch, monkeypatch):
+    monkeypatch.chdir(scratch)
+    return scratch
+
+
+def given(path):
+    """The command of a config and its arguments; generators make few problems."""
+    own = [f"model.path={MODELS[0]}"] if path.stem == "stories260k-gsm8k" else []  # which has no model of its own
+    config = load_config(path, own)
+    sizes = [name for name in ("train_size", "eval_size") if getattr(config.data, name) is not None]
+    return config.kind, [str(path), *own, *(f"data.{name}=16" for name in sizes)]
+
+
+def test_there_are_configs_of_every_command():
+    assert len(CONFIGS) > 60 and {given(path)[0] for path in CONFIGS} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT).with_suffix("")))
+def test_a_dry_run_prepares_what_a_run_does(path, inside, capsys, monkeypatch):
+    """And the other commands refuse it, in a dry run as in a run, with the command to use."""
+    command, arguments = given(path)
+    prepared = []
+    monkeypatch.setattr(runs.Run, "execute", lambda self, *options: prepared.append(self) or {})
+    before = sorted(inside.rglob("*"))
+    assert main([command, *arguments, "--dry-run"]) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    assert "data    " in shown and "run     " in shown
+    assert main([command, *arguments]) == 0, capsys.readouterr().err
+    (run,) = prepared
+    assert run.identity and isinstance(run.config, runs.RunConfig)
+    other = "sft" if command == "train" else "train"
+    capsys.readouterr()
+    for more in ([], ["--dry-run"]):
+        assert main([other, *arguments, *more]) == 2
+        assert f"this config is for `atomrl {command}` and not for `atomrl {other}`" in capsys.readouterr().err
+    assert len(prepared) == 1 and sorted(inside.rglob("*")) == before, "nothing was run or written"
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "said"),
+    [
+        ("configs/quickstart.yaml", "model.path=./absent", "./absent does not exist"),
+        ("configs/quickstart.yaml", "data.train=absent.jsonl", "absent.jsonl does not exist"),
+        ("configs/quickstart.yaml", "rollout.engine=x", "unknown engine 'x'"),
+        ("configs/quickstart.yaml", "reward.functions=[{function: strictmath}]", "strict_math"),
+        ("configs/quickstart.yaml", "model.device=cuda:99", "model.device=cuda:99"),
+        ("configs/quickstart.yaml", "rollout.completions_per_prompt=1", "completions_per_prompt"),
+        ("configs/quickstart.yaml", "train.max_row_tokens=2", "max_row_tokens"),
+        ("configs/algorithms/gkd.yaml", "teacher.path=./absent", "teacher.path"),
+        ("configs/algorithms/ppo.yaml", "critic.path=./absent", "critic.path"),
+        ("configs/algorithms/dpo.yaml", "data.eval=absent.jsonl", "absent.jsonl does not exist"),
+        ("configs/rlhf/reward_model.yaml", "model.lora={rank: 2}", "model.lora"),
+        ("configs/pretrain_shakespeare_char.yaml", "pretrain.window_tokens=512", "pretrain.window_tokens=512"),
+        ("configs/quickstart_sft.yaml", "sft.gpt.max_tokens=16", "sft.gpt.max_tokens"),
+    ],
+)  # fmt: skip
+def test_a_dry_run_refuses_what_a_run_refuses(config, change, said, inside, capsys):
+    command, arguments = given(ROOT / config)
+    messages = []
+    for more in ([], ["--dry-run"]):
+        assert main([command, *arguments, change, "run_name=refused", *more]) == 2, change
+        messages.append(capsys.readouterr().err.partition("error: ")[2])
+    assert said in messages[0] and messages[0] == messages[1], messages
+    assert not (inside / "runs" / "refused").exists()
