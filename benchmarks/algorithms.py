@@ -136,7 +136,8 @@ def one_run(tree: dict[str, Any], budget: int, result_file: Path) -> None:
     """Evaluate, train, evaluate; in a process of its own."""
     from transformers import AutoModelForCausalLM
 
-    from atomrl import assembly
+    from atomrl.runs import prepare_run
+    from atomrl.runs.build import ENGINES
     from atomrl.tracking import curves
     from atomrl.tracking.run_directory import read_metrics
 
@@ -147,8 +148,8 @@ def one_run(tree: dict[str, Any], budget: int, result_file: Path) -> None:
     folder, start_path = config.run_dir.parent, str(config.model.path)
     before = accuracy_by_problem(tree, start_path, folder)
     counted = counting_engine(budget)
-    assembly.ENGINES["counted"] = counted
-    summary = assembly.train(config)
+    ENGINES["counted"] = counted
+    summary = prepare_run(config).execute()
     if counted.tokens < budget:  # somebody stopped it, or MAX_STEPS are too few
         raise RuntimeError(f"{summary['steps']} steps drew {counted.tokens} tokens, fewer than {budget}")
     after = accuracy_by_problem(tree, summary["model"], folder)

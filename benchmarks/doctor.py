@@ -20,10 +20,10 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from atomrl import assembly
-from atomrl.assembly import supervised
 from atomrl.config import build_config, merge_trees, parse_overrides, read_yaml
+from atomrl.protocols import WeightUpdate
 from atomrl.rollout.native import NativeEngine
+from atomrl.runs import prepare_run
 from atomrl.tracking.run_directory import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -60,18 +60,18 @@ def illnesses(learning_rate: float) -> dict[str, tuple[str, list[str]]]:
 @contextmanager
 def stale_engine() -> Iterator[None]:
     """The engine keeps the weights that it got first, and says that it has the new ones."""
-    load = NativeEngine.load_weights
+    load = NativeEngine.update_weights
 
-    def load_once(self: NativeEngine, weights: Any, version: int) -> None:
-        if version == 0:
-            load(self, weights, version)
-        self.version = version
+    def load_once(self: NativeEngine, update: WeightUpdate) -> None:
+        if update.version == 0:
+            load(self, update)
+        self.version = update.version
 
-    NativeEngine.load_weights = load_once  # type: ignore[method-assign]
+    NativeEngine.update_weights = load_once  # type: ignore[method-assign]
     try:
         yield
     finally:
-        NativeEngine.load_weights = load  # type: ignore[method-assign]
+        NativeEngine.update_weights = load  # type: ignore[method-assign]
 
 
 def without_stop_token(model: Path, out: Path) -> Path:
@@ -93,7 +93,7 @@ def one_run(name: str, model: Path, out: Path, overrides: list[str]) -> list[dic
     given = parse_overrides([*SMALL, f"output_dir={out}", f"run_name={folder}", f"model.path={model}", *overrides])
     config = build_config(merge_trees(read_yaml(ROOT / "configs/quickstart.yaml"), given))
     with stale_engine() if name == "engine weights stale" else nullcontext():
-        assembly.train(config)
+        prepare_run(config).execute()
     path = out / folder / "findings.jsonl"
     return read_metrics(path) if path.exists() else []
 
@@ -103,7 +103,7 @@ def warm_start(out: Path) -> Path:
     overrides = parse_overrides([f"output_dir={out}", "run_name=warm-start", "train.steps=400"])
     if not (out / "warm-start/model").exists():
         shutil.rmtree(out / "warm-start", ignore_errors=True)
-        supervised.sft(build_config(merge_trees(read_yaml(ROOT / "configs/quickstart_sft.yaml"), overrides)))
+        prepare_run(build_config(merge_trees(read_yaml(ROOT / "configs/quickstart_sft.yaml"), overrides))).execute()
     return out / "warm-start/model"
 
 

@@ -121,14 +121,13 @@ def die_on_call(owner: Any, name: str, number: int, where: Callable[..., bool] =
 
 def announce_phases(pipe: int) -> None:
     """Write a line to the pipe as each phase begins and ends."""
-    from atomrl.assembly import NativeEngine
     from atomrl.loop import sync
     from atomrl.training.local import LocalBackend
 
     def say(phase: str, what: str) -> Callable[..., None]:
         return lambda *arguments: (os.write(pipe, f"{phase} {what}\n".encode()), None)[1]
 
-    wrap(NativeEngine, "generate", say("rollout", "begins"), say("rollout", "ends"))
+    wrap(sync, "generate", say("rollout", "begins"), say("rollout", "ends"))
     wrap(LocalBackend, "train_step", say("update", "begins"), say("update", "ends"))
     wrap(sync, "save_checkpoint", say("save", "begins"), say("save", "ends"))
     collect = sync.collect
@@ -185,7 +184,7 @@ def set_trap(point: str, saves: int) -> None:
 
         wrap(run_directory.RunDirectory, "log", half_a_line)
     elif kind == "first":
-        die_on_call(run_directory.RunDirectory, "log_rollouts", 2)
+        die_on_call(run_directory.RunDirectory, "write_rows", 2, lambda run, step, rows, split: split == "train")
     elif kind == "reopen":
         die_on_call(run_directory, ["", "_write", "set_damaged_aside", "_write_json", "dump_config"][int(rest)], 1)
     elif kind == "evaluation":
@@ -351,7 +350,7 @@ def main() -> int:
 
     import torch
 
-    import atomrl.assembly  # noqa: F401 (what the forked processes need not import again)
+    import atomrl.runs  # noqa: F401 (what the forked processes need not import again)
 
     torch.set_num_threads(1)
     prepare(folder)

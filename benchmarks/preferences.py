@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.algorithms.table import PREFERENCES
-from atomrl.assembly.dpo import preferences
 from atomrl.config import build_config, merge_trees, parse_overrides, read_yaml
+from atomrl.runs import prepare_run
 
 ROOT = Path(__file__).parents[1]
 METHODS = [name for name, objective in PREFERENCES.items() if not objective.online]
@@ -46,7 +46,7 @@ def run(name: str, seed: int, out: Path, changes: dict[str, Any]) -> dict[str, A
         "tracking": {"save_rollouts": False},
     }
     config = build_config(merge_trees(merge_trees(tree, own), changes))
-    summary = preferences(config)
+    summary = prepare_run(config).execute()
     keys = ("steps", "wall_s", *(f"{key}_{when}" for key in KEYS for when in ("before", "after")))
     return {key: summary[key] for key in keys}
 

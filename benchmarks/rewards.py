@@ -67,7 +67,7 @@ def make_rewards(function: str = "boxed", workers: int = 2, **item: Any) -> Rewa
 
 def scored(rewards: Rewards, rows: list[tuple[str, str, float]]) -> Any:
     """The rows as prompts of one completion each."""
-    from atomrl.stages import Sample
+    from atomrl.types import Sample
 
     samples = {str(n): Sample(sample_id=str(n), prompt="p", ground_truth=truth) for n, (_, truth, _) in enumerate(rows)}
     return rewards(rollouts({str(n): [f"\\boxed{{{answer}}}"] for n, (answer, _, _) in enumerate(rows)}, **samples))
@@ -171,7 +171,7 @@ def audit() -> dict[str, Any]:
 
 def audited_call(name: str, texts: list[str]) -> int:
     """How many of the texts one reward scored, in a worker with the hook."""
-    from atomrl.stages import Sample
+    from atomrl.types import Sample
 
     columns = {"numbers": [9, 9], "reasoning_gym": {}}
     samples = {
@@ -189,7 +189,7 @@ def reasoning_gym_samples(count: int) -> dict[str, Any]:
     """Problems of the tasks whose own scorers evaluate answers."""
     from atomrl.data.generators import generate
     from atomrl.rewards.tasks import ARITHMETIC_TASKS, FORMULA_TASKS, LITERAL_TASKS
-    from atomrl.stages import Sample
+    from atomrl.types import Sample
 
     names = [*ARITHMETIC_TASKS, *FORMULA_TASKS, *LITERAL_TASKS]
     rows = {name: next(iter(generate(f"reasoning_gym:{name}", 1))) for name in names}

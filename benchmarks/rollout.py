@@ -104,7 +104,8 @@ Runner = Callable[[str, int], tuple[int, float]]
 
 def our_runner(make_engine: Callable[[Path], object], folders: dict[str, Path]) -> Runner:
     """An engine of ours, one for each model."""
-    from atomrl.stages import PromptBatch, Sample, SamplingParams
+    from atomrl.rollout.generate import generate
+    from atomrl.types import Prompt, Sample, SamplingParams
 
     engines = {workload: make_engine(folder) for workload, folder in folders.items()}
     settings = {
@@ -113,17 +114,15 @@ def our_runner(make_engine: Callable[[Path], object], folders: dict[str, Path]) 
     }
 
     def run(workload: str, turn: int) -> tuple[int, float]:
-        names = tuple(f"{turn}/{index}" for index in range(PROMPTS))
-        prompts = PromptBatch(
-            samples=tuple(Sample(sample_id=name, prompt="", ground_truth="") for name in names),
-            prompt_ids=names,
-            prompt_token_ids=tuple(tuple(prompt) for prompt in random_prompts(turn)),
-        )
+        prompts = [
+            Prompt(prompt_id=name, sample=Sample(sample_id=name, prompt="", ground_truth=""), token_ids=tuple(tokens))
+            for name, tokens in ((f"{turn}/{index}", row) for index, row in enumerate(random_prompts(turn)))
+        ]
         sampling = SamplingParams(completions_per_prompt=MEMBERS, seed=turn, **settings[workload])
         begin = time.perf_counter()
-        rollouts = engines[workload].generate(prompts, sampling)
+        found = generate(engines[workload], prompts, sampling)
         seconds = time.perf_counter() - begin
-        return sum(len(completion.token_ids) for group in rollouts.completions for completion in group), seconds
+        return sum(trajectory.response_tokens for trajectory in found), seconds
 
     return run
 

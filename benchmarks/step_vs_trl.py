@@ -57,14 +57,16 @@ def save_tokenizer(folder: Path) -> None:
 def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace):
     """A function that runs step n of AtomRL's loop and returns (seconds, tokens drawn, seconds by phase)."""
     from atomrl.algorithms.table import build_algorithm
-    from atomrl.assembly import build_engine, build_trainer, make_schedule
     from atomrl.config import build_config
     from atomrl.data.processor import DataProcessor
     from atomrl.data.stream import PromptStream
-    from atomrl.loop.sync import Parts, run_step
+    from atomrl.loop.sync import Parts, Progress, run_step
     from atomrl.models.loading import load_tokenizer
     from atomrl.rewards.compute import build_rewards
-    from atomrl.stages import Sample, SamplingParams
+    from atomrl.runs.build import build_engine, device_name, make_schedule
+    from atomrl.training.local import LocalBackend
+    from atomrl.types import Sample, SamplingParams
+    from atomrl.weights import InProcessTransfer
 
     lengths = {"max_completion_tokens": FIXED_TOKENS if workload == "fixed" else MAX_TOKENS}
     config = build_config(
@@ -85,21 +87,28 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
     ]
     algorithm = build_algorithm("grpo", {}, report_entropy=True)
     sampling = {"min_completion_tokens": MIN_TOKENS} if workload == "ragged" else {"ignore_eos": True}
+    engine = build_engine(str(folder), tokenizer, config.rollout, config.model)
+    trainer = LocalBackend(
+        config.model, config.train, total_updates=schedule.steps, tokenizer=tokenizer, device=device_name()
+    )
     parts = Parts(
-        engine=build_engine("native", str(folder), tokenizer, arguments.dtype, config.rollout, config.model),
-        trainer=build_trainer(config, str(folder), tokenizer, schedule, algorithm),
+        engine=engine,
+        transfer=InProcessTransfer(trainer, engine),
+        trainer=trainer,
         algorithm=algorithm,
         stream=PromptStream(samples, shuffle=False),
         processor=DataProcessor(tokenizer, config.data),
         rewards=build_rewards(config.reward),
         sampling=SamplingParams(completions_per_prompt=MEMBERS, **lengths, **sampling),
         record=type("Record", (), {"log_rollouts": staticmethod(lambda *_: None)})(),
-        evaluate=lambda version: None,
     )
+
+    progress = Progress()
+    parts.transfer(0)
 
     def step(number: int) -> tuple[float, float, dict[str, float]]:
         started = time.perf_counter()
-        metrics = run_step(parts, schedule, number)
+        metrics = run_step(parts, schedule, number, progress)
         seconds = time.perf_counter() - started
         tokens = metrics["response_length/mean"] * PROMPTS * MEMBERS
         return seconds, tokens, {key: value for key, value in metrics.items() if key.startswith("timing_s/")}

@@ -29,10 +29,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from atomrl.algorithms.grpo import GRPO
 from atomrl.config import ModelConfig, TrainConfig
 from atomrl.models.loading import compute_dtype, has_bfloat16
-from atomrl.objective import compose
 from atomrl.protocols import ModelOutputs
-from atomrl.stages import TrainingBatch, select_rows
 from atomrl.training.local import LocalBackend
+from atomrl.types import TrainingBatch, select_rows
 
 PROMPT_TOKENS, COMPLETION_TOKENS = 40, 128
 SIZES = {
@@ -40,7 +39,7 @@ SIZES = {
     "medium": ({"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 2048}, 32),
 }
 KV_HEADS = {"small": 2, "medium": 4}
-ALGORITHM = compose("grpo", GRPO)
+ALGORITHM = GRPO
 TRAIN = TrainConfig(learning_rate=1e-6, tokens_per_micro_batch=10**9)
 
 
@@ -120,11 +119,10 @@ class Ours:
         self.backend.train_step(batch, ALGORITHM)
 
     def gradients(self, batch: TrainingBatch) -> None:
-        self.backend._step = lambda: {}
-        self.backend.train_step(batch, ALGORITHM)
+        self.backend.gradients(batch, ALGORITHM)
 
     def named_gradients(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.grad for name, parameter in self.backend.policy.named_parameters()}
+        return {name: parameter.grad for name, parameter in self.backend.policy.model.named_parameters()}
 
 
 def seconds(function: Callable[[], object]) -> float:

@@ -14,8 +14,8 @@ import json
 import statistics
 from pathlib import Path
 
-from atomrl.assembly import train
 from atomrl.config import build_config, merge_trees, parse_overrides, read_yaml
+from atomrl.runs import prepare_run
 
 ROOT = Path(__file__).parents[1]
 LONGER = ["run_name=trpo-benchmark", "train.steps=200", "eval.every_steps=50"]
@@ -56,7 +56,7 @@ def main() -> None:
     if folder is None:
         tree = read_yaml(ROOT / "configs" / "algorithms" / "trpo.yaml")
         config = build_config(merge_trees(tree, parse_overrides([*LONGER, *arguments.overrides])))
-        train(config)
+        prepare_run(config).execute()
         folder = config.run_dir
     report(folder)
 
