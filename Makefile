@@ -1,8 +1,9 @@
 # `make quickstart` and `make test` do all their set-up themselves.
 PYTHON ?= python3
 BIN := .venv/bin
+CHECKED := tests/atoms tests/architecture tests/training tests/rollout tests/test_config.py
 
-.PHONY: install quickstart test lint clean
+.PHONY: install quickstart check test test-cpus coverage gpu-check wheels lint clean
 
 install: .venv/installed
 
@@ -25,8 +26,33 @@ quickstart: install
 test: .venv/installed-test
 	$(BIN)/python -m pytest -n 2
 
+# The inner loop, under a minute: equations, updates, engines and the rules of the code.
+check: lint
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(CHECKED)
+
+coverage: .venv/installed-test
+	$(BIN)/python -m pytest -n 2 --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
+
+# Tests, engines and a GRPO step at real sizes, where there is an NVIDIA GPU, in under nine minutes; `wheels` beforehand
+# for a machine that has torch and transformers but neither pydantic nor a network.
+gpu-check:
+	$(PYTHON) benchmarks/gpu_check.py
+
+wheels:
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --dest wheels --only-binary :all: \
+		--python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none --platform manylinux2014_x86_64 \
+		--platform manylinux_2_17_x86_64 -c constraints.txt pydantic pytest beartype
+
+# As on other CPUs: without and with bfloat16 instructions (emulated: slow), AVX2 alone, one core and no C++ compiler.
+test-cpus: .venv/installed-test
+	ATOMRL_TEST_BFLOAT16=0 $(BIN)/python -m pytest -n 2
+	ATOMRL_TEST_BFLOAT16=1 $(BIN)/python -m pytest -n 2
+	ATOMRL_TEST_BFLOAT16=0 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+		$(BIN)/python -m pytest -n 2
+	CXX=none taskset -c 0 $(BIN)/python -m pytest -n 0
+
 lint: .venv/installed-test
-	$(BIN)/ruff check && $(BIN)/ruff format --check
+	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
 
 clean:
 	rm -rf .venv build *.egg-info
