@@ -19,8 +19,7 @@ from torch import Tensor
 from atomrl.rollout.attention import DecodeBatch, KVCache
 from atomrl.rollout.requests import RequestState
 from atomrl.rollout.sampling import sample, sample_candidates
-from atomrl.rollout.stopping import StopRule
-from atomrl.types import FinishReason, GenerationRequest, SamplingParams
+from atomrl.types import FinishReason, GenerationRequest
 
 _PREFILL_TOKENS = 8192
 T = TypeVar("T")
@@ -45,46 +44,24 @@ class PromptGroup:
     members: int = 0
 
 
-@dataclass(eq=False)
-class BatchRow:
-    """A completion in the batch, as the host knows it."""
-
-    state: RequestState
-    rule: StopRule
-    group: PromptGroup
-    slot: int
-    member: int
-    begin: int
-    """The step at which it would have begun, had it been in the batch all the time."""
-
-
 class ContinuousBatch:
     """The completions under way, their prompts and their cache.
 
     Args:
         cache: of keys and values.
         max_rows: completions computed at once.
-        rule_of: when completions with a sampling end.
         waiting: requests that are not in the batch; it takes them from the left.
         check_every: steps between two looks at what has ended. Completions that end in between stay as they are.
     """
 
-    def __init__(
-        self,
-        cache: KVCache,
-        max_rows: int,
-        rule_of: Callable[[SamplingParams], StopRule],
-        waiting: deque[RequestState],
-        check_every: int,
-    ) -> None:
+    def __init__(self, cache: KVCache, max_rows: int, waiting: deque[RequestState], check_every: int) -> None:
         self.cache, self.model, self.device = cache, cache.model, cache.device
-        self.max_rows, self.rule_of, self.waiting, self.check_every = max_rows, rule_of, waiting, check_every
+        self.max_rows, self.waiting, self.check_every = max_rows, waiting, check_every
         self.groups: dict[str, PromptGroup] = {}
-        self.rows: list[BatchRow] = []
+        self.rows: list[RequestState] = []
         self.state = torch.zeros(9, 0, dtype=torch.int64, device=self.device)
         self.tokens = torch.zeros(0, 0, dtype=torch.int32, device=self.device)  # [slots, tokens]
         self.logprobs = torch.zeros(0, 0, device=self.device)
-        self.step = 0
 
     def add(self, request: GenerationRequest) -> None:
         """A request has come to wait."""
@@ -94,7 +71,7 @@ class ContinuousBatch:
     def remove(self, states: Sequence[RequestState]) -> None:
         """Requests have been given up; what was drawn for them is in their state."""
         gone = {id(state) for state in states}
-        self._take_out([place for place, row in enumerate(self.rows) if id(row.state) in gone])
+        self._take_out([place for place, row in enumerate(self.rows) if id(row) in gone])
         self._leave_groups(states)
 
     def take_back(self) -> None:
@@ -127,28 +104,34 @@ class ContinuousBatch:
         # Prompts are run some at a time: one alone costs nearly as much as eight.
         if not free or free < min(len(self.waiting), max(1, slots // 8)):
             return False
-        states = [self.waiting.popleft() for _ in range(free)]
-        groups = [self.groups[state.request.group_id] for state in states]
-        self._prefill(groups)
-        used = {row.slot for row in self.rows}
+        rows = [self.waiting.popleft() for _ in range(free)]
+        self._prefill([self._group(row) for row in rows])
+        used = set(self.state[_SLOT].tolist())
         free_slots = (slot for slot in count() if slot not in used)
-        rows = []
-        for state, group in zip(states, groups, strict=True):
-            state.set_version(version)
-            group.running += 1
-            if not group.free_members:
-                group.free_members.append(group.members)
-                group.members += 1
-            rule, begin = self.rule_of(state.request.sampling), self.step - len(state.token_ids)
-            rows.append(BatchRow(state, rule, group, next(free_slots), group.free_members.pop(), begin))
-        self._reserve(rows)
-        entering = torch.tensor([_column(row) for row in rows]).T.contiguous().to(self.device)
-        logits = self._first_logits(rows)
+        columns = []
+        for row in rows:
+            row.set_version(version)
+            columns.append(self._column(row, next(free_slots)))
+        entering = torch.tensor(columns).T.contiguous().to(self.device)
+        self._reserve(rows, max(column[_SLOT] for column in columns) + 1)
+        self._draw(entering, rows, _by_rule(rows), self._first_logits(rows, entering[_SLOT]))
         self.rows += rows
-        self._draw(entering, rows, logits)
         self.state = torch.cat((self.state, entering), dim=1)
         self._rows_changed()
         return True
+
+    def _group(self, row: RequestState) -> PromptGroup:
+        return self.groups[row.request.group_id]
+
+    def _column(self, row: RequestState, slot: int) -> list[int]:
+        """The row's numbers of `state`; it is then one of its group's running ones."""
+        group, request, drawn = self._group(row), row.request, row.token_ids
+        group.running += 1
+        if not group.free_members:
+            group.free_members.append(group.members)
+            group.members += 1
+        place = [slot, group.index or 0, group.free_members.pop(), len(group.prompt), len(drawn)]
+        return [*place, request.sampling.max_completion_tokens, request.seed, drawn[-1] if drawn else 0, 0]
 
     def _prefill(self, groups: Sequence[PromptGroup]) -> None:
         """Run the prompts that the cache does not have."""
@@ -173,53 +156,50 @@ class ContinuousBatch:
             for group, hidden in zip(part, self.cache.prefill([group.prompt for group in part], at), strict=True):
                 group.hidden = hidden
 
-    def _reserve(self, entering: Sequence[BatchRow]) -> None:
+    def _reserve(self, entering: Sequence[RequestState], slots: int) -> None:
         """Room for these rows in the cache and for their tokens."""
-        slots = max(row.slot for row in entering) + 1
         if 0 < self.cache.slots < slots:
             slots = max(slots, min(self.max_rows, 2 * self.cache.slots))
-        limit = max(row.state.request.sampling.max_completion_tokens for row in entering)
-        self.cache.reserve(slots, max(len(row.state.token_ids) for row in entering) + 1, limit)
-        old_slots, width = self.tokens.shape
-        if old_slots < self.cache.slots or width < limit + 1:  # one more, for what is drawn beyond the end
-            for name in ("tokens", "logprobs"):
-                old = getattr(self, name)
-                new = old.new_zeros(max(old_slots, self.cache.slots), max(width, limit + 1))
-                new[:old_slots, :width] = old
-                setattr(self, name, new)
+        limit = max(row.request.sampling.max_completion_tokens for row in entering)
+        self.cache.reserve(slots, max(len(row.token_ids) for row in entering) + 1, limit)
+        shape = (max(len(self.tokens), self.cache.slots), max(self.tokens.shape[1], limit + 1))
+        if shape != self.tokens.shape:  # one token more than the limit, for what is drawn beyond the end
+            self.tokens, self.logprobs = (_enlarged(buffer, shape) for buffer in (self.tokens, self.logprobs))
 
-    def _first_logits(self, rows: Sequence[BatchRow]) -> Tensor:
+    def _first_logits(self, rows: Sequence[RequestState], slots: Tensor) -> Tensor:
         """[N, V] for the next token of entering rows, after their prompt or after all they have, which is cached."""
-        groups = list({id(row.group): row.group for row in rows if not row.state.token_ids}.values())
-        found = [torch.stack([group.hidden for group in groups if group.hidden is not None])] if groups else []
-        places = {id(group): place for place, group in enumerate(groups)}
-        begun = sorted((row for row in rows if row.state.token_ids), key=_tokens_of)
-        for part in _parts(begun, _tokens_of):
-            drawn = [row.state.token_ids for row in part]
-            for row, tokens in zip(part, drawn, strict=True):
-                places[id(row)] = len(places)
-                self.tokens[row.slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-                self.logprobs[row.slot, : len(tokens)] = torch.tensor(row.state.logprobs)
-            whole = [(*row.group.prompt, *tokens) for row, tokens in zip(part, drawn, strict=True)]
-            slots = torch.tensor([row.slot for row in part], device=self.device)
-            found.append(self.cache.restore(whole, [len(row.group.prompt) for row in part], slots))
-        order = [places[id(row if row.state.token_ids else row.group)] for row in rows]
+        groups = {id(self._group(row)): self._group(row) for row in rows if not row.token_ids}
+        found = [torch.stack([group.hidden for group in groups.values() if group.hidden is not None])] if groups else []
+        source = {key: place for place, key in enumerate(groups)}
+        begun = sorted((place for place, row in enumerate(rows) if row.token_ids), key=lambda at: _tokens_of(rows[at]))
+        for part in _parts(begun, lambda at: _tokens_of(rows[at])):
+            at = slots[list(part)]
+            for place, slot in zip(part, at, strict=True):
+                row, source[id(rows[place])] = rows[place], len(source)
+                self.tokens[slot, : len(row.token_ids)] = torch.tensor(row.token_ids, dtype=torch.int32)
+                self.logprobs[slot, : len(row.token_ids)] = torch.tensor(row.logprobs)
+            whole = [(*rows[place].request.prompt_token_ids, *rows[place].token_ids) for place in part]
+            found.append(self.cache.restore(whole, [len(rows[place].request.prompt_token_ids) for place in part], at))
+        order = [source[id(row if row.token_ids else self._group(row))] for row in rows]
         return self.model.logits(torch.cat(found))[order]
 
     # ---- A step ----
 
     def _decode(self) -> None:
         """One more token for every row."""
-        state, self.step = self.state, self.step + 1
-        self.batch.longest = min(self.limit, self.step - self.oldest)
+        state = self.state
+        self.batch.longest = min(self.limit, self.longest)
+        self.longest += 1
         self.batch.lengths = state[_LENGTH] - 1
         self.cache.reserve(0, self.batch.longest, self.limit)
-        self._draw(state, self.rows, self.model.logits(self.cache.decode(state[_TOKEN], self.batch)))
+        logits = self.model.logits(self.cache.decode(state[_TOKEN], self.batch))
+        self._draw(state, self.rows, self.by_rule, logits)
 
-    def _draw(self, state: Tensor, rows: Sequence[BatchRow], logits: Tensor) -> None:
+    def _draw(
+        self, state: Tensor, rows: Sequence[RequestState], by_rule: Sequence[Sequence[int]], logits: Tensor
+    ) -> None:
         """Draw the next token of each row from `logits` [N, V]; rows that have ended stay as they are."""
         slots, lengths = state[_SLOT], state[_LENGTH]
-        by_rule = self.by_rule if rows is self.rows else _by_rule(rows)
         if len(by_rule) == 1:
             tokens, logprobs, stopped = self._draw_alike(rows, logits, state[_SEED], lengths)
         else:
@@ -238,7 +218,7 @@ class ContinuousBatch:
         lengths += going
 
     def _draw_alike(
-        self, rows: Sequence[BatchRow], logits: Tensor, seeds: Tensor, lengths: Tensor
+        self, rows: Sequence[RequestState], logits: Tensor, seeds: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, log-probs, and whether the token is a stop token, of rows with the same sampling."""
         rule = rows[0].rule
@@ -249,8 +229,8 @@ class ContinuousBatch:
             tokens, logprobs, candidates = sample_candidates(logits, rule.sampling, seeds, lengths, banned)
             ids, start = candidates.ids.cpu().numpy(), 0
             for row, number in zip(rows, candidates.counts.tolist(), strict=True):
-                row.state.candidate_counts.append(number)
-                row.state.candidate_ids.frombytes(ids[start : start + number].tobytes())
+                row.candidate_counts.append(number)
+                row.candidate_ids.frombytes(ids[start : start + number].tobytes())
                 start += number
         return tokens, logprobs, rule.token_ends(tokens, lengths + 1)
 
@@ -286,20 +266,20 @@ class ContinuousBatch:
         """End rows of the batch, with what was drawn for them in their state."""
         if not places:
             return []
-        slots, lengths = self.state[_SLOT][places], self.state[_LENGTH][places].tolist()
-        tokens, logprobs = (buffer[slots, : max(lengths)].cpu() for buffer in (self.tokens, self.logprobs))
-        for index, (place, length) in enumerate(zip(places, lengths, strict=True)):
-            row, state = self.rows[place], self.rows[place].state
-            row.group.running -= 1
-            row.group.free_members.append(row.member)
-            state.token_ids, state.logprobs = tokens[index, :length].tolist(), logprobs[index, :length].tolist()
-            del state.candidate_ids[sum(state.candidate_counts[:length]) :], state.candidate_counts[length:]
-        states = [self.rows[place].state for place in places]
-        staying = sorted(set(range(len(self.rows))) - set(places))
-        self.rows = [self.rows[place] for place in staying]
-        self.state = self.state[:, staying]
+        ended, rows = self.state[:, places], [self.rows[place] for place in places]
+        members, lengths = ended[_MEMBER].tolist(), ended[_LENGTH].tolist()
+        tokens, logprobs = (buffer[ended[_SLOT], : max(lengths)].tolist() for buffer in (self.tokens, self.logprobs))
+        for index, (row, member, length) in enumerate(zip(rows, members, lengths, strict=True)):
+            group = self._group(row)
+            group.running -= 1
+            group.free_members.append(member)
+            row.token_ids, row.logprobs = tokens[index][:length], logprobs[index][:length]
+            del row.candidate_ids[sum(row.candidate_counts[:length]) :], row.candidate_counts[length:]
+        gone = set(places)
+        staying = [place for place in range(len(self.rows)) if place not in gone]
+        self.rows, self.state = [self.rows[place] for place in staying], self.state[:, staying]
         self._rows_changed()
-        return states
+        return rows
 
     def _leave_groups(self, states: Sequence[RequestState]) -> None:
         for state in states:
@@ -313,17 +293,13 @@ class ContinuousBatch:
         self.by_rule = _by_rule(self.rows)
         if not self.rows:
             return
-        slots, slot_count = self.state[_SLOT], max(row.slot for row in self.rows) + 1
-        if len(self.rows) <= 0.85 * slot_count and self.cache.compact(slots):
-            slot_count = len(self.rows)
+        most = self.state.amax(dim=1).tolist()
+        if len(self.rows) <= 0.85 * (most[_SLOT] + 1) and self.cache.compact(self.state[_SLOT]):
+            most[_SLOT] = len(self.rows) - 1
             for buffer in (self.tokens, self.logprobs):
-                buffer[:slot_count] = buffer[slots]
-            self.state[_SLOT] = torch.arange(slot_count, device=self.device)
-            for slot, row in enumerate(self.rows):
-                row.slot = slot
-        self.oldest = min(row.begin for row in self.rows)
-        self.limit = max(row.state.request.sampling.max_completion_tokens for row in self.rows)
-        groups = [row.group for row in self.rows]
+                buffer[: len(self.rows)] = buffer[self.state[_SLOT]]
+            self.state[_SLOT] = torch.arange(len(self.rows), device=self.device)
+        self.longest, self.limit = most[_LENGTH], most[_LIMIT]
         self.batch = DecodeBatch(
             slots=self.state[_SLOT],
             groups=self.state[_GROUP],
@@ -331,25 +307,27 @@ class ContinuousBatch:
             prompt_lengths=self.state[_PROMPT_LENGTH],
             lengths=self.state[_LENGTH],
             longest=0,
-            longest_prompt=max(len(group.prompt) for group in groups),
-            slot_count=slot_count,
-            group_count=max(group.index or 0 for group in groups) + 1,
-            member_count=max(group.members for group in groups),
+            longest_prompt=most[_PROMPT_LENGTH],
+            slot_count=most[_SLOT] + 1,
+            group_count=most[_GROUP] + 1,
+            member_count=most[_MEMBER] + 1,
         )
 
 
-def _column(row: BatchRow) -> list[int]:
-    request, drawn = row.state.request, row.state.token_ids
-    place = [row.slot, row.group.index or 0, row.member, len(row.group.prompt)]
-    return [*place, len(drawn), request.sampling.max_completion_tokens, request.seed, drawn[-1] if drawn else 0, 0]
+def _enlarged(old: Tensor, shape: tuple[int, int]) -> Tensor:
+    new = old.new_zeros(shape)
+    new[: old.shape[0], : old.shape[1]] = old
+    return new
 
 
-def _tokens_of(row: BatchRow) -> int:
-    return len(row.group.prompt) + len(row.state.token_ids)
+def _tokens_of(row: RequestState) -> int:
+    return len(row.request.prompt_token_ids) + len(row.token_ids)
 
 
-def _by_rule(rows: Sequence[BatchRow]) -> list[list[int]]:
+def _by_rule(rows: Sequence[RequestState]) -> list[Sequence[int]]:
     """Places of the rows with each sampling."""
+    if len({id(row.rule) for row in rows}) == 1:
+        return [range(len(rows))]
     found: dict[int, list[int]] = {}
     for place, row in enumerate(rows):
         found.setdefault(id(row.rule), []).append(place)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from atomrl.protocols import WeightUpdate
 from atomrl.rollout.requests import RequestEngine, RequestState
-from atomrl.types import FinishReason, GenerationRequest
+from atomrl.rollout.stopping import StopRule
+from atomrl.types import FinishReason, SamplingParams
 
 
 class FakeEngine(RequestEngine):
@@ -39,8 +42,9 @@ class FakeEngine(RequestEngine):
         self.updates: list[tuple[list[str], int]] = []
         self.closed = False
 
-    def _check(self, request: GenerationRequest) -> None:
-        """All sampling will do."""
+    def _make_rule(self, sampling: SamplingParams) -> StopRule:
+        """All sampling will do: completions end where `complete` says."""
+        return StopRule(SamplingParams(), (), self.tokenizer, 1, torch.device("cpu"))
 
     def _advance(self) -> list[tuple[RequestState, FinishReason]]:
         finished: list[tuple[RequestState, FinishReason]] = []

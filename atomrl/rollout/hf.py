@@ -101,8 +101,8 @@ class HFEngine(RequestEngine):
 
     def _advance(self) -> list[tuple[RequestState, FinishReason]]:
         """Those that have waited longest, as many as have the same sampling and fit in a batch."""
-        rule = self.rule_of(self.waiting[0].request.sampling)
-        alike = [state for state in self.waiting if self.rule_of(state.request.sampling) is rule]
+        rule = self.waiting[0].rule
+        alike = [state for state in self.waiting if state.rule is rule]
         states = alike[: self.max_concurrent_completions]
         seeds = hashlib.blake2b(repr([state.request.seed for state in states]).encode(), digest_size=7).digest()
         device = self.model.device

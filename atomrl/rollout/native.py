@@ -51,7 +51,7 @@ class NativeEngine(RequestEngine):
         self.model, self.eos = model, eos
         kernels, check_every = model.kernels, 1 if model.device.type == "cpu" else _GPU_CHECK_EVERY
         cache = KVCache(model, rope) if kernels is None else KernelKVCache(model, rope, kernels)
-        self.batch = ContinuousBatch(cache, max_rows, self.rule_of, self.waiting, check_every)
+        self.batch = ContinuousBatch(cache, max_rows, self.waiting, check_every)
 
     @classmethod
     def from_pretrained(

@@ -19,6 +19,7 @@ class RequestState:
     """A request that an engine holds, and the tokens drawn for it so far."""
 
     request: GenerationRequest
+    rule: StopRule
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -76,10 +77,6 @@ class RequestEngine:
         """Go on until at least one of the requests held has finished; those that have."""
         raise NotImplementedError
 
-    def _check(self, request: GenerationRequest) -> None:
-        """Raise ValueError where the engine cannot draw as the request asks."""
-        self.rule_of(request.sampling)
-
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
         """When completions end; ValueError where the engine cannot draw like that."""
         raise NotImplementedError
@@ -102,6 +99,8 @@ class RequestEngine:
                 None of the requests is then taken in.
         """
         new: dict[str, RequestState] = {}
+        samplings = {id(request.sampling): request.sampling for request in requests}
+        rules = {key: self.rule_of(sampling) for key, sampling in samplings.items()}
         for request in requests:
             name, tokens, limit = request.request_id, request.prompt_token_ids, request.sampling.max_completion_tokens
             if name in self.held or name in new:
@@ -114,8 +113,7 @@ class RequestEngine:
                     f"passes the model's context of {self.max_positions}; lower max_completion_tokens or drop longer "
                     "prompts"
                 )
-            self._check(request)
-            new[name] = RequestState(request)
+            new[name] = RequestState(request, rules[id(request.sampling)])
         self.held.update(new)
         self.waiting.extend(new.values())
 
