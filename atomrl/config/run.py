@@ -15,15 +15,20 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.table import objective_of
 from atomrl.config.base import ConfigError, Section
-from atomrl.config.kinds import CriticConfig, PreferenceConfig, PretrainConfig, SftConfig, TeacherConfig
 from atomrl.config.names import FOREIGN, suggestion
 from atomrl.config.schema import (
     CheckpointConfig,
+    CriticConfig,
     DataConfig,
     EvalConfig,
+    GptConfig,
     ModelConfig,
+    PreferenceConfig,
+    PretrainConfig,
     RewardConfig,
     RolloutConfig,
+    SftConfig,
+    TeacherConfig,
     TrackingConfig,
     TrainConfig,
 )
@@ -89,8 +94,7 @@ class RunConfig(Section):
             )
         if len(kinds) > 1:
             raise ValueError(f"{' and '.join(kinds)} are {len(kinds)} kinds of run; give one")
-        supervised = self.sft or self.pretrain
-        if (self.model.path is None) == (supervised is None or supervised.gpt is None):
+        if (self.model.path is None) == (self.gpt is None):
             raise ValueError(
                 "model.path: is required (a folder or a hub name)"
                 if self.model.path is None
@@ -101,6 +105,12 @@ class RunConfig(Section):
         if rollout.min_completion_tokens > (self.eval.max_completion_tokens or rollout.max_completion_tokens):
             raise ValueError("rollout.min_completion_tokens holds in evaluation too: over eval.max_completion_tokens")
         return self
+
+    @property
+    def gpt(self) -> GptConfig | None:
+        """The shape of the model with fresh weights that training starts from, in place of `model.path`."""
+        supervised = self.sft or self.pretrain
+        return supervised.gpt if supervised else None
 
     @property
     def kind(self) -> Kind:

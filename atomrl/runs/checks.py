@@ -9,12 +9,7 @@ from atomrl.models.loading import load_tokenizer, model_config_only, resolve_fol
 from atomrl.models.scalar import is_classifier
 from atomrl.models.spec import unsupported
 from atomrl.protocols import Algorithm
-from atomrl.runs.build import engine_class
-
-
-def needs_teacher(algorithm: Algorithm) -> bool:
-    """Whether an algorithm looks at a teacher."""
-    return any(name.startswith("teacher") for name in algorithm.needs | algorithm.outputs)
+from atomrl.runs.build import engine_class, needs_teacher
 
 
 def check_teacher(config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any) -> None:

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from atomrl.config import RunConfig
 from atomrl.data.checks import repetitions
 from atomrl.data.processor import DataProcessor
-from atomrl.loop.sync import Schedule
 from atomrl.models.memory import memory_estimate
 from atomrl.protocols import Algorithm
-from atomrl.runs.build import device_name
-from atomrl.runs.checks import needs_teacher
+from atomrl.runs.build import device_name, needs_teacher
 from atomrl.types import Sample
 
 
@@ -28,8 +26,8 @@ def describe_samples(name: str, samples: Sequence[Sample], processor: DataProces
     ]
 
 
-def batch_arithmetic(config: RunConfig, problems: int | None = None) -> list[str]:
-    """Prompts x completions -> rows -> optimizer steps -> micro-batches, and (of known data) passes over it.
+def batch_arithmetic(config: RunConfig, problems: int) -> list[str]:
+    """Prompts x completions -> rows -> optimizer steps -> micro-batches, and passes over the data.
 
     Example:
         >>> from atomrl.config import build_config
@@ -51,7 +49,6 @@ def batch_arithmetic(config: RunConfig, problems: int | None = None) -> list[str
     fitting = max(1, tokens // row_tokens)
     micro_rows = min(update_rows, fitting, train.rows_per_micro_batch or update_rows)
     prompts = train.steps * rollout.prompts_per_step
-    passes = f" = {prompts / problems:.2f} passes over {problems} problems" if problems else ""
     return [
         f"a step: {rollout.prompts_per_step} prompts x {rollout.completions_per_prompt} completions = {rows} rows, "
         f"each of at most {row_tokens} tokens",
@@ -59,18 +56,9 @@ def batch_arithmetic(config: RunConfig, problems: int | None = None) -> list[str
         f"= {updates}",
         f"forward passes in an optimizer step: at most {math.ceil(update_rows / micro_rows)}, "
         f"of at most {micro_rows} rows ({tokens} tokens)",
-        f"the run: {train.steps} steps x {rollout.prompts_per_step} prompts = {prompts} prompts{passes}; "
-        f"{train.steps * updates} optimizer steps",
+        f"the run: {train.steps} steps x {rollout.prompts_per_step} prompts = {prompts} prompts = "
+        f"{prompts / problems:.2f} passes over {problems} problems; {train.steps * updates} optimizer steps",
     ]
-
-
-def given_data_arithmetic(what: str, schedule: Schedule, items: int) -> str:
-    """Of a run on data that are given: how much a step takes, and passes over the data."""
-    drawn = schedule.steps * schedule.prompts_per_step
-    return (
-        f"a step: {schedule.prompts_per_step} {what} in one optimizer step; the run: {schedule.steps} steps = "
-        f"{drawn / max(1, items):.2f} passes over {items}"
-    )
 
 
 def longest_row(config: RunConfig) -> int:

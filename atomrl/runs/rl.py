@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.config import RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
-from atomrl.loop.evaluate import EvalResult, evaluate
+from atomrl.loop.evaluate import evaluate
 from atomrl.loop.preflight import check_group_size, check_row_limit
 from atomrl.loop.recovery import identity
-from atomrl.loop.sync import Parts, Progress, run_step
-from atomrl.models.loading import load_tokenizer, resolve_folder
-from atomrl.protocols import RewardFunction, TrainingBackend
+from atomrl.loop.sync import Parts, run_step
+from atomrl.models.loading import resolve_folder
+from atomrl.protocols import RewardFunction
 from atomrl.rewards.compute import build_rewards
-from atomrl.runs.base import Run, Steps
+from atomrl.runs.base import Evaluation, Run
 from atomrl.runs.build import (
     build_engine,
     device_name,
     eval_sampling,
     load_split,
-    make_schedule,
     model_path,
+    policy_tokenizer,
     prompt_limit,
+    scheduled,
     train_sampling,
-    with_steps,
 )
 from atomrl.runs.checks import check_critic, check_engine, check_teacher
-from atomrl.runs.describe import batch_arithmetic, describe_samples, memory
-from atomrl.tracking.recorder import Recorder
+from atomrl.runs.describe import batch_arithmetic, describe_samples
 from atomrl.tracking.resume import model_identity
-from atomrl.tracking.run_directory import RunDirectory
 from atomrl.weights import InProcessTransfer
 
 
@@ -58,7 +56,7 @@ class RLRun(Run):
             device=device_name(model.device),
             trust_remote_code=model.trust_remote_code,
         )
-        self.tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.trust_remote_code, path)
+        self.tokenizer = policy_tokenizer(config)
         check_teacher(config, self.algorithm, path, self.tokenizer)
         check_engine(config, path)
         check_critic(config, self.algorithm, path, self.tokenizer)
@@ -67,8 +65,7 @@ class RLRun(Run):
         samples = load_split(config, self.processor, "train")
         self.stream = PromptStream(samples, seed=config.seed, shuffle=config.data.shuffle)
         self.rewards.check_sources([*samples, *self.held_out])
-        self.config = with_steps(config, len(samples), config.rollout.prompts_per_step)
-        self.schedule = make_schedule(self.config)
+        self.config, self.schedule = scheduled(config, len(samples))
         check_row_limit([len(ids) for ids in self.processor.token_ids(samples)], config.train.max_row_tokens)
         check_group_size(self.algorithm, config.rollout.completions_per_prompt)
         self.temperature = config.rollout.temperature or 1.0
@@ -82,54 +79,41 @@ class RLRun(Run):
         judges = {f"model ({path})": model_identity(resolve_folder(path)) for path in paths}
         return identity(self.stream, self.processor, self.path) | judges
 
-    def describe(self) -> Sequence[tuple[str, Sequence[str]]]:
+    def describe_data(self) -> Sequence[str]:
         held_out = describe_samples("eval", self.held_out, self.processor) if self.held_out else ["eval: none"]
-        return [
-            ("data", [*describe_samples("train", self.stream.samples, self.processor), *held_out]),
-            ("batch", batch_arithmetic(self.config, len(self.stream.samples))),
-            ("memory", memory(self.config, self.algorithm)),
-        ]
+        return [*describe_samples("train", self.stream.samples, self.processor), *held_out]
 
-    def starting_model(self, directory: RunDirectory) -> str:
-        return self.path
+    def describe_batch(self) -> Sequence[str]:
+        return batch_arithmetic(self.config, len(self.stream.samples))
 
-    @contextmanager
-    def open(self, trainer: TrainingBackend, record: Recorder, progress: Progress) -> Iterator[Steps]:
+    def open(self, stack: ExitStack) -> None:
         config = self.config
-        with ExitStack() as stack:
-            stack.callback(self.rewards.close)
-            engine = build_engine(self.path, self.tokenizer, config.rollout, config.model)
-            stack.callback(engine.close)
-            transfer = InProcessTransfer(trainer, engine)
-            parts = Parts(
-                engine=engine,
-                transfer=transfer,
-                trainer=trainer,
-                algorithm=self.algorithm,
-                stream=self.stream,
-                processor=self.processor,
-                rewards=self.rewards,
-                sampling=train_sampling(config),
-                record=record,
-            )
-            self.stream.position = progress.position
-            if engine.version != progress.step:
-                transfer(progress.step)
+        stack.callback(self.rewards.close)
+        self.engine = build_engine(self.path, self.tokenizer, config.rollout, config.model)
+        stack.callback(self.engine.close)
+        self.parts = Parts(
+            engine=self.engine,
+            transfer=InProcessTransfer(self.trainer, self.engine),
+            trainer=self.trainer,
+            algorithm=self.algorithm,
+            stream=self.stream,
+            processor=self.processor,
+            rewards=self.rewards,
+            sampling=train_sampling(config),
+            record=self.record,
+        )
+        self.stream.position = self.progress.position
+        if self.engine.version != self.progress.step:
+            self.parts.transfer(self.progress.step)
 
-            def step(number: int) -> dict[str, float]:
-                metrics = run_step(parts, self.schedule, number, progress)
-                progress.position = self.stream.position
-                return metrics
+    def step(self, number: int) -> dict[str, float]:
+        metrics = run_step(self.parts, self.schedule, number, self.progress)
+        self.progress.position = self.stream.position
+        return metrics
 
-            def evaluate_now(number: int) -> None:
-                if self.held_out:
-                    result = evaluate(engine, self.held_out, self.processor, self.rewards, eval_sampling(config))
-                    record.log_evaluation(number, result.metrics(), result.rows)
-                    progress.evaluations[str(number)] = headline(result)
-
-            yield Steps(step, evaluate_now)
-
-
-def headline(result: EvalResult) -> dict[str, float]:
-    """The figures of an evaluation that a summary shows."""
-    return {name: result.overall[name].mean for name in ("accuracy", "format", "reasoning_tokens")}
+    def evaluate(self) -> Evaluation | None:
+        if not self.held_out:
+            return None
+        found = evaluate(self.engine, self.held_out, self.processor, self.rewards, eval_sampling(self.config))
+        headline = {name: found.overall[name].mean for name in ("accuracy", "format", "reasoning_tokens")}
+        return Evaluation(found.metrics(), headline, found.rows)
