@@ -9,6 +9,7 @@ Exit code 1 where the doctor finds something.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ EXTRAS = {
 }
 """Optional packages and what needs them."""
 CORE = ("torch", "transformers", "tokenizers", "safetensors", "pydantic", "pyyaml", "rich", "jaxtyping", "numpy")
-CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "neon", "asimd", "bf16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,9 +120,8 @@ def hardware() -> Iterator[tuple[str, str]]:
     from atomrl.tracking.environment import describe_environment
 
     machine = describe_environment()
-    flags = cpu_flags()
     yield "cpu", f"{machine['cpu']}, {machine['cpus']} cores, torch uses {torch.get_num_threads()} threads"
-    yield "instructions", ", ".join(flag for flag in CPU_FLAGS if flag in flags) or "none known"
+    yield "instructions", torch.backends.cpu.get_cpu_capability()
     yield "memory", f"{machine['memory_gib']} GiB, {available_gib():.1f} GiB available"
     unused = Path("/proc/driver/nvidia/version").exists()
     none = f"one is here, but torch {torch.__version__} cannot use it: install a CUDA build" if unused else "none"
@@ -130,21 +129,11 @@ def hardware() -> Iterator[tuple[str, str]]:
     yield "disk", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB free here"
 
 
-def cpu_flags() -> set[str]:
-    """The CPU's instruction sets, as Linux names them; empty elsewhere."""
-    path = Path("/proc/cpuinfo")
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    lines = [line.partition(":")[2] for line in text.splitlines() if line.startswith(("flags", "Features"))]
-    return set(lines[0].split()) if lines else set()
-
-
 def available_gib() -> float:
     """Memory that a new process could take; NaN where the system does not say."""
     path = Path("/proc/meminfo")
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) / 2**20
-    return float("nan")
+    found = re.search(r"MemAvailable:\s+(\d+)", path.read_text(encoding="utf-8")) if path.is_file() else None
+    return int(found[1]) / 2**20 if found else float("nan")
 
 
 def used(gpu: bool) -> Iterator[tuple[str, str]]:

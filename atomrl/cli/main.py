@@ -66,9 +66,8 @@ def run_command(name: str, arguments: list[str]) -> int:
     show_traceback = "--traceback" in arguments
     try:
         command = importlib.import_module(f"atomrl.cli.{MODULES.get(name, name)}")
-        description = getattr(command, "DESCRIPTIONS", {}).get(name) or command.__doc__
         parser = argparse.ArgumentParser(
-            prog=f"atomrl {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+            prog=f"atomrl {name}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         parser.set_defaults(command=name)
         parser.add_argument("--traceback", action="store_true", help="show where an error comes from")

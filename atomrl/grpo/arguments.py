@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,30 +23,19 @@ TABLE = {
     "num_iterations": "train.epochs_per_step",
     "temperature": "rollout.temperature",
     "seed": "seed",
+    "epoch": "train.total_epochs",
 }
 """Arguments that move into the config as they are. `to_tree` and the trainer see to the others."""
 
-OTHERS = {
-    **{key: name for name, key in TABLE.items()},
+NAMES = {key: name for name, key in TABLE.items()} | {
     "algorithm.clip.low": "clip_eps",
     "algorithm.loss_agg.type": "loss_type",
     "model.lora.rank": "GRPOTrainer(peft_config=...)",
     "rollout.prompts_per_step": "batch_size (prompts; TRL counts completions)",
     "train.rows_per_micro_batch": "batch_size (prompts; TRL counts completions)",
     "train.steps": "max_steps",
-    "train.total_epochs": "epoch",
 }
-"""What each key of a config is here: with `FOREIGN`, the answer to another library's name for it."""
-
-ELSEWHERE = {
-    "learning_rate": "lr",
-    "max_length": "max_generate_length",
-    "use_peft": "GRPOTrainer(peft_config=...)",
-    "scale_reward": "scale_rewards",
-    "norm_adv_by_std_in_grpo": "scale_rewards",
-    "mu": "num_iterations",
-}
-"""Names of other libraries that a config has no key for."""
+"""What a key of a config is called here."""
 
 LOSS_TYPES = {"dapo": "token_mean", "bnpo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant_length"}
 """TRL's names of loss aggregations. `bnpo` is a mean over a micro-batch there; no loss here depends on their size."""
@@ -115,27 +103,25 @@ class GRPOArgs(BaseModel):
     """Whether advantages are divided by the standard deviation of the group; Dr. GRPO does not."""
 
     def __init__(self, **values: Any) -> None:
-        for name in values:
-            _check_name(name)
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise _problem(error) from None
+        super().__init__()
+        for name, value in values.items():
+            setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _check_name(name)
+        known = list(type(self).model_fields)
+        if name not in known:
+            key = FOREIGN.get(name, ("",))[0] or next((key for key in NAMES if key.endswith(f".{name}")), "")
+            near = [NAMES[key]] if key in NAMES else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise AttributeError(f"GRPOArgs has no argument {name!r}; {hint}")
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
-            raise _problem(error) from None
-
-    @property
-    def prompts_per_step(self) -> int:
-        """Prompts of an optimizer step."""
-        return self.batch_size * self.gradient_accumulation_steps
+            lines = [f"GRPOArgs.{name}: {item['msg']} (got {item['input']!r})" for item in error.errors()]
+            raise ConfigError("\n".join(lines)) from None
 
     def to_tree(self) -> dict[str, Any]:
-        """The arguments as a part of a config's tree; `epoch`, `output_dir` and rewards need more than arguments.
+        """The arguments as a part of a config's tree; `output_dir` and rewards need more than arguments.
 
         Example:
             >>> GRPOArgs(clip_eps=0.3).to_tree()["algorithm"]["clip"]
@@ -143,7 +129,7 @@ class GRPOArgs(BaseModel):
         """
         rows = self.batch_size * self.num_generations
         values = {key: getattr(self, name) for name, key in TABLE.items()} | {
-            "rollout.prompts_per_step": self.prompts_per_step,
+            "rollout.prompts_per_step": self.batch_size * self.gradient_accumulation_steps,
             "algorithm.name": "grpo",
             "algorithm.clip": {"low": self.clip_eps, "high": self.clip_eps},
             "algorithm.loss_agg.type": LOSS_TYPES[self.loss_type],
@@ -152,37 +138,6 @@ class GRPOArgs(BaseModel):
             "train.rows_per_micro_batch": rows,
             "train.tokens_per_micro_batch": rows * (self.max_prompt_length + self.max_generate_length),
         }
+        if self.max_steps > 0:
+            values |= {"train.steps": self.max_steps, "train.total_epochs": None}
         return functools.reduce(merge_trees, (nest(key, value) for key, value in values.items()))
-
-
-def name_arguments(message: str) -> str:
-    """A message about a config with the names of the arguments in place of the config's keys.
-
-    Example:
-        >>> name_arguments("rollout.max_completion_tokens=256 leaves no room")
-        'max_generate_length=256 leaves no room'
-    """
-    for name, key in TABLE.items():
-        section, _, leaf = key.rpartition(".")
-        if name == leaf and not section:
-            continue
-        prefix = rf"(?:{re.escape(section)}\.)" + ("" if leaf in ("coefficient", "device", "temperature") else "?")
-        message = re.sub(rf"(?<![\w.]){prefix}{leaf}\b", name, message)
-    return message
-
-
-def _check_name(name: str) -> None:
-    known = list(GRPOArgs.model_fields)
-    if name not in known:
-        meant = ELSEWHERE.get(name) or OTHERS.get(FOREIGN.get(name, ("", ""))[0])
-        near = [meant] if meant else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-        raise AttributeError(f"GRPOArgs has no argument {name!r}; {hint}")
-
-
-def _problem(error: ValidationError) -> ConfigError:
-    lines = []
-    for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"])
-        lines.append(f"GRPOArgs.{name}: {item['msg']} (got {item['input']!r})")
-    return ConfigError("\n".join(lines))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError, DataConfig
-from atomrl.data.files import RawRow, write_jsonl
+from atomrl.data.files import RawRow
 from atomrl.data.generators import generate, is_generator
 from atomrl.data.problems import DataError, problem_list
 from atomrl.data.sources import problem_reader, read_source, to_samples
@@ -96,21 +96,6 @@ def _not_json(row: Mapping[str, Any]) -> str | None:
     except (TypeError, ValueError) as error:
         return f"a value that JSON has no form for: {error}"
     return None
-
-
-def write_rows(rows: DatasetRows, path: Path, resume: bool) -> str:
-    """Write a run's problems into its folder; on a resume, check that they are the same.
-
-    Raises:
-        ConfigError: they are others.
-    """
-    if resume:
-        kept = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        if kept != [json.dumps(row, ensure_ascii=False) for row in rows]:
-            raise ConfigError(f"the run was started with other problems than it is resumed with ({path})")
-    else:
-        write_jsonl(rows, path)
-    return str(path)
 
 
 def reward_items(functions: Any, weights: Sequence[float] | None) -> tuple[list[dict[str, Any]], dict[str, AnyReward]]:

@@ -58,10 +58,12 @@ def prompt_limit(config: RunConfig, path: str) -> int:
         ConfigError: it leaves nothing.
     """
     context = context_tokens(path, config)
-    completion = max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0)
+    limits = {"rollout": config.rollout.max_completion_tokens, "eval": config.eval.max_completion_tokens or 0}
+    section, completion = max(limits.items(), key=lambda item: item[1])
     if context is not None and context <= completion:
         raise ConfigError(
-            f"max_completion_tokens={completion} leaves no room for a prompt in the context of {path}, {context} tokens"
+            f"{section}.max_completion_tokens={completion} leaves no room for a prompt in the context of {path}, "
+            f"{context} tokens"
         )
     limit = config.data.max_prompt_tokens
     return limit if context is None else min(limit, context - completion)
