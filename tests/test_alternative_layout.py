@@ -74,7 +74,7 @@ def load(tree):
 
 
 def value_at(config, key):
-    value = config.model_dump()
+    value = config.to_tree()
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value

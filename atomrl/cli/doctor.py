@@ -69,18 +69,8 @@ def is_row(row: Any) -> bool:
 
 def examine_machine() -> int:
     """Print what is installed, the hardware and what will be used; environment variables are never printed."""
-    try:
-        import torch
-        import transformers  # noqa: F401
-    except ImportError as error:
-        print(f"broken: {error}; install with: pip install atomrl")
-        return FOUND
     broken = 0
-    for title, lines in (
-        ("installed", installed()),
-        ("hardware", hardware()),
-        ("will be used", used(torch.cuda.is_available())),
-    ):
+    for title, lines in (("installed", installed()), ("hardware", hardware()), ("will be used", used())):
         for index, (name, text) in enumerate(lines):
             print(f"{title if index == 0 else '':<14}{name:<16}{text}")
             broken += text.startswith("broken")
@@ -136,19 +126,20 @@ def available_gib() -> float:
     return int(found[1]) / 2**20 if found else float("nan")
 
 
-def used(gpu: bool) -> Iterator[tuple[str, str]]:
+def used() -> Iterator[tuple[str, str]]:
     """Device, dtype, engines and kernels of a run with the default config, each with the reason."""
     from atomrl.models.loading import compute_dtype
     from atomrl.rollout.kernel import load_kernels
+    from atomrl.runs.build import device_name
 
-    device = "cuda" if gpu else "cpu"
+    device = device_name()
     dtype = str(compute_dtype("auto", device)).removeprefix("torch.")
     has = "has" if dtype == "bfloat16" else "has no"
     yield "device", device
     yield "dtype", f"{dtype} (model.dtype=auto: this {device} {has} bfloat16 instructions)"
     yield "engine", "native for Llama, Qwen2 and Qwen3, hf for other models (rollout.engine)"
     yield "trainer", "one process, AdamW on float32 weights"
-    if gpu:
+    if device == "cuda":
         yield "kernels", "torch's (the C++ kernels are for CPUs)"
     elif load_kernels() is not None:
         yield "kernels", "the C++ kernels: they compile here"

@@ -95,17 +95,10 @@ def fail(message: str) -> int:
 
 def overview() -> str:
     """The help of `atomrl` itself."""
-    lines = [f"  {name:<12} {text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        [
-            "AtomRL: reinforcement learning for language models.",
-            "",
-            "usage: atomrl COMMAND ...",
-            "",
-            *lines,
-            "",
-            "atomrl COMMAND --help tells more; atomrl --version.",
-        ]
+    commands = "\n".join(f"  {name:<12} {text}" for name, text in COMMANDS.items())
+    return (
+        f"AtomRL: reinforcement learning for language models.\n\nusage: atomrl COMMAND ...\n\n{commands}\n\n"
+        "atomrl COMMAND --help tells more; atomrl --version."
     )
 
 

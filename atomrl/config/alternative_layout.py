@@ -1,73 +1,27 @@
 """The six-section config layout, translated once into a tree for `build_config`.
 
 The sections are `model_config`, `generation_config`, `advantage_config`, `train_config`, `loss_config` and
-`wandb_config`. `TABLE` says for each key what it becomes; `docs/config.md` has it in words. A key that is absent or
-null keeps AtomRL's own default.
+`wandb_config`. `six_sections.yaml` says for each key what it becomes; `docs/config.md` has it in words. A key that is
+absent or null keeps AtomRL's own default.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atomrl.config.base import ConfigError
-from atomrl.config.files import merge_trees, nest
+from atomrl.config.files import merge_trees, nest, read_yaml
 from atomrl.config.names import nearest_key, renamed
 from atomrl.config.run import build_config
 from atomrl.config.schema import RolloutConfig
 
-TABLE = {
-    "model_config.model_name_or_path": "model.path",
-    "model_config.dtype": "model.dtype",
-    "model_config.use_lora": None,
-    "model_config.lora_rank": "model.lora.rank",
-    "model_config.lora_alpha": "model.lora.alpha",
-    "model_config.lora_dropout": "model.lora.dropout",
-    "model_config.lora_target_modules": "model.lora.target_modules",
-    "model_config.model_num_gpus": None,
-    "model_config.rollout_num_gpus": None,
-    "model_config.gpu_memory_utilization": None,
-    "generation_config.group_size": "rollout.completions_per_prompt",
-    "generation_config.temperature": "rollout.temperature",
-    "generation_config.top_p": "rollout.top_p",
-    "generation_config.min_tokens": "rollout.min_completion_tokens",
-    "generation_config.max_tokens": "rollout.max_completion_tokens",
-    "generation_config.stop_tokens": None,
-    "advantage_config.mode": "algorithm.advantage.type",
-    "advantage_config.advantage_eps": "algorithm.advantage.eps",
-    "train_config.n_grpo_steps": "train.steps",
-    "train_config.train_dataset": "data.train",
-    "train_config.eval_dataset": "data.eval",
-    "train_config.truncate_max_length": "train.max_row_tokens",
-    "train_config.learning_rate": "train.learning_rate",
-    "train_config.rollout_batch_size": None,
-    "train_config.epochs_per_rollout_batch": "train.epochs_per_step",
-    "train_config.train_batch_size": "train.rows_per_update",
-    "train_config.micro_train_batch_size": "train.rows_per_micro_batch",
-    "train_config.adam_beta1": "train.adam_beta1",
-    "train_config.adam_beta2": "train.adam_beta2",
-    "train_config.gradient_checkpoint": "model.gradient_checkpointing",
-    "train_config.max_grad_norm": "train.max_grad_norm",
-    "train_config.lr_scheduler_type": "train.schedule",
-    "train_config.warmup_ratio": "train.warmup_ratio",
-    "train_config.min_lr_ratio": "train.min_lr_ratio",
-    "train_config.return_token_entropy": "train.report_entropy",
-    "loss_config.loss_level": None,
-    "loss_config.clip_range_left": "algorithm.clip.low",
-    "loss_config.clip_range_right": "algorithm.clip.high",
-    "wandb_config.enabled": None,
-    "wandb_config.project": "tracking.wandb_project",
-    "wandb_config.entity": "tracking.wandb_entity",
-    "wandb_config.run_name": "run_name",
-    "wandb_config.tags": "tracking.wandb_tags",
-    "wandb_config.log_interval": "tracking.log_every_steps",
-    "wandb_config.eval_interval": "eval.every_steps",
-    "wandb_config.save_interval": "checkpoint.every_steps",
-}
+SECTIONS: dict[str, dict[str, str | None]] = read_yaml(Path(__file__).with_name("six_sections.yaml"))
+TABLE = {f"{section}.{name}": target for section, keys in SECTIONS.items() for name, target in keys.items()}
 """Key -> the one that takes its value as it is; None: see `_Worked`."""
-SECTIONS = tuple(dict.fromkeys(key.partition(".")[0] for key in TABLE))
 PLACEMENT = ("model_num_gpus", "rollout_num_gpus", "gpu_memory_utilization")
 
 

@@ -5,64 +5,23 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 
-NAMES = {
-    "rollout.completions_per_prompt": "n group_size num_generations n_samples_per_prompt rollout_n",
-    "rollout.prompts_per_step (prompts in a step)": "train_batch_size gen_batch_size",
-    "rollout.prompts_per_step (prompts in a step; OpenRLHF counts prompts as well)": "rollout_batch_size",
-    "rollout.max_completion_tokens": "max_response_length max_completion_length generate_max_len max_new_tokens "
-    "max_tokens response_length",
-    "train.rows_per_update (completions in an optimizer step; verl counts prompts)": "ppo_mini_batch_size "
-    "mini_batch_size",
-    "train.rows_per_update (completions in an optimizer step)": "gradient_accumulation_steps",
-    "train.rows_per_micro_batch (completions in a forward pass)": "per_device_train_batch_size batch_size "
-    "micro_train_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu micro_batch_size",
-    "train.tokens_per_micro_batch (padded tokens in a forward pass)": "ppo_max_token_len_per_gpu",
-    "train.epochs_per_step (passes over a step)": "ppo_epochs num_iterations max_epochs",
-    "train.total_epochs (passes over the data)": "total_epochs num_train_epochs num_episodes epochs",
-    "train.steps": "max_steps total_training_steps n_steps",
-    "train.learning_rate": "lr actor_lr actor_learning_rate",
-    "train.schedule": "lr_scheduler_type lr_scheduler lr_warmup_style",
-    "train.warmup_ratio (a share of all updates)": "lr_warmup_steps_ratio lr_warmup_ratio",
-    "train.max_grad_norm": "grad_clip max_norm",
-    "critic.learning_rate": "critic_lr critic_learning_rate",
-    "algorithm.name": "adv_estimator advantage_estimator",
-    "algorithm.kl.coefficient": "kl_coef kl_loss_coef init_kl_coef kl_coefficient",
-    "algorithm.kl.coefficient (in DPO and its family algorithm.loss.beta)": "beta",
-    "algorithm.clip.low (and algorithm.clip.high)": "clip_ratio epsilon cliprange clip_range eps_clip clip_eps "
-    "clip_ratio_low",
-    "algorithm.clip.high": "clip_ratio_high epsilon_high eps_clip_high",
-    "algorithm.loss_agg.type": "loss_agg_mode loss_type loss_level",
-    "algorithm.rollout_is": "rollout_is tis",
-    "data.max_prompt_tokens": "max_prompt_length prompt_max_len",
-    "data.train": "train_files train_dataset dataset_name prompt_data",
-    "data.eval": "val_files eval_dataset test_files",
-    "model.path": "model_name_or_path model_path base_model",
-    "model.dtype (auto, float32 or bfloat16)": "bf16 fp16 torch_dtype precision",
-    "model.lora.rank": "lora_rank lora_r r",
-    "model.lora.alpha": "lora_alpha",
-    "reward.functions": "reward_funcs custom_reward_function reward_function",
-    "checkpoint.every_steps": "save_steps save_freq",
-    "checkpoint.keep": "save_total_limit max_ckpt_num",
-    "eval.every_steps": "eval_steps test_freq",
-    "tracking.log_every_steps": "logging_steps",
-    "tracking.sinks (tensorboard, wandb)": "report_to logger",
-    "tracking.wandb_project": "project_name",
-    "output_dir": "default_local_dir ckpt_path save_path",
-    "run_name": "experiment_name exp_name",
-}
-"""A key, and what it counts where that is not plain -> its names in TRL, verl and OpenRLHF."""
-
-FOREIGN = {
-    name: (key.partition(" ")[0], key.partition(" ")[2]) for key, names in NAMES.items() for name in names.split()
-}
-"""Each of these names -> the key, and what it counts."""
+import yaml
 
 FOREIGN_SECTIONS = {
     "actor_rollout_ref": "verl's section: its parts are model, rollout and train here",
     "trainer": "verl's section: its parts are train, eval, checkpoint and tracking here",
     "custom_reward_function": "verl's section: name the function in reward.functions",
 }
+
+
+@cache
+def foreign_names() -> dict[str, tuple[str, str]]:
+    """A name in TRL, verl or OpenRLHF -> the key here, and what it counts where that is not plain."""
+    table = yaml.safe_load(Path(__file__).with_name("foreign_names.yaml").read_text(encoding="utf-8"))
+    return {name: key.partition(" ")[::2] for key, names in table.items() for name in names}
 
 
 def suggestion(path: Sequence[str], keys: Sequence[str]) -> str | None:
@@ -80,8 +39,8 @@ def suggestion(path: Sequence[str], keys: Sequence[str]) -> str | None:
     """
     if path[-1] in FOREIGN_SECTIONS and len(path) == 1:
         return FOREIGN_SECTIONS[path[-1]]
-    if path[-1] in FOREIGN:
-        key, unit = FOREIGN[path[-1]]
+    if path[-1] in foreign_names():
+        key, unit = foreign_names()[path[-1]]
         return f"did you mean {key!r}{f' {unit}' if unit else ''}?"
     near = nearest_key(path, keys)
     return None if near is None else f"did you mean {near!r}?"

@@ -85,8 +85,8 @@ class RolloutConfig(Section):
     top_k: int = Field(0, ge=0)
     min_completion_tokens: int = Field(0, ge=0)
     max_completion_tokens: int = Field(256, ge=1)
-    stop: list[str] = []
-    stop_token_ids: list[int] = []
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     logprobs_over: Literal["vocabulary", "kept"] = "vocabulary"
     """`kept`: all log-probs, of the engine and of the trainer, are over the tokens that top-p and top-k kept, as they
     were sampled. Needs the native engine, and `K` numbers for each token, of the largest number of kept ones."""

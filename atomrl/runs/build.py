@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch
@@ -113,19 +113,8 @@ def scheduled(config: RunConfig, items: int) -> tuple[RunConfig, Schedule]:
 
 def train_sampling(config: RunConfig) -> SamplingParams:
     """How the completions that are trained on are drawn."""
-    rollout = config.rollout
-    return SamplingParams(
-        completions_per_prompt=rollout.completions_per_prompt,
-        max_completion_tokens=rollout.max_completion_tokens,
-        min_completion_tokens=rollout.min_completion_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        stop=tuple(rollout.stop),
-        stop_token_ids=tuple(rollout.stop_token_ids),
-        logprobs_over=rollout.logprobs_over,
-        seed=config.seed,
-    )
+    shared = {field.name for field in fields(SamplingParams)}
+    return SamplingParams(**config.rollout.model_dump(include=shared), seed=config.seed)
 
 
 def eval_sampling(config: RunConfig) -> SamplingParams:
@@ -133,11 +122,9 @@ def eval_sampling(config: RunConfig) -> SamplingParams:
     settings = config.eval
     return replace(
         train_sampling(config),
+        **settings.model_dump(include={"temperature", "top_p", "top_k"}),
         completions_per_prompt=settings.samples_per_prompt,
         max_completion_tokens=settings.max_completion_tokens or config.rollout.max_completion_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
         logprobs_over="vocabulary",
     )
 
