@@ -53,14 +53,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.steps=10; also --train.steps 10")
 
 
-def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--resume` and `--allow-changes`."""
-    parser.add_argument("--resume", action="store_true", help="go on from the run's newest whole checkpoint")
-    parser.add_argument(
-        "--allow-changes", action="store_true", help="with --resume: although config, data, tokenizer or model differ"
-    )
-
-
 def join_overrides(arguments: Sequence[str]) -> list[str]:
     """`--key value` and `--key=value` as `key=value`, and `--config CONFIG` as CONFIG in front, so that only the
     command's own options are left with dashes.

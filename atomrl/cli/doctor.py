@@ -77,28 +77,21 @@ def examine_machine() -> int:
     return FOUND if broken else 0
 
 
-def version(package: str) -> str | None:
-    """The installed version of a package, or None."""
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def installed() -> Iterator[tuple[str, str]]:
     """Versions of Python, of what AtomRL needs and of what it can use."""
     import platform
+    from importlib.metadata import distributions
 
     from atomrl import __version__
+
+    versions = {found.name.lower().replace("_", "-"): found.version for found in distributions()}
 
     yield "python", platform.python_version()
     yield "atomrl", __version__
     for package in CORE:
-        yield package, version(package) or f"broken: not installed (pip install {package})"
+        yield package, versions.get(package) or f"broken: not installed (pip install {package})"
     for package, purpose in EXTRAS.items():
-        yield package, version(package) or f"not installed (pip install {package}); for {purpose}"
+        yield package, versions.get(package) or f"not installed (pip install {package}); for {purpose}"
 
 
 def hardware() -> Iterator[tuple[str, str]]:

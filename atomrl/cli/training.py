@@ -26,9 +26,10 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from atomrl.cli.config_arguments import add_config_arguments, add_resume_arguments, config_from, join_overrides
+from atomrl.cli.config_arguments import add_config_arguments, config_from, join_overrides
 from atomrl.cli.main import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -48,12 +49,10 @@ ADVICE = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
-    add_resume_arguments(parser)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check all that the run would check, print its arithmetic and a memory estimate; loads no weights",
-    )
+    add = partial(parser.add_argument, action="store_true")
+    add("--resume", help="go on from the run's newest whole checkpoint")
+    add("--allow-changes", help="with --resume: although config, data, tokenizer or model differ")
+    add("--dry-run", help="check all that the run would, print its arithmetic and a memory estimate; loads no weights")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ absent or null keeps AtomRL's own default.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from atomrl.config.base import ConfigError
 from atomrl.config.files import merge_trees, nest, read_yaml
 from atomrl.config.names import nearest_key, renamed
-from atomrl.config.run import build_config
+from atomrl.config.run import build_config, config_error
 from atomrl.config.schema import RolloutConfig
 
 SECTIONS: dict[str, dict[str, str | None]] = read_yaml(Path(__file__).with_name("six_sections.yaml"))
@@ -28,7 +28,7 @@ PLACEMENT = ("model_num_gpus", "rollout_num_gpus", "gpu_memory_utilization")
 class _Worked(BaseModel):
     """The keys that do not move as they are, and those that others depend on."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(alias_generator={key.partition(".")[2]: key for key in TABLE}.__getitem__, frozen=True)
 
     use_lora: bool = False
     model_num_gpus: int | None = Field(None, ge=0)
@@ -41,8 +41,6 @@ class _Worked(BaseModel):
     truncate_max_length: int | None = Field(None, ge=2)
     rollout_batch_size: int | None = Field(None, ge=1)
     """Completions in a step: prompts times `group_size`."""
-    train_batch_size: int | None = Field(None, ge=1)
-    """Completions in an optimizer step."""
     micro_train_batch_size: int | None = Field(None, ge=1)
     """Completions in a forward pass."""
     loss_level: Literal["token", "sequence"] = "token"
@@ -76,11 +74,9 @@ def translate(tree: Mapping[str, Any], source: str, default_run_name: str) -> tu
     source = f"{source} (six-section layout)"
     given = _given(tree, source)
     try:
-        worked = _Worked.model_validate({key.partition(".")[2]: value for key, value in given.items()})
+        worked = _Worked.model_validate(given)
     except ValidationError as error:
-        places = {key.partition(".")[2]: key for key in TABLE}
-        lines = [f"  {places[str(item['loc'][0])]}: {item['msg']} (got {item['input']!r})" for item in error.errors()]
-        raise ConfigError("\n".join([f"{source}:", *lines])) from None
+        raise config_error(error, source) from None
     result: dict[str, Any] = {"run_name": default_run_name}
     for key, target in TABLE.items():
         if target is not None and key in given:
@@ -89,8 +85,8 @@ def translate(tree: Mapping[str, Any], source: str, default_run_name: str) -> tu
         result["model"].pop("lora", None)
     if worked.mode != "grpo":  # which divide by no standard deviation
         result["algorithm"]["advantage"].pop("eps", None)
-    for part in (_batches(worked, source), _other_keys(worked)):
-        result = merge_trees(result, part)
+    for key, value in _worked_out(worked, source):
+        result = merge_trees(result, nest(key, value))
     try:
         build_config(result, source)
     except ConfigError as error:
@@ -120,37 +116,26 @@ def _given(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
     return given
 
 
-def _batches(worked: _Worked, source: str) -> dict[str, Any]:
-    """Sizes that mean something only together."""
-    rows, update, longest = worked.rollout_batch_size, worked.train_batch_size, worked.truncate_max_length
-    tree: dict[str, Any] = {}
+def _worked_out(worked: _Worked, source: str) -> Iterator[tuple[str, Any]]:
+    """What the keys become that do not move as they are: keys of AtomRL's with their values."""
+    rows, group, longest = worked.rollout_batch_size, worked.group_size, worked.truncate_max_length
     if rows is not None:
-        if rows % worked.group_size:
+        if rows % group:
             raise ConfigError(
                 f"{source}: train_config.rollout_batch_size={rows} (completions) is no multiple of "
-                f"generation_config.group_size={worked.group_size}"
+                f"generation_config.group_size={group}"
             )
-        if update is not None and rows % update:
-            raise ConfigError(
-                f"{source}: train_config.train_batch_size={update} does not divide "
-                f"train_config.rollout_batch_size={rows}"
-            )
-        tree["rollout"] = {"prompts_per_step": rows // worked.group_size}
+        yield "rollout.prompts_per_step", rows // group
     if longest is not None:
-        tree["data"] = {"max_prompt_tokens": longest - 1}  # a longer prompt would leave nothing to train on
+        yield "data.max_prompt_tokens", longest - 1  # a longer prompt would leave nothing to train on
         if worked.micro_train_batch_size is not None:
             # Rows alone limit a forward pass: this layout has no limit in tokens.
-            tree["train"] = {"tokens_per_micro_batch": worked.micro_train_batch_size * longest}
-    return tree
-
-
-def _other_keys(worked: _Worked) -> dict[str, Any]:
-    tree: dict[str, Any] = {"algorithm": {"loss_agg": {"type": f"{worked.loss_level}_mean"}}}
+            yield "train.tokens_per_micro_batch", worked.micro_train_batch_size * longest
     if worked.use_lora:
-        tree["model"] = {"lora": {}}
+        yield "model.lora", {}
     if worked.stop_tokens:
-        name = "stop_token_ids" if isinstance(worked.stop_tokens[0], int) else "stop"
-        tree["rollout"] = {name: worked.stop_tokens}
+        ids = isinstance(worked.stop_tokens[0], int)
+        yield "rollout.stop_token_ids" if ids else "rollout.stop", worked.stop_tokens
+    yield "algorithm.loss_agg.type", f"{worked.loss_level}_mean"
     if worked.enabled:
-        tree["tracking"] = {"sinks": ["wandb"]}
-    return tree
+        yield "tracking.sinks", ["wandb"]

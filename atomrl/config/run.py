@@ -126,8 +126,12 @@ def build_config(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
     try:
         return RunConfig.model_validate(dict(tree))
     except ValidationError as error:
-        lines = [_problem(item) for item in error.errors()]
-        raise ConfigError(f"{source}:\n" + "\n".join(f"  {line}" for line in lines)) from None
+        raise config_error(error, source) from None
+
+
+def config_error(error: ValidationError, source: str) -> ConfigError:
+    """What pydantic found, one problem a line, each with its key."""
+    return ConfigError("\n  ".join([f"{source}:", *map(_problem, error.errors())]))
 
 
 def _problem(item: Mapping[str, Any]) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from atomrl.config.base import Section
 
@@ -119,26 +119,24 @@ class RewardItem(RewardRoute):
     weight: float = 1.0
 
 
+def _named(route: Any) -> Any:
+    return {"function": route} if isinstance(route, str) else route
+
+
 class RewardConfig(Section):
     """What a completion earns."""
 
     functions: list[RewardItem] = [RewardItem(function="strict_math")]
     """For every completion. Empty unless given where there is a table `by_data_source`."""
-    by_data_source: dict[str, RewardRoute] = {}
+    by_data_source: dict[str, Annotated[RewardRoute, BeforeValidator(_named)]] = {}
     """data source -> the reward of its completions; a name alone is enough: `openai/gsm8k: gsm8k`."""
     workers: int = Field(2, ge=1)
     """Processes that rewards run in."""
 
     @model_validator(mode="before")
     @classmethod
-    def _short_routes(cls, tree: Any) -> Any:
-        if not isinstance(tree, Mapping) or not isinstance(tree.get("by_data_source"), Mapping):
-            return tree
-        routes = {
-            source: {"function": route} if isinstance(route, str) else route
-            for source, route in tree["by_data_source"].items()
-        }
-        return {**({"functions": []} if routes else {}), **tree, "by_data_source": routes}
+    def _routes_alone(cls, tree: Any) -> Any:
+        return {"functions": [], **tree} if isinstance(tree, Mapping) and tree.get("by_data_source") else tree
 
     @model_validator(mode="after")
     def _at_least_one(self) -> RewardConfig:

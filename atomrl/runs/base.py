@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from atomrl.config import RunConfig
 from atomrl.loop.recovery import open_run, saver
 from atomrl.loop.sync import Progress, Schedule, run_steps
+from atomrl.models.memory import memory_estimate
 from atomrl.protocols import Algorithm, TrainingBackend
-from atomrl.runs.build import build_trainer, starting_model
-from atomrl.runs.describe import memory
+from atomrl.runs.build import build_trainer, needs_teacher, starting_model
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
 
@@ -68,7 +68,17 @@ class Run(ABC):
     def describe(self) -> Sequence[tuple[str, Sequence[str]]]:
         """What a dry run prints: titles with their lines."""
         sections = [("data", self.describe_data()), ("batch", self.describe_batch())]
-        return sections + ([] if self.config.gpt else [("memory", memory(self.config, self.algorithm))])
+        if self.config.gpt is not None:
+            return sections
+        algorithm = self.algorithm
+        parts = memory_estimate(
+            self.config,
+            needs_reference="ref_logprobs" in algorithm.needs,
+            needs_teacher=needs_teacher(algorithm),
+            needs_critic="values" in algorithm.needs,
+            distributions="distributions" in algorithm.outputs,
+        )
+        return [*sections, ("memory", [f"{name:<20}{readable(size)}" for name, size in parts.items()])]
 
     @abstractmethod
     def open(self, stack: ExitStack) -> None:
@@ -152,3 +162,13 @@ class Run(ABC):
         }
         directory.finish(summary)
         return summary
+
+
+def readable(size: int) -> str:
+    """Bytes for people.
+
+    Example:
+        >>> readable(3 * 2**29), readable(2**20)
+        ('    1.50 GiB', '    1.00 MiB')
+    """
+    return f"{size / 2**30:8.2f} GiB" if size >= 2**30 else f"{size / 2**20:8.2f} MiB"

@@ -30,13 +30,8 @@ ROWS_PER_UPDATE = 64
 
 
 def model_path(config: RunConfig) -> str:
-    """The policy's folder or hub name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if config.model.path is None:
-        raise ConfigError("model.path: is required (a folder in Hugging Face layout, or a hub name)")
+    """The folder or hub name of the policy, where it is no fresh one (`RunConfig.gpt`)."""
+    assert config.model.path is not None, "a config without a path starts from a fresh model"
     return config.model.path
 
 

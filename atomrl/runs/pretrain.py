@@ -9,14 +9,15 @@ from typing import Any
 
 from atomrl.algorithms.sft import PRETRAINING
 from atomrl.config import ConfigError, PretrainConfig, RunConfig
-from atomrl.data.tokens import TOKENIZER, TokenFolder
-from atomrl.loop.supervised import nll_per_token, pretrain_step, window_rows
+from atomrl.data.tokenized import demonstration, rows_from_tokens
+from atomrl.data.tokens import TOKENIZER, Split, TokenFolder
+from atomrl.loop.supervised import nll_per_token, supervised_step
 from atomrl.models.loading import load_tokenizer, resolve_folder
 from atomrl.rollout.generate import generate
 from atomrl.runs.base import Evaluation, Run
 from atomrl.runs.build import build_engine, context_tokens, make_schedule, model_path
 from atomrl.tracking.resume import model_identity, tokenizer_identity
-from atomrl.types import Prompt, Sample, SamplingParams
+from atomrl.types import Prompt, RowBatch, Sample, SamplingParams
 from atomrl.weights import InProcessTransfer
 
 SEED_OF_VALIDATION = 0
@@ -65,19 +66,17 @@ class PretrainRun(Run):
 
     def open(self, stack: ExitStack) -> None:
         config, settings = self.config, self.settings
-        self.held_out = self.tokens.windows("val", settings.eval_windows, settings.window_tokens, SEED_OF_VALIDATION, 0)
+        self.held_out = self._rows("val", settings.eval_windows, SEED_OF_VALIDATION, 0)
         if settings.sample_every_steps:
             self.engine = build_engine(self.start, self.tokenizer, config.rollout, config.model)
             stack.callback(self.engine.close)
             self.transfer = InProcessTransfer(self.trainer, self.engine)
 
     def step(self, number: int) -> dict[str, float]:
-        settings, schedule = self.settings, self.schedule
-        rows, length = schedule.prompts_per_step, settings.window_tokens
-        windows = self.tokens.windows("train", rows, length, self.config.seed, number)
-        metrics = pretrain_step(self.trainer, self.algorithm, windows)
-        every = settings.sample_every_steps
-        if every and (number % every == 0 or number == schedule.steps):
+        rows = self._rows("train", self.schedule.prompts_per_step, self.config.seed, number)
+        metrics = supervised_step(self.trainer, self.algorithm, rows, self.progress.algorithm_state)
+        every = self.settings.sample_every_steps
+        if every and (number % every == 0 or number == self.schedule.steps):
             self.sample(number)
         return metrics
 
@@ -89,10 +88,15 @@ class PretrainRun(Run):
         self.record.progress.note(f"step {step}: sample: {drawn[0].text!r}")
 
     def evaluate(self) -> Evaluation:
-        loss = nll_per_token(self.trainer, [window_rows(self.held_out)])
+        loss = nll_per_token(self.trainer, [self.held_out])
         figures = {"loss": loss, **self.tokens.bits("val", loss)}
         metrics, headline = ({f"val{mark}{name}": value for name, value in figures.items()} for mark in "/_")
         return Evaluation(metrics, headline)
+
+    def _rows(self, split: Split, count: int, seed: int, step: int) -> RowBatch:
+        """Windows as rows: every token but the first, which nothing predicts, is learned."""
+        windows = self.tokens.windows(split, count, self.settings.window_tokens, seed, step)
+        return rows_from_tokens([[demonstration(window[:1], window[1:])] for window in windows.tolist()])
 
     def _prompt(self) -> Prompt:
         text = self.settings.sample_prompt
