@@ -6,8 +6,9 @@ row. A tensor `[B, T]` is indexed by the token itself: `logprobs[b, t] = log p(t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -232,14 +233,11 @@ def compute_advantages(
         >>> result["centred_rewards"]
         tensor([ 0.5000, -0.5000])
     """
-    if mode == "grpo":
-        credit = group_zscore(rewards, group_ids, eps)
-    elif mode == "grpo_no_std":
-        credit = group_mean_baseline(rewards, group_ids)
-    elif mode == "raw":
-        credit = raw_reward(rewards, group_ids)
-    else:
+    modes: dict[str, Callable[..., Tensor]]
+    modes = {"grpo": partial(group_zscore, eps=eps), "grpo_no_std": group_mean_baseline, "raw": raw_reward}
+    if mode not in modes:
         raise ValueError(f"mode {mode!r} is none of grpo, grpo_no_std, raw")
+    credit = modes[mode](rewards, group_ids)
     return {
         "advantages": per_token(credit, loss_mask),
         "sequence_advantages": credit,
@@ -298,12 +296,13 @@ def compute_policy_loss(
         >>> result["loss"].backward(); logprobs.grad
         tensor([[ 0.0000,  0.0000, -0.5000]])
     """
-    if aggregate not in ("token_mean", "sequence_mean"):
+    aggregates = {"token_mean": token_mean, "sequence_mean": sequence_mean}
+    if aggregate not in aggregates:
         raise ValueError(f"aggregate {aggregate!r} is none of token_mean, sequence_mean")
     high = clip_eps if clip_eps_high is None else clip_eps_high
     ratio = token_ratio(logprobs, old_logprobs, loss_mask)
     per_token_loss = clipped_policy_loss(ratio, advantages, clip_eps, high)
-    weights = token_mean(loss_mask) if aggregate == "token_mean" else sequence_mean(loss_mask)
+    weights = aggregates[aggregate](loss_mask)
     return {
         "loss": masked_sum(weights * per_token_loss, loss_mask),
         "per_token_loss": per_token_loss,

@@ -13,7 +13,7 @@ from atomrl.config.names import renamed
 from atomrl.data.files import write_jsonl
 from atomrl.data.problems import DataError
 from atomrl.grpo.arguments import NAMES, GRPOArgs
-from atomrl.grpo.inputs import answer_field, built_in_rows, dataset_rows, lora_section, reward_items
+from atomrl.grpo.inputs import built_in_rows, dataset_rows, lora_section, reward_items
 from atomrl.models.loading import load_tokenizer, resolve_folder
 from atomrl.runs.build import device_name
 from atomrl.runs.rl import RLRun
@@ -165,7 +165,8 @@ class GRPOTrainer:
                 given.save_pretrained(inputs / name)
             return str(inputs / name)
 
-        data = {"train": str(inputs / "train.jsonl"), "answer_field": answer_field(self._train_rows)}
+        answer = "ground_truth" if "ground_truth" in self._train_rows[0] else None
+        data = {"train": str(inputs / "train.jsonl"), "answer_field": answer}
         write_jsonl(self._train_rows, inputs / "train.jsonl")
         if self._eval_rows is not None:
             data["eval"] = str(inputs / "eval.jsonl")

@@ -19,18 +19,8 @@ from atomrl.loop.sync import Parts, run_step
 from atomrl.models.loading import resolve_folder
 from atomrl.protocols import RewardFunction
 from atomrl.rewards.compute import build_rewards
+from atomrl.runs import build
 from atomrl.runs.base import Evaluation, Run
-from atomrl.runs.build import (
-    build_engine,
-    device_name,
-    eval_sampling,
-    load_split,
-    model_path,
-    policy_tokenizer,
-    prompt_limit,
-    scheduled,
-    train_sampling,
-)
 from atomrl.runs.checks import check_companions, check_engine
 from atomrl.tracking.resume import model_identity
 from atomrl.types import Sample
@@ -46,28 +36,23 @@ class RLRun(Run):
     """
 
     def __init__(self, config: RunConfig, local_rewards: Mapping[str, RewardFunction] | None = None) -> None:
-        self.path = path = model_path(config)
+        self.path = path = build.model_path(config)
         objective = config.algorithm
         assert not isinstance(objective, RewardModelObjective), "the kind of run is chosen by the algorithm"
         self.algorithm = objective.resolved(
             max_completion_tokens=config.rollout.max_completion_tokens, report_entropy=config.train.report_entropy
         )
-        model = config.model
-        self.rewards = build_rewards(
-            config.reward,
-            local_rewards,
-            device=device_name(model.device),
-            trust_remote_code=model.trust_remote_code,
-        )
-        self.tokenizer = policy_tokenizer(config)
+        device, trusted = build.device_name(config.model.device), config.model.trust_remote_code
+        self.rewards = build_rewards(config.reward, local_rewards, device=device, trust_remote_code=trusted)
+        self.tokenizer = build.policy_tokenizer(config)
         check_engine(config, path)
         check_companions(config, self.algorithm, path, self.tokenizer)
-        self.processor = DataProcessor(self.tokenizer, config.data, prompt_limit(config, path))
-        self.held_out = load_split(config, self.processor, "eval")
-        samples = load_split(config, self.processor, "train")
+        self.processor = DataProcessor(self.tokenizer, config.data, build.prompt_limit(config, path))
+        self.held_out = build.load_split(config, self.processor, "eval")
+        samples = build.load_split(config, self.processor, "train")
         self.stream = PromptStream(samples, seed=config.seed, shuffle=config.data.shuffle)
         self.rewards.check_sources([*samples, *self.held_out])
-        self.config, self.schedule = scheduled(config, len(samples))
+        self.config, self.schedule = build.scheduled(config, len(samples))
         check_row_limit([len(ids) for ids in self.processor.token_ids(samples)], config.train.max_row_tokens)
         check_group_size(self.algorithm, config.rollout.completions_per_prompt)
         self.temperature = config.rollout.temperature or 1.0
@@ -86,12 +71,30 @@ class RLRun(Run):
         return [*describe_samples("train", self.stream.samples, self.processor), *held_out]
 
     def describe_batch(self) -> Sequence[str]:
-        return batch_arithmetic(self.config, len(self.stream.samples))
+        """Prompts x completions -> rows -> optimizer steps -> micro-batches, and passes over the problems."""
+        rollout, train, schedule = self.config.rollout, self.config.train, self.schedule
+        rows, problems = rollout.prompts_per_step * rollout.completions_per_prompt, len(self.stream.samples)
+        update_rows, updates = train.rows_per_update or rows, schedule.updates_per_epoch * schedule.epochs_per_step
+        longest = self.config.data.max_prompt_tokens + rollout.max_completion_tokens
+        row_tokens = min(longest, train.max_row_tokens or longest)
+        tokens = train.micro_batch_tokens(build.device_name(self.config.model.device).partition(":")[0])
+        micro_rows = min(update_rows, max(1, tokens // row_tokens), train.rows_per_micro_batch or update_rows)
+        prompts = schedule.steps * rollout.prompts_per_step
+        return [
+            f"a step: {rollout.prompts_per_step} prompts x {rollout.completions_per_prompt} completions = {rows} rows, "
+            f"each of at most {row_tokens} tokens",
+            f"optimizer steps in a step: {rows} rows / {update_rows} rows_per_update x {train.epochs_per_step} epochs "
+            f"= {updates}",
+            f"forward passes in an optimizer step: at most {math.ceil(update_rows / micro_rows)}, "
+            f"of at most {micro_rows} rows ({tokens} tokens)",
+            f"the run: {schedule.steps} steps x {rollout.prompts_per_step} prompts = {prompts} prompts = "
+            f"{prompts / problems:.2f} passes over {problems} problems; {schedule.steps * updates} optimizer steps",
+        ]
 
     def open(self, stack: ExitStack) -> None:
         config = self.config
         stack.callback(self.rewards.close)
-        self.engine = build_engine(self.path, self.tokenizer, config.rollout, config.model)
+        self.engine = build.build_engine(self.path, self.tokenizer, config.rollout, config.model)
         stack.callback(self.engine.close)
         self.parts = Parts(
             engine=self.engine,
@@ -101,7 +104,7 @@ class RLRun(Run):
             stream=self.stream,
             processor=self.processor,
             rewards=self.rewards,
-            sampling=train_sampling(config),
+            sampling=build.train_sampling(config),
             record=self.record,
         )
         self.stream.position = self.progress.position
@@ -116,7 +119,7 @@ class RLRun(Run):
     def evaluate(self) -> Evaluation | None:
         if not self.held_out:
             return None
-        found = evaluate(self.engine, self.held_out, self.processor, self.rewards, eval_sampling(self.config))
+        found = evaluate(self.engine, self.held_out, self.processor, self.rewards, build.eval_sampling(self.config))
         headline = {name: found.overall[name].mean for name in ("accuracy", "format", "reasoning_tokens")}
         return Evaluation(found.metrics(), headline, found.rows)
 
@@ -129,40 +132,4 @@ def describe_samples(name: str, samples: Sequence[Sample], processor: DataProces
         f"{name}: {len(samples)} problems ({', '.join(f'{source} x{count}' for source, count in sources.items())})",
         *(f"       {line}" for line in repetitions(samples)),
         f"       prompt tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
-    ]
-
-
-def batch_arithmetic(config: RunConfig, problems: int) -> list[str]:
-    """Prompts x completions -> rows -> optimizer steps -> micro-batches, and passes over the data.
-
-    Example:
-        >>> from atomrl.config import build_config
-        >>> tree = {"run_name": "r", "model": {"path": "m", "device": "cpu"}, "data": {"train": "d"}}
-        >>> tree |= {"rollout": {"prompts_per_step": 4}, "train": {"rows_per_update": 16, "epochs_per_step": 2}}
-        >>> print(*batch_arithmetic(build_config(tree), problems=100), sep="\\n")
-        a step: 4 prompts x 8 completions = 32 rows, each of at most 768 tokens
-        optimizer steps in a step: 32 rows / 16 rows_per_update x 2 epochs = 4
-        forward passes in an optimizer step: at most 4, of at most 4 rows (3072 tokens)
-        the run: 100 steps x 4 prompts = 400 prompts = 4.00 passes over 100 problems; 400 optimizer steps
-    """
-    rollout, train = config.rollout, config.train
-    rows = rollout.prompts_per_step * rollout.completions_per_prompt
-    update_rows = train.rows_per_update or rows
-    updates = rows // update_rows * train.epochs_per_step
-    longest = config.data.max_prompt_tokens + rollout.max_completion_tokens
-    row_tokens = min(longest, train.max_row_tokens or longest)
-    device = config.model.device
-    tokens = train.micro_batch_tokens(device_name() if device == "auto" else device.partition(":")[0])
-    fitting = max(1, tokens // row_tokens)
-    micro_rows = min(update_rows, fitting, train.rows_per_micro_batch or update_rows)
-    prompts = train.steps * rollout.prompts_per_step
-    return [
-        f"a step: {rollout.prompts_per_step} prompts x {rollout.completions_per_prompt} completions = {rows} rows, "
-        f"each of at most {row_tokens} tokens",
-        f"optimizer steps in a step: {rows} rows / {update_rows} rows_per_update x {train.epochs_per_step} epochs "
-        f"= {updates}",
-        f"forward passes in an optimizer step: at most {math.ceil(update_rows / micro_rows)}, "
-        f"of at most {micro_rows} rows ({tokens} tokens)",
-        f"the run: {train.steps} steps x {rollout.prompts_per_step} prompts = {prompts} prompts = "
-        f"{prompts / problems:.2f} passes over {problems} problems; {train.steps * updates} optimizer steps",
     ]
