@@ -27,7 +27,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atomrl.cli.config_arguments import add_config_arguments, config_from, join_overrides
 from atomrl.cli.main import INTERRUPTED
@@ -97,11 +97,7 @@ def print_section(title: str, lines: Sequence[str]) -> None:
 @contextmanager
 def terminated_like_interrupted() -> Iterator[None]:
     """SIGTERM ends a job as Ctrl-C does, also while it starts or evaluates: parts are closed, workers end."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -7,21 +7,21 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-FOREIGN_SECTIONS = {
-    "actor_rollout_ref": "verl's section: its parts are model, rollout and train here",
-    "trainer": "verl's section: its parts are train, eval, checkpoint and tracking here",
-    "custom_reward_function": "verl's section: name the function in reward.functions",
-}
-
 
 @cache
+def foreign_table() -> dict[str, Any]:
+    """What `foreign_names.yaml` says: `sections` of verl's, and `keys` with their names elsewhere."""
+    table: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("foreign_names.yaml").read_text(encoding="utf-8"))
+    return table
+
+
 def foreign_names() -> dict[str, tuple[str, str]]:
     """A name in TRL, verl or OpenRLHF -> the key here, and what it counts where that is not plain."""
-    table = yaml.safe_load(Path(__file__).with_name("foreign_names.yaml").read_text(encoding="utf-8"))
-    return {name: key.partition(" ")[::2] for key, names in table.items() for name in names}
+    return {name: key.partition(" ")[::2] for key, names in foreign_table()["keys"].items() for name in names}
 
 
 def suggestion(path: Sequence[str], keys: Sequence[str]) -> str | None:
@@ -37,10 +37,11 @@ def suggestion(path: Sequence[str], keys: Sequence[str]) -> str | None:
         >>> suggestion(["train", "stepz"], ["train.steps", "eval.every_steps"])
         "did you mean 'train.steps'?"
     """
-    if path[-1] in FOREIGN_SECTIONS and len(path) == 1:
-        return FOREIGN_SECTIONS[path[-1]]
-    if path[-1] in foreign_names():
-        key, unit = foreign_names()[path[-1]]
+    sections, names = foreign_table()["sections"], foreign_names()
+    if len(path) == 1 and path[0] in sections:
+        return str(sections[path[0]])
+    if path[-1] in names:
+        key, unit = names[path[-1]]
         return f"did you mean {key!r}{f' {unit}' if unit else ''}?"
     near = nearest_key(path, keys)
     return None if near is None else f"did you mean {near!r}?"

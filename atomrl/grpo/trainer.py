@@ -112,8 +112,10 @@ class GRPOTrainer:
             summary = run.execute(resume, callbacks=self._callbacks)
         except (ConfigError, DataError) as error:
             raise type(error)(renamed(str(error), NAMES)) from error
-        if summary["model"] is not None:
-            self._take(summary["model"])
+        if isinstance(self._given_model, str | Path):
+            self._model = None  # that of the start
+        elif summary["model"] is not None:
+            self._given_model.load_state_dict(_load(summary["model"]).state_dict())
         if not summary["finished"]:
             say("stopped early; train(resume_from_checkpoint=True) goes on")
         return summary
@@ -180,13 +182,6 @@ class GRPOTrainer:
             "reward": {"functions": self._items},
         }
         return build_config(merge_trees(self.args.to_tree(), tree), "GRPOTrainer")
-
-    def _take(self, folder: str) -> None:
-        """The trained weights into the model that was given, or forget the model of the start."""
-        if isinstance(self._given_model, str | Path):
-            self._model = None
-        else:
-            self._given_model.load_state_dict(_load(folder).state_dict())
 
 
 def _load(folder: str | Path) -> Any:

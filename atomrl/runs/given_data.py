@@ -114,9 +114,7 @@ class GivenDataRun(Run):
         if self.held_out is None:
             return None
         metrics, lines = self.metrics(self.held_out)
-        shown = ("nll_per_token", "preference_accuracy", "preference_margin", "logprob_accuracy")
-        headline = {name: metrics[f"eval/{name}"] for name in shown if f"eval/{name}" in metrics}
-        return Evaluation(metrics, headline, lines)
+        return Evaluation(metrics, {name.removeprefix("eval/"): value for name, value in metrics.items()}, lines)
 
 
 class SupervisedRun(GivenDataRun):
