@@ -7,9 +7,11 @@ from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from atomrl.algorithms.sft import PRETRAINING
 from atomrl.config import ConfigError, PretrainConfig, RunConfig
-from atomrl.data.tokenized import demonstration, rows_from_tokens
+from atomrl.data.tokenized import Example, rows_from_tokens
 from atomrl.data.tokens import TOKENIZER, Split, TokenFolder
 from atomrl.loop.supervised import nll_per_token, supervised_step
 from atomrl.models.loading import load_tokenizer, resolve_folder
@@ -96,7 +98,8 @@ class PretrainRun(Run):
     def _rows(self, split: Split, count: int, seed: int, step: int) -> RowBatch:
         """Windows as rows: every token but the first, which nothing predicts, is learned."""
         windows = self.tokens.windows(split, count, self.settings.window_tokens, seed, step)
-        return rows_from_tokens([[demonstration(window[:1], window[1:])] for window in windows.tolist()])
+        learned = np.arange(self.settings.window_tokens) > 0
+        return rows_from_tokens([[Example(window, learned)] for window in windows.numpy()])
 
     def _prompt(self) -> Prompt:
         text = self.settings.sample_prompt
