@@ -138,8 +138,10 @@ def device_name(wanted: str = "auto") -> str:
     return wanted
 
 
-def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> type[NativeEngine] | type[HFEngine]:
-    """The class of `rollout.engine`. A model that `native` does not know falls to `hf`.
+def engine_class(
+    rollout: RolloutConfig, path: str, model: ModelConfig
+) -> tuple[type[NativeEngine] | type[HFEngine], str | None]:
+    """The class of `rollout.engine`; of a model that `native` does not know `hf`, and why.
 
     Raises:
         ConfigError: there is no engine of this name.
@@ -147,8 +149,8 @@ def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> type[
     name = rollout.engine
     if name not in ENGINES:
         raise ConfigError(f"rollout.engine: unknown engine {name!r}; there are {', '.join(ENGINES)}")
-    unknown = name == "native" and unsupported(model_config_only(path, model.trust_remote_code))
-    return ENGINES["hf" if unknown else name]
+    reason = unsupported(model_config_only(path, model.trust_remote_code)) if name == "native" else None
+    return ENGINES["hf" if reason else name], reason
 
 
 def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: ModelConfig) -> RolloutEngine:
@@ -157,9 +159,8 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
     Raises:
         ConfigError: there is no engine of this name.
     """
-    kind = engine_class(rollout, path, model)
-    if kind is not ENGINES[rollout.engine]:
-        reason = unsupported(model_config_only(path, model.trust_remote_code))
+    kind, reason = engine_class(rollout, path, model)
+    if reason:
         log.warning("rollouts come from the hf engine, because native does not know this model: %s", reason)
     return kind.from_pretrained(
         str(resolve_folder(path)),

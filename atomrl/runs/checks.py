@@ -76,6 +76,6 @@ def check_engine(config: RunConfig, path: str) -> None:
     Raises:
         ConfigError: there is none of this name, or it cannot.
     """
-    engine = engine_class(config.rollout, path, config.model)
+    engine, _ = engine_class(config.rollout, path, config.model)
     if config.rollout.logprobs_over == "kept" and not engine.returns_candidates:
         raise ConfigError(f"rollout.logprobs_over=kept: {engine.__name__} does not tell which tokens were kept")
