@@ -41,16 +41,14 @@ def examine_run(folder: Path) -> int:
     """Print all findings of a run, from its `metrics.jsonl`."""
     from atomrl.config import ConfigError
     from atomrl.doctor.watch import diagnose
-    from atomrl.tracking.run_directory import read_metrics
+    from atomrl.tracking.run_directory import metrics_of
 
-    path = folder / "metrics.jsonl"
-    rows = read_metrics(path) if path.is_file() else []
-    if not rows:
-        raise ConfigError(f"no metrics in {folder} (looked for {path.name}); is it the folder of a run?")
+    rows = metrics_of(folder)
     for number, row in enumerate(rows, start=1):
         if not is_row(row):
             raise ConfigError(
-                f"{path}, row {number}, is none of a run's: it needs a step and numbers, not {str(row)[:80]}"
+                f"{folder}/metrics.jsonl, row {number}, is none of a run's: it needs a step and numbers, not "
+                f"{str(row)[:80]}"
             )
     findings = diagnose(rows)
     for finding in findings:
@@ -87,28 +85,19 @@ def examine_machine() -> int:
     return FOUND if broken else 0
 
 
-def version(package: str) -> str | None:
-    """The installed version of a package, or None."""
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def installed() -> Iterator[tuple[str, str]]:
     """Versions of Python, of what AtomRL needs and of what it can use."""
     import platform
 
     from atomrl import __version__
+    from atomrl.tracking.environment import installed_version
 
     yield "python", platform.python_version()
     yield "atomrl", __version__
     for package in CORE:
-        yield package, version(package) or f"broken: not installed (pip install {package})"
+        yield package, installed_version(package) or f"broken: not installed (pip install {package})"
     for package, purpose in EXTRAS.items():
-        yield package, version(package) or f"not installed (pip install {package}); for {purpose}"
+        yield package, installed_version(package) or f"not installed (pip install {package}); for {purpose}"
 
 
 def hardware() -> Iterator[tuple[str, str]]:

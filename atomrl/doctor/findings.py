@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Row = Mapping[str, float | None]
 """A line of `metrics.jsonl`: "step" and metrics by name."""
@@ -39,6 +39,17 @@ class Finding:
 
     def __str__(self) -> str:
         return f"doctor (step {self.step}, {self.severity}): {self.what}\n  Try: {self.advice} More: {self.page}"
+
+
+def is_evaluation(row: Mapping[str, Any]) -> bool:
+    """Whether a row of `metrics.jsonl` is an evaluation's, which has no other metrics.
+
+    Example:
+        >>> is_evaluation({"step": 5, "val-core/sums/acc/mean@1": 0.5}), is_evaluation({"step": 5, "actor/lr": 0.1})
+        (True, False)
+    """
+    names = row.keys() - {"step"}
+    return bool(names) and all(name.startswith(("val-", "val/", "eval/")) for name in names)
 
 
 def column(rows: MetricRows, name: str) -> list[float]:

@@ -70,7 +70,7 @@ def learning_rate_too_high(rows: MetricRows) -> Verdict:
     now = "".join(f" (now {rate:.1e})" for rate in column(rows[-1:], "actor/lr"))
     advice = (
         f"a train.learning_rate ten times lower{now}, a longer train.warmup_ratio, a smaller train.max_grad_norm, or a "
-        "KL penalty (algorithm.kl)."
+        "KL penalty (algorithm.kl.coefficient)."
     )
     kl = recent(rows, "actor/ppo_kl", SHORT, default=0.0)
     clipped = recent(rows, "actor/pg_clipfrac", SHORT, default=0.0)

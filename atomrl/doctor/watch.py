@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 
-from atomrl.doctor.findings import Finding, NotLogged, Row
+from atomrl.doctor.findings import Finding, NotLogged, Row, is_evaluation
 from atomrl.doctor.rules import RULES
 
 FIRST_ROWS, LAST_ROWS = 20, 100
@@ -36,7 +36,7 @@ class Doctor:
         Returns:
             The findings that are new.
         """
-        if any(name.startswith("val-") for name in row):
+        if is_evaluation(row):
             return []
         self._rows.append(row)
         if len(self._rows) > FIRST_ROWS + LAST_ROWS:

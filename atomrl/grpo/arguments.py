@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from atomrl.config import ConfigError, merge_trees, nest
+from atomrl.config import ConfigError, known_keys, merge_trees, nest
 from atomrl.config.names import FOREIGN
 
 TABLE = {
@@ -169,6 +169,21 @@ def name_arguments(message: str) -> str:
         prefix = rf"(?:{re.escape(section)}\.)" + ("" if leaf in ("coefficient", "device", "temperature") else "?")
         message = re.sub(rf"(?<![\w.]){prefix}{leaf}\b", name, message)
     return message
+
+
+def hint(message: str) -> str:
+    """A hint of the doctor in the terms of `GRPOTrainer`; where a key of the config has no argument, it says so.
+
+    Example:
+        >>> print(hint("Try: a lower train.learning_rate, or train.max_grad_norm."))
+        Try: a lower lr, or train.max_grad_norm.
+          (no argument here, but keys of a config for `atomrl train`: train.max_grad_norm)
+    """
+    message = name_arguments(message.replace("reward.functions", "reward_funcs").replace("data.train", "train_dataset"))
+    dotted = (key for key in dict.fromkeys(known_keys()) if "." in key)
+    left = [key for key in dotted if re.search(rf"(?<![\w.]){re.escape(key)}(?!\.?\w)", message)]
+    note = f"\n  (no argument here, but keys of a config for `atomrl train`: {', '.join(left)})" if left else ""
+    return message + note
 
 
 def _check_name(name: str) -> None:

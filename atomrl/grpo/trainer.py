@@ -13,7 +13,7 @@ from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
 from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
-from atomrl.grpo.arguments import GRPOArgs, name_arguments
+from atomrl.grpo.arguments import GRPOArgs, hint, name_arguments
 from atomrl.grpo.inputs import answer_field, built_in_rows, dataset_rows, lora_section, reward_items, write_rows
 from atomrl.models.loading import load_tokenizer, model_config_only, resolve_folder
 from atomrl.runs.build import device_name, prompt_limit
@@ -111,7 +111,7 @@ class GRPOTrainer:
         try:
             self.config = self._make_config(bool(resume_from_checkpoint))
             run = RLRun(self.config, local_rewards=self._local)
-            summary = run.execute(bool(resume_from_checkpoint), callbacks=self._callbacks)
+            summary = run.execute(bool(resume_from_checkpoint), callbacks=self._callbacks, wording=hint)
         except (ConfigError, DataError) as error:
             raise type(error)(name_arguments(str(error))) from error
         if summary["model"] is not None:
@@ -133,8 +133,7 @@ class GRPOTrainer:
     @property
     def log_history(self) -> list[dict[str, Any]]:
         """The metrics of every step and evaluation so far, each a dict with `step` (docs/cli.md has the names)."""
-        path = self.run_dir / "metrics.jsonl"
-        return read_metrics(path) if self.config and path.is_file() else []
+        return read_metrics(self.run_dir / "metrics.jsonl") if self.config else []
 
     def save_model(self, output_dir: str | Path) -> None:
         """Write model and tokenizer as a folder in Hugging Face layout (`trainer.model.push_to_hub` uploads it)."""

@@ -20,11 +20,20 @@ from atomrl.data.rows import to_rows, to_training_batches
 from atomrl.data.stream import PromptStream
 from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
 from atomrl.metrics import Metrics
-from atomrl.protocols import Algorithm, RewardComputer, RolloutEngine, TrainingBackend, WeightTransfer
+from atomrl.protocols import Algorithm, ModelInput, RewardComputer, RolloutEngine, TrainingBackend, WeightTransfer
 from atomrl.rollout.generate import generate
 from atomrl.types import AdvantageBatch, RowBatch, SamplingParams, Trajectory, by_group
 
 log = logging.getLogger(__name__)
+PHASES: Mapping[str, frozenset[ModelInput]] = {
+    "old_log_prob": frozenset({"old_logprobs", "old_entropy"}),
+    "ref": frozenset({"ref_logprobs"}),
+    "teacher": frozenset({"teacher_logprobs"}),
+    "values": frozenset({"values"}),
+    "scores": frozenset({"scores"}),
+}
+"""What a back end computes before the advantages, by the name of its `timing_s/` (verl's): a forward pass of one model
+each."""
 MAX_ROUNDS = 20
 """Of a step's rollouts: each draws as many groups as are still missing."""
 MAX_IDLE_STEPS = 3
@@ -232,8 +241,12 @@ def learn(
     needs = algorithm.needs
     if updates * epochs == 1:  # the policy still is the one of the start of the step: no need to compute it twice
         needs = algorithm.advantage_inputs | (needs - {"old_logprobs"})
-    with watch("annotate"):
-        batch = algorithm.advantages(trainer.forward_only(rows, needs), state)
+    for phase, names in PHASES.items():
+        if asked := needs & names:
+            with watch(phase):
+                rows = trainer.forward_only(rows, asked)
+    with watch("adv"):
+        batch = algorithm.advantages(rows, state)
         state.update(batch.state)
     with watch("update_actor"):
         parts = to_training_batches(batch, algorithm, updates=updates, epochs=epochs, seed=seed, step=step)

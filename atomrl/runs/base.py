@@ -65,7 +65,11 @@ class Run(ABC):
         """The steps, with all that they need opened around them."""
 
     def execute(
-        self, resume: bool = False, allow_changes: bool = False, callbacks: Sequence[Callback] = ()
+        self,
+        resume: bool = False,
+        allow_changes: bool = False,
+        callbacks: Sequence[Callback] = (),
+        wording: Callable[[str], str] = str,
     ) -> dict[str, Any]:
         """Run to the end, or to a stop request.
 
@@ -73,20 +77,20 @@ class Run(ABC):
             resume: go on from the newest checkpoint of the run, whose folder must exist.
             allow_changes: resume although config, data, tokenizer or model differ.
             callbacks: called after each step.
+            wording: how a finding of the doctor, which names keys of the config, is said on the terminal.
 
         Returns:
             What is in the run's `summary.json`.
         """
         started = time.perf_counter()
-        identity = self.identity
-        directory, progress = open_run(self.config, resume, identity, allow_changes)
+        directory, progress = open_run(self.config, resume, self.identity, allow_changes)
         earlier_s = progress.wall_s
         with ExitStack() as stack:
             trainer = self.build_trainer(self.starting_model(directory))
             stack.callback(trainer.close)
             if progress.step:
                 trainer.load(directory.checkpoint_folder(progress.step))
-            record = stack.enter_context(Recorder(self.config, directory))
+            record = stack.enter_context(Recorder(self.config, directory, wording))
             steps = stack.enter_context(self.open(trainer, record, progress))
             if not progress.step and self.config.eval.before:
                 steps.evaluate(0)
@@ -100,7 +104,7 @@ class Run(ABC):
                     callback(step, metrics)
                 return metrics
 
-            done = run_steps(one_step, record, progress, saver(trainer, identity), self.schedule)
+            done = run_steps(one_step, record, progress, saver(trainer), self.schedule)
             if done and self.config.eval.after:
                 steps.evaluate(progress.step)
         return self._finish(directory, progress, done, earlier_s + time.perf_counter() - started)

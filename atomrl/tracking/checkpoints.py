@@ -12,13 +12,11 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 MANIFEST = "MANIFEST.json"
-_STEP = re.compile(r"step_(\d{6,})")
 
 
 def step_folder(step: int) -> str:
@@ -26,18 +24,9 @@ def step_folder(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def step_of(folder: Path) -> int | None:
-    """The step of a folder named by `step_folder`; None for any other name."""
-    match = _STEP.fullmatch(folder.name)
-    return int(match.group(1)) if match else None
-
-
 def step_folders(root: Path) -> list[tuple[int, Path]]:
     """All step folders under `root`, oldest first."""
-    if not root.is_dir():
-        return []
-    found = [(step_of(path), path) for path in root.iterdir() if path.is_dir()]
-    return sorted((step, path) for step, path in found if step is not None)
+    return sorted((int(path.name.removeprefix("step_")), path) for path in root.glob("step_*[0-9]"))
 
 
 @contextlib.contextmanager
@@ -56,30 +45,21 @@ def writing_checkpoint(root: Path, step: int) -> Iterator[Path]:
         >>> checkpoint_fault(root / "step_000010") is None
         True
     """
-    final, aside, old = (root / form.format(step_folder(step)) for form in ("{}", ".{}.partial", ".{}.old"))
+    final, aside = root / step_folder(step), root / f".{step_folder(step)}.partial"
     shutil.rmtree(aside, ignore_errors=True)
     with disk_full_named(root, f"the checkpoint of step {step} was not written; those before it are as they were"):
         try:
             aside.mkdir(parents=True)
             yield aside
             _write_manifest(aside)
-            if final.exists():  # the same step again
-                final.rename(old)
             aside.rename(final)
             flush_to_disk(root)
-            shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
 
 def keep_checkpoints(root: Path, newest: int, also: Collection[int] = ()) -> None:
-    """Remove all checkpoints but the `newest` ones and those of the steps in `also`.
-
-    Raises:
-        ValueError: `newest` is less than 1.
-    """
-    if newest < 1:
-        raise ValueError(f"keep must be at least 1, not {newest}")
+    """Remove all checkpoints but the `newest` (at least 1) ones and those of the steps in `also`."""
     for step, folder in step_folders(root)[:-newest]:
         if step not in also:  # renamed, then deleted: a kill leaves the whole checkpoint or none
             doomed = folder.with_name(f".{folder.name}.removed")
@@ -98,11 +78,7 @@ def set_damaged_aside(folder: Path) -> Path:
 def clear_leftovers(root: Path) -> None:
     """Remove what a kill in the middle of a save or of a removal has left; no checkpoint is touched."""
     for leftover in root.glob(".step_*"):
-        whole = root / leftover.name.removeprefix(".").removesuffix(".old")
-        if leftover.suffix == ".old" and not whole.exists():  # killed between the two renames
-            leftover.rename(whole)
-        else:
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def checkpoint_fault(folder: Path) -> str | None:

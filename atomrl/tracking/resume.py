@@ -73,31 +73,6 @@ def flat_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def identity_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Which of the things in two `identity` tables are others now; what only one of them knows is not compared.
-
-    Example:
-        >>> identity_changes({"data": "1", "tokenizer": "2"}, {"data": "3", "tokenizer": "2"})
-        ['data: not what the run was started with']
-    """
-    return [
-        f"{name}: not what the run was started with" for name in before if now.get(name, before[name]) != before[name]
-    ]
-
-
-def stop_for_changes(where: Path, changes: list[str]) -> None:
-    """
-    Raises:
-        ConfigError: there are any; with all of them, and the ways on.
-    """
-    if changes:
-        raise ConfigError(
-            f"{where} cannot be resumed as it is, because this differs:\n"
-            + "\n".join(f"  {line}" for line in changes)
-            + "\nPut it back; or start another run with run_name=NEW_NAME; or go on with the change: --allow-changes"
-        )
-
-
 def model_identity(folder: Path) -> str:
     """A hash of a model's config and weights. Of files over 64 MiB it reads 64 blocks, spread evenly, and the size."""
     digest = hashlib.sha256()

@@ -4,7 +4,7 @@ import pytest
 
 from atomrl.config import ConfigError, build_config, merge_trees
 from atomrl.grpo import GRPOArgs
-from atomrl.grpo.arguments import TABLE, name_arguments
+from atomrl.grpo.arguments import TABLE, hint, name_arguments
 from atomrl.grpo.inputs import lora_section
 
 NAMES = {
@@ -101,3 +101,12 @@ def test_messages_name_arguments_in_place_of_keys():
         assert name_arguments(f"{key}=3 is wrong") == f"{name}=3 is wrong"
     assert name_arguments("max_completion_tokens=256 leaves no room") == "max_generate_length=256 leaves no room"
     assert name_arguments("a device of the coefficient") == "a device of the coefficient"
+
+
+def test_a_hint_of_the_doctor_names_arguments_and_says_where_there_is_none():
+    said = hint("Try: algorithm.clip.high=0.28, a lower train.learning_rate, or algorithm.kl.coefficient=0.001.")
+    assert said.startswith("Try: algorithm.clip.high=0.28, a lower lr, or beta=0.001.")
+    assert said.endswith("(no argument here, but keys of a config for `atomrl train`: algorithm.clip.high)")
+    assert hint("Try: harder problems (data.train), another reward (reward.functions).") == (
+        "Try: harder problems (train_dataset), another reward (reward_funcs)."
+    )
