@@ -58,7 +58,7 @@ def writing_checkpoint(root: Path, step: int) -> Iterator[Path]:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def keep_checkpoints(root: Path, newest: int, also: Collection[int] = ()) -> None:
+def keep_checkpoints(root: Path, newest: int, also: Collection[int | None] = ()) -> None:
     """Remove all checkpoints but the `newest` (at least 1) ones and those of the steps in `also`."""
     for step, folder in step_folders(root)[:-newest]:
         if step not in also:  # renamed, then deleted: a kill leaves the whole checkpoint or none
@@ -86,22 +86,18 @@ def checkpoint_fault(folder: Path) -> str | None:
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         manifest: dict[str, str] = json.loads(text)["sha256"]
+        found = _digests(folder)
         if text != _manifest_text(manifest):
             return f"{MANIFEST} is not what was written"
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        return f"{error.filename or 'a file'} cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     for name, digest in manifest.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        try:
-            found = _sha256(path)
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-        if found != digest:
-            return f"{name} is not what was written ({path.stat().st_size} bytes; its hash differs)"
+        if found.get(name) != digest:
+            return f"{name} is {'not what was written' if name in found else 'missing'}"
     return None
 
 
@@ -121,19 +117,19 @@ def disk_full_named(folder: Path, what: str) -> Iterator[None]:
 
 
 def _write_manifest(folder: Path) -> None:
-    paths = sorted(folder.rglob("*"))
-    files = [path for path in paths if path.is_file()]
-    if not files:
-        raise ValueError("nothing was saved into the checkpoint")
-    digests = {str(path.relative_to(folder)): _sha256(path) for path in files}
-    manifest = folder / MANIFEST
-    manifest.write_text(_manifest_text(digests), encoding="utf-8")
-    for path in [*paths, manifest, folder]:  # files, and folders for the names in them
+    (folder / MANIFEST).write_text(_manifest_text(_digests(folder)), encoding="utf-8")
+    for path in [*sorted(folder.rglob("*")), folder]:  # files, and folders for the names in them
         flush_to_disk(path)
 
 
 def _manifest_text(digests: dict[str, str]) -> str:
     return json.dumps({"sha256": digests}, indent=1) + "\n"
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """The hash of every file, by its path in the folder."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
+    return {str(path.relative_to(folder)): _sha256(path) for path in paths}
 
 
 def _sha256(path: Path) -> str:

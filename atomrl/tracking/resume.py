@@ -32,8 +32,7 @@ HARMLESS = (
     "train.rows_per_micro_batch",
 )
 """Keys, and sections of keys, that may change when a run is resumed. Every other change stops it."""
-WHOLE_FILE_BYTES = 64 * 2**20
-SAMPLED_BLOCKS, BLOCK_BYTES = 64, 2**16
+BLOCKS, BLOCK_BYTES = 64, 2**16
 
 
 def config_changes(before: Mapping[str, Any], now: RunConfig) -> list[str]:
@@ -74,19 +73,16 @@ def flat_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def model_identity(folder: Path) -> str:
-    """A hash of a model's config and weights. Of files over 64 MiB it reads 64 blocks, spread evenly, and the size."""
+    """A hash of a model's config and weights. Of files over 4 MiB it reads 64 blocks, spread evenly, and the size."""
     digest = hashlib.sha256()
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]):
-        if not path.is_file():
-            continue
+    for path in sorted(
+        [*folder.glob("config.json"), *folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    ):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
-            if size <= WHOLE_FILE_BYTES:
-                digest.update(file.read())
-                continue
-            for block in range(SAMPLED_BLOCKS):
-                file.seek((size - BLOCK_BYTES) * block // (SAMPLED_BLOCKS - 1))
+            for block in range(BLOCKS):
+                file.seek(max(0, size - BLOCK_BYTES) * block // (BLOCKS - 1))
                 digest.update(file.read(BLOCK_BYTES))
     return digest.hexdigest()
 

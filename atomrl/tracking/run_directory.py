@@ -31,17 +31,8 @@ from typing import Any
 
 from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config, read_yaml
 from atomrl.doctor.findings import Finding, is_evaluation
-from atomrl.tracking.checkpoints import (
-    checkpoint_fault,
-    clear_leftovers,
-    disk_full_named,
-    flush_to_disk,
-    keep_checkpoints,
-    set_damaged_aside,
-    step_folder,
-    step_folders,
-    writing_checkpoint,
-)
+from atomrl.tracking import checkpoints
+from atomrl.tracking.checkpoints import disk_full_named, flush_to_disk, step_folder, step_folders
 from atomrl.tracking.environment import describe_environment, refuse_secrets
 from atomrl.tracking.resume import config_changes, stopping_changes
 from atomrl.types import Trajectory
@@ -67,9 +58,9 @@ class RunDirectory:
         first_step: the step to do next: 1, or the one after the checkpoint that is resumed.
     """
 
-    def __init__(self, path: Path, checkpoints: CheckpointConfig) -> None:
+    def __init__(self, path: Path, settings: CheckpointConfig) -> None:
         self.path = path
-        self.checkpoints = checkpoints
+        self.settings = settings
         self.first_step = 1
 
     @classmethod
@@ -114,7 +105,7 @@ class RunDirectory:
         _write(run.path / "config.yaml", dump_config(config))
         return run
 
-    def _reopen(self, config: RunConfig, allow_changes: bool, now: Mapping[str, Any]) -> dict[str, Any]:
+    def _reopen(self, config: RunConfig, allow_changes: bool, now: dict[str, Any]) -> dict[str, Any]:
         """Go back to the newest checkpoint. Every change is made whole or not at all, and once made is left alone by
         the next.
 
@@ -124,17 +115,16 @@ class RunDirectory:
         Returns:
             The environment of the start, with those of all attempts.
         """
-        clear_leftovers(self.path / "checkpoints")
+        checkpoints.clear_leftovers(self.path / "checkpoints")
         newest, stored = self.latest_checkpoint(), self.path / "env.json"
         environment = json.loads(stored.read_text(encoding="utf-8")) if stored.is_file() else {}
         attempts = environment.get("resumed", [])
-        last = attempts[-1] if attempts else environment
-        then = last.get("identity", {})
+        before = now | (attempts[-1] if attempts else environment)
         changes = config_changes(read_yaml(self.path / "config.yaml"), config)
         others = [
             f"{name}: not what the run was started with"
-            for name in then
-            if now["identity"].get(name, then[name]) != then[name]
+            for name, value in now["identity"].items()
+            if before["identity"].get(name, value) != value
         ]
         stopping = [*stopping_changes(changes, config), *others]
         if newest and stopping and not allow_changes:  # without a checkpoint all is done anew, nothing can be mixed
@@ -145,12 +135,11 @@ class RunDirectory:
             )
         done = newest[0] if newest else -1
         self.first_step = max(done, 0) + 1
-        said = [f"{self.path} goes on " + (f"after step {done}" if newest else "from the start: no checkpoint")]
-        for name in LAST_BITS:
-            if newest and last.get(name, now[name]) != now[name]:
-                said.append(f"{name}: {last[name]} -> {now[name]}; the last bits of results may differ")
-        for line in [*changes, *others, *said]:
-            print(f"resume: {line}", file=sys.stderr)
+        last_bits = [name for name in LAST_BITS if newest and before[name] != now[name]]
+        said = [*changes, *others]
+        said += [f"{self.path} goes on " + (f"after step {done}" if newest else "from the start: no checkpoint")]
+        said += [f"{name}: {before[name]} -> {now[name]}; the last bits of results may differ" for name in last_bits]
+        print("".join(f"resume: {line}\n" for line in said), end="", file=sys.stderr)
         self._cut_after(done, finished=done >= config.train.steps)
         attempt = {"first_step": self.first_step, "config_changes": [*changes, *others], **now}
         return environment | {"resumed": [*attempts, attempt]}
@@ -166,7 +155,7 @@ class RunDirectory:
                 shutil.rmtree(folder)
         for folder_step, folder in step_folders(self.path / "checkpoints"):
             if folder_step > step:  # a damaged one: it must not count among those that are kept
-                set_damaged_aside(folder)
+                checkpoints.set_damaged_aside(folder)
         (self.path / "summary.json").unlink(missing_ok=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -198,22 +187,21 @@ class RunDirectory:
 
         Then `model` and `best` are set, and what `checkpoint.keep` and `keep_best` do not keep is removed.
         """
-        root, settings = self.path / "checkpoints", self.checkpoints
-        with writing_checkpoint(root, step) as folder:
+        root, metrics = self.path / "checkpoints", self.path / "metrics.jsonl"
+        with checkpoints.writing_checkpoint(root, step) as folder:
             yield folder
-            metrics = self.path / "metrics.jsonl"
             if metrics.exists():  # the rows up to this step are part of what a checkpoint promises
                 flush_to_disk(metrics)
         shutil.rmtree(root / f"{step_folder(step)}.damaged", ignore_errors=True)
-        self._link("model", self.checkpoint_folder(step))
         best = self._best_step()
-        if best is not None:
-            self._link("best", self.checkpoint_folder(best))
-        keep_checkpoints(root, settings.keep, also=() if best is None else (best,))
+        for name, linked in (("model", step), ("best", best)):
+            if linked is not None:
+                self._link(name, self.checkpoint_folder(linked))
+        checkpoints.keep_checkpoints(root, self.settings.keep, also={best})
 
     def _best_step(self) -> int | None:
         """Of the checkpoints, the one whose step has the best `checkpoint.keep_best`; the later of equals."""
-        name = self.checkpoints.keep_best
+        name = self.settings.keep_best
         if name is None:
             return None
         rows = read_metrics(self.path / "metrics.jsonl")
@@ -222,7 +210,7 @@ class RunDirectory:
             near = difflib.get_close_matches(name, {key for row in rows for key in row}, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             log.warning("checkpoint.keep_best: no step has had the metric %r so far%s", name, hint)
-        sign = 1 if self.checkpoints.best_is == "max" else -1
+        sign = 1 if self.settings.best_is == "max" else -1
         candidates = [step for step, _ in step_folders(self.path / "checkpoints") if step in value]
         return max(candidates, key=lambda step: (sign * value[step], step), default=None)
 
@@ -230,7 +218,7 @@ class RunDirectory:
         """Step and folder of the newest checkpoint whose files are all as they were written; damaged ones are named on
         stderr."""
         for step, folder in reversed(step_folders(self.path / "checkpoints")):
-            fault = checkpoint_fault(folder)
+            fault = checkpoints.checkpoint_fault(folder)
             if fault is None:
                 return step, folder
             print(f"checkpoint {folder} is damaged and is passed over: {fault}", file=sys.stderr)
