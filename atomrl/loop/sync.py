@@ -9,11 +9,12 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows, to_training_batches
@@ -22,6 +23,7 @@ from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
 from atomrl.metrics import Metrics
 from atomrl.protocols import Algorithm, ModelInput, RewardComputer, RolloutEngine, TrainingBackend, WeightTransfer
 from atomrl.rollout.generate import generate
+from atomrl.tracking.recorder import Recorder
 from atomrl.types import AdvantageBatch, RowBatch, SamplingParams, Trajectory, by_group
 
 log = logging.getLogger(__name__)
@@ -40,18 +42,6 @@ MAX_IDLE_STEPS = 3
 """Steps in a row without a group that the algorithm accepts, after which a run ends."""
 
 
-class RunRecord(Protocol):
-    """Where a run writes: `tracking.run_directory` is the real one."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def log_rollouts(self, step: int, trajectories: Sequence[Trajectory], advantages: Mapping[int, float]) -> None:
-        """`advantages` by the trajectory's index; one that was not trained on has none."""
-        ...
-
-    def checkpoint(self, step: int) -> AbstractContextManager[Path]: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """What a step of reinforcement learning is made of."""
@@ -64,7 +54,7 @@ class Parts:
     processor: DataProcessor
     rewards: RewardComputer
     sampling: SamplingParams
-    record: RunRecord
+    record: Recorder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +106,7 @@ class Rollouts:
 
 
 def run_steps(
-    one_step: Callable[[int], dict[str, float]], record: RunRecord, progress: Progress, save: Save, schedule: Schedule
+    one_step: Callable[[int], dict[str, float]], record: Recorder, progress: Progress, save: Save, schedule: Schedule
 ) -> bool:
     """Call `one_step` for each remaining step, log what it returns, and save when it is due and at the end.
 
@@ -176,7 +166,7 @@ def before_updates() -> Iterator[None]:
         raise StepFailed(error) from error
 
 
-def save_checkpoint(record: RunRecord, progress: Progress, save: Save) -> int:
+def save_checkpoint(record: Recorder, progress: Progress, save: Save) -> int:
     """Model, optimizer and progress, written aside and renamed when complete. Returns the step."""
     with record.checkpoint(progress.step) as folder:
         save(folder, progress)
@@ -287,21 +277,16 @@ def draw(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> list[Trajec
     trajectories = scored()
     if parts.algorithm.extra_rollouts is None:
         return trajectories
-    baselines = {}
-    for prompt_id, group in by_group(scored(**parts.algorithm.extra_rollouts)).items():
-        given = [item.reward for item in group if item.reward is not None]
-        if given:
-            baselines[prompt_id] = sum(given) / len(given)
+    groups = by_group([item for item in scored(**parts.algorithm.extra_rollouts) if item.reward is not None])
+    baselines = {prompt_id: fmean(item.reward or 0.0 for item in group) for prompt_id, group in groups.items()}
     return [replace(item, baseline_reward=baselines.get(item.prompt_id)) for item in trajectories]
 
 
 def is_accepted(algorithm: Algorithm, group: Sequence[Trajectory]) -> bool:
     """Whether a group is trained on. What the model wrote no token of becomes no row: its reward is no signal."""
-    if not algorithm.filters_groups:
-        return True
-    written = [any(part.origin == "model" and part.token_ids for part in item.segments) for item in group]
-    rewards = [item.reward for item, wrote in zip(group, written, strict=True) if item.reward is not None and wrote]
-    return algorithm.accepts_group(rewards)
+    written = [item for item in group if any(part.origin == "model" and part.token_ids for part in item.segments)]
+    rewards = [item.reward for item in written if item.reward is not None]
+    return not algorithm.filters_groups or algorithm.accepts_group(rewards)
 
 
 def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:
