@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from types import FrameType
@@ -92,19 +93,6 @@ class StepFailed(Exception):
     """A step failed before its first update: model and optimizer are those of the step before. Holds the error."""
 
 
-@dataclass(frozen=True)
-class Rollouts:
-    """The groups that a step drew: those that are trained on, and those that the algorithm refused."""
-
-    accepted: list[list[Trajectory]]
-    refused: list[list[Trajectory]]
-
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        """Those that are trained on first."""
-        return [trajectory for group in self.accepted + self.refused for trajectory in group]
-
-
 def run_steps(
     one_step: Callable[[int], dict[str, float]], record: Recorder, progress: Progress, save: Save, schedule: Schedule
 ) -> bool:
@@ -177,9 +165,10 @@ def run_step(parts: Parts, schedule: Schedule, step: int, progress: Progress) ->
     """One step: rollouts, rewards, rows, advantages, updates, weights."""
     watch = Stopwatch()
     with before_updates():
-        rollouts = collect(parts, schedule.prompts_per_step, step, watch)
-    progress.idle_steps = 0 if rollouts.accepted else progress.idle_steps + 1
-    rows = to_rows([trajectory for group in rollouts.accepted for trajectory in group], schedule.max_row_tokens)
+        accepted, refused = collect(parts, schedule.prompts_per_step, step, watch)
+    progress.idle_steps = 0 if accepted else progress.idle_steps + 1
+    drawn = [*chain(*accepted), *chain(*refused)]
+    rows = to_rows(list(chain(*accepted)), schedule.max_row_tokens)
     batch, results = learn(
         parts.trainer,
         parts.algorithm,
@@ -193,15 +182,14 @@ def run_step(parts: Parts, schedule: Schedule, step: int, progress: Progress) ->
     )
     with watch("sync_weights"):
         parts.transfer(step)
-    drawn = rollouts.trajectories
     parts.record.log_rollouts(step, drawn, mean_advantages(batch))
     metrics = rollout_metrics(drawn, batch, frozenset(parts.processor.tokenizer.all_special_ids))
     if parts.algorithm.filters_groups:
-        accepted, groups = len(rollouts.accepted), len(rollouts.accepted) + len(rollouts.refused)
+        groups = len(accepted) + len(refused)
         metrics["rollout/groups_drawn"] = float(groups)
-        metrics["rollout/groups_accepted"] = float(accepted)
-        metrics["rollout/groups_missing"] = float(schedule.prompts_per_step - accepted)
-        metrics["rollout/acceptance_rate"] = accepted / max(1, groups)
+        metrics["rollout/groups_accepted"] = float(len(accepted))
+        metrics["rollout/groups_missing"] = float(schedule.prompts_per_step - len(accepted))
+        metrics["rollout/acceptance_rate"] = len(accepted) / max(1, groups)
     tokens = sum(item.prompt_tokens + item.response_tokens for item in drawn)
     return metrics | update_metrics(results) | watch.metrics(tokens)
 
@@ -243,14 +231,20 @@ def learn(
         return batch, [trainer.train_step(part, algorithm) for part in parts]
 
 
-def collect(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> Rollouts:
+Groups = list[list[Trajectory]]
+
+
+def collect(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
     """Rollouts and rewards of `prompts` prompts; where the algorithm refuses groups, of as many others in their place.
 
     After `MAX_ROUNDS` the step goes on with what was found, with a warning (dynamic sampling: DAPO, arXiv:2503.14476,
     section 3.2).
+
+    Returns:
+        The groups that are trained on, and those that the algorithm refused.
     """
-    accepted: list[list[Trajectory]] = []
-    refused: list[list[Trajectory]] = []
+    accepted: Groups = []
+    refused: Groups = []
     for _ in range(MAX_ROUNDS):
         for group in by_group(draw(parts, prompts - len(accepted), step, watch)).values():
             (accepted if is_accepted(parts.algorithm, group) else refused).append(group)
@@ -261,7 +255,7 @@ def collect(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> Rollouts
             "step %d: %s accepted %d of %d groups, and %d were wanted: the step goes on with those",
             step, parts.algorithm.name, len(accepted), len(accepted) + len(refused), prompts,
         )  # fmt: skip
-    return Rollouts(accepted, refused)
+    return accepted, refused
 
 
 def draw(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> list[Trajectory]:
