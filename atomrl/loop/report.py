@@ -15,8 +15,8 @@ from atomrl.metrics import Count, Max, Mean, Metrics, merge, spread, values
 from atomrl.rewards.compute import failure_counts
 from atomrl.types import AdvantageBatch, Trajectory, by_group
 
-_BOXED = re.compile(r"\\boxed\{[^{}]*\}")
-_MARKED = re.compile(r"####\s*\S+\s")
+ANSWER = re.compile(r"</answer>|\\boxed\{[^{}]{0,200}+\}|####\s{0,9}+\S{1,99}+\s")
+"""A closed answer. Bounded and possessive, so that a text of a million characters takes linear time."""
 
 
 class Stopwatch:
@@ -120,18 +120,14 @@ def runs_on(trajectory: Trajectory, special_ids: Collection[int]) -> bool:
 
 
 def answer_end(text: str) -> int | None:
-    """Where the first answer is closed (`</answer>`, `\\boxed{}` or `#### 18`), in time linear in the text.
+    """Where the first answer is closed: `</answer>`, `\\boxed{}` or `#### 18`.
 
     Example:
         >>> answer_end("so #### 18 and on"), answer_end("####" * 1000)
         (11, None)
     """
-    tag, mark = text.find("</answer>"), text.find("####")
-    boxed = _BOXED.search(text)
-    # A mark that no word and white space follow is in the last word of the text, and so are all behind it.
-    marked = _MARKED.match(text, mark) if mark >= 0 else None
-    ends = [match.end() for match in (boxed, marked) if match] + ([tag + len("</answer>")] if tag >= 0 else [])
-    return min(ends, default=None)
+    match = ANSWER.search(text)
+    return match.end() if match else None
 
 
 def length_correlation(trajectories: Sequence[Trajectory]) -> dict[str, float]:

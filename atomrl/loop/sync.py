@@ -90,7 +90,10 @@ Save = Callable[[Path, Progress], None]
 
 
 class StepFailed(Exception):
-    """A step failed before its first update: model and optimizer are those of the step before. Holds the error."""
+    """A step failed before its first update: model and optimizer are those of the step before."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 def run_steps(
@@ -115,7 +118,7 @@ def run_steps(
         Exception: whatever a step raises. Where it came before the step's first update (`before_updates`), the steps
             done are saved.
     """
-    saved = progress.step
+    saved, failed = progress.step, None
     if progress.idle_steps >= MAX_IDLE_STEPS:  # resumed all the same
         progress.idle_steps = 0
     with stop_request() as stopped:
@@ -124,11 +127,8 @@ def run_steps(
             try:
                 metrics = one_step(progress.step + 1)
             except StepFailed as failure:
-                if saved != progress.step:
-                    save_checkpoint(record, progress, save)
-                    log.warning("step %d failed; the %d steps before it are saved", progress.step + 1, progress.step)
-                error: Exception = failure.args[0]
-                raise error from error.__cause__
+                failed = failure.error
+                break
             progress.step += 1
             progress.wall_s += time.perf_counter() - started
             record.log(progress.step, metrics)
@@ -136,6 +136,9 @@ def run_steps(
                 saved = save_checkpoint(record, progress, save)
         if saved != progress.step:
             save_checkpoint(record, progress, save)
+    if failed:
+        log.warning("step %d failed; the %d steps before it are saved", progress.step + 1, progress.step)
+        raise failed from failed.__cause__
     if progress.idle_steps >= MAX_IDLE_STEPS:
         log.warning(
             "the run ends after step %d: no group of %d steps in a row was accepted: all completions of a group "

@@ -149,7 +149,8 @@ class RunDirectory:
         path = self.path / "metrics.jsonl"
         rows = [row for row in read_metrics(path) if row["step"] <= step]
         kept = [row for row in rows if not (finished and row["step"] == step and is_evaluation(row))]
-        _write(path, "".join(json.dumps(row) + "\n" for row in kept))
+        if path.exists():
+            _write(path, "".join(json.dumps(row) + "\n" for row in kept))
         for folder_step, folder in step_folders(self.path / "rollouts"):
             if folder_step > step:
                 shutil.rmtree(folder)
