@@ -49,11 +49,6 @@ class EvalResult:
     rows: Sequence[Row]
     """One JSON-ready dict per completion."""
 
-    @property
-    def accuracy(self) -> float:
-        """Mean over problems of the share of correct completions."""
-        return self.overall["accuracy"].mean
-
     def summary(self) -> dict[str, Any]:
         """All but the rows."""
         return {key: value for key, value in asdict(replace(self, rows=())).items() if key != "rows"}

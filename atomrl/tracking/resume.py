@@ -12,25 +12,13 @@ from typing import Any
 from atomrl.config import ConfigError, RunConfig, build_config
 
 HARMLESS = (
-    "run_name",
-    "output_dir",
-    "checkpoint",
-    "tracking",
-    "eval.every_steps",
-    "eval.before",
-    "eval.after",
+    "run_name", "output_dir", "checkpoint", "tracking", "eval.every_steps", "eval.before", "eval.after",
     # What these name is compared by its content (`identity`), so a folder may have moved.
-    "model.path",
-    "model.tokenizer",
-    "data.train",
+    "model.path", "model.tokenizer", "data.train",
     # Speed and memory; the objective stays, though not its last bits.
-    "model.device",
-    "model.gradient_checkpointing",
-    "model.compile",
-    "rollout.max_concurrent_completions",
-    "train.tokens_per_micro_batch",
-    "train.rows_per_micro_batch",
-)
+    "model.device", "model.gradient_checkpointing", "model.compile", "rollout.max_concurrent_completions",
+    "train.tokens_per_micro_batch", "train.rows_per_micro_batch",
+)  # fmt: skip
 """Keys, and sections of keys, that may change when a run is resumed. Every other change stops it."""
 BLOCKS, BLOCK_BYTES = 64, 2**16
 
