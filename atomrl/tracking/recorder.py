@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 from atomrl.config import RunConfig
@@ -27,6 +25,7 @@ class Recorder:
 
     def __init__(self, config: RunConfig, directory: RunDirectory, wording: Callable[[str], str] = str) -> None:
         self.directory, self.tracking, self.wording = directory, config.tracking, wording
+        self.checkpoint = directory.checkpoint
         self.sinks = [BackgroundSink(name, SINKS[name](config, directory)) for name in config.tracking.sinks]
         self.progress = ProgressBar(config.train.steps, first_step=directory.first_step, name=config.run_name)
         self.doctor = Doctor()
@@ -79,7 +78,3 @@ class Recorder:
         shown = ", ".join(f"{source} {metrics[name]:.3f}" for source, name in accuracies(metrics).items())
         losses = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self.progress.note(f"step {step}: " + (f"held-out accuracy: {shown}" if shown else losses))
-
-    def checkpoint(self, step: int) -> AbstractContextManager[Path]:
-        """See `RunDirectory.checkpoint`."""
-        return self.directory.checkpoint(step)

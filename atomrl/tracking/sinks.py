@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import sys
 import threading
@@ -76,7 +75,9 @@ class WandbSink:
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        data = [[_cell(name, row[name]) for name in TABLE_COLUMNS] for row in rows]
+        # One type a column: rewards and advantages are numbers, all else is text.
+        texts = [(prompt_text(row["prompt"]), row["completion"], str(row["ground_truth"])) for row in rows]
+        data = [[*text, *(row[name] for name in TABLE_COLUMNS[3:])] for text, row in zip(texts, rows, strict=True)]
         self._run.log({"samples": self._wandb.Table(columns=list(TABLE_COLUMNS), data=data)}, step=step)
 
     def close(self) -> None:
@@ -134,12 +135,3 @@ class BackgroundSink:
             self._thread.join(0.05)
         if self.dropped:
             print(f"tracking: {self.name} was too slow: {self.dropped} calls were dropped", file=sys.stderr)
-
-
-def _cell(name: str, value: Any) -> Any:
-    """W&B wants one type a column: rewards and advantages are numbers, all else is text."""
-    if name in ("reward", "advantage"):
-        return value
-    if name == "prompt":
-        return prompt_text(value)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
