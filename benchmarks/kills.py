@@ -154,7 +154,7 @@ def set_trap(point: str, saves: int) -> None:
     kind, _, rest = point.partition(":")
     if kind == "save":
         begun: list[int] = []
-        wrap(run_directory, "writing_checkpoint", lambda *a: begun.append(1))
+        wrap(checkpoints, "writing_checkpoint", lambda *a: begun.append(1))
 
         def due(*arguments: Any) -> bool:
             return len(begun) == saves
@@ -186,7 +186,8 @@ def set_trap(point: str, saves: int) -> None:
     elif kind == "first":
         die_on_call(run_directory.RunDirectory, "write_rows", 2, lambda run, step, rows, split: split == "train")
     elif kind == "reopen":
-        die_on_call(run_directory, ["", "_write", "set_damaged_aside", "_write_json", "dump_config"][int(rest)], 1)
+        places = [(run_directory, "_write"), (checkpoints, "set_damaged_aside"), (run_directory, "_write_json")]
+        die_on_call(*[*places, (run_directory, "dump_config")][int(rest) - 1], 1)
     elif kind == "evaluation":
         die_on_call(
             run_directory.RunDirectory, "write_rows", 1, lambda run, step, rows, split: (step, split) == (12, "eval")

@@ -49,11 +49,12 @@ def test_dynamic_sampling_reports_on_all_that_was_drawn(tmp_path):
 def test_accuracy_is_not_that_of_the_accepted_groups(tmp_path):
     """A fifth of the groups is mixed, and three quarters right: 0.95 of all, 0.75 of what is trained on."""
     parts = make_parts(tmp_path, lambda sample, index: "x", by_quarters(2), DAPO)
-    rollouts = collect(parts, 8, 1, Stopwatch())
-    rows = to_rows([item for group in rollouts.accepted for item in group])
+    accepted, refused = collect(parts, 8, 1, Stopwatch())
+    drawn = [item for group in accepted + refused for item in group]
+    rows = to_rows([item for group in accepted for item in group])
     batch = AdvantageBatch(**vars(rows), advantages=torch.zeros(rows.tokens.shape))
-    metrics = rollout_metrics(rollouts.trajectories, batch)
-    assert metrics["train/accuracy"] == pytest.approx(1 - 8 / (4 * 32)) and len(rollouts.trajectories) == 4 * 32
+    metrics = rollout_metrics(drawn, batch)
+    assert metrics["train/accuracy"] == pytest.approx(1 - 8 / (4 * 32)) and len(drawn) == 4 * 32
     assert rows.rewards.mean().item() == 0.75
 
 
@@ -62,10 +63,9 @@ def test_a_refill_draws_what_is_missing(tmp_path):
     parts = make_parts(tmp_path, lambda sample, index: "x", by_quarters(9), DAPO)
     take = parts.stream.take
     parts.stream.take = lambda count: asked.append(count) or take(count)
-    rollouts = collect(parts, 10, 1, Stopwatch())
-    assert asked == [10, 1] and len(rollouts.trajectories) == 44 and parts.stream.position == 11
-    assert [item.prompt_id for item in rollouts.trajectories[36:40]] == ["0:10"] * 4
-    assert [item.prompt_id for item in rollouts.trajectories[40:]] == ["0:9"] * 4, "refused groups are behind"
+    accepted, refused = collect(parts, 10, 1, Stopwatch())
+    assert asked == [10, 1] and len(accepted) == 10 and len(refused) == 1 and parts.stream.position == 11
+    assert [group[0].prompt_id for group in (accepted[-1], *refused)] == ["0:10", "0:9"]
 
 
 def test_what_was_found_is_trained_on_when_refills_end(tmp_path, caplog):
@@ -110,9 +110,10 @@ def test_extra_rollouts_are_baselines_and_not_trained_on(tmp_path):
         lambda item: float(len(item.text)),
         build_algorithm("remax", {}),
     )
-    rollouts = collect(parts, 3, 1, Stopwatch())
-    assert [item.baseline_reward for item in rollouts.trajectories] == [1.0] * 12
-    assert to_rows(rollouts.trajectories).baseline_rewards.tolist() == [1.0] * 12
+    accepted, _ = collect(parts, 3, 1, Stopwatch())
+    drawn = [item for group in accepted for item in group]
+    assert [item.baseline_reward for item in drawn] == [1.0] * 12
+    assert to_rows(drawn).baseline_rewards.tolist() == [1.0] * 12
 
 
 def test_an_error_before_the_updates_saves_the_steps_before_it(tmp_path):

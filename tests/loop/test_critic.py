@@ -96,6 +96,7 @@ def test_a_step_says_what_the_critic_did(folder):
     assert main(["train", "c.yaml", "train.steps=2"]) == 0
     first, second = read_metrics(folder / "runs" / "run" / "metrics.jsonl")
     assert first["critic/values/mean"] == 0, "a fresh critic expects nothing"
+    assert {"timing_s/values", "timing_s/ref", "timing_s/adv"} <= first.keys()
     assert second["critic/values/mean"] != 0 and second["critic/vf_explained_var"] < 1
     names = ["critic/vf_loss", "critic/vf_clipfrac", "critic/returns/mean", "critic/grad_norm", "critic/lr"]
     assert all(name in row for name in [*names, "critic/advantages/mean"] for row in (first, second))

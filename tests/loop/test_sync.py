@@ -101,11 +101,14 @@ def test_a_run_trains_and_reports(model, tmp_path):
         "actor/grad_norm",
         "actor/lr",
         "timing_s/gen",
+        "timing_s/reward",
+        "timing_s/old_log_prob",
+        "timing_s/adv",
         "timing_s/update_actor",
         "perf/throughput",
     ):
         assert name in row, name
-    assert row["training/updates"] == 2
+    assert row["training/updates"] == 2 and "timing_s/ref" not in row
     # weights reach the engine: rollout and trainer see the same policy, on every step
     assert max(r["training/rollout_probs_diff_max"] for r in parts.record.rows) < 1e-4
     assert parts.record.saved == [4]
