@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import TypedDict
 
 import torch
-from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from atomrl.atoms.groups import _as_floats
+from atomrl.atoms.shapes import Mask, PerRow, PerToken, TokenRewards
 
 
 class Gae(TypedDict):
@@ -29,13 +29,7 @@ class Gae(TypedDict):
     """Advantage plus value: what the value is trained towards."""
 
 
-def gae(
-    rewards: Shaped[Tensor, "B T"],
-    values: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    gamma: float = 1.0,
-    lam: float | Float[Tensor, " B"] = 0.95,
-) -> Gae:
+def gae(rewards: TokenRewards, values: PerToken, mask: Mask, gamma: float = 1.0, lam: float | PerRow = 0.95) -> Gae:
     """Generalised advantage estimation.
 
         delta_t = r_t + gamma V_{t+1} - V_t
@@ -80,7 +74,7 @@ def gae(
     return {"advantages": advantages, "returns": advantages + values}
 
 
-def length_adaptive_lambda(mask: Bool[Tensor, "B T"], alpha: float) -> Float[Tensor, " B"]:
+def length_adaptive_lambda(mask: Mask, alpha: float) -> PerRow:
     """Length-adaptive GAE lambda: nearer to 1 for a longer completion, so that its beginning still sees the reward.
 
         lam_i = 1 - 1 / (alpha |m_i|),   within 0 to 1
@@ -106,9 +100,7 @@ def length_adaptive_lambda(mask: Bool[Tensor, "B T"], alpha: float) -> Float[Ten
     return 1 - 1 / (alpha * mask.sum(1).double()).clamp(min=1)
 
 
-def discounted_returns(
-    rewards: Shaped[Tensor, "B T"], mask: Bool[Tensor, "B T"], gamma: float = 1.0
-) -> Float[Tensor, "B T"]:
+def discounted_returns(rewards: TokenRewards, mask: Mask, gamma: float = 1.0) -> PerToken:
     """Discounted return (reward to go) from each token: REINFORCE++, ReMax.
 
         G_t = r_t + gamma G_{t+1}

@@ -12,8 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool
 from torch import Tensor
+
+from atomrl.atoms.shapes import Ids, PerRow, Rewards
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def _statistics(rewards: object, group_ids: object) -> GroupStatistics:
     return GroupStatistics(floats.dtype, values, present, count[index], mean[index], index, len(names))
 
 
-def group_mean(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+def group_mean(rewards: Rewards, group_ids: Ids) -> PerRow:
     """Mean reward of each completion's group.
 
         mu_i = mean_{j in group(i)} r_j
@@ -86,7 +88,7 @@ def group_mean(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> F
     return group.mean.to(group.dtype)
 
 
-def leave_one_out_mean(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+def leave_one_out_mean(rewards: Rewards, group_ids: Ids) -> PerRow:
     """Mean reward of the *other* completions of the group: independent of the completion's own reward.
 
         b_i = mean_{j in group(i), j != i} r_j
@@ -111,7 +113,7 @@ def leave_one_out_mean(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B
     return torch.where(group.count <= 1, group.values, mean).to(group.dtype)
 
 
-def group_std(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+def group_std(rewards: Rewards, group_ids: Ids) -> PerRow:
     """Standard deviation of the rewards of each completion's group, about their mean.
 
         sigma_i = sqrt(sum_{j in group(i)} (r_j - mu_i)^2 / (n - 1))
@@ -134,7 +136,7 @@ def group_std(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Fl
     return (squares / (group.count - 1).clamp(min=1)).sqrt().to(group.dtype)
 
 
-def groups_with_spread(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
+def groups_with_spread(rewards: Rewards, group_ids: Ids) -> Bool[Tensor, " B"]:
     """Group filter of dynamic sampling: completions of groups whose rewards differ.
 
         keep_i = (std_{group(i)} r > 0)
@@ -157,7 +159,7 @@ def groups_with_spread(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B
 
 
 def groups_with_mean_inside(
-    rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"], low: float = 0.0, high: float = 1.0
+    rewards: Rewards, group_ids: Ids, low: float = 0.0, high: float = 1.0
 ) -> Bool[Tensor, " B"]:
     """Group filter of dynamic sampling: completions of groups that are solved neither always nor never.
 
