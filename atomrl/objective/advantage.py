@@ -34,7 +34,17 @@ from atomrl.objective.choice import Custom, Formula, Setting
 Discount = Annotated[float, Field(ge=0, le=1)]
 
 
-class RawAdvantage(AdvantageChoice):
+class GroupAdvantage(AdvantageChoice):
+    """What is one atom of rewards and group ids."""
+
+    group_baseline = True
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        advantages: Tensor = self.atom(inputs.totals, inputs.group_ids, **self.settings)
+        return advantages
+
+
+class RawAdvantage(GroupAdvantage):
     r"""REINFORCE: the reward itself.
 
         A_i = r_i
@@ -43,13 +53,11 @@ class RawAdvantage(AdvantageChoice):
     """
 
     type: Literal["raw"] = "raw"
-    atoms = (raw_reward,)
-
-    def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        return raw_reward(inputs.totals, inputs.group_ids)
+    atom = staticmethod(raw_reward)
+    group_baseline = False
 
 
-class GRPOAdvantage(AdvantageChoice):
+class GRPOAdvantage(GroupAdvantage):
     r"""GRPO: the reward standardised within the group.
 
         A_i = (r_i - mean_group r) / (std_group r + eps)
@@ -59,18 +67,14 @@ class GRPOAdvantage(AdvantageChoice):
 
     type: Literal["grpo"] = "grpo"
     eps: NonNegativeFloat = 1e-6
-    atoms = (group_zscore,)
-    group_baseline = True
-
-    def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        return group_zscore(inputs.totals, inputs.group_ids, self.eps)
+    atom = staticmethod(group_zscore)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
         yield "biased: division by the group's deviation weighs prompts that are nearly always or never solved more"
 
 
-class GRPONoStdAdvantage(AdvantageChoice):
+class GRPONoStdAdvantage(GroupAdvantage):
     r"""Dr. GRPO: the reward minus the group's mean.
 
         A_i = r_i - mean_group r
@@ -79,14 +83,10 @@ class GRPONoStdAdvantage(AdvantageChoice):
     """
 
     type: Literal["grpo_no_std"] = "grpo_no_std"
-    atoms = (group_mean_baseline,)
-    group_baseline = True
-
-    def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        return group_mean_baseline(inputs.totals, inputs.group_ids)
+    atom = staticmethod(group_mean_baseline)
 
 
-class RLOOAdvantage(AdvantageChoice):
+class RLOOAdvantage(GroupAdvantage):
     r"""RLOO: the reward minus the mean of the other completions of the group.
 
         A_i = r_i - mean_{j in group, j != i} r_j
@@ -95,11 +95,7 @@ class RLOOAdvantage(AdvantageChoice):
     """
 
     type: Literal["rloo"] = "rloo"
-    atoms = (leave_one_out_baseline,)
-    group_baseline = True
-
-    def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        return leave_one_out_baseline(inputs.totals, inputs.group_ids)
+    atom = staticmethod(leave_one_out_baseline)
 
 
 class OPOAdvantage(AdvantageChoice):
@@ -111,7 +107,6 @@ class OPOAdvantage(AdvantageChoice):
     """
 
     type: Literal["opo"] = "opo"
-    atoms = (baselines.length_weighted_baseline,)
     group_baseline = True
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -127,7 +122,10 @@ class GPGAdvantage(AdvantageChoice):
     type: Literal["gpg"] = "gpg"
     alpha: Literal["paper", "verl"] = "paper"
     normaliser: Annotated[float, Field(gt=0)] = 1.0
-    atoms = (group_mean_baseline, baselines.rescaled_by_mixed_groups, baselines.rescaled_by_nonzero_rewards)
+    switches: ClassVar = {
+        baselines.rescaled_by_mixed_groups: lambda self: self.alpha == "paper",
+        baselines.rescaled_by_nonzero_rewards: lambda self: self.alpha == "verl",
+    }
     group_baseline = True
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -136,9 +134,6 @@ class GPGAdvantage(AdvantageChoice):
         if self.alpha == "paper":
             return baselines.rescaled_by_mixed_groups(centred, rewards, group_ids, self.normaliser)
         return baselines.rescaled_by_nonzero_rewards(centred, rewards, self.normaliser)
-
-    def used_atoms(self) -> tuple[Any, ...]:
-        return (self.atoms[0], self.atoms[1 if self.alpha == "paper" else 2])
 
     def equation(self) -> Formula:
         paper = self.alpha == "paper"
@@ -162,7 +157,7 @@ class PassAtKAdvantage(AdvantageChoice):
     type: Literal["pass_at_k"] = "pass_at_k"
     divide_by_std: bool = False
     eps: NonNegativeFloat = 1e-6
-    atoms = (baselines.best_minus_second, standardised)
+    switches: ClassVar = dict.fromkeys((standardised, group_std), lambda self: self.divide_by_std)
     group_baseline = True
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -170,11 +165,8 @@ class PassAtKAdvantage(AdvantageChoice):
         std = group_std(inputs.totals, inputs.group_ids)
         return standardised(advantages, std, self.eps) if self.divide_by_std else advantages
 
-    def used_atoms(self) -> tuple[Any, ...]:
-        return self.atoms if self.divide_by_std else self.atoms[:1]
 
-
-class PassAtKAnalyticAdvantage(AdvantageChoice):
+class PassAtKAnalyticAdvantage(GroupAdvantage):
     r"""Pass@k training: the marginal contribution of a completion to the expected best of k, over all k-subsets S.
 
         A_i = (mean_{S with i} R(S) - mean_S R(S)) / std_S R(S),   R(S) = max_{j in S} r_j
@@ -185,11 +177,7 @@ class PassAtKAnalyticAdvantage(AdvantageChoice):
 
     type: Literal["pass_at_k_analytic"] = "pass_at_k_analytic"
     k: PositiveInt = 4
-    atoms = (baselines.best_of_k,)
-    group_baseline = True
-
-    def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        return baselines.best_of_k(inputs.totals, inputs.group_ids, self.k)
+    atom = staticmethod(baselines.best_of_k)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
@@ -198,7 +186,7 @@ class PassAtKAnalyticAdvantage(AdvantageChoice):
             yield f"no effect: with k={self.k} of {n} completions per prompt every subset has the same best"
 
 
-class MaxRLAdvantage(AdvantageChoice):
+class MaxRLAdvantage(GroupAdvantage):
     r"""MaxRL: deviation from the group's mean in units of that mean.
 
         A_i = (r_i - mean_group r) / (mean_group r + eps)
@@ -208,11 +196,7 @@ class MaxRLAdvantage(AdvantageChoice):
 
     type: Literal["maxrl"] = "maxrl"
     eps: NonNegativeFloat = 0.0
-    atoms = (maxrl_advantage,)
-    group_baseline = True
-
-    def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        return maxrl_advantage(inputs.totals, inputs.group_ids, self.eps)
+    atom = staticmethod(maxrl_advantage)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
@@ -231,7 +215,6 @@ class GDPOAdvantage(AdvantageChoice):
 
     type: Literal["gdpo"] = "gdpo"
     eps: NonNegativeFloat = 1e-4
-    atoms = (group_zscore, weighted_reward)
     group_baseline = True
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -257,7 +240,6 @@ class ReMaxAdvantage(AdvantageChoice):
     """
 
     type: Literal["remax"] = "remax"
-    atoms = (baselines.return_minus_baseline,)
     extra_rollouts: ClassVar[Mapping[str, Any]] = {"temperature": 0.0, "completions_per_prompt": 1}
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -279,7 +261,6 @@ class ReinforcePPAdvantage(AdvantageChoice):
     type: Literal["reinforce_pp"] = "reinforce_pp"
     gamma: Discount = 1.0
     eps: NonNegativeFloat = 1e-8
-    atoms = (discounted_returns, masked_whiten)
     by_token = True
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -300,7 +281,6 @@ class ReinforcePPBaselineAdvantage(AdvantageChoice):
 
     type: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
     eps: NonNegativeFloat = 1e-8
-    atoms = (group_mean_baseline, masked_whiten)
     group_baseline = True
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -325,7 +305,10 @@ class GAEAdvantage(AdvantageChoice):
     lam: Discount = 0.95
     whiten: bool = True
     length_alpha: PositiveFloat | None = None
-    atoms = (gae, length_adaptive_lambda, masked_whiten)
+    switches: ClassVar = {
+        length_adaptive_lambda: lambda self: self.length_alpha,
+        masked_whiten: lambda self: self.whiten,
+    }
     needs = frozenset({"values"})
     by_token = True
 
@@ -335,10 +318,6 @@ class GAEAdvantage(AdvantageChoice):
         found = gae(inputs.by_token, given(inputs.values), mask, self.gamma, lam)
         advantages = masked_whiten(found["advantages"], mask) if self.whiten else found["advantages"]
         return AdvantagesAndReturns(advantages, found["returns"])
-
-    def used_atoms(self) -> tuple[Any, ...]:
-        switches = (True, self.length_alpha is not None, self.whiten)
-        return tuple(atom for atom, on in zip(self.atoms, switches, strict=True) if on)
 
     def where(self) -> tuple[Formula, ...]:
         whitened = Formula("A <- whiten_batch(A)", r"\hat A \leftarrow \operatorname{whiten}_B(\hat A)")
@@ -362,7 +341,6 @@ class ReverseKLAdvantage(AdvantageChoice):
     """
 
     type: Literal["reverse_kl"] = "reverse_kl"
-    atoms = (k1_kl,)
     needs = frozenset({"old_logprobs", "teacher_logprobs"})
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:

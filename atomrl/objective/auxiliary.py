@@ -14,7 +14,6 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from atomrl.atoms.distillation import generalised_jsd
-from atomrl.atoms.logprobs import fused_token_logprobs
 from atomrl.atoms.masks import masked_sum
 from atomrl.atoms.reductions import weighted_sum
 from atomrl.atoms.value_losses import clipped_value_loss, clipped_values
@@ -81,7 +80,6 @@ class ClippedValue(ValueLoss):
 
     type: Literal["clipped"] = "clipped"
     clip: NonNegativeFloat = 0.2
-    atoms = (clipped_value_loss, clipped_values)
 
     def __call__(self, predictions: Predictions) -> tuple[Tensor, Tensor]:
         values, old_values, returns, mask = predictions
@@ -103,7 +101,6 @@ class SquaredValue(ValueLoss):
     """
 
     type: Literal["squared"] = "squared"
-    atoms = (clipped_value_loss,)
 
     def __call__(self, predictions: Predictions) -> tuple[Tensor, Tensor]:
         return clipped_value_loss(*predictions, None), torch.zeros_like(predictions.mask)
@@ -122,7 +119,6 @@ class Entropy(Choice):
 
     type: Literal["bonus"] = "bonus"
     coefficient: NonNegativeFloat = 0.0
-    atoms = (fused_token_logprobs,)
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> tuple[Tensor, Metrics]:
         """Of one micro-batch: minus the coefficient times a weighted sum."""
@@ -149,7 +145,6 @@ class Distillation(Choice):
     type: Literal["jsd"] = "jsd"
     coefficient: NonNegativeFloat = 0.0
     beta: Annotated[float, Field(ge=0, le=1)] = 0.5
-    atoms = (generalised_jsd,)
 
     def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
         """Log-probs [N, V] of the policy and of the teacher -> [N]."""

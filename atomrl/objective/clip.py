@@ -56,7 +56,6 @@ class PPOClip(TrustRegionClip):
     low: NonNegativeFloat = 0.2
     high: NonNegativeFloat = 0.2
     dual: NonNegativeFloat | None = None
-    atoms = (policy_losses.clipped_policy_loss, policy_losses.clipped_tokens)
 
     def __call__(self, inputs: PolicyInputs) -> Clipped:
         ratio, advantages = inputs.log_ratio.exp(), inputs.advantages
@@ -92,7 +91,6 @@ class CISPOClip(Choice):
     type: Literal["cispo"] = "cispo"
     low: NonNegativeFloat = 1.0
     high: NonNegativeFloat = 4.0
-    atoms = (policy_losses.cispo_loss, policy_losses.out_of_bounds)
 
     def __call__(self, inputs: PolicyInputs) -> Clipped:
         ratio = inputs.log_ratio.detach().exp()
@@ -111,7 +109,6 @@ class SAPOClip(TrustRegionClip):
     type: Literal["sapo"] = "sapo"
     tau_positive: PositiveFloat = 1.0
     tau_negative: PositiveFloat = 1.05
-    atoms = (policy_losses.sapo_loss,)
 
     def __call__(self, inputs: PolicyInputs) -> Clipped:
         ratio = inputs.log_ratio.exp()
@@ -131,7 +128,6 @@ class GMPOClip(TrustRegionClip):
     type: Literal["gmpo"] = "gmpo"
     low: NonNegativeFloat = 0.4
     high: NonNegativeFloat = 0.4
-    atoms = (sequence_clipped_log_ratio, geometric_mean_loss)
 
     def __call__(self, inputs: PolicyInputs) -> Clipped:
         log_ratio, advantages, mask = inputs.log_ratio, inputs.advantages, inputs.mask
@@ -164,7 +160,6 @@ class DPPOTVClip(DPPOClip):
     type: Literal["dppo_tv"] = "dppo_tv"
     low: NonNegativeFloat = 0.2
     high: NonNegativeFloat = 0.2
-    atoms = (trust_region.probability_change, trust_region.trust_region_tokens, policy_losses.reinforce_loss)
 
     def __call__(self, inputs: PolicyInputs) -> Clipped:
         change = trust_region.probability_change(inputs.logprobs, inputs.old_logprobs, inputs.mask)
@@ -183,7 +178,6 @@ class DPPOKLClip(DPPOClip):
     type: Literal["dppo_kl"] = "dppo_kl"
     low: NonNegativeFloat = 0.05
     high: NonNegativeFloat = 0.05
-    atoms = (trust_region.binary_kl, trust_region.trust_region_tokens, policy_losses.reinforce_loss)
 
     def __call__(self, inputs: PolicyInputs) -> Clipped:
         kl = trust_region.binary_kl(inputs.logprobs, inputs.old_logprobs, inputs.mask)
@@ -199,7 +193,6 @@ class NoClip(Choice):
     """
 
     type: Literal["none"] = "none"
-    atoms = (policy_losses.clipped_policy_loss,)
 
     def __call__(self, inputs: PolicyInputs) -> Clipped:
         loss = policy_losses.clipped_policy_loss(inputs.log_ratio.exp(), inputs.advantages, math.inf, math.inf)
@@ -220,7 +213,6 @@ class ReinforceClip(Choice):
     """
 
     type: Literal["reinforce"] = "reinforce"
-    atoms = (policy_losses.reinforce_loss,)
 
     def __call__(self, inputs: PolicyInputs) -> Clipped:
         loss = policy_losses.reinforce_loss(inputs.logprobs, inputs.advantages, inputs.mask)

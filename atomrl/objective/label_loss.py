@@ -51,7 +51,6 @@ class ApoZeroUnpairedLoss(WeightedLabelLoss):
     """
 
     type: Literal["apo_zero_unpaired"] = "apo_zero_unpaired"
-    atoms = (kto_loss,)
 
 
 class KtoLoss(WeightedLabelLoss):
@@ -63,7 +62,6 @@ class KtoLoss(WeightedLabelLoss):
     """
 
     type: Literal["kto"] = "kto"
-    atoms = (kto_reference, kto_loss)
     needs = frozenset({"old_logprobs", "ref_logprobs"})
     needs_mismatched = True
 
@@ -82,7 +80,6 @@ class BcoLoss(LabelLoss):
     """
 
     type: Literal["bco"] = "bco"
-    atoms = (running_mean, implicit_reward, bco_loss)
     needs = frozenset({"old_logprobs", "ref_logprobs"})
 
     def __call__(self, scores: Tensor, desirable: Tensor, reference: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ class TokenRatio(Choice):
 
     type: Literal["token"] = "token"
     clamp: NonNegativeFloat | None = None
-    atoms = (token_log_ratio,)
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
         return token_log_ratio(logprobs, old_logprobs, mask, self.clamp)
@@ -39,7 +38,6 @@ class SequenceRatio(Choice):
     type: Literal["sequence"] = "sequence"
     length_normalised: bool = True
     clamp: NonNegativeFloat | None = None
-    atoms = (sequence_log_ratio,)
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
         return per_token(sequence_log_ratio(logprobs, old_logprobs, mask, self.length_normalised, self.clamp), mask)
@@ -56,7 +54,6 @@ class SequenceTokenRatio(Choice):
 
     type: Literal["sequence_token"] = "sequence_token"
     ceiling: NonNegativeFloat | None = None
-    atoms = (sequence_token_log_ratio,)
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
         return sequence_token_log_ratio(logprobs, old_logprobs, mask, self.ceiling)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
@@ -31,7 +31,11 @@ class Shaping(Choice):
     lowest: FiniteFloat | None = None
     highest: FiniteFloat | None = None
     mask_truncated: bool = False
-    atoms = (soft_overlong_penalty, repetition_penalty, clipped_reward)
+    switches: ClassVar = {
+        soft_overlong_penalty: lambda self: self.soft_overlong,
+        repetition_penalty: lambda self: self.repetition_ngram_tokens,
+        clipped_reward: lambda self: self.bounded,
+    }
 
     @property
     def bounded(self) -> bool:
@@ -68,10 +72,6 @@ class Shaping(Choice):
             low, high = (-torch.inf if self.lowest is None else self.lowest), self.highest
             rewards = clipped_reward(rewards, low, torch.inf if high is None else high)
         return rewards
-
-    def used_atoms(self) -> tuple[Any, ...]:
-        switches = (self.soft_overlong, self.repetition_ngram_tokens, self.bounded)
-        return tuple(atom for atom, on in zip(self.atoms, switches, strict=True) if on)
 
     def where(self) -> tuple[Formula, ...]:
         lines, total = [], Formula("r_i", "r_i")

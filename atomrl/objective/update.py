@@ -40,13 +40,6 @@ class TrustRegion(Choice):
     damping: NonNegativeFloat = 0.1
     backtracks: NonNegativeInt = 10
     backtrack_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.8
-    atoms = (
-        steps.fisher_vector_product,
-        steps.conjugate_gradient,
-        steps.natural_step,
-        steps.line_search,
-        distribution_kl,
-    )
 
     def __call__(
         self,
