@@ -13,7 +13,7 @@ import torch
 
 from atomrl.atoms.masks import masked_mean, row_mean
 from atomrl.atoms.ratios import token_log_ratio
-from atomrl.atoms.shapes import AnyMask, AnyShape, Mask, PerRow, PerToken, Scalar
+from atomrl.atoms.shapes import AnyMask, AnyShape, Mask, PerRow, PerToken
 
 
 def rollout_log_ratio(old_logprobs: PerToken, rollout_logprobs: PerToken, mask: Mask) -> PerToken:
@@ -150,27 +150,6 @@ def normalised_weights(weights: PerToken, mask: Mask, by_row: bool = False) -> P
     """
     mean = masked_mean(row_mean(weights, mask), mask.any(1)) if by_row else masked_mean(weights, mask)
     return weights / torch.where(mean > 1e-8, mean, 1.0)
-
-
-def effective_sample_fraction(weights: PerToken, mask: Mask) -> Scalar:
-    """Kish's effective sample size (ESS) over the number of tokens.
-
-        ESS / n = mean(w)^2 / mean(w^2)
-
-    Paper: Kish, "Survey sampling" (1965). verl logs it as `rollout_is_eff_sample_size`.
-
-    Args:
-        weights: per token.
-        mask: True where the model wrote the token.
-
-    Returns:
-        A fraction: 1 for equal weights, 1/n where one token has them all.
-
-    Example:
-        >>> effective_sample_fraction(torch.tensor([[1.0, 0.0]]), torch.tensor([[True, True]]))
-        tensor(0.5000)
-    """
-    return masked_mean(weights, mask).square() / masked_mean(weights.square(), mask)
 
 
 def off_policy_sequences(divergence: PerRow, advantages: PerToken, bound: float) -> Mask:

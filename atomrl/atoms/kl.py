@@ -134,27 +134,6 @@ def k2_gradient(estimate: PerToken, logprobs: PerToken, ref_logprobs: PerToken, 
     return estimate.detach() + surrogate - surrogate.detach()
 
 
-def kl_terms(logprobs: Vocabulary, other_logprobs: Vocabulary) -> Vocabulary:
-    """Summands of a KL divergence, one per value of the vocabulary.
-
-        p_v (log p_v - log q_v)
-
-    Paper: Kullback and Leibler, "On information and sufficiency" (1951).
-
-    Args:
-        logprobs: log p.
-        other_logprobs: log q.
-
-    Returns:
-        Nats per value, with gradient to both; 0 where p = 0.
-
-    Example:
-        >>> kl_terms(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.75, 0.25]).log())
-        tensor([-0.2027,  0.3466])
-    """
-    return logprobs.exp() * torch.where(logprobs == -torch.inf, 0.0, logprobs - other_logprobs)
-
-
 def distribution_kl(logprobs: Vocabulary, other_logprobs: Vocabulary) -> Float[Tensor, "*batch"]:
     """KL divergence of two distributions, summed over the vocabulary (or over the part of it that is given).
 
@@ -174,7 +153,7 @@ def distribution_kl(logprobs: Vocabulary, other_logprobs: Vocabulary) -> Float[T
         >>> distribution_kl(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.75, 0.25]).log())
         tensor(0.1438)
     """
-    return kl_terms(logprobs, other_logprobs).sum(-1)
+    return (logprobs.exp() * torch.where(logprobs == -torch.inf, 0.0, logprobs - other_logprobs)).sum(-1)
 
 
 def adaptive_coefficient(

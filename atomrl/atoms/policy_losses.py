@@ -198,35 +198,6 @@ def sapo_loss(ratio: PerToken, advantages: PerToken, tau_positive: float = 1.0, 
     return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
 
 
-def mirror_descent_loss(
-    logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: Mask, beta: float = 0.1
-) -> PerToken:
-    """Mirror descent loss of Kimi k1.5 and DRO: REINFORCE with a quadratic penalty for leaving the old policy.
-
-        L_t = -A_t log pi_theta(a_t) + (beta / 2) (log pi_theta(a_t) - log pi_old(a_t))^2
-
-    Paper: Kimi k1.5, arXiv:2501.12599; DRO, arXiv:2405.19107. Differs from PPO: valid far off the policy
-    without a ratio that could explode.
-
-    Args:
-        logprobs: of the policy, with gradient.
-        old_logprobs: of the policy that the tokens came from.
-        advantages: per token, without gradient.
-        mask: True where the model wrote the token.
-        beta: strength of the pull (tau in Kimi k1.5).
-
-    Returns:
-        Loss per token, 0 off the mask.
-
-    Example:
-        >>> logprobs, old, ones = torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.ones(1, 1)
-        >>> mirror_descent_loss(logprobs, old, ones, torch.tensor([[True]]))
-        tensor([[1.0500]])
-    """
-    gap = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
-    return reinforce_loss(logprobs, advantages, mask) + beta / 2 * gap.square()
-
-
 def _check_bounds(clip_low: float, clip_high: float) -> None:
     if clip_low < 0 or clip_high < 0:
         raise ValueError(f"clip bounds must not be negative, got low={clip_low}, high={clip_high}")

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from atomrl.atoms.masks import row_mean, row_sum
-from atomrl.atoms.shapes import PerPair, Vocabulary
+from atomrl.atoms.shapes import PerPair
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
@@ -91,27 +91,6 @@ def length_normalised(scores: PerPair, lengths: Int[Tensor, " P"]) -> PerPair:
     return scores / lengths.clamp(min=1)
 
 
-def sorted_margin(better: PerPair, worse: PerPair) -> PerPair:
-    """AOT margins, between two distributions of scores: matched by rank instead of by pair.
-
-        D_k = better_(k) - worse_(k),   both sorted
-
-    Paper: AOT, arXiv:2406.05882 (first-order stochastic dominance). Its loss is `dpo_loss`.
-
-    Args:
-        better: scores that should dominate: those of chosen completions; or of the policy's own margins.
-        worse: scores that should be dominated.
-
-    Returns:
-        Margins in ascending order of rank; they belong to no single pair.
-
-    Example:
-        >>> sorted_margin(torch.tensor([3.0, 1.0]), torch.tensor([0.0, 2.0]))
-        tensor([1., 1.])
-    """
-    return better.sort().values - worse.sort().values
-
-
 def length_desensitised_logprob(
     logprobs: Float[Tensor, "P T"], mask: Bool[Tensor, "P T"], shared_length: Int[Tensor, " P"], alpha: float = 0.5
 ) -> PerPair:
@@ -161,26 +140,6 @@ def wpo_weight(
         tensor([1.])
     """
     return row_mean((logprobs - log_collision).detach(), mask).exp()
-
-
-def collision_probability(logits: Vocabulary) -> Float[Tensor, "*batch"]:
-    """Collision probability, that two samples are the same: the sum of squared probabilities.
-
-        sum_v p_v^2 = exp(logsumexp(2 z) - 2 logsumexp(z))
-
-    Paper: WPO, arXiv:2406.11827; also the variance term of the optimal token baseline.
-
-    Args:
-        logits: z.
-
-    Returns:
-        A probability per position.
-
-    Example:
-        >>> collision_probability(torch.tensor([0.0, 0.0]))
-        tensor(0.5000)
-    """
-    return ((2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)).exp()
 
 
 def alpha_score(logprob: PerPair, alpha: float) -> PerPair:

@@ -116,28 +116,3 @@ def running_mean(mean: Scalar, count: float, values: Float[Tensor, " N"]) -> tup
     """
     total = count + len(values)
     return mean + (values.detach().mean() - mean) * len(values) / total, total
-
-
-def density_ratio(
-    probability: Float[Tensor, " N"], lowest: float = 0.5, highest: float = 10.0, eps: float = 1e-8
-) -> Float[Tensor, " N"]:
-    """BCO's density ratio: how much likelier a prompt is among good completions than among bad ones.
-
-        clip(p / (1 - p + eps), lowest, highest)
-
-    Paper: BCO, arXiv:2404.04656 (underlying distribution matching).
-
-    Args:
-        probability: p, that the prompt is from the good ones.
-        lowest: lower bound.
-        highest: upper bound.
-        eps: against a division by 0; 1e-8 as in TRL.
-
-    Returns:
-        Weights for the losses of bad completions.
-
-    Example:
-        >>> density_ratio(torch.tensor([0.5, 0.75]))
-        tensor([1., 3.])
-    """
-    return (probability / (1 - probability + eps)).clamp(lowest, highest)
