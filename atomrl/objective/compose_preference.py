@@ -31,7 +31,7 @@ MEAN_TOKENS = "chosen_tokens"
 
 
 class PreferenceObjective(SupervisedObjective):
-    """One choice on each axis.
+    """One choice on each axis; the defaults are DPO's.
 
     minimise  mean over pairs of [ sum_k weight_k L_k(s_chosen, s_rejected) + coefficient NLL(chosen) ]
 

@@ -39,7 +39,7 @@ COEFFICIENT = "kl_coefficient"
 
 
 class PolicyObjective(Objective):
-    """One choice on each axis.
+    """One choice on each axis; the defaults are GRPO's, so that a file in `algorithms/` says what is other than in GRPO.
 
     maximise  sum_{i,t} w_{i,t} [c_{i,t} s_{i,t} clip(rho_{i,t}, A_{i,t}) - beta KL_{i,t} - alpha D_{i,t} + eta H_{i,t}]
 

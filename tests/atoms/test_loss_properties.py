@@ -262,9 +262,7 @@ def test_empty_rows_change_nothing(loss, weights):
     torch.testing.assert_close(found, gradient[[0, 2, 3, 4, 5]], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "loss", ["ppo", "dual_clip", "gspo", "gspo_token", "reinforce", "cispo", "sapo", "gmpo"]
-)
+@pytest.mark.parametrize("loss", ["ppo", "dual_clip", "gspo", "gspo_token", "reinforce", "cispo", "sapo", "gmpo"])
 def test_no_advantage_no_gradient(loss):
     step = a_step()
     step["advantages"] = torch.zeros_like(step["advantages"])
