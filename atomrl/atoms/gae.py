@@ -59,7 +59,8 @@ def gae(rewards: TokenRewards, values: PerToken, mask: Mask, gamma: float = 1.0,
         >>> result["advantages"], result["returns"]
         (tensor([[0.5000, 0.0000, 0.5000]]), tensor([[1., 0., 1.]]))
     """
-    _check_discount(gamma)
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma must be within 0 to 1, got {gamma}")
     rewards = _as_floats(rewards).masked_fill(~mask, 0.0)
     values = _as_floats(values, "values").masked_fill(~mask, 0.0)
     next_value = advantage = values.new_zeros(len(values))
@@ -123,17 +124,5 @@ def discounted_returns(rewards: TokenRewards, mask: Mask, gamma: float = 1.0) ->
         >>> discounted_returns(torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[True, False, True]]), gamma=0.5)
         tensor([[0.5000, 0.0000, 1.0000]])
     """
-    _check_discount(gamma)
-    rewards = _as_floats(rewards).masked_fill(~mask, 0.0)
-    running = rewards.new_zeros(len(rewards))
-    columns = []
-    for t in reversed(range(rewards.shape[1])):
-        running = torch.where(mask[:, t], rewards[:, t] + gamma * running, running)
-        columns.append(running)
-    returns = torch.stack(columns[::-1], 1) if columns else rewards
-    return returns.masked_fill(~mask, 0.0)
-
-
-def _check_discount(gamma: float) -> None:
-    if not 0 <= gamma <= 1:
-        raise ValueError(f"gamma must be within 0 to 1, got {gamma}")
+    rewards = _as_floats(rewards)
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)["returns"]

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Literal, NamedTuple
 
-import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
@@ -32,7 +31,7 @@ class PolicyInputs(NamedTuple):
 
 
 Clipped = tuple[Tensor, Tensor]
-"""Loss per token, and the tokens on which the clip acts, both [B, T]."""
+"""Loss per token, and the tokens on which the clip acts, both [B, T]. A clip that acts on none gives the loss alone."""
 
 
 class TrustRegionClip(Choice):
@@ -110,10 +109,8 @@ class SAPOClip(TrustRegionClip):
     tau_positive: PositiveFloat = 1.0
     tau_negative: PositiveFloat = 1.05
 
-    def __call__(self, inputs: PolicyInputs) -> Clipped:
-        ratio = inputs.log_ratio.exp()
-        loss = policy_losses.sapo_loss(ratio, inputs.advantages, self.tau_positive, self.tau_negative)
-        return loss, torch.zeros_like(inputs.mask)
+    def __call__(self, inputs: PolicyInputs) -> Tensor:
+        return policy_losses.sapo_loss(inputs.log_ratio.exp(), inputs.advantages, **self.settings)
 
 
 class GMPOClip(TrustRegionClip):
@@ -140,10 +137,14 @@ class DPPOClip(TrustRegionClip):
     """What DPPO's two measures of a token's move have in common."""
 
     cap: NonNegativeFloat = 20.0
+    low: NonNegativeFloat = 0.2
+    high: NonNegativeFloat = 0.2
 
-    def within(self, inputs: PolicyInputs, divergence: Tensor, low: float, high: float) -> Clipped:
-        change = trust_region.probability_change(inputs.logprobs, inputs.old_logprobs, inputs.mask)
-        keep = trust_region.trust_region_tokens(change, divergence, inputs.advantages, low, high)
+    def __call__(self, inputs: PolicyInputs) -> Clipped:
+        policies = (inputs.logprobs, inputs.old_logprobs, inputs.mask)
+        # A divergence has no sign, a change has.
+        change, divergence = trust_region.probability_change(*policies), self.atom(*policies).abs()
+        keep = trust_region.trust_region_tokens(change, divergence, inputs.advantages, self.low, self.high)
         weights = inputs.log_ratio.detach().exp().clamp(max=self.cap) * keep
         return policy_losses.reinforce_loss(inputs.logprobs, inputs.advantages, inputs.mask, weights), ~keep
 
@@ -158,12 +159,7 @@ class DPPOTVClip(DPPOClip):
     """
 
     type: Literal["dppo_tv"] = "dppo_tv"
-    low: NonNegativeFloat = 0.2
-    high: NonNegativeFloat = 0.2
-
-    def __call__(self, inputs: PolicyInputs) -> Clipped:
-        change = trust_region.probability_change(inputs.logprobs, inputs.old_logprobs, inputs.mask)
-        return self.within(inputs, change.abs(), self.low, self.high)
+    atom = staticmethod(trust_region.probability_change)
 
 
 class DPPOKLClip(DPPOClip):
@@ -178,10 +174,7 @@ class DPPOKLClip(DPPOClip):
     type: Literal["dppo_kl"] = "dppo_kl"
     low: NonNegativeFloat = 0.05
     high: NonNegativeFloat = 0.05
-
-    def __call__(self, inputs: PolicyInputs) -> Clipped:
-        kl = trust_region.binary_kl(inputs.logprobs, inputs.old_logprobs, inputs.mask)
-        return self.within(inputs, kl, self.low, self.high)
+    atom = staticmethod(trust_region.binary_kl)
 
 
 class NoClip(Choice):
@@ -194,9 +187,8 @@ class NoClip(Choice):
 
     type: Literal["none"] = "none"
 
-    def __call__(self, inputs: PolicyInputs) -> Clipped:
-        loss = policy_losses.clipped_policy_loss(inputs.log_ratio.exp(), inputs.advantages, math.inf, math.inf)
-        return loss, torch.zeros_like(inputs.mask)
+    def __call__(self, inputs: PolicyInputs) -> Tensor:
+        return policy_losses.clipped_policy_loss(inputs.log_ratio.exp(), inputs.advantages, math.inf, math.inf)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         bounded = getattr(setting.axes["token_filter"], "type", "") == "kl_cov" or setting.axes["update"] is not None
@@ -214,9 +206,8 @@ class ReinforceClip(Choice):
 
     type: Literal["reinforce"] = "reinforce"
 
-    def __call__(self, inputs: PolicyInputs) -> Clipped:
-        loss = policy_losses.reinforce_loss(inputs.logprobs, inputs.advantages, inputs.mask)
-        return loss, torch.zeros_like(inputs.mask)
+    def __call__(self, inputs: PolicyInputs) -> Tensor:
+        return policy_losses.reinforce_loss(inputs.logprobs, inputs.advantages, inputs.mask)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         updates = setting.updates_per_step
@@ -225,7 +216,7 @@ class ReinforceClip(Choice):
 
 
 class CustomClip(Custom):
-    """Your own function: `PolicyInputs` -> loss per token, and the tokens on which it acts, both [B, T]."""
+    """Your own function: `PolicyInputs` -> loss per token [B, T], or that and the tokens on which it acts."""
 
     type: Literal["custom"] = "custom"
 

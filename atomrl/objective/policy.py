@@ -39,7 +39,7 @@ COEFFICIENT = "kl_coefficient"
 
 
 class PolicyObjective(Objective):
-    """One choice on each axis; the defaults are GRPO's, so that a file in `algorithms/` says what is other than in GRPO.
+    """One choice on each axis; the defaults are GRPO's, so that an algorithm's file says what is other.
 
     maximise  sum_{i,t} w_{i,t} [c_{i,t} s_{i,t} clip(rho_{i,t}, A_{i,t}) - beta KL_{i,t} - alpha D_{i,t} + eta H_{i,t}]
 
@@ -208,7 +208,8 @@ class PolicyObjective(Objective):
         # On a step with one update the policy still is the old one, so its own log-probs serve, without gradient.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         inputs = PolicyInputs(self.ratio(logprobs, old, mask), batch.advantages, logprobs, old, mask)
-        by_token, clipped = self.clip(inputs)
+        found = self.clip(inputs)
+        by_token, clipped = found if isinstance(found, tuple) else (found, mask & False)
         tokens = mask.sum()
         metrics: Metrics = {
             "actor/pg_clipfrac": Mean((clipped & mask).sum(), tokens),
@@ -221,8 +222,8 @@ class PolicyObjective(Objective):
         if batch.rollout_logprobs is not None:
             metrics |= rollout_gap(old, batch.rollout_logprobs, mask)
             rollout = RolloutInputs(old, batch.rollout_logprobs, logprobs, batch.advantages, mask)
-            found = (batch.rollout_is_weights, rollout_is_product(self.rollout_is, rollout, whole_step=False))
-            factors = [factor for factor in found if factor is not None]
+            made = (batch.rollout_is_weights, rollout_is_product(self.rollout_is, rollout, whole_step=False))
+            factors = [factor for factor in made if factor is not None]
         if factors:
             factor = torch.stack(factors).prod(0)
             metrics["rollout_corr/weight_mean"] = Mean(masked_sum(factor, mask), tokens)
