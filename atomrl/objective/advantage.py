@@ -114,9 +114,13 @@ class OPOAdvantage(AdvantageChoice):
 
 
 class GPGAdvantage(AdvantageChoice):
-    """GPG: the reward minus the group's mean, rescaled by alpha for groups without a signal.
+    r"""GPG: the reward minus the group's mean, rescaled by alpha for groups without a signal.
 
     `alpha: paper` counts the completions of groups whose rewards are not all equal; `verl` those with a reward.
+
+        A_i = alpha (r_i - mean_group r) / F
+
+    LaTeX: \hat A_i = \frac{\alpha}{F} (r_i - \operatorname{mean}_{g(i)} r)
     """
 
     type: Literal["gpg"] = "gpg"
@@ -135,15 +139,12 @@ class GPGAdvantage(AdvantageChoice):
             return baselines.rescaled_by_mixed_groups(centred, rewards, group_ids, self.normaliser)
         return baselines.rescaled_by_nonzero_rewards(centred, rewards, self.normaliser)
 
-    def equation(self) -> Formula:
-        paper = self.alpha == "paper"
-        counted = "B / (B - |{j : all rewards of j's group equal}|)" if paper else "B / |{j : r_j != 0}|"
-        shown = r"\operatorname{std}_{g(j)} r = 0\}|" if paper else r"r_j \neq 0\}|"
-        return Formula(
-            f"A_i = alpha (r_i - mean_group r) / F,   alpha = {counted}",
-            r"\hat A_i = \frac{\alpha}{F} (r_i - \operatorname{mean}_{g(i)} r), \quad \alpha = "
-            + (r"\frac{B}{B - |\{j : " + shown + "}" if paper else r"\frac{B}{|\{j : " + shown + "}"),
-        )
+    def where(self) -> tuple[Formula, ...]:
+        counted, latex = "B / |{j : r_j != 0}|", r"\frac{B}{|\{j : r_j \neq 0\}|}"
+        if self.alpha == "paper":
+            counted = "B / (B - |{j : all rewards of j's group equal}|)"
+            latex = r"\frac{B}{B - |\{j : \operatorname{std}_{g(j)} r = 0\}|}"
+        return (Formula(f"alpha = {counted}", rf"\alpha = {latex}"),)
 
 
 class PassAtKAdvantage(AdvantageChoice):

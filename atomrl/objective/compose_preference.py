@@ -77,7 +77,7 @@ class PreferenceObjective(SupervisedObjective):
             weight = f"{self.nll.coefficient:g}"
             terms.append(Term(Formula(f"{weight} NLL", rf"{weight}\,\mathrm{{NLL}}")))
             where.append(nll.equation())
-        where.append(self.score.equation())
+        where += [self.score.equation(), *self.score.where()]
         pair = "completions of a prompt with the highest and the lowest reward"
         pair = f"y_c, y_r = the {pair if self.online else 'chosen and the rejected completion of a prompt'}"
         where += [] if self.unpaired else [Formula(pair, "")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Self
 
 import torch
@@ -18,7 +19,7 @@ from atomrl.objective.advantage import Advantage, GRPOAdvantage
 from atomrl.objective.advantage_inputs import AdvantageInputs, AdvantagesAndReturns, given
 from atomrl.objective.auxiliary import ClippedValue, Distillation, Entropy, Value
 from atomrl.objective.base import Objective
-from atomrl.objective.choice import Off, Setting
+from atomrl.objective.choice import Off, Setting, type_of
 from atomrl.objective.clip import Clip, PolicyInputs, PPOClip
 from atomrl.objective.formulation import Formulation
 from atomrl.objective.kl import K3, KL
@@ -78,13 +79,12 @@ class PolicyObjective(Objective):
         """
         changes: dict[str, Any] = {}
         if isinstance(self.loss_agg, ConstantLength) and self.loss_agg.length is None:
-            if max_completion_tokens is None:
-                raise ValueError("algorithm.loss_agg.length: constant_length needs a length in tokens")
             changes["loss_agg"] = {"length": max_completion_tokens}
         if self.shaping.soft_overlong and self.shaping.max_completion_tokens is None:
-            if max_completion_tokens is None:
-                raise ValueError("algorithm.shaping.max_completion_tokens: soft_overlong needs the limit it ends at")
             changes["shaping"] = {"max_completion_tokens": max_completion_tokens}
+        for axis, (field,) in changes.items():
+            if max_completion_tokens is None:
+                raise ValueError(f"algorithm.{axis}.{field}: {type_of(getattr(self, axis))} needs a length in tokens")
         return super(PolicyObjective, self.override(changes)).resolved(report_entropy=report_entropy)
 
     @property
@@ -173,23 +173,13 @@ class PolicyObjective(Objective):
 
     def _advantage_inputs(self, rows: RowBatch, kl_penalty: Tensor | None) -> AdvantageInputs:
         rewards, parts = self.shaping(rows), rows.reward_parts
-        more = (
-            rewards - rows.rewards if rows.token_rewards is None else rewards - rows.rewards + rows.token_rewards.sum(1)
-        )
         if parts is not None and (self.shaping.changes_rewards or rows.token_rewards is not None):
+            more = rewards - rows.rewards + (0 if rows.token_rewards is None else rows.token_rewards.sum(1))
             parts = torch.cat([parts, torch.stack([more, torch.ones_like(more)], -1)[:, None].to(parts)], 1)
-        return AdvantageInputs(
-            rewards=rewards,
-            group_ids=rows.group_ids,
-            mask=rows.loss_mask,
-            token_rewards=rows.token_rewards,
-            kl_penalty=kl_penalty,
-            parts=parts,
-            baseline_rewards=rows.baseline_rewards,
-            values=rows.values,
-            old_logprobs=rows.old_logprobs,
-            teacher_logprobs=rows.teacher_logprobs,
-        )
+        names = [field.name for field in fields(AdvantageInputs) if hasattr(rows, field.name)]
+        given_as_they_are = {name: getattr(rows, name) for name in names}
+        changes = {"rewards": rewards, "mask": rows.loss_mask, "parts": parts, "kl_penalty": kl_penalty}
+        return AdvantageInputs(**(given_as_they_are | changes))
 
     def _chosen_tokens(self, rows: RowBatch, mask: Tensor, advantages: Tensor) -> Tensor:
         """Chosen over the whole step, in an order and with random numbers that only depend on what the rows hold: so

@@ -40,19 +40,14 @@ class PreferenceScore(Choice):
     def __call__(self, logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor, shared_length: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def equation(self) -> Formula:
-        text, latex = self.text, self.latex
+    def where(self) -> tuple[Formula, ...]:
+        lines = []
         if self.ld_alpha != 1:
-            text += " (the longer one's surplus times alpha)"
-            latex += r"\ \text{(the longer one's surplus times } \alpha)"
-        for more in self.notes():
-            text, latex = text + ",   " + more.text, latex + r",\ " + more.latex
-        return Formula(text, latex)
-
-    def notes(self) -> Iterator[Formula]:
-        """What the fields make of the score."""
+            surplus = "tokens beyond the shorter completion's length count"
+            lines.append(Formula(f"{surplus} alpha", rf"\text{{{surplus} }} \alpha"))
         if self.length_normalised:
-            yield Formula("s <- s / |y|", r"s \leftarrow s / |y|")
+            lines.append(Formula("s <- s / |y|", r"s \leftarrow s / |y|"))
+        return tuple(lines)
 
 
 class LogRatioScore(PreferenceScore):
@@ -76,10 +71,9 @@ class LogRatioScore(PreferenceScore):
         score = scores.f_divergence_score(ratio, self.divergence, self.alpha)
         return scores.length_normalised(score, mask.sum(1)) if self.length_normalised else score
 
-    def notes(self) -> Iterator[Formula]:
-        if self.divergence != "reverse_kl":
-            yield Formula(f"s <- f'(exp(s)) of the {self.divergence}", r"s \leftarrow f'(e^s)")
-        yield from super().notes()
+    def where(self) -> tuple[Formula, ...]:
+        bent = Formula(f"s <- f'(exp(s)) of the {self.divergence}", r"s \leftarrow f'(e^s)")
+        return super().where() if self.divergence == "reverse_kl" else (bent, *super().where())
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield "note: a frozen copy of the start is loaded as the reference (none with model.lora)"
@@ -104,10 +98,9 @@ class LogprobScore(PreferenceScore):
             scores.length_normalised(score, mask.sum(1)) if self.length_normalised else score, self.shape
         )
 
-    def notes(self) -> Iterator[Formula]:
-        yield from super().notes()
-        if self.shape:
-            yield Formula("s <- (1 - exp(-shape s)) / shape", r"s \leftarrow (1 - e^{-a s}) / a")
+    def where(self) -> tuple[Formula, ...]:
+        bent = Formula("s <- (1 - exp(-shape s)) / shape", r"s \leftarrow (1 - e^{-a s}) / a")
+        return (*super().where(), bent) if self.shape else super().where()
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if not self.length_normalised:

@@ -73,9 +73,9 @@ class TrustRegion(Choice):
         def damped(vector: Tensor) -> Tensor:
             return fisher(vector).add_(vector, alpha=self.damping)
 
-        found = steps.conjugate_gradient(damped, -gradient, self.cg_iterations)
-        metrics["actor/cg_residual"] = Mean(found["residual"])
-        longest = steps.natural_step(found["solution"], fisher, self.kl_bound)
+        solution, residual = steps.conjugate_gradient(damped, -gradient, self.cg_iterations)
+        metrics["actor/cg_residual"] = Mean(residual)
+        longest = steps.natural_step(solution, fisher, self.kl_bound)
         if longest is None:
             return UpdateOutput(metrics)
 

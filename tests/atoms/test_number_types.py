@@ -29,8 +29,6 @@ ATOMS = {
     "group_mean": with_ids(groups.group_mean),
     "group_std": with_ids(groups.group_std),
     "leave_one_out_mean": with_ids(groups.leave_one_out_mean),
-    "groups_with_spread": with_ids(groups.groups_with_spread),
-    "groups_with_mean_inside": with_ids(groups.groups_with_mean_inside),
     "clipped_reward": lambda r: shaping.clipped_reward(r, 0.0, 0.5),
     "reward_at_last_token": lambda r: shaping.reward_at_last_token(r, MASK),
     "discounted_returns": lambda r: gae.discounted_returns(r[:, None].expand(6, 3), MASK, 0.5),
