@@ -13,16 +13,8 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from atomrl.atoms import baselines
-from atomrl.atoms.advantages import (
-    group_mean_baseline,
-    group_zscore,
-    leave_one_out_baseline,
-    maxrl_advantage,
-    per_token,
-    raw_reward,
-    standardised,
-)
+from atomrl.atoms import advantages, baselines
+from atomrl.atoms.advantages import group_zscore, per_token
 from atomrl.atoms.gae import discounted_returns, gae, length_adaptive_lambda
 from atomrl.atoms.groups import group_std
 from atomrl.atoms.kl import k1_kl
@@ -40,8 +32,8 @@ class GroupAdvantage(AdvantageChoice):
     group_baseline = True
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        advantages: Tensor = self.atom(inputs.totals, inputs.group_ids, **self.settings)
-        return advantages
+        found: Tensor = self.atom(inputs.totals, inputs.group_ids, **self.settings)
+        return found
 
 
 class RawAdvantage(GroupAdvantage):
@@ -53,7 +45,7 @@ class RawAdvantage(GroupAdvantage):
     """
 
     type: Literal["raw"] = "raw"
-    atom = staticmethod(raw_reward)
+    atom = staticmethod(advantages.raw_reward)
     group_baseline = False
 
 
@@ -83,7 +75,7 @@ class GRPONoStdAdvantage(GroupAdvantage):
     """
 
     type: Literal["grpo_no_std"] = "grpo_no_std"
-    atom = staticmethod(group_mean_baseline)
+    atom = staticmethod(advantages.group_mean_baseline)
 
 
 class RLOOAdvantage(GroupAdvantage):
@@ -95,7 +87,7 @@ class RLOOAdvantage(GroupAdvantage):
     """
 
     type: Literal["rloo"] = "rloo"
-    atom = staticmethod(leave_one_out_baseline)
+    atom = staticmethod(advantages.leave_one_out_baseline)
 
 
 class OPOAdvantage(AdvantageChoice):
@@ -134,7 +126,7 @@ class GPGAdvantage(AdvantageChoice):
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         rewards, group_ids = inputs.totals, inputs.group_ids
-        centred = group_mean_baseline(rewards, group_ids)
+        centred = advantages.group_mean_baseline(rewards, group_ids)
         if self.alpha == "paper":
             return baselines.rescaled_by_mixed_groups(centred, rewards, group_ids, self.normaliser)
         return baselines.rescaled_by_nonzero_rewards(centred, rewards, self.normaliser)
@@ -158,13 +150,13 @@ class PassAtKAdvantage(AdvantageChoice):
     type: Literal["pass_at_k"] = "pass_at_k"
     divide_by_std: bool = False
     eps: NonNegativeFloat = 1e-6
-    switches: ClassVar = dict.fromkeys((standardised, group_std), lambda self: self.divide_by_std)
+    switches: ClassVar = dict.fromkeys((advantages.standardised, group_std), lambda self: self.divide_by_std)
     group_baseline = True
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        advantages = baselines.best_minus_second(inputs.totals, inputs.group_ids)
+        best = baselines.best_minus_second(inputs.totals, inputs.group_ids)
         std = group_std(inputs.totals, inputs.group_ids)
-        return standardised(advantages, std, self.eps) if self.divide_by_std else advantages
+        return advantages.standardised(best, std, self.eps) if self.divide_by_std else best
 
 
 class PassAtKAnalyticAdvantage(GroupAdvantage):
@@ -197,7 +189,7 @@ class MaxRLAdvantage(GroupAdvantage):
 
     type: Literal["maxrl"] = "maxrl"
     eps: NonNegativeFloat = 0.0
-    atom = staticmethod(maxrl_advantage)
+    atom = staticmethod(advantages.maxrl_advantage)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
@@ -286,7 +278,7 @@ class ReinforcePPBaselineAdvantage(AdvantageChoice):
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         mask = given(inputs.mask)
-        centred = group_mean_baseline(inputs.totals, inputs.group_ids)
+        centred = advantages.group_mean_baseline(inputs.totals, inputs.group_ids)
         return masked_whiten(per_token(centred, mask), mask, eps=self.eps)
 
 
@@ -317,8 +309,8 @@ class GAEAdvantage(AdvantageChoice):
         mask, alpha = given(inputs.mask), self.length_alpha
         lam = self.lam if alpha is None else length_adaptive_lambda(mask, alpha).to(inputs.rewards)
         found = gae(inputs.by_token, given(inputs.values), mask, self.gamma, lam)
-        advantages = masked_whiten(found["advantages"], mask) if self.whiten else found["advantages"]
-        return AdvantagesAndReturns(advantages, found["returns"])
+        own = found["advantages"]
+        return AdvantagesAndReturns(masked_whiten(own, mask) if self.whiten else own, found["returns"])
 
     def where(self) -> tuple[Formula, ...]:
         whitened = Formula("A <- whiten_batch(A)", r"\hat A \leftarrow \operatorname{whiten}_B(\hat A)")

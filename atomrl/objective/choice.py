@@ -96,8 +96,6 @@ class Setting:
     top_k: int = 0
     logprobs_over_kept: bool = False
     """Whether log-probs are over the tokens that top-p and top-k keep."""
-    rollout_logprobs: bool = True
-    """Whether the engine returns them."""
     reward_parts: int = 1
     """Parts that enter the sum."""
     max_completion_tokens: int = 48

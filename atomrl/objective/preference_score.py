@@ -13,13 +13,15 @@ from atomrl.atoms.masks import row_mean, row_sum
 from atomrl.atoms.supervised_losses import nll_loss
 from atomrl.objective.advantage_inputs import given
 from atomrl.objective.choice import Choice, Formula, Setting
+from atomrl.objective.pairing import shared_lengths
+from atomrl.types import RowBatch
 
 AnySign = Annotated[float, Field(allow_inf_nan=False)]
 AtLeast0 = Annotated[AnySign, Field(ge=0)]
 
 
 class PreferenceScore(Choice):
-    """What is compared of two completions, [B]."""
+    """What is compared of two completions: log-probs [B, T] of rows -> [B]."""
 
     ld_alpha: AtLeast0 = 1.0
     """Below 1, what one completion is longer than the other counts less (LD-DPO)."""
@@ -31,13 +33,15 @@ class PreferenceScore(Choice):
         scores.length_normalised: lambda self: self.length_normalised,
     }
 
-    def sums(self, logprobs: Tensor, mask: Tensor, shared_length: Tensor) -> Tensor:
-        """[B] log-probs of completions. `shared_length` [B]: tokens of the shorter completion of a pair."""
-        if self.ld_alpha == 1:
-            return row_sum(logprobs, mask)
-        return scores.length_desensitised_logprob(logprobs, mask, shared_length, self.ld_alpha)
+    def sums(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
+        """[B] log-probs of the rows' trained tokens, as the score counts them."""
+        mask = rows.loss_mask
+        if self.ld_alpha == 1 or rows.pair_ids is None:
+            return row_sum(given(logprobs), mask)
+        shared = shared_lengths(mask, rows.pair_ids)
+        return scores.length_desensitised_logprob(given(logprobs), mask, shared, self.ld_alpha)
 
-    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor, shared_length: Tensor) -> Tensor:
+    def __call__(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
         raise NotImplementedError
 
     def where(self) -> tuple[Formula, ...]:
@@ -66,10 +70,10 @@ class LogRatioScore(PreferenceScore):
     switches = PreferenceScore.switches | {scores.f_divergence_score: lambda self: self.divergence != "reverse_kl"}
     needs = frozenset({"ref_logprobs"})
 
-    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor, shared_length: Tensor) -> Tensor:
-        ratio = self.sums(logprobs, mask, shared_length) - self.sums(given(ref_logprobs), mask, shared_length)
+    def __call__(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
+        ratio = self.sums(logprobs, rows) - self.sums(rows.ref_logprobs, rows)
         score = scores.f_divergence_score(ratio, self.divergence, self.alpha)
-        return scores.length_normalised(score, mask.sum(1)) if self.length_normalised else score
+        return scores.length_normalised(score, rows.loss_mask.sum(1)) if self.length_normalised else score
 
     def where(self) -> tuple[Formula, ...]:
         bent = Formula(f"s <- f'(exp(s)) of the {self.divergence}", r"s \leftarrow f'(e^s)")
@@ -92,10 +96,10 @@ class LogprobScore(PreferenceScore):
     """Bends the log-prob (AlphaPO)."""
     switches = PreferenceScore.switches | {scores.alpha_score: lambda self: self.shape}
 
-    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor, shared_length: Tensor) -> Tensor:
-        score = self.sums(logprobs, mask, shared_length)
+    def __call__(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
+        score = self.sums(logprobs, rows)
         return scores.alpha_score(
-            scores.length_normalised(score, mask.sum(1)) if self.length_normalised else score, self.shape
+            scores.length_normalised(score, rows.loss_mask.sum(1)) if self.length_normalised else score, self.shape
         )
 
     def where(self) -> tuple[Formula, ...]:

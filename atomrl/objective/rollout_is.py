@@ -19,7 +19,7 @@ from atomrl.atoms import corrections
 from atomrl.atoms.advantages import per_token
 from atomrl.atoms.kl import k1_kl, k3_kl
 from atomrl.atoms.masks import row_max, row_mean, row_sum
-from atomrl.objective.choice import Choice, Custom, Setting, type_of
+from atomrl.objective.choice import Choice, Custom, Setting
 
 
 class RolloutInputs(NamedTuple):
@@ -49,8 +49,6 @@ class RolloutISChoice(Choice):
         return False
 
     def warnings(self, setting: Setting) -> Iterator[str]:
-        if not setting.rollout_logprobs:
-            yield f"an error when it runs: {type_of(self)} needs log-probs, which this engine does not return"
         if self.by_token and setting.axes["ratio"].type == "sequence":
             yield "biased: a weight by token on a ratio by completion; sequence_tis is of one level with it"
 

@@ -62,9 +62,8 @@ class Shaping(Choice):
         if self.soft_overlong:
             assert limit is not None, "`PolicyObjective.resolved` fills it in"
             buffer = self.overlong_buffer_tokens or max(1, limit // 5)
-            rewards = rewards + soft_overlong_penalty(rows.sampled_lengths, limit, buffer, self.overlong_penalty).to(
-                rewards
-            )
+            penalty = soft_overlong_penalty(rows.sampled_lengths, limit, buffer, self.overlong_penalty)
+            rewards = rewards + penalty.to(rewards)
         if self.repetition_ngram_tokens:
             ngram, weight = self.repetition_ngram_tokens, -self.repetition_weight
             rewards = rewards + repetition_penalty(rows.tokens, rows.loss_mask, ngram, weight).to(rewards)
@@ -74,15 +73,13 @@ class Shaping(Choice):
         return rewards
 
     def where(self) -> tuple[Formula, ...]:
-        lines, total = [], Formula("r_i", "r_i")
-        if self.soft_overlong:
-            total = Formula(f"{total.text} + overlong_i", rf"{total.latex} + p^{{\mathrm{{overlong}}}}_i")
-        if self.repetition_ngram_tokens:
-            total = Formula(f"{total.text} + repetition_i", rf"{total.latex} + p^{{\mathrm{{repetition}}}}_i")
+        terms = {"overlong": self.soft_overlong, "repetition": self.repetition_ngram_tokens}
+        added = [name for name, on in terms.items() if on]
+        text = " + ".join(["r_i", *(f"{name}_i" for name in added)])
+        latex = " + ".join(["r_i", *(rf"p^{{\mathrm{{{name}}}}}_i" for name in added)])
         if self.bounded:
-            total = Formula(f"clip({total.text})", rf"\operatorname{{clip}}({total.latex})")
-        if total.text != "r_i":
-            lines.append(Formula(f"r_i <- {total.text}", rf"r_i \leftarrow {total.latex}"))
+            text, latex = f"clip({text})", rf"\operatorname{{clip}}({latex})"
+        lines = [Formula(f"r_i <- {text}", rf"r_i \leftarrow {latex}")] if self.changes_rewards else []
         if self.mask_truncated:
             lines.append(Formula("w_{i,t} = 0 where cut off", r"w_{i,t} = 0 \text{ where } o_i \text{ is cut off}"))
         return tuple(lines)
