@@ -54,6 +54,30 @@ def parts(tensors: Sequence[Tensor], vector: Float[Tensor, " D"]) -> list[Tensor
     return [piece.view_as(tensor) for tensor, piece in zip(tensors, pieces, strict=True)]
 
 
+def flat_gradient(
+    output: Tensor, parameters: Sequence[Tensor], cotangents: Tensor | None = None
+) -> Float[Tensor, " D"]:
+    """The gradient of an output as one vector: parameters that have no part in it get 0.
+
+        g = J^T c
+
+    Args:
+        output: a scalar, or any shape.
+        parameters: with D numbers in all.
+        cotangents: c, in the shape of the output; 1 for a scalar.
+
+    Returns:
+        The vector.
+
+    Example:
+        >>> a, b = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+        >>> flat_gradient((3 * a).sum(), [a, b])
+        tensor([3., 0.])
+    """
+    found = torch.autograd.grad(output, parameters, cotangents, allow_unused=True)
+    return flat([torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)])
+
+
 def fisher_vector_product(
     distributions: Callable[[bool], Tensor],
     weights: Float[Tensor, " N"],
@@ -94,8 +118,7 @@ def fisher_vector_product(
         logprobs, along = forward_ad.unpack_dual(distributions(True))
         cotangents = weights[:, None] * logprobs.exp() * (torch.zeros_like(logprobs) if along is None else along)
     with torch.enable_grad():
-        found = torch.autograd.grad(distributions(False), parameters, cotangents, allow_unused=True)
-    return flat([torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)])
+        return flat_gradient(distributions(False), parameters, cotangents)
 
 
 def conjugate_gradient(

@@ -58,7 +58,10 @@ class TrustRegion(Choice):
         metrics["actor/grad_norm"] = Mean(norm)
         if norm == 0:
             return UpdateOutput(metrics | {"actor/empty_updates": Count()})
-        start, states = steps.flat(parameters), _state_weights(micros)
+        # The share of each trained token in the mean KL is that of its loss weight; all of them add up to 1.
+        weights = [micro.loss_weights[micro.loss_mask] for micro in micros]
+        total = sum(float(part.sum(dtype=torch.float64)) for part in weights)
+        start, states = steps.flat(parameters), [part / total for part in weights]
 
         def fisher(vector: Tensor) -> Tensor:
             total = torch.zeros_like(vector)
@@ -131,21 +134,8 @@ def _gradient(
         if micro.old_logprobs is None:
             micro = replace(micro, old_logprobs=given(found.logprobs).detach())
         result = algorithm.loss(found, micro)
-        gradients = torch.autograd.grad(result.loss, parameters, allow_unused=True)
-        pairs = zip(parameters, gradients, strict=True)
-        total += steps.flat([torch.zeros_like(p) if g is None else g for p, g in pairs])
+        total += steps.flat_gradient(result.loss, parameters)
         loss += result.loss.item()
         metrics.append(result.metrics)
         micros.append(micro)
     return loss, total, merge(metrics), micros
-
-
-def _state_weights(micros: Sequence[TrainingBatch]) -> list[Tensor]:
-    """The share of each trained token in the mean KL: that of its loss weight, and all of them add up to 1."""
-    weights = []
-    for micro in micros:
-        trained = micro.loss_mask.clone()
-        trained[:, 0] = False
-        weights.append(micro.loss_weights[trained])
-    total = sum(float(part.sum(dtype=torch.float64)) for part in weights)
-    return [part / total for part in weights]
