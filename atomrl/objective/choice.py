@@ -94,8 +94,8 @@ class Setting:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    logprobs_over_kept: bool = False
-    """Whether log-probs are over the tokens that top-p and top-k keep."""
+    logprobs_over: str = "vocabulary"
+    """The tokens that log-probs are over: `kept` are those that top-p and top-k keep."""
     reward_parts: int = 1
     """Parts that enter the sum."""
     max_completion_tokens: int = 48

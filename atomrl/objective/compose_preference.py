@@ -17,7 +17,7 @@ from atomrl.metrics import Mean, Metrics, Sum
 from atomrl.objective.advantage_inputs import given
 from atomrl.objective.base import SupervisedObjective
 from atomrl.objective.choice import Formula, Off, Setting, type_of
-from atomrl.objective.formulation import MINIMISE, Formulation, Goal, Term
+from atomrl.objective.formulation import MINIMISE, Formulation, Goal
 from atomrl.objective.label_loss import REFERENCE, LabelLoss, LabelLosses
 from atomrl.objective.pairing import complete, labels_of, pair_rows, ranked, row_keys
 from atomrl.objective.preference_loss import AotUnpairedLoss, PairLoss, PairLosses, SigmoidLoss
@@ -67,15 +67,15 @@ class PreferenceObjective(SupervisedObjective):
 
     def formulation(self) -> Formulation:
         found = [loss.equation() for loss in self.losses]
-        terms, where = [Term(Formula("L", "L"))], found
+        terms, where = [Formula("L", "L")], found
         if len(found) > 1:
             weights = [f"{loss.weight:g}" for loss in self.losses]
-            terms = [Term(Formula(f"{w} L{i}", rf"{w}\,L_{i}")) for i, w in enumerate(weights, start=1)]
+            terms = [Formula(f"{w} L{i}", rf"{w}\,L_{i}") for i, w in enumerate(weights, start=1)]
             cut = [(item.text.removeprefix("L "), item.latex.removeprefix("L ")) for item in found]
             where = [Formula(f"L{i} {text}", f"L_{i} {latex}") for i, (text, latex) in enumerate(cut, start=1)]
         for nll in self.used_axes()["nll"]:
             weight = f"{self.nll.coefficient:g}"
-            terms.append(Term(Formula(f"{weight} NLL", rf"{weight}\,\mathrm{{NLL}}")))
+            terms.append(Formula(f"{weight} NLL", rf"{weight}\,\mathrm{{NLL}}"))
             where.append(nll.equation())
         where += [self.score.equation(), *self.score.where()]
         pair = "completions of a prompt with the highest and the lowest reward"

@@ -98,8 +98,8 @@ def latex(objective: Objective) -> str:
 
 
 def _sum(goal: Goal, form: int, left: str, right: str) -> str:
-    signed = " ".join(f"{term.sign} {term.body[form]}" for term in goal.terms).removeprefix("+ ")
-    return signed if len(goal.terms) == 1 and goal.terms[0].sign == "+" else f"{left}{signed}{right}"
+    signed = " + ".join(term[form] for term in goal.terms).replace(" + - ", " - ")
+    return f"{left}{signed}{right}" if len(goal.terms) > 1 or signed.startswith("- ") else signed
 
 
 def table(objective: Objective) -> str:

@@ -39,7 +39,7 @@ class WeightedLabelLoss(LabelLoss):
     undesirable_weight: AtLeast0 = 1.0
 
     def __call__(self, scores: Tensor, desirable: Tensor, reference: Tensor) -> Tensor:
-        return kto_loss(scores, desirable, reference, self.beta, self.desirable_weight, self.undesirable_weight)
+        return kto_loss(scores, desirable, reference, **self.settings)
 
 
 class ApoZeroUnpairedLoss(WeightedLabelLoss):

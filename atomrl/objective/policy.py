@@ -262,7 +262,7 @@ class PolicyObjective(Objective):
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
-        if (setting.top_p < 1 or setting.top_k) and not setting.logprobs_over_kept:
+        if (setting.top_p < 1 or setting.top_k) and setting.logprobs_over != "kept":
             what = f"top_p={setting.top_p}" if setting.top_p < 1 else f"top_k={setting.top_k}"
             mends = "no correction here knows of the cut" if self.rollout_is else "and nothing corrects it"
             cut = f"biased: {what} samples from fewer tokens than the log-probs are taken over, {mends}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from atomrl.objective.choice import Formula
-from atomrl.objective.formulation import MAXIMISE, Formulation, Goal, Term, product
+from atomrl.objective.formulation import MAXIMISE, Formulation, Goal, product
 
 if TYPE_CHECKING:
     from atomrl.objective.policy import PolicyObjective
@@ -26,16 +26,17 @@ def policy_formulation(objective: PolicyObjective) -> Formulation:
         joined = " * ".join(f"({part.text})" for part in parts) if len(parts) > 1 else parts[0].text
         factors.insert(0, Formula("c_{i,t}", r" \cdot ".join(part.latex for part in parts)))
         where.append(Formula(f"c_{{i,t}} = {joined}", ""))
-    terms += [Term(product([*factors, choice.equation()])) for choice in used["clip"]]
-    terms += [Term(c.equation(), "-") for c in used["token_filter"] if getattr(c, "adds", False)]
-    terms += [Term(Formula("beta KL_{i,t}", r"\beta\, \mathrm{KL}_{i,t}"), "-")] if objective.kl.place == "loss" else []
-    terms += [Term(Formula("eta H_{i,t}", r"\eta\, \mathcal{H}_{i,t}")) for _ in used["entropy"]]
-    terms += [Term(Formula("alpha D_{i,t}", r"\alpha\, D_{i,t}"), "-") for _ in used["distillation"]]
+    terms += [product([*factors, choice.equation()]) for choice in used["clip"]]
+    added = [choice.equation() for choice in used["token_filter"] if getattr(choice, "adds", False)]
+    terms += [Formula(f"- {item.text}", f"- {item.latex}") for item in added]
+    terms += [Formula("- beta KL_{i,t}", r"- \beta\, \mathrm{KL}_{i,t}")] if objective.kl.place == "loss" else []
+    terms += [Formula("eta H_{i,t}", r"\eta\, \mathcal{H}_{i,t}") for _ in used["entropy"]]
+    terms += [Formula("- alpha D_{i,t}", r"- \alpha\, D_{i,t}") for _ in used["distillation"]]
     goals = [Goal(MAXIMISE, over, tuple(terms))]
     for choice in used["value"]:
         critic = Formula("minimise", r"\min_\phi")
-        goals.append(Goal(critic, over, (Term(product([Formula("c_v", "c_v"), choice.equation()])),)))
-    rho = used["ratio"] if any("rho" in term.body.text for term in terms) else ()
+        goals.append(Goal(critic, over, (product([Formula("c_v", "c_v"), choice.equation()]),)))
+    rho = used["ratio"] if any("rho" in term.text for term in terms) else ()
     for choice in (*used["entropy"], *used["distillation"], *rho, objective.advantage):
         where += [choice.equation(), *choice.where()]
     where += _reward_formulas(objective)

@@ -183,7 +183,7 @@ def test_a_sound_objective_has_nothing_against_it():
 
 def test_log_probs_over_what_is_kept_are_not_biased():
     assert any("logprobs_over=kept" in found for found in warnings(QUIET, top_p=0.9))
-    assert warnings(QUIET, updates_per_step=4, top_p=0.9, top_k=20, logprobs_over_kept=True) == []
+    assert warnings(QUIET, updates_per_step=4, top_p=0.9, top_k=20, logprobs_over="kept") == []
 
 
 def test_settings_of_a_distillation_that_is_off_do_nothing():
@@ -214,7 +214,7 @@ def test_the_command(capsys):
 def test_configs_of_other_kinds_of_runs_print_their_own_loss(capsys):
     """`sft:` and `pretrain:` sections and reward models: not GRPO's equation."""
     for config, shown in (
-        ("configs/quickstart_sft.yaml", "sft: minimise  mean over tokens of - log pi(y_t)\nwhere"),
+        ("configs/quickstart_sft.yaml", "sft: minimise  mean over tokens of -log pi(y_t)\nwhere"),
         ("configs/pretrain_gpt2.yaml", "pretrain: minimise  mean over tokens"),
         ("configs/rlhf/reward_model.yaml", "reward_model: minimise  mean over pairs of"),
     ):
