@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
-from atomrl.atoms.groups import _as_floats, group_std
+from atomrl.atoms.groups import _as_floats
 from atomrl.atoms.shapes import Ids, Mask, PerRow, PerToken, Rewards
 
 
@@ -136,18 +137,19 @@ def length_weighted_baseline(rewards: Rewards, lengths: Ids, group_ids: Ids) -> 
     return (exact - member - above).masked_fill(total == 0, 0.0).to(rewards.dtype)
 
 
-def rescaled_by_mixed_groups(advantages: PerRow, rewards: Rewards, group_ids: Ids, normaliser: float = 1.0) -> PerRow:
-    """GPG's rescaling: advantages divided by the share of completions whose group has a signal.
+def rescaled_by_share(advantages: PerRow, counted: Bool[Tensor, " B"], normaliser: float = 1.0) -> PerRow:
+    """GPG's rescaling: advantages divided by the share of completions that count.
 
-        A'_i = alpha A_i / F,   alpha = B / (B - M),   M = completions of groups whose rewards are all equal
+        A'_i = alpha A_i / F,   alpha = B / max(1, |{j : j counts}|)
 
     Paper: GPG, arXiv:2504.02546: groups that are all right or all wrong have no gradient, and alpha makes up for
-    their part of the mean. It is 1 where every group is mixed. With groups of one size it may as well count groups.
+    their part of the mean. So the completions of all other groups count: `group_std(rewards, group_ids) > 0`. In verl's
+    `compute_gpg_outcome_advantage` those do whose reward is not 0, and alpha grows with the share of wrong completions,
+    also where every group is mixed.
 
     Args:
         advantages: of the whole batch, with a group's mean taken off.
-        rewards: of the same completions.
-        group_ids: equal for completions of one prompt.
+        counted: True where a completion counts.
         normaliser: F.
 
     Returns:
@@ -157,40 +159,9 @@ def rescaled_by_mixed_groups(advantages: PerRow, rewards: Rewards, group_ids: Id
         ValueError: the normaliser is 0.
 
     Example: one of two groups is mixed, so alpha is 2
-        >>> advantages, rewards = torch.tensor([0.5, -0.5, 0.0, 0.0]), torch.tensor([1, 0, 1, 1])
-        >>> rescaled_by_mixed_groups(advantages, rewards, torch.tensor([0, 0, 7, 7]))
+        >>> rescaled_by_share(torch.tensor([0.5, -0.5, 0.0, 0.0]), torch.tensor([True, True, False, False]))
         tensor([ 1., -1.,  0.,  0.])
     """
-    return _rescaled(advantages, group_std(_as_floats(rewards).double(), group_ids) > 0, normaliser)
-
-
-def rescaled_by_nonzero_rewards(advantages: PerRow, rewards: Rewards, normaliser: float = 1.0) -> PerRow:
-    """verl's rescaling for GPG: advantages divided by the share of completions with a reward other than 0.
-
-        A'_i = alpha A_i / F,   alpha = B / max(1, |{j : r_j != 0}|)
-
-    As `compute_gpg_outcome_advantage` in verl. Differs from the paper's, `rescaled_by_mixed_groups`: alpha grows with
-    the share of wrong completions, also where every group is mixed.
-
-    Args:
-        advantages: of the whole batch, with a group's mean taken off.
-        rewards: of the same completions.
-        normaliser: F.
-
-    Returns:
-        Advantages in reward units.
-
-    Raises:
-        ValueError: the normaliser is 0.
-
-    Example:
-        >>> rescaled_by_nonzero_rewards(torch.tensor([0.5, -0.5]), torch.tensor([1.0, 0.0]))
-        tensor([ 1., -1.])
-    """
-    return _rescaled(advantages, _as_floats(rewards) != 0, normaliser)
-
-
-def _rescaled(advantages: Tensor, counted: Tensor, normaliser: float) -> Tensor:
     if normaliser == 0:
         raise ValueError("normaliser must not be 0")
     return advantages * (len(counted) / counted.sum().clamp(min=1).double()) / normaliser

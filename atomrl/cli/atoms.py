@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,13 +78,9 @@ def listing(atoms: list[Atom]) -> str:
     """Name and first line of each, under its module."""
     width = max((len(atom.name) for atom in atoms), default=0)
     lines: list[str] = []
-    module = ""
-    for atom in atoms:
-        if atom.module != module:
-            module = atom.module
-            lines += ["", module] if lines else [module]
-        lines.append(f"  {atom.name:<{width}}  {atom.summary}")
-    return "\n".join(lines)
+    for module, found in itertools.groupby(atoms, key=lambda atom: atom.module):
+        lines += ["", module, *(f"  {atom.name:<{width}}  {atom.summary}" for atom in found)]
+    return "\n".join(lines[1:])
 
 
 def describe(atom: Atom) -> str:

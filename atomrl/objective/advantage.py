@@ -118,18 +118,13 @@ class GPGAdvantage(AdvantageChoice):
     type: Literal["gpg"] = "gpg"
     alpha: Literal["paper", "verl"] = "paper"
     normaliser: Annotated[float, Field(gt=0)] = 1.0
-    switches: ClassVar = {
-        baselines.rescaled_by_mixed_groups: lambda self: self.alpha == "paper",
-        baselines.rescaled_by_nonzero_rewards: lambda self: self.alpha == "verl",
-    }
     group_baseline = True
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         rewards, group_ids = inputs.totals, inputs.group_ids
         centred = advantages.group_mean_baseline(rewards, group_ids)
-        if self.alpha == "paper":
-            return baselines.rescaled_by_mixed_groups(centred, rewards, group_ids, self.normaliser)
-        return baselines.rescaled_by_nonzero_rewards(centred, rewards, self.normaliser)
+        counted = group_std(rewards.double(), group_ids) > 0 if self.alpha == "paper" else rewards != 0
+        return baselines.rescaled_by_share(centred, counted, self.normaliser)
 
     def where(self) -> tuple[Formula, ...]:
         counted, latex = "B / |{j : r_j != 0}|", r"\frac{B}{|\{j : r_j \neq 0\}|}"

@@ -49,7 +49,7 @@ def test_atoms_are_those_that_the_fields_leave_in_use():
 
     assert names(advantage="gae") == {"gae", "masked_whiten"}
     assert names(advantage={"type": "gae", "whiten": False, "length_alpha": 0.1}) == {"gae", "length_adaptive_lambda"}
-    assert names(advantage={"type": "gpg", "alpha": "verl"}) == {"group_mean_baseline", "rescaled_by_nonzero_rewards"}
+    assert names(advantage="gpg") == {"group_mean_baseline", "group_std", "rescaled_by_share"}
     assert names(kl={"k2_gradient": True}) == {"k3_kl", "k2_gradient"} and names(kl="k1") == {"k1_kl"}
     assert names(token_filter={"type": "high_entropy", "tokens": 3}) == {"highest_entropy_tokens"}
     assert names(clip="dppo_tv") == {"probability_change", "trust_region_tokens", "reinforce_loss"}

@@ -40,7 +40,7 @@ ATOMS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "length_adaptive_lambda": lambda x, m: gae.length_adaptive_lambda(m, 0.05),
     "per_token": lambda x, m: advantages.per_token(x[:, 0], m),
     "standardised": lambda x, m: advantages.standardised(x[:, 0], x[:, 1]),
-    "rescaled_by_nonzero_rewards": lambda x, m: baselines.rescaled_by_nonzero_rewards(x[:, 0], x[:, 1]),
+    "rescaled_by_share": lambda x, m: baselines.rescaled_by_share(x[:, 0], m[:, 1]),
     "reward_at_last_token": lambda x, m: shaping.reward_at_last_token(x[:, 0], m),
     "soft_overlong_penalty": lambda x, m: shaping.soft_overlong_penalty(m.sum(1), 9, 4),
     "token_ratio": lambda x, m: ratios.token_ratio(x, x, m, 20.0),
