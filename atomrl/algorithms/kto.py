@@ -11,7 +11,7 @@ reference point of 0 (after APO, arXiv:2408.06266).
 """
 
 from atomrl.objective import PreferenceObjective
-from atomrl.objective.label_loss import ApoZeroUnpairedLoss, BcoLoss, KtoLoss
+from atomrl.objective.preference_loss import ApoZeroUnpairedLoss, BcoLoss, KtoLoss
 
 KTO = PreferenceObjective(name="kto", loss=(KtoLoss(beta=0.1),))
 BCO = PreferenceObjective(name="bco", loss=(BcoLoss(beta=0.1),))

@@ -18,9 +18,15 @@ from atomrl.objective.advantage_inputs import given
 from atomrl.objective.base import SupervisedObjective
 from atomrl.objective.choice import Formula, Off, Setting, type_of
 from atomrl.objective.formulation import MINIMISE, Formulation, Goal
-from atomrl.objective.label_loss import REFERENCE, LabelLoss, LabelLosses
 from atomrl.objective.pairing import complete, labels_of, pair_rows, ranked, row_keys
-from atomrl.objective.preference_loss import AotUnpairedLoss, PairLoss, PairLosses, SigmoidLoss
+from atomrl.objective.preference_loss import (
+    REFERENCE,
+    AotUnpairedLoss,
+    LabelLoss,
+    PairLoss,
+    PreferenceLosses,
+    SigmoidLoss,
+)
 from atomrl.objective.preference_score import LogRatioScore, Nll, Score, TokenMeanNll
 from atomrl.objective.shaping import GroupFilter
 from atomrl.protocols import NOTHING, LossOutput, ModelInput, ModelOutputs, RowUnit
@@ -41,9 +47,7 @@ class PreferenceObjective(SupervisedObjective):
 
     name: str = "preference"
     score: Score = LogRatioScore()
-    losses: Annotated[
-        tuple[Annotated[PairLosses | LabelLosses, Field(discriminator="type")], ...], Field(min_length=1)
-    ] = Field(default=(SigmoidLoss(),), alias="loss")
+    losses: Annotated[tuple[PreferenceLosses, ...], Field(min_length=1)] = Field((SigmoidLoss(),), alias="loss")
     nll: Nll = TokenMeanNll()
     group_filter: Annotated[GroupFilter | None, Off("all")] = None
     """Of rollouts: which groups are trained on."""

@@ -19,13 +19,12 @@ from atomrl.objective.advantage import Advantage, GRPOAdvantage
 from atomrl.objective.advantage_inputs import AdvantageInputs, AdvantagesAndReturns, given
 from atomrl.objective.auxiliary import ClippedValue, Distillation, Entropy, Value
 from atomrl.objective.base import Objective
-from atomrl.objective.choice import Off, Setting, type_of
+from atomrl.objective.choice import Formula, Off, Setting, type_of
 from atomrl.objective.clip import Clip, PolicyInputs, PPOClip
-from atomrl.objective.formulation import Formulation
+from atomrl.objective.formulation import MAXIMISE, Formulation, Goal, product
 from atomrl.objective.kl import K3, KL
 from atomrl.objective.loss_agg import ConstantLength, LossAgg, TokenMean
 from atomrl.objective.pairing import row_keys
-from atomrl.objective.policy_formulation import policy_formulation
 from atomrl.objective.ratio import Ratio, TokenRatio
 from atomrl.objective.rollout_is import RolloutInputs, RolloutIS
 from atomrl.objective.rollout_is import product as rollout_is_product
@@ -258,7 +257,38 @@ class PolicyObjective(Objective):
         return {name for name, part in on.items() if not part}
 
     def formulation(self) -> Formulation:
-        return policy_formulation(self)
+        used = self.used_axes()
+        weights = self.loss_agg.equation()
+        over, where = Formula("sum_{i,t} w_{i,t}", weights.latex), [Formula(weights.text, "")]
+        factors, terms = [], []
+        for choice in used["token_filter"]:
+            found = choice.equation()
+            if not getattr(choice, "adds", False):
+                factors, where = [Formula("s_{i,t}", found.latex)], [*where, Formula(f"s_{{i,t}} = {found.text}", "")]
+        if used["rollout_is"]:
+            parts = [part.equation() for part in used["rollout_is"]]
+            joined = " * ".join(f"({part.text})" for part in parts) if len(parts) > 1 else parts[0].text
+            factors.insert(0, Formula("c_{i,t}", r" \cdot ".join(part.latex for part in parts)))
+            where.append(Formula(f"c_{{i,t}} = {joined}", ""))
+        terms += [product([*factors, choice.equation()]) for choice in used["clip"]]
+        added = [choice.equation() for choice in used["token_filter"] if getattr(choice, "adds", False)]
+        terms += [Formula(f"- {item.text}", f"- {item.latex}") for item in added]
+        terms += [Formula("- beta KL_{i,t}", r"- \beta\, \mathrm{KL}_{i,t}")] if self.kl.place == "loss" else []
+        terms += [Formula("eta H_{i,t}", r"\eta\, \mathcal{H}_{i,t}") for _ in used["entropy"]]
+        terms += [Formula("- alpha D_{i,t}", r"- \alpha\, D_{i,t}") for _ in used["distillation"]]
+        goals = [Goal(MAXIMISE, over, tuple(terms))]
+        for choice in used["value"]:
+            critic = Formula("minimise", r"\min_\phi")
+            goals.append(Goal(critic, over, (product([Formula("c_v", "c_v"), choice.equation()]),)))
+        rho = used["ratio"] if any("rho" in term.text for term in terms) else ()
+        for choice in (*used["entropy"], *used["distillation"], *rho, self.advantage):
+            where += [choice.equation(), *choice.where()]
+        where += _reward_formulas(self)
+        for name in ("kl", "shaping", "clip", "group_filter", "value", "update"):
+            for choice in used[name]:
+                equation = () if name in ("shaping", "clip", "value") else (choice.equation(),)
+                where += [*equation, *choice.where()]
+        return Formulation(tuple(goals), tuple(where))
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
@@ -280,3 +310,13 @@ def rollout_gap(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) ->
         "training/rollout_probs_diff_mean": Mean(difference.sum(), mask.sum()),
         "training/rollout_probs_diff_max": Max(difference.max() if difference.numel() else 0.0),
     }
+
+
+def _reward_formulas(objective: PolicyObjective) -> list[Formula]:
+    penalised = objective.kl.place == "reward"
+    if objective.advantage.by_token:
+        penalty = Formula(" - beta KL_{i,t}", r" - \beta\, \mathrm{KL}_{i,t}") if penalised else Formula("", "")
+        reward = Formula("r_{i,t} = r_i [t = last]", r"r_{i,t} = r_i\,\mathbb{1}[t = |o_i|]")
+        return [Formula(reward.text + penalty.text, reward.latex + penalty.latex)]
+    penalty = Formula("r_i <- r_i - beta sum_t KL_{i,t}", r"r_i \leftarrow r_i - \beta \sum_t \mathrm{KL}_{i,t}")
+    return [penalty] if penalised else []
