@@ -1,4 +1,4 @@
-"""Advantage estimators with other baselines: pass@k, OPO, GPG and ReMax.
+"""Advantage estimators with other baselines: pass@k, OPO, GPG, ReMax, the optimal token baseline.
 
 Those of a completion take rewards `[B]` and group ids `[B]`, as in `advantages`; those of a token take `[B, T]`.
 """
@@ -168,7 +168,7 @@ def rescaled_by_share(advantages: PerRow, counted: Bool[Tensor, " B"], normalise
 
 
 def return_minus_baseline(returns: PerToken, baselines: PerToken, mask: Mask) -> PerToken:
-    """ReMax: return minus a baseline, per token.
+    """Return minus a baseline, per token: ReMax and the optimal token baseline.
 
         A_t = (G_t - b_t) m_t
 
@@ -189,3 +189,98 @@ def return_minus_baseline(returns: PerToken, baselines: PerToken, mask: Mask) ->
         tensor([[2.5000, 0.5000, 0.0000]])
     """
     return (returns - baselines).masked_fill(~mask, 0.0)
+
+
+def cumulative_score_norm(
+    logprobs: PerToken, sum_squared_probs: PerToken, mask: Mask, importance_weights: PerToken | None = None
+) -> PerToken:
+    """Realized energy: the cumulative squared norm of the score of a completion, by token.
+
+        W_t = sum_{u <= t} m_u rho_u^2 |d log pi(a_u) / d z_u|^2
+            = sum_{u <= t} m_u rho_u^2 (1 - 2 pi(a_u) + sum_v pi(v)^2)
+
+    with z the logits: the squared norm of one token's score is exact, and the sum takes tokens as orthogonal.
+
+    Paper: optimal token baseline, arXiv:2602.07078 ("realized energy").
+
+    Args:
+        logprobs: of the sampled tokens, under the policy that sampled them.
+        sum_squared_probs: sum over the vocabulary of the squared probabilities, at the same positions.
+        mask: True where the model wrote the token.
+        importance_weights: rho, where rollouts are weighted; None for 1.
+
+    Returns:
+        W per token, without gradient and without unit; constant across what is off the mask.
+
+    Example:
+        >>> half = torch.tensor([[0.5, 0.5]])
+        >>> cumulative_score_norm(half.log(), half, torch.tensor([[True, True]]))
+        tensor([[0.5000, 1.0000]])
+    """
+    squared = 1 - 2 * logprobs.detach().exp() + sum_squared_probs.detach()
+    if importance_weights is not None:
+        squared = squared * importance_weights.detach().square()
+    return squared.masked_fill(~mask, 0.0).cumsum(1)
+
+
+def optimal_token_baseline(
+    returns: PerToken,
+    energy: PerToken,
+    mask: Mask,
+    group_ids: Ids,
+    eps: float = 1e-8,
+    by_token: bool = False,
+    zero_tail: bool = True,
+) -> PerToken:
+    """Optimal token baseline: the group's returns at each position, weighted by their realized energy.
+
+        b_k = sum_{i in group} G_{i,k} W_{i,k} / (sum_{i in group} W_{i,k} + eps)
+
+    Paper: optimal token baseline, arXiv:2602.07078.
+
+    Args:
+        returns: reward to go, G.
+        energy: W, from `cumulative_score_norm`.
+        mask: True where the model wrote the token; others enter no sum.
+        group_ids: equal for completions of one prompt.
+        eps: added to the sum of weights.
+        by_token: k counts the tokens that the model wrote, so that turns of different length stay comparable, and
+            rows without any are no members of their group (verl's `tir_optimal_token_baseline`). By default k is the
+            column, which in a single turn is the same.
+        zero_tail: where one completion is longer than all others of its group, its tail has no comparison; True (the
+            default, as in verl) gives it a baseline of 0 from the length of the second longest on, so that its return
+            remains instead of an advantage of nearly 0.
+
+    Returns:
+        Baseline per token, in reward units, without gradient; 0 in a group of one and off the mask.
+
+    Example:
+        >>> returns, energy = torch.tensor([[1.0], [0.0]]), torch.tensor([[1.0], [3.0]])
+        >>> optimal_token_baseline(returns, energy, torch.tensor([[True], [True]]), torch.tensor([0, 0]))
+        tensor([[0.2500],
+                [0.2500]])
+    """
+    rows, width = mask.shape
+    names, index = torch.unique(group_ids, return_inverse=True)
+    columns = torch.arange(width, device=mask.device).expand(rows, width)
+    place = (mask.cumsum(1) - 1).clamp(min=0) if by_token else columns
+    cell = index[:, None] * width + place
+    weights = energy.detach().masked_fill(~mask, 0.0)
+    zeros = weights.new_zeros(len(names) * width)
+    weighted = weights * returns.detach().masked_fill(~mask, 0.0)
+    above = zeros.index_add(0, cell.flatten(), weighted.flatten())
+    below = zeros.index_add(0, cell.flatten(), weights.flatten()) + eps
+    lengths = mask.sum(1)
+    member = (lengths > 0).long() if by_token else torch.ones_like(lengths)
+    members = torch.zeros_like(lengths).index_add(0, index, member)[index]
+    without = ~mask | (members <= 1)[:, None]
+    if zero_tail:
+        without |= place >= _length_of_the_others(lengths, index)[:, None]
+    return (above / below)[cell].masked_fill(without, 0.0)
+
+
+def _length_of_the_others(lengths: Tensor, index: Tensor) -> Tensor:
+    """For a row that is longer than all others of its group, the longest of those; no bound for other rows."""
+    same = (index[:, None] == index) & ~torch.eye(len(index), dtype=torch.bool, device=index.device)
+    others = torch.where(same, lengths[None, :], -1).amax(1)
+    return torch.where(lengths > others, others, torch.iinfo(torch.int64).max)

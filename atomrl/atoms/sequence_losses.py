@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from atomrl.atoms.masks import row_mean
+from atomrl.atoms.masks import row_mean, row_sum
 from atomrl.atoms.shapes import Mask, PerRow, PerToken
 
 
@@ -56,3 +58,48 @@ def geometric_mean_loss(log_ratio: PerToken, advantages: PerRow, mask: Mask) -> 
         tensor([-2.])
     """
     return -advantages * row_mean(log_ratio, mask).exp()
+
+
+def vespo_weights(
+    log_ratio: PerToken,
+    advantages: PerRow,
+    mask: Mask,
+    rollout_weights: PerToken | None = None,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> PerRow:
+    """VESPO weights: W^k exp(lambda (1 - W)) of a completion's ratio W, greatest near 1 and falling on both sides.
+
+        log phi_i = lambda + k log W_i - lambda W_i,    log W_i = sum_t m_it (log rho_it + log w_it)
+
+    Paper: VESPO, arXiv:2602.10693. Differs from GSPO: the ratio is a product, not normalised by length, and the
+    weight is smooth; phi(1) = 1.
+
+    Args:
+        log_ratio: per token; bounded by 20 on each side.
+        advantages: per completion; k and lambda are the positive ones where A_i >= 0.
+        mask: True where the model wrote the token.
+        rollout_weights: importance weights w_it of the rollout, bounded to [1e-8, e^20].
+        k_positive: exponent for good completions.
+        lambda_positive: decay for good completions, at least 1e-4.
+        k_negative: exponent for bad completions.
+        lambda_negative: decay for bad completions, at least 1e-4.
+
+    Returns:
+        Weights for `reinforce_loss` (after `per_token`), without gradient.
+
+    Example:
+        >>> vespo_weights(torch.tensor([[0.0], [0.5]]), torch.tensor([1.0, 1.0]), torch.tensor([[True], [True]]))
+        tensor([1.0000, 0.3882])
+    """
+    lowest = math.log(1e-8)
+    log_w = row_sum(log_ratio.detach().clamp(-20.0, 20.0), mask)
+    if rollout_weights is not None:
+        log_w = log_w + row_sum(rollout_weights.detach().log().clamp(lowest, 20.0), mask)
+    log_w = log_w.clamp(lowest, 20.0)
+    good = advantages >= 0
+    k = torch.where(good, torch.full_like(log_w, k_positive), k_negative)
+    decay = torch.where(good, torch.full_like(log_w, lambda_positive), lambda_negative).clamp(min=1e-4)
+    return (decay + k * log_w - decay * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

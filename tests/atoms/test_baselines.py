@@ -13,6 +13,48 @@ from atomrl.objective.advantage import GPGAdvantage
 IDS = torch.tensor([0, 0, 0, 1])
 
 
+def slow_token_baseline(returns, energy, mask, ids, eps, by_token, zero_tail):
+    """The definition, one token at a time."""
+    lengths = mask.sum(1).tolist()
+    place = (mask.cumsum(1) - 1) if by_token else torch.arange(mask.shape[1]).expand(mask.shape)
+    result = torch.zeros_like(returns)
+    for i, t in mask.nonzero().tolist():
+        group = [j for j in range(len(ids)) if ids[j] == ids[i] and (not by_token or lengths[j] > 0)]
+        others = [lengths[j] for j in group if j != i]
+        if not others or (zero_tail and lengths[i] > max(others) and place[i, t] >= max(others)):
+            continue
+        cells = [(j, u) for j, u in mask.nonzero().tolist() if j in group and place[j, u] == place[i, t]]
+        total = sum(energy[j, u].item() for j, u in cells)
+        result[i, t] = sum(energy[j, u].item() * returns[j, u].item() for j, u in cells) / (total + eps)
+    return result
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("zero_tail", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_optimal_token_baseline_is_its_definition(by_token, zero_tail, seed):
+    torch.manual_seed(seed)
+    returns, energy = torch.randn(6, 5, dtype=torch.float64), torch.rand(6, 5, dtype=torch.float64)
+    mask, ids = torch.rand(6, 5) < 0.6, torch.tensor([0, 0, 0, 1, 1, 2])
+    mask[1] = False
+    arguments = (returns, energy, mask, ids, 1e-8, by_token, zero_tail)
+    torch.testing.assert_close(baselines.optimal_token_baseline(*arguments), slow_token_baseline(*arguments))
+
+
+def test_the_score_of_a_token_is_the_gradient_of_its_logprob():
+    logits = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
+    tokens = torch.tensor([1, 0, 6, 3])
+    logprobs = logits.log_softmax(1).gather(1, tokens[:, None])[:, 0]
+    norms = torch.stack([torch.autograd.grad(lp, logits, retain_graph=True)[0].square().sum() for lp in logprobs])
+    squares = logits.softmax(1).square().sum(1)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    ours = baselines.cumulative_score_norm(logprobs[None], squares[None], mask)
+    torch.testing.assert_close(ours[0], norms.cumsum(0))
+    half = torch.full((1, 4), 0.5, dtype=torch.float64)
+    ours = baselines.cumulative_score_norm(logprobs[None], squares[None], mask, half)
+    torch.testing.assert_close(ours[0], norms.cumsum(0) / 4)
+
+
 def test_best_minus_second_by_hand():
     rewards = torch.tensor([0.2, 0.9, 0.5, 7.0])
     assert baselines.best_minus_second(rewards, IDS).tolist() == pytest.approx([0, 0.4, 0, 0])
@@ -112,11 +154,17 @@ def test_equal_rewards_and_single_completions_give_exactly_zero(value):
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -1e30])
 def test_what_is_off_the_mask_is_harmless(garbage):
     mask = torch.tensor([[True, False, True], [True, True, False], [False] * 3])
-    numbers = torch.rand(3, 3)
+    ids, numbers = torch.zeros(3, dtype=torch.long), torch.rand(3, 3)
 
     def credit(dirty):
-        returns = numbers.where(mask, dirty)
-        return baselines.return_minus_baseline(returns, -returns, mask)
+        returns, logprobs, squares = (
+            numbers.where(mask, dirty),
+            (-numbers).where(mask, dirty),
+            numbers.where(mask, dirty),
+        )
+        energy = baselines.cumulative_score_norm(logprobs, squares, mask)
+        baseline = baselines.optimal_token_baseline(returns, energy, mask, ids)
+        return baselines.return_minus_baseline(returns, baseline, mask)
 
     assert torch.equal(credit(garbage), credit(0.0))
     assert (credit(garbage)[~mask] == 0).all()

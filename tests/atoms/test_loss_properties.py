@@ -70,6 +70,12 @@ def clamped_k3(step: Step) -> Tensor:
     return kl.k3_kl(log_ratio, torch.zeros_like(log_ratio), step["mask"]).clamp(max=0.3)
 
 
+def vespo(step: Step) -> Tensor:
+    log_ratio = ratios.token_log_ratio(step["logprobs"], step["old_logprobs"], step["mask"])
+    phi = sequence_losses.vespo_weights(log_ratio, row_mean(step["advantages"], step["mask"]), step["mask"])
+    return reinforce(step, per_token(phi, step["mask"]))
+
+
 LOSSES: dict[str, Callable[[Step], Tensor]] = {
     "ppo": ppo,
     "dual_clip": lambda step: ppo(step, dual_clip=1.5),
@@ -106,6 +112,7 @@ LOSSES: dict[str, Callable[[Step], Tensor]] = {
     "k2_gradient": lambda step: kl.k2_gradient(
         penalty("k1_kl")(step), step["logprobs"], step["ref_logprobs"], step["mask"]
     ),
+    "vespo": vespo,
 }
 
 
@@ -271,7 +278,7 @@ def test_no_advantage_no_gradient(loss):
     assert (gradient == 0).all()
 
 
-@pytest.mark.parametrize("loss", ["ppo", "dual_clip", "gspo", "gspo_token", "sapo", "cispo", "gmpo"])
+@pytest.mark.parametrize("loss", ["ppo", "dual_clip", "gspo", "gspo_token", "sapo", "cispo", "gmpo", "vespo"])
 def test_on_policy_every_method_has_the_gradient_of_reinforce(loss):
     """At a ratio of 1 nothing is clipped, so methods differ by no more than a token's share in its row."""
     step = a_step()

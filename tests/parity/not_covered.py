@@ -2,7 +2,4 @@
 
 NOT_COVERED: dict[str, str] = {
     "preference.prm_labels.trl": "it places labels of steps for a process reward model, which is not among the methods",
-    "advantage.optimal_token_baseline.verl": "the optimal token baseline is not among the algorithms",
-    "advantage.tir_optimal_token_baseline.verl": "the optimal token baseline is not among the algorithms",
-    "policy_loss.vespo.trl": "VESPO is not among the algorithms",
 }

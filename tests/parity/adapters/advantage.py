@@ -104,6 +104,22 @@ def remax(inputs: Values, params: Values) -> Values:
     return {"returns": returns, "advantages": baselines.return_minus_baseline(returns, greedy, mask)}
 
 
+def optimal_token(by_token: bool, inputs: Values, params: Values) -> Values:
+    mask, weights = inputs["mask"], inputs.get("rollout_is_weights")
+    returns = stepped_returns(inputs["token_level_rewards"], mask)
+    energy = baselines.cumulative_score_norm(inputs["old_log_probs"], inputs["sum_pi_squared"], mask, weights)
+    baseline = baselines.optimal_token_baseline(
+        returns,
+        energy,
+        mask,
+        inputs["group_ids"],
+        eps=params["epsilon"],
+        by_token=by_token,
+        zero_tail=params["handle_zero_tail"],
+    )
+    return {"returns": returns, "advantages": baselines.return_minus_baseline(returns, baseline, mask)}
+
+
 def reinforce_plus_plus_verl(inputs: Values, params: Values) -> Values:
     mask = inputs["mask"]
     returns = gae.discounted_returns(inputs["token_level_rewards"], mask, params["gamma"])
@@ -333,6 +349,8 @@ ADAPTERS = {
     "advantage.maxrl.skyrl": maxrl_by_token,
     "advantage.group_mean_and_maxrl.prime_rl": grpo_or_maxrl_prime_rl,
     "advantage.remax.verl": remax,
+    "advantage.optimal_token_baseline.verl": partial(optimal_token, False),
+    "advantage.tir_optimal_token_baseline.verl": partial(optimal_token, True),
     "advantage.reinforce_plus_plus.verl": reinforce_plus_plus_verl,
     "advantage.reinforce_plus_plus.skyrl": reinforce_plus_plus_skyrl,
     "advantage.reinforce_plus_plus.nemo_rl": reinforce_plus_plus_nemo_rl,

@@ -26,7 +26,7 @@ from tests.parity.arranging import Values, every, fraction, rows
 def weights_and_scale(params: Values, mask: Tensor) -> tuple[Tensor, float]:
     accumulated = float(params.get("gradient_accumulation_steps", 1))
     kind = params["loss_type"]
-    if kind in ("dapo", "cispo"):
+    if kind in ("dapo", "cispo", "vespo"):
         total = max(float(params["num_items_in_batch"]), 1.0)
         scale = float(params.get("steps_per_generation", 1)) / accumulated
         return reductions.token_mean(mask, total_tokens=total), scale
@@ -50,6 +50,16 @@ def per_token(inputs: Values, params: Values) -> tuple[Tensor, Values]:
     """The loss per token and the metrics."""
     kind, mask, log_probs = params["loss_type"], inputs["mask"], inputs["log_probs"]
     spread = rows(inputs["advantages"], mask)
+    if kind == "vespo":
+        phi = sequence_losses.vespo_weights(
+            ratios.token_log_ratio(log_probs, inputs["old_log_probs"], mask),
+            inputs["advantages"],
+            mask,
+            inputs.get("importance_sampling_ratio") if params.get("importance_sampling_correction") else None,
+            *(float(params[name]) for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")),
+        )
+        loss = policy_losses.reinforce_loss(log_probs, spread, mask, rows(phi, mask))
+        return loss, {"vespo/phi_seq_mean": phi.mean()}
     ratio = ratio_of(inputs, params["importance_sampling_level"])
     advantages = inputs["advantages"][:, None].expand(ratio.shape)
     low, high = float(params["epsilon_low"]), float(params["epsilon_high"])
@@ -87,7 +97,7 @@ def factors_of(inputs: Values, params: Values) -> tuple[list[Tensor], Tensor]:
         quantile = float(params["top_entropy_quantile"])
         selected = token_selection.high_entropy_tokens(inputs["entropies"].float(), mask, quantile)
         factors.append(selected)
-    if params.get("importance_sampling_correction"):
+    if params.get("importance_sampling_correction") and params["loss_type"] != "vespo":
         factors.append(inputs["importance_sampling_ratio"].expand(mask.shape))
     return factors, selected
 
@@ -106,7 +116,7 @@ def grpo_trainer(inputs: Values, params: Values) -> Values:
         total = total + float(params["beta"]) * reductions.weighted_sum(penalty, weights, scale=scale)
         metrics = metrics | {"kl": masks.masked_mean(penalty, mask)}
     # Logged before it is divided by the number of accumulated micro-batches.
-    metrics = metrics | {"policy_loss": total if params["loss_type"] in ("dapo", "cispo") else total / scale}
+    metrics = metrics | {"policy_loss": total if params["loss_type"] in ("dapo", "cispo", "vespo") else total / scale}
     if float(params.get("entropy_coef", 0.0)):
         accumulated = float(params.get("gradient_accumulation_steps", 1))
         bonus = reductions.token_mean(selected)
@@ -176,6 +186,7 @@ ADAPTERS = {
     "policy_loss.cispo.trl": grpo_trainer,
     "policy_loss.sapo.trl": grpo_trainer,
     "policy_loss.luspo.trl": grpo_trainer,
+    "policy_loss.vespo.trl": grpo_trainer,
     "policy_loss.modifiers.trl": grpo_trainer,
     "policy_loss.gmpo.trl": gmpo,
     "policy_loss.rloo_sequence_ppo.trl": rloo,
