@@ -338,7 +338,7 @@ def test_dry_run_without_the_model(folder, capsys):
         said = [fails(capsys, "train", "c.yaml", f"model.path={path}", *more) for more in ([], ["--dry-run"])]
         assert path.removeprefix("./") in said[0] and said[0] == said[1], "as the run says it"
     assert "unknown name" in fails(capsys, "train", "c.yaml", "--dry-run", "algorithm.clipp.low=1")
-    assert "unknown algorithm 'grop'; did you mean 'grpo'?" in fails(
+    assert "algorithm.name: unknown name 'grop'; did you mean 'grpo'?" in fails(
         capsys, "train", "c.yaml", "--dry-run", "algorithm.name=grop"
     )
     assert "unknown reward" in fails(

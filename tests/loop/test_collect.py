@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import build_algorithm
+from atomrl.algorithms.table import objective_of
 from atomrl.data.rows import to_rows
 from atomrl.loop import sync
 from atomrl.loop.report import Stopwatch, answer_end, rollout_metrics, runs_on
@@ -18,7 +18,7 @@ from atomrl.protocols import LossOutput, ModelOutputs
 from atomrl.types import AdvantageBatch, RaggedIds, Sample, Segment, TrainingBatch, Trajectory
 from tests.loop.scripted import SCHEDULE, make_parts, train
 
-DAPO = build_algorithm("dapo", {}, max_completion_tokens=12)
+DAPO = objective_of("dapo", {}).resolved(max_completion_tokens=12)
 
 
 def by_quarters(wrong_every):
@@ -108,7 +108,7 @@ def test_extra_rollouts_are_baselines_and_not_trained_on(tmp_path):
         tmp_path,
         lambda sample, index: "x" * (index + 1),
         lambda item: float(len(item.text)),
-        build_algorithm("remax", {}),
+        objective_of("remax", {}).resolved(),
     )
     accepted, _ = collect(parts, 3, 1, Stopwatch())
     drawn = [item for group in accepted for item in group]
@@ -170,7 +170,7 @@ def test_a_trajectory_of_two_turns_becomes_a_row():
 
 def test_two_turns_through_rows_advantages_and_loss():
     """What the environment wrote has no advantage, and no influence on the loss to the last bit."""
-    algorithm = build_algorithm("grpo", {})
+    algorithm = objective_of("grpo", {}).resolved()
     short = made(("prompt", (5, 6)), ("model", (7, 2), 4), reward=0.0, index=1)
     losses = []
     for reply in ((9, 9, 9), (30, 40, 50)):
@@ -196,7 +196,7 @@ def test_groups_may_arrive_in_pieces_and_in_any_order():
         for n in range(6)
     ]
     together = sorted(mine, key=lambda item: item.prompt_id)
-    algorithm = build_algorithm("grpo", {})
+    algorithm = objective_of("grpo", {}).resolved()
     found = [
         {items[int(batch.trajectory_index[i])].trajectory_id: row[2].item() for i, row in enumerate(batch.advantages)}
         for items in (mine, together)

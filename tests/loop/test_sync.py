@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import build_algorithm
+from atomrl.algorithms.table import objective_of
 from atomrl.config import DataConfig, ModelConfig, RewardConfig, TrainConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
@@ -57,7 +57,7 @@ def make_parts(model, folder, steps=4, algorithm=None, **schedule):
         engine=engine,
         transfer=InProcessTransfer(trainer, engine),
         trainer=trainer,
-        algorithm=algorithm or build_algorithm("grpo", {}, report_entropy=True),
+        algorithm=algorithm or objective_of("grpo", {}).resolved(report_entropy=True),
         stream=PromptStream(samples, seed=0),
         processor=DataProcessor(tokenizer, DataConfig(train="x.jsonl")),
         rewards=build_rewards(RewardConfig(functions=[{"function": "tests.letters.letter_reward"}])),
