@@ -105,9 +105,9 @@ def watch_calls(rewards: Rewards, lengths: list[float]) -> None:
 
     def watched(queue: Any, tasks: Any) -> Any:
         for worker in pool._workers:
-            if worker.pending and not worker.loading:
-                free.setdefault(worker.pending[0], time.monotonic())
-        found = collect(queue, tasks)
+            if worker.task is not None and not worker.loading:
+                free.setdefault(worker.task, time.monotonic())
+        found = list(collect(queue, tasks))
         lengths.extend(time.monotonic() - free.pop(index) for index, _ in found if index in free)
         return found
 
