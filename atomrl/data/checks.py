@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from atomrl.data.files import RawRow
 from atomrl.data.generators import normalise_content
 from atomrl.data.problems import DataError, problem_list
-from atomrl.data.sources import Convert, problem_reader, read_source, to_samples
+from atomrl.data.sources import COMPLETIONS, Convert, problem_reader, read_source, to_samples
 from atomrl.types import Sample
 
 if TYPE_CHECKING:
@@ -85,9 +85,9 @@ def _answers(kind: str, sample: Sample) -> dict[str, Any]:
     """What a report shows of a row beside the prompt."""
     if kind == PROBLEMS:
         return {"ground truth": sample.ground_truth}
-    [completions] = sample.columns.values()
+    completions = sample.columns[COMPLETIONS]
     if kind == DEMONSTRATIONS:
-        return {"completion": completions}
+        return {"completion": completions[0][0]}
     if len(completions) == 2:
         return {"chosen": completions[0][0], "rejected": completions[1][0]}
     return {f"completion, {'good' if completions[0][1] > 0 else 'bad'}": completions[0][0]}

@@ -89,12 +89,11 @@ class DataProcessor:
             self._cache[id(sample)] = (sample, array("q", ids))
         return [self._cache[id(sample)][1] for sample in samples]
 
-    def within_limit(self, samples: Sequence[Sample], kept: bool) -> list[Sequence[int] | None]:
+    def within_limit(self, samples: Sequence[Sample]) -> list[Sequence[int] | None]:
         """The prompts as token ids; None for one over the limit, or its last tokens where `overlong_prompt` is
-        `truncate`. `kept`: for when they are asked for again."""
+        `truncate`. They are not kept for another time."""
         limit, cut = self.max_prompt_tokens, self.config.overlong_prompt == "truncate"
-        encoded: Sequence[Sequence[int]] = self.token_ids(samples) if kept else self._encode(samples)
-        return [ids[-limit:] if cut or len(ids) <= limit else None for ids in encoded]
+        return [ids[-limit:] if cut or len(ids) <= limit else None for ids in self._encode(samples)]
 
     def _encode(self, samples: Sequence[Sample]) -> list[list[int]]:
         if not samples:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.config import ConfigError, PreferenceConfig, RunConfig
-from atomrl.data.generators import is_generator
-from atomrl.data.pairs import load_preferences, preference_encoder
+from atomrl.data.pairs import load_preferences
 from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor, read_system_prompt
+from atomrl.data.sources import COMPLETIONS
 from atomrl.data.stream import PromptStream
-from atomrl.data.tokenized import TokenizedSamples, TooLong
+from atomrl.data.tokenized import TokenizedSamples
 from atomrl.loop.preferences import evaluate_preferences, headline
 from atomrl.loop.recovery import identity
 from atomrl.loop.supervised import supervised_step
@@ -62,28 +62,23 @@ class _GivenPreferences(Run):
 
     def _tokenized(self, split: Literal["train", "eval"], reader: Reader | None) -> TokenizedSamples | None:
         config = self.config
-        source = config.data.train if split == "train" else config.data.eval
-        if source is None:
+        if split == "eval" and config.data.eval is None:
             return None
-        fields = config.preference or PreferenceConfig()
-        samples = load_preferences(config.data, fields, split, config.seed).samples
-        for sample in samples if not self.takes_labels else ():
-            if len(sample.columns.get("scored_completions", (0, 0))) == 1:
+        report = load_preferences(config.data, config.preference or PreferenceConfig(), split, config.seed)
+        for sample in report.samples if not self.takes_labels else ():
+            if len(sample.columns.get(COMPLETIONS, (0, 0))) == 1:
                 raise DataError(
                     f"{sample.sample_id}: a completion with a label of its own, and {config.algorithm.name} needs "
                     "pairs (chosen and rejected); algorithm.name=kto and bco take labels"
                 )
         return TokenizedSamples(
-            samples,
-            preference_encoder(self.processor, source, config.seed, reader.row if reader else None),
-            drawn=is_generator(source),
+            report,
+            self.processor,
+            "preferences",
+            seed=config.seed,
             limit=self.context,
             max_row_tokens=config.train.max_row_tokens,
-            too_long=TooLong(
-                f"data.{split}: {{over}} of {{total}} preferences are longer than {{limit}} tokens (the longest, with "
-                "its prompt: {longest}, {sample})",
-                "take a model with a longer context, or shorter data",
-            ),
+            read=reader.row if reader else None,
         )
 
     @abstractmethod

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from atomrl.algorithms.sft import SFT
 from atomrl.config import ConfigError, RunConfig
-from atomrl.data.demonstrations import demonstration_encoder, load_demonstrations
-from atomrl.data.generators import is_generator, task_words
+from atomrl.data.demonstrations import load_demonstrations
+from atomrl.data.generators import task_words
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
-from atomrl.data.tokenized import TokenizedSamples, TooLong
+from atomrl.data.tokenized import TokenizedSamples
 from atomrl.loop.recovery import identity
 from atomrl.loop.supervised import EVAL_SAMPLES, nll_per_token, supervised_step
 from atomrl.loop.sync import Progress, before_updates
@@ -26,12 +26,6 @@ from atomrl.runs.describe import given_data_arithmetic, memory
 from atomrl.runs.pretrain import fresh_model
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory
-
-TOO_LONG = TooLong(
-    "{over} of {total} demonstrations do not fit the model's context of {limit} tokens (the longest, with its prompt: "
-    "{longest} tokens, {sample})",
-    "take a model with a longer context (sft.gpt.max_tokens), or shorter data",
-)
 
 
 class SupervisedRun(Run):
@@ -64,18 +58,16 @@ class SupervisedRun(Run):
         return tokenizer, context_tokens(path, self.config)
 
     def _tokenized(self, split: Literal["train", "eval"]) -> TokenizedSamples | None:
-        data = self.config.data
-        source = data.train if split == "train" else data.eval
-        if source is None:
+        config = self.config
+        if split == "eval" and config.data.eval is None:
             return None
-        report = load_demonstrations(data, self.settings.completion_field, split, self.config.seed)
         return TokenizedSamples(
-            report.samples,
-            demonstration_encoder(self.processor, source, self.config.seed),
-            drawn=is_generator(source),
+            load_demonstrations(config.data, self.settings.completion_field, split, config.seed),
+            self.processor,
+            "demonstrations",
+            seed=config.seed,
             limit=self.context,
-            too_long=TOO_LONG,
-            max_row_tokens=self.config.train.max_row_tokens,
+            max_row_tokens=config.train.max_row_tokens,
         )
 
     @cached_property
