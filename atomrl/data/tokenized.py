@@ -156,7 +156,7 @@ class TokenizedSamples:
             self._left_out(
                 f"{over} of {total} {what} are longer than {limit} tokens, all that the model takes (the longest, with "
                 f"its prompt: {longest[0]}, {longest[1]})",
-                "; take a model with a longer context, or shorter data",
+                "; take a model with a longer context (of one that is made fresh: sft.gpt.max_tokens), or shorter data",
             )
         if no_prompt:
             self._left_out(f"{no_prompt} of {total} prompts are longer than data.max_prompt_tokens", "")
