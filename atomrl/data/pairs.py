@@ -14,7 +14,7 @@ A column `margin`, or `score_chosen` and `score_rejected`, says by how much a co
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -109,9 +109,7 @@ def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -
     turns = [_messages(name, row[name]) for name in names]
     if isinstance(prompt, list):
         return check_prompt(prompt), _only_turn(names[0], turns[0]), _only_turn(names[1], turns[1])
-    shared = 0
-    while shared < min(map(len, turns)) and turns[0][shared] == turns[1][shared]:
-        shared += 1
+    shared = _shared(*turns)
     if shared == min(map(len, turns)):
         raise DataError(f"{names[0]!r} and {names[1]!r} are the same, or one is the beginning of the other")
     if not shared:
@@ -123,6 +121,12 @@ def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -
         if all(message["content"].strip() != str(asked).strip() for message in conversation):
             raise DataError(f"{prompt_field!r} is none of the messages that {names[0]!r} and {names[1]!r} share")
     return as_content(conversation), answers[0], answers[1]
+
+
+def _shared(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many items they begin with in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _messages(name: str, value: Any) -> tuple[Message, ...]:
@@ -148,19 +152,14 @@ def _answer(name: str, value: Any) -> str:
 
 def _shared_text(chosen: str, rejected: str) -> tuple[str, str, str]:
     """Up to the assistant's turn where the texts have such marks, else up to the last space that they share."""
-    if chosen == rejected:
-        raise DataError("the chosen and the rejected completion are the same")
-    end = 0
-    while end < min(len(chosen), len(rejected)) and chosen[end] == rejected[end]:
-        end += 1
+    end = _shared(chosen, rejected)
     turn = chosen.rfind(HH_TURN, 0, end)
     if turn >= 0:
         end = turn + len(HH_TURN)
     else:
-        while end and not chosen[end - 1].isspace():
-            end -= 1
-        end -= bool(end)  # the space belongs to the completion: tokenizers join it to the word behind it
-    if not chosen[:end].strip():
+        # the space belongs to the completion: tokenizers join it to the word behind it
+        end = max((place for place in range(end) if chosen[place].isspace()), default=0)
+    if chosen != rejected and not chosen[:end].strip():
         raise DataError("there is no prompt, and the chosen and the rejected text share no beginning")
     return chosen[:end], _answer("chosen", chosen[end:]), _answer("rejected", rejected[end:])
 

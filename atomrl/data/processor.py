@@ -57,12 +57,12 @@ class DataProcessor:
             DataError: a prompt that the template refuses, or one over the limit where `overlong_prompt` is `drop`
                 (`filter_overlong` takes them out).
         """
-        limit = self.max_prompt_tokens
         prompts = []
         for (prompt_id, sample), ids in zip(items, self.token_ids([sample for _, sample in items]), strict=True):
-            if len(ids) > limit and self.config.overlong_prompt == "drop":
-                raise DataError(f"{sample.sample_id}: {len(ids)} prompt tokens, more than {limit}; filter it out")
-            prompts.append(Prompt(prompt_id=prompt_id, sample=sample, token_ids=tuple(ids[-limit:])))
+            kept = self._cut(ids)
+            if kept is None:
+                raise DataError(f"{sample.sample_id}: {len(ids)} prompt tokens, more than {self.max_prompt_tokens}; filter it out")
+            prompts.append(Prompt(prompt_id=prompt_id, sample=sample, token_ids=tuple(kept)))
         return prompts
 
     def filter_overlong(self, samples: Sequence[Sample]) -> tuple[list[Sample], int]:
@@ -74,13 +74,11 @@ class DataProcessor:
         Raises:
             DataError: nothing is left.
         """
-        long = [len(ids) > self.max_prompt_tokens for ids in self.token_ids(samples)]
-        kept = list(samples)
-        if self.config.overlong_prompt == "drop":
-            kept = [sample for sample, is_long in zip(samples, long, strict=True) if not is_long]
-            if samples and not kept:
-                raise DataError(f"all {len(samples)} prompts are longer than {self.max_prompt_tokens} tokens")
-        return kept, sum(long)
+        encoded = self.token_ids(samples)
+        kept = [sample for sample, ids in zip(samples, encoded, strict=True) if self._cut(ids) is not None]
+        if samples and not kept:
+            raise DataError(f"all {len(samples)} prompts are longer than {self.max_prompt_tokens} tokens")
+        return kept, sum(len(ids) > self.max_prompt_tokens for ids in encoded)
 
     def token_ids(self, samples: Sequence[Sample]) -> list[array[int]]:
         """The whole prompts as token ids, without the limit."""
@@ -92,8 +90,12 @@ class DataProcessor:
     def within_limit(self, samples: Sequence[Sample]) -> list[Sequence[int] | None]:
         """The prompts as token ids; None for one over the limit, or its last tokens where `overlong_prompt` is
         `truncate`. They are not kept for another time."""
-        limit, cut = self.max_prompt_tokens, self.config.overlong_prompt == "truncate"
-        return [ids[-limit:] if cut or len(ids) <= limit else None for ids in self._encode(samples)]
+        return [self._cut(ids) for ids in self._encode(samples)]
+
+    def _cut(self, ids: Sequence[int]) -> Sequence[int] | None:
+        if len(ids) > self.max_prompt_tokens and self.config.overlong_prompt == "drop":
+            return None
+        return ids[-self.max_prompt_tokens :]
 
     def _encode(self, samples: Sequence[Sample]) -> list[list[int]]:
         if not samples:

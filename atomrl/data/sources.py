@@ -88,7 +88,7 @@ def load_samples(
         draw = find_completions(source, completions) if completions else None
         made = generate(source, size, seed=seed, split=split, **config.generator_args)
         rows: Iterable[RawRow] = [RawRow(f"{source}:{split}:{index}", row) for index, row in enumerate(made, start=1)]
-        convert = problem_reader()
+        convert = problem_reader(type(config)(train=source))  # with the names that generators give
     else:
         rows = read_source(source)
     samples, problems = to_samples(rows, convert or problem_reader(config))
@@ -126,11 +126,8 @@ def _file_rows(path: str, whole_path: bool) -> Iterable[RawRow]:
     if "." not in path and "/" not in path and not Path(path).exists():
         known = "a data file (.jsonl, .json, .csv, .parquet) nor a generator"
         raise DataError(f"{path!r} is neither {known}{nearest(path, GENERATORS)}")
-    rows = read_rows(path)
-    if not whole_path:
-        return rows
-    folder = path.removesuffix(Path(path).name)
-    return (replace(raw, place=folder + raw.place) for raw in rows)
+    folder = path.removesuffix(Path(path).name) if whole_path else ""
+    return (replace(raw, place=folder + raw.place) for raw in read_rows(path))
 
 
 def to_samples(rows: Iterable[RawRow], convert: Convert) -> tuple[list[Sample], list[str]]:
@@ -160,75 +157,63 @@ def completions_reader(read: Callable[[Mapping[str, Any]], tuple[PromptContent, 
     return convert
 
 
-def problem_reader(config: DataConfig | None = None) -> Convert:
-    """Reads a row as a problem with the fields that a config names; None: with the names that generators give.
+def problem_reader(config: DataConfig) -> Convert:
+    """Reads a row as a problem with the fields that a config names.
 
     Raises:
         DataError: the pattern is no regular expression with a group, or has no field to look in.
     """
-    if config is None:
-        return partial(_problem, names=("prompt", "ground_truth", "data_source"), pattern=None)
-    pattern = _pattern(config.answer_pattern)
-    if pattern is not None and config.answer_field is None:
-        raise DataError("data.answer_pattern needs data.answer_field, the field in which it looks")
-    names = config.prompt_field, config.answer_field, config.data_source_field
-    return partial(_problem, names=names, pattern=pattern)
+    pattern = None
+    if config.answer_pattern is not None:
+        try:
+            pattern = re.compile(config.answer_pattern)
+        except re.error as error:
+            text = f"data.answer_pattern {config.answer_pattern!r} is not a regular expression: {error}"
+            raise DataError(text) from None
+        if pattern.groups < 1:
+            raise DataError(f"data.answer_pattern {pattern.pattern!r} has no group; put parentheses around the answer")
+        if config.answer_field is None:
+            raise DataError("data.answer_pattern needs data.answer_field, the field in which it looks")
+    return partial(_problem, config=config, pattern=pattern)
 
 
-def _pattern(text: str | None) -> re.Pattern[str] | None:
-    if text is None:
-        return None
-    try:
-        pattern = re.compile(text)
-    except re.error as error:
-        raise DataError(f"data.answer_pattern {text!r} is not a regular expression: {error}") from None
-    if pattern.groups < 1:
-        raise DataError(f"data.answer_pattern {text!r} has no group; put parentheses around the answer")
-    return pattern
-
-
-def _problem(
-    place: str, row: Mapping[str, Any], names: tuple[str, str | None, str], pattern: re.Pattern[str] | None
-) -> Sample:
-    prompt_field, answer_field, source_field = names
-    prompt = check_prompt(_lookup(row, prompt_field))
-    used = {prompt_field, source_field}
+def _problem(place: str, row: Mapping[str, Any], config: DataConfig, pattern: re.Pattern[str] | None) -> Sample:
+    prompt = check_prompt(_lookup(row, config.prompt_field))
+    used, name = {config.prompt_field, config.data_source_field}, config.answer_field
     answer = None
-    if answer_field is not None:
-        answer = _lookup(row, answer_field)
+    if name is not None:
+        answer = _lookup(row, name)
         if answer is None or (isinstance(answer, str) and not answer.strip()):
-            raise DataError(f"field {answer_field!r} is empty")
+            raise DataError(f"field {name!r} is empty")
         if isinstance(answer, float) and not math.isfinite(answer):
-            raise DataError(f"field {answer_field!r} is {answer}")
-        if answer_field in RESERVED:  # any other stays a column too, for rewards that ask for it
-            used.add(answer_field)
+            raise DataError(f"field {name!r} is {answer}")
+        if name in RESERVED:  # any other stays a column too, for rewards that ask for it
+            used.add(name)
         if pattern is not None:
-            answer = _extract(answer, answer_field, pattern)
-    source = _lookup(row, source_field, None)
-    if not isinstance(source, str | None):
-        raise DataError(f"field {source_field!r} must be text, not {type(source).__name__}")
-    columns = {name: value for name, value in row.items() if name not in used}
-    for name in (*RESERVED, "data_source"):
-        if name in columns:
-            raise DataError(f"column {name!r} has a name that rewards use for something else; rename or map it")
+            answer = _extract(answer, name, pattern)
+    source = _lookup(row, config.data_source_field, required=False)
     source = "default" if source is None else source
+    if not isinstance(source, str):
+        raise DataError(f"field {config.data_source_field!r} must be text, not {type(source).__name__}")
+    columns = {key: value for key, value in row.items() if key not in used}
+    for key in (*RESERVED, "data_source"):
+        if key in columns:
+            raise DataError(f"column {key!r} has a name that rewards use for something else; rename or map it")
     return Sample(sample_id=place, prompt=prompt, ground_truth=answer, data_source=source, columns=columns)
 
 
-_REQUIRED = object()
-
-
-def _lookup(row: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> Any:
+def _lookup(row: Mapping[str, Any], name: str, required: bool = True) -> Any:
     """`a.b` is the key of that very name, or key `b` of the object under `a`."""
     if name in row:
         return row[name]
     node: Any = row
     for part in name.split("."):
-        if not isinstance(node, Mapping) or part not in node:
-            if default is not _REQUIRED:
-                return default
+        if isinstance(node, Mapping) and part in node:
+            node = node[part]
+        elif required:
             raise DataError(f"field {name!r} is missing (has {', '.join(map(repr, row)) or 'no keys'})")
-        node = node[part]
+        else:
+            return None
     return node
 
 

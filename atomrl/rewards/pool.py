@@ -151,39 +151,37 @@ class WorkerPool:
             number = worker.task
             assert number is not None
             task = tasks[number]
+            name, timeout_s = task.scorer.name, task.scorer.timeout_s
             if worker.connection in ready:
                 try:
                     answer = json.loads(worker.connection.recv_bytes())
                 except (EOFError, OSError, ValueError):
                     self._kill(worker)
                     if worker.loading:  # killed while idle, or by the module that it imports
-                        self._count_ended(task)
+                        self._ended_loading += 1
+                        if self._ended_loading >= MAX_ENDED_LOADING:
+                            raise RewardError(f"reward {name!r}: importing it ends the worker process") from None
                         queue.appendleft(number)
                     else:
                         crash = "crash: its process ended (by os._exit, a signal, or for want of memory)"
-                        yield number, failed(len(task.rows), crash, task.scorer.timeout_s)
+                        yield number, failed(len(task.rows), crash, timeout_s)
                     continue
                 if not worker.loading:
                     worker.task = None
                     scores, *rest = answer
                     yield number, Outcome([Score(*score) for score in scores], *rest)
                 elif answer is not None:
-                    raise RewardError(f"reward {task.scorer.name!r} cannot be loaded in a worker process: {answer}")
+                    raise RewardError(f"reward {name!r} cannot be loaded in a worker process: {answer}")
                 else:
-                    worker.loading, worker.deadline = False, self._clock + task.scorer.timeout_s
+                    worker.loading, worker.deadline = False, self._clock + timeout_s
                     self._ended_loading = 0
             elif self._clock >= worker.deadline:
                 if worker.loading:
-                    raise RewardError(f"reward {task.scorer.name!r}: importing it took over {LOAD_LIMIT_S:.0f} s")
+                    raise RewardError(f"reward {name!r}: importing it took over {LOAD_LIMIT_S:.0f} s")
                 self._kill(worker)
                 completions = f" for {len(task.rows)} completions" if len(task.rows) > 1 else ""
-                limit = f"{task.scorer.timeout_s:g} s{completions} (a larger timeout_s of the reward allows more)"
-                yield number, failed(len(task.rows), f"timeout: over {limit}", task.scorer.timeout_s)
-
-    def _count_ended(self, task: Task) -> None:
-        self._ended_loading += 1
-        if self._ended_loading >= MAX_ENDED_LOADING:
-            raise RewardError(f"reward {task.scorer.name!r}: importing it in a worker process ends the process")
+                limit = f"{timeout_s:g} s{completions} (a larger timeout_s of the reward allows more)"
+                yield number, failed(len(task.rows), f"timeout: over {limit}", timeout_s)
 
     def _kill(self, worker: _Worker) -> None:
         self._workers.remove(worker)

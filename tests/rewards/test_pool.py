@@ -203,7 +203,7 @@ def test_columns_that_cannot_be_sent_and_modules_that_a_worker_cannot_import(by_
         rewards(rollouts({"a": ["1"]}))
     rewards.close()
     module.write_text("import os; os._exit(1)\n")
-    with pytest.raises(RewardError, match="importing it in a worker process ends the process"):
+    with pytest.raises(RewardError, match="importing it ends the worker process"):
         rewards(rollouts({"a": ["1"]}))
     rewards.close()
 
