@@ -118,14 +118,9 @@ def repeated(samples: Sequence[Sample], key: Callable[[Sample], Hashable]) -> li
         [('a:2', 'a:0')]
     """
     first: dict[Hashable, str] = {}
-    pairs = []
-    for sample in samples:
-        value = key(sample)
-        if value in first:
-            pairs.append((sample.sample_id, first[value]))
-        elif value is not None:
-            first[value] = sample.sample_id
-    return pairs
+    keys = [(key(sample), sample.sample_id) for sample in samples]
+    pairs = [(place, first.setdefault(value, place)) for value, place in keys if value is not None]
+    return [(place, there) for place, there in pairs if place != there]
 
 
 def repetitions(samples: Sequence[Sample]) -> list[str]:

@@ -61,7 +61,8 @@ class DataProcessor:
         for (prompt_id, sample), ids in zip(items, self.token_ids([sample for _, sample in items]), strict=True):
             kept = self._cut(ids)
             if kept is None:
-                raise DataError(f"{sample.sample_id}: {len(ids)} prompt tokens, more than {self.max_prompt_tokens}; filter it out")
+                limit = self.max_prompt_tokens
+                raise DataError(f"{sample.sample_id}: {len(ids)} prompt tokens, more than {limit}; filter it out")
             prompts.append(Prompt(prompt_id=prompt_id, sample=sample, token_ids=tuple(kept)))
         return prompts
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from atomrl.rewards.errors import RewardError, require
 from atomrl.rewards.table import LOADING, POOLED, REWARDS, AnyReward, find_reward, importable_name
-from atomrl.types import Trajectory
+from atomrl.types import FailureKind, Trajectory
 
 Style = Literal["columns", "compute_score", "compute_scores", "trajectories"]
 """TRL's; verl's of one completion, and of a batch; a class that is called with trajectories."""
@@ -80,10 +80,12 @@ class Score(NamedTuple):
     """What a reward gave one completion."""
 
     value: float | None = None
-    failure: str | None = None
-    """`KIND: message` where there is no usable value."""
     parts: Mapping[str, float | None] = {}
     """What a `compute_score` or a class reported beside the reward."""
+    failure: FailureKind | None = None
+    """Where there is no usable value."""
+    message: str = ""
+    """Of the failure."""
 
 
 class Outcome(NamedTuple):
@@ -96,9 +98,10 @@ class Outcome(NamedTuple):
     """The call as a whole failed; one completion at a time, some may do better."""
 
 
-def failed(size: int, failure: str, seconds: float = 0.0, call_failed: bool = True) -> Outcome:
-    """No value for a whole call."""
-    return Outcome([Score(failure=failure[:MAX_MESSAGE])] * size, seconds, call_failed)
+def failed(size: int, failure: FailureKind, message: str, seconds: float = 0.0) -> Outcome:
+    """No value for a whole call. One that returned something invalid would do so again."""
+    score = Score(failure=failure, message=message[:MAX_MESSAGE])
+    return Outcome([score] * size, seconds, call_failed=failure != "invalid")
 
 
 def find_scorer(
@@ -198,7 +201,7 @@ def call(scorer: Scorer, payload: Mapping[str, Any]) -> Outcome:
         result = _ask(scorer, payload)
         outcome = _listed(asyncio.run(_waited(result)) if inspect.isawaitable(result) else result, size)
     except (Exception, SystemExit) as error:
-        outcome = failed(size, f"error: {_describe(error)}")
+        outcome = failed(size, "error", _describe(error))
     return outcome._replace(seconds=time.perf_counter() - started)
 
 
@@ -246,17 +249,16 @@ def _listed(result: Any, size: int) -> Outcome:
     if hasattr(result, "tolist"):  # numpy, torch
         result = result.tolist()
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Sequence):
-        text = f"invalid: it must return a list of numbers, not {type(result).__name__}"
-        return failed(size, text, call_failed=False)
+        return failed(size, "invalid", f"it must return a list of numbers, not {type(result).__name__}")
     if len(result) != size:
-        return failed(size, f"invalid: it returned {len(result)} values for {size} completions", call_failed=False)
+        return failed(size, "invalid", f"it returned {len(result)} values for {size} completions")
     return Outcome([_read(value) for value in result])
 
 
 def _read(value: Any) -> Score:
     """What a reward gave one completion: a number, None, verl's dict with `score`, or a trajectory with its reward."""
     if isinstance(value, Exception):
-        return Score(failure=f"error: {_describe(value)}"[:MAX_MESSAGE])
+        return Score(failure="error", message=_describe(value)[:MAX_MESSAGE])
     parts: dict[str, float | None] = {}
     if isinstance(value, Trajectory):
         parts = {name: _as_number(part) for name, part in value.reward_parts.items()}
@@ -267,11 +269,9 @@ def _read(value: Any) -> Score:
         value = value["score"]
     number = _as_number(value)
     if value is None or number is not None:
-        return Score(number, None, parts)
-    text = (
-        f"invalid: it returned {repr(value)[:100]}; return a finite number (of a dict, `score`), or None for no value"
-    )
-    return Score(failure=text, parts=parts)
+        return Score(number, parts)
+    wanted = "a finite number (in a dict as 'score'), or None for no value"
+    return Score(None, parts, "invalid", f"it returned {repr(value)[:100]}; return {wanted}")
 
 
 def _as_number(value: Any) -> float | None:

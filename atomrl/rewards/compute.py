@@ -7,13 +7,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from atomrl.rewards.calling import Outcome, Score, Scorer, Task, call, find_scorer, instantiate
 from atomrl.rewards.errors import RewardError
 from atomrl.rewards.pool import WorkerPool
 from atomrl.rewards.table import LOADING, AnyReward, importable_name
-from atomrl.types import FailureKind, RewardFailure, Sample, Trajectory
+from atomrl.types import RewardFailure, Sample, Trajectory
 
 if TYPE_CHECKING:
     from atomrl.config import RewardConfig, RewardRoute
@@ -99,16 +99,18 @@ class Rewards:
             for row, score in zip(task.rows, outcome.scores, strict=True):
                 scores[task.part][row] = score
                 self.seconds[row] += outcome.seconds / len(task.rows)
-        for name, given in scores.items():
-            self._judge(name, given, trajectories, columns)
         names = {name: dict.fromkeys(key for score in given for key in score.parts) for name, given in scores.items()}
+        weights = {part.name: part.weight for part in self.parts}
         scored = []
         for row, item in enumerate(trajectories):
             mine = {name: given[row] for name, given in scores.items()}
             values = {name: score.value for name, score in mine.items()}
             extra = {f"{name}/{key}": score.parts.get(key) for name, score in mine.items() for key in names[name]}
-            failures = tuple(_failure(name, score.failure) for name, score in mine.items() if score.failure)
-            weights = {part.name: part.weight for part in self.parts}
+            failures = tuple(
+                RewardFailure(reward=name, kind=score.failure, message=score.message)
+                for name, score in mine.items()
+                if score.failure
+            )
             scored.append(
                 replace(
                     item,
@@ -118,6 +120,8 @@ class Rewards:
                     reward_failures=failures,
                 )
             )
+        for part in self.parts:
+            self._judge(part.name, scored, columns)
         self._judge_total(scored)
         return scored
 
@@ -135,41 +139,37 @@ class Rewards:
             task, score = pooled[number], outcome.scores[0]
             if any(score.value is not None for score in outcome.scores):
                 self._gave_values.add(task.part)
-            hangs[task.part] += (score.failure or "").startswith(("timeout", "crash"))
+            hangs[task.part] += score.failure in ("timeout", "crash")
             if self.patience is not None and task.part not in self._gave_values and hangs[task.part] >= MAX_HANGS:
                 raise RewardError(
                     f"reward {task.part!r}: the first {MAX_HANGS} calls all hung or ended their process, the last on "
-                    f"{_shown(task.items[0])}: {score.failure}"
+                    f"{_shown(task.items[0])}: {score.failure}: {score.message}"
                 )
 
         found = list(zip(pooled, self.pool.run(pooled, watch), strict=True))
         return found + [(task, call(task.scorer, task.payload())) for task in tasks if task.scorer.in_process]
 
-    def _judge(
-        self, name: str, scores: Sequence[Score], trajectories: Sequence[Trajectory], columns: Iterable[str]
-    ) -> None:
+    def _judge(self, name: str, scored: Sequence[Trajectory], columns: Iterable[str]) -> None:
         """Warn of new kinds of failures, and stop where a reward fails on everything."""
-        failures = [
-            (_shown(item), score.failure) for item, score in zip(trajectories, scores, strict=True) if score.failure
-        ]
-        for shown, failure in failures:
-            kind = _failure(name, failure).kind
-            if (name, kind) not in self._warned:
-                self._warned.add((name, kind))
+        failures = [(item, failure) for item in scored for failure in item.reward_failures if failure.reward == name]
+        for item, failure in failures:
+            if (name, failure.kind) not in self._warned:
+                self._warned.add((name, failure.kind))
                 log.warning(
-                    "reward %r has no value for %s: %s (further ones are counted in reward/%s/%s and marked in the "
-                    "rollouts)", name, shown, failure, name, COUNTERS[kind]
+                    "reward %r has no value for %s: %s: %s (further ones are counted in reward/%s/%s and marked in the "
+                    "rollouts)", name, _shown(item), failure.kind, failure.message, name, COUNTERS[failure.kind]
                 )  # fmt: skip
         self._failures[name] += len(failures)
-        if any(score.value is not None for score in scores):
+        if any(item.reward_parts[name] is not None for item in scored):
             self._gave_values.add(name)
             failures = []
         self._failed_batches[name] = self._failed_batches[name] + 1 if failures else 0
         never = name not in self._gave_values and self._failures[name] >= MIN_FAILURES
         if failures and self.patience is not None and (never or self._failed_batches[name] >= self.patience):
             often = "every completion so far" if never else f"every completion of {self.patience} batches in a row"
+            item, failure = failures[0]
             raise RewardError(
-                f"reward {name!r} failed on {often}, first on {failures[0][0]}: {failures[0][1]} "
+                f"reward {name!r} failed on {often}, first on {_shown(item)}: {failure.kind}: {failure.message} "
                 f"(columns: {', '.join(columns)})"
             )
 
@@ -316,8 +316,3 @@ def _total(
 def _shown(item: Trajectory) -> str:
     """How a message names a trajectory."""
     return f"sample {item.sample.sample_id!r}, completion {item.index}: {item.text[:200]!r}"
-
-
-def _failure(reward: str, text: str) -> RewardFailure:
-    kind, _, message = text.partition(": ")
-    return RewardFailure(reward=reward, kind=cast(FailureKind, kind), message=message)

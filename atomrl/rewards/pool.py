@@ -163,8 +163,8 @@ class WorkerPool:
                             raise RewardError(f"reward {name!r}: importing it ends the worker process") from None
                         queue.appendleft(number)
                     else:
-                        crash = "crash: its process ended (by os._exit, a signal, or for want of memory)"
-                        yield number, failed(len(task.rows), crash, timeout_s)
+                        crash = "its process ended (by os._exit, a signal, or for want of memory)"
+                        yield number, failed(len(task.rows), "crash", crash, timeout_s)
                     continue
                 if not worker.loading:
                     worker.task = None
@@ -180,8 +180,8 @@ class WorkerPool:
                     raise RewardError(f"reward {name!r}: importing it took over {LOAD_LIMIT_S:.0f} s")
                 self._kill(worker)
                 completions = f" for {len(task.rows)} completions" if len(task.rows) > 1 else ""
-                limit = f"{timeout_s:g} s{completions} (a larger timeout_s of the reward allows more)"
-                yield number, failed(len(task.rows), f"timeout: over {limit}", timeout_s)
+                over = f"over {timeout_s:g} s{completions} (a larger timeout_s of the reward allows more)"
+                yield number, failed(len(task.rows), "timeout", over, timeout_s)
 
     def _kill(self, worker: _Worker) -> None:
         self._workers.remove(worker)
