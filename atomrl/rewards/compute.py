@@ -6,6 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -132,21 +133,20 @@ class Rewards:
         return first + (self._run_once([one for task in again for one in task.split()]) if again else [])
 
     def _run_once(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
-        pooled = [task for task in tasks if not task.scorer.in_process]
+        found: list[tuple[Task, Outcome]] = []
         hangs: Counter[str] = Counter()
-
-        def watch(number: int, outcome: Outcome) -> None:
-            task, score = pooled[number], outcome.scores[0]
-            if any(score.value is not None for score in outcome.scores):
-                self._gave_values.add(task.part)
-            hangs[task.part] += score.failure in ("timeout", "crash")
-            if self.patience is not None and task.part not in self._gave_values and hangs[task.part] >= MAX_HANGS:
-                raise RewardError(
-                    f"reward {task.part!r}: the first {MAX_HANGS} calls all hung or ended their process, the last on "
-                    f"{_shown(task.items[0])}: {score.failure}: {score.message}"
-                )
-
-        found = list(zip(pooled, self.pool.run(pooled, watch), strict=True))
+        with closing(self.pool.run([task for task in tasks if not task.scorer.in_process])) as outcomes:
+            for task, outcome in outcomes:
+                found.append((task, outcome))
+                score = outcome.scores[0]
+                if any(score.value is not None for score in outcome.scores):
+                    self._gave_values.add(task.part)
+                hangs[task.part] += score.failure in ("timeout", "crash")
+                if self.patience is not None and task.part not in self._gave_values and hangs[task.part] >= MAX_HANGS:
+                    raise RewardError(
+                        f"reward {task.part!r}: the first {MAX_HANGS} calls all hung or ended their process, the last "
+                        f"on {_shown(task.items[0])}: {score.failure}: {score.message}"
+                    )
         return found + [(task, call(task.scorer, task.payload())) for task in tasks if task.scorer.in_process]
 
     def _judge(self, name: str, scored: Sequence[Trajectory], columns: Iterable[str]) -> None:

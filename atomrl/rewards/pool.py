@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -37,8 +37,8 @@ class _Worker:
     connection: Connection
     loaded: set[int] = field(default_factory=set)
     """Keys of the rewards that it was told to load in this run: what it answers says that it is still alive."""
-    task: int | None = None
-    """Number of the task under way."""
+    task: Task | None = None
+    """The one under way."""
     loading: bool = False
     deadline: float = 0.0
 
@@ -85,34 +85,26 @@ class WorkerPool:
         """Kill every process; a later `run` starts new ones."""
         _end_all(self._workers, os.getpid())
 
-    def run(self, tasks: Sequence[Task], watch: Callable[[int, Outcome], None]) -> list[Outcome]:
-        """The outcomes of all tasks, in their order.
-
-        Args:
-            watch: is told each (number of the task, outcome) as it comes; what it raises ends the run.
+    def run(self, tasks: Sequence[Task]) -> Generator[tuple[Task, Outcome], None, None]:
+        """The outcome of each task as it comes. Close it to end before that.
 
         Raises:
             RewardError: a reward cannot be loaded in a worker, or its columns cannot be sent to one.
         """
-        outcomes: dict[int, Outcome] = {}
-        queue = deque(range(len(tasks)))
+        queue = deque(tasks)
         with self._lock:
             self._seen = time.monotonic()
             for worker in self._workers:
                 worker.loaded.clear()
             try:
-                while len(outcomes) < len(tasks):
-                    self._assign(queue, tasks)
-                    for number, outcome in self._collect(queue, tasks):
-                        outcomes[number] = outcome
-                        watch(number, outcome)
-            except BaseException:
-                for worker in [worker for worker in self._workers if worker.task is not None]:
+                while queue or any(worker.task for worker in self._workers):
+                    self._assign(queue)
+                    yield from self._collect(queue)
+            finally:
+                for worker in [worker for worker in self._workers if worker.task]:
                     self._kill(worker)
-                raise
-        return [outcomes[number] for number in range(len(tasks))]
 
-    def _assign(self, queue: deque[int], tasks: Sequence[Task]) -> None:
+    def _assign(self, queue: deque[Task]) -> None:
         """Give every idle worker something to do, starting workers as needed."""
         while queue:
             worker = next((worker for worker in self._workers if worker.task is None), None)
@@ -124,11 +116,10 @@ class WorkerPool:
             if worker.connection.poll(0):  # an idle worker has nothing to say: it has ended
                 self._kill(worker)
                 continue
-            task = tasks[queue[0]]
-            scorer, key = task.scorer, id(task.scorer)
+            scorer, key = queue[0].scorer, id(queue[0].scorer)
             load = None if key in worker.loaded else (scorer.name, dict(scorer.args))
             try:
-                worker.connection.send((key, load, task.payload()))
+                worker.connection.send((key, load, queue[0].payload()))
             except (BrokenPipeError, ConnectionResetError):
                 self._kill(worker)
                 continue
@@ -140,18 +131,15 @@ class WorkerPool:
             worker.loaded.add(key)
             worker.deadline = self._clock + (LOAD_LIMIT_S if worker.loading else scorer.timeout_s)
 
-    def _collect(self, queue: deque[int], tasks: Sequence[Task]) -> Iterator[tuple[int, Outcome]]:
+    def _collect(self, queue: deque[Task]) -> Iterator[tuple[Task, Outcome]]:
         """What busy workers said, or failed to say in time, within one tick."""
-        busy = [worker for worker in self._workers if worker.task is not None]
-        ready = multiprocessing.connection.wait([worker.connection for worker in busy], timeout=TICK_S)
+        busy = [(worker, worker.task) for worker in self._workers if worker.task]
+        ready = multiprocessing.connection.wait([worker.connection for worker, _ in busy], timeout=TICK_S)
         now = time.monotonic()
         self._clock += min(now - self._seen, 2 * TICK_S)
         self._seen = now
-        for worker in busy:
-            number = worker.task
-            assert number is not None
-            task = tasks[number]
-            name, timeout_s = task.scorer.name, task.scorer.timeout_s
+        for worker, task in busy:
+            name, size, timeout_s = task.scorer.name, len(task.rows), task.scorer.timeout_s
             if worker.connection in ready:
                 try:
                     answer = json.loads(worker.connection.recv_bytes())
@@ -161,15 +149,15 @@ class WorkerPool:
                         self._ended_loading += 1
                         if self._ended_loading >= MAX_ENDED_LOADING:
                             raise RewardError(f"reward {name!r}: importing it ends the worker process") from None
-                        queue.appendleft(number)
+                        queue.appendleft(task)
                     else:
                         crash = "its process ended (by os._exit, a signal, or for want of memory)"
-                        yield number, failed(len(task.rows), "crash", crash, timeout_s)
+                        yield task, failed(size, "crash", crash, timeout_s)
                     continue
                 if not worker.loading:
                     worker.task = None
                     scores, *rest = answer
-                    yield number, Outcome([Score(*score) for score in scores], *rest)
+                    yield task, Outcome([Score(*score) for score in scores], *rest)
                 elif answer is not None:
                     raise RewardError(f"reward {name!r} cannot be loaded in a worker process: {answer}")
                 else:
@@ -179,9 +167,9 @@ class WorkerPool:
                 if worker.loading:
                     raise RewardError(f"reward {name!r}: importing it took over {LOAD_LIMIT_S:.0f} s")
                 self._kill(worker)
-                completions = f" for {len(task.rows)} completions" if len(task.rows) > 1 else ""
+                completions = f" for {size} completions" if size > 1 else ""
                 over = f"over {timeout_s:g} s{completions} (a larger timeout_s of the reward allows more)"
-                yield number, failed(len(task.rows), "timeout", over, timeout_s)
+                yield task, failed(size, "timeout", over, timeout_s)
 
     def _kill(self, worker: _Worker) -> None:
         self._workers.remove(worker)
