@@ -105,8 +105,8 @@ def watch_calls(rewards: Rewards, lengths: list[float]) -> None:
 
     def watched(queue: Any) -> Any:
         for worker in pool._workers:
-            if worker.task is not None and not worker.loading:
-                free.setdefault(id(worker.task), time.monotonic())
+            if worker.pending and not worker.loading:
+                free.setdefault(id(worker.pending[0]), time.monotonic())
         found = list(collect(queue))
         lengths.extend(time.monotonic() - free.pop(id(task)) for task, _ in found if id(task) in free)
         return found

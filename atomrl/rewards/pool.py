@@ -18,15 +18,19 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from multiprocessing.connection import Connection
+from typing import Any
 
 from atomrl.rewards.calling import Outcome, Score, Task, failed
 from atomrl.rewards.errors import RewardError
+from atomrl.types import FailureKind
 
 TICK_S = 0.05
 LOAD_LIMIT_S = 300.0
 """For starting a worker and importing a reward's module in it; no part of a completion's time."""
 MAX_ENDED_LOADING = 4
+MAX_CHUNK = 16
 _COMMAND = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from atomrl.rewards.worker import serve; "
 _COMMAND += "serve(int(sys.argv[2]), int(sys.argv[3]))"
 
@@ -35,10 +39,8 @@ _COMMAND += "serve(int(sys.argv[2]), int(sys.argv[3]))"
 class _Worker:
     process: subprocess.Popen[bytes]
     connection: Connection
-    loaded: set[int] = field(default_factory=set)
-    """Keys of the rewards that it was told to load in this run: what it answers says that it is still alive."""
-    task: Task | None = None
-    """The one under way."""
+    pending: deque[Task] = field(default_factory=deque)
+    """What it was given and has not answered; the first is under way."""
     loading: bool = False
     deadline: float = 0.0
 
@@ -94,20 +96,18 @@ class WorkerPool:
         queue = deque(tasks)
         with self._lock:
             self._seen = time.monotonic()
-            for worker in self._workers:
-                worker.loaded.clear()
             try:
-                while queue or any(worker.task for worker in self._workers):
+                while queue or any(worker.pending for worker in self._workers):
                     self._assign(queue)
                     yield from self._collect(queue)
             finally:
-                for worker in [worker for worker in self._workers if worker.task]:
+                for worker in [worker for worker in self._workers if worker.pending]:
                     self._kill(worker)
 
     def _assign(self, queue: deque[Task]) -> None:
         """Give every idle worker something to do, starting workers as needed."""
         while queue:
-            worker = next((worker for worker in self._workers if worker.task is None), None)
+            worker = next((worker for worker in self._workers if not worker.pending), None)
             if worker is None:
                 if len(self._workers) >= self.size:
                     return
@@ -116,10 +116,12 @@ class WorkerPool:
             if worker.connection.poll(0):  # an idle worker has nothing to say: it has ended
                 self._kill(worker)
                 continue
-            scorer, key = queue[0].scorer, id(queue[0].scorer)
-            load = None if key in worker.loaded else (scorer.name, dict(scorer.args))
+            scorer = queue[0].scorer
+            # of one reward; enough to keep a worker busy, few enough to share them out evenly
+            most = max(1, min(MAX_CHUNK, len(queue) // (2 * self.size)))
+            chunk = list(takewhile(lambda task, own=scorer: task.scorer is own, islice(queue, most)))
             try:
-                worker.connection.send((key, load, queue[0].payload()))
+                worker.connection.send((scorer.name, dict(scorer.args), [task.payload() for task in chunk]))
             except (BrokenPipeError, ConnectionResetError):
                 self._kill(worker)
                 continue
@@ -127,49 +129,60 @@ class WorkerPool:
                 raise RewardError(
                     f"reward {scorer.name!r}: the columns cannot be sent to a worker process: {error!r}"
                 ) from error
-            worker.task, worker.loading = queue.popleft(), load is not None
-            worker.loaded.add(key)
-            worker.deadline = self._clock + (LOAD_LIMIT_S if worker.loading else scorer.timeout_s)
+            worker.pending.extend(queue.popleft() for _ in chunk)
+            worker.loading, worker.deadline = True, self._clock + LOAD_LIMIT_S
 
     def _collect(self, queue: deque[Task]) -> Iterator[tuple[Task, Outcome]]:
         """What busy workers said, or failed to say in time, within one tick."""
-        busy = [(worker, worker.task) for worker in self._workers if worker.task]
-        ready = multiprocessing.connection.wait([worker.connection for worker, _ in busy], timeout=TICK_S)
+        busy = [worker for worker in self._workers if worker.pending]
+        ready = multiprocessing.connection.wait([worker.connection for worker in busy], timeout=TICK_S)
         now = time.monotonic()
         self._clock += min(now - self._seen, 2 * TICK_S)
         self._seen = now
-        for worker, task in busy:
-            name, size, timeout_s = task.scorer.name, len(task.rows), task.scorer.timeout_s
+        for worker in busy:
+            task = worker.pending[0]
             if worker.connection in ready:
                 try:
                     answer = json.loads(worker.connection.recv_bytes())
                 except (EOFError, OSError, ValueError):
-                    self._kill(worker)
-                    if worker.loading:  # killed while idle, or by the module that it imports
-                        self._ended_loading += 1
-                        if self._ended_loading >= MAX_ENDED_LOADING:
-                            raise RewardError(f"reward {name!r}: importing it ends the worker process") from None
-                        queue.appendleft(task)
-                    else:
-                        crash = "its process ended (by os._exit, a signal, or for want of memory)"
-                        yield task, failed(size, "crash", crash, timeout_s)
-                    continue
-                if not worker.loading:
-                    worker.task = None
-                    scores, *rest = answer
-                    yield task, Outcome([Score(*score) for score in scores], *rest)
-                elif answer is not None:
-                    raise RewardError(f"reward {name!r} cannot be loaded in a worker process: {answer}")
+                    crash = "its process ended (by os._exit, a signal, or for want of memory)"
+                    yield from self._lost(worker, queue, "crash", crash)
                 else:
-                    worker.loading, worker.deadline = False, self._clock + timeout_s
-                    self._ended_loading = 0
+                    yield from self._take(worker, answer)
             elif self._clock >= worker.deadline:
                 if worker.loading:
+                    name = task.scorer.name
                     raise RewardError(f"reward {name!r}: importing it took over {LOAD_LIMIT_S:.0f} s")
-                self._kill(worker)
-                completions = f" for {size} completions" if size > 1 else ""
-                over = f"over {timeout_s:g} s{completions} (a larger timeout_s of the reward allows more)"
-                yield task, failed(size, "timeout", over, timeout_s)
+                completions = f" for {len(task.rows)} completions" if len(task.rows) > 1 else ""
+                limit = f"{task.scorer.timeout_s:g} s{completions} (a larger timeout_s of the reward allows more)"
+                yield from self._lost(worker, queue, "timeout", f"over {limit}")
+
+    def _take(self, worker: _Worker, answer: Any) -> Iterator[tuple[Task, Outcome]]:
+        """What a worker said: that it loaded a reward, or the outcome of the call under way."""
+        task = worker.pending[0]
+        if not worker.loading:
+            worker.pending.popleft()
+            scores, *rest = answer
+            yield task, Outcome([Score(*score) for score in scores], *rest)
+        elif answer is not None:
+            raise RewardError(f"reward {task.scorer.name!r} cannot be loaded in a worker process: {answer}")
+        worker.loading, self._ended_loading = False, 0
+        worker.deadline = self._clock + task.scorer.timeout_s
+
+    def _lost(
+        self, worker: _Worker, queue: deque[Task], failure: FailureKind, message: str
+    ) -> Iterator[tuple[Task, Outcome]]:
+        """A worker ended or has to: the call under way failed, those behind it are put back."""
+        self._kill(worker)
+        task = worker.pending[0]
+        if worker.loading:  # it ended before it began: killed while idle, or by the module that it imports
+            self._ended_loading += 1
+            if self._ended_loading >= MAX_ENDED_LOADING:
+                raise RewardError(f"reward {task.scorer.name!r}: importing it ends the worker process")
+        else:
+            worker.pending.popleft()
+            yield task, failed(len(task.rows), failure, message, task.scorer.timeout_s)
+        queue.extendleft(reversed(worker.pending))
 
     def _kill(self, worker: _Worker) -> None:
         self._workers.remove(worker)

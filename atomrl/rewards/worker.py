@@ -25,8 +25,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Answer each (key of a reward, its name and args or None, payload) with the outcome; where it has a name, before
-    that with what went wrong when it was loaded, None if nothing did.
+    """Answer each (name, args, payloads) with what went wrong when the reward was loaded, None if nothing did, and then
+    with the outcome of each payload.
 
     Args:
         descriptor: of a socket to the trainer.
@@ -37,21 +37,22 @@ def serve(descriptor: int, parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # the trainer decides when a worker ends
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
-    loaded: dict[int, Scorer] = {}
+    loaded: dict[str, Scorer] = {}
     while True:
         try:
-            key, load, payload = connection.recv()
-            if load is not None:
-                if key not in loaded:
-                    loaded[key] = _loaded(*load)
-                _answer(connection, None)
+            name, args, payloads = connection.recv()
+            key = f"{name} {args!r}"
+            if key not in loaded:
+                loaded[key] = _loaded(name, args)
         except EOFError:
             return
         except (Exception, SystemExit) as error:
             _answer(connection, f"{type(error).__name__}: {error}")
             continue
-        seed_everything(payload["seed"])
-        _answer(connection, call(loaded[key], payload))
+        _answer(connection, None)
+        for payload in payloads:
+            seed_everything(payload["seed"])
+            _answer(connection, call(loaded[key], payload))
 
 
 def _loaded(name: str, args: dict[str, Any]) -> Scorer:
