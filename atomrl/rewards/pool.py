@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -119,7 +119,9 @@ class WorkerPool:
             scorer = queue[0].scorer
             # of one reward; enough to keep a worker busy, few enough to share them out evenly
             most = max(1, min(MAX_CHUNK, len(queue) // (2 * self.size)))
-            chunk = list(takewhile(lambda task, own=scorer: task.scorer is own, islice(queue, most)))
+            chunk = list(islice(queue, most))
+            if any(task.scorer is not scorer for task in chunk):
+                chunk = chunk[:1]
             try:
                 worker.connection.send((scorer.name, dict(scorer.args), [task.payload() for task in chunk]))
             except (BrokenPipeError, ConnectionResetError):
