@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
-from atomrl.data import arithmetic, chain, countdown
+from atomrl.data import arithmetic, chain, countdown, stack_machine
 from atomrl.data.problems import DataError
 from atomrl.types import Message
 
@@ -42,6 +42,7 @@ GENERATORS = {
     "arithmetic": Generator(arithmetic.make),
     "chain": Generator(chain.make, chain.demonstrate, chain.pair, chain.WORDS),
     "countdown": Generator(countdown.make),
+    "stack_machine": Generator(stack_machine.make),
 }
 
 REASONING_GYM = "reasoning_gym:"

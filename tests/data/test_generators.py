@@ -10,6 +10,7 @@ import pytest
 
 from atomrl.data.generators import GENERATORS, content_split, find_generator, generate, normalise_content
 from atomrl.data.problems import DataError
+from atomrl.data.stack_machine import run_operation
 from atomrl.rewards.expressions import evaluate_arithmetic
 
 TASKS = sorted(GENERATORS)
@@ -87,6 +88,20 @@ def test_countdown_solutions():
         assert value == Fraction(row["ground_truth"]) and 10 <= value <= 99
         assert sorted(used) == row["numbers"] and len(used) in (3, 4)
         assert ", ".join(map(str, row["numbers"])) in row["prompt"]
+
+
+def test_stack_machine_answers():
+    for row in generate("stack_machine", 300):
+        stack: list[int] = []
+        program = re.search(r"Its program: ([^.]*)\.", row["prompt"])[1].split("; ")
+        for operation in program:
+            run_operation(stack, operation, 100)
+        assert row["ground_truth"] == str(stack[-1]) and len(program) == row["operations"]
+    stack = [2, 3]
+    for operation, expected in [("swap", [3, 2]), ("dup", [3, 2, 2]), ("mul", [3, 4]), ("add", [7]), ("push 9", [7, 9]),
+                                ("sub", [98]), ("push 5", [98, 5]), ("drop", [98])]:  # fmt: skip
+        run_operation(stack, operation, 100)
+        assert stack == expected
 
 
 @pytest.mark.parametrize("task", TASKS)
