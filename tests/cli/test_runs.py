@@ -274,7 +274,7 @@ def test_sft_resumes_where_a_prompt_was_left_out_for_its_length(folder, capsys):
 def test_an_sft_start_that_failed_does_not_block_its_name(folder, capsys):
     (folder / "shown.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
     (folder / "sft.yaml").write_text(yaml.safe_dump(SFT))
-    assert "all 1 prompts are longer than data.max_prompt_tokens" in fails(
+    assert "1 of 1 prompts are longer than data.max_prompt_tokens" in fails(
         capsys, "sft", "sft.yaml", "data.max_prompt_tokens=1"
     )
     assert main(["sft", "sft.yaml", "sft.gpt.hidden=64"]) == 0
