@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from atomrl.config import ModelConfig
-from atomrl.models.loading import policy_weights
+from atomrl.models.loading import model_weights
 from atomrl.models.lora import adapter_weights
-from atomrl.models.scalar import ScalarModel
 from atomrl.protocols import WeightUpdate
 from atomrl.training.base import BaseBackend
 from atomrl.training.roles import RoleName, load_role
@@ -23,18 +21,11 @@ class LocalBackend(BaseBackend):
     def load_model(self, name: RoleName, path: str, config: ModelConfig) -> torch.nn.Module:
         return load_role(name, path, config, self.device)
 
-    def state(self) -> dict[str, Tensor]:
-        """The policy's weights, adapters merged, named as in its published checkpoint; not copied."""
-        model = self.policy.model
-        return model.state() if isinstance(model, ScalarModel) else dict(policy_weights(model))
-
     def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
         """The policy's weights for an engine, not copied, and its adapters apart: merged into bfloat16 weights, their
         first updates would be lost."""
         model = self.policy.model
-        if isinstance(model, ScalarModel):
-            return WeightUpdate(version, model.state().items())
-        tensors = () if adapters_alone else policy_weights(model, merge=False)
+        tensors = () if adapters_alone else model_weights(model)
         return WeightUpdate(version, tensors, adapter_weights(model))
 
     def save(self, folder: Path) -> None:

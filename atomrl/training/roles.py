@@ -20,7 +20,7 @@ from atomrl.config import ConfigError, CriticConfig, ModelConfig
 from atomrl.models.kernels import plain_formulas
 from atomrl.models.loading import compute_dtype, load_policy
 from atomrl.models.lora import adapters_disabled
-from atomrl.models.scalar import GPTScalar, HFScalar, load_scalar
+from atomrl.models.scalar import HFScalar, load_scalar
 from atomrl.models.shared_prefix import states_before
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Output
@@ -90,7 +90,7 @@ def load_role(name: RoleName, path: str, config: ModelConfig, device: torch.devi
         if name == "reward_model" and config.lora is not None:
             raise ConfigError("model.lora: reward models are trained whole; leave it out")
         scalar = load_scalar(path, dtype=dtype, device=device, trust_remote_code=trusted)
-        _prepare(scalar.trunk if isinstance(scalar, GPTScalar) else scalar, config)
+        _prepare(scalar, config)
         return scalar.train()
     lora = config.lora if trained else None
     model = load_policy(path, dtype=dtype, device=device, trust_remote_code=trusted, lora=lora, trainable=trained)

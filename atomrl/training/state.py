@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from atomrl.config import ConfigError
-from atomrl.models.loading import policy_weights, read_safetensors, save_model
+from atomrl.models.loading import model_weights, read_safetensors, save_model
 from atomrl.models.lora import has_adapters, load_adapters, save_adapters
 from atomrl.models.scalar import ScalarModel, save_scalar
+from atomrl.models.spec import fitting_weights
 from atomrl.training.optimizer import Optimizer
 from atomrl.training.roles import Role, RoleName
 
@@ -61,13 +62,10 @@ def load_state(roles: Mapping[RoleName, Role], folder: Path, device: torch.devic
         raise ConfigError(f"checkpoint {folder} was written with{'' if len(counts) > 1 else 'out'} a critic")
     random: dict[str, Tensor] = {}
     for (file, where, model, optimizer), skipped in zip(trained, counts, strict=True):
-        if isinstance(model, ScalarModel):
-            _copy_weights(model.state(), set(), folder / where)
-        elif has_adapters(model):
+        if has_adapters(model):
             load_adapters(model, folder)
         else:
-            tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-            _copy_weights(dict(policy_weights(model)), tied, folder)
+            _copy_weights(dict(model_weights(model)), folder / where)
         random |= optimizer.load(state_folder / file, device)
         optimizer.skipped_in_a_row = skipped
     torch.set_rng_state(random["rng/cpu"])
@@ -86,11 +84,10 @@ def _trained(roles: Mapping[RoleName, Role]) -> Iterator[tuple[str, str, Any, Op
 
 
 @torch.no_grad()
-def _copy_weights(own: dict[str, Tensor], tied: set[str], folder: Path) -> None:
-    found = dict(read_safetensors(folder))
-    wrong = [name for name in found if name not in own or own[name].shape != found[name].shape]
-    missing = own.keys() - found.keys() - tied
-    if wrong or missing:
-        raise ConfigError(f"checkpoint {folder} is of another model: {sorted([*wrong, *missing])[:5]} do not fit")
-    for name, tensor in found.items():
-        own[name].copy_(tensor)
+def _copy_weights(own: dict[str, Tensor], folder: Path) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    try:
+        for name, tensor in fitting_weights(read_safetensors(folder), shapes).items():
+            own[name].copy_(tensor)
+    except ValueError as error:
+        raise ConfigError(f"checkpoint {folder} is of another model: {error}") from None
