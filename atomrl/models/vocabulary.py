@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,21 +13,22 @@ from atomrl.models.tokenizer import SPECIAL_TOKENS, chat_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-END_OF_TEXT = "<|endoftext|>"
+GPT2 = "openai-community/gpt2"
 
 
 def text_tokenizer(name: str, characters: Sequence[str] = ()) -> Any:
     """The tokenizer of a name: `char`, `gpt2`, or what `load_tokenizer` takes; also GPT-2's files by themselves.
 
     Args:
-        name: `gpt2` downloads GPT-2's vocabulary through tiktoken. Without a network: a folder with a Hugging Face
-            tokenizer, with GPT-2's `encoder.json` and `vocab.bpe` (or `vocab.json` and `merges.txt`), or a file
-            `*.tiktoken`.
+        name: `gpt2` is the hub's. Without a network: a folder with a Hugging Face tokenizer, or with GPT-2's
+            `encoder.json` and `vocab.bpe` (or `vocab.json` and `merges.txt`).
         characters: of the text, for `char`.
 
     Raises:
         ConfigError: it is not there, and what to do.
     """
+    from atomrl.models.loading import load_tokenizer
+
     path = Path(name)
     if name == "char":
         return char_tokenizer(characters)
@@ -38,16 +37,16 @@ def text_tokenizer(name: str, characters: Sequence[str] = ()) -> Any:
             f"{name} is a pickle, which can run code when it is opened; give the text that the characters come from "
             "(--text FILE), or the characters as JSON (--characters FILE)"
         )
-    if name == "gpt2" and not path.exists():
-        return byte_pair_tokenizer(_downloaded_ranks())
     if path.is_file():
-        return byte_pair_tokenizer(_read_ranks(path))
+        raise ConfigError(f"the tokenizer {name} is a file: give the folder that has it, or a hub name")
     for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         if (path / vocabulary).is_file() and (path / merges).is_file() and not (path / "tokenizer.json").is_file():
             return _from_merges(path / vocabulary, path / merges)
-    from atomrl.models.loading import load_tokenizer
-
-    tokenizer = load_tokenizer(name)
+    try:
+        tokenizer = load_tokenizer(GPT2 if name == "gpt2" and not path.exists() else name)
+    except ConfigError as error:
+        hint = "; without a network give a folder with encoder.json and vocab.bpe, or vocab.json and merges.txt"
+        raise ConfigError(f"{error}{hint if name == 'gpt2' else ''}") from None
     if not tokenizer.is_fast:
         raise ConfigError(f"the tokenizer of {name} has no tokenizer.json, which a token file needs")
     return tokenizer
@@ -78,26 +77,10 @@ def plain_char_tokenizer(ids: Mapping[str, int]) -> PreTrainedTokenizerFast:
         >>> plain_char_tokenizer({"a": 0, "b": 1})("abba")["input_ids"]
         [0, 1, 1, 0]
     """
-    return _wrapped(_characters(ids, byte_fallback=False))
+    from transformers import PreTrainedTokenizerFast
 
-
-def byte_pair_tokenizer(ranks: Mapping[bytes, int]) -> PreTrainedTokenizerFast:
-    """GPT-2's way of byte-pair encoding, from tiktoken's table of token -> rank.
-
-    Example:
-        >>> ranks = {bytes([byte]): byte for byte in range(256)} | {b"he": 256, b"ll": 257, b"hell": 258}
-        >>> byte_pair_tokenizer(ranks)("hello")["input_ids"]
-        [258, 111]
-    """
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    written = bytes_to_unicode()  # printable bytes as themselves, others as letters
-
-    def text(token: bytes) -> str:
-        return "".join(written[byte] for byte in token)
-
-    merges = [_last_merge(token, ranks) for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1]
-    return _gpt2({text(token): rank for token, rank in ranks.items()}, [(text(a), text(b)) for a, b in merges])
+    tokenizer = _characters(ids, byte_fallback=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
 def read_characters(path: str | Path) -> dict[str, int]:
@@ -127,66 +110,10 @@ def _characters(ids: Mapping[str, int], byte_fallback: bool) -> Any:
     return tokenizer
 
 
-def _gpt2(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([END_OF_TEXT])
-    return _wrapped(tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
-
-
-def _wrapped(tokenizer: Any, **special: Any) -> PreTrainedTokenizerFast:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
-
-
-def _last_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes]:
-    """The two parts that become this token in the last merge: those left when only lower ranks are merged."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        pairs = [(ranks.get(a + b, ranks[token]), i) for i, (a, b) in enumerate(pairwise(parts))]
-        rank, index = min(pairs)
-        if rank >= ranks[token]:
-            raise ConfigError(f"the table of ranks has no way to make the token {token!r}")
-        parts[index : index + 2] = [parts[index] + parts[index + 1]]
-    return parts[0], parts[1]
-
-
-def _from_merges(vocabulary: Path, merges: Path) -> PreTrainedTokenizerFast:
-    from tokenizers import models
+def _from_merges(vocabulary: Path, merges: Path) -> Any:
+    from transformers import GPT2Tokenizer
 
     try:
-        return _gpt2(*models.BPE.read_file(str(vocabulary), str(merges)))
+        return GPT2Tokenizer(str(vocabulary), str(merges), pad_token="<|endoftext|>")
     except Exception as error:  # tokenizers raises plain exceptions
         raise ConfigError(f"{vocabulary} and {merges} are no GPT-2 vocabulary: {error}") from None
-
-
-def _read_ranks(path: Path) -> dict[bytes, int]:
-    """A file of tiktoken: a token in base 64 and its rank on each line."""
-    try:
-        lines = [line.split() for line in path.read_bytes().splitlines() if line.strip()]
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no *.tiktoken file of tokens in base 64 and ranks: {error}") from None
-    if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
-        raise ConfigError(f"{path} is no whole table of ranks: they must be 0, 1, 2, ... and have every byte")
-    return ranks
-
-
-def _downloaded_ranks() -> dict[bytes, int]:
-    """GPT-2's table, which tiktoken downloads once."""
-    try:
-        import tiktoken
-    except ImportError:
-        raise ConfigError("the gpt2 tokenizer needs tiktoken: pip install 'atomrl[pretrain]'") from None
-    try:
-        return tiktoken.get_encoding("gpt2")._mergeable_ranks
-    except Exception as error:  # those of requests, and its own
-        raise ConfigError(
-            f"tiktoken could not download GPT-2's vocabulary ({type(error).__name__}). Without a network give in place "
-            "of `gpt2` a folder that has it (tokenizer.json, or encoder.json and vocab.bpe, or vocab.json and "
-            "merges.txt) or a file r50k_base.tiktoken; or set TIKTOKEN_CACHE_DIR to a folder where tiktoken keeps it"
-        ) from None

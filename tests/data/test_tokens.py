@@ -151,7 +151,7 @@ def test_the_command(text, tmp_path, monkeypatch, capsys):
         (["absent.txt", "--tokenizer", "char", "--out", "x"], "absent.txt does not exist"),
         (["text.txt", "--tokenizer", "meta.pkl", "--out", "x"], "meta.pkl is a pickle, which can run code"),
         (["text.txt", "--tokenizer", "./absent", "--out", "x"], "./absent does not exist"),
-        (["text.txt", "--tokenizer", "text.txt", "--out", "x"], "is no \\*.tiktoken file".replace("\\", "")),
+        (["text.txt", "--tokenizer", "text.txt", "--out", "x"], "is a file: give the folder"),
     ):
         assert main(["data", "prepare", *arguments]) == 2
         assert message in capsys.readouterr().err
