@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomrl.models import cpp
-from atomrl.models.kernels import apply
+from atomrl.models.kernels import apply, are_plain
 
 Tables = tuple[Tensor, Tensor]
 """Cosine and sine, [positions, D/2] float32."""
@@ -69,8 +69,8 @@ class Block:
         return torch.cat([prompt.expand(-1, self.length, -1), own.expand(len(hidden), -1, -1)], dim=2)
 
 
-def plain_attention(qkv: Tensor, tables: Tables, kv_heads: int) -> Tensor:
-    """Attention of rows of any length in PyTorch's own operations.
+def row_attention(qkv: Tensor, tables: Tables, kv_heads: int) -> Tensor:
+    """Attention of rows of any length by SDPA, which keeps no scores.
 
     Args:
         qkv: [B, T, heads + 2 kv_heads, D].
@@ -78,22 +78,8 @@ def plain_attention(qkv: Tensor, tables: Tables, kv_heads: int) -> Tensor:
     Returns:
         [B, T, heads * D].
     """
-    qk, v = qkv.split([qkv.shape[2] - kv_heads, kv_heads], dim=2)
-    (first, second), (cos, sin) = qk.chunk(2, dim=-1), (table[: qkv.shape[1], None] for table in tables)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    q, k = turned.split([turned.shape[2] - kv_heads, kv_heads], dim=2)
-    q, k = (q * q.shape[-1] ** -0.5).to(qkv.dtype), k.to(qkv.dtype)
-    scores = torch.einsum("btkgd,bskd->bkgts", q.unflatten(2, (kv_heads, -1)), k)
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=qkv.device).triu(1)
-    shares = scores.masked_fill(later, -torch.inf).softmax(dim=-1)
-    return torch.einsum("bkgts,bskd->btkgd", shares, v).flatten(2)
-
-
-def row_attention(qkv: Tensor, tables: Tables, kv_heads: int) -> Tensor:
-    """`plain_attention` by SDPA, which keeps no scores."""
     cos, sin = (table[: qkv.shape[1], None] for table in tables)
-    q, k, v = _rotated(qkv, cos, sin, kv_heads)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    q, k, v = (part.transpose(1, 2) for part in _rotated(qkv, cos, sin, kv_heads))
     grouped = q.shape[1] > kv_heads
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2).flatten(2)
 
@@ -120,7 +106,12 @@ def stream_attention(qkv: Tensor, blocks: tuple[Block, ...], cos: Tensor, sin: T
 def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> list[Tensor]:
     """Queries, keys and values, [..., heads, D], the first two turned."""
     qk, v = qkv.split([qkv.shape[-2] - kv_heads, kv_heads], dim=-2)
-    return [*apply(Rotate, qk, cos, sin).split([qk.shape[-2] - kv_heads, kv_heads], dim=-2), v]
+    if are_plain():
+        first, second = qk.chunk(2, dim=-1)
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qk.dtype)
+    else:
+        turned = apply(Rotate, qk, cos, sin)
+    return [*turned.split([qk.shape[-2] - kv_heads, kv_heads], dim=-2), v]
 
 
 class PackedAttention(torch.autograd.Function):

@@ -41,8 +41,8 @@ def plain_formulas() -> Iterator[None]:
 
 
 def are_plain() -> bool:
-    """Whether `plain_formulas` is in force."""
-    return _plain
+    """Whether to compute by PyTorch's own operations: within `plain_formulas`, and for the compiler, which fuses them."""
+    return _plain or torch.compiler.is_compiling()
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
@@ -93,7 +93,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         >>> rms_norm(torch.tensor([3.0, 4.0]), torch.ones(2), 0.0)
         tensor([0.8485, 1.1314])
     """
-    if _plain:
+    if are_plain():
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(x.dtype)
     if x.device.type == "cpu":
@@ -103,7 +103,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def swiglu(both: Tensor) -> Tensor:
     """silu(gate) * up, of gate and up side by side in one tensor [..., 2 I]."""
-    if _plain:
+    if are_plain():
         gate, up = both.chunk(2, dim=-1)
         return F.silu(gate) * up
     return apply(SwiGLUFunction, both)

@@ -70,7 +70,12 @@ def test_gpt2_from_each_kind_of_file(bpe, tmp_path, monkeypatch):
         for text in (TEXT, "unseen words, weird   spaces\t\n\n x ☃", "<|endoftext|>"[:5]):
             assert tokenizer(text)["input_ids"] == bpe.encode(text).ids
             assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-        assert tokenizer("a<|endoftext|>")["input_ids"][-1] == bpe.get_vocab_size() == tokenizer.eos_token_id == tokenizer.pad_token_id
+        assert (
+            tokenizer("a<|endoftext|>")["input_ids"][-1]
+            == bpe.get_vocab_size()
+            == tokenizer.eos_token_id
+            == tokenizer.pad_token_id
+        )
 
 
 def test_gpt2_is_the_hubs_and_without_a_network_says_how_to_go_on(bpe, monkeypatch, tmp_path):
