@@ -141,14 +141,18 @@ def load_policy(
     Raises:
         ConfigError: the model is not there, or its files do not fit its config.
     """
+    from transformers import GenerationConfig
+
     config = model_config_only(path, trust_remote_code)
     compute = compute_dtype(dtype, device)
     weight_dtype = torch.float32 if trainable and lora is None else compute
     rounded = compute if compute != weight_dtype else None
     reason = unsupported(config)
     if reason is None:
-        policy: Policy = _load_gpt(path, config, weight_dtype)
+        policy: Policy = load_decoder(GPT, path, config, read_weights(path), weight_dtype)
         policy.compute_dtype = rounded
+        if (folder := resolve_folder(base_path(path), weights=False) / "generation_config.json").is_file():
+            policy.generation_config = GenerationConfig.from_pretrained(folder.parent)
     else:
         log.warning("%s is trained through transformers, not the faster built-in decoder: %s", path, reason)
         inner = load_transformers(path, weight_dtype, trust_remote_code)
@@ -161,16 +165,6 @@ def load_policy(
     if lora is not None:
         adapters.add_adapters(policy, lora, base=str(path))
     return policy
-
-
-def _load_gpt(path: str | Path, config: Any, dtype: torch.dtype) -> GPT:
-    from transformers import GenerationConfig
-
-    model = load_decoder(GPT, path, config, read_weights(path), dtype)
-    folder = resolve_folder(base_path(path))
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model
 
 
 def load_decoder(
@@ -222,11 +216,9 @@ def load_transformers(
     return inner
 
 
-def stored_files(folder: str | Path) -> dict[Path, set[str]]:
-    """The safetensors files of a model folder, and the weights that each is read for.
-
-    They are those that the index names; without one model.safetensors, or whatever *.safetensors there is. Files
-    beside them do not matter.
+def stored_files(folder: str | Path) -> list[Path]:
+    """The safetensors files of a model: those that the index names; without one model.safetensors, or whatever
+    *.safetensors there is. Files beside them do not matter.
 
     Raises:
         ConfigError: a file is missing, damaged or cut short, and which.
@@ -235,30 +227,27 @@ def stored_files(folder: str | Path) -> dict[Path, set[str]]:
 
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
-    found: dict[Path, set[str]] = {}
     if index.is_file():
-        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
-            found.setdefault(folder / file, set()).add(name)
-    whole = [] if index.is_file() else list(folder.glob("model.safetensors")) or sorted(folder.glob("*.safetensors"))
-    for file in found or whole:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        files = [folder / name for name in sorted(set(names))]
+    else:
+        files = list(folder.glob("model.safetensors")) or sorted(folder.glob("*.safetensors"))
+    for file in files:
         try:
-            with safe_open(file, framework="pt") as tensors:
-                held = set(tensors.keys())
+            with safe_open(file, framework="pt"):
+                pass
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file} is missing, damaged or cut short ({error}): copy or download it again") from None
-        missing = found.setdefault(file, held) - held
-        if missing:
-            raise ConfigError(f"{file} lacks {sorted(missing)[:3]}, which {index.name} says it holds")
-    return dict(sorted(found.items()))
+    return files
 
 
 def read_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of every weight in a folder's `stored_files`, one at a time."""
     from safetensors import safe_open
 
-    for file, names in stored_files(folder).items():
+    for file in stored_files(folder):
         with safe_open(file, framework="pt") as tensors:
-            for name in sorted(names):
+            for name in sorted(tensors.keys()):
                 yield name, tensors.get_tensor(name)
 
 

@@ -76,14 +76,11 @@ def to_gpt2(sizes: Mapping[str, int], weights: Mapping[str, Tensor], end_of_text
     from transformers import GPT2Config, GPT2LMHeadModel
 
     embedding, head = weights.get("transformer.wte.weight"), weights.get("lm_head.weight")
-    config = GPT2Config(
-        **{name: size for name, size in sizes.items() if name != "block_size"},
-        n_positions=sizes["block_size"],
-        activation_function="gelu",
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-        **dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text),
-        tie_word_embeddings=head is None or embedding is None or torch.equal(head, embedding),
-    )
+    settings: dict[str, Any] = {name: size for name, size in sizes.items() if name != "block_size"}
+    settings |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
+    settings["tie_word_embeddings"] = head is None or embedding is None or torch.equal(head, embedding)
+    config = GPT2Config(**settings, n_positions=sizes["block_size"], activation_function="gelu")
     model = GPT2LMHeadModel(config)
     expected = model.state_dict()
     biases = {name for name in expected if name.endswith(".bias") and name not in weights}

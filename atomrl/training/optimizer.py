@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -96,27 +95,14 @@ class Optimizer:
         """Forget the gradient."""
         self.adamw.zero_grad(set_to_none=True)
 
-    def save(self, file: Path, extra: dict[str, Tensor]) -> None:
-        """Write moments and counts, with `extra` beside them."""
-        from safetensors.torch import save_file
+    def state(self) -> dict[str, Tensor]:
+        """Moments and counts, `exp_avg/NAME`, of the weights that were stepped."""
+        states = {name: self.adamw.state.get(weight, {}) for name, weight in self.weights.items()}
+        return {f"{key}/{name}": value.contiguous() for name, found in states.items() for key, value in found.items()}
 
-        tensors = dict(extra)
-        for name, weight in self.weights.items():
-            for key, value in self.adamw.state.get(weight, {}).items():
-                tensors[f"{key}/{name}"] = value.contiguous()
-        save_file(tensors, file)
-
-    def load(self, file: Path, device: torch.device) -> dict[str, Tensor]:
-        """Continue from `save`. Returns the `extra`: what is not this optimizer's."""
-        from safetensors.torch import load_file
-
+    def load(self, state: dict[str, Tensor], device: torch.device) -> None:
+        """Continue from `state`."""
         self.adamw.state.clear()
-        extra = {}
-        for key, value in load_file(file).items():
+        for key, value in state.items():
             kind, _, name = key.partition("/")
-            if name not in self.weights:
-                extra[key] = value
-                continue
-            where = value.device if kind == "step" and device.type == "cpu" else device
-            self.adamw.state[self.weights[name]][kind] = value.to(where)
-        return extra
+            self.adamw.state[self.weights[name]][kind] = value.to(device)

@@ -79,6 +79,7 @@ def test_a_run_goes_on_bit_for_bit(folder, monkeypatch):
         "model.safetensors",
         "training_state/critic_optimizer.safetensors",
         "training_state/optimizer.safetensors",
+        "training_state/random.safetensors",
     ]
     for path in files:
         assert (checkpoint(runs[0]) / path).read_bytes() == (checkpoint(runs[1]) / path).read_bytes(), path

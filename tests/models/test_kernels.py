@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from atomrl.models import attention
-from atomrl.models.attention import PackedAttention, Rotate
-from atomrl.models.kernels import RMSNormFunction, SwiGLUFunction, plain_formulas
+from atomrl.models.attention import PackedAttention, rotate
+from atomrl.models.kernels import RMSNormFunction, SwiGLUFunction
 from atomrl.models.shared_prefix import row_stream
 
 ROWS, TOKENS, HEADS, KV_HEADS, SIZE = 2, 5, 4, 2, 6
@@ -49,11 +49,6 @@ def repeated_attention(qkv, cos, sin, kv_heads=KV_HEADS):
     return torch.einsum("bhqk,bkhd->bqhd", shares, v).flatten(2)
 
 
-def plain_rows(qkv, *turn):
-    with plain_formulas():
-        return attention.row_attention(qkv, turn, KV_HEADS)
-
-
 def cases(dtype):
     torch.manual_seed(0)
     x, weight = (torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in [(3, 4, 8), (8,)])
@@ -63,14 +58,13 @@ def cases(dtype):
     return {
         "norm": (RMSNormFunction.apply, plain_norm, (x, weight, 1e-6)),
         "swiglu": (SwiGLUFunction.apply, plain_swiglu, (x,)),
-        "rotation": (Rotate.apply, plain_rotation, (qk, *(table[:, None] for table in turn))),
+        "rotation": (rotate, plain_rotation, (qk, *(table[:, None] for table in turn))),
         "attention": (packed_attention, repeated_attention, (qkv, *turn)),
         "rows": (lambda *a: attention.row_attention(a[0], a[1:], KV_HEADS), repeated_attention, (qkv, *turn)),
-        "plain rows": (plain_rows, repeated_attention, (qkv, *turn)),
     }
 
 
-NAMES = ["norm", "swiglu", "rotation", "attention", "rows", "plain rows"]
+NAMES = ["norm", "swiglu", "rotation", "attention", "rows"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,17 +4,39 @@ import multiprocessing
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
-from atomrl.metrics import values
+from atomrl.metrics import merge, values
 from atomrl.protocols import UpdateOutput
-from atomrl.training.collective import Collective, TorchCollective
+from atomrl.training.collective import Collective
 from atomrl.training.local import LocalBackend
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of
 
 NEEDS = frozenset({"old_logprobs", "old_entropy", "ref_logprobs", "values"})
 ENTROPY = frozenset({"logprobs", "entropy"})
+
+
+class TorchCollective(Collective):
+    """The collective operations of a `torch.distributed` process group."""
+
+    def __init__(self):
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def max(self, number):
+        found = torch.tensor(number)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+    def total(self, tensor):
+        dist.all_reduce(tensor)
+        return tensor
+
+    def sum(self, metrics):
+        parts = [{} for _ in range(self.world)]
+        dist.all_gather_object(parts, metrics)
+        return merge(parts)
 
 
 class Replica(LocalBackend):
