@@ -39,10 +39,8 @@ def build(source: Path, compiler: str, folder: Path) -> Path:
         subprocess.CalledProcessError: the compiler failed; OSError: the folder cannot be written.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    key = hashlib.blake2b(digest_size=12)
-    for part in (source.read_bytes(), " ".join(_FLAGS).encode(), version, _cpu().encode()):
-        key.update(hashlib.blake2b(part).digest())
-    library = folder / f"{source.stem}-{key.hexdigest()}.so"
+    parts = repr((source.read_bytes(), _FLAGS, version, _cpu())).encode()
+    library = folder / f"{source.stem}-{hashlib.blake2b(parts, digest_size=12).hexdigest()}.so"
     if not library.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:

@@ -273,10 +273,8 @@ def new_gpt(
     tied: bool = True,
     max_tokens: int = 2048,
     rope_theta: float = 10000.0,
-    bos_token_id: int | None = None,
-    eos_token_id: int | None = None,
-    pad_token_id: int | None = None,
     seed: int = 0,
+    **token_ids: int | None,
 ) -> GPT:
     """A small GPT with fresh weights, of a stock architecture that transformers and serving engines load.
 
@@ -288,6 +286,7 @@ def new_gpt(
         intermediate: width of the MLP; None is 8/3 of `hidden`, rounded up to a multiple of 32.
         family: `llama` (no biases) or `qwen2` (biases on q, k, v; the head size is then hidden / heads).
         max_tokens: the longest row that a serving engine will accept.
+        token_ids: `bos_token_id`, `eos_token_id` and `pad_token_id`; None by default.
 
     Returns:
         A float32 model, the same for the same seed on the same torch version.
@@ -299,7 +298,7 @@ def new_gpt(
         >>> sum(p.numel() for p in new_gpt(vocab_size=64, layers=2, hidden=64, heads=2, kv_heads=1).parameters())
         102720
     """
-    from transformers import LlamaConfig, Qwen2Config
+    from transformers import AutoConfig
 
     kv_heads = kv_heads or heads
     divides = head_dim is not None or hidden % heads == 0
@@ -309,10 +308,11 @@ def new_gpt(
             f"gpt: heads={heads} must divide hidden={hidden} into heads of an even size, and be a multiple of "
             f"kv_heads={kv_heads}"
         )
-    kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+    kinds = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
     if family not in kinds:
         raise ConfigError(f"gpt: family {family!r} is none of {', '.join(kinds)}")
-    config = kinds[family](
+    config = AutoConfig.for_model(
+        family,
         vocab_size=vocab_size,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -322,10 +322,8 @@ def new_gpt(
         max_position_embeddings=max_tokens,
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         tie_word_embeddings=tied,
-        bos_token_id=bos_token_id,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        architectures=["LlamaForCausalLM" if family == "llama" else "Qwen2ForCausalLM"],
+        architectures=[kinds[family]],
+        **({"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | token_ids),
         **({"head_dim": head_dim} if family == "llama" else {}),
     )
     model = GPT(config)

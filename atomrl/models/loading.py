@@ -263,6 +263,21 @@ def read_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
     return iter(published_weights(load_transformers(path, torch.float32)).items())  # adapters, or *.bin
 
 
+@torch.no_grad()
+def fill_weights(own: Mapping[str, Tensor], folder: str | Path) -> None:
+    """Copy what a folder has of weights or adapters into those of a model.
+
+    Raises:
+        ConfigError: they are another model's.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    try:
+        for name, tensor in fitting_weights(read_safetensors(folder), shapes).items():
+            own[name].copy_(tensor)
+    except ValueError as error:
+        raise ConfigError(f"checkpoint {folder} does not fit the model: {error}") from None
+
+
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False, model: str | Path | None = None) -> Any:
     """A tokenizer, with a pad token: the end-of-sequence token where it has none of its own.
 

@@ -123,7 +123,7 @@ def adapter_weights(model: Policy) -> dict[str, Adapter]:
 
 
 def adapter_state(model: Any) -> dict[str, Tensor]:
-    """The adapters' weights under the names that peft writes."""
+    """The adapters' weights under the names that peft writes; not copied."""
     state = _peft().get_peft_model_state_dict(_inner(model), adapter_name=ADAPTER)
     return {f"base_model.model.{name}": tensor.detach() for name, tensor in state.items()}
 
@@ -137,25 +137,6 @@ def save_adapters(model: Any, folder: str | Path) -> None:
     state = {name: tensor.cpu().contiguous() for name, tensor in adapter_state(model).items()}
     save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     model.lora_settings.save_pretrained(str(folder))
-
-
-def load_adapters(model: Any, folder: str | Path) -> None:
-    """Fill the model's adapters from a folder that `save_adapters` or peft wrote.
-
-    Raises:
-        ConfigError: the folder has none, or they do not fit.
-    """
-    from atomrl.models.loading import read_safetensors
-
-    if not (Path(folder) / "adapter_model.safetensors").is_file():
-        raise ConfigError(f"{folder} holds no adapter_model.safetensors")
-    state = dict(read_safetensors(folder))
-    ours = adapter_state(model)
-    if {name: t.shape for name, t in state.items()} != {name: t.shape for name, t in ours.items()}:
-        raise ConfigError(f"the adapters in {folder} do not fit the model: other modules or another rank")
-    with torch.no_grad():
-        for name, tensor in ours.items():
-            tensor.copy_(state[name])
 
 
 def merge_adapters(inner: nn.Module, folder: str | Path) -> Any:

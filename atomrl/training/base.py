@@ -17,10 +17,11 @@ from torch import Tensor
 
 from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
 from atomrl.metrics import Count, Metrics, merge
+from atomrl.models.batches import micro_batches
 from atomrl.models.kernels import plain_formulas
 from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUnit, UpdateOutput
 from atomrl.training.collective import Collective, check_launcher
-from atomrl.training.micro_batches import group_pieces, is_out_of_memory, micro_batches, padded_tokens, zero_weight_row
+from atomrl.training.micro_batches import group_pieces, is_out_of_memory, padded_tokens, zero_weight_row
 from atomrl.training.optimizer import Optimizer
 from atomrl.training.roles import TRAINED, Role, RoleName, check_forward_mode, role_paths, sources
 from atomrl.types import RaggedIds, RowBatch, Rows, TrainingBatch, select_rows, unit_ids

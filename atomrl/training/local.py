@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from atomrl.config import ConfigError, ModelConfig
-from atomrl.models.loading import load_policy, model_weights, read_safetensors, save_model
-from atomrl.models.lora import adapter_weights, has_adapters, load_adapters, save_adapters
+from atomrl.models.loading import fill_weights, load_policy, model_weights, save_model
+from atomrl.models.lora import adapter_state, adapter_weights, has_adapters, save_adapters
 from atomrl.models.scalar import HFScalar, ScalarModel, load_scalar, save_scalar
-from atomrl.models.spec import fitting_weights
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import WeightUpdate
 from atomrl.training.base import BaseBackend
@@ -104,10 +102,8 @@ class LocalBackend(BaseBackend):
             raise ConfigError(f"checkpoint {folder} was written with{'' if 'critic' in skipped else 'out'} a critic")
         for name, optimizer in self.trained.items():
             model = self.roles[name].model
-            if has_adapters(model):
-                load_adapters(model, folder)
-            else:
-                _copy_weights(dict(model_weights(model)), folder / _prefix(name))
+            own = adapter_state(model) if has_adapters(model) else dict(model_weights(model))
+            fill_weights(own, folder / _prefix(name))
             optimizer.load(load_file(state / f"{_prefix(name, '_')}optimizer.safetensors"), self.device)
             optimizer.skipped_in_a_row = skipped[name]
         random = load_file(state / "random.safetensors")
@@ -120,13 +116,3 @@ class LocalBackend(BaseBackend):
 def _prefix(name: RoleName, end: str = "") -> str:
     """Of what is the critic's in a checkpoint."""
     return f"critic{end}" if name == "critic" else ""
-
-
-@torch.no_grad()
-def _copy_weights(own: dict[str, Tensor], folder: Path) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    try:
-        for name, tensor in fitting_weights(read_safetensors(folder), shapes).items():
-            own[name].copy_(tensor)
-    except ValueError as error:
-        raise ConfigError(f"checkpoint {folder} is of another model: {error}") from None

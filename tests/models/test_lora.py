@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, RolloutConfig
-from atomrl.models.loading import load_policy, load_tokenizer, model_config_only, model_weights
-from atomrl.models.lora import adapter_weights, adapters_disabled, export, load_adapters, save_adapters
+from atomrl.models.loading import fill_weights, load_policy, load_tokenizer, model_config_only, model_weights
+from atomrl.models.lora import adapter_state, adapter_weights, adapters_disabled, export, save_adapters
 from atomrl.rollout.hf import HFEngine
 from atomrl.runs.build import build_engine
 from tests.models.test_loading import TOKENS, save_gpt2
@@ -124,12 +124,12 @@ def test_load_back_and_refuse_others(base, tmp_path):
     policy = adapted(base)
     save_adapters(policy, tmp_path / "adapter")
     fresh = load_policy(base, dtype="float32", lora=LoraConfig(rank=4)).eval()
-    load_adapters(fresh, tmp_path / "adapter")
+    fill_weights(adapter_state(fresh), tmp_path / "adapter")
     assert torch.equal(fresh(TOKENS), policy(TOKENS))
-    with pytest.raises(ConfigError, match="do not fit"):
-        load_adapters(load_policy(base, lora=LoraConfig(rank=8)), tmp_path / "adapter")
-    with pytest.raises(ConfigError, match="holds no adapter"):
-        load_adapters(fresh, tmp_path)
+    with pytest.raises(ConfigError, match=r"adapter does not fit the model.*has shape"):
+        fill_weights(adapter_state(load_policy(base, lora=LoraConfig(rank=8))), tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"does not fit the model.*is missing"):
+        fill_weights(adapter_state(fresh), tmp_path)
 
 
 def test_frozen_weights_in_bfloat16_and_adapters_in_float32(base):
