@@ -273,8 +273,10 @@ def new_gpt(
     tied: bool = True,
     max_tokens: int = 2048,
     rope_theta: float = 10000.0,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
     seed: int = 0,
-    **token_ids: int | None,
 ) -> GPT:
     """A small GPT with fresh weights, of a stock architecture that transformers and serving engines load.
 
@@ -286,7 +288,6 @@ def new_gpt(
         intermediate: width of the MLP; None is 8/3 of `hidden`, rounded up to a multiple of 32.
         family: `llama` (no biases) or `qwen2` (biases on q, k, v; the head size is then hidden / heads).
         max_tokens: the longest row that a serving engine will accept.
-        token_ids: `bos_token_id`, `eos_token_id` and `pad_token_id`; None by default.
 
     Returns:
         A float32 model, the same for the same seed on the same torch version.
@@ -323,7 +324,9 @@ def new_gpt(
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         tie_word_embeddings=tied,
         architectures=[kinds[family]],
-        **({"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | token_ids),
+        bos_token_id=bos_token_id,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
         **({"head_dim": head_dim} if family == "llama" else {}),
     )
     model = GPT(config)
