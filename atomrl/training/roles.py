@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atomrl.atoms.logprobs import head_logits, row_logprobs
 from atomrl.atoms.natural_gradient import fisher_vector_product, flat
-from atomrl.config import ConfigError, CriticConfig, ModelConfig
+from atomrl.config import ConfigError
 from atomrl.models.kernels import plain_formulas
 from atomrl.models.lora import adapters_disabled
 from atomrl.models.shared_prefix import states_before
@@ -58,19 +58,6 @@ def sources(names: Iterable[str], roles: Collection[RoleName]) -> dict[RoleName,
                 raise ValueError(f"{name} are needed, but the back end was made without a {role}: {', '.join(roles)}")
             found.setdefault(role, {})[name] = output
     return found
-
-
-def role_paths(
-    model: ModelConfig, reference: bool, scores: bool, critic: CriticConfig | None, teacher: str | None
-) -> dict[RoleName, str]:
-    """Where the models of a run come from. The reference of a run with adapters is the policy without them."""
-    paths: dict[RoleName, str | None] = {
-        "reward_model" if scores else "policy": model.path,
-        "reference": model.path if reference and model.lora is None else None,
-        "teacher": teacher,
-        "critic": (critic.path or model.path) if critic else None,
-    }
-    return {name: path for name, path in paths.items() if path is not None}
 
 
 @dataclass(frozen=True)
