@@ -43,7 +43,7 @@ def prepare_text(arguments: argparse.Namespace) -> int:
     """Text files to a folder of token ids."""
     from atomrl.data.text import distinct_characters
     from atomrl.data.tokens import prepare_tokens
-    from atomrl.models.vocabulary import text_tokenizer
+    from atomrl.models.tokenizer import text_tokenizer
 
     for option in ("out", "tokenizer"):
         if getattr(arguments, option) is None:

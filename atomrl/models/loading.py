@@ -177,11 +177,9 @@ def load_decoder(
     """
     with torch.device("meta"):
         model = kind(config)
+    found, shapes = list(weights), {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     try:
-        shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-        state = fitting_weights(weights, shapes, {"lm_head.weight"} if model.spec.tied_head else ())
-    except ConfigError:
-        raise
+        state = fitting_weights(found, shapes, {"lm_head.weight"} if model.spec.tied_head else ())
     except ValueError as error:
         raise ConfigError(f"the weights in {path} do not fit its config.json: {error}") from None
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()}, assign=True)
@@ -270,12 +268,12 @@ def fill_weights(own: Mapping[str, Tensor], folder: str | Path) -> None:
     Raises:
         ConfigError: they are another model's.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    found, shapes = list(read_safetensors(folder)), {name: tuple(tensor.shape) for name, tensor in own.items()}
     try:
-        for name, tensor in fitting_weights(read_safetensors(folder), shapes).items():
+        for name, tensor in fitting_weights(found, shapes).items():
             own[name].copy_(tensor)
     except ValueError as error:
-        raise ConfigError(f"checkpoint {folder} does not fit the model: {error}") from None
+        raise ConfigError(f"checkpoint {folder} is of another model: {error}") from None
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False, model: str | Path | None = None) -> Any:

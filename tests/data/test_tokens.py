@@ -11,7 +11,7 @@ from atomrl.cli.main import main
 from atomrl.data.problems import DataError
 from atomrl.data.text import distinct_characters, text_chunks
 from atomrl.data.tokens import TokenFolder, prepare_tokens
-from atomrl.models.vocabulary import char_tokenizer
+from atomrl.models.tokenizer import char_tokenizer
 from tests.models.test_vocabulary import trained_bpe
 
 TEXT = "".join(f"Line {k} of the text, with  spaces.\n" + "\n" * (k % 3) + "\tindented\n" * (k % 2) for k in range(300))

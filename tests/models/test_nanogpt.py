@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from atomrl.cli.main import main
-from atomrl.models.vocabulary import char_tokenizer, text_tokenizer
+from atomrl.models.tokenizer import char_tokenizer, text_tokenizer
 from tests.models.nanogpt import Config, NanoGPT, save_checkpoint
 from tests.models.test_vocabulary import save_openai, trained_bpe
 

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from atomrl.config import ConfigError
-from atomrl.models.vocabulary import (
+from atomrl.models.tokenizer import (
     char_tokenizer,
     plain_char_tokenizer,
     read_characters,
