@@ -76,6 +76,7 @@ def outcome(run: Path) -> dict[str, Any]:
     return {
         "weights": hashlib.sha256((last / "model.safetensors").read_bytes()).hexdigest(),
         "optimizer": hashlib.sha256((last / "training_state" / "optimizer.safetensors").read_bytes()).hexdigest(),
+        "random": hashlib.sha256((last / "training_state" / "random.safetensors").read_bytes()).hexdigest(),
         "trainer": (last / "training_state" / "trainer.json").read_text(),
         "progress": state,
         "metrics": kept,

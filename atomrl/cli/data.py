@@ -47,7 +47,7 @@ def prepare_text(arguments: argparse.Namespace) -> int:
     """Text files to a folder of token ids."""
     from atomrl.data.text import distinct_characters
     from atomrl.data.tokens import prepare_tokens
-    from atomrl.models.vocabulary import text_tokenizer
+    from atomrl.models.tokenizer import text_tokenizer
 
     paths, name = [arguments.name, *arguments.arguments], arguments.tokenizer
     tokenizer = text_tokenizer(name, distinct_characters(paths) if name == "char" else ())

@@ -22,7 +22,6 @@ EXTRAS = {
     "wandb": "tracking.sinks=[wandb]",
     "reasoning-gym": "data.train=reasoning_gym:NAME",
     "math-verify": "the boxed reward",
-    "tiktoken": "the GPT-2 tokenizer",
     "pyarrow": "Parquet files",
 }
 """Optional packages and what needs them."""

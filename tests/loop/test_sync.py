@@ -21,6 +21,7 @@ from atomrl.types import Sample, SamplingParams
 from atomrl.weights import InProcessTransfer
 from tests.loop.scripted import Record, train
 from tests.tiny import make_tiny_model
+from tests.training.batches import weights_of
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def saver(parts):
 
 
 def weights(parts):
-    return {name: tensor.clone() for name, tensor in parts.trainer.state().items()}
+    return {name: tensor.clone() for name, tensor in weights_of(parts.trainer).items()}
 
 
 def without_time(rows):

@@ -16,7 +16,7 @@ from atomrl.models.loading import save_model
 from atomrl.protocols import UpdateOutput
 from atomrl.training.local import LocalBackend
 from atomrl.training.optimizer import Diverged
-from tests.training.batches import make_algorithm, make_batch
+from tests.training.batches import make_algorithm, make_batch, weights_of
 
 VOCABULARY = 9
 DISTRIBUTIONS = frozenset({"distributions"})
@@ -72,11 +72,11 @@ def seen_by_an_update(backend, batch):
 
 
 def snapshot(backend):
-    return {name: tensor.clone() for name, tensor in backend.state().items()}
+    return {name: tensor.clone() for name, tensor in weights_of(backend).items()}
 
 
 def same(backend, kept):
-    return all(torch.equal(tensor, kept[name]) for name, tensor in backend.state().items())
+    return all(torch.equal(tensor, kept[name]) for name, tensor in weights_of(backend).items())
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, "gpt2"])
@@ -156,8 +156,8 @@ def test_any_split_into_micro_batches_gives_the_same_step(make, split):
     algorithm = trust_region(cg_iterations=3)  # many iterations that do not converge multiply rounding errors
     expected, found = (values(backend.train_step(small_batch(), algorithm)) for backend in (whole, parts))
     assert found == pytest.approx(expected, rel=1e-10, abs=1e-12) and found["actor/accepted"] == 1.0
-    theirs = whole.state()
-    for name, tensor in parts.state().items():
+    theirs = weights_of(whole)
+    for name, tensor in weights_of(parts).items():
         assert (tensor - theirs[name]).abs().max() <= 1e-12
 
 
@@ -188,8 +188,8 @@ def test_memory_that_runs_out_anywhere_ends_in_the_same_step(make, monkeypatch, 
     found = values(backend.train_step(small_batch(), trust_region()))
     assert calls[call - 1] == 4 and calls[-1] < 4, len(calls)
     assert found.pop("actor/out_of_memory") == 1.0 and found == pytest.approx(metrics, rel=1e-7, abs=1e-12)
-    theirs = expected.state()
-    assert all((tensor - theirs[name]).abs().max() <= 1e-9 for name, tensor in backend.state().items())
+    theirs = weights_of(expected)
+    assert all((tensor - theirs[name]).abs().max() <= 1e-9 for name, tensor in weights_of(backend).items())
 
 
 def test_an_error_in_the_search_leaves_the_weights(make):
