@@ -44,7 +44,8 @@ ROWS_PER_STEP = 128
 MAX_STEPS = 400
 """A run that has not sampled its tokens by then is a failure."""
 CURVES = ("tokens", "reward", "length", "entropy", "kl", "seconds")
-"""What a result has of each step. `reward` is of the completions that were trained on."""
+"""What a result has of each step. `reward` and `length` are of all completions that were drawn, those in groups that
+were refused among them."""
 Drawn = tuple[Sequence[int], Sequence[int], Sequence[float]]
 """A sampled completion: the prompt's tokens, its own, and their log-probs."""
 
