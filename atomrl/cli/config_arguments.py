@@ -85,7 +85,7 @@ def config_from(arguments: argparse.Namespace) -> RunConfig:
     """The config that the command line names."""
     if arguments.config is None:
         raise ValueError("name a config file, as in: atomrl train configs/quickstart.yaml")
-    from atomrl.rewards.table import search_in
+    from atomrl.functions import search_in
 
     search_in(Path(arguments.config).resolve().parent)  # a config's own rewards and algorithms stand beside it
     return load_config(arguments.config, arguments.overrides)
