@@ -59,6 +59,14 @@ def test_every_section_refuses_unknown_keys():
             {"train": {"temperature": 1}},
             r"unknown key 'train.temperature'; did you mean '(rollout|eval).temperature'\?",
         ),
+        (
+            {"reward": {"functions": [{"function": "m.f", "max_words": 3}]}},
+            r"unknown key 'reward.functions.0.max_words'; did you mean 'reward.functions.0.args.max_words'\?",
+        ),
+        (
+            {"reward": {"functions": [{"function": "m.f", "wieght": 3}]}},
+            r"'reward.functions.0.wieght'; did you mean 'reward.functions.0.weight'\?",
+        ),
         ({"trian": {}}, r"unknown key 'trian'; did you mean 'train'\?"),
         ({"learning_rate": 1}, r"unknown key 'learning_rate'; did you mean 'train.learning_rate'\?"),
         ({"zzzqqq": 1}, r"unknown key 'zzzqqq'$"),
