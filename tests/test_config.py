@@ -1,11 +1,13 @@
 """The config: files, overrides, and errors that name the key."""
 
+import sys
+
 import pytest
 import yaml
 from pydantic import BaseModel
 
 from atomrl.algorithms.table import ALGORITHMS
-from atomrl.cli.config_arguments import join_overrides
+from atomrl.cli.config_arguments import join_overrides, load_config
 from atomrl.config import (
     ConfigError,
     RunConfig,
@@ -255,3 +257,14 @@ def dotted(tree, prefix=""):
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, dict):
                 yield from dotted(item, f"{prefix}{key}.")
+
+
+def test_functions_beside_the_config_are_found_from_python_too(tmp_path, monkeypatch):
+    (tmp_path / "beside_me.py").write_text("def mine(inputs):\n    return inputs.rewards\n")
+    (tmp_path / "run.yaml").write_text(
+        "run_name: r\nmodel: {path: m}\ndata: {train: chain, train_size: 8}\n"
+        "algorithm: {name: grpo, advantage: {type: custom, function: './beside_me.py:mine'}}\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir("/")
+    assert load_config(tmp_path / "run.yaml").algorithm.advantage.function == "./beside_me.py:mine"
