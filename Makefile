@@ -26,7 +26,7 @@ quickstart: install
 test: .venv/installed-test
 	$(BIN)/python -m pytest -n 2
 
-# The inner loop, under a minute: equations, updates, engines and the rules of the code.
+# The inner loop, two CPU-minutes: equations, updates, engines and the rules of the code.
 check: lint
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(CHECKED)
 

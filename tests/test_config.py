@@ -1,11 +1,13 @@
 """The config: files, overrides, and errors that name the key."""
 
+import sys
+
 import pytest
 import yaml
 from pydantic import BaseModel
 
 from atomrl.algorithms.table import ALGORITHMS
-from atomrl.cli.config_arguments import join_overrides
+from atomrl.cli.config_arguments import join_overrides, load_config
 from atomrl.config import (
     ConfigError,
     RunConfig,
@@ -58,6 +60,14 @@ def test_every_section_refuses_unknown_keys():
         (
             {"train": {"temperature": 1}},
             r"unknown key 'train.temperature'; did you mean '(rollout|eval).temperature'\?",
+        ),
+        (
+            {"reward": {"functions": [{"function": "m.f", "max_words": 3}]}},
+            r"unknown key 'reward.functions.0.max_words'; did you mean 'reward.functions.0.args.max_words'\?",
+        ),
+        (
+            {"reward": {"functions": [{"function": "m.f", "wieght": 3}]}},
+            r"'reward.functions.0.wieght'; did you mean 'reward.functions.0.weight'\?",
         ),
         ({"trian": {}}, r"unknown key 'trian'; did you mean 'train'\?"),
         ({"learning_rate": 1}, r"unknown key 'learning_rate'; did you mean 'train.learning_rate'\?"),
@@ -247,3 +257,14 @@ def dotted(tree, prefix=""):
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, dict):
                 yield from dotted(item, f"{prefix}{key}.")
+
+
+def test_functions_beside_the_config_are_found_from_python_too(tmp_path, monkeypatch):
+    (tmp_path / "beside_me.py").write_text("def mine(inputs):\n    return inputs.rewards\n")
+    (tmp_path / "run.yaml").write_text(
+        "run_name: r\nmodel: {path: m}\ndata: {train: chain, train_size: 8}\n"
+        "algorithm: {name: grpo, advantage: {type: custom, function: './beside_me.py:mine'}}\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir("/")
+    assert load_config(tmp_path / "run.yaml").algorithm.advantage.function == "./beside_me.py:mine"

@@ -21,7 +21,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: any mistake, with its key.
     """
     from atomrl.config import build_config, parse_overrides
+    from atomrl.functions import search_in
 
+    search_in(Path(path).resolve().parent)  # a config's own rewards and algorithms stand beside it
     return build_config(read_tree(path, parse_overrides(overrides)), str(path))
 
 
@@ -85,7 +87,4 @@ def config_from(arguments: argparse.Namespace) -> RunConfig:
     """The config that the command line names."""
     if arguments.config is None:
         raise ValueError("name a config file, as in: atomrl train configs/quickstart.yaml")
-    from atomrl.rewards.table import search_in
-
-    search_in(Path(arguments.config).resolve().parent)  # a config's own rewards and algorithms stand beside it
     return load_config(arguments.config, arguments.overrides)

@@ -36,6 +36,8 @@ def suggestion(path: Sequence[str], keys: Sequence[str]) -> str | None:
         "did you mean 'rollout.prompts_per_step' (prompts in a step)?"
         >>> suggestion(["train", "stepz"], ["train.steps", "eval.every_steps"])
         "did you mean 'train.steps'?"
+        >>> suggestion(["reward", "functions", "0", "max_words"], ["reward.functions.args", "sft.gpt.max_tokens"])
+        "did you mean 'reward.functions.0.args.max_words'?"
     """
     sections, names = foreign_table()["sections"], foreign_names()
     if len(path) == 1 and path[0] in sections:
@@ -44,18 +46,26 @@ def suggestion(path: Sequence[str], keys: Sequence[str]) -> str | None:
         key, unit = names[path[-1]]
         return f"did you mean {key!r}{f' {unit}' if unit else ''}?"
     near = nearest_key(path, keys)
+    *parents, leaf = path
+    if ".".join([*(part for part in parents if not part.isdigit()), "args"]) in keys and not _beside(path, near):
+        near = ".".join([*parents, "args", leaf])  # of the function that is named there
     return None if near is None else f"did you mean {near!r}?"
 
 
 def nearest_key(path: Sequence[str], keys: Sequence[str]) -> str | None:
     """The valid key most like `path`: in the same section first, then by its last part anywhere."""
-    section = ".".join(path[:-1])
+    section = ".".join(part for part in path[:-1] if not part.isdigit())  # a place in a list is in no key
     siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
     if near := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.65):
         return ".".join([*path[:-1], near[0]])
     leaves = {key.rpartition(".")[2]: key for key in reversed(keys)}  # the first section counts
     near = difflib.get_close_matches(path[-1], list(leaves), n=1, cutoff=0.6)
     return leaves[near[0]] if near else None
+
+
+def _beside(path: Sequence[str], key: str | None) -> bool:
+    """Whether a key is of the section that `path` is in."""
+    return key is not None and key.rpartition(".")[0] == ".".join(path[:-1])
 
 
 def renamed(message: str, names: Mapping[str, str]) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from atomrl.config.base import Section
 
@@ -112,6 +112,11 @@ class RewardRoute(Section):
     timeout_s: float = Field(10.0, gt=0)
     """For one completion, in rewards that run in worker processes (all but the cheap built-in ones)."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, route: Any) -> Any:
+        return {"function": route} if isinstance(route, str) else route
+
 
 class RewardItem(RewardRoute):
     """One reward and its weight in the sum."""
@@ -119,17 +124,13 @@ class RewardItem(RewardRoute):
     weight: float = 1.0
 
 
-def _named(route: Any) -> Any:
-    return {"function": route} if isinstance(route, str) else route
-
-
 class RewardConfig(Section):
     """What a completion earns."""
 
     functions: list[RewardItem] = [RewardItem(function="strict_math")]
-    """For every completion. Empty unless given where there is a table `by_data_source`."""
-    by_data_source: dict[str, Annotated[RewardRoute, BeforeValidator(_named)]] = {}
-    """data source -> the reward of its completions; a name alone is enough: `openai/gsm8k: gsm8k`."""
+    """For every completion; a name alone is enough. Empty unless given where there is a table `by_data_source`."""
+    by_data_source: dict[str, RewardRoute] = {}
+    """data source -> the reward of its completions: `openai/gsm8k: gsm8k`."""
     workers: int = Field(2, ge=1)
     """Processes that rewards run in."""
 

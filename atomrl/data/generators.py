@@ -172,7 +172,8 @@ def find_completions(task: str, kind: Literal["demonstrate", "pair"]) -> Draw:
     draw = getattr(GENERATORS.get(task), kind, None)
     if draw is None:
         what = "demonstrations" if kind == "demonstrate" else "pairs of completions"
-        raise DataError(f"the task {task!r} writes no {what}; give a file that has them")
+        able = ", ".join(name for name, generator in GENERATORS.items() if getattr(generator, kind))
+        raise DataError(f"the task {task!r} writes no {what} ({able} does); give a file that has them")
     found: Draw = draw
     return found
 

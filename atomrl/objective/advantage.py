@@ -354,6 +354,13 @@ class CustomAdvantage(Custom, AdvantageChoice):
     type: Literal["custom"] = "custom"
     text = "A = "
     latex = r"\hat A = "
+    by_row = True
+
+    def check(self, found: Any, mask: Tensor) -> None:
+        super().check(found, mask)
+        rows = mask.any(1) if found.dim() == 1 else mask
+        if not found[rows].isfinite().all():
+            raise ValueError(f"{self.function} returned advantages that are not finite")
 
 
 Plain = RawAdvantage | NoAdvantage

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
 import inspect
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
+from torch import Tensor
 
+from atomrl.functions import find_function
 from atomrl.protocols import ModelInput
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -102,12 +101,15 @@ class Setting:
 
 
 class Custom(Choice):
-    """Your own function, `my_module:my_function`, called with the inputs of the axis and `args` as keywords."""
+    """Your own function, `my_module:my_function` or `./my_file.py:my_function`, called with the inputs of the axis and
+    `args` as keywords."""
 
     function: str
     args: dict[str, Any] = {}
     reads: tuple[ModelInput, ...] = Field((), strict=False)
     """What the back end must compute for it (`[values]` brings a critic)."""
+    by_row: ClassVar[bool] = False
+    """Whether a number for each row, [B], will do as well as [B, T]."""
 
     def required(self) -> frozenset[ModelInput]:
         return frozenset(self.reads)
@@ -117,28 +119,45 @@ class Custom(Choice):
         return Formula(f"{self.text}{self.function}(...)", rf"{self.latex}\texttt{{{name}}}(\ldots)")
 
     def __call__(self, inputs: Any) -> Any:
-        return imported(self.function)(inputs, **self.args)
+        found = imported(self.function)(inputs, **self.args)
+        for tensor in found if isinstance(found, tuple) else (found,):
+            self.check(tensor, inputs.mask)
+        return found
+
+    def check(self, found: Any, mask: Tensor) -> None:
+        """
+        Raises:
+            ValueError: what the function gave is no tensor of the shape that the axis takes, which could pass unseen
+                where it broadcasts.
+        """
+        shapes = (mask.shape[:1], mask.shape) if self.by_row else (mask.shape,)
+        shape = found.shape if isinstance(found, Tensor) else type(found).__name__
+        if shape not in shapes:
+            wanted = " or ".join(str(list(each)) for each in shapes)
+            given = list(shape) if isinstance(shape, tuple) else shape
+            raise ValueError(f"{self.function} must return a tensor {wanted}, but returned {given}")
+
+    def check_arguments(self) -> None:
+        """
+        Raises:
+            ValueError: there is no such function, or it does not take the inputs and `args`.
+        """
+        function = imported(self.function)
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # some built-in functions have none to check
+            return
+        try:
+            signature.bind(None, **self.args)
+        except TypeError as error:
+            given = ", ".join(["inputs", *(f"{name}=..." for name in self.args)])
+            raise ValueError(f"{self.function!r} takes {signature}, not ({given}): {error}") from error
 
 
 @functools.cache
 def imported(path: str) -> Callable[..., Any]:
-    """A function by its path, `my_module:my_function`; modules are also looked for in the working directory.
-
-    Raises:
-        ValueError: the module cannot be imported, or has no such function.
-    """
-    module, _, name = path.replace(":", ".").rpartition(".")
-    if not module:
-        raise ValueError(f"{path!r} names no module; write my_module:my_function")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last, so that nothing there hides an installed module
-    try:
-        function = getattr(importlib.import_module(module), name, None)
-    except Exception as error:
-        raise ValueError(f"{path!r}: module {module!r} cannot be imported: {error!r}") from error
-    if not callable(function):
-        raise ValueError(f"{path!r}: module {module!r} has no function {name!r}")
-    return function  # type: ignore[no-any-return]  # what it returns is seen when it is called
+    """`find_function`, once for each path: custom choices are called for every micro-batch."""
+    return find_function(path)
 
 
 class Off:
@@ -208,7 +227,7 @@ def _changed_one(
     choice = validated(kind, where, kept | dict(values))
     if isinstance(choice, Custom):
         try:
-            imported(choice.function)
+            choice.check_arguments()
         except ValueError as error:
             raise ValueError(f"{where}.function: {error}") from error
     return choice

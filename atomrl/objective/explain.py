@@ -14,7 +14,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from atomrl.objective.base import Objective
-from atomrl.objective.choice import Choice, Setting, type_of
+from atomrl.objective.choice import Choice, Custom, Setting, imported, type_of
 from atomrl.objective.formulation import Goal
 
 ROOT = Path(__file__).parents[2]
@@ -112,14 +112,16 @@ def table(objective: Objective) -> str:
             shown = ", ".join(f"{k}={v}{'*' if k in defaults else ''}" for k, v in choice if k != "type")
             lines.append(f"{axis}: {type_of(choice)}{f' ({shown})' if shown else ''}")
             lines.append(f"    {summary(choice)}")
-            places = dict.fromkeys(atom_place(atom) for atom in used_atoms(choice))
+            own = [imported(choice.function)] if isinstance(choice, Custom) else []
+            places = dict.fromkeys(atom_place(atom) for atom in [*own, *used_atoms(choice)] if inspect.isfunction(atom))
             lines += [f"    {atom.name}  {atom.place}{f'  {atom.paper}' if atom.paper else ''}" for atom in places]
     return "\n".join(lines)
 
 
 def summary(choice: Choice) -> str:
-    """The first line of a choice's documentation."""
-    return (inspect.getdoc(type(choice)) or "").partition("\n")[0]
+    """The first line of a choice's documentation, or of that of the user's function that it is."""
+    own = inspect.getdoc(imported(choice.function)) if isinstance(choice, Custom) else None
+    return (own or inspect.getdoc(type(choice)) or "").partition("\n")[0]
 
 
 def changed_fields(choice: Choice) -> dict[str, Any]:

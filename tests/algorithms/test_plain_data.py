@@ -11,6 +11,7 @@ import torch
 from atomrl.algorithms.table import ALGORITHMS, objective_of
 from atomrl.metrics import Max, Mean, Sum, merge, values
 from atomrl.objective import PolicyObjective
+from atomrl.objective.explain import table
 from tests.algorithms.batches import LIMIT, loss_gradient, make_rows, moved_logprobs, training_batch
 from tests.algorithms.test_numbers import two_rows
 
@@ -99,6 +100,66 @@ def test_a_function_of_ones_own_is_an_advantage_and_a_clip():
 def test_a_function_that_is_not_there_is_named(function, said):
     with pytest.raises(ValueError, match=said):
         PolicyObjective().override({"advantage": {"type": "custom", "function": function}})
+
+
+def a_scalar(inputs):
+    return inputs.rewards.mean()
+
+
+def too_few(inputs):
+    return inputs.rewards[:-1]
+
+
+def a_list(inputs):
+    return inputs.rewards.tolist()
+
+
+def not_finite(inputs):
+    return inputs.rewards / 0
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (a_scalar, r"must return a tensor \[2\] or \[2, 4\], but returned \[\]"),
+        (too_few, r"must return a tensor \[2\] or \[2, 4\], but returned \[1\]"),
+        (a_list, "but returned list"),
+        (not_finite, "returned advantages that are not finite"),
+    ],
+)
+def test_what_a_function_of_ones_own_returns_is_checked(function, said):
+    """A scalar would broadcast unseen, and NaN would only show as updates that are left out."""
+    path = f"{__name__}:{function.__name__}"
+    algorithm = PolicyObjective().override({"advantage": {"type": "custom", "function": path}})
+    with pytest.raises(ValueError, match=f"{path}.*{said}"):
+        algorithm.advantages(two_rows())
+
+
+def by_completion(inputs):
+    return inputs.advantages.sum(1)
+
+
+def test_a_clip_of_ones_own_gives_a_number_for_each_token():
+    algorithm = PolicyObjective().override({"clip": {"type": "custom", "function": f"{__name__}:by_completion"}})
+    rows = two_rows()
+    with pytest.raises(ValueError, match=r"by_completion must return a tensor \[2, 4\], but returned \[2\]"):
+        loss_gradient(algorithm, training_batch(algorithm, rows), rows.old_logprobs)
+
+
+def test_arguments_of_a_function_of_ones_own_are_checked_before_the_run():
+    said = r"advantage.function: '.*my_advantage' takes \(inputs, scale=1.0\), not \(inputs, scael=...\)"
+    with pytest.raises(ValueError, match=said):
+        PolicyObjective().override({"advantage": MINE | {"args": {"scael": 3.0}}})
+
+
+def test_a_function_of_ones_own_may_be_in_a_file(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text('def half(inputs):\n    """Half of it."""\n    return inputs.rewards / 2\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    algorithm = PolicyObjective().override({"advantage": {"type": "custom", "function": "./mine.py:half"}})
+    assert algorithm.advantages(two_rows()).advantages[:, 1].tolist() == [0.5, 0.0]
+    explained = table(algorithm)
+    assert "    Half of it.\n    half  " in explained and "mine.py:1" in explained
 
 
 def test_gpg_makes_up_for_groups_without_a_signal_as_in_the_paper_or_as_verl_does():

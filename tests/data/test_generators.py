@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -147,3 +148,10 @@ def test_reasoning_gym_errors():
         generate("reasoning_gym:spell_backwards", 1)
     with pytest.raises(DataError, match=r"reasoning_gym:spell_backward with {'nope': 1}"):
         generate("reasoning_gym:spell_backward", 1, nope=1)
+
+
+@pytest.mark.parametrize("task", GENERATORS)
+def test_each_has_its_row_in_the_page_of_data(task):
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| `{task}` \|.*$", page, re.MULTILINE)
+    assert ("demonstrations" in row) == bool(GENERATORS[task].demonstrate)

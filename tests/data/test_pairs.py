@@ -157,7 +157,7 @@ def test_pairs_of_a_task():
     scored = data.completions("1", sample)
     assert scored == data.completions("1", sample) != data.completions("2", sample)
     assert [score for _, score in scored] == [1.0, 0.0]
-    with pytest.raises(DataError, match="'countdown' writes no pairs"):
+    with pytest.raises(DataError, match=r"'countdown' writes no pairs of completions \(chain does\)"):
         load_preferences(DataConfig(train="countdown", train_size=5), PreferenceConfig())
 
 

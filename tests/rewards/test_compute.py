@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomrl.config import RewardConfig, RewardItem
+from atomrl.functions import search_in
 from atomrl.rewards import compute
 from atomrl.rewards.errors import RewardError
-from atomrl.rewards.table import POOLED, REWARDS, find_reward, importable_name, search_in
+from atomrl.rewards.table import POOLED, REWARDS, find_reward, importable_name
 from atomrl.types import Sample, by_group
 from tests.rewards.batches import rollouts, values
 
@@ -447,6 +448,7 @@ HALF = "def half(prompts, completions, **columns):\n    return [0.5] * len(promp
     ("file", "name"),
     [
         ("my_own_rewards.py", "my_own_rewards.half"),
+        ("my_own_rewards.py", "my_own_rewards:half"),
         ("test.py", "test.half"),  # Python has a module of this name
         ("my_own.py", "./my_own.py:half"),
         ("deep/my_own.py", "deep/my_own.py:half"),
@@ -474,6 +476,16 @@ def test_a_file_in_the_folder_of_the_config_is_found(tmp_path, monkeypatch):
         find_reward("beside_config.py:half")
     search_in(tmp_path)
     assert find_reward("beside_config.py:half")([1], ["x"]) == [0.5]
+
+
+def test_a_file_without_a_function_is_told_from_a_module():
+    with pytest.raises(RewardError, match=r"'\./mine\.py' names a file and no function; write \./mine\.py:my_function"):
+        find_reward("./mine.py")
+
+
+def test_a_name_alone_is_a_reward():
+    config = RewardConfig.model_validate({"functions": ["gsm8k", {"function": "boxed", "weight": 0.5}]})
+    assert [(item.function, item.weight) for item in config.functions] == [("gsm8k", 1.0), ("boxed", 0.5)]
 
 
 def test_a_missing_package_is_named_before_the_run(monkeypatch):

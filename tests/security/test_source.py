@@ -65,7 +65,7 @@ def _of_call(node: ast.AST, path: str):
         yield "trusts remote code of its own accord"
     if keywords.get("shell", "False") != "False" or name in ("os.system", "os.popen", "subprocess.getoutput"):
         yield f"{name} runs a shell"
-    if short in OPENS_A_PORT:
+    if short in OPENS_A_PORT and name != "signature.bind":  # of inspect: whether a function takes arguments
         yield f"calls {name}, which opens a port"
     if short == "recv" and not node.args and path not in MAY_UNPICKLE:
         yield f"calls {name}(), which unpickles what it receives"
@@ -137,6 +137,6 @@ def test_the_scan_lets_pass_what_is_harmless():
 model.eval(); re.compile(x); torch.compile(f); torch.load(p, weights_only=True); load(p, trust_remote_code=trust)
 try: ...
 except pickle.UnpicklingError: ...
-control.recv(8, socket.MSG_WAITALL); connection.recv_bytes(); subprocess.run(["g++", name])
+signature.bind(None); control.recv(8, socket.MSG_WAITALL); connection.recv_bytes(); subprocess.run(["g++", name])
 """
     assert faults(source) == []
