@@ -257,15 +257,18 @@ def read_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-def read_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
+def read_weights(path: str | Path, scalar: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Every weight of a model by its published name, adapters merged; the one reader of all engines and back ends.
+
+    Args:
+        scalar: as in `load_transformers`.
 
     Raises:
         ConfigError: a file is damaged, or the adapters are none that can be merged here.
     """
     if adapted_path(path) is None and stored_files(folder := resolve_folder(path)):
         return read_safetensors(folder)
-    return iter(published_weights(load_transformers(path, torch.float32)).items())  # adapters, or *.bin
+    return iter(published_weights(load_transformers(path, torch.float32, scalar=scalar)).items())  # adapters, or *.bin
 
 
 @torch.no_grad()
