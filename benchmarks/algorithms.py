@@ -43,6 +43,8 @@ WARM_START = "runs/quickstart-warm-start/model"
 ROWS_PER_STEP = 128
 MAX_STEPS = 400
 """A run that has not sampled its tokens by then is a failure."""
+Drawn = tuple[Sequence[int], Sequence[int], Sequence[float]]
+"""The tokens of a prompt, those of a completion of it, and their log-probs."""
 CURVES = ("tokens", "reward", "length", "entropy", "kl", "seconds")
 """What a result has of each step. `reward` is of the completions that were trained on."""
 
@@ -82,41 +84,51 @@ def counting_engine(budget: int) -> Any:
         tokens = 0
         by_step: ClassVar[dict[int, int]] = {}
         """step -> tokens drawn by its end"""
-        drawn: ClassVar[dict[int, list[tuple[tuple[int, ...], Any]]]] = {}
-        """step -> the sampled ones: the tokens of the prompt, and the completion"""
+        drawn: ClassVar[dict[int, list[Drawn]]] = {}
+        """step -> the sampled ones"""
+        asked: ClassVar[dict[str, Any]] = {}
 
-        def generate(self, prompts: Any, sampling: Any) -> Any:
-            rollouts = super().generate(prompts, sampling)
-            if prompts.prompt_ids and prompts.prompt_ids[0].startswith("eval:"):
-                return rollouts
-            pairs = zip(prompts.prompt_token_ids, rollouts.completions, strict=True)
-            found = [(tuple(prompt), completion) for prompt, group in pairs for completion in group]
-            before, Counted.tokens = Counted.tokens, Counted.tokens + sum(len(c.token_ids) for _, c in found)
-            Counted.by_step[sampling.step] = Counted.tokens
-            if sampling.temperature > 0:
-                Counted.drawn.setdefault(sampling.step, []).extend(found)
+        def submit(self, requests: Any) -> None:
+            super().submit(requests)
+            self.asked.update((request.request_id, request) for request in requests)
+
+        def poll(self) -> Any:
+            outputs = super().poll()
+            for output in outputs:
+                self.count(self.asked.pop(output.request_id), output)
+            return outputs
+
+        def count(self, request: Any, output: Any) -> None:
+            if request.group_id.startswith("eval:"):
+                return
+            tokens = [token for segment in output.segments for token in segment.token_ids]
+            logprobs = [value for segment in output.segments for value in segment.logprobs]
+            before, Counted.tokens = Counted.tokens, Counted.tokens + len(tokens)
+            Counted.by_step[request.sampling.step] = Counted.tokens
+            if request.sampling.temperature > 0:
+                drawn = (request.prompt_token_ids, tokens, logprobs)
+                Counted.drawn.setdefault(request.sampling.step, []).append(drawn)
             if before < budget <= Counted.tokens:
                 os.kill(os.getpid(), signal.SIGTERM)  # the loop ends the step under way and saves
-            return rollouts
 
     return Counted
 
 
-def kl_to_start(drawn: Sequence[tuple[tuple[int, ...], Any]], start: Any) -> float:
+def kl_to_start(drawn: Sequence[Drawn], start: Any) -> float:
     """Mean of log pi - log pi_start over tokens that pi drew, in nats per token."""
     import torch
 
     total, count = 0.0, 0
     with torch.inference_mode():
         for first in range(0, len(drawn), 64):
-            part = [(prompt, completion) for prompt, completion in drawn[first : first + 64] if completion.token_ids]
-            rows = [torch.tensor(prompt + tuple(completion.token_ids)) for prompt, completion in part]
+            part = [one for one in drawn[first : first + 64] if one[1]]
+            rows = [torch.tensor([*prompt, *written]) for prompt, written, _ in part]
             tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
             logprobs = start(tokens).logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
-            for row, (prompt, completion) in zip(logprobs, part, strict=True):
-                own = row[len(prompt) - 1 : len(prompt) - 1 + len(completion.token_ids)]
-                total += float(torch.tensor(completion.logprobs).sum() - own.sum())
-                count += len(completion.token_ids)
+            for row, (prompt, written, own) in zip(logprobs, part, strict=True):
+                theirs = row[len(prompt) - 1 : len(prompt) - 1 + len(written)]
+                total += float(torch.tensor(own).sum() - theirs.sum())
+                count += len(written)
     return total / max(1, count)
 
 
