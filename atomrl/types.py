@@ -247,7 +247,8 @@ class Trajectory:
     """Of the parts that enter the sum."""
     reward_failures: tuple[RewardFailure, ...] = ()
     baseline_reward: float | None = None
-    """The mean reward of the completions that an algorithm's `extra_rollouts` asks for beside those trained on."""
+    """The mean reward of the completions that an algorithm's `extra_rollouts` asks for beside those trained on; NaN
+    where none of them has one."""
 
     @property
     def trajectory_id(self) -> str:

@@ -6,6 +6,7 @@ It knows types and protocols, no engine, back end or algorithm by name.
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -276,13 +277,15 @@ def draw(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> list[Trajec
         return trajectories
     groups = by_group([item for item in scored(**parts.algorithm.extra_rollouts) if item.reward is not None])
     baselines = {prompt_id: fmean(item.reward or 0.0 for item in group) for prompt_id, group in groups.items()}
-    return [replace(item, baseline_reward=baselines.get(item.prompt_id)) for item in trajectories]
+    # NaN, not None: it was drawn, also where it earned nothing that counts.
+    return [replace(item, baseline_reward=baselines.get(item.prompt_id, math.nan)) for item in trajectories]
 
 
 def is_accepted(algorithm: Algorithm, group: Sequence[Trajectory]) -> bool:
     """Whether a group is trained on. What the model wrote no token of becomes no row: its reward is no signal."""
     written = [item for item in group if any(part.origin == "model" and part.token_ids for part in item.segments)]
-    rewards = [item.reward for item in written if item.reward is not None]
+    given = [(item.reward, item.token_rewards) for item in written if item.reward is not None]
+    rewards = [outcome + sum(reward for _, reward in by_token) for outcome, by_token in given]
     return not algorithm.filters_groups or algorithm.accepts_group(rewards)
 
 

@@ -16,7 +16,7 @@ from atomrl.config import ConfigError, LoraConfig
 from atomrl.models import lora as adapters
 from atomrl.models.gpt import GPT
 from atomrl.models.spec import fitting_weights, unsupported
-from atomrl.models.transformers_model import HFModel, check_causal, published_weights, switch_dropout_off
+from atomrl.models.transformers_model import HFModel, check_causal, published_weights, rounded_to, switch_dropout_off
 
 log = logging.getLogger(__name__)
 
@@ -60,19 +60,25 @@ def _warn_bfloat16(device: str) -> None:
     log.warning("%s has no bfloat16 instructions and is faster in float32: model.dtype=bfloat16 computes that", device)
 
 
-def base_path(path: str | Path) -> str:
-    """The model under the adapters of a folder; `path` itself where it is a whole model.
+def adapted_path(path: str | Path) -> str | None:
+    """What the adapters of a folder sit on, which may be a folder of adapters itself; None where it is a whole model.
 
     Raises:
         ConfigError: the adapters name no base model.
     """
     settings = Path(path) / "adapter_config.json"
     if not settings.is_file() or (Path(path) / "config.json").is_file():
-        return str(path)
+        return None
     base = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not base:
         raise ConfigError(f"{settings} names no base_model_name_or_path: write the path of the base model there")
     return str(base)
+
+
+def base_path(path: str | Path) -> str:
+    """The whole model under the adapters of a folder; `path` itself where it is one."""
+    beneath = adapted_path(path)
+    return str(path) if beneath is None else base_path(beneath)
 
 
 def resolve_folder(path: str | Path, weights: bool = True) -> Path:
@@ -201,17 +207,19 @@ def load_transformers(
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    if (beneath := adapted_path(path)) is not None:
+        # Rounded once, when all is added up, as a policy with float32 weights is: it and its reference are then one.
+        wide = load_transformers(beneath, torch.float32, trust_remote_code, scalar)
+        return rounded_to(adapters.merge_adapters(wide, path), dtype)
     if not scalar:
         check_causal(model_config_only(path, trust_remote_code), path)
     auto, labels = (AutoModelForSequenceClassification, {"num_labels": 1}) if scalar else (AutoModelForCausalLM, {})
-    folder = resolve_folder(base_path(path))
+    folder = resolve_folder(path)
     stored_files(folder)
     try:
         inner = auto.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code, **labels)
     except (ValueError, OSError, RuntimeError) as error:
         raise ConfigError(f"transformers cannot load {folder}: {error}") from None
-    if base_path(path) != str(path):
-        inner = adapters.merge_adapters(inner, path)
     switch_dropout_off(inner)
     return inner
 
@@ -251,16 +259,18 @@ def read_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-def read_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
+def read_weights(path: str | Path, scalar: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Every weight of a model by its published name, adapters merged; the one reader of all engines and back ends.
+
+    Args:
+        scalar: as in `load_transformers`.
 
     Raises:
         ConfigError: a file is damaged, or the adapters are none that can be merged here.
     """
-    folder = resolve_folder(base_path(path))
-    if base_path(path) == str(path) and stored_files(folder):
+    if adapted_path(path) is None and stored_files(folder := resolve_folder(path)):
         return read_safetensors(folder)
-    return iter(published_weights(load_transformers(path, torch.float32)).items())  # adapters, or *.bin
+    return iter(published_weights(load_transformers(path, torch.float32, scalar=scalar)).items())  # adapters, or *.bin
 
 
 @torch.no_grad()

@@ -164,7 +164,7 @@ def export(adapter_folder: str | Path, folder: str | Path, base: str | Path | No
     """
     from atomrl.models import loading
 
-    base = base or loading.base_path(adapter_folder)
+    base = base or loading.adapted_path(adapter_folder) or adapter_folder
     merged = merge_adapters(loading.load_transformers(base, torch.float32), adapter_folder)
     stored = loading.model_config_only(base).dtype or torch.float32
     loading.save_model(HFModel(merged), loading.load_tokenizer(base), folder, dtype=stored)

@@ -119,7 +119,7 @@ def load_scalar(
     model: ScalarModel
     if unsupported(config) is None:
         # A fresh critic expects nothing, a fresh reward model prefers nothing.
-        weights = {"score.weight": torch.zeros(1, config.hidden_size)} | dict(read_weights(path))
+        weights = {"score.weight": torch.zeros(1, config.hidden_size)} | dict(read_weights(path, is_classifier(config)))
         weights.pop("lm_head.weight", None)
         model = load_decoder(GPTScalar, path, config, weights.items(), weight_dtype)
         model.compute_dtype = compute if compute != weight_dtype else None

@@ -81,6 +81,20 @@ def switch_dropout_off(inner: nn.Module) -> None:
             setattr(module, name, 0.0)
 
 
+def rounded_to(inner: Any, dtype: torch.dtype) -> Any:
+    """A model whose weights are float32, as transformers would have loaded it in `dtype`."""
+    for name, weight in inner.named_parameters():
+        weight.data = weight.data.to(torch.float32 if _stays_wide(inner, name) else dtype)
+    inner.config.dtype = dtype
+    return inner
+
+
+def _stays_wide(inner: Any, name: str) -> bool:
+    """Whether a weight is float32 in a model of any dtype."""
+    strict: set[str] = getattr(inner, "_keep_in_fp32_modules_strict", None) or set()
+    return bool(strict & set(name.split(".")))
+
+
 class _Rounding:
     """Lets a model with float32 weights compute exactly as one does that was loaded in `dtype`.
 
@@ -95,8 +109,7 @@ class _Rounding:
         self.dtype = dtype
         self.masters: dict[int, nn.Parameter] = {}
         """By the address of the rounded weight, while that lives."""
-        strict: set[str] = getattr(inner, "_keep_in_fp32_modules_strict", None) or set()
-        kept = {name for name, _ in inner.named_parameters() if strict & set(name.split("."))}
+        kept = {name for name, _ in inner.named_parameters() if _stays_wide(inner, name)}
         names = {id(module): name for name, module in inner.named_modules()}
         head = inner.get_output_embeddings()  # only `check` runs it: in float32
         head.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(module.weight.dtype),))

@@ -24,8 +24,8 @@ def labels_of(rows: RowBatch) -> Tensor:
 
 
 def best_and_worst(rows: RowBatch) -> Tensor:
-    """[B] 1 for the completion of its group with the highest reward, -1 for that with the lowest, else 0. Groups in
-    which all earn the same have neither.
+    """[B] 1 for the completion of its group with the highest reward, -1 for that with the lowest, else 0; token rewards
+    count. Groups in which all earn the same have neither.
 
     Example:
         >>> from tests.algorithms.batches import make_rows
@@ -33,11 +33,12 @@ def best_and_worst(rows: RowBatch) -> Tensor:
         [-1, 1, 0, 0]
     """
     labels = torch.zeros(rows.rows, dtype=torch.long)
+    totals = rows.rewards if rows.token_rewards is None else rows.rewards + rows.token_rewards.sum(1)
     order = row_keys(rows).argsort(stable=True)
     order = order[rows.loss_mask.any(1)[order]]
     for group in torch.unique(rows.group_ids):
         index = order[rows.group_ids[order] == group]
-        rewards = rows.rewards[index]
+        rewards = totals[index]
         if len(index) > 1 and rewards.max() > rewards.min():
             labels[index[rewards.argmax()]] = 1
             labels[index[rewards.argmin()]] = -1

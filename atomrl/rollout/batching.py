@@ -6,7 +6,6 @@ rest, and looks at the device's numbers only where completions may have ended.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atomrl.rollout.attention import DecodeBatch, KVCache
-from atomrl.rollout.requests import RequestState
+from atomrl.rollout.requests import DIVERGED, RequestState
 from atomrl.rollout.sampling import sample, sample_candidates
 from atomrl.types import FinishReason, GenerationRequest
 
@@ -73,6 +72,16 @@ class ContinuousBatch:
         gone = {id(state) for state in states}
         self._take_out([place for place, row in enumerate(self.rows) if id(row) in gone])
         self._leave_groups(states)
+        self._clean(states)
+
+    def _clean(self, states: Sequence[RequestState]) -> bool:
+        """Forget the cache where rows that have left it had NaN: what is beyond a row's end counts 0 times, and 0 times
+        NaN is NaN. Whether it was so."""
+        diverged = any(state.diverged() for state in states)
+        if diverged:
+            self.take_back()
+            self.cache.free()
+        return diverged
 
     def take_back(self) -> None:
         """Let all rows wait again, with what they have, and forget what the cache holds."""
@@ -251,14 +260,9 @@ class ContinuousBatch:
             return []
         stopped = state[_STOPPED, ended].tolist()
         states = self._take_out(ended)
-        if any(math.isnan(sum(found.logprobs)) for found in states):
+        if self._clean(states):
             self.waiting.extendleft(states)
-            self.take_back()
-            self.cache.free()  # what it holds is NaN too
-            raise ValueError(
-                "the model's logits are NaN or infinite: its weights have diverged; go on from an earlier checkpoint "
-                "with a lower train.learning_rate"
-            )
+            raise ValueError(DIVERGED)
         self._leave_groups(states)
         return [(found, "stop" if stop else "length") for found, stop in zip(states, stopped, strict=True)]
 

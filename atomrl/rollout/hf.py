@@ -20,7 +20,7 @@ from atomrl.atoms.logprobs import head_logits
 from atomrl.models.loading import base_path, load_transformers
 from atomrl.models.transformers_model import published_weights
 from atomrl.protocols import Adapter, WeightUpdate
-from atomrl.rollout.requests import RequestEngine, RequestState
+from atomrl.rollout.requests import DIVERGED, RequestEngine, RequestState
 from atomrl.rollout.stopping import StopRule, eos_token_ids
 from atomrl.types import FinishReason, SamplingParams
 
@@ -135,12 +135,15 @@ class HFEngine(RequestEngine):
         )
         recorder.record(sequences)
         completions = sequences[:, width:].tolist()
-        logprobs = torch.stack(recorder.logprobs, dim=1).tolist()
+        values = torch.stack(recorder.logprobs, dim=1)
+        if values.isnan().any():
+            raise ValueError(DIVERGED)
+        logprobs = values.tolist()
         stopped = ends.lengths.tolist()
-        for state, row, values, length in zip(states, completions, logprobs, stopped, strict=True):
+        for state, row, own, length in zip(states, completions, logprobs, stopped, strict=True):
             length = length or sequences.shape[1] - width
             state.set_version(self.version)
-            state.token_ids, state.logprobs = row[:length], values[:length]
+            state.token_ids, state.logprobs = row[:length], own[:length]
         return [length > 0 for length in stopped]
 
     def close(self) -> None:
@@ -189,6 +192,7 @@ class _Recorder(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.record(input_ids)
         self.scores = scores
+        scores = scores.nan_to_num(posinf=0.0, neginf=-torch.inf)  # drawn from all the same: the log-probs tell
         banned = self.rule.banned(torch.full((len(scores),), input_ids.shape[1] - self.width, device=scores.device))
         return scores if banned is None else scores.masked_fill(banned, -torch.inf)
 

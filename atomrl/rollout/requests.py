@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,11 @@ import torch
 
 from atomrl.rollout.stopping import StopRule
 from atomrl.types import FinishReason, GenerationOutput, GenerationRequest, RaggedIds, SamplingParams, Segment
+
+DIVERGED = (
+    "the model's logits are NaN or infinite: its weights have diverged; go on from an earlier checkpoint with a lower "
+    "train.learning_rate"
+)
 
 
 @dataclass(eq=False)
@@ -34,6 +40,10 @@ class RequestState:
             self.versions.pop()
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((len(self.token_ids), version))
+
+    def diverged(self) -> bool:
+        """Whether a token was drawn from logits that are not finite."""
+        return math.isnan(sum(self.logprobs))
 
     def segments(self) -> tuple[Segment, ...]:
         """One for each version that has drawn a token."""

@@ -600,3 +600,15 @@ def test_candidates_are_what_each_token_was_drawn_from(make_engine, plain_folder
             assert ids.tolist() == order[:count].tolist()
             inside = row[ids.long()].log_softmax(-1)
             assert abs(float(inside[ids.tolist().index(token)]) - logprob) < 1e-5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_have_diverged_are_named(make_engine, plain_folder, temperature):
+    engine, sampling = make_engine(plain_folder), SamplingParams(max_completion_tokens=4, temperature=temperature)
+    for number in ("nan", "inf"):
+        state = AutoModelForCausalLM.from_pretrained(plain_folder, dtype=torch.float32).state_dict()
+        state["model.norm.weight"][0] = float(number)
+        tensors = [(name, tensor) for name, tensor in state.items() if name in engine.weight_shapes()]
+        engine.update_weights(WeightUpdate(version=1, tensors=tensors))
+        with pytest.raises(ValueError, match="diverged"):
+            generate(engine, prompts_of((5, 6)), sampling)

@@ -14,6 +14,7 @@ from atomrl.data.rows import to_rows
 from atomrl.loop import sync
 from atomrl.loop.report import Stopwatch, answer_end, rollout_metrics, runs_on
 from atomrl.loop.sync import MAX_IDLE_STEPS, Progress, StepFailed, collect, learn, run_step, run_steps
+from atomrl.objective.pairing import best_and_worst
 from atomrl.protocols import LossOutput, ModelOutputs
 from atomrl.types import AdvantageBatch, RaggedIds, Sample, Segment, TrainingBatch, Trajectory
 from tests.loop.scripted import SCHEDULE, make_parts, train
@@ -114,6 +115,29 @@ def test_extra_rollouts_are_baselines_and_not_trained_on(tmp_path):
     drawn = [item for group in accepted for item in group]
     assert [item.baseline_reward for item in drawn] == [1.0] * 12
     assert to_rows(drawn).baseline_rewards.tolist() == [1.0] * 12
+
+
+def test_baselines_that_have_no_reward_leave_a_step_without_advantages(tmp_path):
+    def reward(item):
+        return None if item.text.startswith("greedy") else float(item.index)
+
+    def write(sample, index):
+        return "greedy" if index == 0 else "x"
+
+    parts = make_parts(tmp_path, write, reward, objective_of("remax", {"kl": {"coefficient": 0.0}}).resolved())
+    run_step(parts, SCHEDULE, 1, Progress())
+    (batch,) = parts.trainer.batches
+    assert batch.rows and batch.baseline_rewards.isnan().all() and not batch.advantages.any()
+
+
+def test_what_an_environment_gave_tells_completions_apart(tmp_path):
+    """Their outcomes are the same."""
+    parts = make_parts(tmp_path, lambda sample, index: "x", lambda item: 1.0, DAPO)
+    drawn = parts.rewards(sync.generate(parts.engine, parts.processor.to_prompts(parts.stream.take(1)), parts.sampling))
+    assert not sync.is_accepted(DAPO, drawn)
+    paid = [replace(item, token_rewards=((item.prompt_tokens, float(item.index)),)) for item in drawn]
+    assert sync.is_accepted(DAPO, paid)
+    assert best_and_worst(to_rows(paid)).tolist() == [-1, 0, 0, 1]
 
 
 def test_an_error_before_the_updates_saves_the_steps_before_it(tmp_path):

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, RolloutConfig
-from atomrl.models.loading import fill_weights, load_policy, load_tokenizer, model_config_only, model_weights
+from atomrl.models.loading import base_path, fill_weights, load_policy, load_tokenizer, model_config_only, model_weights
 from atomrl.models.lora import adapter_state, adapter_weights, adapters_disabled, export, save_adapters
 from atomrl.rollout.hf import HFEngine
 from atomrl.runs.build import build_engine
@@ -22,7 +22,7 @@ def base(request, tmp_path):
 
 
 def adapted(base, dtype="float32", **config):
-    policy = load_policy(base, dtype=dtype, lora=LoraConfig(rank=4, **config)).eval()
+    policy = load_policy(base, dtype=dtype, lora=LoraConfig(**({"rank": 4} | config))).eval()
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
@@ -161,3 +161,28 @@ def test_unmerged_adapters_give_what_the_model_adds(base):
         found.append(adapter.b.abs().sum())
     assert all(found) and {a.a.dtype for a in adapters.values()} == {torch.float32}
     assert adapter_weights(load_policy(base, dtype="float32")) == {}
+
+
+def test_adapters_on_adapters(base, tmp_path):
+    """A run that starts from a folder of adapters writes adapters that sit on it."""
+    save_adapters(adapted(base), tmp_path / "first")
+    policy = adapted(tmp_path / "first", rank=2)
+    save_adapters(policy, tmp_path / "second")
+    expected = policy(TOKENS)
+    assert base_path(tmp_path / "second") == str(base)
+    torch.testing.assert_close(
+        load_policy(tmp_path / "second", dtype="float32")(TOKENS), expected, atol=1e-4, rtol=1e-4
+    )
+    if (base / "tokenizer.json").is_file():
+        export(tmp_path / "second", tmp_path / "merged")
+        merged = load_policy(tmp_path / "merged", dtype="float32")
+        torch.testing.assert_close(merged(TOKENS), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_adapters_are_merged_into_is_rounded_once(base, tmp_path):
+    """A policy is trained in float32 and computes in bfloat16; its reference has only the latter."""
+    save_adapters(adapted(base), tmp_path)
+    trained = load_policy(tmp_path, dtype=torch.bfloat16)
+    frozen = load_policy(tmp_path, dtype=torch.bfloat16, trainable=False)
+    assert {weight.dtype for weight in frozen.parameters()} == {torch.bfloat16}
+    assert torch.equal(trained(TOKENS), frozen(TOKENS))

@@ -1,5 +1,6 @@
 """Critics and reward models against transformers' own classes."""
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, DebertaV2Config, DebertaV2ForSequenceClassification
@@ -78,3 +79,22 @@ def test_several_labels_are_refused(tmp_path):
     DebertaV2ForSequenceClassification(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="3 labels"):
         load_scalar(tmp_path)
+
+
+def test_the_score_is_read_from_other_files_too(tmp_path):
+    """Weights in *.bin, and adapters that were trained on a reward model."""
+    path = make_tiny_model(tmp_path / "model")
+    inner = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+    inner.save_pretrained(tmp_path / "scored")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "config.json").write_bytes((tmp_path / "scored" / "config.json").read_bytes())
+    torch.save(inner.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
+    expected = inner.score.weight.detach().clone()
+    settings = peft.LoraConfig(r=2, task_type="SEQ_CLS", target_modules=["q_proj"])
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scored")
+    adapted = peft.get_peft_model(base, settings)
+    with torch.no_grad():
+        base.score.modules_to_save.default.weight.mul_(2)
+    adapted.save_pretrained(tmp_path / "adapters")
+    for name, factor in (("scored", 1), ("bin", 1), ("adapters", 2)):
+        assert torch.equal(load_scalar(tmp_path / name, dtype="float32").score.weight, factor * expected), name

@@ -134,6 +134,28 @@ def test_weights_that_have_diverged_are_named(folder, use_kernel, top_p):
     assert generate(engine, PROMPTS, sampling) == before  # nothing of it has stayed
 
 
+@pytest.mark.parametrize("use_kernel", [True, False])
+def test_rows_that_diverged_leave_nothing_behind(tmp_path, use_kernel):
+    """Also where they are aborted, so that nobody has looked at them."""
+    folder = make_tiny_model(tmp_path, "qwen2", seed=1, scale=0.2, tie_word_embeddings=False)
+    engine = load(folder, concurrent=8, use_kernel=use_kernel)
+    state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    good = state["model.embed_tokens.weight"]
+    bad = good.index_fill(0, torch.tensor([50]), float("nan"))
+    sampling = SamplingParams(completions_per_prompt=6, max_completion_tokens=40)
+    before = generate(engine, PROMPTS, sampling)
+    fine, poor = (
+        replace(prompt, prompt_id=name) for prompt, name in zip(prompts_of((7,), (50,) * 40), "ab", strict=True)
+    )
+    engine.update_weights(WeightUpdate(version=1, tensors=[("model.embed_tokens.weight", bad)]))
+    engine.submit(requests_of(fine, SamplingParams(max_completion_tokens=30, ignore_eos=True)))
+    engine.submit(requests_of(poor, replace(sampling, completions_per_prompt=5, ignore_eos=True)))
+    assert len(engine.poll()) == 1
+    assert any(output.segments for output in engine.abort())
+    engine.update_weights(WeightUpdate(version=0, tensors=[("model.embed_tokens.weight", good)]))
+    assert generate(engine, PROMPTS, sampling) == before
+
+
 def test_requests_of_a_group_have_one_prompt(folder):
     engine = load(folder)
     first, second = (requests_of(prompt, SamplingParams())[0] for prompt in prompts_of((5, 6), (5, 7)))
