@@ -7,7 +7,6 @@ written in one place.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -21,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from atomrl.hints import did_you_mean
 from atomrl.protocols import ModelInput
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -234,7 +234,5 @@ def validated(kind: type[Model], where: str, values: Mapping[str, Any]) -> Model
 def check_name(where: str, name: object, valid: Sequence[str]) -> None:
     """Raises ValueError, with the nearest valid name, where `name` is not valid."""
     if name not in valid:
-        near = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.4)
-        valid = [item for item in valid if item != "type"]
-        hint = f"valid are {', '.join(valid)}" if valid else "it has no parameters"
-        raise ValueError(f"{where}: unknown name {name!r}; " + (f"did you mean {near[0]!r}?" if near else hint))
+        hint = did_you_mean(str(name), valid, "valid are", cutoff=0.4) if valid != ["type"] else "it has no parameters"
+        raise ValueError(f"{where}: unknown name {name!r}; {hint}")

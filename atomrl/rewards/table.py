@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -16,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import atomrl.rewards as built_in
+from atomrl.hints import did_you_mean
 from atomrl.rewards import boxes, tasks
 from atomrl.rewards.errors import RewardError
 
@@ -64,9 +64,7 @@ def find_reward(name: str) -> AnyReward:
     name = LOADING.get(name, name)
     in_file = ".py:" in name
     if "." not in name:
-        known = [*REWARDS, *LOADING]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"built in are {', '.join(known)}"
+        hint = did_you_mean(name, [*REWARDS, *LOADING], "built in are")
         raise RewardError(f"unknown reward {name!r}; {hint} (your own is named my_module.f or ./my_file.py:f)")
     module_name, _, attribute = name.rpartition(":" if in_file else ".")
     search_in(os.getcwd())

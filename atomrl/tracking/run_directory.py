@@ -14,7 +14,6 @@ runs/NAME/
 
 from __future__ import annotations
 
-import difflib
 import fcntl
 import json
 import logging
@@ -31,6 +30,7 @@ from typing import Any
 
 from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config, read_yaml
 from atomrl.doctor.findings import Finding, is_evaluation
+from atomrl.hints import nearest
 from atomrl.tracking import checkpoints
 from atomrl.tracking.checkpoints import disk_full_named, flush_to_disk, step_folder, step_folders
 from atomrl.tracking.environment import describe_environment, refuse_secrets
@@ -208,8 +208,8 @@ class RunDirectory:
         rows = read_metrics(self.path / "metrics.jsonl")
         value = {row["step"]: row[name] for row in rows if row.get(name) is not None}
         if not value:
-            near = difflib.get_close_matches(name, {key for row in rows for key in row}, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            near = nearest(name, {key for row in rows for key in row})
+            hint = f"; did you mean {near!r}?" if near else ""
             log.warning("checkpoint.keep_best: no step has had the metric %r so far%s", name, hint)
         sign = 1 if self.settings.best_is == "max" else -1
         candidates = [step for step, _ in step_folders(self.path / "checkpoints") if step in value]
