@@ -10,8 +10,8 @@ from typing import Any
 
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
 from atomrl.config.names import renamed
-from atomrl.data.files import write_jsonl
 from atomrl.data.problems import DataError
+from atomrl.files import write_jsonl
 from atomrl.grpo.arguments import NAMES, GRPOArgs, hint
 from atomrl.grpo.inputs import built_in_rows, dataset_rows, lora_section, reward_items
 from atomrl.models.loading import load_tokenizer, resolve_folder

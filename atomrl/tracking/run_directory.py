@@ -30,9 +30,10 @@ from typing import Any
 
 from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config, read_yaml
 from atomrl.doctor.findings import Finding, is_evaluation
+from atomrl.files import flush_to_disk, write_jsonl, write_text
 from atomrl.hints import nearest
 from atomrl.tracking import checkpoints
-from atomrl.tracking.checkpoints import disk_full_named, flush_to_disk, step_folder, step_folders
+from atomrl.tracking.checkpoints import disk_full_named, step_folder, step_folders
 from atomrl.tracking.environment import describe_environment, refuse_secrets
 from atomrl.tracking.resume import config_changes, stopping_changes
 from atomrl.types import Trajectory
@@ -170,13 +171,15 @@ class RunDirectory:
     def write_findings(self, findings: Iterable[Finding]) -> None:
         """What the doctor has found so far; no file where it is nothing."""
         path, rows = self.path / FINDINGS, [asdict(finding) | {"page": finding.page} for finding in findings]
-        write_jsonl(path, rows) if rows else path.unlink(missing_ok=True)
+        self._write_rows(rows, path) if rows else path.unlink(missing_ok=True)
 
     def write_rows(self, step: int, rows: Iterable[Mapping[str, Any]], split: str) -> None:
         """Write `rollouts/step_NNNNNN/SPLIT.jsonl`, one row a line, in place of an earlier file."""
-        path = self.path / "rollouts" / step_folder(step) / f"{split}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_jsonl(path, rows)
+        self._write_rows(rows, self.path / "rollouts" / step_folder(step) / f"{split}.jsonl")
+
+    def _write_rows(self, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+        with disk_full_named(path.parent, f"{path.name} was not written"):
+            write_jsonl(rows, path, lenient=True)
 
     def checkpoint_folder(self, step: int) -> Path:
         """Where the checkpoint of a step is, or will be."""
@@ -327,24 +330,13 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON object a line; a value that JSON has no form for is written as its text."""
-    lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-    _write(path, "".join(lines), flush=False)
-
-
 def _write_json(path: Path, value: Any) -> None:
     _write(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
 
 
-def _write(path: Path, text: str, flush: bool = True) -> None:
-    """Written aside and renamed, so that a kill leaves the old file or the new one (`flush`: so does a power cut)."""
-    aside = path.with_name(f".{path.name}.partial")
+def _write(path: Path, text: str) -> None:
     with disk_full_named(path.parent, f"{path.name} was not written"):
-        aside.write_text(text, encoding="utf-8")
-        if flush:
-            flush_to_disk(aside)
-        aside.replace(path)
+        write_text(path, text, flush=True)
 
 
 def _lock(folder: Path) -> None:
