@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomrl.cli.sampling import NO_LIMIT, add_sampling_arguments, config_over, model_folder, within_context
+from atomrl.cli.sampling import NO_LIMIT, add_sampling_arguments, config_over, within_context
 from atomrl.files import write_jsonl, write_text
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if out.suffix != ".json":
         raise ValueError(f"--out {out}: the result is JSON, and its completions go beside it; name it *.json")
     started = time.perf_counter()
-    with model_folder(config) as merged:
-        result, used = evaluate_config(merged, arguments.response_prefix, out)
-    config = used.model_copy(update={"model": config.model})
+    result, config = evaluate_config(config, arguments.response_prefix, out)
     seconds = time.perf_counter() - started
     write_result(out, config, arguments.response_prefix, result, seconds)
     print(table(result))
