@@ -178,8 +178,8 @@ def test_an_algorithm_that_needs_no_teacher_does_not_look_at_it(folder):
 def test_the_estimate_of_memory_has_the_teacher_and_its_distributions(folder):
     from transformers import AutoConfig
 
-    plain = memory_estimate(config(folder, "teacher"))
-    parts = memory_estimate(config(folder, "teacher"), needs_teacher=True, distributions=True)
+    plain = memory_estimate(config(folder, "teacher"), objective_of("grpo", {}))
+    parts = memory_estimate(config(folder, "teacher"), objective_of("gkd", {}))
     assert parts["teacher"] == 4 * count_parameters(AutoConfig.from_pretrained(folder / "teacher"))
     assert parts["distributions"] == 10 * 3072 * 102 * 4
     assert parts["total"] == plain["total"] + parts["teacher"] + parts["distributions"]
