@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atomrl.user_code import search_in
+
 if TYPE_CHECKING:
     from atomrl.config import RunConfig  # pydantic is imported in functions: a command's help does not wait for it
 
@@ -85,7 +87,5 @@ def config_from(arguments: argparse.Namespace) -> RunConfig:
     """The config that the command line names."""
     if arguments.config is None:
         raise ValueError("name a config file, as in: atomrl train configs/quickstart.yaml")
-    from atomrl.rewards.table import search_in
-
     search_in(Path(arguments.config).resolve().parent)  # a config's own rewards and algorithms stand beside it
     return load_config(arguments.config, arguments.overrides)

@@ -8,11 +8,8 @@ written in one place.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin
@@ -22,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from atomrl.hints import did_you_mean
 from atomrl.protocols import ModelInput
+from atomrl.user_code import find_function
 
 Model = TypeVar("Model", bound=BaseModel)
 FROZEN = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, protected_namespaces=())
@@ -102,7 +100,8 @@ class Setting:
 
 
 class Custom(Choice):
-    """Your own function, `my_module:my_function`, called with the inputs of the axis and `args` as keywords."""
+    """Your own function, `my_module:my_function` or `./my_file.py:my_function`, called with the inputs of the axis and
+    `args` as keywords."""
 
     function: str
     args: dict[str, Any] = {}
@@ -120,25 +119,7 @@ class Custom(Choice):
         return imported(self.function)(inputs, **self.args)
 
 
-@functools.cache
-def imported(path: str) -> Callable[..., Any]:
-    """A function by its path, `my_module:my_function`; modules are also looked for in the working directory.
-
-    Raises:
-        ValueError: the module cannot be imported, or has no such function.
-    """
-    module, _, name = path.replace(":", ".").rpartition(".")
-    if not module:
-        raise ValueError(f"{path!r} names no module; write my_module:my_function")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last, so that nothing there hides an installed module
-    try:
-        function = getattr(importlib.import_module(module), name, None)
-    except Exception as error:
-        raise ValueError(f"{path!r}: module {module!r} cannot be imported: {error!r}") from error
-    if not callable(function):
-        raise ValueError(f"{path!r}: module {module!r} has no function {name!r}")
-    return function  # type: ignore[no-any-return]  # what it returns is seen when it is called
+imported = functools.cache(find_function)
 
 
 class Off:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
-import os
+import inspect
 import sys
-import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import atomrl.rewards as built_in
 from atomrl.hints import did_you_mean
 from atomrl.rewards import boxes, tasks
 from atomrl.rewards.errors import RewardError
+from atomrl.user_code import FILE_MODULE, find_function
 
 AnyReward = Callable[..., Any]
 """A function or class of any of the kinds that `calling.Style` lists."""
 
-REWARDS: dict[str, AnyReward] = {name: getattr(built_in, name) for name in built_in.__all__}
+REWARDS: dict[str, AnyReward] = dict(inspect.getmembers(built_in, inspect.isfunction))
 
 LOADING: dict[str, str] = {"reward_model": "atomrl.models.reward_model.RewardModel"}
 """Built-in rewards with weights of their own, by their dotted path: imported when a config names one. They compute in
@@ -50,8 +45,6 @@ numbers of at most 100 characters: they run in this process."""
 def find_reward(name: str) -> AnyReward:
     """A built-in reward, any function by its dotted path (`my_rewards.brevity`), or by its file (`./mine.py:brevity`).
 
-    What is not installed is looked for in the working directory and in the folders of `search_in`.
-
     Raises:
         RewardError: there is none; a built-in name is answered with the nearest.
 
@@ -61,61 +54,13 @@ def find_reward(name: str) -> AnyReward:
     """
     if name in REWARDS:
         return REWARDS[name]
-    name = LOADING.get(name, name)
-    in_file = ".py:" in name
-    if "." not in name:
+    if "." not in name and ":" not in name and name not in LOADING:
         hint = did_you_mean(name, [*REWARDS, *LOADING], "built in are")
         raise RewardError(f"unknown reward {name!r}; {hint} (your own is named my_module.f or ./my_file.py:f)")
-    module_name, _, attribute = name.rpartition(":" if in_file else ".")
-    search_in(os.getcwd())
     try:
-        module = _load_file(module_name) if in_file else _load_module(module_name)
-    except Exception as error:
-        raise RewardError(f"reward {name!r}: module {module_name!r} cannot be imported: {error!r}") from error
-    function: AnyReward | None = getattr(module, attribute, None)
-    if function is None or not callable(function):
-        raise RewardError(f"reward {name!r}: module {module_name!r} has no function {attribute!r}")
-    return function
-
-
-def search_in(folder: str | Path) -> None:
-    """Look for users' modules and files in a folder too: last, so that nothing there hides an installed module."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-
-
-def _load_module(name: str) -> ModuleType:
-    """A module by its dotted name. A user's file that is called like one of Python's own (`test.py`) is meant."""
-    if name in (*sys.stdlib_module_names, "test"):
-        own = _find_file(f"{name}.py")
-        if own is not None:
-            return _load_file(str(own))
-    return importlib.import_module(name)
-
-
-def _find_file(path: str) -> Path | None:
-    """A user's file, from the working directory or any folder where modules are looked for but Python's own."""
-    python = Path(sysconfig.get_path("stdlib"))
-    folders = [Path(), *(Path(folder) for folder in sys.path if not Path(folder).is_relative_to(python))]
-    return next((found for folder in folders if (found := folder / path).is_file()), None)
-
-
-def _load_file(path: str) -> ModuleType:
-    """The module of a file, under a name of its own, so that it hides no other."""
-    file = _find_file(os.path.expanduser(path))
-    if file is None:
-        raise FileNotFoundError(f"there is no file {path}")
-    name = f"_reward_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16]}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file.resolve())
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+        return find_function(LOADING.get(name, name))
+    except ValueError as error:
+        raise RewardError(f"reward {error}") from error
 
 
 def importable_name(function: AnyReward) -> str | None:
@@ -132,4 +77,4 @@ def importable_name(function: AnyReward) -> str | None:
     loaded = sys.modules.get(module)
     if loaded is None or module == "__main__" or getattr(loaded, own, None) is not function:
         return None
-    return f"{loaded.__file__}:{own}" if module.startswith("_reward_") else f"{module}.{own}"
+    return f"{loaded.__file__}:{own}" if module.startswith(FILE_MODULE) else f"{module}.{own}"

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from atomrl.config import RewardConfig, RewardItem
 from atomrl.rewards import compute
 from atomrl.rewards.errors import RewardError
-from atomrl.rewards.table import POOLED, REWARDS, find_reward, importable_name, search_in
+from atomrl.rewards.table import POOLED, REWARDS, find_reward, importable_name
 from atomrl.types import Sample, by_group
+from atomrl.user_code import search_in
 from tests.rewards.batches import rollouts, values
 
 HERE = "tests.rewards.test_compute."

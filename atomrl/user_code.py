@@ -1,0 +1,80 @@
+"""Users' own functions, found by the name of their module or of their file."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FILE_MODULE = "_atomrl_file_"
+"""What the name of a module that was loaded by its file begins with."""
+
+
+def find_function(path: str) -> Callable[..., Any]:
+    """A function or class by its path (`my_module:f`, `my_module.f`), or by its file (`./mine.py:f`).
+
+    What is not installed is looked for in the working directory and in the folders of `search_in`.
+
+    Raises:
+        ValueError: the module cannot be imported, or has no such function.
+    """
+    in_file = ".py:" in path
+    module_name, _, name = path.rpartition(":") if in_file else path.replace(":", ".").rpartition(".")
+    if not module_name:
+        raise ValueError(f"{path!r} names no module; write my_module:my_function")
+    search_in(os.getcwd())
+    try:
+        module = _load_file(module_name) if in_file else _load_module(module_name)
+    except Exception as error:
+        raise ValueError(f"{path!r}: module {module_name!r} cannot be imported: {error!r}") from error
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if function is None or not callable(function):
+        raise ValueError(f"{path!r}: module {module_name!r} has no function {name!r}")
+    return function
+
+
+def search_in(folder: str | Path) -> None:
+    """Look for users' modules and files in a folder too: last, so that nothing there hides an installed module."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _load_module(name: str) -> ModuleType:
+    """A module by its dotted name. A user's file that is called like one of Python's own (`test.py`) is meant."""
+    if name in (*sys.stdlib_module_names, "test"):
+        own = _find_file(f"{name}.py")
+        if own is not None:
+            return _load_file(str(own))
+    return importlib.import_module(name)
+
+
+def _find_file(path: str) -> Path | None:
+    """A user's file, from the working directory or any folder where modules are looked for but Python's own."""
+    python = Path(sysconfig.get_path("stdlib"))
+    folders = [Path(), *(Path(folder) for folder in sys.path if not Path(folder).is_relative_to(python))]
+    return next((found for folder in folders if (found := folder / path).is_file()), None)
+
+
+def _load_file(path: str) -> ModuleType:
+    """The module of a file, under a name of its own, so that it hides no other."""
+    file = _find_file(os.path.expanduser(path))
+    if file is None:
+        raise FileNotFoundError(f"there is no file {path}")
+    name = f"{FILE_MODULE}{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file.resolve())
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
