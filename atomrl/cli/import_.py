@@ -8,13 +8,11 @@ atomrl import nanogpt out-shakespeare-char/ckpt.pt shakespeare --text data/shake
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from atomrl.files import new_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

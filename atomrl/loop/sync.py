@@ -23,6 +23,7 @@ from atomrl.data.rows import to_rows, to_training_batches
 from atomrl.data.stream import PromptStream
 from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
 from atomrl.metrics import Metrics
+from atomrl.objective.advantage_inputs import given
 from atomrl.protocols import Algorithm, ModelInput, RewardComputer, RolloutEngine, TrainingBackend, WeightTransfer
 from atomrl.rollout.generate import generate
 from atomrl.tracking.recorder import Recorder
@@ -275,10 +276,9 @@ def is_accepted(algorithm: Algorithm, group: Sequence[Trajectory]) -> bool:
 
 def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:
     """Mean advantage of each row's trained tokens, by the index of its trajectory."""
-    assert batch.trajectory_index is not None
     tokens = batch.loss_mask.sum(1).clamp(min=1)
     means: list[float] = ((batch.advantages * batch.loss_mask).sum(1) / tokens).tolist()
-    return dict(zip(batch.trajectory_index.tolist(), means, strict=True))
+    return dict(zip(given(batch.trajectory_index).tolist(), means, strict=True))
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from atomrl.models.loading import model_config_only
 from atomrl.models.reward_model import Reader
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.objective import PreferenceObjective
+from atomrl.objective.advantage_inputs import given
 from atomrl.runs.base import Evaluation, Run, identity
 from atomrl.runs.build import context_tokens, model_path, policy_tokenizer, with_steps
 from atomrl.types import RowBatch
@@ -185,6 +186,4 @@ class RewardModelRun(PreferenceRun):
         GivenDataRun.__init__(self, config, tokenizer, self.reader.limit)
 
     def scores(self, rows: RowBatch) -> dict[str, Tensor]:
-        found = self.trainer.forward_only(rows, frozenset({"scores"})).scores
-        assert found is not None
-        return {"reward": found}
+        return {"reward": given(self.trainer.forward_only(rows, frozenset({"scores"})).scores)}

@@ -84,7 +84,15 @@ class PretrainRun(Run):
     def sample(self, step: int) -> None:
         """Draw completions of `pretrain.sample_prompt`, and record them."""
         self.transfer(step)
-        drawn = generate(self.engine, [self._prompt()], self._sampling(step))
+        settings = self.settings
+        sampling = SamplingParams(
+            completions_per_prompt=settings.samples,
+            max_completion_tokens=settings.sample_tokens,
+            temperature=settings.sample_temperature,
+            seed=self.config.seed,
+            step=step,
+        )
+        drawn = generate(self.engine, [self._prompt()], sampling)
         self.record.log_rollouts(step, drawn, {})
         self.record.progress.note(f"step {step}: sample: {drawn[0].text!r}")
 
@@ -105,15 +113,6 @@ class PretrainRun(Run):
         sample = Sample(sample_id="sample", prompt=text, ground_truth=None, data_source="sample")
         ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return Prompt(prompt_id="sample", sample=sample, token_ids=ids)
-
-    def _sampling(self, step: int) -> SamplingParams:
-        return SamplingParams(
-            completions_per_prompt=self.settings.samples,
-            max_completion_tokens=self.settings.sample_tokens,
-            temperature=self.settings.sample_temperature,
-            seed=self.config.seed,
-            step=step,
-        )
 
     def _check_tokenizer(self) -> Any:
         """The tokenizer of the model.

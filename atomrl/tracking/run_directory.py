@@ -87,9 +87,8 @@ class RunDirectory:
         """
         refuse_secrets(dump_config(config))
         run = cls(config.run_dir, config.checkpoint)
-        present = {path.name for path in run.path.iterdir()} if run.path.is_dir() else set()
-        begun = {name for name in present - STARTED if not name.endswith(".partial")}
-        if resume and not ("config.yaml" in present or (present and not begun)):
+        there, begun = (run.path / "config.yaml").is_file(), is_begun(run.path)
+        if resume and not there and (begun or not run.path.is_dir() or not any(run.path.iterdir())):
             raise ConfigError(f"there is no run to resume in {run.path}; start it without --resume")
         if begun and not resume:
             raise ConfigError(
@@ -99,7 +98,7 @@ class RunDirectory:
         run.path.mkdir(parents=True, exist_ok=True)
         _lock(run.path)
         environment = describe_environment() | {"identity": dict(identity)}
-        if resume and "config.yaml" in present:
+        if resume and there:
             environment = run._reopen(config, allow_changes, environment)
         _write_json(run.path / "env.json", environment)
         # Last, because what it says is then true: a kill before needs no more than to resume again.
@@ -244,6 +243,12 @@ class RunDirectory:
             draw_curves(self.path)
         except ImportError as error:
             print(error, file=sys.stderr)
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether a run got as far there as its first step."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return any(not name.endswith(".partial") for name in names - STARTED)
 
 
 def rollout_rows(
