@@ -89,7 +89,12 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
     sampling = {"min_completion_tokens": MIN_TOKENS} if workload == "ragged" else {"ignore_eos": True}
     engine = build_engine(str(folder), tokenizer, config.rollout, config.model)
     trainer = LocalBackend(
-        config.model, config.train, total_updates=config.train.steps, tokenizer=tokenizer, device=device_name()
+        config.model,
+        config.train,
+        algorithm,
+        total_updates=config.train.steps,
+        tokenizer=tokenizer,
+        device=device_name(),
     )
     parts = Parts(
         engine=engine,

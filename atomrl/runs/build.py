@@ -15,7 +15,7 @@ from atomrl.data.sources import load_samples
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder, save_model
 from atomrl.models.spec import unsupported
-from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend, needs_teacher
+from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory
@@ -185,14 +185,12 @@ def build_trainer(
     return LocalBackend(
         config.model.model_copy(update={"path": path}),
         config.train,
+        algorithm,
         total_updates=config.train.steps * config.updates_per_step,
         tokenizer=tokenizer,
         device=device_name(config.model.device),
         temperature=temperature,
-        needs_reference="ref_logprobs" in algorithm.needs,
-        forward_mode=algorithm.update is not None,
-        scores="scores" in algorithm.outputs,
-        critic=config.critic if "values" in algorithm.needs else None,
-        teacher=config.teacher.path if config.teacher and needs_teacher(algorithm) else None,
+        critic=config.critic,
+        teacher=config.teacher.path if config.teacher else None,
         seed=config.seed,
     )

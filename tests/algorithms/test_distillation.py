@@ -18,7 +18,7 @@ from atomrl.runs.checks import check_companions
 from atomrl.training.local import LocalBackend
 from atomrl.types import RowBatch, TrainingBatch
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
-from tests.training.batches import make_batch
+from tests.training.batches import make_algorithm, make_batch
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,7 @@ def backend(folder, teacher="teacher", **train):
     return LocalBackend(
         ModelConfig(path=str(folder / "student"), dtype="float32", device="cpu"),
         TrainConfig(steps=60, learning_rate=3e-3, **train),
+        make_algorithm(outputs=frozenset({"teacher_distributions"})),
         total_updates=60,
         temperature=0.8,
         teacher=str(folder / teacher),

@@ -84,7 +84,7 @@ def test_an_adaptive_coefficient_survives_a_restart(model, tmp_path):
         algorithm = objective_of("grpo", axes).resolved()
         parts, _ = make_parts(model, folder, algorithm=algorithm)
         trainer = type(parts.trainer)
-        trainer = with_reference(trainer, model)
+        trainer = with_reference(trainer, model, algorithm)
         parts = replace(parts, trainer=trainer, transfer=InProcessTransfer(trainer, parts.engine))
         if checkpoint is not None:
             parts.trainer.load(checkpoint)
@@ -104,8 +104,8 @@ def test_an_adaptive_coefficient_survives_a_restart(model, tmp_path):
         assert torch.equal(tensor, weights(whole)[name])
 
 
-def with_reference(backend, model):
+def with_reference(backend, model, algorithm):
     from atomrl.config import ModelConfig, TrainConfig
 
     train_config = TrainConfig(steps=4, learning_rate=3e-3, tokens_per_micro_batch=128)
-    return backend(ModelConfig(path=model, dtype="float32"), train_config, total_updates=8, needs_reference=True)
+    return backend(ModelConfig(path=model, dtype="float32"), train_config, algorithm, total_updates=8)

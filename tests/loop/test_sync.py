@@ -36,9 +36,11 @@ def make_parts(model, folder, steps=4, algorithm=None, **schedule):
     samples = [Sample(sample_id=str(i), prompt=f"write {i}", ground_truth="") for i in range(5)]
     settings = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": 8}
     engine = NativeEngine.from_pretrained(model, tokenizer, **settings)
+    algorithm = algorithm or objective_of("grpo", {}).resolved(report_entropy=True)
     trainer = LocalBackend(
         ModelConfig(path=model, dtype="float32"),
         train_config,
+        algorithm,
         total_updates=steps * plan.updates_per_step,
         tokenizer=tokenizer,
     )
@@ -46,7 +48,7 @@ def make_parts(model, folder, steps=4, algorithm=None, **schedule):
         engine=engine,
         transfer=InProcessTransfer(trainer, engine),
         trainer=trainer,
-        algorithm=algorithm or objective_of("grpo", {}).resolved(report_entropy=True),
+        algorithm=algorithm,
         stream=PromptStream(samples, seed=0),
         processor=DataProcessor(tokenizer, DataConfig(train="x.jsonl")),
         rewards=build_rewards(RewardConfig(functions=[{"function": "tests.letters.letter_reward"}])),
