@@ -207,11 +207,8 @@ class Algorithm(Protocol):
         """How gradients become a step of the policy; None is the optimizer's. A critic keeps its optimizer."""
 
     @property
-    def filters_groups(self) -> bool:
-        """Whether some groups are refused, so that others are drawn in their place."""
-
-    def accepts_group(self, rewards: Sequence[float]) -> bool:
-        """Whether a group with these rewards is trained on."""
+    def accepts_group(self) -> Callable[[Sequence[float]], bool] | None:
+        """Whether a group with these rewards is trained on, or another is drawn in its place; None: all are."""
 
     def advantages(self, rows: RowBatch, state: Mapping[str, float] = NOTHING) -> AdvantageBatch:
         """Reward shaping and advantages. Statistics over the batch are taken here, before any split; no gradient."""
@@ -221,6 +218,11 @@ class Algorithm(Protocol):
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
         """The loss of a micro-batch: weighted sums, so that micro-batches add up to the whole step."""
+
+
+def needs_teacher(algorithm: Algorithm) -> bool:
+    """Whether an algorithm looks at a teacher."""
+    return any(name.startswith("teacher") for name in algorithm.needs | algorithm.outputs)
 
 
 class TrainingBackend(Protocol):
@@ -253,13 +255,3 @@ class RewardFunction(Protocol):
 
 RewardComputer = Callable[[Sequence[Trajectory]], list[Trajectory]]
 """All rewards of a run together: the same trajectories, with their rewards, in the same order."""
-
-
-class Tracker(Protocol):
-    """A sink for metrics and samples."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
-
-    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None: ...
-
-    def close(self) -> None: ...

@@ -63,7 +63,7 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
     from atomrl.loop.sync import Parts, Progress, run_step
     from atomrl.models.loading import load_tokenizer
     from atomrl.rewards.compute import build_rewards
-    from atomrl.runs.build import build_engine, device_name, make_schedule
+    from atomrl.runs.build import build_engine, device_name
     from atomrl.training.local import LocalBackend
     from atomrl.types import Sample, SamplingParams
     from atomrl.weights import InProcessTransfer
@@ -79,7 +79,7 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
             "train": {"learning_rate": 1e-6, "report_entropy": True, "tokens_per_micro_batch": arguments.tokens},
         }
     )
-    schedule, tokenizer = make_schedule(config), load_tokenizer(str(folder))
+    tokenizer = load_tokenizer(str(folder))
     samples = [
         Sample(sample_id=f"{turn}/{index}", prompt=text, ground_truth="")
         for turn in range(arguments.steps + 2)
@@ -89,7 +89,12 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
     sampling = {"min_completion_tokens": MIN_TOKENS} if workload == "ragged" else {"ignore_eos": True}
     engine = build_engine(str(folder), tokenizer, config.rollout, config.model)
     trainer = LocalBackend(
-        config.model, config.train, total_updates=schedule.steps, tokenizer=tokenizer, device=device_name()
+        config.model,
+        config.train,
+        algorithm,
+        total_updates=config.train.steps,
+        tokenizer=tokenizer,
+        device=device_name(),
     )
     parts = Parts(
         engine=engine,
@@ -108,7 +113,7 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
 
     def step(number: int) -> tuple[float, float, dict[str, float]]:
         started = time.perf_counter()
-        metrics = run_step(parts, schedule, number, progress)
+        metrics = run_step(parts, config, number, progress)
         seconds = time.perf_counter() - started
         tokens = metrics["response_length/mean"] * PROMPTS * MEMBERS
         return seconds, tokens, {key: value for key, value in metrics.items() if key.startswith("timing_s/")}

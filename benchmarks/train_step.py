@@ -113,7 +113,8 @@ class Ours:
 
     def __init__(self, folder: str, dtype: torch.dtype, rows: int, compiled: bool) -> None:
         model = ModelConfig(path=folder, dtype=str(dtype).removeprefix("torch."), compile=compiled)
-        self.backend = LocalBackend(model, TRAIN.model_copy(update={"rows_per_micro_batch": rows}), total_updates=10**6)
+        train = TRAIN.model_copy(update={"rows_per_micro_batch": rows})
+        self.backend = LocalBackend(model, train, ALGORITHM, total_updates=10**6)
 
     def step(self, batch: TrainingBatch) -> None:
         self.backend.train_step(batch, ALGORITHM)

@@ -105,7 +105,7 @@ def test_only_the_named_key_changes():
 
 
 def test_the_effect_reaches_what_the_run_is_made_of():
-    from atomrl.runs.build import make_schedule, train_sampling
+    from atomrl.runs.build import train_sampling
 
     config, _ = load(
         {
@@ -118,14 +118,9 @@ def test_the_effect_reaches_what_the_run_is_made_of():
             "wandb_config": {"eval_interval": 3, "save_interval": 4},
         }
     )  # fmt: skip
-    schedule, sampling = make_schedule(config), train_sampling(config)
-    assert (schedule.steps, schedule.prompts_per_step, schedule.updates_per_epoch, schedule.epochs_per_step) == (
-        9,
-        8,
-        4,
-        2,
-    )
-    assert (schedule.eval_every_steps, schedule.save_every_steps, schedule.max_row_tokens) == (3, 4, 300)
+    sampling, train = train_sampling(config), config.train
+    assert (train.steps, config.items_per_step, config.updates_per_epoch, config.updates_per_step) == (9, 8, 4, 8)
+    assert (config.eval.every_steps, config.checkpoint.every_steps, train.max_row_tokens) == (3, 4, 300)
     assert (sampling.completions_per_prompt, sampling.temperature, sampling.min_completion_tokens) == (4, 0.7, 2)
     assert sampling.stop_token_ids == (5, 6) and sampling.stop == ()
     # Rows alone limit a micro-batch, and a prompt may be as long as leaves one token to train on.

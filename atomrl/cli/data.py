@@ -13,6 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from atomrl.files import write_jsonl
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from atomrl.data.generators import GENERATORS
@@ -61,7 +63,6 @@ def prepare_text(arguments: argparse.Namespace) -> int:
 def make(arguments: argparse.Namespace) -> int:
     """Write a task's problems."""
     from atomrl.config import parse_overrides
-    from atomrl.data.files import write_jsonl
     from atomrl.data.generators import generate
 
     extra = parse_overrides(arguments.arguments)

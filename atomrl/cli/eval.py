@@ -18,7 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomrl.cli.sampling import NO_LIMIT, add_sampling_arguments, config_over, model_folder, within_context
+from atomrl.cli.sampling import NO_LIMIT, add_sampling_arguments, config_over, within_context
+from atomrl.files import write_jsonl, write_text
 
 if TYPE_CHECKING:
     from atomrl.config import RunConfig
@@ -52,9 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if out.suffix != ".json":
         raise ValueError(f"--out {out}: the result is JSON, and its completions go beside it; name it *.json")
     started = time.perf_counter()
-    with model_folder(config) as merged:
-        result, used = evaluate_config(merged, arguments.response_prefix, out)
-    config = used.model_copy(update={"model": config.model})
+    result, config = evaluate_config(config, arguments.response_prefix, out)
     seconds = time.perf_counter() - started
     write_result(out, config, arguments.response_prefix, result, seconds)
     print(table(result))
@@ -141,7 +140,6 @@ def default_out(config: RunConfig) -> Path:
 
 def write_result(out: Path, config: RunConfig, response_prefix: str, result: EvalResult, seconds: float) -> None:
     """The figures as JSON (NaN as null), and the completions beside it, one a line."""
-    from atomrl.tracking.run_directory import write_jsonl
 
     content: dict[str, Any] = {
         **result.summary(),
@@ -151,8 +149,8 @@ def write_result(out: Path, config: RunConfig, response_prefix: str, result: Eva
         "config": config.to_tree(),
     }
     plain = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
-    out.write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    write_jsonl(out.with_suffix(".jsonl"), result.rows)
+    write_text(out, json.dumps(plain, indent=2, ensure_ascii=False) + "\n")
+    write_jsonl(result.rows, out.with_suffix(".jsonl"), lenient=True)
 
 
 def table(result: EvalResult) -> str:

@@ -47,14 +47,13 @@ def objective_in(config: RunConfig) -> Objective:
 def setting_in(config: RunConfig, objective: Objective) -> Setting:
     """What the config says beside the objective."""
     from atomrl.objective import Setting
-    from atomrl.runs.build import make_schedule
 
-    rollout, schedule = config.rollout, make_schedule(config)
+    rollout = config.rollout
     names = [field.name for field in fields(Setting) if hasattr(rollout, field.name)]
     weights = [item.weight for item in config.reward.functions if item.weight]
     return Setting(
         axes=objective.axes,
-        updates_per_step=schedule.updates_per_epoch * schedule.epochs_per_step,
+        updates_per_step=config.updates_per_step,
         reward_parts=len(weights) + bool(config.reward.by_data_source),
         **{name: getattr(rollout, name) for name in names},
     )

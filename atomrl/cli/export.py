@@ -9,6 +9,8 @@ import argparse
 import shutil
 from pathlib import Path
 
+from atomrl.files import new_folder
+
 TRAINER_FILES = ("MANIFEST.json", "progress.json")
 """Beside its folders, what only the trainer reads."""
 
@@ -21,25 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     checkpoint, out = arguments.checkpoint, arguments.out
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists already; name a new folder")
-    adapters = (checkpoint / "adapter_config.json").is_file()
-    if not adapters and not (checkpoint / "config.json").is_file():
-        raise ValueError(f"{checkpoint} is no checkpoint: it has neither config.json nor adapter_config.json")
-    aside = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        if adapters:
+    with new_folder(out) as folder:
+        if (checkpoint / "adapter_config.json").is_file():
             from atomrl.models.lora import export
 
-            export(checkpoint, aside, base=arguments.base)
+            export(checkpoint, folder, base=arguments.base)
+        elif (checkpoint / "config.json").is_file():
+            for path in checkpoint.iterdir():
+                if path.is_file() and path.name not in TRAINER_FILES:
+                    shutil.copy2(path, folder)
         else:
-            folders = {path.name for path in checkpoint.iterdir() if path.is_dir()}
-            shutil.copytree(checkpoint, aside, ignore=shutil.ignore_patterns(*TRAINER_FILES, *folders))
-        if out.exists():
-            out.rmdir()
-        aside.rename(out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+            raise ValueError(f"{checkpoint} is no checkpoint: it has neither config.json nor adapter_config.json")
     print(out)
     return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from atomrl.cli.sampling import NO_LIMIT, add_sampling_arguments, config_over, model_folder, within_context
+from atomrl.cli.sampling import NO_LIMIT, add_sampling_arguments, config_over, within_context
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,14 +29,13 @@ def run(arguments: argparse.Namespace) -> int:
     from atomrl.types import Sample
 
     config = config_over({"run_name": "generate", "data": {"train": "-", "max_prompt_tokens": NO_LIMIT}}, arguments)
-    with model_folder(config) as config:
-        tokenizer = policy_tokenizer(config)
-        sample = Sample(sample_id="prompt", prompt=text, ground_truth=None)
-        (prompt,) = DataProcessor(tokenizer, config.data).to_prompts([("prompt", sample)])
-        config = within_context(config, len(prompt.token_ids))
-        engine = build_engine(model_path(config), tokenizer, config.rollout, config.model)
-        completions = generate(engine, [prompt], eval_sampling(config))
-        engine.close()
+    tokenizer = policy_tokenizer(config)
+    sample = Sample(sample_id="prompt", prompt=text, ground_truth=None)
+    (prompt,) = DataProcessor(tokenizer, config.data).to_prompts([("prompt", sample)])
+    config = within_context(config, len(prompt.token_ids))
+    engine = build_engine(model_path(config), tokenizer, config.rollout, config.model)
+    completions = generate(engine, [prompt], eval_sampling(config))
+    engine.close()
     for number, completion in enumerate(completions, start=1):
         if len(completions) > 1:
             print(

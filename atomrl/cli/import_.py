@@ -8,11 +8,11 @@ atomrl import nanogpt out-shakespeare-char/ckpt.pt shakespeare --text data/shake
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from atomrl.files import new_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,15 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.out.exists() and (not arguments.out.is_dir() or any(arguments.out.iterdir())):
-        raise ValueError(f"{arguments.out} exists already; name a new folder, or remove it")
     from atomrl.models.nanogpt import read_nanogpt, to_gpt2
 
-    sizes, weights = read_nanogpt(arguments.checkpoint)
-    tokenizer = tokenizer_for(arguments, sizes)
-    model = to_gpt2(sizes, weights, tokenizer.eos_token_id)
-    model.save_pretrained(arguments.out)
-    tokenizer.save_pretrained(arguments.out)
+    with new_folder(arguments.out) as folder:
+        sizes, weights = read_nanogpt(arguments.checkpoint)
+        tokenizer = tokenizer_for(arguments, sizes)
+        model = to_gpt2(sizes, weights, tokenizer.eos_token_id)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     count = sum(weight.numel() for weight in model.parameters())
     print(f"{arguments.out}: GPT-2 of {sizes['n_layer']} layers, {count:,} parameters, {len(tokenizer)} tokens")
     return 0

@@ -8,6 +8,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from atomrl.hints import did_you_mean
+
 COMMANDS = {
     "train": "train a model with reinforcement learning",
     "sft": "train a model on demonstrations",
@@ -53,11 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = given
     if name not in COMMANDS:
-        import difflib
-
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
-        return fail(f"unknown command {name!r}; {hint}")
+        return fail(f"unknown command {name!r}; {did_you_mean(name, COMMANDS)}")
     return run_command(name, rest)
 
 

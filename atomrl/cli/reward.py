@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atomrl.files import write_jsonl
+
 if TYPE_CHECKING:
     from atomrl.rewards.compute import Rewards
     from atomrl.types import Trajectory
@@ -36,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from atomrl.cli.eval import check_writable
-    from atomrl.data.files import write_jsonl
 
     names = arguments.name.split(",")
     rewards = build(names, arguments)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,17 +53,3 @@ def within_context(config: RunConfig, longest_prompt: int) -> RunConfig:
         return config
     room = min(config.rollout.max_completion_tokens, context - longest_prompt)
     return config.model_copy(update={"eval": config.eval.model_copy(update={"max_completion_tokens": room})})
-
-
-@contextmanager
-def model_folder(config: RunConfig) -> Iterator[RunConfig]:
-    """The config with a model that the engines load: its own, or a checkpoint of adapters merged for the while."""
-    path = str(config.model.path)
-    if not (Path(path) / "adapter_config.json").is_file():
-        yield config
-        return
-    from atomrl.models.lora import export
-
-    with TemporaryDirectory() as folder:
-        export(path, folder)
-        yield config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from atomrl.hints import nearest
 
 
 @cache
@@ -56,11 +57,11 @@ def nearest_key(path: Sequence[str], keys: Sequence[str]) -> str | None:
     """The valid key most like `path`: in the same section first, then by its last part anywhere."""
     section = ".".join(part for part in path[:-1] if not part.isdigit())  # a place in a list is in no key
     siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
-    if near := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.65):
-        return ".".join([*path[:-1], near[0]])
+    if near := nearest(path[-1], siblings, cutoff=0.65):
+        return ".".join([*path[:-1], near])
     leaves = {key.rpartition(".")[2]: key for key in reversed(keys)}  # the first section counts
-    near = difflib.get_close_matches(path[-1], list(leaves), n=1, cutoff=0.6)
-    return leaves[near[0]] if near else None
+    near = nearest(path[-1], leaves)
+    return leaves[near] if near else None
 
 
 def _beside(path: Sequence[str], key: str | None) -> bool:

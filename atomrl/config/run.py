@@ -21,6 +21,8 @@ from atomrl.objective import PolicyObjective, PreferenceObjective
 
 Kind = Literal["train", "sft", "dpo", "reward-model", "pretrain"]
 """What a config is for: the command that takes it."""
+ROWS_PER_UPDATE = 64
+"""Of runs on given data, unless `train.rows_per_update` says otherwise."""
 
 
 def _named_algorithm(given: Any) -> Any:
@@ -107,6 +109,24 @@ class RunConfig(Section):
         if isinstance(self.algorithm, RewardModelObjective):
             return "reward-model"
         return "dpo" if isinstance(self.algorithm, PreferenceObjective) and not self.algorithm.online else "train"
+
+    @property
+    def items_per_step(self) -> int:
+        """Prompts that a step of reinforcement learning draws; of other kinds, the given items that it takes."""
+        drawn = self.kind == "train"
+        return self.rollout.prompts_per_step if drawn else self.train.rows_per_update or ROWS_PER_UPDATE
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """Optimizer steps that a step makes of its rows in one pass: a single one unless `train.rows_per_update` is
+        given, and where rows are given and not drawn."""
+        rows = self.rollout.prompts_per_step * self.rollout.completions_per_prompt
+        return rows // (self.train.rows_per_update or rows) if self.kind == "train" else 1
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps that a step makes in all its passes."""
+        return self.updates_per_epoch * self.train.epochs_per_step if self.kind == "train" else 1
 
     def to_tree(self) -> dict[str, Any]:
         """As a plain dict with the keys of a file; `build_config` makes the same config of it."""

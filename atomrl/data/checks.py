@@ -51,35 +51,22 @@ class DataReport:
         """(place, place of the first row with the same normalised prompt, and the same completions if it has any)."""
         return repeated(self.samples, _prompt if self.kind == PROBLEMS else _whole)
 
-    @property
-    def prompt_chars(self) -> list[int]:
-        """The length of every usable prompt in characters, sorted."""
-        prompts = [sample.prompt for sample in self.samples]
-        return sorted(len(p) if isinstance(p, str) else sum(len(turn["content"]) for turn in p) for p in prompts)
-
-    @property
-    def data_sources(self) -> dict[str, int]:
-        return dict(Counter(sample.data_source for sample in self.samples).most_common())
-
-    @property
-    def columns(self) -> list[str]:
-        """Of problems, what rewards get beside prompt and ground truth."""
-        return sorted(self.samples[0].columns) if self.samples and self.kind == PROBLEMS else []
-
     def text(self) -> str:
         """The report for a terminal."""
         found = f"{len(self.problems)} problems, {len(self.samples)} usable" if self.problems else "no problems"
         lines = [f"{self.path}: {self.rows} rows, {found}", f"read as: {self.kind} (atomrl {COMMANDS[self.kind]})"]
         if self.samples:
-            first, lengths = self.samples[0], self.prompt_chars
+            first, prompts = self.samples[0], [sample.prompt for sample in self.samples]
+            lengths = sorted(len(p) if isinstance(p, str) else sum(len(turn["content"]) for turn in p) for p in prompts)
             shown = {"prompt": first.prompt} | _answers(self.kind, first)
             lines += [f"first {name}: {str(value)[:200]!r}" for name, value in shown.items()]
             at = [f"{name} {lengths[min(len(lengths) * q // 100, len(lengths) - 1)]}" for q, name in _QUANTILES.items()]
             lines.append("prompt characters: " + ", ".join(at))
-        if self.kind == PROBLEMS:
-            if self.samples:
-                lines.append("data sources: " + ", ".join(f"{name} {n}" for name, n in self.data_sources.items()))
-            lines.append("columns: " + (", ".join(self.columns) or "none beside prompt and ground truth"))
+        if self.kind == PROBLEMS and self.samples:
+            sources = Counter(sample.data_source for sample in self.samples).most_common()
+            lines.append("data sources: " + ", ".join(f"{name} {count}" for name, count in sources))
+            columns = ", ".join(sorted(self.samples[0].columns))
+            lines.append("columns: " + (columns or "none beside prompt and ground truth"))
         same = "duplicates by normalised prompt" if self.kind == PROBLEMS else "rows that are the same"
         lines += _section(same, self.duplicates)
         if same_id := repeated(self.samples, _own_id):

@@ -10,12 +10,11 @@ import gzip
 import io
 import json
 import math
-import os
 import re
 import zlib
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -289,24 +288,3 @@ def _saved_files(folder: Path) -> list[Path]:
         raise DataError(f"{folder} is not a file, nor a folder written by datasets' save_to_disk") from None
     except (ValueError, LookupError, TypeError) as error:
         raise DataError(f"{folder / 'state.json'} is not what save_to_disk writes: {error!r}") from None
-
-
-def write_jsonl(rows: Iterable[Mapping[str, Any]], path: str | Path) -> int:
-    """Write rows one a line; the file appears complete or not at all, and an existing one is replaced.
-
-    Returns:
-        How many rows were written.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    count = 0
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-                count += 1
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    return count

@@ -6,17 +6,17 @@ everything as JSON has it. One line in `GENERATORS` makes it available by name.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import inspect
 import random
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
 from atomrl.data import arithmetic, chain, countdown, stack_machine
 from atomrl.data.problems import DataError
+from atomrl.hints import did_you_mean
 from atomrl.types import Message
 
 Row = dict[str, Any]
@@ -55,17 +55,6 @@ PATIENCE = 20_000
 def is_generator(source: str | list[str]) -> TypeGuard[str]:
     """Whether `source` names a generator rather than a file or several."""
     return isinstance(source, str) and (source in GENERATORS or source.startswith(REASONING_GYM))
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at the known name that is most like `name`, or at all.
-
-    Example:
-        >>> nearest("aritmetic", GENERATORS)
-        "; did you mean 'arithmetic'?"
-    """
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
 
 
 def normalise_content(prompt: str | Sequence[Message]) -> str:
@@ -143,7 +132,7 @@ def _draws(task: str, key: str, args: dict[str, Any]) -> Iterator[Row]:
     make, known = find_generator(task).make, _arguments(task)
     for name in args:
         if name not in known:
-            raise DataError(f"{task} has no argument {name!r}{nearest(name, known)}")
+            raise DataError(f"{task} has no argument {name!r}; {did_you_mean(name, known)}")
     rng = random.Random(number)
     while True:
         try:
@@ -159,7 +148,7 @@ def find_generator(task: str) -> Generator:
         DataError: there is none.
     """
     if task not in GENERATORS:
-        raise DataError(f"unknown task {task!r}{nearest(task, [*GENERATORS, 'reasoning_gym:NAME'])}")
+        raise DataError(f"unknown task {task!r}; {did_you_mean(task, [*GENERATORS, 'reasoning_gym:NAME'])}")
     return GENERATORS[task]
 
 

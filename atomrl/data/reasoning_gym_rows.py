@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from atomrl.data.generators import nearest
 from atomrl.data.problems import DataError
+from atomrl.hints import did_you_mean
 
 CHUNK = 500
 """Problems of one data set object: some tasks prepare all of them when they are made."""
@@ -30,7 +30,7 @@ def draw_rows(name: str, seed: int, args: dict[str, Any]) -> Iterator[dict[str, 
     except ImportError:
         raise DataError("reasoning_gym tasks need the extra: pip install 'atomrl[tasks]'") from None
     if name not in DATASETS:
-        raise DataError(f"reasoning-gym has no task {name!r}{nearest(name, DATASETS)}")
+        raise DataError(f"reasoning-gym has no task {name!r}; {did_you_mean(name, DATASETS)}")
     if {"seed", "size"} & set(args):
         raise DataError("seed and size are given apart, not among the arguments of the task")
     while True:

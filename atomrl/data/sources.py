@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from atomrl.data.files import RawRow, read_rows
-from atomrl.data.generators import GENERATORS, Draw, find_completions, generate, is_generator, nearest
+from atomrl.data.generators import GENERATORS, Draw, find_completions, generate, is_generator
 from atomrl.data.problems import DataError, problem_list
+from atomrl.hints import did_you_mean
 from atomrl.types import Message, Sample
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _file_rows(path: str, whole_path: bool) -> Iterable[RawRow]:
         raise DataError(f"{path!r} is a generator; a list of sources takes files (atomrl data make writes one)")
     if "." not in path and "/" not in path and not Path(path).exists():
         known = "a data file (.jsonl, .json, .csv, .parquet) nor a generator"
-        raise DataError(f"{path!r} is neither {known}{nearest(path, GENERATORS)}")
+        raise DataError(f"{path!r} is neither {known}; {did_you_mean(path, GENERATORS)}")
     folder = path.removesuffix(Path(path).name) if whole_path else ""
     return (replace(raw, place=folder + raw.place) for raw in read_rows(path))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import shutil
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from atomrl.data.problems import DataError
 from atomrl.data.text import CHUNK_CHARACTERS, text_chunks
+from atomrl.files import new_folder, sha256
 
 META, TOKENIZER = "meta.json", "tokenizer"
 Split = Literal["train", "val"]
@@ -70,26 +70,18 @@ def prepare_tokens(
         out: the folder, which must not exist yet; it appears complete or not at all.
 
     Raises:
-        DataError: a file is absent, empty or not UTF-8, the folder exists, the fraction is not between 0 and 1, or a
-            split is left without a token.
+        DataError: a file is absent, empty or not UTF-8, the fraction is not between 0 and 1, or a split is left
+            without a token.
+        ValueError: the folder exists.
     """
-    out = Path(out)
     if not 0 < val_fraction < 1:
         raise DataError(f"the validation split must be a fraction between 0 and 1, not {val_fraction}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} exists already; name a new folder, or remove it")
-    for path in paths:
-        next(iter(text_chunks(path)))
-    aside = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        meta = _write_splits(paths, tokenizer, name, aside, val_fraction)
-        tokenizer.save_pretrained(aside / TOKENIZER)
-        (aside / META).write_text(meta.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        aside.rename(out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    with new_folder(Path(out)) as folder:
+        for path in paths:
+            next(iter(text_chunks(path)))
+        meta = _write_splits(paths, tokenizer, name, folder, val_fraction)
+        tokenizer.save_pretrained(folder / TOKENIZER)
+        (folder / META).write_text(meta.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return meta
 
 
@@ -163,7 +155,7 @@ class TokenFolder:
         for name, split in (("train", self.meta.train), ("val", self.meta.val)):
             file = self.path / f"{name}.bin"
             size = file.stat().st_size if file.is_file() else -1
-            if size != split.tokens * item.itemsize or _sha256(file) != split.sha256:
+            if size != split.tokens * item.itemsize or sha256(file) != split.sha256:
                 raise DataError(f"{file} is not what was written (see meta.json); prepare the text again")
             self._maps[name] = np.memmap(file, dtype=item, mode="r")
 
@@ -202,8 +194,3 @@ class TokenFolder:
         meta: SplitMeta = getattr(self.meta, split)
         bits = nats_per_token / math.log(2) * meta.tokens
         return {"bits_per_byte": bits / meta.bytes, "bits_per_character": bits / meta.characters}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -22,13 +22,3 @@ from atomrl.grpo.functions import (
     get_action_log_probs,
 )
 from atomrl.grpo.trainer import GRPOTrainer
-
-__all__ = [
-    "GRPOArgs",
-    "GRPOTrainer",
-    "compute_advantages",
-    "compute_kl_penalty",
-    "compute_policy_loss",
-    "generate_samples",
-    "get_action_log_probs",
-]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from pathlib import Path
@@ -12,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from atomrl.config import ConfigError, known_keys, merge_trees, nest
 from atomrl.config.names import foreign_names, renamed
+from atomrl.hints import did_you_mean
 
 LOSS_TYPES = {"dapo": "token_mean", "bnpo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant_length"}
 """TRL's names of loss aggregations. `bnpo` is a mean over a micro-batch there; no loss here depends on their size."""
@@ -88,8 +88,7 @@ class GRPOArgs(BaseModel):
         known = list(type(self).model_fields)
         if name not in known:
             key = foreign_names().get(name, ("",))[0] or next((key for key in NAMES if key.endswith(f".{name}")), "")
-            near = [NAMES[key]] if key in NAMES else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            hint = f"did you mean {NAMES[key]!r}?" if key in NAMES else did_you_mean(name, known, cutoff=0.5)
             raise AttributeError(f"GRPOArgs has no argument {name!r}; {hint}")
         try:
             super().__setattr__(name, value)

@@ -10,14 +10,14 @@ from typing import Any
 
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
 from atomrl.config.names import renamed
-from atomrl.data.files import write_jsonl
 from atomrl.data.problems import DataError
+from atomrl.files import write_jsonl
 from atomrl.grpo.arguments import NAMES, GRPOArgs, hint
 from atomrl.grpo.inputs import built_in_rows, dataset_rows, lora_section, reward_items
 from atomrl.models.loading import load_tokenizer, resolve_folder
 from atomrl.runs.build import device_name
 from atomrl.runs.rl import RLRun
-from atomrl.tracking.run_directory import STARTED, read_metrics
+from atomrl.tracking.run_directory import is_begun, read_metrics
 
 INPUTS = "inputs"
 """In the run's folder: what was given as objects."""
@@ -144,10 +144,9 @@ class GRPOTrainer:
         """Whether to resume; checked before objects are written into the folder."""
         if not isinstance(resume, bool | None):
             raise ConfigError("resume_from_checkpoint is True or False: it is the newest checkpoint of output_dir")
-        present = {path.name for path in self.run_dir.iterdir()} if self.run_dir.is_dir() else set()
-        if resume and (self.args.output_dir is None or "config.yaml" not in present):
+        if resume and (self.args.output_dir is None or not (self.run_dir / "config.yaml").is_file()):
             raise ConfigError(f"no run to resume in {self.run_dir}: set GRPOArgs.output_dir to the folder of the run")
-        if not resume and {name for name in present - STARTED if not name.endswith(".partial")}:
+        if not resume and is_begun(self.run_dir):
             raise ConfigError(
                 f"the run {self.run_dir} exists already: go on with it by train(resume_from_checkpoint=True), "
                 "or set GRPOArgs.output_dir to another folder"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from atomrl.data.tokenized import TokenizedSamples
+from atomrl.objective.advantage_inputs import given
 from atomrl.types import RowBatch
 
 EVAL_PAIRS = 256
@@ -33,10 +34,9 @@ def evaluate_preferences(
     groups: list[Tensor] = []
     samples = held_out.samples
     for start, rows in enumerate(held_out.batches(EVAL_PAIRS)):
-        assert rows.labels is not None
         for name, each in scores(rows).items():
             found.setdefault(name, []).append(each.double())
-        labels.append(rows.labels)
+        labels.append(given(rows.labels))
         groups.append(rows.group_ids + start * EVAL_PAIRS)
     group_ids = torch.cat(groups)
     better, worse = compared(torch.cat(labels), group_ids)

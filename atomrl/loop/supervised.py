@@ -9,6 +9,7 @@ import torch
 from atomrl.atoms.masks import masked_sum
 from atomrl.loop.report import Stopwatch, update_metrics
 from atomrl.loop.sync import learn
+from atomrl.objective.advantage_inputs import given
 from atomrl.protocols import Algorithm, TrainingBackend
 from atomrl.types import RowBatch
 
@@ -34,7 +35,6 @@ def nll_per_token(trainer: TrainingBackend, batches: Iterable[RowBatch]) -> floa
     total, tokens = 0.0, 0
     for rows in batches:
         scored = trainer.forward_only(rows, frozenset({"old_logprobs"}))
-        assert scored.old_logprobs is not None
-        total -= masked_sum(scored.old_logprobs.double(), rows.loss_mask).item()
+        total -= masked_sum(given(scored.old_logprobs).double(), rows.loss_mask).item()
         tokens += int(rows.loss_mask.sum())
     return total / max(1, tokens) if tokens else torch.nan

@@ -18,11 +18,13 @@ from statistics import fmean
 from types import FrameType
 from typing import Any
 
+from atomrl.config import RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows, to_training_batches
 from atomrl.data.stream import PromptStream
 from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
 from atomrl.metrics import Metrics
+from atomrl.objective.advantage_inputs import given
 from atomrl.protocols import Algorithm, ModelInput, RewardComputer, RolloutEngine, TrainingBackend, WeightTransfer
 from atomrl.rollout.generate import generate
 from atomrl.tracking.recorder import Recorder
@@ -59,20 +61,6 @@ class Parts:
     record: Recorder
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """How many of everything."""
-
-    steps: int
-    prompts_per_step: int
-    updates_per_epoch: int
-    epochs_per_step: int
-    max_row_tokens: int | None
-    eval_every_steps: int
-    save_every_steps: int
-    seed: int
-
-
 @dataclass
 class Progress:
     """What has to be known to go on: saved with every checkpoint."""
@@ -98,7 +86,7 @@ class StepFailed(Exception):
 
 
 def run_steps(
-    one_step: Callable[[int], dict[str, float]], record: Recorder, progress: Progress, save: Save, schedule: Schedule
+    one_step: Callable[[int], dict[str, float]], record: Recorder, progress: Progress, save: Save, config: RunConfig
 ) -> bool:
     """Call `one_step` for each remaining step, log what it returns, and save when it is due and at the end.
 
@@ -110,7 +98,7 @@ def run_steps(
         record: where the metrics go.
         progress: where to start; changed in place.
         save: writes a checkpoint into a folder.
-        schedule: how many steps there are and how often to save.
+        config: how many steps there are and how often to save.
 
     Returns:
         Whether the end was reached; False after Ctrl-C or SIGTERM, which end the step under way and save.
@@ -119,11 +107,11 @@ def run_steps(
         Exception: whatever a step raises. Where it came before the step's first update (`before_updates`), the steps
             done are saved.
     """
-    saved, failed = progress.step, None
+    saved, failed, steps, every = progress.step, None, config.train.steps, config.checkpoint.every_steps
     if progress.idle_steps >= MAX_IDLE_STEPS:  # resumed all the same
         progress.idle_steps = 0
     with stop_request() as stopped:
-        while progress.step < schedule.steps and progress.idle_steps < MAX_IDLE_STEPS and not stopped():
+        while progress.step < steps and progress.idle_steps < MAX_IDLE_STEPS and not stopped():
             started = time.perf_counter()
             try:
                 metrics = one_step(progress.step + 1)
@@ -133,7 +121,7 @@ def run_steps(
             progress.step += 1
             progress.wall_s += time.perf_counter() - started
             record.log(progress.step, metrics)
-            if schedule.save_every_steps and progress.step % schedule.save_every_steps == 0:
+            if every and progress.step % every == 0:
                 saved = save_checkpoint(record, progress, save)
         if saved != progress.step:
             save_checkpoint(record, progress, save)
@@ -146,7 +134,7 @@ def run_steps(
             "earn the same. train/accuracy says whether the problems are too easy or too hard",
             progress.step, MAX_IDLE_STEPS,
         )  # fmt: skip
-    return progress.step >= schedule.steps or progress.idle_steps >= MAX_IDLE_STEPS
+    return progress.step >= steps or progress.idle_steps >= MAX_IDLE_STEPS
 
 
 @contextmanager
@@ -165,34 +153,34 @@ def save_checkpoint(record: Recorder, progress: Progress, save: Save) -> int:
     return progress.step
 
 
-def run_step(parts: Parts, schedule: Schedule, step: int, progress: Progress) -> dict[str, float]:
+def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> dict[str, float]:
     """One step: rollouts, rewards, rows, advantages, updates, weights."""
     watch = Stopwatch()
     with before_updates():
-        accepted, refused = collect(parts, schedule.prompts_per_step, step, watch)
+        accepted, refused = collect(parts, config.items_per_step, step, watch)
     progress.idle_steps = 0 if accepted else progress.idle_steps + 1
     drawn = [*chain(*accepted), *chain(*refused)]
-    rows = to_rows(list(chain(*accepted)), schedule.max_row_tokens)
+    rows = to_rows(list(chain(*accepted)), config.train.max_row_tokens)
     batch, results = learn(
         parts.trainer,
         parts.algorithm,
         rows,
         progress.algorithm_state,
         watch,
-        updates=schedule.updates_per_epoch,
-        epochs=schedule.epochs_per_step,
-        seed=schedule.seed,
+        updates=config.updates_per_epoch,
+        epochs=config.train.epochs_per_step,
+        seed=config.seed,
         step=step,
     )
     with watch("sync_weights"):
         parts.transfer(step)
     parts.record.log_rollouts(step, drawn, mean_advantages(batch))
     metrics = rollout_metrics(drawn, batch, frozenset(parts.processor.tokenizer.all_special_ids))
-    if parts.algorithm.filters_groups:
+    if parts.algorithm.accepts_group:
         groups = len(accepted) + len(refused)
         metrics["rollout/groups_drawn"] = float(groups)
         metrics["rollout/groups_accepted"] = float(len(accepted))
-        metrics["rollout/groups_missing"] = float(schedule.prompts_per_step - len(accepted))
+        metrics["rollout/groups_missing"] = float(config.items_per_step - len(accepted))
         metrics["rollout/acceptance_rate"] = len(accepted) / max(1, groups)
     tokens = sum(item.prompt_tokens + item.response_tokens for item in drawn)
     return metrics | update_metrics(results) | watch.metrics(tokens)
@@ -286,15 +274,14 @@ def is_accepted(algorithm: Algorithm, group: Sequence[Trajectory]) -> bool:
     written = [item for item in group if any(part.origin == "model" and part.token_ids for part in item.segments)]
     given = [(item.reward, item.token_rewards) for item in written if item.reward is not None]
     rewards = [outcome + sum(reward for _, reward in by_token) for outcome, by_token in given]
-    return not algorithm.filters_groups or algorithm.accepts_group(rewards)
+    return algorithm.accepts_group is None or algorithm.accepts_group(rewards)
 
 
 def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:
     """Mean advantage of each row's trained tokens, by the index of its trajectory."""
-    assert batch.trajectory_index is not None
     tokens = batch.loss_mask.sum(1).clamp(min=1)
     means: list[float] = ((batch.advantages * batch.loss_mask).sum(1) / tokens).tolist()
-    return dict(zip(batch.trajectory_index.tolist(), means, strict=True))
+    return dict(zip(given(batch.trajectory_index).tolist(), means, strict=True))
 
 
 @contextmanager

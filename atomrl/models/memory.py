@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from atomrl.atoms.logprobs import CHUNK_ELEMENTS
-from atomrl.config import ConfigError, RunConfig
+from atomrl.config import RunConfig
 from atomrl.models.gpt import BMM_MAX_TOKENS
 from atomrl.models.loading import compute_dtype, model_config_only
 from atomrl.models.transformers_model import check_causal
+from atomrl.protocols import Algorithm, needs_teacher
 
 FLOAT32 = 4
 DISTRIBUTIONS = 10
@@ -51,33 +52,22 @@ def activation_bytes_per_token(config: Any, row_tokens: int, size: int, on_cpu: 
     return size * (4 * hidden + 2 * query + 2 * keys + 3 * inner + attention), size * hidden
 
 
-def memory_estimate(
-    config: RunConfig,
-    *,
-    needs_reference: bool = False,
-    needs_teacher: bool = False,
-    needs_critic: bool = False,
-    distributions: bool = False,
-) -> dict[str, int]:
+def memory_estimate(config: RunConfig, algorithm: Algorithm) -> dict[str, int]:
     """Bytes of each part of a run on one device, and their total; loads no weights.
 
     Activations, the log-prob chunk and the key-value cache are at their largest, for rows of full length. What torch
     itself takes is not in it. The parts do not all peak at once, so the total is an upper estimate.
 
     Args:
-        config: of the run; its model's config.json must be at hand.
-        needs_reference: hold a frozen copy of the start.
-        needs_teacher: hold the teacher of the config, whose own config.json must be at hand too.
-        needs_critic: train a critic beside the policy; the config.json that it starts from must be at hand too.
-        distributions: compare whole distributions of policy and teacher.
+        config: of the run; the config.json of its model, and of teacher and critic, must be at hand.
+        algorithm: what it needs is held: a frozen copy of the start, a teacher, a critic.
 
     Raises:
         ConfigError: the model's config is not there.
     """
     model, train, rollout = config.model, config.train, config.rollout
     trusted, path = model.trust_remote_code, model.path
-    if path is None:
-        raise ConfigError("model.path: the estimate needs a model")
+    assert path is not None, "of a fresh model there is no estimate"
     shape = model_config_only(path, trusted)
     check_causal(shape, path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,17 +93,18 @@ def memory_estimate(
         "trainer weights": total * compute + trained * FLOAT32 if model.lora else total * FLOAT32,
         "gradients": trained * FLOAT32,
         "optimizer": 2 * trained * FLOAT32,
-        "reference": total * compute if needs_reference and not model.lora else 0,
-        **({"distributions": DISTRIBUTIONS * tokens * shape.vocab_size * FLOAT32} if distributions else {}),
+        "reference": total * compute if "ref_logprobs" in algorithm.needs and not model.lora else 0,
         "activations": activations(shape),
         "log-prob chunk": 3 * chunk * FLOAT32,
         "engine weights": total * compute,
         "key-value cache": cached * 2 * shape.num_hidden_layers * keys * compute,
     }
-    if needs_teacher:
+    if "distributions" in algorithm.outputs:
+        parts["distributions"] = DISTRIBUTIONS * tokens * shape.vocab_size * FLOAT32
+    if needs_teacher(algorithm):
         assert config.teacher is not None
         parts["teacher"] = count_parameters(model_config_only(config.teacher.path, trusted), trusted) * compute
-    if needs_critic:
+    if "values" in algorithm.needs:
         critic = model_config_only(config.critic.path or path, trusted)
         parts["critic"] = 4 * critic_parameters(critic, trusted) * FLOAT32  # weights, gradients and Adam's two moments
         parts["critic activations"] = activations(critic)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -99,13 +99,8 @@ class Objective(BaseModel):
         return None
 
     @property
-    def filters_groups(self) -> bool:
-        return getattr(self, "group_filter", None) is not None
-
-    def accepts_group(self, rewards: Sequence[float]) -> bool:
-        """Whether a group with these rewards is trained on."""
-        group_filter = getattr(self, "group_filter", None)
-        return group_filter is None or bool(group_filter(rewards))
+    def accepts_group(self) -> Callable[[Sequence[float]], bool] | None:
+        return getattr(self, "group_filter", None)
 
     def advantages(self, rows: RowBatch, state: Mapping[str, float] = NOTHING) -> AdvantageBatch:
         """The rows as they are."""

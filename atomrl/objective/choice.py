@@ -7,7 +7,6 @@ written in one place.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import re
@@ -20,6 +19,7 @@ from pydantic.fields import FieldInfo
 from torch import Tensor
 
 from atomrl.functions import find_function
+from atomrl.hints import did_you_mean
 from atomrl.protocols import ModelInput
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -154,10 +154,7 @@ class Custom(Choice):
             raise ValueError(f"{self.function!r} takes {signature}, not ({given}): {error}") from error
 
 
-@functools.cache
-def imported(path: str) -> Callable[..., Any]:
-    """`find_function`, once for each path: custom choices are called for every micro-batch."""
-    return find_function(path)
+imported = functools.cache(find_function)
 
 
 class Off:
@@ -253,7 +250,5 @@ def validated(kind: type[Model], where: str, values: Mapping[str, Any]) -> Model
 def check_name(where: str, name: object, valid: Sequence[str]) -> None:
     """Raises ValueError, with the nearest valid name, where `name` is not valid."""
     if name not in valid:
-        near = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.4)
-        valid = [item for item in valid if item != "type"]
-        hint = f"valid are {', '.join(valid)}" if valid else "it has no parameters"
-        raise ValueError(f"{where}: unknown name {name!r}; " + (f"did you mean {near[0]!r}?" if near else hint))
+        hint = did_you_mean(str(name), valid, "valid are", cutoff=0.4) if valid != ["type"] else "it has no parameters"
+        raise ValueError(f"{where}: unknown name {name!r}; {hint}")

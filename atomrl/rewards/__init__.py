@@ -5,19 +5,3 @@ from atomrl.rewards.math import exact_match, gsm8k, strict_format, strict_math
 from atomrl.rewards.penalties import length_penalty, repetition_penalty
 from atomrl.rewards.tasks import countdown, reasoning_gym
 from atomrl.rewards.tutorial import correctness_reward, digit_reward, hard_format_reward, mark_reward
-
-__all__ = [
-    "boxed",
-    "correctness_reward",
-    "countdown",
-    "digit_reward",
-    "exact_match",
-    "gsm8k",
-    "hard_format_reward",
-    "length_penalty",
-    "mark_reward",
-    "reasoning_gym",
-    "repetition_penalty",
-    "strict_format",
-    "strict_math",
-]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,13 +9,14 @@ from typing import Any
 
 import atomrl.rewards as built_in
 from atomrl.functions import OF_FILE, find_function
+from atomrl.hints import did_you_mean
 from atomrl.rewards import boxes, tasks
 from atomrl.rewards.errors import RewardError
 
 AnyReward = Callable[..., Any]
 """A function or class of any of the kinds that `calling.Style` lists."""
 
-REWARDS: dict[str, AnyReward] = {name: getattr(built_in, name) for name in built_in.__all__}
+REWARDS: dict[str, AnyReward] = dict(inspect.getmembers(built_in, inspect.isfunction))
 
 LOADING: dict[str, str] = {"reward_model": "atomrl.models.reward_model.RewardModel"}
 """Built-in rewards with weights of their own, by their dotted path: imported when a config names one. They compute in
@@ -53,14 +53,11 @@ def find_reward(name: str) -> AnyReward:
     """
     if name in REWARDS:
         return REWARDS[name]
-    name = LOADING.get(name, name)
-    if "." not in name and ":" not in name:
-        known = [*REWARDS, *LOADING]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"built in are {', '.join(known)}"
+    if "." not in name and ":" not in name and name not in LOADING:
+        hint = did_you_mean(name, [*REWARDS, *LOADING], "built in are")
         raise RewardError(f"unknown reward {name!r}; {hint} (your own is named my_module.f or ./my_file.py:f)")
     try:
-        return find_function(name)
+        return find_function(LOADING.get(name, name))
     except ValueError as error:
         raise RewardError(f"reward {error}") from error
 

@@ -24,6 +24,9 @@ from atomrl.rollout.requests import DIVERGED, RequestEngine, RequestState
 from atomrl.rollout.stopping import StopRule, eos_token_ids
 from atomrl.types import FinishReason, SamplingParams
 
+DRAWN = ("temperature", "top_p", "top_k")
+"""What `generate` warns of where nothing is drawn."""
+
 
 class HFEngine(RequestEngine):
     """Draws completions with `model.generate`: each `poll` runs one batch to its end, so none is ever half done.
@@ -128,7 +131,8 @@ class HFEngine(RequestEngine):
             generation_config=GenerationConfig(
                 max_new_tokens=sampling.max_completion_tokens,
                 pad_token_id=0,
-                **_draw_settings(sampling),
+                do_sample=sampling.temperature > 0,
+                **({name: getattr(sampling, name) for name in DRAWN} if sampling.temperature else {}),
             ),
             logits_processor=LogitsProcessorList([recorder]),
             stopping_criteria=StoppingCriteriaList([ends]),
@@ -165,17 +169,6 @@ def _adapter_hook(adapter: Adapter) -> Callable[[torch.nn.Module, tuple[Tensor, 
         return (output + (x @ adapter.a.to(x.device).T) @ adapter.b.to(x.device).T * adapter.scale).to(output.dtype)
 
     return add
-
-
-def _draw_settings(sampling: SamplingParams) -> dict[str, Any]:
-    if sampling.temperature == 0:  # the others are warned of
-        return {"do_sample": False}
-    return {
-        "do_sample": True,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-    }
 
 
 class _Recorder(LogitsProcessor):

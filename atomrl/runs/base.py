@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from atomrl.config import RunConfig
-from atomrl.loop.recovery import open_run, saver
-from atomrl.loop.sync import Progress, Schedule, run_steps
+from atomrl.data.processor import DataProcessor
+from atomrl.data.stream import PromptStream
+from atomrl.loop.sync import Progress, run_steps
+from atomrl.models.loading import resolve_folder
 from atomrl.models.memory import memory_estimate
 from atomrl.protocols import Algorithm, TrainingBackend
-from atomrl.runs.build import build_trainer, needs_teacher, starting_model
+from atomrl.runs.build import build_trainer, starting_model
 from atomrl.tracking.recorder import Recorder
+from atomrl.tracking.resume import model_identity, tokenizer_identity
 from atomrl.tracking.run_directory import RunDirectory
 
 Callback = Callable[[int, Mapping[str, float]], None]
 """Called after each step with its number and metrics."""
+
+
+STATE = "progress.json"
+"""In every checkpoint: how far the run is."""
 
 
 class Evaluation(NamedTuple):
@@ -41,7 +52,6 @@ class Run(ABC):
     config: RunConfig
     tokenizer: Any
     algorithm: Algorithm
-    schedule: Schedule
     temperature = 1.0
     """At which log-probs are taken: that of sampling in reinforcement learning, 1 elsewhere."""
 
@@ -70,14 +80,7 @@ class Run(ABC):
         sections = [("data", self.describe_data()), ("batch", self.describe_batch())]
         if self.config.gpt is not None:
             return sections
-        algorithm = self.algorithm
-        parts = memory_estimate(
-            self.config,
-            needs_reference="ref_logprobs" in algorithm.needs,
-            needs_teacher=needs_teacher(algorithm),
-            needs_critic="values" in algorithm.needs,
-            distributions="distributions" in algorithm.outputs,
-        )
+        parts = memory_estimate(self.config, self.algorithm)
         return [*sections, ("memory", [f"{name:<20}{readable(size)}" for name, size in parts.items()])]
 
     @abstractmethod
@@ -115,16 +118,17 @@ class Run(ABC):
             What is in the run's `summary.json`.
         """
         started, config = time.perf_counter(), self.config
-        directory, self.progress = open_run(config, resume, self.identity, allow_changes)
-        progress, earlier_s = self.progress, self.progress.wall_s
+        directory = RunDirectory.create(config, resume, allow_changes, self.identity)
+        newest = directory.checkpoint_folder(directory.first_step - 1) if directory.first_step > 1 else None
+        stored = json.loads((newest / STATE).read_text(encoding="utf-8")) if newest else {}
+        self.progress = progress = Progress(**stored)
+        earlier_s = progress.wall_s
         with ExitStack() as stack:
             self.start = starting_model(config, self.tokenizer, directory)
-            self.trainer = trainer = build_trainer(
-                config, self.algorithm, self.schedule, self.start, self.tokenizer, self.temperature
-            )
+            self.trainer = trainer = build_trainer(config, self.algorithm, self.start, self.tokenizer, self.temperature)
             stack.callback(trainer.close)
-            if progress.step:
-                trainer.load(directory.checkpoint_folder(progress.step))
+            if newest:
+                trainer.load(newest)
             self.record = stack.enter_context(Recorder(config, directory, wording))
             self.open(stack)
             if not progress.step and config.eval.before:
@@ -132,14 +136,18 @@ class Run(ABC):
 
             def one_step(number: int) -> dict[str, float]:
                 metrics = self.step(number)
-                every = self.schedule.eval_every_steps
-                if every and number % every == 0 and number < self.schedule.steps:
+                every = config.eval.every_steps
+                if every and number % every == 0 and number < config.train.steps:
                     self._evaluate(number)
                 for callback in callbacks:
                     callback(number, metrics)
                 return metrics
 
-            done = run_steps(one_step, self.record, progress, saver(trainer), self.schedule)
+            def save(folder: Path, progress: Progress) -> None:
+                trainer.save(folder)
+                (folder / STATE).write_text(json.dumps(asdict(progress), indent=1) + "\n", encoding="utf-8")
+
+            done = run_steps(one_step, self.record, progress, save, config)
             if done and config.eval.after:
                 self._evaluate(progress.step)
         return self._finish(directory, done, earlier_s + time.perf_counter() - started)
@@ -167,6 +175,18 @@ class Run(ABC):
         }
         directory.finish(summary)
         return summary
+
+
+def identity(stream: PromptStream, processor: DataProcessor, model: str | Path) -> dict[str, str]:
+    """Hashes of what a config only names: the problems, the prompt made of the first of them (chat template, system
+    prompt), tokenizer and model."""
+    first = [prompt.token_ids for prompt in processor.to_prompts([("0", stream.samples[0])])]
+    return {
+        "data (data.train)": stream.fingerprint,
+        "prompts (chat template, system prompt)": hashlib.sha256(repr(tuple(first)).encode()).hexdigest(),
+        "tokenizer (model.tokenizer, or beside model.path)": tokenizer_identity(processor.tokenizer),
+        "model (model.path)": model_identity(resolve_folder(model)),
+    }
 
 
 def readable(size: int) -> str:

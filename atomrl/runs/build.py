@@ -1,4 +1,4 @@
-"""Engines, back ends and schedules from a config: the only place that names engines and back ends."""
+"""Engines and back ends from a config: the only place that names engines and back ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from atomrl.config import ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
-from atomrl.loop.sync import Schedule
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder, save_model
 from atomrl.models.spec import unsupported
@@ -25,8 +24,6 @@ from atomrl.types import Sample, SamplingParams
 
 log = logging.getLogger(__name__)
 ENGINES: dict[str, type[NativeEngine] | type[HFEngine]] = {"native": NativeEngine, "hf": HFEngine}
-ROWS_PER_UPDATE = 64
-"""Of runs on given data, unless `train.rows_per_update` says otherwise."""
 
 
 def model_path(config: RunConfig) -> str:
@@ -76,34 +73,16 @@ def load_split(config: RunConfig, processor: DataProcessor, split: Literal["trai
     return kept
 
 
-def make_schedule(config: RunConfig) -> Schedule:
-    """How many of everything. In reinforcement learning a step is one update per pass unless `train.rows_per_update` is
-    given; where rows are given and not drawn, `rows_per_update` of them and one update."""
-    rollout, train = config.rollout, config.train
-    rows = rollout.prompts_per_step * rollout.completions_per_prompt
-    drawn = config.kind == "train"
-    return Schedule(
-        steps=train.steps,
-        prompts_per_step=rollout.prompts_per_step if drawn else train.rows_per_update or ROWS_PER_UPDATE,
-        updates_per_epoch=max(1, rows // (train.rows_per_update or rows)) if drawn else 1,
-        epochs_per_step=train.epochs_per_step if drawn else 1,
-        max_row_tokens=train.max_row_tokens,
-        eval_every_steps=config.eval.every_steps,
-        save_every_steps=config.checkpoint.every_steps,
-        seed=config.seed,
-    )
-
-
-def scheduled(config: RunConfig, items: int) -> tuple[RunConfig, Schedule]:
-    """The config with `train.steps` worked out from `train.total_epochs`, where that is given, and its schedule.
+def with_steps(config: RunConfig, items: int) -> RunConfig:
+    """The config with `train.steps` worked out from `train.total_epochs`, where that is given.
 
     Args:
         items: how many there are to train on.
     """
-    if config.train.total_epochs is not None:
-        steps = max(1, math.ceil(config.train.total_epochs * items / make_schedule(config).prompts_per_step))
-        config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
-    return config, make_schedule(config)
+    if config.train.total_epochs is None:
+        return config
+    steps = max(1, math.ceil(config.train.total_epochs * items / config.items_per_step))
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 
 
 def train_sampling(config: RunConfig) -> SamplingParams:
@@ -172,11 +151,6 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
     )
 
 
-def needs_teacher(algorithm: Algorithm) -> bool:
-    """Whether an algorithm looks at a teacher."""
-    return any(name.startswith("teacher") for name in algorithm.needs | algorithm.outputs)
-
-
 def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -> str:
     """The folder or hub name that training starts from: `model.path`, or a GPT with fresh weights in the run's folder,
     which is taken again when the run goes on.
@@ -200,7 +174,7 @@ def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -
 
 
 def build_trainer(
-    config: RunConfig, algorithm: Algorithm, schedule: Schedule, path: str, tokenizer: Any, temperature: float
+    config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any, temperature: float
 ) -> TrainingBackend:
     """The training back end, with the models that the algorithm needs beside the policy.
 
@@ -211,14 +185,12 @@ def build_trainer(
     return LocalBackend(
         config.model.model_copy(update={"path": path}),
         config.train,
-        total_updates=schedule.steps * schedule.updates_per_epoch * schedule.epochs_per_step,
+        algorithm,
+        total_updates=config.train.steps * config.updates_per_step,
         tokenizer=tokenizer,
         device=device_name(config.model.device),
         temperature=temperature,
-        needs_reference="ref_logprobs" in algorithm.needs,
-        forward_mode=algorithm.update is not None,
-        scores="scores" in algorithm.outputs,
-        critic=config.critic if "values" in algorithm.needs else None,
-        teacher=config.teacher.path if config.teacher and needs_teacher(algorithm) else None,
+        critic=config.critic,
+        teacher=config.teacher.path if config.teacher else None,
         seed=config.seed,
     )

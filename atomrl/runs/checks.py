@@ -8,8 +8,8 @@ from atomrl.config import ConfigError, RunConfig
 from atomrl.models.loading import load_tokenizer, model_config_only, resolve_folder
 from atomrl.models.scalar import is_classifier
 from atomrl.models.spec import unsupported
-from atomrl.protocols import Algorithm
-from atomrl.runs.build import engine_class, needs_teacher
+from atomrl.protocols import Algorithm, needs_teacher
+from atomrl.runs.build import engine_class
 
 
 def check_companions(config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any) -> None:

@@ -22,15 +22,15 @@ from atomrl.data.sources import COMPLETIONS, LoadReport
 from atomrl.data.stream import PromptStream
 from atomrl.data.tokenized import TokenizedSamples
 from atomrl.loop.preferences import evaluate_preferences
-from atomrl.loop.recovery import identity
 from atomrl.loop.supervised import EVAL_SAMPLES, nll_per_token, supervised_step
 from atomrl.loop.sync import before_updates
 from atomrl.models.loading import model_config_only
 from atomrl.models.reward_model import Reader
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.objective import PreferenceObjective
-from atomrl.runs.base import Evaluation, Run
-from atomrl.runs.build import context_tokens, model_path, policy_tokenizer, scheduled
+from atomrl.objective.advantage_inputs import given
+from atomrl.runs.base import Evaluation, Run, identity
+from atomrl.runs.build import context_tokens, model_path, policy_tokenizer, with_steps
 from atomrl.types import RowBatch
 
 Split = Literal["train", "eval"]
@@ -57,7 +57,7 @@ class GivenDataRun(Run):
         self.processor = DataProcessor(tokenizer, config.data)
         self.train = self._tokenized("train")
         self.held_out = self._tokenized("eval") if config.data.eval is not None else None
-        self.config, self.schedule = scheduled(config, len(self.train.samples))
+        self.config = with_steps(config, len(self.train.samples))
         self.stream = PromptStream(self.train.samples, seed=config.seed, shuffle=config.data.shuffle)
 
     @abstractmethod
@@ -90,7 +90,7 @@ class GivenDataRun(Run):
         return [f"{len(self.train.samples)} {self.items} to train on, {held_out} held out"]
 
     def describe_batch(self) -> Sequence[str]:
-        rows, steps, items = self.schedule.prompts_per_step, self.schedule.steps, len(self.train.samples)
+        rows, steps, items = self.config.items_per_step, self.config.train.steps, len(self.train.samples)
         return [
             f"a step: {rows} {self.items} in one optimizer step; the run: {steps} steps = "
             f"{steps * rows / items:.2f} passes over {items}"
@@ -101,7 +101,7 @@ class GivenDataRun(Run):
 
     def step(self, number: int) -> dict[str, float]:
         with before_updates():
-            rows = self.train.rows(self.stream.take(self.schedule.prompts_per_step), mismatched=self.mismatched)
+            rows = self.train.rows(self.stream.take(self.config.items_per_step), mismatched=self.mismatched)
         metrics = supervised_step(self.trainer, self.algorithm, rows, self.progress.algorithm_state)
         self.progress.position = self.stream.position
         return metrics
@@ -186,6 +186,4 @@ class RewardModelRun(PreferenceRun):
         GivenDataRun.__init__(self, config, tokenizer, self.reader.limit)
 
     def scores(self, rows: RowBatch) -> dict[str, Tensor]:
-        found = self.trainer.forward_only(rows, frozenset({"scores"})).scores
-        assert found is not None
-        return {"reward": found}
+        return {"reward": given(self.trainer.forward_only(rows, frozenset({"scores"})).scores)}

@@ -17,7 +17,7 @@ from atomrl.loop.supervised import nll_per_token, supervised_step
 from atomrl.models.loading import load_tokenizer, resolve_folder
 from atomrl.rollout.generate import generate
 from atomrl.runs.base import Evaluation, Run
-from atomrl.runs.build import build_engine, context_tokens, make_schedule, model_path
+from atomrl.runs.build import build_engine, context_tokens, model_path
 from atomrl.tracking.resume import model_identity, tokenizer_identity
 from atomrl.types import Prompt, RowBatch, Sample, SamplingParams
 from atomrl.weights import InProcessTransfer
@@ -45,7 +45,6 @@ class PretrainRun(Run):
             self.tokens.check_length(split, self.settings.window_tokens)
         self.tokenizer = self._check_tokenizer()
         self._check_context(config.gpt.max_tokens if config.gpt else context_tokens(model_path(config), config))
-        self.schedule = make_schedule(config)
 
     @cached_property
     def identity(self) -> dict[str, str]:
@@ -59,7 +58,7 @@ class PretrainRun(Run):
         return [f"{self.tokens.path}: {meta.train.tokens:,} tokens to train on, {meta.val.tokens:,} held out"]
 
     def describe_batch(self) -> Sequence[str]:
-        rows, window, steps = self.schedule.prompts_per_step, self.settings.window_tokens, self.schedule.steps
+        rows, window, steps = self.config.items_per_step, self.settings.window_tokens, self.config.train.steps
         total = rows * window * steps
         return [
             f"a step: {rows} windows x {window} tokens; the run: {steps} steps = {total:,} tokens = "
@@ -75,17 +74,25 @@ class PretrainRun(Run):
             self.transfer = InProcessTransfer(self.trainer, self.engine)
 
     def step(self, number: int) -> dict[str, float]:
-        rows = self._rows("train", self.schedule.prompts_per_step, self.config.seed, number)
+        rows = self._rows("train", self.config.items_per_step, self.config.seed, number)
         metrics = supervised_step(self.trainer, self.algorithm, rows, self.progress.algorithm_state)
         every = self.settings.sample_every_steps
-        if every and (number % every == 0 or number == self.schedule.steps):
+        if every and (number % every == 0 or number == self.config.train.steps):
             self.sample(number)
         return metrics
 
     def sample(self, step: int) -> None:
         """Draw completions of `pretrain.sample_prompt`, and record them."""
         self.transfer(step)
-        drawn = generate(self.engine, [self._prompt()], self._sampling(step))
+        settings = self.settings
+        sampling = SamplingParams(
+            completions_per_prompt=settings.samples,
+            max_completion_tokens=settings.sample_tokens,
+            temperature=settings.sample_temperature,
+            seed=self.config.seed,
+            step=step,
+        )
+        drawn = generate(self.engine, [self._prompt()], sampling)
         self.record.log_rollouts(step, drawn, {})
         self.record.progress.note(f"step {step}: sample: {drawn[0].text!r}")
 
@@ -106,15 +113,6 @@ class PretrainRun(Run):
         sample = Sample(sample_id="sample", prompt=text, ground_truth=None, data_source="sample")
         ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return Prompt(prompt_id="sample", sample=sample, token_ids=ids)
-
-    def _sampling(self, step: int) -> SamplingParams:
-        return SamplingParams(
-            completions_per_prompt=self.settings.samples,
-            max_completion_tokens=self.settings.sample_tokens,
-            temperature=self.settings.sample_temperature,
-            seed=self.config.seed,
-            step=step,
-        )
 
     def _check_tokenizer(self) -> Any:
         """The tokenizer of the model.

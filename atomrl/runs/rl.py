@@ -14,13 +14,12 @@ from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
 from atomrl.loop.evaluate import evaluate
 from atomrl.loop.preflight import check_group_size, check_row_limit
-from atomrl.loop.recovery import identity
 from atomrl.loop.sync import Parts, run_step
 from atomrl.models.loading import resolve_folder
 from atomrl.protocols import RewardFunction
 from atomrl.rewards.compute import build_rewards
 from atomrl.runs import build
-from atomrl.runs.base import Evaluation, Run
+from atomrl.runs.base import Evaluation, Run, identity
 from atomrl.runs.checks import check_companions, check_engine
 from atomrl.tracking.resume import model_identity
 from atomrl.types import Sample
@@ -52,7 +51,7 @@ class RLRun(Run):
         samples = build.load_split(config, self.processor, "train")
         self.stream = PromptStream(samples, seed=config.seed, shuffle=config.data.shuffle)
         self.rewards.check_sources([*samples, *self.held_out])
-        self.config, self.schedule = build.scheduled(config, len(samples))
+        self.config = build.with_steps(config, len(samples))
         check_row_limit([len(ids) for ids in self.processor.token_ids(samples)], config.train.max_row_tokens)
         check_group_size(self.algorithm, config.rollout.completions_per_prompt)
         self.temperature = config.rollout.temperature or 1.0
@@ -72,14 +71,14 @@ class RLRun(Run):
 
     def describe_batch(self) -> Sequence[str]:
         """Prompts x completions -> rows -> optimizer steps -> micro-batches, and passes over the problems."""
-        rollout, train, schedule = self.config.rollout, self.config.train, self.schedule
+        rollout, train = self.config.rollout, self.config.train
         rows, problems = rollout.prompts_per_step * rollout.completions_per_prompt, len(self.stream.samples)
-        update_rows, updates = train.rows_per_update or rows, schedule.updates_per_epoch * schedule.epochs_per_step
+        update_rows, updates = train.rows_per_update or rows, self.config.updates_per_step
         longest = self.config.data.max_prompt_tokens + rollout.max_completion_tokens
         row_tokens = min(longest, train.max_row_tokens or longest)
         tokens = train.micro_batch_tokens(build.device_name(self.config.model.device).partition(":")[0])
         micro_rows = min(update_rows, max(1, tokens // row_tokens), train.rows_per_micro_batch or update_rows)
-        prompts = schedule.steps * rollout.prompts_per_step
+        prompts = train.steps * rollout.prompts_per_step
         return [
             f"a step: {rollout.prompts_per_step} prompts x {rollout.completions_per_prompt} completions = {rows} rows, "
             f"each of at most {row_tokens} tokens",
@@ -87,8 +86,8 @@ class RLRun(Run):
             f"= {updates}",
             f"forward passes in an optimizer step: at most {math.ceil(update_rows / micro_rows)}, "
             f"of at most {micro_rows} rows ({tokens} tokens)",
-            f"the run: {schedule.steps} steps x {rollout.prompts_per_step} prompts = {prompts} prompts = "
-            f"{prompts / problems:.2f} passes over {problems} problems; {schedule.steps * updates} optimizer steps",
+            f"the run: {train.steps} steps x {rollout.prompts_per_step} prompts = {prompts} prompts = "
+            f"{prompts / problems:.2f} passes over {problems} problems; {train.steps * updates} optimizer steps",
         ]
 
     def open(self, stack: ExitStack) -> None:
@@ -112,7 +111,7 @@ class RLRun(Run):
             self.parts.transfer(self.progress.step)
 
     def step(self, number: int) -> dict[str, float]:
-        metrics = run_step(self.parts, self.schedule, number, self.progress)
+        metrics = run_step(self.parts, self.config, number, self.progress)
         self.progress.position = self.stream.position
         return metrics
 

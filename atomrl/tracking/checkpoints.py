@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
+
+from atomrl.files import flush_to_disk, new_folder, sha256
 
 MANIFEST = "MANIFEST.json"
 
@@ -45,17 +45,14 @@ def writing_checkpoint(root: Path, step: int) -> Iterator[Path]:
         >>> checkpoint_fault(root / "step_000010") is None
         True
     """
-    final, aside = root / step_folder(step), root / f".{step_folder(step)}.partial"
-    shutil.rmtree(aside, ignore_errors=True)
     with disk_full_named(root, f"the checkpoint of step {step} was not written; those before it are as they were"):
-        try:
-            aside.mkdir(parents=True)
-            yield aside
-            _write_manifest(aside)
-            aside.rename(final)
-            flush_to_disk(root)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        with new_folder(root / step_folder(step)) as folder:
+            yield folder
+            manifest = _manifest_text(_digests(folder))
+            (folder / MANIFEST).write_text(manifest, encoding="utf-8")
+            for path in [*sorted(folder.rglob("*")), folder]:  # files, and folders for the names in them
+                flush_to_disk(path)
+        flush_to_disk(root)
 
 
 def keep_checkpoints(root: Path, newest: int, also: Collection[int | None] = ()) -> None:
@@ -116,12 +113,6 @@ def disk_full_named(folder: Path, what: str) -> Iterator[None]:
         ) from error
 
 
-def _write_manifest(folder: Path) -> None:
-    (folder / MANIFEST).write_text(_manifest_text(_digests(folder)), encoding="utf-8")
-    for path in [*sorted(folder.rglob("*")), folder]:  # files, and folders for the names in them
-        flush_to_disk(path)
-
-
 def _manifest_text(digests: dict[str, str]) -> str:
     return json.dumps({"sha256": digests}, indent=1) + "\n"
 
@@ -129,18 +120,4 @@ def _manifest_text(digests: dict[str, str]) -> str:
 def _digests(folder: Path) -> dict[str, str]:
     """The hash of every file, by its path in the folder."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
-    return {str(path.relative_to(folder)): _sha256(path) for path in paths}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def flush_to_disk(path: Path) -> None:
-    """Return when a file's content, or the names in a folder, would survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    return {str(path.relative_to(folder)): sha256(path) for path in paths}

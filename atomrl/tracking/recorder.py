@@ -7,10 +7,9 @@ from typing import Any
 
 from atomrl.config import RunConfig
 from atomrl.doctor.watch import Doctor
-from atomrl.protocols import Tracker
 from atomrl.tracking.console import ProgressBar
 from atomrl.tracking.run_directory import RunDirectory, accuracies, read_metrics, rollout_rows
-from atomrl.tracking.sinks import MAX_SAMPLES, SINKS, BackgroundSink
+from atomrl.tracking.sinks import MAX_SAMPLES, SINKS, BackgroundSink, Sink
 from atomrl.types import Trajectory
 
 
@@ -45,7 +44,7 @@ class Recorder:
         for sink in self.sinks:
             sink.close()
 
-    def _send(self, step: int, action: Callable[[Tracker], None], always: bool = False) -> None:
+    def _send(self, step: int, action: Callable[[Sink], None], always: bool = False) -> None:
         for sink in self.sinks if always or step % self.tracking.log_every_steps == 0 else ():
             sink.put(action)
 

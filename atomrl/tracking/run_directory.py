@@ -14,7 +14,6 @@ runs/NAME/
 
 from __future__ import annotations
 
-import difflib
 import fcntl
 import json
 import logging
@@ -31,8 +30,10 @@ from typing import Any
 
 from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config, read_yaml
 from atomrl.doctor.findings import Finding, is_evaluation
+from atomrl.files import flush_to_disk, write_jsonl, write_text
+from atomrl.hints import nearest
 from atomrl.tracking import checkpoints
-from atomrl.tracking.checkpoints import disk_full_named, flush_to_disk, step_folder, step_folders
+from atomrl.tracking.checkpoints import disk_full_named, step_folder, step_folders
 from atomrl.tracking.environment import describe_environment, refuse_secrets
 from atomrl.tracking.resume import config_changes, stopping_changes
 from atomrl.types import Trajectory
@@ -86,9 +87,8 @@ class RunDirectory:
         """
         refuse_secrets(dump_config(config))
         run = cls(config.run_dir, config.checkpoint)
-        present = {path.name for path in run.path.iterdir()} if run.path.is_dir() else set()
-        begun = {name for name in present - STARTED if not name.endswith(".partial")}
-        if resume and not ("config.yaml" in present or (present and not begun)):
+        there, begun = (run.path / "config.yaml").is_file(), is_begun(run.path)
+        if resume and not there and (begun or not run.path.is_dir() or not any(run.path.iterdir())):
             raise ConfigError(f"there is no run to resume in {run.path}; start it without --resume")
         if begun and not resume:
             raise ConfigError(
@@ -98,7 +98,7 @@ class RunDirectory:
         run.path.mkdir(parents=True, exist_ok=True)
         _lock(run.path)
         environment = describe_environment() | {"identity": dict(identity)}
-        if resume and "config.yaml" in present:
+        if resume and there:
             environment = run._reopen(config, allow_changes, environment)
         _write_json(run.path / "env.json", environment)
         # Last, because what it says is then true: a kill before needs no more than to resume again.
@@ -170,13 +170,15 @@ class RunDirectory:
     def write_findings(self, findings: Iterable[Finding]) -> None:
         """What the doctor has found so far; no file where it is nothing."""
         path, rows = self.path / FINDINGS, [asdict(finding) | {"page": finding.page} for finding in findings]
-        write_jsonl(path, rows) if rows else path.unlink(missing_ok=True)
+        self._write_rows(rows, path) if rows else path.unlink(missing_ok=True)
 
     def write_rows(self, step: int, rows: Iterable[Mapping[str, Any]], split: str) -> None:
         """Write `rollouts/step_NNNNNN/SPLIT.jsonl`, one row a line, in place of an earlier file."""
-        path = self.path / "rollouts" / step_folder(step) / f"{split}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_jsonl(path, rows)
+        self._write_rows(rows, self.path / "rollouts" / step_folder(step) / f"{split}.jsonl")
+
+    def _write_rows(self, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+        with disk_full_named(path.parent, f"{path.name} was not written"):
+            write_jsonl(rows, path, lenient=True)
 
     def checkpoint_folder(self, step: int) -> Path:
         """Where the checkpoint of a step is, or will be."""
@@ -208,8 +210,8 @@ class RunDirectory:
         rows = read_metrics(self.path / "metrics.jsonl")
         value = {row["step"]: row[name] for row in rows if row.get(name) is not None}
         if not value:
-            near = difflib.get_close_matches(name, {key for row in rows for key in row}, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            near = nearest(name, {key for row in rows for key in row})
+            hint = f"; did you mean {near!r}?" if near else ""
             log.warning("checkpoint.keep_best: no step has had the metric %r so far%s", name, hint)
         sign = 1 if self.settings.best_is == "max" else -1
         candidates = [step for step, _ in step_folders(self.path / "checkpoints") if step in value]
@@ -241,6 +243,12 @@ class RunDirectory:
             draw_curves(self.path)
         except ImportError as error:
             print(error, file=sys.stderr)
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether a run got as far there as its first step."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return any(not name.endswith(".partial") for name in names - STARTED)
 
 
 def rollout_rows(
@@ -327,24 +335,13 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON object a line; a value that JSON has no form for is written as its text."""
-    lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-    _write(path, "".join(lines), flush=False)
-
-
 def _write_json(path: Path, value: Any) -> None:
     _write(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
 
 
-def _write(path: Path, text: str, flush: bool = True) -> None:
-    """Written aside and renamed, so that a kill leaves the old file or the new one (`flush`: so does a power cut)."""
-    aside = path.with_name(f".{path.name}.partial")
+def _write(path: Path, text: str) -> None:
     with disk_full_named(path.parent, f"{path.name} was not written"):
-        aside.write_text(text, encoding="utf-8")
-        if flush:
-            flush_to_disk(aside)
-        aside.replace(path)
+        write_text(path, text, flush=True)
 
 
 def _lock(folder: Path) -> None:

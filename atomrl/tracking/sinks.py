@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from atomrl.config import ConfigError, RunConfig
-from atomrl.protocols import Tracker
 from atomrl.tracking.console import prompt_text
 from atomrl.tracking.run_directory import RunDirectory
 
@@ -84,8 +83,9 @@ class WandbSink:
         self._run.finish()
 
 
-SINKS: dict[str, Callable[[RunConfig, RunDirectory], Tracker]] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
-"""Sinks by name. To add one: its class, and a line here."""
+Sink = TensorBoardSink | WandbSink
+SINKS: dict[str, type[Sink]] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
+"""Sinks by name. To add one: its class, and its name here and in `Sink`."""
 
 
 class BackgroundSink:
@@ -99,14 +99,14 @@ class BackgroundSink:
         sink: called from the thread alone.
     """
 
-    def __init__(self, name: str, sink: Tracker) -> None:
+    def __init__(self, name: str, sink: Sink) -> None:
         self.name, self.dropped = name, 0
         self._sink, self._finished = sink, 0
-        self._waiting: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Callable[[Sink], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"sink {name}", daemon=True)
         self._thread.start()
 
-    def put(self, action: Callable[[Tracker], None]) -> None:
+    def put(self, action: Callable[[Sink], None]) -> None:
         """Let the sink do something when it comes to it; never waits."""
         if self._waiting.qsize() < MAX_WAITING:
             self._waiting.put(action)

@@ -19,7 +19,7 @@ from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
 from atomrl.metrics import Count, Metrics, merge
 from atomrl.models.batches import micro_batches
 from atomrl.models.kernels import plain_formulas
-from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUnit, UpdateOutput
+from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUnit, UpdateOutput, needs_teacher
 from atomrl.training.collective import Collective, check_launcher
 from atomrl.training.micro_batches import group_pieces, is_out_of_memory, padded_tokens, zero_weight_row
 from atomrl.training.optimizer import Optimizer
@@ -42,15 +42,14 @@ class BaseBackend(ABC):
     Args:
         model: which policy, its dtype, adapters, checkpointing and compilation.
         train: optimizer, learning rate and micro-batches.
+        algorithm: says by what it needs which models there are: a reward model in the policy's place (`scores`), a
+            frozen copy of the start (`ref_logprobs`; with adapters it costs nothing), a critic (`values`), a teacher.
         total_updates: optimizer steps of the whole run, for the learning rate.
         tokenizer: written beside the model by `save`; None leaves it out.
         device: as torch names it.
         temperature: of sampling; all log-probs are at it (0, greedy, counts as 1).
-        needs_reference: hold a frozen copy of the start, for `ref_logprobs`. With adapters it costs nothing.
-        scores: what is trained is a reward model, whose output is `scores`, and no language model.
-        critic: hold a critic, trained beside the policy, for `values`.
-        teacher: a model's folder or hub name, held frozen, for `teacher_logprobs` and `teacher_distributions`.
-        forward_mode: an algorithm's own update will ask for plain outputs, to differentiate them forward.
+        critic: where it starts, and its learning rate.
+        teacher: a model's folder or hub name.
         seed: of adapters' first weights and of dropout.
         collective: what the ranks agree through.
 
@@ -63,16 +62,14 @@ class BaseBackend(ABC):
         self,
         model: ModelConfig,
         train: TrainConfig,
+        algorithm: Algorithm,
         *,
         total_updates: int,
         tokenizer: Any = None,
         device: str | torch.device = "cpu",
         temperature: float = 1.0,
-        needs_reference: bool = False,
-        scores: bool = False,
         critic: CriticConfig | None = None,
         teacher: str | None = None,
-        forward_mode: bool = False,
         seed: int = 0,
         collective: Collective | None = None,
     ) -> None:
@@ -84,17 +81,18 @@ class BaseBackend(ABC):
         self.tokens_per_micro_batch = train.micro_batch_tokens(self.device.type)  # halved where memory runs out
         self._out_of_memory = 0  # how often, since the last update
         self.roles: dict[RoleName, Role] = {}
+        needs, critic = algorithm.needs | algorithm.outputs, critic or CriticConfig()
         paths: dict[RoleName, str | None] = {
-            "reward_model" if scores else "policy": model.path,
-            "reference": model.path if needs_reference and model.lora is None else None,
-            "teacher": teacher,
-            "critic": (critic.path or model.path) if critic else None,
+            "reward_model" if "scores" in needs else "policy": model.path,
+            "reference": model.path if "ref_logprobs" in needs and model.lora is None else None,
+            "teacher": teacher if needs_teacher(algorithm) else None,
+            "critic": (critic.path or model.path) if "values" in needs else None,
         }
         for name, path in paths.items():
             if path is not None:
                 loaded, optimizer = self.load_model(name, path, model), None
                 if name in TRAINED:
-                    rate = critic.learning_rate if critic and name == "critic" else train.learning_rate
+                    rate = critic.learning_rate if name == "critic" else train.learning_rate
                     optimizer = Optimizer(TRAINED[name], loaded, train, rate, total_updates)
                 self.roles[name] = Role(loaded, optimizer)
         self.trained = {name: role.optimizer for name, role in self.roles.items() if role.optimizer}
@@ -102,7 +100,7 @@ class BaseBackend(ABC):
         """Or the reward model in its place."""
         if model.lora is not None:
             self.roles["reference"] = Role(self.policy.model, without_adapters=True)
-        if forward_mode:
+        if algorithm.update is not None:
             check_forward_mode(self.policy, self.device)
 
     @abstractmethod

@@ -18,7 +18,7 @@ from atomrl.runs.checks import check_companions
 from atomrl.training.local import LocalBackend
 from atomrl.types import RowBatch, TrainingBatch
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
-from tests.training.batches import make_batch
+from tests.training.batches import make_algorithm, make_batch
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,7 @@ def backend(folder, teacher="teacher", **train):
     return LocalBackend(
         ModelConfig(path=str(folder / "student"), dtype="float32", device="cpu"),
         TrainConfig(steps=60, learning_rate=3e-3, **train),
+        make_algorithm(outputs=frozenset({"teacher_distributions"})),
         total_updates=60,
         temperature=0.8,
         teacher=str(folder / teacher),
@@ -178,8 +179,8 @@ def test_an_algorithm_that_needs_no_teacher_does_not_look_at_it(folder):
 def test_the_estimate_of_memory_has_the_teacher_and_its_distributions(folder):
     from transformers import AutoConfig
 
-    plain = memory_estimate(config(folder, "teacher"))
-    parts = memory_estimate(config(folder, "teacher"), needs_teacher=True, distributions=True)
+    plain = memory_estimate(config(folder, "teacher"), objective_of("grpo", {}))
+    parts = memory_estimate(config(folder, "teacher"), objective_of("gkd", {}))
     assert parts["teacher"] == 4 * count_parameters(AutoConfig.from_pretrained(folder / "teacher"))
     assert parts["distributions"] == 10 * 3072 * 102 * 4
     assert parts["total"] == plain["total"] + parts["teacher"] + parts["distributions"]

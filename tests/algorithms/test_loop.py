@@ -13,7 +13,7 @@ from atomrl.loop.sync import Progress
 from atomrl.objective.policy import COEFFICIENT
 from atomrl.runs import prepare_run
 from atomrl.weights import InProcessTransfer
-from tests.loop.scripted import train
+from tests.loop.scripted import planned, train
 from tests.loop.test_sync import make_parts, saver, weights
 from tests.tiny import make_tiny_model
 
@@ -82,13 +82,13 @@ def test_an_adaptive_coefficient_survives_a_restart(model, tmp_path):
 
     def run(folder, steps, progress, checkpoint=None):
         algorithm = objective_of("grpo", axes).resolved()
-        parts, plan = make_parts(model, folder, algorithm=algorithm)
+        parts, _ = make_parts(model, folder, algorithm=algorithm)
         trainer = type(parts.trainer)
-        trainer = with_reference(trainer, model, plan)
+        trainer = with_reference(trainer, model, algorithm)
         parts = replace(parts, trainer=trainer, transfer=InProcessTransfer(trainer, parts.engine))
         if checkpoint is not None:
             parts.trainer.load(checkpoint)
-        train(parts, replace(plan, steps=steps, save_every_steps=1), progress, saver(parts))
+        train(parts, planned(steps=steps, updates_per_epoch=2, save=1), progress, saver(parts))
         return parts
 
     never_stopped, progress = Progress(), Progress()
@@ -104,8 +104,8 @@ def test_an_adaptive_coefficient_survives_a_restart(model, tmp_path):
         assert torch.equal(tensor, weights(whole)[name])
 
 
-def with_reference(backend, model, plan):
+def with_reference(backend, model, algorithm):
     from atomrl.config import ModelConfig, TrainConfig
 
     train_config = TrainConfig(steps=4, learning_rate=3e-3, tokens_per_micro_batch=128)
-    return backend(ModelConfig(path=model, dtype="float32"), train_config, total_updates=8, needs_reference=True)
+    return backend(ModelConfig(path=model, dtype="float32"), train_config, algorithm, total_updates=8)

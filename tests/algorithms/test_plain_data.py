@@ -86,6 +86,14 @@ def test_a_function_of_ones_own_is_an_advantage_and_a_clip():
     assert pickle.loads(pickle.dumps(algorithm)) == algorithm
 
 
+def test_a_function_of_ones_own_may_be_named_by_its_file(tmp_path):
+    (tmp_path / "mine.py").write_text("def twice(inputs):\n    return 2 * inputs.rewards\n")
+    named = {"type": "custom", "function": f"{tmp_path}/mine.py:twice"}
+    rows = two_rows()
+    found = PolicyObjective().override({"advantage": named}).advantages(rows).advantages
+    assert torch.equal(found[:, 1], 2 * rows.rewards)
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [

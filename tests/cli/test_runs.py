@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -104,14 +105,7 @@ def test_a_stop_signal_saves_and_resume_goes_on(folder, capsys, monkeypatch):
 
 
 def test_the_time_of_a_resumed_run_is_that_of_all_its_parts(folder, monkeypatch):
-    open_run = base.open_run
-
-    def after_a_thousand_seconds(*arguments):
-        run, progress = open_run(*arguments)
-        progress.wall_s = 1000.0
-        return run, progress
-
-    monkeypatch.setattr(base, "open_run", after_a_thousand_seconds)
+    monkeypatch.setattr(base, "Progress", partial(base.Progress, wall_s=1000.0))
     assert main(["train", "c.yaml", "train.steps=1"]) == 0
     assert 1000 < json.loads((folder / "runs" / "first" / "summary.json").read_text())["wall_s"] < 2000
 

@@ -32,7 +32,7 @@ ACTOR_CRITIC = make_algorithm(loss=actor_critic_loss, outputs=frozenset({"logpro
 
 
 def test_a_fresh_critic_expects_nothing_and_learns(make):  # noqa: F811
-    backend, batch = make(critic=CRITIC, train={"rows_per_micro_batch": 4}), make_batch()
+    backend, batch = make(ACTOR_CRITIC, critic=CRITIC, train={"rows_per_micro_batch": 4}), make_batch()
     assert torch.equal(backend.forward_only(batch, frozenset({"values"})).values, torch.zeros(batch.tokens.shape))
     losses = [values(backend.train_step(batch, ACTOR_CRITIC))["critic/vf_loss"] for _ in range(30)]
     assert losses[-1] < 0.3 * losses[0]
@@ -54,7 +54,7 @@ def test_a_step_waits_for_the_device_once_for_each_optimizer(make, monkeypatch):
         return LossOutput(loss=policy + value, metrics=metrics)
 
     algorithm = make_algorithm(loss=loss, outputs=frozenset({"logprobs", "entropy", "values"}))
-    backend, batch = make(critic=CRITIC, train={"rows_per_micro_batch": 2}), make_batch()
+    backend, batch = make(ACTOR_CRITIC, critic=CRITIC, train={"rows_per_micro_batch": 2}), make_batch()
     reads = []
     for name in READS:
         real = getattr(torch.Tensor, name)
@@ -73,7 +73,7 @@ def test_a_step_waits_for_the_device_once_for_each_optimizer(make, monkeypatch):
 def test_actor_and_critic_are_stepped_apart(make):  # noqa: F811
     """The policy moves as without a critic, clipped by its own gradient; the critic has its own rate."""
     batch, settings = make_batch(), {"max_grad_norm": 0.05}
-    alone, both = make(train=settings), make(critic=CRITIC, train=settings)
+    alone, both = make(train=settings), make(ACTOR_CRITIC, critic=CRITIC, train=settings)
     expected = values(alone.train_step(batch, make_algorithm()))
     metrics = values(both.train_step(batch, ACTOR_CRITIC))
     assert metrics["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-5)
@@ -87,7 +87,7 @@ def test_a_critics_bad_gradient_leaves_the_policys_step(make):  # noqa: F811
         policy, critic = make_algorithm().loss(outputs, batch), value_loss(outputs, batch)
         return LossOutput(loss=policy.loss + critic.loss * float("nan"), metrics=policy.metrics)
 
-    backend = make(critic=CRITIC)
+    backend = make(ACTOR_CRITIC, critic=CRITIC)
     before = snapshot(backend)
     algorithm = make_algorithm(loss=poisoned, outputs=frozenset({"logprobs", "values"}))
     metrics = values(backend.train_step(make_batch(), algorithm))
@@ -99,12 +99,12 @@ def test_a_critics_bad_gradient_leaves_the_policys_step(make):  # noqa: F811
 def test_continues_bit_for_bit_with_a_critic(make, tmp_path, lora):  # noqa: F811
     settings = {"critic": CRITIC, "lora": lora, "train": {"schedule": "cosine", "learning_rate": 0.01}}
     batches = [make_batch(seed=seed) for seed in range(4)]
-    straight = make(**settings)
+    straight = make(ACTOR_CRITIC, **settings)
     for batch in batches[:2]:
         straight.train_step(batch, ACTOR_CRITIC)
     straight.save(tmp_path / "checkpoint")
     expected = [values(straight.train_step(batch, ACTOR_CRITIC)) for batch in batches[2:]]
-    resumed = make(**settings)
+    resumed = make(ACTOR_CRITIC, **settings)
     resumed.train_step(batches[3], ACTOR_CRITIC)
     resumed.load(tmp_path / "checkpoint")
     assert [values(resumed.train_step(batch, ACTOR_CRITIC)) for batch in batches[2:]] == expected
@@ -116,7 +116,7 @@ def test_a_checkpoint_without_its_critic_is_refused(make, tmp_path):  # noqa: F8
     plain = make()
     plain.save(tmp_path / "checkpoint")
     with pytest.raises(ConfigError, match="critic"):
-        make(critic=CRITIC).load(tmp_path / "checkpoint")
+        make(ACTOR_CRITIC, critic=CRITIC).load(tmp_path / "checkpoint")
 
 
 def test_a_critic_starts_from_a_reward_model(make, tmp_path):  # noqa: F811
@@ -124,7 +124,7 @@ def test_a_critic_starts_from_a_reward_model(make, tmp_path):  # noqa: F811
     torch.nn.init.normal_(model.score.weight)
     save_scalar(model, load_tokenizer(make.folder), tmp_path / "reward")
     batch = make_batch()
-    backend = make(critic=CriticConfig(path=str(tmp_path / "reward")))
+    backend = make(ACTOR_CRITIC, critic=CriticConfig(path=str(tmp_path / "reward")))
     expected = model.values(batch.tokens, batch.loss_mask, batch.prompt_lengths).detach()
     torch.testing.assert_close(
         backend.forward_only(batch, frozenset({"values"})).values, expected, atol=1e-5, rtol=1e-5
@@ -143,19 +143,19 @@ REWARD = make_algorithm(loss=pair_loss, outputs=frozenset({"scores"}), row_unit=
 def test_a_reward_model_learns_and_goes_on_exactly(make, tmp_path):  # noqa: F811
     lengths = torch.full((6,), 10)  # of one length, so that micro-batches leave the rows in order
     batch = make_batch(lengths=lengths, longest=10)
-    backend = make(scores=True)
+    backend = make(REWARD)
     losses = [values(backend.train_step(batch, REWARD))["rewards/loss"] for _ in range(10)]
     assert losses[0] == pytest.approx(0.6931, abs=1e-3) and losses[-1] < 0.3 * losses[0]
     backend.save(tmp_path / "checkpoint")
     expected = values(backend.train_step(batch, REWARD))
-    resumed = make(scores=True, seed=3)
+    resumed = make(REWARD, seed=3)
     resumed.load(tmp_path / "checkpoint")
     assert values(resumed.train_step(batch, REWARD)) == expected
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint").config.num_labels == 1
 
 
 def test_scores_are_annotated_by_row(make):  # noqa: F811
-    batch, backend = make_batch(), make(scores=True, train={"rows_per_micro_batch": 4})
+    batch, backend = make_batch(), make(REWARD, train={"rows_per_micro_batch": 4})
     backend.train_step(batch, REWARD)
     scores = backend.forward_only(batch, frozenset({"scores"})).scores
     expected = backend.policy.model.scores(batch.tokens, batch.lengths).detach()
@@ -165,7 +165,7 @@ def test_scores_are_annotated_by_row(make):  # noqa: F811
 
 def test_a_reward_model_is_no_policy(make):  # noqa: F811
     with pytest.raises(ValueError, match="logprobs"):
-        make(scores=True).forward_only(make_batch(), frozenset({"old_logprobs"}))
+        make(REWARD).forward_only(make_batch(), frozenset({"old_logprobs"}))
     with pytest.raises(ValueError, match="scores"):
         make().train_step(make_batch(), REWARD)
 
@@ -180,9 +180,9 @@ def test_the_teacher_gives_log_probs_and_distributions(make, tmp_path):  # noqa:
         seen.append((batch, outputs))
         return LossOutput(loss=outputs.distributions.sum() * 0.0, metrics={})
 
-    backend = make(teacher=str(folder), temperature=0.7)
-    names = frozenset({"distributions", "teacher_distributions"})
-    backend.train_step(batch, make_algorithm(loss=loss, outputs=names))
+    algorithm = make_algorithm(loss=loss, outputs=frozenset({"distributions", "teacher_distributions"}))
+    backend = make(algorithm, teacher=str(folder), temperature=0.7)
+    backend.train_step(batch, algorithm)
     ((micro, outputs),) = seen
     at = micro.loss_mask[:, 1:]
     order = torch.stack(
@@ -200,4 +200,4 @@ def test_what_is_missing_is_named(make):  # noqa: F811
     with pytest.raises(ValueError, match="without a teacher"):
         make().forward_only(make_batch(), frozenset({"teacher_logprobs"}))
     with pytest.raises(ConfigError, match="lora"):
-        make(scores=True, lora=LoraConfig(rank=2))
+        make(REWARD, lora=LoraConfig(rank=2))

@@ -17,12 +17,14 @@ from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of
 
 ENTROPY = frozenset({"logprobs", "entropy"})
+WITH_REFERENCE = make_algorithm(needs=frozenset({"ref_logprobs"}))
 
 
-def make_local(folder, *, lora=None, train=None, dtype="float32", **settings):
+def make_local(folder, algorithm=None, *, lora=None, train=None, dtype="float32", **settings):
     return LocalBackend(
         ModelConfig(path=str(folder), dtype=dtype, lora=lora),
         TrainConfig(**({"learning_rate": 0.01} | (train or {}))),
+        algorithm or make_algorithm(),
         **({"total_updates": 4, "tokenizer": load_tokenizer(folder)} | settings),
     )
 
@@ -34,8 +36,8 @@ BACKENDS = {"local": make_local}
 def make(request, tmp_path):
     folder = make_tiny_model(tmp_path / "base", "qwen2")
 
-    def build(**settings):
-        backend = BACKENDS[request.param](folder, **settings)
+    def build(algorithm=None, **settings):
+        backend = BACKENDS[request.param](folder, algorithm, **settings)
         built.append(backend)
         return backend
 
@@ -108,7 +110,7 @@ def test_state_is_the_models(make):
 
 def test_annotates_log_probs_of_policy_and_reference(make):
     batch = make_batch()
-    backend = make(temperature=0.7, needs_reference=True, train={"tokens_per_micro_batch": 30})
+    backend = make(WITH_REFERENCE, temperature=0.7, train={"tokens_per_micro_batch": 30})
     expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(make.folder), batch, 0.7).detach()
     backend.train_step(batch, make_algorithm())
     annotated = backend.forward_only(batch, frozenset({"old_logprobs", "ref_logprobs"}))
@@ -250,7 +252,7 @@ def test_transformers_loads_a_checkpoint(make, tmp_path, lora):
 
 
 def test_with_adapters_weights_are_merged_and_the_reference_is_free(make):
-    backend, batch = make(lora=LoraConfig(rank=4), needs_reference=True), make_batch()
+    backend, batch = make(WITH_REFERENCE, lora=LoraConfig(rank=4)), make_batch()
     model = AutoModelForCausalLM.from_pretrained(make.folder)
     start = plain_logprobs(model, batch).detach()
     for _ in range(3):

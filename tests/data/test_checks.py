@@ -29,10 +29,9 @@ def test_report(tmp_path):
     assert report.problems[0].startswith("train.jsonl:2: not valid JSON")
     assert report.duplicates == [("train.jsonl:3", "train.jsonl:1")]
     assert report.overlap == (("train.jsonl:5", "test.jsonl:2"),)
-    assert report.prompt_chars == [3, 12, 14, 100]
-    assert report.data_sources == {"sums": 2, "default": 2} and report.columns == ["level"]
     text = report.text()
-    for part in ("5 rows, 1 problems, 4 usable", "shortest 3, median 14", "longest 100", "sums 2", "columns: level",
+    for part in ("5 rows, 1 problems, 4 usable", "shortest 3, median 14", "longest 100", "sums 2, default 2",
+                 "columns: level\n",
                  "train.jsonl:3 is the same as train.jsonl:1", "train.jsonl:5 is the same as test.jsonl:2",
                  "problems:\n  train.jsonl:2: not valid JSON", "first prompt: 'What is 2+2?'",
                  "first ground truth: '1'"):  # fmt: skip
@@ -58,7 +57,7 @@ def test_an_empty_file_is_an_error_and_one_of_dirt_a_report(tmp_path):
     with pytest.raises(DataError, match="is empty"):
         check_data(write(tmp_path / "empty.jsonl", ""))
     report = check_data(write(tmp_path / "dirt.jsonl", "{", "{"))
-    assert (report.rows, len(report.problems), report.prompt_chars) == (2, 2, [])
+    assert (report.rows, len(report.problems), report.samples) == (2, 2, [])
     assert "0 usable" in report.text()
 
 

@@ -122,8 +122,8 @@ needs_reasoning_gym = pytest.mark.skipif(
 @needs_reasoning_gym
 def test_reasoning_gym_tasks(tmp_path):
     from atomrl.config import DataConfig
-    from atomrl.data.files import write_jsonl
     from atomrl.data.sources import load_samples
+    from atomrl.files import write_jsonl
     from atomrl.rewards.tasks import reasoning_gym
 
     for name, args in [("spell_backward", {}), ("countdown", {"max_numbers": 4}), ("propositional_logic", {})]:

@@ -113,7 +113,7 @@ def test_a_folder_that_is_no_token_folder(text, tmp_path):
         with pytest.raises(DataError, match=f"{message}; make it of text files with: atomrl data prepare"):
             TokenFolder(path)
     prepared(text, out)
-    with pytest.raises(DataError, match="exists already"):
+    with pytest.raises(ValueError, match="exists already"):
         prepared(text, out)
     with pytest.raises(DataError, match="fraction between 0 and 1"):
         prepared(text, tmp_path / "other", 1.5)

@@ -84,7 +84,7 @@ def test_a_file_that_cannot_be_read_is_a_fault(trained, tmp_path, monkeypatch):
     def broken(path):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(checkpoints, "_sha256", broken)
+    monkeypatch.setattr(checkpoints, "sha256", broken)
     assert "cannot be read (Input/output error)" in checkpoint_fault(trained / "run" / "checkpoints" / "step_000004")
 
 
@@ -109,7 +109,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(trained, tmp_path, monkeypa
         "mkdir": (Path, "mkdir"),
         "model": (__import__("atomrl.training.local", fromlist=["x"]), "save_model"),
         "optimizer": (__import__("safetensors.torch", fromlist=["x"]), "save_file"),
-        "manifest": (checkpoints, "_write_manifest"),
+        "manifest": (checkpoints, "_digests"),
         "rename": (Path, "rename"),
     }[point]
     inner = getattr(owner, name)

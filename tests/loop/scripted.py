@@ -9,19 +9,31 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.algorithms.table import objective_of
-from atomrl.config import DataConfig
+from atomrl.config import DataConfig, RunConfig, build_config
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
-from atomrl.loop.sync import Parts, Progress, Save, Schedule, run_step, run_steps
+from atomrl.loop.sync import Parts, Progress, Save, run_step, run_steps
 from atomrl.metrics import Count, Metrics
 from atomrl.rollout.fake import FakeEngine
 from atomrl.types import RowBatch, Sample, SamplingParams, TrainingBatch, Trajectory
 from tests.tiny import make_tiny_tokenizer
 
-SCHEDULE = Schedule(
-    steps=4, prompts_per_step=3, updates_per_epoch=1, epochs_per_step=1, max_row_tokens=None, eval_every_steps=0,
-    save_every_steps=0, seed=0,
-)  # fmt: skip
+
+def planned(
+    steps: int = 4, prompts_per_step: int = 3, updates_per_epoch: int = 1, epochs_per_step: int = 1, save: int = 0
+) -> RunConfig:
+    """A config of groups of four with these numbers."""
+    rows = 4 * prompts_per_step
+    tree = {
+        "run_name": "run",
+        "model": {"path": "-"},
+        "data": {"train": "-"},
+        "rollout": {"prompts_per_step": prompts_per_step, "completions_per_prompt": 4},
+        "train": {"steps": steps, "rows_per_update": rows // updates_per_epoch, "epochs_per_step": epochs_per_step},
+        "checkpoint": {"every_steps": save},
+        "reward": {"functions": [{"function": "exact_match"}]},
+    }
+    return build_config(tree)
 
 
 class Record:
@@ -107,15 +119,15 @@ def make_parts(
     )
 
 
-def train(parts: Parts, schedule: Schedule, progress: Progress, save: Save) -> bool:
+def train(parts: Parts, config: RunConfig, progress: Progress, save: Save) -> bool:
     """The remaining steps of a run."""
     parts.stream.position = progress.position
     if parts.engine.version != progress.step:
         parts.transfer(progress.step)
 
     def one_step(step: int) -> dict[str, float]:
-        metrics = run_step(parts, schedule, step, progress)
+        metrics = run_step(parts, config, step, progress)
         progress.position = parts.stream.position
         return metrics
 
-    return run_steps(one_step, parts.record, progress, save, schedule)
+    return run_steps(one_step, parts.record, progress, save, config)

@@ -17,7 +17,7 @@ from atomrl.loop.sync import MAX_IDLE_STEPS, Progress, StepFailed, collect, lear
 from atomrl.objective.pairing import best_and_worst
 from atomrl.protocols import LossOutput, ModelOutputs
 from atomrl.types import AdvantageBatch, RaggedIds, Sample, Segment, TrainingBatch, Trajectory
-from tests.loop.scripted import SCHEDULE, make_parts, train
+from tests.loop.scripted import make_parts, planned, train
 
 DAPO = objective_of("dapo", {}).resolved(max_completion_tokens=12)
 
@@ -34,7 +34,7 @@ def by_quarters(wrong_every):
 def test_dynamic_sampling_reports_on_all_that_was_drawn(tmp_path):
     """A third of the groups is mixed, and three quarters right: accuracy 0.917, of the accepted alone 0.75."""
     parts = make_parts(tmp_path, lambda sample, index: "x" * 3, by_quarters(2), DAPO)
-    metrics = run_step(parts, replace(SCHEDULE, prompts_per_step=4), 1, Progress())
+    metrics = run_step(parts, planned(prompts_per_step=4), 1, Progress())
     assert metrics["rollout/groups_drawn"] == 12 and metrics["rollout/groups_accepted"] == 4
     assert metrics["rollout/acceptance_rate"] == pytest.approx(4 / 12) and metrics["rollout/groups_missing"] == 0
     drawn = parts.record.rollouts[0][1]
@@ -72,7 +72,7 @@ def test_a_refill_draws_what_is_missing(tmp_path):
 def test_what_was_found_is_trained_on_when_refills_end(tmp_path, caplog):
     parts = make_parts(tmp_path, lambda sample, index: "x", by_quarters(1), DAPO)
     with caplog.at_level(logging.WARNING):
-        metrics = run_step(parts, replace(SCHEDULE, prompts_per_step=30), 1, Progress())
+        metrics = run_step(parts, planned(prompts_per_step=30), 1, Progress())
     accepted = metrics["rollout/groups_accepted"]
     assert 0 < accepted < 30 and metrics["rollout/groups_missing"] == 30 - accepted
     assert parts.trainer.batches[0].rows == 4 * accepted
@@ -84,23 +84,23 @@ def test_a_model_that_became_too_good_ends_its_run_well(tmp_path, caplog, score)
     parts = make_parts(tmp_path, lambda sample, index: "x", lambda item: score, DAPO)
     saved = []
     progress = Progress()
-    assert train(parts, replace(SCHEDULE, steps=9), progress, lambda folder, now: saved.append(now.step)) is True
+    assert train(parts, planned(steps=9), progress, lambda folder, now: saved.append(now.step)) is True
     assert progress.step == MAX_IDLE_STEPS == saved[-1] and not parts.trainer.batches
     row = parts.record.rows[-1]
     assert row["training/updates"] == 0 and row["rollout/acceptance_rate"] == 0 and row["train/accuracy"] == score
     assert "the run ends after step 3: no group of 3 steps in a row was accepted" in caplog.text
     again = make_parts(tmp_path / "again", lambda sample, index: "x", by_quarters(5), DAPO)
-    assert train(again, replace(SCHEDULE, steps=5), progress, lambda folder, now: None) and progress.step == 5
+    assert train(again, planned(steps=5), progress, lambda folder, now: None) and progress.step == 5
 
 
 def test_weights_go_to_the_engine_once_a_step(tmp_path):
     parts = make_parts(tmp_path, lambda sample, index: "x" * (index + 1), by_quarters(10))
-    train(parts, replace(SCHEDULE, steps=2), Progress(), lambda folder, now: None)
+    train(parts, planned(steps=2), Progress(), lambda folder, now: None)
     assert parts.transfer.versions == [1, 2], "not before the first step: the engine was made with these weights"
     versions = [{s.policy_version for t in drawn for s in t.segments[1:]} for _, drawn, _ in parts.record.rollouts]
     assert versions == [{0}, {1}]
     resumed = make_parts(tmp_path, lambda sample, index: "x", by_quarters(10))
-    train(resumed, SCHEDULE, Progress(step=3, position=9), lambda folder, now: None)
+    train(resumed, planned(), Progress(step=3, position=9), lambda folder, now: None)
     assert resumed.transfer.versions == [3, 4]
 
 
@@ -154,7 +154,7 @@ def test_an_error_before_the_updates_saves_the_steps_before_it(tmp_path):
 
         parts = make_parts(tmp_path / str(before), lambda sample, index: "x", by_quarters(1))
         with pytest.raises(KeyError, match="rollout" if before else "update") as caught:
-            run_steps(one_step, parts.record, Progress(), lambda folder, now: saved.append(now.step), SCHEDULE)
+            run_steps(one_step, parts.record, Progress(), lambda folder, now: saved.append(now.step), planned())
         assert not isinstance(caught.value.__cause__, StepFailed)
         return saved
 
@@ -270,7 +270,7 @@ def test_a_step_without_a_row_changes_nothing(tmp_path):
     state = {"kl": 0.5}
     batch, results = learn(parts.trainer, parts.algorithm, to_rows([]), state, Stopwatch())
     assert batch.rows == 0 and results == [] and state == {"kl": 0.5}
-    assert run_step(parts, SCHEDULE, 1, Progress())["training/updates"] == 0
+    assert run_step(parts, planned(), 1, Progress())["training/updates"] == 0
 
 
 def test_completions_that_run_on():

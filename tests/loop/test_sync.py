@@ -12,14 +12,14 @@ from atomrl.algorithms.table import objective_of
 from atomrl.config import DataConfig, ModelConfig, RewardConfig, TrainConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
-from atomrl.loop.sync import Parts, Progress, Schedule
+from atomrl.loop.sync import Parts, Progress
 from atomrl.models.loading import load_tokenizer
 from atomrl.rewards.compute import build_rewards
 from atomrl.rollout.native import NativeEngine
 from atomrl.training.local import LocalBackend
 from atomrl.types import Sample, SamplingParams
 from atomrl.weights import InProcessTransfer
-from tests.loop.scripted import Record, train
+from tests.loop.scripted import Record, planned, train
 from tests.tiny import make_tiny_model
 from tests.training.batches import weights_of
 
@@ -32,33 +32,23 @@ def model(tmp_path_factory):
 def make_parts(model, folder, steps=4, algorithm=None, **schedule):
     tokenizer = load_tokenizer(model)
     train_config = TrainConfig(steps=steps, learning_rate=3e-3, tokens_per_micro_batch=128)
-    plan = Schedule(
-        **{
-            "steps": steps,
-            "prompts_per_step": 3,
-            "updates_per_epoch": 2,
-            "epochs_per_step": 1,
-            "max_row_tokens": None,
-            "eval_every_steps": 0,
-            "save_every_steps": 0,
-            "seed": 0,
-            **schedule,
-        }
-    )
+    plan = planned(**{"steps": steps, "updates_per_epoch": 2} | schedule)
     samples = [Sample(sample_id=str(i), prompt=f"write {i}", ground_truth="") for i in range(5)]
     settings = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": 8}
     engine = NativeEngine.from_pretrained(model, tokenizer, **settings)
+    algorithm = algorithm or objective_of("grpo", {}).resolved(report_entropy=True)
     trainer = LocalBackend(
         ModelConfig(path=model, dtype="float32"),
         train_config,
-        total_updates=steps * plan.updates_per_epoch * plan.epochs_per_step,
+        algorithm,
+        total_updates=steps * plan.updates_per_step,
         tokenizer=tokenizer,
     )
     parts = Parts(
         engine=engine,
         transfer=InProcessTransfer(trainer, engine),
         trainer=trainer,
-        algorithm=algorithm or objective_of("grpo", {}).resolved(report_entropy=True),
+        algorithm=algorithm,
         stream=PromptStream(samples, seed=0),
         processor=DataProcessor(tokenizer, DataConfig(train="x.jsonl")),
         rewards=build_rewards(RewardConfig(functions=[{"function": "tests.letters.letter_reward"}])),
@@ -128,8 +118,8 @@ def test_the_reward_rises(model, tmp_path):
 def test_resuming_gives_the_run_that_never_stopped(model, tmp_path, stop_at):
     whole, plan = make_parts(model, tmp_path / "whole")
     train(whole, plan, Progress(), saver(whole))
-    first, plan = make_parts(model, tmp_path / "first", save_every_steps=1)
-    train(first, replace(plan, steps=stop_at), Progress(), saver(first))
+    first, _ = make_parts(model, tmp_path / "first")
+    train(first, planned(steps=stop_at, updates_per_epoch=2, save=1), Progress(), saver(first))
     second, plan = make_parts(model, tmp_path / "second")
     folder = tmp_path / "first" / f"step_{stop_at}"
     second.trainer.load(folder)

@@ -255,4 +255,6 @@ def test_code_of_a_model_runs_in_trainer_engine_and_estimate_where_it_is_trusted
     tokenizer = load_tokenizer(folder, trust_remote_code=True)
     engine = build_engine(str(folder), tokenizer, config.rollout, config.model)
     torch.testing.assert_close(engine.model(TOKENS).logits, policy(TOKENS))
-    assert memory_estimate(config)["engine weights"] == 4 * sum(p.numel() for p in policy.parameters())
+    assert memory_estimate(config, objective_of("grpo", {}))["engine weights"] == 4 * sum(
+        p.numel() for p in policy.parameters()
+    )

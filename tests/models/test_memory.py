@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from atomrl.algorithms.table import objective_of
 from atomrl.config import build_config
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, save_model
@@ -11,6 +12,8 @@ from atomrl.models.scalar import load_scalar
 from atomrl.models.shared_prefix import row_stream
 from tests.models.test_loading import save_gpt2
 from tests.tiny import make_tiny_model
+
+WITH_REFERENCE = objective_of("grpo", {"kl": {"coefficient": 0.1}})
 
 
 def config(folder, **changes):
@@ -28,7 +31,7 @@ def config(folder, **changes):
 
 def test_parts_by_hand(tmp_path):
     save_model(new_gpt(vocab_size=64, layers=2, hidden=64, heads=2, kv_heads=1), None, tmp_path)
-    parts = memory_estimate(config(tmp_path), needs_reference=True)
+    parts = memory_estimate(config(tmp_path), WITH_REFERENCE)
     weights = 102_720 * 4
     assert parts["trainer weights"] == parts["gradients"] == parts["reference"] == parts["engine weights"] == weights
     assert parts["optimizer"] == 2 * weights
@@ -41,7 +44,7 @@ def test_parts_by_hand(tmp_path):
 def test_adapters_shrink_what_is_trained(tmp_path):
     folder = make_tiny_model(tmp_path)
     lora = {"model": {"lora": {"rank": 4}, "dtype": "bfloat16"}}
-    parts = memory_estimate(config(folder, **lora), needs_reference=True)
+    parts = memory_estimate(config(folder, **lora), WITH_REFERENCE)
     policy = load_policy(folder, lora=config(folder, **lora).model.lora)
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     assert adapter_parameters(policy.config, 4) == trained
@@ -50,8 +53,8 @@ def test_adapters_shrink_what_is_trained(tmp_path):
 
 def test_checkpointing_saves_activations_and_other_families_are_counted(tmp_path):
     folder = save_gpt2(tmp_path)
-    plain = memory_estimate(config(folder))
-    less = memory_estimate(config(folder, model={"gradient_checkpointing": True}))
+    plain = memory_estimate(config(folder), objective_of("grpo", {}))
+    less = memory_estimate(config(folder, model={"gradient_checkpointing": True}), objective_of("grpo", {}))
     assert less["activations"] < plain["activations"]
     assert plain["trainer weights"] == sum(p.numel() for p in load_policy(folder).parameters()) * 4
 
@@ -80,8 +83,9 @@ def test_activations_are_about_what_autograd_keeps():
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_critic_is_counted_whole(tmp_path, tied):
     folder = make_tiny_model(tmp_path, tie_word_embeddings=tied)
-    plain, parts = (memory_estimate(config(folder), needs_critic=wanted) for wanted in (False, True))
+    plain, parts = (memory_estimate(config(folder), objective_of(name, {})) for name in ("grpo", "ppo"))
     weights = sum(weight.numel() for weight in load_scalar(folder, dtype="float32").parameters())
     assert parts["critic"] == 4 * 4 * weights
     assert parts["critic activations"] == parts["activations"] > 0
-    assert parts["total"] == plain["total"] + parts["critic"] + parts["critic activations"]
+    added = ("critic", "critic activations", "reference")
+    assert parts["total"] == plain["total"] + sum(parts[name] for name in added)

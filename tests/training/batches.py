@@ -45,7 +45,14 @@ def loss(outputs, batch):
 
 def make_algorithm(**changes):
     """What a back end sees of an `Algorithm`."""
-    plain = {"name": "plain", "loss": loss, "outputs": frozenset({"logprobs"}), "row_unit": "row", "update": None}
+    plain = {
+        "name": "plain",
+        "loss": loss,
+        "outputs": frozenset({"logprobs"}),
+        "row_unit": "row",
+        "update": None,
+        "needs": frozenset(),
+    }
     return SimpleNamespace(**(plain | changes))
 
 

@@ -21,7 +21,7 @@ from atomrl.types import RaggedIds, SamplingParams, Segment, select_rows
 from tests.engines import prompts_of
 from tests.models.test_loading import save_gpt2
 from tests.tiny import make_tiny_model
-from tests.training.batches import weights_of
+from tests.training.batches import make_algorithm, weights_of
 
 CUTS = [{"top_p": 0.7}, {"top_k": 5}, {"top_p": 0.8, "top_k": 20}, {"top_k": 1}]
 
@@ -46,9 +46,9 @@ def backend(folder, **train):
     return LocalBackend(
         ModelConfig(path=str(folder), dtype="float32"),
         TrainConfig(steps=1, learning_rate=1e-3, **train),
+        make_algorithm(needs=frozenset({"ref_logprobs"})),
         total_updates=9,
         temperature=0.8,
-        needs_reference=True,
     )
 
 

@@ -13,7 +13,8 @@ from tests.training.batches import make_algorithm, make_batch, weights_of
 
 def make(folder, train=None, **model):
     train = TrainConfig(**({"learning_rate": 1e-3} | (train or {})))
-    return LocalBackend(ModelConfig(path=str(folder), **({"dtype": "float32"} | model)), train, total_updates=10)
+    model = ModelConfig(path=str(folder), **({"dtype": "float32"} | model))
+    return LocalBackend(model, train, make_algorithm(), total_updates=10)
 
 
 @pytest.fixture(autouse=True)

@@ -40,6 +40,7 @@ def make(folder, limit=10**9, error=ERRORS[0], **train):
     backend = SmallMemory(
         ModelConfig(path=folder, dtype="float32"),
         TrainConfig(**({"learning_rate": 0.01} | train)),
+        make_algorithm(),
         total_updates=10,
     )
     backend.limit, backend.error = limit, error

@@ -18,6 +18,7 @@ from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of
 
 NAN = float("nan")
+WITH_REFERENCE = make_algorithm(needs=frozenset({"ref_logprobs"}))
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def folder(tmp_path_factory):
 
 def make(folder, **train):
     config = TrainConfig(**({"learning_rate": 0.01, "weight_decay": 0.1} | train))
-    return LocalBackend(ModelConfig(path=folder, dtype="float32"), config, total_updates=20, needs_reference=True)
+    return LocalBackend(ModelConfig(path=folder, dtype="float32"), config, WITH_REFERENCE, total_updates=20)
 
 
 def completion(tokens, origin="model", finish="stop"):

@@ -65,8 +65,8 @@ def make(folder, collective=None, **train):
     return Replica(
         ModelConfig(path=str(folder), dtype="float32"),
         TrainConfig(**({"learning_rate": 0.01} | train)),
+        make_algorithm(needs=frozenset({"ref_logprobs", "values"})),
         total_updates=9,
-        needs_reference=True,
         critic=CriticConfig(learning_rate=0.01),
         collective=collective,
     )

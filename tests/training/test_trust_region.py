@@ -30,7 +30,9 @@ SHAPES = {
 def make(tmp_path):
     """A back end on a tiny model, in float64 unless said otherwise."""
 
-    def build(shape="grouped, tied", *, float64=True, train=None, lora=None, temperature=1.0, **settings):
+    def build(
+        shape="grouped, tied", algorithm=None, *, float64=True, train=None, lora=None, temperature=1.0, **settings
+    ):
         folder = tmp_path / shape.replace(",", "").replace(" ", "-")
         if not folder.exists():
             if shape == "gpt2":
@@ -41,9 +43,8 @@ def make(tmp_path):
                 options = {"layers": 2, "hidden": 8, "heads": 2, "intermediate": 4}
                 save_model(new_gpt(VOCABULARY, **options, **SHAPES[shape]), None, folder)
         model = ModelConfig(path=str(folder), dtype="float32", lora=lora)
-        backend = LocalBackend(
-            model, TrainConfig(**(train or {})), total_updates=4, temperature=temperature, **settings
-        )
+        settings |= {"total_updates": 4, "temperature": temperature}
+        backend = LocalBackend(model, TrainConfig(**(train or {})), algorithm or make_algorithm(), **settings)
         if float64:
             backend.policy.model.double()
             backend.policy.optimizer.weights = {
@@ -250,7 +251,10 @@ def test_a_critic_is_trained_by_its_own_optimizer(make):
     """The policy's step is the one that it is without a critic; the critic learns the returns, at its own rate."""
     algorithm = objective_of("trpo", {}).resolved()
     assert algorithm.update is not None and "values" in algorithm.outputs
-    backend, alone = make(critic=CriticConfig(learning_rate=0.05), float64=False), make(float64=False)
+    backend, alone = (
+        make(algorithm=algorithm, critic=CriticConfig(learning_rate=0.05), float64=False),
+        make(float64=False),
+    )
     metrics = values(backend.train_step(critic_batch(), algorithm))
     expected = values(alone.train_step(small_batch(), trust_region()))
     assert {name: metrics[name] for name in expected} == expected and same(alone, snapshot(backend))
@@ -265,12 +269,12 @@ def test_a_critic_is_trained_by_its_own_optimizer(make):
 def test_continues_bit_for_bit(make, tmp_path, critic, lora):
     algorithm = objective_of("trpo", {}).resolved() if critic else trust_region()
     batches = [critic_batch(seed=seed) for seed in range(4)]
-    straight = make(float64=False, critic=critic, lora=lora)
+    straight = make(algorithm=algorithm, float64=False, critic=critic, lora=lora)
     for batch in batches[:2]:
         straight.train_step(batch, algorithm)
     straight.save(tmp_path / "checkpoint")
     expected = [values(straight.train_step(batch, algorithm)) for batch in batches[2:]]
-    resumed = make(float64=False, critic=critic, lora=lora)
+    resumed = make(algorithm=algorithm, float64=False, critic=critic, lora=lora)
     resumed.train_step(batches[3], algorithm)
     resumed.load(tmp_path / "checkpoint")
     assert [values(resumed.train_step(batch, algorithm)) for batch in batches[2:]] == expected
@@ -291,7 +295,7 @@ def test_a_surrogate_takes_its_ratio_to_the_old_policy_if_there_were_updates_bef
 
 
 def test_a_model_without_a_forward_derivative_is_refused_before_the_run(make, monkeypatch):
-    make("gpt2", float64=False, forward_mode=True)
+    make("gpt2", trust_region(), float64=False)
 
     class Backward(torch.autograd.Function):
         @staticmethod
@@ -306,7 +310,7 @@ def test_a_model_without_a_forward_derivative_is_refused_before_the_run(make, mo
 
     monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: Backward.apply(self.c_proj(self.c_fc(x))))
     with pytest.raises(ConfigError, match=r"algorithm.update.*take another model"):
-        make("gpt2", float64=False, forward_mode=True)
+        make("gpt2", trust_region(), float64=False)
 
 
 REFUSED = [
