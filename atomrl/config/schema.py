@@ -126,8 +126,8 @@ def _named(route: Any) -> Any:
 class RewardConfig(Section):
     """What a completion earns."""
 
-    functions: list[RewardItem] = [RewardItem(function="strict_math")]
-    """For every completion. Empty unless given where there is a table `by_data_source`."""
+    functions: list[Annotated[RewardItem, BeforeValidator(_named)]] = [RewardItem(function="strict_math")]
+    """For every completion; a name alone is enough. Empty unless given where there is a table `by_data_source`."""
     by_data_source: dict[str, Annotated[RewardRoute, BeforeValidator(_named)]] = {}
     """data source -> the reward of its completions; a name alone is enough: `openai/gsm8k: gsm8k`."""
     workers: int = Field(2, ge=1)
@@ -232,6 +232,16 @@ class GptConfig(Section):
     family: Literal["llama", "qwen2"] = "llama"
     max_tokens: int = Field(1024, ge=16)
     """The longest row that a serving engine will accept."""
+
+    @model_validator(mode="after")
+    def _heads_that_fit(self) -> GptConfig:
+        heads, kv_heads = self.heads, self.kv_heads or self.heads
+        if heads % kv_heads or self.hidden % heads or self.hidden // heads % 2:
+            raise ValueError(
+                f"gpt: heads={heads} must divide hidden={self.hidden} into heads of an even size, and be a multiple of "
+                f"kv_heads={kv_heads}"
+            )
+        return self
 
 
 class SftConfig(Section):
