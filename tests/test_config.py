@@ -88,6 +88,10 @@ def test_every_section_refuses_unknown_keys():
         ),
         ({"model": {"path": None}}, r"model.path: is required"),
         ({"reward": {"functions": []}}, r"reward.functions is empty"),
+        (
+            {"reward": {"functions": [{"function": "strict_math", "weight": float("nan")}]}},
+            r"reward.functions.0.weight: .*finite number",
+        ),
         ({"reward": {"functions": [3]}}, r"reward.functions.0: takes a mapping of keys \(got 3\)"),
         ({"run_name": "../r"}, r"run_name: "),
         ({"run_name": ""}, r"run_name: "),
