@@ -21,6 +21,7 @@ from atomrl.config import (
 )
 from atomrl.config.names import foreign_names
 from atomrl.objective import PolicyObjective
+from atomrl.objective.clip import CISPOClip
 
 MINIMAL = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 
@@ -74,7 +75,18 @@ def test_every_section_refuses_unknown_keys():
         ({"zzzqqq": 1}, r"unknown key 'zzzqqq'$"),
         ({"train": {"steps": "many"}}, r"train.steps: .*integer.*\(got 'many'\)"),
         ({"train": {"steps": 0}}, r"train.steps: .*\(got 0\)"),
-        ({"train": 3}, r"train: .*\(got 3\)"),
+        ({"train": 3}, r"train: takes a mapping of keys \(got 3\)"),
+        ({"train": {"learning_rate": float("inf")}}, r"train.learning_rate: .*finite"),
+        ({"algorithm": "dapo"}, r"c.yaml:\n  algorithm takes a mapping with a name, as in {name: dapo}, got 'dapo'$"),
+        (
+            {"algorithm": {"aggregate": "token_mean"}},
+            r"'algorithm.aggregate'; did you mean 'algorithm.loss_agg.type'\?",
+        ),
+        (
+            {"algorithm": {"token_filter": {"type": "all", "fraction": 0.2}}},
+            r"token_filter of type all has no parameters, got .*give algorithm.token_filter=all",
+        ),
+        ({"model": {"path": None}, "sft": {"gpt": {"hidden": 64, "heads": 3}}}, r"heads=3 must divide hidden=64"),
         ({"model": {"dtype": "float8"}}, r"model.dtype: .*'float8'"),
         ({"rollout": {"top_p": 0}}, r"rollout.top_p: "),
         ({"train": {"rows_per_update": 48}}, r"rows_per_update=48 does not divide the 128 rows of a step"),
@@ -86,6 +98,11 @@ def test_every_section_refuses_unknown_keys():
         ),
         ({"model": {"path": None}}, r"model.path: is required"),
         ({"reward": {"functions": []}}, r"reward.functions is empty"),
+        (
+            {"reward": {"functions": [{"function": "strict_math", "weight": float("nan")}]}},
+            r"reward.functions.0.weight: .*finite number",
+        ),
+        ({"reward": {"functions": [3]}}, r"reward.functions.0: takes a mapping of keys \(got 3\)"),
         ({"run_name": "../r"}, r"run_name: "),
         ({"run_name": ""}, r"run_name: "),
     ],
@@ -131,6 +148,11 @@ def test_what_is_no_override_is_refused(given):
 
 def test_merging_goes_key_by_key_and_replaces_lists():
     assert merge_trees({"a": {"b": 1, "c": [1, 2]}}, {"a": {"c": [3]}}) == {"a": {"b": 1, "c": [3]}}
+
+
+def test_a_field_of_an_axis_that_is_given_by_name_keeps_the_name():
+    tree = merge_trees({**MINIMAL, "algorithm": {"clip": "cispo"}}, parse_overrides(["algorithm.clip.high=4.0"]))
+    assert build_config(tree).algorithm.clip == CISPOClip(high=4.0)
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,8 @@ def join_overrides(arguments: Sequence[str]) -> list[str]:
         key, equals, value = argument[2:].partition("=")
         if not equals:
             if not rest or rest[0].startswith("--"):
-                raise ValueError(
-                    f"{argument} is no option of this command; an override needs a value: {argument} VALUE"
-                )
+                unknown = "" if key == "config" else f"{argument} is no option of this command; an override "
+                raise ValueError(f"{unknown or f'{argument} '}needs a value: {argument} VALUE")
             value = rest.pop(0)
         if key == "config":
             joined.insert(0, value)

@@ -15,10 +15,11 @@ import re
 import sys
 import time
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomrl.cli.sampling import NO_LIMIT, add_sampling_arguments, config_over, within_context
+from atomrl.cli.sampling import NO_LIMIT, add_option, add_sampling_arguments, config_over, within_context
 from atomrl.files import write_jsonl, write_text
 
 if TYPE_CHECKING:
@@ -29,16 +30,16 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser)
     add = parser.add_argument
+    option = partial(add_option, parser)
     add("overrides", nargs="*", metavar="key=value", help="any key of a config")
-    add("--data", dest="data.eval", metavar="FILE|TASK", help="a JSONL file, or a task (its eval split)")
+    option("--data", "data.eval", "FILE|TASK", "a JSONL file, or a task (its eval split)")
     add("--config", metavar="CONFIG", help="take data, fields, rewards and lengths from a run's config")
-    add("--samples-per-prompt", dest="eval.samples_per_prompt", metavar="N", help="completions (default 1)")
-    add("--limit", dest="data.eval_size", help="problems to use (of a task: to draw)")
-    add("--reward", dest="reward.functions", action="append", metavar="NAME", type=lambda name: {"function": name},
-        help="default strict_math; repeatable")  # fmt: skip
-    add("--prompt-field", dest="data.prompt_field", help="the column with the prompt (default prompt)")
-    add("--answer-field", dest="data.answer_field", help="the column with the answer (default ground_truth)")
-    add("--answer-pattern", dest="data.answer_pattern", help="its first group in the answer is the ground truth")
+    option("--samples-per-prompt", "eval.samples_per_prompt", "N", "completions (default 1)")
+    option("--limit", "data.eval_size", "N", "problems to use (of a task: to draw)")
+    option("--reward", "reward.functions", "NAME", "default strict_math; repeatable", action="append")
+    option("--prompt-field", "data.prompt_field", "COLUMN", "the column with the prompt (default prompt)")
+    option("--answer-field", "data.answer_field", "COLUMN", "the column with the answer (default ground_truth)")
+    option("--answer-pattern", "data.answer_pattern", "REGEX", "its first group in the answer is the ground truth")
     add("--response-prefix", default="", metavar="TEXT", help="what every completion has to start with")
     add("--out", type=Path, metavar="FILE.json", help="the result (default: in runs/eval)")
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from atomrl.cli.sampling import NO_LIMIT, add_sampling_arguments, config_over, within_context
+from atomrl.cli.sampling import NO_LIMIT, add_option, add_sampling_arguments, config_over, within_context
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="- reads it from standard input")
-    parser.add_argument("--n", dest="eval.samples_per_prompt", help="completions to draw (default 1)")
+    add_option(parser, "--n", "eval.samples_per_prompt", "N", "completions to draw (default 1)")
     parser.add_argument("--ids", action="store_true", help="print the tokens' ids and log-probs as well")
 
 

@@ -74,7 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     try:
         with terminated_like_interrupted():
-            summary = prepare_run(config).execute(arguments.resume, arguments.allow_changes)
+            prepared = prepare_run(config)
+            print("", *prepared.describe_batch(), sep="\n", file=sys.stderr)
+            summary = prepared.execute(arguments.resume, arguments.allow_changes)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(how_to_go_on(command, config, arguments)) from None
     except RuntimeError as error:

@@ -12,4 +12,6 @@ class ConfigError(ValueError):
 class Section(BaseModel):
     """A group of keys. Unknown keys are errors, and values cannot be changed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )

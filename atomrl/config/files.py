@@ -47,10 +47,17 @@ def _scalar(text: str) -> Any:
 
 
 def merge_trees(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`changes` over `base`, dict by dict."""
+    """`changes` over `base`, dict by dict. A name (`clip: cispo`) whose fields are changed is the dict's `type`.
+
+    Example:
+        >>> merge_trees({"clip": "cispo", "ratio": {"clamp": 9.0}}, {"clip": {"high": 4.0}, "ratio": "sequence"})
+        {'clip': {'type': 'cispo', 'high': 4.0}, 'ratio': 'sequence'}
+    """
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
+        if isinstance(old, str) and isinstance(value, Mapping):
+            old = {"type": old}  # else the change alone would be left, of the default type
         merged[key] = merge_trees(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
 

@@ -27,8 +27,10 @@ ROWS_PER_UPDATE = 64
 
 def _named_algorithm(given: Any) -> Any:
     """`{name: grpo, clip: {high: 0.28}}` as an objective: the name's own axes, with those that are given."""
-    if not isinstance(given, Mapping):
+    if isinstance(given, PolicyObjective | PreferenceObjective | RewardModelObjective):
         return given
+    if not isinstance(given, Mapping):
+        raise ValueError(f"algorithm takes a mapping with a name, as in {{name: dapo}}, got {given!r}")
     axes = {key: value for key, value in given.items() if key != "name"}
     known = known_keys()
     foreign = [str(key) for key in axes if key in foreign_names() and f"algorithm.{key}" not in known]
@@ -162,6 +164,8 @@ def _problem(item: Mapping[str, Any]) -> str:
         return f"unknown key {key!r}" + (f"; {hint}" if hint else "")
     if item["type"] == "missing":
         return f"{key}: is required"
+    if item["type"] == "model_type":
+        return f"{key}: takes a mapping of keys (got {item['input']!r})"
     message = item["msg"].removeprefix("Value error, ")
     return f"{key}: {message} (got {item['input']!r})" if key and item["type"] != "value_error" else message
 

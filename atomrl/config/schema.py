@@ -234,6 +234,16 @@ class GptConfig(Section):
     max_tokens: int = Field(1024, ge=16)
     """The longest row that a serving engine will accept."""
 
+    @model_validator(mode="after")
+    def _heads_that_fit(self) -> GptConfig:
+        heads, kv_heads = self.heads, self.kv_heads or self.heads
+        if heads % kv_heads or self.hidden % heads or self.hidden // heads % 2:
+            raise ValueError(
+                f"gpt: heads={heads} must divide hidden={self.hidden} into heads of an even size, and be a multiple of "
+                f"kv_heads={kv_heads}"
+            )
+        return self
+
 
 class SftConfig(Section):
     """Supervised training (`atomrl sft`); steps, rows and learning rate are those of `train`."""

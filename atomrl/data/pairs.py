@@ -197,6 +197,8 @@ def _best_and_worst(completions: Any) -> tuple[str, str, tuple[float, float]]:
 
 def _labelled(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -> tuple[PromptContent, str, bool]:
     label, completion = row.get(fields.label_field), row.get(fields.completion_field)
+    if label is None:
+        raise DataError(f"field {fields.label_field!r} is missing (has {', '.join(map(repr, row))})")
     if not isinstance(label, bool):
         raise DataError(f"field {fields.label_field!r} must be true or false, not {label!r}")
     if row.get(prompt_field) is None:

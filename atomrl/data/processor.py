@@ -78,7 +78,10 @@ class DataProcessor:
         encoded = self.token_ids(samples)
         kept = [sample for sample, ids in zip(samples, encoded, strict=True) if self._cut(ids) is not None]
         if samples and not kept:
-            raise DataError(f"all {len(samples)} prompts are longer than {self.max_prompt_tokens} tokens")
+            raise DataError(
+                f"all {len(samples)} prompts are longer than {self.max_prompt_tokens} tokens (data.max_prompt_tokens, "
+                "or what a completion leaves of the model's context); data.overlong_prompt=truncate cuts them"
+            )
         return kept, sum(len(ids) > self.max_prompt_tokens for ids in encoded)
 
     def token_ids(self, samples: Sequence[Sample]) -> list[array[int]]:

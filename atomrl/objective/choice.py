@@ -215,6 +215,8 @@ def _changed_one(
     if type_name is None:
         raise ValueError(f"{where}.type is missing; valid are {', '.join(kinds)}")
     check_name(f"{where}.type", type_name, [*kinds, *off])
+    if type_name not in kinds:  # `off`, with fields of another type beside it
+        raise ValueError(f"{where} of type {type_name} has no parameters, got {dict(values)}; give {where}={type_name}")
     kind = kinds[type_name]
     for key in values:
         check_name(f"{where} of type {type_name}", key, ["type", *(key for key in kind.model_fields if key != "type")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
@@ -213,8 +212,6 @@ def build_rewards(
         table = config.by_data_source.items()
         parts.append(_Part(BY_SOURCE, 1.0, {source: _scorer(route, local, loading) for source, route in table}))
     for item in config.functions:
-        if not math.isfinite(item.weight):
-            raise RewardError(f"reward {item.function!r}: weight must be a finite number, not {item.weight}")
         name = item.function.rpartition(":")[2].rpartition(".")[2]
         parts.append(
             _Part(_unused(name, [part.name for part in parts]), item.weight, {None: _scorer(item, local, loading)})

@@ -11,25 +11,30 @@ from collections.abc import Callable, Mapping
 from atomrl.config import ConfigError, RunConfig
 from atomrl.protocols import RewardFunction
 from atomrl.runs.base import Run
+from atomrl.runs.checks import check_fresh_tokenizer
 from atomrl.runs.given_data import PreferenceRun, RewardModelRun, SupervisedRun
 from atomrl.runs.pretrain import PretrainRun
 from atomrl.runs.rl import RLRun
 
 KINDS: dict[str, tuple[Callable[[RunConfig], Run], str]] = {
-    "train": (RLRun, "its algorithm is trained on rollouts, and it has no section sft or pretrain"),
-    "sft": (SupervisedRun, "it has the section sft"),
-    "dpo": (PreferenceRun, "its algorithm is trained on given preferences"),
-    "reward-model": (RewardModelRun, "its algorithm.name is reward_model"),
-    "pretrain": (PretrainRun, "it has the section pretrain"),
+    "train": (
+        RLRun,
+        "an algorithm.name that is trained on rollouts (grpo, online_dpo, ...), and no section sft or pretrain",
+    ),
+    "sft": (SupervisedRun, "the section sft (an empty one will do: `sft: {}`)"),
+    "dpo": (PreferenceRun, "an algorithm.name that is trained on given preferences (dpo, kto, ...)"),
+    "reward-model": (RewardModelRun, "algorithm.name=reward_model"),
+    "pretrain": (PretrainRun, "the section pretrain (`pretrain: {gpt: {}}` will do)"),
 }
-"""Kind of run, which is the name of its command -> its class, and how a config comes to be one."""
+"""Kind of run, which is the name of its command -> its class, and what a config for it has."""
 
 
 def check_command(config: RunConfig, command: str) -> None:
     """Raise ConfigError where a config belongs to another command."""
     if config.kind != command:
         raise ConfigError(
-            f"this config is for `atomrl {config.kind}` and not for `atomrl {command}`: {KINDS[config.kind][1]}"
+            f"this config is for `atomrl {config.kind}` and not for `atomrl {command}`: it has "
+            f"{KINDS[config.kind][1]}; one for `atomrl {command}` has {KINDS[command][1]}"
         )
 
 
@@ -44,7 +49,9 @@ def prepare_run(config: RunConfig, local_rewards: Mapping[str, RewardFunction] |
     Raises:
         ConfigError, DataError, ValueError: what is wrong, where, and what to do.
     """
-    if not local_rewards:
-        return KINDS[config.kind][0](config)
-    check_command(config, "train")
-    return RLRun(config, local_rewards)
+    if local_rewards:
+        check_command(config, "train")
+        return RLRun(config, local_rewards)
+    run = KINDS[config.kind][0](config)
+    check_fresh_tokenizer(config, run.tokenizer)
+    return run

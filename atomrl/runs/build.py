@@ -153,11 +153,7 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
 
 def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -> str:
     """The folder or hub name that training starts from: `model.path`, or a GPT with fresh weights in the run's folder,
-    which is taken again when the run goes on.
-
-    Raises:
-        ConfigError: transformers would not load the tokenizer of such a folder as it is.
-    """
+    which is taken again when the run goes on."""
     shape, folder = config.gpt, directory.path / FRESH_MODEL
     if shape is None:
         return model_path(config)
@@ -165,11 +161,6 @@ def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         model = new_gpt(vocab_size=len(tokenizer), **shape.model_dump(), **special, seed=config.seed)
         save_model(model, tokenizer, folder)
-        if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
-            raise ConfigError(
-                f"{config.kind}.gpt.family={shape.family}: transformers replaces the tokenizer of such a model by one "
-                "of its own kind; take family llama"
-            )
     return str(folder)
 
 

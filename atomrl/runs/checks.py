@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from atomrl.config import ConfigError, RunConfig
@@ -68,6 +71,25 @@ def check_critic(start: str, shape: Any) -> None:
         raise ConfigError(f"critic.path: {start} cannot be a critic, which gives every token a value: {reason}")
     if is_classifier(shape) and shape.num_labels != 1:
         raise ConfigError(f"critic.path: {start} has {shape.num_labels} labels; a critic has one")
+
+
+def check_fresh_tokenizer(config: RunConfig, tokenizer: Any) -> None:
+    """That transformers will load the tokenizer of a model that is made fresh as it is.
+
+    Raises:
+        ConfigError: it replaces the tokenizers of this family by its own.
+    """
+    if (shape := config.gpt) is None:
+        return
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        (Path(folder) / "config.json").write_text(json.dumps({"model_type": shape.family}), encoding="utf-8")
+        loaded = load_tokenizer(folder).get_vocab()
+    if loaded != tokenizer.get_vocab():
+        raise ConfigError(
+            f"{config.kind}.gpt.family={shape.family}: transformers replaces the tokenizer of such a model by one "
+            "of its own kind; take family llama"
+        )
 
 
 def check_engine(config: RunConfig, path: str) -> None:

@@ -20,6 +20,8 @@ SHOWN = {
     "reward": ("critic/score/mean", "{:.3f}"),
     "accuracy": ("train/accuracy", "{:.3f}"),
     "length": ("response_length/mean", "{:.1f}"),
+    "margin": ("rewards/margins", "{:.3f}"),
+    "pairs in order": ("rewards/accuracies", "{:.3f}"),
     "entropy": ("actor/entropy", "{:.3f}"),
     "tok/s": ("perf/throughput", "{:,.0f}"),
 }
@@ -54,7 +56,7 @@ class ProgressBar:
         columns = BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn()
         eta = TextColumn("[dim]ETA {task.fields[eta]}")
         self._bar = _Bar(
-            TextColumn("[bold]{task.description}"), *columns, eta,
+            TextColumn("{task.description}", style="bold", markup=False), *columns, eta,
             console=self._console, refresh_per_second=4, expand=True, disable=not self._live,
         )  # fmt: skip
         self._task = self._bar.add_task(name or "steps", total=total_steps, completed=first_step - 1, eta="-:--:--")
@@ -94,7 +96,7 @@ class ProgressBar:
         for name in ("reward", "advantage"):
             table.add_column(name, justify="right")
         for row in rows[:: -(-len(rows) // COMPLETIONS)]:
-            prompt, completion = prompt_text(row["prompt"]).strip(), row["completion"].strip()
+            prompt, completion = (printable(text.strip()) for text in (prompt_text(row["prompt"]), row["completion"]))
             numbers = ("-" if row[name] is None else f"{row[name]:.3g}" for name in ("reward", "advantage"))
             short = Text(f"…{prompt[-CHARACTERS:]}" if len(prompt) > CHARACTERS else prompt)
             table.add_row(short, Text(completion[:CHARACTERS] + "…" * (len(completion) > CHARACTERS)), *numbers)
@@ -120,6 +122,20 @@ def describe(metrics: Mapping[str, float]) -> list[str]:
     return [
         f"{label} {form.format(metrics[key])}" for label, (key, form) in SHOWN.items() if metrics.get(key) is not None
     ]
+
+
+def printable(text: str) -> str:
+    """Text with what would steer a terminal (colours, moves of the cursor, a change of direction) spelled out: what a
+    model writes is shown, never obeyed.
+
+    Example:
+        >>> print(printable("2 + 2\\n= \\x1b[2J4"))
+        2 + 2
+        = \\x1b[2J4
+    """
+    return "".join(
+        char if char.isprintable() or char in "\t\n" else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def prompt_text(prompt: Any) -> str:

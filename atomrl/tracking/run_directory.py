@@ -95,8 +95,11 @@ class RunDirectory:
                 f"the run {run.path} exists already. Continue it with --resume, or start another with "
                 f"run_name=NEW_NAME (or delete the folder)"
             )
-        run.path.mkdir(parents=True, exist_ok=True)
-        _lock(run.path)
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            _lock(run.path)
+        except OSError as error:
+            raise ConfigError(f"the run cannot write in {run.path} (output_dir/run_name): {error.strerror}") from error
         environment = describe_environment() | {"identity": dict(identity)}
         if resume and there:
             environment = run._reopen(config, allow_changes, environment)

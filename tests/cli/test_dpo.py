@@ -156,4 +156,4 @@ def test_mistakes(folder, capsys):
     )
     assert "preferences are longer than" in fails(capsys, "data.train=long.jsonl", "run_name=long")
     assert main(["train", "c.yaml", "preference=null", "train.rows_per_update=null"]) == 2
-    assert "its algorithm is trained on given preferences" in capsys.readouterr().err
+    assert "an algorithm.name that is trained on given preferences" in capsys.readouterr().err

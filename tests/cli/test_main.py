@@ -72,8 +72,24 @@ def test_mistakes_in_a_config(capsys, config):
     assert "train.steps: " in fails(capsys, ["train", config, "--train.steps", "many"])
     assert "'stepz' is no override" in fails(capsys, ["train", config, "stepz"])
     assert "an override needs a value" in fails(capsys, ["train", config, "--train.steps"])
+    assert fails(capsys, ["train", "--config"]) == "error: --config needs a value: --config VALUE\n"
     config.write_text("model: [")
     assert "c.yaml is not valid YAML" in fails(capsys, ["train", config])
+
+
+@pytest.mark.parametrize(
+    "command, change, has",
+    [
+        ("train", "algorithm.name=dpo", "an algorithm.name that is trained on rollouts"),
+        ("sft", "seed=1", "`sft: {}`"),
+        ("dpo", "seed=1", "(dpo, kto, ...)"),
+        ("reward-model", "seed=1", "algorithm.name=reward_model"),
+        ("pretrain", "seed=1", "`pretrain: {gpt: {}}`"),
+    ],
+)
+def test_a_config_for_another_command_says_what_one_for_this_has(command, change, has, capsys, config):
+    said, wanted = fails(capsys, [command, config, change]).split(f"; one for `atomrl {command}` has ")
+    assert said.startswith("error: this config is for `atomrl ") and has in wanted
 
 
 def test_overrides_may_have_dashes():

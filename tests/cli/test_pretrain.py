@@ -142,7 +142,8 @@ def test_mistakes(folder, capsys):
     samples = ["pretrain.sample_every_steps=1", "pretrain.sample_tokens=48"]
     assert "sample_prompt has 1 tokens, which with pretrain.sample_tokens=48" in fails(capsys, *samples)
     assert "did you mean 'pretrain.window_tokens'?" in fails(capsys, "pretrain.windw_tokens=3")
-    assert "take family llama" in fails(capsys, "pretrain.gpt.family=qwen2")
+    for more in ([], ["--dry-run"]):
+        assert "take family llama" in fails(capsys, "pretrain.gpt.family=qwen2", *more)
     make_tiny_model(folder / "model")
     assert "another tokenizer" in fails(capsys, "model.tokenizer=model")
     (folder / "tokens" / "val.bin").write_bytes(b"")

@@ -265,6 +265,17 @@ def test_sft_resumes_where_a_prompt_was_left_out_for_its_length(folder, capsys):
     assert json.loads((folder / "runs" / "sft" / "summary.json").read_text())["steps"] == 3
 
 
+def test_a_run_says_its_arithmetic_before_it_begins(folder, capsys):
+    assert main(["train", "c.yaml", "eval.before=false", "eval.after=false"]) == 0
+    error = capsys.readouterr().err
+    assert "the run: 2 steps x 2 prompts" in error[: error.index("completions of step 1")]
+
+
+def test_a_place_that_cannot_be_written_is_named(folder, capsys):
+    error = fails(capsys, "train", "c.yaml", "output_dir=c.yaml")
+    assert error.endswith("error: the run cannot write in c.yaml/first (output_dir/run_name): Not a directory\n")
+
+
 def test_an_sft_start_that_failed_does_not_block_its_name(folder, capsys):
     (folder / "shown.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
     (folder / "sft.yaml").write_text(yaml.safe_dump(SFT))
@@ -285,7 +296,9 @@ def test_mistakes_of_eval_and_generate(folder, capsys):
     )
     assert "model folder ./absent does not exist" in fails(capsys, "eval", "./absent", "--data", "eval.jsonl")
     assert "unknown engine 'vlm'" in fails(capsys, "eval", "model", "--data", "eval.jsonl", "--engine", "vlm")
-    assert "eval.temperature" in fails(capsys, "eval", "model", "--data", "eval.jsonl", "--temperature", "-1")
+    assert "  --temperature: " in fails(capsys, "eval", "model", "--data", "eval.jsonl", "--temperature", "-1")
+    assert "  eval.top_p: " in fails(capsys, "eval", "model", "--data", "eval.jsonl", "eval.top_p=2")
+    assert "  --n: " in fails(capsys, "generate", "model", "--prompt", "1", "--n", "many")
     assert "name it *.json" in fails(capsys, "eval", "model", "--data", "eval.jsonl", "--out", "r.txt")
     assert "--limit N" in fails(capsys, "eval", "model", "--data", "countdown")
     assert "/proc" in fails(capsys, "eval", "model", "--data", "eval.jsonl", "--out", "/proc/r.json")

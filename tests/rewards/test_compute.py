@@ -278,7 +278,6 @@ NOT_A_FUNCTION = 3
         ({"function": HERE + "NOT_A_FUNCTION"}, "has no function"),
         ({"function": HERE + "no_columns"}, r"must take \*\*columns"),
         ({"function": HERE + "length", "args": {"scales": 2}}, "has no argument 'scales'"),
-        ({"function": "strict_math", "weight": float("nan")}, "weight must be a finite number"),
     ],
 )
 def test_rewards_that_cannot_be_built(item, message):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from atomrl.config import ConfigError
-from atomrl.tracking.console import ProgressBar
+from atomrl.tracking.console import ProgressBar, describe
 from atomrl.tracking.curves import draw_curves, panels
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
@@ -48,6 +48,31 @@ def test_on_a_terminal_a_live_bar():
     text = stream.getvalue()
     assert "quickstart" in text and "2/2" in text and "0.250" in text and "held-out [0.5]" in text
     assert "step 1/2" not in text
+
+
+def test_a_name_with_markup_is_shown_as_it_is():
+    stream = Terminal()
+    with ProgressBar(2, name="a[/x]", stream=stream) as progress:
+        progress.update(1, METRICS)
+    assert "a[/x]" in stream.getvalue()
+
+
+def test_what_a_model_writes_cannot_steer_the_terminal():
+    stream = io.StringIO()
+    row = {
+        "prompt": "\x1b]0;title\x07 [/x] \u202e",
+        "completion": "\x1b[2J\x9b3J\r 三加五",
+        "reward": None,
+        "advantage": 0.5,
+    }
+    ProgressBar(1, stream=stream).show_completions(1, [row])
+    text = stream.getvalue()
+    assert not set(text) & set("\x1b\x9b\x07\r\u202e")
+    assert all(shown in text for shown in (r"\x1b]0;title\x07 [/x]", r"\x1b[2J\x9b3J", "三加五"))
+
+
+def test_pairs_show_their_margin():
+    assert describe({"rewards/margins": 0.5, "rewards/accuracies": 1.0}) == ["margin 0.500", "pairs in order 1.000"]
 
 
 def test_completions_are_shown_short_and_not_wider_than_the_terminal(tmp_path, monkeypatch, capsys):
