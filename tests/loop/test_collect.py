@@ -125,7 +125,7 @@ def test_baselines_that_have_no_reward_leave_a_step_without_advantages(tmp_path)
         return "greedy" if index == 0 else "x"
 
     parts = make_parts(tmp_path, write, reward, objective_of("remax", {"kl": {"coefficient": 0.0}}).resolved())
-    run_step(parts, SCHEDULE, 1, Progress())
+    run_step(parts, planned(), 1, Progress())
     (batch,) = parts.trainer.batches
     assert batch.rows and batch.baseline_rewards.isnan().all() and not batch.advantages.any()
 

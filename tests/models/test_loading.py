@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from atomrl.algorithms.table import objective_of
 from atomrl.config import ConfigError, ModelConfig, RolloutConfig, build_config
 from atomrl.models import loading
 from atomrl.models.gpt import GPT, new_gpt
@@ -255,6 +256,6 @@ def test_code_of_a_model_runs_in_trainer_engine_and_estimate_where_it_is_trusted
     tokenizer = load_tokenizer(folder, trust_remote_code=True)
     engine = build_engine(str(folder), tokenizer, config.rollout, config.model)
     torch.testing.assert_close(engine.model(TOKENS).logits, policy(TOKENS))
-    assert memory_estimate(config, objective_of("grpo", {}))["engine weights"] == 4 * sum(
+    assert memory_estimate(config, objective_of("grpo", {}).resolved())["engine weights"] == 4 * sum(
         p.numel() for p in policy.parameters()
     )
