@@ -14,38 +14,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from atomrl.atoms.logits import head_logits
 from atomrl.atoms.shapes import Mask, PerToken, Vocabulary
 
 CHUNK_ELEMENTS = 2**25
 """Logits held at a time: 128 MB in float32."""
 VOCABULARY_BLOCK = 2**15
 """Rows of the output matrix whose gradient is added at a time."""
-
-
-def head_logits(hidden: Float[Tensor, "*batch H"], head_weight: Float[Tensor, "V H"]) -> Vocabulary:
-    """Logits of the output matrix, `hidden @ head_weight.T`: inputs in the dtype of `hidden`, sums and result wider.
-
-    A bfloat16 logit of 20 is off by up to 0.06, and so is every log-prob made of it; the product of bfloat16 numbers
-    summed in float32 is not.
-
-    Args:
-        hidden: what the output matrix multiplies.
-        head_weight: the output matrix, which is rounded to the dtype of `hidden`.
-
-    Returns:
-        Float32 (float64 for float64), differentiable in both.
-
-    Example:
-        >>> head_logits(torch.ones(1, 2, dtype=torch.bfloat16), torch.tensor([[1.0, 2**-9]]))
-        tensor([[1.0020]])
-    """
-    head = head_weight.to(hidden.dtype)
-    if hidden.dtype.itemsize > 2:
-        return F.linear(hidden, head)
-    if hidden.is_cuda and not torch.is_grad_enabled():
-        wide: Tensor = torch.mm(hidden.flatten(0, -2), head.T, out_dtype=torch.float32)
-        return wide.view(*hidden.shape[:-1], len(head))
-    return F.linear(hidden.float(), head.float())
 
 
 def token_logprobs(

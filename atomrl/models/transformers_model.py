@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from atomrl.atoms.logprobs import head_logits
+from atomrl.atoms.logits import head_logits
 from atomrl.config import ConfigError
 
 Rounded = tuple[nn.Parameter, tuple[int, ...], tuple[int, ...], int]

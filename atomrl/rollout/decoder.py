@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from atomrl.atoms.logits import bfloat16_products
 from atomrl.models.loading import has_bfloat16
 from atomrl.models.spec import DecoderSpec
 from atomrl.protocols import Adapter
@@ -104,6 +105,10 @@ class StackedLinear:
             y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         elif self.wide and x.dtype != torch.float32 and x.is_cuda:
             y = torch.mm(x, self.weight, out_dtype=torch.float32)
+            y = y if self.bias is None else y + self.bias
+        elif self.wide and x.dtype == torch.bfloat16:
+            with bfloat16_products():
+                y = torch.mm(x.float(), self.weight)
             y = y if self.bias is None else y + self.bias
         else:
             x = x.to(self.weight.dtype)

@@ -16,7 +16,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from atomrl.atoms.logprobs import head_logits
+from atomrl.atoms.logits import head_logits
 from atomrl.models.loading import base_path, load_transformers
 from atomrl.models.transformers_model import published_weights
 from atomrl.protocols import Adapter, WeightUpdate

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from atomrl.atoms.logprobs import head_logits, row_logprobs
+from atomrl.atoms.logits import head_logits
+from atomrl.atoms.logprobs import row_logprobs
 from atomrl.atoms.natural_gradient import fisher_vector_product, flat
 from atomrl.config import ConfigError
 from atomrl.models.kernels import plain_formulas
