@@ -1,0 +1,261 @@
+"""`VLLMEngine`: vLLM in this process, stepped by whoever polls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from atomrl.models.loading import base_path, model_config_only, read_weights, resolve_folder
+from atomrl.protocols import Adapter, WeightUpdate
+from atomrl.rollout.requests import RequestEngine, RequestState
+from atomrl.rollout.stopping import StopRule, eos_token_ids
+from atomrl.types import FinishReason, SamplingParams
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+"""Before or after temperature, cuts and bans: vLLM computes one of them for all requests."""
+
+
+class VLLMEngine(RequestEngine):
+    """Draws completions with vLLM's `LLMEngine` in this process (https://docs.vllm.ai).
+
+    Requests enter its batch between any two tokens, and new weights too: the cache of completions under way is then
+    computed again, so that each token is of its version's policy. vLLM's kernels are not the trainer's, so log-probs
+    differ by rounding; hence not `exact`.
+
+    Its random generator has a state for each request, so a completion depends on its seed alone, but cannot go on in
+    another engine where it was.
+
+    Args:
+        llm: the engine.
+        shapes: of the published weights.
+        tied: the head has no weight of its own.
+        eos: the end-of-sequence tokens.
+        tokenizer: of the model.
+        logprobs_mode: what `llm` was made with.
+    """
+
+    seeded, exact, returns_candidates = True, False, True
+
+    def __init__(
+        self,
+        llm: Any,
+        shapes: Mapping[str, tuple[int, ...]],
+        tied: bool,
+        eos: tuple[int, ...],
+        tokenizer: Any,
+        logprobs_mode: LogprobsMode,
+    ) -> None:
+        super().__init__(tokenizer, llm.vllm_config.model_config.max_model_len)
+        self.llm, self.shapes, self.tied, self.eos, self.logprobs_mode = llm, shapes, tied, eos, logprobs_mode
+        self.folder = tempfile.TemporaryDirectory(prefix="atomrl-adapters-")
+        self.adapters: Any = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str,
+        tokenizer: Any,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        max_concurrent_completions: int,
+        trust_remote_code: bool = False,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+        max_model_tokens: int | None = None,
+        memory_share: float = 0.9,
+        lora_rank: int = 0,
+    ) -> VLLMEngine:
+        """Load a model.
+
+        Args:
+            path: a folder in Hugging Face layout, or a hub name.
+            tokenizer: of the model; decodes completions.
+            dtype: of weights and computation.
+            device: `cpu` or `cuda`, which the installed vLLM must be made for.
+            max_concurrent_completions: rows decoded at once.
+            trust_remote_code: let the folder's own code make the model.
+            logprobs_mode: `raw_logprobs` are those of temperature 1, whatever is cut or banned; `processed_logprobs`
+                are of the distribution that is drawn from.
+            max_model_tokens: of prompt and completion; None: the model's context.
+            memory_share: of the GPU's memory that vLLM may use (`gpu_memory_utilization`).
+            lora_rank: of adapters that updates bring; 0: none.
+
+        Raises:
+            ImportError: vLLM is not installed.
+        """
+        # Its engine runs here and not in a process of its own, so that weights need not travel.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm import EngineArgs, LLMEngine
+        from vllm.config.lora import MaxLoRARanks
+
+        folder = str(resolve_folder(base_path(path)))
+        on_cpu = torch.device(device).type == "cpu"
+        llm = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=folder,
+                tokenizer=tokenizer.name_or_path or folder,
+                dtype=str(dtype).removeprefix("torch."),
+                max_model_len=max_model_tokens,
+                max_num_seqs=max_concurrent_completions,
+                trust_remote_code=trust_remote_code,
+                logprobs_mode=logprobs_mode,
+                max_logprobs=-1,
+                # A CPU's generator has no offset to go on from, which seeds with chunks of prompts would need.
+                enable_chunked_prefill=not on_cpu,
+                enforce_eager=on_cpu,
+                enable_sleep_mode=not on_cpu,
+                gpu_memory_utilization=memory_share,
+                enable_lora=lora_rank > 0,
+                max_lora_rank=min(rank for rank in get_args(MaxLoRARanks) if rank >= lora_rank),
+                disable_log_stats=True,
+            )
+        )
+        config = model_config_only(path, trust_remote_code)
+        shapes = {name: tuple(tensor.shape) for name, tensor in read_weights(folder)}
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        if tied:
+            shapes.pop("lm_head.weight", None)
+        return cls(llm, shapes, tied, eos_token_ids(folder, config, tokenizer), tokenizer, logprobs_mode)
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every weight that an update may bring, by its published name; a tied head has none."""
+        return self.shapes
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Take new weights in place. Completions under way go on with them, from a cache that is computed again."""
+        tensors = list(update.tensors)
+        if tensors:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._loaded(tensors)})
+        if update.adapters:
+            self._load_adapters(update.adapters, update.version)
+        self.llm.reset_prefix_cache(reset_running_requests=True)
+        self.version = update.version
+        for state in self.held.values():
+            state.set_version(update.version)
+
+    def _loaded(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """What vLLM reads. It takes a tied head's weight from nothing but its own name."""
+        for name, tensor in tensors:
+            yield name, tensor
+            if self.tied and name == "model.embed_tokens.weight":
+                yield "lm_head.weight", tensor
+
+    def _load_adapters(self, adapters: Mapping[str, Adapter], version: int) -> None:
+        from vllm.lora.request import LoRARequest
+
+        folder = Path(self.folder.name) / str(version)
+        _write_adapters(adapters, folder)
+        self.adapters = LoRARequest("policy", 1, str(folder), load_inplace=True)
+        self.llm.add_lora(self.adapters)
+
+    def _make_rule(self, sampling: SamplingParams) -> StopRule:
+        cut = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
+        changed = cut or sampling.min_completion_tokens > 0
+        if self.logprobs_mode == "raw_logprobs":
+            if sampling.logprobs_over == "kept" or sampling.temperature not in (0, 1):
+                raise ValueError("this vLLM engine gives log-probs at temperature 1 over the vocabulary alone")
+        elif sampling.logprobs_over == "vocabulary" and changed:
+            raise ValueError(
+                "this vLLM engine gives log-probs of what is drawn from, after top-p, top-k and min_completion_tokens; "
+                "ask for logprobs_over=kept, or draw from the whole vocabulary, or use the native engine"
+            )
+        vocab = self.llm.vllm_config.model_config.get_vocab_size()
+        return StopRule(sampling, self.eos, self.tokenizer, vocab, torch.device("cpu"))
+
+    def _params(self, state: RequestState) -> Any:
+        from vllm import SamplingParams as VLLMSampling
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = state.rule.sampling
+        candidates = sampling.logprobs_over == "kept"
+        return VLLMSampling(
+            max_tokens=sampling.max_completion_tokens,
+            min_tokens=sampling.min_completion_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
+            stop=list(sampling.stop),
+            stop_token_ids=state.rule.is_stop.nonzero()[:, 0].tolist(),
+            include_stop_str_in_output=True,
+            ignore_eos=True,  # `stop_token_ids` has those that count
+            detokenize=bool(sampling.stop),
+            skip_special_tokens=False,
+            seed=state.request.seed,
+            logprobs=(sampling.top_k or -1) if candidates and sampling.temperature > 0 else 0,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def _advance(self) -> list[tuple[RequestState, FinishReason]]:
+        from vllm import TokensPrompt
+
+        while self.waiting:
+            state = self.waiting.popleft()
+            state.set_version(self.version)
+            prompt = TokensPrompt(prompt_token_ids=list(state.request.prompt_token_ids))
+            self.llm.add_request(state.request.request_id, prompt, self._params(state), lora_request=self.adapters)
+        finished: list[tuple[RequestState, FinishReason]] = []
+        while not finished:
+            for output in self.llm.step():
+                state, (delta,) = self.held[output.request_id], output.outputs
+                self._take(state, delta)
+                if output.finished:
+                    finished.append((state, "length" if delta.finish_reason == "length" else "stop"))
+        return finished
+
+    def _take(self, state: RequestState, delta: Any) -> None:
+        """Keep the tokens of a step, their log-probs and, where they are asked for, what they were drawn from."""
+        for token, ranked in zip(delta.token_ids, delta.logprobs, strict=True):
+            state.token_ids.append(token)
+            state.logprobs.append(ranked[token].logprob)
+            if state.rule.sampling.logprobs_over == "kept":
+                kept = [other for other, found in ranked.items() if found.logprob > -torch.inf]
+                state.candidate_counts.append(len(kept))
+                state.candidate_ids.extend(kept)
+
+    def _withdraw(self, states: Sequence[RequestState]) -> None:
+        self.llm.abort_request([state.request.request_id for state in states])
+
+    def sleep(self) -> None:
+        """Give back the GPU memory of weights and cache; on a CPU there is none to give.
+
+        Raises:
+            RuntimeError: there are requests.
+        """
+        super().sleep()
+        if self.llm.vllm_config.model_config.enable_sleep_mode:
+            self.llm.sleep(level=1)
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        if self._asleep and self.llm.vllm_config.model_config.enable_sleep_mode:
+            self.llm.wake_up()
+        super().wake()
+
+    def close(self) -> None:
+        """Free what vLLM holds."""
+        self.folder.cleanup()
+        self.llm.engine_core.shutdown()
+        del self.llm
+
+
+def _write_adapters(adapters: Mapping[str, Adapter], folder: Path) -> None:
+    """As peft does; the scale is in B, since vLLM knows one scale for all."""
+    folder.mkdir()
+    (rank,) = {len(adapter.a) for adapter in adapters.values()}
+    tensors: dict[str, Tensor] = {}
+    for name, adapter in adapters.items():
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors[f"{layer}.lora_A.weight"] = adapter.a.contiguous()
+        tensors[f"{layer}.lora_B.weight"] = (adapter.b * adapter.scale).contiguous()
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    targets = sorted({name.split(".")[-2] for name in adapters})
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, "bias": "none"}), encoding="utf-8")
