@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from safetensors.torch import save_file
@@ -19,9 +19,6 @@ from atomrl.rollout.requests import RequestEngine, RequestState
 from atomrl.rollout.stopping import StopRule, eos_token_ids
 from atomrl.types import FinishReason, SamplingParams
 
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-"""Before or after temperature, cuts and bans: vLLM computes one of them for all requests."""
-
 
 class VLLMEngine(RequestEngine):
     """Draws completions with vLLM's `LLMEngine` in this process (https://docs.vllm.ai).
@@ -29,6 +26,9 @@ class VLLMEngine(RequestEngine):
     Requests enter its batch between any two tokens, and new weights too: the cache of completions under way is then
     computed again, so that each token is of its version's policy. vLLM's kernels are not the trainer's, so log-probs
     differ by rounding; hence not `exact`.
+
+    Log-probs are of the distribution that is drawn from (`processed_logprobs`); those over the whole vocabulary are not
+    to be had where top-p, top-k or a minimum length cuts it.
 
     Its random generator has a state for each request, so a completion depends on its seed alone, but cannot go on in
     another engine where it was.
@@ -39,7 +39,6 @@ class VLLMEngine(RequestEngine):
         tied: the head has no weight of its own.
         eos: the end-of-sequence tokens.
         tokenizer: of the model.
-        logprobs_mode: what `llm` was made with.
     """
 
     seeded, exact, returns_candidates = True, False, True
@@ -51,10 +50,9 @@ class VLLMEngine(RequestEngine):
         tied: bool,
         eos: tuple[int, ...],
         tokenizer: Any,
-        logprobs_mode: LogprobsMode,
     ) -> None:
         super().__init__(tokenizer, llm.vllm_config.model_config.max_model_len)
-        self.llm, self.shapes, self.tied, self.eos, self.logprobs_mode = llm, shapes, tied, eos, logprobs_mode
+        self.llm, self.shapes, self.tied, self.eos = llm, shapes, tied, eos
         self.folder = tempfile.TemporaryDirectory(prefix="atomrl-adapters-")
         self.adapters: Any = None
 
@@ -68,7 +66,6 @@ class VLLMEngine(RequestEngine):
         device: str,
         max_concurrent_completions: int,
         trust_remote_code: bool = False,
-        logprobs_mode: LogprobsMode = "raw_logprobs",
         max_model_tokens: int | None = None,
         memory_share: float = 0.9,
         lora_rank: int = 0,
@@ -82,8 +79,6 @@ class VLLMEngine(RequestEngine):
             device: `cpu` or `cuda`, which the installed vLLM must be made for.
             max_concurrent_completions: rows decoded at once.
             trust_remote_code: let the folder's own code make the model.
-            logprobs_mode: `raw_logprobs` are those of temperature 1, whatever is cut or banned; `processed_logprobs`
-                are of the distribution that is drawn from.
             max_model_tokens: of prompt and completion; None: the model's context.
             memory_share: of the GPU's memory that vLLM may use (`gpu_memory_utilization`).
             lora_rank: of adapters that updates bring; 0: none.
@@ -106,7 +101,7 @@ class VLLMEngine(RequestEngine):
                 max_model_len=max_model_tokens,
                 max_num_seqs=max_concurrent_completions,
                 trust_remote_code=trust_remote_code,
-                logprobs_mode=logprobs_mode,
+                logprobs_mode="processed_logprobs",
                 max_logprobs=-1,
                 # A CPU's generator has no offset to go on from, which seeds with chunks of prompts would need.
                 enable_chunked_prefill=not on_cpu,
@@ -123,7 +118,7 @@ class VLLMEngine(RequestEngine):
         tied = bool(getattr(config, "tie_word_embeddings", False))
         if tied:
             shapes.pop("lm_head.weight", None)
-        return cls(llm, shapes, tied, eos_token_ids(folder, config, tokenizer), tokenizer, logprobs_mode)
+        return cls(llm, shapes, tied, eos_token_ids(folder, config, tokenizer), tokenizer)
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every weight that an update may bring, by its published name; a tied head has none."""
@@ -134,8 +129,7 @@ class VLLMEngine(RequestEngine):
         tensors = list(update.tensors)
         if tensors:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._loaded(tensors)})
-        if update.adapters:
-            self._load_adapters(update.adapters, update.version)
+        self.adapters = self._load_adapters(update.adapters, update.version) if update.adapters else None
         self.llm.reset_prefix_cache(reset_running_requests=True)
         self.version = update.version
         for state in self.held.values():
@@ -148,24 +142,21 @@ class VLLMEngine(RequestEngine):
             if self.tied and name == "model.embed_tokens.weight":
                 yield "lm_head.weight", tensor
 
-    def _load_adapters(self, adapters: Mapping[str, Adapter], version: int) -> None:
+    def _load_adapters(self, adapters: Mapping[str, Adapter], version: int) -> Any:
         from vllm.lora.request import LoRARequest
 
         folder = Path(self.folder.name) / str(version)
         _write_adapters(adapters, folder)
-        self.adapters = LoRARequest("policy", 1, str(folder), load_inplace=True)
-        self.llm.add_lora(self.adapters)
+        request = LoRARequest("policy", 1, str(folder), load_inplace=True)
+        self.llm.add_lora(request)
+        return request
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
-        cut = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
-        changed = cut or sampling.min_completion_tokens > 0
-        if self.logprobs_mode == "raw_logprobs":
-            if sampling.logprobs_over == "kept" or sampling.temperature not in (0, 1):
-                raise ValueError("this vLLM engine gives log-probs at temperature 1 over the vocabulary alone")
-        elif sampling.logprobs_over == "vocabulary" and changed:
+        cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_completion_tokens > 0
+        if sampling.logprobs_over == "vocabulary" and cut and sampling.temperature > 0:
             raise ValueError(
-                "this vLLM engine gives log-probs of what is drawn from, after top-p, top-k and min_completion_tokens; "
-                "ask for logprobs_over=kept, or draw from the whole vocabulary, or use the native engine"
+                "vLLM gives log-probs over what is drawn from, after top_p, top_k and min_completion_tokens: ask for "
+                "logprobs_over=kept, cut nothing, or take the native engine"
             )
         vocab = self.llm.vllm_config.model_config.get_vocab_size()
         return StopRule(sampling, self.eos, self.tokenizer, vocab, torch.device("cpu"))
@@ -203,7 +194,11 @@ class VLLMEngine(RequestEngine):
             self.llm.add_request(state.request.request_id, prompt, self._params(state), lora_request=self.adapters)
         finished: list[tuple[RequestState, FinishReason]] = []
         while not finished:
-            for output in self.llm.step():
+            with torch.random.fork_rng(
+                devices=[]
+            ):  # it draws from the process's generator, although requests have seeds
+                outputs = self.llm.step()
+            for output in outputs:
                 state, (delta,) = self.held[output.request_id], output.outputs
                 self._take(state, delta)
                 if output.finished:
@@ -212,13 +207,23 @@ class VLLMEngine(RequestEngine):
 
     def _take(self, state: RequestState, delta: Any) -> None:
         """Keep the tokens of a step, their log-probs and, where they are asked for, what they were drawn from."""
-        for token, ranked in zip(delta.token_ids, delta.logprobs, strict=True):
-            state.token_ids.append(token)
-            state.logprobs.append(ranked[token].logprob)
-            if state.rule.sampling.logprobs_over == "kept":
-                kept = [other for other, found in ranked.items() if found.logprob > -torch.inf]
-                state.candidate_counts.append(len(kept))
-                state.candidate_ids.extend(kept)
+        sampling = state.rule.sampling
+        state.token_ids += delta.token_ids
+        drawn = list(zip(delta.token_ids, delta.logprobs, strict=True))
+        if sampling.logprobs_over == "vocabulary":
+            state.logprobs += [
+                found[token].logprob for token, found in zip(delta.token_ids, delta.logprobs, strict=True)
+            ]
+            return
+        for token, found in zip(delta.token_ids, delta.logprobs, strict=True):
+            if sampling.temperature == 0:
+                kept, logprob = [token], 0.0
+            else:
+                ranked = sorted(found, key=lambda other: -found[other].logprob)
+                kept, logprob = [other for other in ranked if found[other].logprob > -torch.inf], found[token].logprob
+            state.logprobs.append(logprob)
+            state.candidate_counts.append(len(kept))
+            state.candidate_ids.extend(kept)
 
     def _withdraw(self, states: Sequence[RequestState]) -> None:
         self.llm.abort_request([state.request.request_id for state in states])
