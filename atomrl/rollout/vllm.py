@@ -19,6 +19,8 @@ from atomrl.rollout.requests import RequestEngine, RequestState
 from atomrl.rollout.stopping import StopRule, eos_token_ids
 from atomrl.types import FinishReason, SamplingParams
 
+_MOST_CPU_CACHE, _SPARE_CACHE = 4 * 2**30, 2**26
+
 
 class VLLMEngine(RequestEngine):
     """Draws completions with vLLM's `LLMEngine` in this process (https://docs.vllm.ai).
@@ -67,7 +69,7 @@ class VLLMEngine(RequestEngine):
         max_concurrent_completions: int,
         trust_remote_code: bool = False,
         max_model_tokens: int | None = None,
-        memory_share: float = 0.9,
+        gpu_memory_utilization: float = 0.9,
         lora_rank: int = 0,
     ) -> VLLMEngine:
         """Load a model.
@@ -80,7 +82,8 @@ class VLLMEngine(RequestEngine):
             max_concurrent_completions: rows decoded at once.
             trust_remote_code: let the folder's own code make the model.
             max_model_tokens: of prompt and completion; None: the model's context.
-            memory_share: of the GPU's memory that vLLM may use (`gpu_memory_utilization`).
+            gpu_memory_utilization: share of the GPU's memory that vLLM may use. On a CPU the cache has what all rows
+                may need, and at most 4 GiB.
             lora_rank: of adapters that updates bring; 0: none.
 
         Raises:
@@ -93,6 +96,9 @@ class VLLMEngine(RequestEngine):
 
         folder = str(resolve_folder(base_path(path)))
         on_cpu = torch.device(device).type == "cpu"
+        config = model_config_only(path, trust_remote_code)
+        rows = max_concurrent_completions * (max_model_tokens or config.max_position_embeddings)
+        cache_bytes = min(_MOST_CPU_CACHE, rows * _cache_bytes_per_token(config, dtype) + _SPARE_CACHE)
         llm = LLMEngine.from_engine_args(
             EngineArgs(
                 model=folder,
@@ -107,13 +113,13 @@ class VLLMEngine(RequestEngine):
                 enable_chunked_prefill=not on_cpu,
                 enforce_eager=on_cpu,
                 enable_sleep_mode=not on_cpu,
-                gpu_memory_utilization=memory_share,
+                gpu_memory_utilization=gpu_memory_utilization,
+                kv_cache_memory_bytes=cache_bytes if on_cpu else None,
                 enable_lora=lora_rank > 0,
                 max_lora_rank=min(rank for rank in get_args(MaxLoRARanks) if rank >= lora_rank),
                 disable_log_stats=True,
             )
         )
-        config = model_config_only(path, trust_remote_code)
         shapes = {name: tuple(tensor.shape) for name, tensor in read_weights(folder)}
         tied = bool(getattr(config, "tie_word_embeddings", False))
         if tied:
@@ -194,9 +200,8 @@ class VLLMEngine(RequestEngine):
             self.llm.add_request(state.request.request_id, prompt, self._params(state), lora_request=self.adapters)
         finished: list[tuple[RequestState, FinishReason]] = []
         while not finished:
-            with torch.random.fork_rng(
-                devices=[]
-            ):  # it draws from the process's generator, although requests have seeds
+            # It draws from the process's generator too, although every request has a seed.
+            with torch.random.fork_rng(devices=[]):
                 outputs = self.llm.step()
             for output in outputs:
                 state, (delta,) = self.held[output.request_id], output.outputs
@@ -211,17 +216,12 @@ class VLLMEngine(RequestEngine):
         state.token_ids += delta.token_ids
         drawn = list(zip(delta.token_ids, delta.logprobs, strict=True))
         if sampling.logprobs_over == "vocabulary":
-            state.logprobs += [
-                found[token].logprob for token, found in zip(delta.token_ids, delta.logprobs, strict=True)
-            ]
+            state.logprobs += [found[token].logprob for token, found in drawn]
             return
-        for token, found in zip(delta.token_ids, delta.logprobs, strict=True):
-            if sampling.temperature == 0:
-                kept, logprob = [token], 0.0
-            else:
-                ranked = sorted(found, key=lambda other: -found[other].logprob)
-                kept, logprob = [other for other in ranked if found[other].logprob > -torch.inf], found[token].logprob
-            state.logprobs.append(logprob)
+        for token, found in drawn:
+            ranked = [token] if sampling.temperature == 0 else sorted(found, key=lambda other: -found[other].logprob)
+            kept = [other for other in ranked if found[other].logprob > -torch.inf]
+            state.logprobs.append(0.0 if sampling.temperature == 0 else found[token].logprob)
             state.candidate_counts.append(len(kept))
             state.candidate_ids.extend(kept)
 
@@ -249,6 +249,12 @@ class VLLMEngine(RequestEngine):
         self.folder.cleanup()
         self.llm.engine_core.shutdown()
         del self.llm
+
+
+def _cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * int(config.num_hidden_layers) * int(heads) * int(width) * dtype.itemsize
 
 
 def _write_adapters(adapters: Mapping[str, Adapter], folder: Path) -> None:

@@ -579,9 +579,8 @@ def test_requests_come_in_while_others_run(make_seeded, plain_folder):
     engine = make_seeded(plain_folder, concurrent=6)
     first, second, third = prompts_of(*random_prompts(3))
     sampling = SamplingParams(completions_per_prompt=4, max_completion_tokens=60, seed=3)
-    other = SamplingParams(
-        completions_per_prompt=4, max_completion_tokens=30, temperature=0.5, top_k=20, logprobs_over="kept", seed=3
-    )
+    cut = SamplingParams(max_completion_tokens=30, temperature=0.5, top_k=20, logprobs_over="kept", seed=3)
+    other, short = replace(cut, completions_per_prompt=4), replace(cut, max_completion_tokens=2)
     expected = {t.trajectory_id: response(t) for t in generate(engine, [first, second], sampling)}
     expected |= {t.trajectory_id: response(t) for t in generate(engine, [third], other)}
     engine.submit(requests_of(first, sampling)[:3])
