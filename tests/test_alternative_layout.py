@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from atomrl.config import ConfigError, build_config
-from atomrl.config.alternative_layout import SECTIONS, TABLE, is_six_section_layout, translate
+from atomrl.config.alternative_layout import TABLE, is_six_section_layout, translate
 
 BASE = {
     "model_config": {"model_name_or_path": "m", "use_lora": True},
@@ -74,7 +74,7 @@ def load(tree):
 
 
 def value_at(config, key):
-    value = config.model_dump()
+    value = config.to_tree()
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
@@ -89,9 +89,7 @@ def test_each_key_has_its_effect(key):
 
 
 def test_every_key_is_tested():
-    keys = {f"{section}.{name}" for section, model in SECTIONS.items() for name in model.model_fields}
-    assert keys == set(EFFECTS) | {f"model_config.{name}" for name in PLACEMENT}
-    assert set(TABLE) < keys
+    assert set(TABLE) == set(EFFECTS) | {f"model_config.{name}" for name in PLACEMENT}
 
 
 def test_only_the_named_key_changes():
@@ -140,7 +138,7 @@ def test_placement_keys_are_answered_with_one_line(name):
     assert config == load(BASE)[0]
     (note,) = notes
     assert name in note and "without effect" in note and "\n" not in note
-    with pytest.raises(ConfigError, match=rf"model_config\.{name}=-1"):
+    with pytest.raises(ConfigError, match=rf"model_config\.{name}: .*got -1"):
         load(changed(f"model_config.{name}", -1))
 
 
@@ -168,14 +166,14 @@ def test_absent_and_null_keys_keep_the_defaults():
         ("train_config.learning_rat", 1, r"unknown key 'train_config.learning_rat'; .*'train_config.learning_rate'\?"),
         ("train_config.temprature", 1, r"did you mean 'generation_config.temperature'"),
         ("trian_config", {}, r"unknown key 'trian_config'; did you mean 'train_config'"),
-        ("generation_config.temperature", "hot", r"generation_config.temperature='hot'"),
-        ("advantage_config.mode", "gae", r"advantage_config.mode='gae'"),
-        ("loss_config.loss_level", "word", r"loss_config.loss_level='word'"),
-        ("train_config.train_dataset", None, r"train_config.train_dataset=None"),
+        ("generation_config.temperature", "hot", r"generation_config.temperature.*: .*got 'hot'"),
+        ("advantage_config.mode", "gae", r"advantage_config.mode.*: .*got 'gae'"),
+        ("loss_config.loss_level", "word", r"loss_config.loss_level.*: .*got 'word'"),
+        ("train_config.train_dataset", None, r"train_config.train_dataset: is required"),
         ("train_config.rollout_batch_size", 30, r"rollout_batch_size=30 .* no multiple of .*group_size=4"),
-        ("train_config.train_batch_size", 24, r"train_batch_size=24 does not divide .*rollout_batch_size=32"),
-        ("model_config.lora_target_modules", 3, r"model_config.lora_target_modules=3"),
-        ("generation_config", 3, r"generation_config=3"),
+        ("train_config.train_batch_size", 24, r"train_config.train_batch_size=24 does not divide the 32 rows"),
+        ("model_config.lora_target_modules", 3, r"model_config.lora_target_modules.*: .*got 3"),
+        ("generation_config", 3, r"generation_config: .*got 3"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(key, value, message):
@@ -186,7 +184,9 @@ def test_mistakes_are_named(key, value, message):
 
 
 def test_a_missing_section_is_named():
-    with pytest.raises(ConfigError, match=r"model_config: is required\n  train_config: is required"):
+    with pytest.raises(
+        ConfigError, match=r"model_config.model_name_or_path: is required\n  train_config.train_dataset: is required"
+    ):
         load({"loss_config": {}})
 
 

@@ -48,54 +48,44 @@ def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """CONFIG (or `--config CONFIG`), then `key=value` or `--key value`."""
-    parser.add_argument("--config", dest="config_option", metavar="CONFIG", help="the same as CONFIG")
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="a YAML file")
+    """CONFIG (or `--config CONFIG`), then `key=value` or `--key value`, as `join_overrides` leaves them."""
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="a YAML file; also --config CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.steps=10; also --train.steps 10")
 
 
-def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--resume` and `--allow-changes`."""
-    parser.add_argument("--resume", action="store_true", help="go on from the run's newest whole checkpoint")
-    parser.add_argument(
-        "--allow-changes", action="store_true", help="with --resume: although config, data, tokenizer or model differ"
-    )
-
-
 def join_overrides(arguments: Sequence[str]) -> list[str]:
-    """`--key value` and `--key=value` as `key=value`, so that only the command's own options are left with dashes.
+    """`--key value` and `--key=value` as `key=value`, and `--config CONFIG` as CONFIG in front, so that only the
+    command's own options are left with dashes.
 
     Example:
-        >>> join_overrides(["c.yaml", "--train.steps", "3", "--resume", "seed=1"])
+        >>> join_overrides(["--train.steps", "3", "--resume", "seed=1", "--config", "c.yaml"])
         ['c.yaml', 'train.steps=3', '--resume', 'seed=1']
     """
     joined, rest = [], list(arguments)
     while rest:
         argument = rest.pop(0)
-        own = argument in FLAGS or argument.partition("=")[0] == "--config"
-        if own or not argument.startswith("--"):
+        if argument in FLAGS or not argument.startswith("--"):
             joined.append(argument)
-            if argument == "--config" and rest:
-                joined.append(rest.pop(0))
-        elif "=" in argument:
-            joined.append(argument[2:])
-        elif rest and not rest[0].startswith("--"):
-            joined.append(f"{argument[2:]}={rest.pop(0)}")
+            continue
+        key, equals, value = argument[2:].partition("=")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ValueError(
+                    f"{argument} is no option of this command; an override needs a value: {argument} VALUE"
+                )
+            value = rest.pop(0)
+        if key == "config":
+            joined.insert(0, value)
         else:
-            raise ValueError(f"{argument} is no option of this command; an override needs a value: {argument} VALUE")
+            joined.append(f"{key}={value}")
     return joined
 
 
 def config_from(arguments: argparse.Namespace) -> RunConfig:
     """The config that the command line names."""
-    overrides = list(arguments.overrides)
-    path = arguments.config
-    if arguments.config_option is not None:
-        overrides = [*([path] if path is not None else []), *overrides]
-        path = arguments.config_option
-    if path is None:
+    if arguments.config is None:
         raise ValueError("name a config file, as in: atomrl train configs/quickstart.yaml")
     from atomrl.rewards.table import search_in
 
-    search_in(Path(path).resolve().parent)  # a config's own rewards and algorithms stand beside it
-    return load_config(path, overrides)
+    search_in(Path(arguments.config).resolve().parent)  # a config's own rewards and algorithms stand beside it
+    return load_config(arguments.config, arguments.overrides)

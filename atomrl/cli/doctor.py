@@ -9,6 +9,7 @@ Exit code 1 where the doctor finds something.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ EXTRAS = {
 }
 """Optional packages and what needs them."""
 CORE = ("torch", "transformers", "tokenizers", "safetensors", "pydantic", "pyyaml", "rich", "jaxtyping", "numpy")
-CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "neon", "asimd", "bf16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,46 +69,29 @@ def is_row(row: Any) -> bool:
 
 def examine_machine() -> int:
     """Print what is installed, the hardware and what will be used; environment variables are never printed."""
-    try:
-        import torch
-        import transformers  # noqa: F401
-    except ImportError as error:
-        print(f"broken: {error}; install with: pip install atomrl")
-        return FOUND
     broken = 0
-    for title, lines in (
-        ("installed", installed()),
-        ("hardware", hardware()),
-        ("will be used", used(torch.cuda.is_available())),
-    ):
+    for title, lines in (("installed", installed()), ("hardware", hardware()), ("will be used", used())):
         for index, (name, text) in enumerate(lines):
             print(f"{title if index == 0 else '':<14}{name:<16}{text}")
             broken += text.startswith("broken")
     return FOUND if broken else 0
 
 
-def version(package: str) -> str | None:
-    """The installed version of a package, or None."""
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def installed() -> Iterator[tuple[str, str]]:
     """Versions of Python, of what AtomRL needs and of what it can use."""
     import platform
+    from importlib.metadata import distributions
 
     from atomrl import __version__
+
+    versions = {found.name.lower().replace("_", "-"): found.version for found in distributions()}
 
     yield "python", platform.python_version()
     yield "atomrl", __version__
     for package in CORE:
-        yield package, version(package) or f"broken: not installed (pip install {package})"
+        yield package, versions.get(package) or f"broken: not installed (pip install {package})"
     for package, purpose in EXTRAS.items():
-        yield package, version(package) or f"not installed (pip install {package}); for {purpose}"
+        yield package, versions.get(package) or f"not installed (pip install {package}); for {purpose}"
 
 
 def hardware() -> Iterator[tuple[str, str]]:
@@ -120,9 +103,8 @@ def hardware() -> Iterator[tuple[str, str]]:
     from atomrl.tracking.environment import describe_environment
 
     machine = describe_environment()
-    flags = cpu_flags()
     yield "cpu", f"{machine['cpu']}, {machine['cpus']} cores, torch uses {torch.get_num_threads()} threads"
-    yield "instructions", ", ".join(flag for flag in CPU_FLAGS if flag in flags) or "none known"
+    yield "instructions", torch.backends.cpu.get_cpu_capability()
     yield "memory", f"{machine['memory_gib']} GiB, {available_gib():.1f} GiB available"
     unused = Path("/proc/driver/nvidia/version").exists()
     none = f"one is here, but torch {torch.__version__} cannot use it: install a CUDA build" if unused else "none"
@@ -130,36 +112,27 @@ def hardware() -> Iterator[tuple[str, str]]:
     yield "disk", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB free here"
 
 
-def cpu_flags() -> set[str]:
-    """The CPU's instruction sets, as Linux names them; empty elsewhere."""
-    path = Path("/proc/cpuinfo")
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    lines = [line.partition(":")[2] for line in text.splitlines() if line.startswith(("flags", "Features"))]
-    return set(lines[0].split()) if lines else set()
-
-
 def available_gib() -> float:
     """Memory that a new process could take; NaN where the system does not say."""
     path = Path("/proc/meminfo")
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) / 2**20
-    return float("nan")
+    found = re.search(r"MemAvailable:\s+(\d+)", path.read_text(encoding="utf-8")) if path.is_file() else None
+    return int(found[1]) / 2**20 if found else float("nan")
 
 
-def used(gpu: bool) -> Iterator[tuple[str, str]]:
+def used() -> Iterator[tuple[str, str]]:
     """Device, dtype, engines and kernels of a run with the default config, each with the reason."""
     from atomrl.models.loading import compute_dtype
     from atomrl.rollout.kernel import load_kernels
+    from atomrl.runs.build import device_name
 
-    device = "cuda" if gpu else "cpu"
+    device = device_name()
     dtype = str(compute_dtype("auto", device)).removeprefix("torch.")
     has = "has" if dtype == "bfloat16" else "has no"
     yield "device", device
     yield "dtype", f"{dtype} (model.dtype=auto: this {device} {has} bfloat16 instructions)"
     yield "engine", "native for Llama, Qwen2 and Qwen3, hf for other models (rollout.engine)"
     yield "trainer", "one process, AdamW on float32 weights"
-    if gpu:
+    if device == "cuda":
         yield "kernels", "torch's (the C++ kernels are for CPUs)"
     elif load_kernels() is not None:
         yield "kernels", "the C++ kernels: they compile here"

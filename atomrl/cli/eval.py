@@ -18,37 +18,28 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomrl.cli.sampling import KEYS, add_sampling_arguments, config_over, model_folder, open_engine, within_context
+from atomrl.cli.sampling import NO_LIMIT, add_sampling_arguments, config_over, model_folder, within_context
 
 if TYPE_CHECKING:
     from atomrl.config import RunConfig
     from atomrl.loop.evaluate import EvalResult, Figure
 
-DATA_KEYS = {
-    "data": "data.eval",
-    "limit": "data.eval_size",
-    "reward_items": "reward.functions",
-    "prompt_field": "data.prompt_field",
-    "answer_field": "data.answer_field",
-    "answer_pattern": "data.answer_pattern",
-}
-DEFAULTS = {"run_name": "eval", "data": {"max_prompt_tokens": 1_000_000}}
-"""No prompt is dropped for its length unless a config says so."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any key of a config")
-    parser.add_argument("--data", metavar="FILE|TASK", help="a JSONL file, or a task (its eval split)")
-    parser.add_argument("--config", metavar="CONFIG", help="take data, fields, rewards and lengths from a run's config")
-    parser.add_argument("--samples-per-prompt", type=int, dest="n", metavar="N", help="completions (default 1)")
-    parser.add_argument("--limit", type=int, help="problems to use (of a task: to draw)")
-    parser.add_argument("--reward", action="append", metavar="NAME", help="default strict_math; repeatable")
-    parser.add_argument("--prompt-field", help="the column with the prompt (default prompt)")
-    parser.add_argument("--answer-field", help="the column with the answer (default ground_truth)")
-    parser.add_argument("--answer-pattern", help="its first group in the answer is the ground truth")
-    parser.add_argument("--response-prefix", default="", metavar="TEXT", help="what every completion has to start with")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="the result (default: in runs/eval)")
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="key=value", help="any key of a config")
+    add("--data", dest="data.eval", metavar="FILE|TASK", help="a JSONL file, or a task (its eval split)")
+    add("--config", metavar="CONFIG", help="take data, fields, rewards and lengths from a run's config")
+    add("--samples-per-prompt", dest="eval.samples_per_prompt", metavar="N", help="completions (default 1)")
+    add("--limit", dest="data.eval_size", help="problems to use (of a task: to draw)")
+    add("--reward", dest="reward.functions", action="append", metavar="NAME", type=lambda name: {"function": name},
+        help="default strict_math; repeatable")  # fmt: skip
+    add("--prompt-field", dest="data.prompt_field", help="the column with the prompt (default prompt)")
+    add("--answer-field", dest="data.answer_field", help="the column with the answer (default ground_truth)")
+    add("--answer-pattern", dest="data.answer_pattern", help="its first group in the answer is the ground truth")
+    add("--response-prefix", default="", metavar="TEXT", help="what every completion has to start with")
+    add("--out", type=Path, metavar="FILE.json", help="the result (default: in runs/eval)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,8 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if out.suffix != ".json":
         raise ValueError(f"--out {out}: the result is JSON, and its completions go beside it; name it *.json")
     started = time.perf_counter()
-    with model_folder(arguments.model) as model:
-        merged = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+    with model_folder(config) as merged:
         result, used = evaluate_config(merged, arguments.response_prefix, out)
     config = used.model_copy(update={"model": config.model})
     seconds = time.perf_counter() - started
@@ -85,16 +75,13 @@ def config_of(arguments: argparse.Namespace) -> RunConfig:
     from atomrl.config import ConfigError, merge_trees, parse_overrides
     from atomrl.data.generators import is_generator
 
-    options = dict(vars(arguments))
-    if arguments.reward:
-        options["reward_items"] = [{"function": name} for name in arguments.reward]
-    tree = merge_trees(DEFAULTS, read_tree(arguments.config, {}) if arguments.config else {})
+    base = {"run_name": "eval", "data": {"max_prompt_tokens": NO_LIMIT}}
+    tree = merge_trees(base, read_tree(arguments.config, {}) if arguments.config else {})
     tree = merge_trees(tree, parse_overrides(arguments.overrides))
-    problems = arguments.data or tree["data"].get("eval")
+    problems = getattr(arguments, "data.eval") or tree["data"].get("eval")
     if problems is None:
         raise ConfigError("name the problems with --data FILE|TASK, or a --config that has data.eval")
-    tree = merge_trees({"data": {"train": problems}}, tree)  # required, and not read
-    config = config_over(tree, options, KEYS | DATA_KEYS, "atomrl eval")
+    config = config_over(merge_trees({"data": {"train": problems}}, tree), arguments)  # it is required, and not read
     if is_generator(problems) and config.data.eval_size is None:
         raise ConfigError(f"{problems} makes as many problems as are asked for: say how many with --limit N")
     return config
@@ -109,9 +96,8 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     from atomrl.data.processor import DataProcessor
     from atomrl.data.sources import load_samples
     from atomrl.loop.evaluate import evaluate
-    from atomrl.models.loading import load_tokenizer
     from atomrl.rewards.compute import build_rewards
-    from atomrl.runs.build import device_name, eval_sampling, model_path
+    from atomrl.runs.build import build_engine, device_name, eval_sampling, model_path, policy_tokenizer
 
     rewards = build_rewards(
         config.reward, device=device_name(config.model.device), trust_remote_code=config.model.trust_remote_code
@@ -120,13 +106,13 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     if report.problems:
         print(f"{report.source}: {len(report.problems)} rows with problems were skipped", file=sys.stderr)
     rewards.check_sources(report.samples)
-    tokenizer = load_tokenizer(config.model.tokenizer or model_path(config), config.model.trust_remote_code)
+    tokenizer = policy_tokenizer(config)
     processor = DataProcessor(tokenizer, config.data)
     check_writable(out)
     prompts = processor.token_ids(processor.filter_overlong(report.samples)[0])
     prefix = tokenizer.encode(response_prefix, add_special_tokens=False)
     config = within_context(config, min(max(map(len, prompts)), processor.max_prompt_tokens) + len(prefix))
-    engine = open_engine(config, tokenizer)
+    engine = build_engine(model_path(config), tokenizer, config.rollout, config.model)
     try:
         return evaluate(engine, report.samples, processor, rewards, eval_sampling(config), response_prefix), config
     finally:

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 TRAINER_FILES = ("MANIFEST.json", "progress.json")
+"""Beside its folders, what only the trainer reads."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
 
             export(checkpoint, aside, base=arguments.base)
         else:
-            copy_model(checkpoint, aside)
+            folders = {path.name for path in checkpoint.iterdir() if path.is_dir()}
+            shutil.copytree(checkpoint, aside, ignore=shutil.ignore_patterns(*TRAINER_FILES, *folders))
         if out.exists():
             out.rmdir()
         aside.rename(out)
@@ -41,11 +43,3 @@ def run(arguments: argparse.Namespace) -> int:
         shutil.rmtree(aside, ignore_errors=True)
     print(out)
     return 0
-
-
-def copy_model(checkpoint: Path, folder: Path) -> None:
-    """Everything but what only the trainer reads (its own folder and files)."""
-    folder.mkdir(parents=True)
-    for path in checkpoint.iterdir():
-        if path.is_file() and path.name not in TRAINER_FILES:
-            shutil.copy2(path, folder)

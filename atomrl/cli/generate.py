@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from atomrl.cli.sampling import KEYS, add_sampling_arguments, config_over, model_folder, open_engine, within_context
+from atomrl.cli.sampling import NO_LIMIT, add_sampling_arguments, config_over, model_folder, within_context
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="- reads it from standard input")
-    parser.add_argument("--n", type=int, default=1, help="completions to draw (default 1)")
+    parser.add_argument("--n", dest="eval.samples_per_prompt", help="completions to draw (default 1)")
     parser.add_argument("--ids", action="store_true", help="print the tokens' ids and log-probs as well")
 
 
@@ -23,20 +23,18 @@ def run(arguments: argparse.Namespace) -> int:
     text = read_prompt(arguments.prompt)
     if not text:
         raise ValueError("--prompt: the prompt is empty")
-    base = {"run_name": "generate", "data": {"train": "-", "max_prompt_tokens": 1_000_000}}
     from atomrl.data.processor import DataProcessor
-    from atomrl.models.loading import load_tokenizer
     from atomrl.rollout.generate import generate
-    from atomrl.runs.build import eval_sampling
+    from atomrl.runs.build import build_engine, eval_sampling, model_path, policy_tokenizer
     from atomrl.types import Sample
 
-    with model_folder(arguments.model) as model:
-        config = config_over(base, vars(arguments) | {"model": model}, KEYS, "atomrl generate")
-        tokenizer = load_tokenizer(model, config.model.trust_remote_code)
+    config = config_over({"run_name": "generate", "data": {"train": "-", "max_prompt_tokens": NO_LIMIT}}, arguments)
+    with model_folder(config) as config:
+        tokenizer = policy_tokenizer(config)
         sample = Sample(sample_id="prompt", prompt=text, ground_truth=None)
         (prompt,) = DataProcessor(tokenizer, config.data).to_prompts([("prompt", sample)])
         config = within_context(config, len(prompt.token_ids))
-        engine = open_engine(config, tokenizer)
+        engine = build_engine(model_path(config), tokenizer, config.rollout, config.model)
         completions = generate(engine, [prompt], eval_sampling(config))
         engine.close()
     for number, completion in enumerate(completions, start=1):

@@ -66,9 +66,8 @@ def run_command(name: str, arguments: list[str]) -> int:
     show_traceback = "--traceback" in arguments
     try:
         command = importlib.import_module(f"atomrl.cli.{MODULES.get(name, name)}")
-        description = getattr(command, "DESCRIPTIONS", {}).get(name) or command.__doc__
         parser = argparse.ArgumentParser(
-            prog=f"atomrl {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+            prog=f"atomrl {name}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         parser.set_defaults(command=name)
         parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
@@ -96,17 +95,10 @@ def fail(message: str) -> int:
 
 def overview() -> str:
     """The help of `atomrl` itself."""
-    lines = [f"  {name:<12} {text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        [
-            "AtomRL: reinforcement learning for language models.",
-            "",
-            "usage: atomrl COMMAND ...",
-            "",
-            *lines,
-            "",
-            "atomrl COMMAND --help tells more; atomrl --version.",
-        ]
+    commands = "\n".join(f"  {name:<12} {text}" for name, text in COMMANDS.items())
+    return (
+        f"AtomRL: reinforcement learning for language models.\n\nusage: atomrl COMMAND ...\n\n{commands}\n\n"
+        "atomrl COMMAND --help tells more; atomrl --version."
     )
 
 

@@ -1,4 +1,21 @@
-"""The commands that train: `train`, `sft`, `dpo`, `reward-model` and `pretrain`."""
+"""Train a model as a config says, which is of one of five kinds.
+
+train         with reinforcement learning
+sft           on demonstrations: rows with `prompt` and `completion`, or `messages`, or a task's own
+dpo           on preferences: rows with `prompt`, `chosen` and `rejected` (docs/preferences.md)
+reward-model  a reward model, on pairs of completions: the same rows
+pretrain      on plain text: a fresh GPT, or one that is there already
+
+atomrl train configs/quickstart.yaml
+atomrl train configs/quickstart.yaml run_name=second train.steps=50 rollout.temperature=0.8
+atomrl train configs/quickstart.yaml --dry-run
+atomrl train configs/quickstart.yaml --resume
+atomrl sft configs/quickstart_sft.yaml
+atomrl dpo configs/algorithms/kto.yaml data.train=labelled.jsonl data.eval=null
+atomrl reward-model configs/rlhf/reward_model.yaml model.path=MODEL data.train=pairs.jsonl algorithm.centring=0.01
+atomrl data prepare input.txt --tokenizer char --out data/shakespeare
+atomrl pretrain configs/pretrain_shakespeare_char.yaml
+"""
 
 from __future__ import annotations
 
@@ -9,46 +26,15 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from atomrl.cli.config_arguments import add_config_arguments, add_resume_arguments, config_from, join_overrides
+from atomrl.cli.config_arguments import add_config_arguments, config_from, join_overrides
 from atomrl.cli.main import INTERRUPTED
 
 if TYPE_CHECKING:
     from atomrl.config import RunConfig
 
-DESCRIPTIONS = {
-    "train": """Train a model with reinforcement learning.
-
-atomrl train configs/quickstart.yaml
-atomrl train configs/quickstart.yaml run_name=second train.steps=50 rollout.temperature=0.8
-atomrl train configs/quickstart.yaml --dry-run
-atomrl train configs/quickstart.yaml --resume
-""",
-    "sft": """Train a model on demonstrations: rows with `prompt` and `completion`, or `messages`, or a task's own.
-
-atomrl sft configs/quickstart_sft.yaml
-atomrl sft configs/quickstart_sft.yaml --resume
-""",
-    "dpo": """Train a model on preferences: rows with `prompt`, `chosen` and `rejected` (docs/preferences.md).
-
-atomrl dpo configs/algorithms/dpo.yaml
-atomrl dpo configs/algorithms/kto.yaml data.train=labelled.jsonl data.eval=null
-atomrl dpo configs/algorithms/dpo.yaml --resume
-""",
-    "reward-model": """Train a reward model on pairs of completions: rows with `prompt`, `chosen` and `rejected`.
-
-atomrl reward-model configs/rlhf/reward_model.yaml
-atomrl reward-model configs/rlhf/reward_model.yaml model.path=MODEL data.train=pairs.jsonl algorithm.centring=0.01
-atomrl reward-model configs/rlhf/reward_model.yaml --resume
-""",
-    "pretrain": """Train a model on plain text: a fresh GPT, or one that is there already.
-
-atomrl data prepare input.txt --tokenizer char --out data/shakespeare
-atomrl pretrain configs/pretrain_shakespeare_char.yaml
-atomrl pretrain configs/pretrain_shakespeare_char.yaml --resume
-""",
-}
 prepare = join_overrides
 
 ADVICE = {
@@ -63,12 +49,10 @@ ADVICE = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
-    add_resume_arguments(parser)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check all that the run would check, print its arithmetic and a memory estimate; loads no weights",
-    )
+    add = partial(parser.add_argument, action="store_true")
+    add("--resume", help="go on from the run's newest whole checkpoint")
+    add("--allow-changes", help="with --resume: although config, data, tokenizer or model differ")
+    add("--dry-run", help="check all that the run would, print its arithmetic and a memory estimate; loads no weights")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -86,9 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         for title, lines in prepare_run(config).describe():
             print_section(title, lines)
         taken = config.run_dir.exists() and any(config.run_dir.iterdir())
-        print_section(
-            "run", [f"{config.run_dir}" + (" exists: use --resume or another run_name" if taken else " (new)")]
-        )
+        print_section("run", [f"{config.run_dir}{' exists: use --resume or another run_name' if taken else ' (new)'}"])
         return 0
     try:
         with terminated_like_interrupted():
@@ -115,11 +97,7 @@ def print_section(title: str, lines: Sequence[str]) -> None:
 @contextmanager
 def terminated_like_interrupted() -> Iterator[None]:
     """SIGTERM ends a job as Ctrl-C does, also while it starts or evaluates: parts are closed, workers end."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
@@ -143,9 +121,7 @@ def how_to_go_on(command: str, config: RunConfig, arguments: argparse.Namespace)
 
     if not config.run_dir.is_dir():
         return "nothing was written"
-    folders = [path for _, path in step_folders(config.run_dir / "checkpoints")]  # `--resume` checks their content
-    newest = folders[-1] if folders else None
-    path = arguments.config_option or arguments.config
-    given = [item for item in (arguments.config, *arguments.overrides) if item and item != path]
-    line = shlex.join(["atomrl", command, str(path), *given, "--resume"])
-    return f"the run is in {config.run_dir}, with {newest.name if newest else 'no checkpoint yet'}; go on with: {line}"
+    folders = step_folders(config.run_dir / "checkpoints")  # `--resume` checks their content
+    newest = folders[-1][1].name if folders else "no checkpoint yet"
+    line = shlex.join(["atomrl", command, arguments.config, *arguments.overrides, "--resume"])
+    return f"the run is in {config.run_dir}, with {newest}; go on with: {line}"

@@ -4,48 +4,23 @@ from __future__ import annotations
 
 from atomrl.config.base import ConfigError, Section
 from atomrl.config.files import merge_trees, nest, parse_overrides, read_yaml
-from atomrl.config.kinds import CriticConfig, GptConfig, PreferenceConfig, PretrainConfig, SftConfig, TeacherConfig
 from atomrl.config.run import RunConfig, build_config, dump_config, known_keys
 from atomrl.config.schema import (
     CheckpointConfig,
+    CriticConfig,
     DataConfig,
     EvalConfig,
+    GptConfig,
     LoraConfig,
     ModelConfig,
+    PreferenceConfig,
+    PretrainConfig,
     RewardConfig,
     RewardItem,
     RewardRoute,
     RolloutConfig,
+    SftConfig,
+    TeacherConfig,
     TrackingConfig,
     TrainConfig,
 )
-
-__all__ = [
-    "CheckpointConfig",
-    "ConfigError",
-    "CriticConfig",
-    "DataConfig",
-    "EvalConfig",
-    "GptConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "PreferenceConfig",
-    "PretrainConfig",
-    "RewardConfig",
-    "RewardItem",
-    "RewardRoute",
-    "RolloutConfig",
-    "RunConfig",
-    "Section",
-    "SftConfig",
-    "TeacherConfig",
-    "TrackingConfig",
-    "TrainConfig",
-    "build_config",
-    "dump_config",
-    "known_keys",
-    "merge_trees",
-    "nest",
-    "parse_overrides",
-    "read_yaml",
-]

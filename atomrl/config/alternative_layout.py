@@ -1,162 +1,50 @@
-"""The six-section config layout, translated once into a `RunConfig`.
+"""The six-section config layout, translated once into a tree for `build_config`.
 
 The sections are `model_config`, `generation_config`, `advantage_config`, `train_config`, `loss_config` and
-`wandb_config`. `TABLE` says for each key what it becomes; `docs/config.md` has it in words. A key that is absent or
-null keeps AtomRL's own default.
+`wandb_config`. `six_sections.yaml` says for each key what it becomes; `docs/config.md` has it in words. A key that is
+absent or null keeps AtomRL's own default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atomrl.config.base import ConfigError
-from atomrl.config.files import merge_trees, nest
-from atomrl.config.names import nearest_key
+from atomrl.config.files import merge_trees, nest, read_yaml
+from atomrl.config.names import nearest_key, renamed
+from atomrl.config.run import build_config, config_error
 from atomrl.config.schema import RolloutConfig
 
+SECTIONS: dict[str, dict[str, str | None]] = read_yaml(Path(__file__).with_name("six_sections.yaml"))
+TABLE = {f"{section}.{name}": target for section, keys in SECTIONS.items() for name, target in keys.items()}
+"""Key -> the one that takes its value as it is; None: see `_Worked`."""
+PLACEMENT = ("model_num_gpus", "rollout_num_gpus", "gpu_memory_utilization")
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
+class _Worked(BaseModel):
+    """The keys that do not move as they are, and those that others depend on."""
 
-class ModelSection(_Section):
-    """`model_config` (a name that pydantic keeps for itself, so `SixSections` takes it through an alias)."""
+    model_config = ConfigDict(alias_generator={key.partition(".")[2]: key for key in TABLE}.__getitem__, frozen=True)
 
-    model_name_or_path: str
-    dtype: Literal["auto", "float32", "bfloat16"] | None = None
-    use_lora: bool | None = None
-    lora_rank: int | None = Field(None, ge=1)
-    lora_alpha: float | None = Field(None, gt=0)
-    lora_dropout: float | None = Field(None, ge=0, lt=1)
-    lora_target_modules: list[str] | Literal["all-linear"] | None = None
+    use_lora: bool = False
     model_num_gpus: int | None = Field(None, ge=0)
     rollout_num_gpus: int | None = Field(None, ge=0)
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-
-
-class GenerationSection(_Section):
-    group_size: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    min_tokens: int | None = Field(None, ge=0)
-    max_tokens: int | None = Field(None, ge=1)
-    stop_tokens: list[str] | list[int] | None = None
+    group_size: int = Field(RolloutConfig().completions_per_prompt, ge=1)
+    stop_tokens: list[str] | list[int] = []
     """Texts, or token ids."""
-
-
-class AdvantageSection(_Section):
-    mode: Literal["raw", "grpo", "grpo_no_std"] | None = None
-    advantage_eps: float | None = Field(None, ge=0)
-
-
-class TrainSection(_Section):
-    n_grpo_steps: int | None = Field(None, ge=1)
-    train_dataset: str
-    eval_dataset: str | None = None
+    mode: Literal["raw", "grpo", "grpo_no_std"] = "grpo"
     truncate_max_length: int | None = Field(None, ge=2)
-    learning_rate: float | None = Field(None, gt=0)
     rollout_batch_size: int | None = Field(None, ge=1)
     """Completions in a step: prompts times `group_size`."""
-    epochs_per_rollout_batch: int | None = Field(None, ge=1)
-    train_batch_size: int | None = Field(None, ge=1)
-    """Completions in an optimizer step."""
     micro_train_batch_size: int | None = Field(None, ge=1)
     """Completions in a forward pass."""
-    adam_beta1: float | None = Field(None, ge=0, lt=1)
-    adam_beta2: float | None = Field(None, ge=0, lt=1)
-    gradient_checkpoint: bool | None = None
-    max_grad_norm: float | None = Field(None, gt=0)
-    lr_scheduler_type: Literal["constant", "cosine"] | None = None
-    warmup_ratio: float | None = Field(None, ge=0, le=1)
-    min_lr_ratio: float | None = Field(None, ge=0, le=1)
-    return_token_entropy: bool | None = None
-
-
-class LossSection(_Section):
-    loss_level: Literal["token", "sequence"] | None = None
-    clip_range_left: float | None = Field(None, ge=0)
-    clip_range_right: float | None = Field(None, ge=0)
-
-
-class WandbSection(_Section):
-    enabled: bool | None = None
-    project: str | None = None
-    entity: str | None = None
-    run_name: str | None = None
-    tags: list[str] | None = None
-    log_interval: int | None = Field(None, ge=1)
-    eval_interval: int | None = Field(None, ge=0)
-    save_interval: int | None = Field(None, ge=0)
-
-
-class SixSections(_Section):
-    """The whole layout."""
-
-    model_section: ModelSection = Field(alias="model_config")
-    generation_config: GenerationSection = GenerationSection()
-    advantage_config: AdvantageSection = AdvantageSection()
-    train_config: TrainSection
-    loss_config: LossSection = LossSection()
-    wandb_config: WandbSection = WandbSection()
-
-
-SECTIONS: dict[str, type[_Section]] = {
-    "model_config": ModelSection,
-    "generation_config": GenerationSection,
-    "advantage_config": AdvantageSection,
-    "train_config": TrainSection,
-    "loss_config": LossSection,
-    "wandb_config": WandbSection,
-}
-
-KEYS = [*SECTIONS, *(f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields)]
-TABLE = {
-    "model_config.model_name_or_path": "model.path",
-    "model_config.dtype": "model.dtype",
-    "model_config.lora_rank": "model.lora.rank",
-    "model_config.lora_alpha": "model.lora.alpha",
-    "model_config.lora_dropout": "model.lora.dropout",
-    "model_config.lora_target_modules": "model.lora.target_modules",
-    "generation_config.group_size": "rollout.completions_per_prompt",
-    "generation_config.temperature": "rollout.temperature",
-    "generation_config.top_p": "rollout.top_p",
-    "generation_config.min_tokens": "rollout.min_completion_tokens",
-    "generation_config.max_tokens": "rollout.max_completion_tokens",
-    "advantage_config.mode": "algorithm.advantage.type",
-    "advantage_config.advantage_eps": "algorithm.advantage.eps",
-    "train_config.n_grpo_steps": "train.steps",
-    "train_config.train_dataset": "data.train",
-    "train_config.eval_dataset": "data.eval",
-    "train_config.truncate_max_length": "train.max_row_tokens",
-    "train_config.learning_rate": "train.learning_rate",
-    "train_config.epochs_per_rollout_batch": "train.epochs_per_step",
-    "train_config.train_batch_size": "train.rows_per_update",
-    "train_config.micro_train_batch_size": "train.rows_per_micro_batch",
-    "train_config.adam_beta1": "train.adam_beta1",
-    "train_config.adam_beta2": "train.adam_beta2",
-    "train_config.gradient_checkpoint": "model.gradient_checkpointing",
-    "train_config.max_grad_norm": "train.max_grad_norm",
-    "train_config.lr_scheduler_type": "train.schedule",
-    "train_config.warmup_ratio": "train.warmup_ratio",
-    "train_config.min_lr_ratio": "train.min_lr_ratio",
-    "train_config.return_token_entropy": "train.report_entropy",
-    "loss_config.clip_range_left": "algorithm.clip.low",
-    "loss_config.clip_range_right": "algorithm.clip.high",
-    "wandb_config.project": "tracking.wandb_project",
-    "wandb_config.entity": "tracking.wandb_entity",
-    "wandb_config.run_name": "run_name",
-    "wandb_config.tags": "tracking.wandb_tags",
-    "wandb_config.log_interval": "tracking.log_every_steps",
-    "wandb_config.eval_interval": "eval.every_steps",
-    "wandb_config.save_interval": "checkpoint.every_steps",
-}
-"""Keys that move as they are. The others: `use_lora`, `stop_tokens`, `rollout_batch_size`, `loss_level`, `enabled` and
-the placement keys, see `translate`."""
-
-PLACEMENT = ("model_num_gpus", "rollout_num_gpus", "gpu_memory_utilization")
+    loss_level: Literal["token", "sequence"] = "token"
+    enabled: bool = False
 
 
 def is_six_section_layout(tree: Mapping[str, Any]) -> bool:
@@ -183,88 +71,71 @@ def translate(tree: Mapping[str, Any], source: str, default_run_name: str) -> tu
     Raises:
         ConfigError: all problems, one a line; an unknown key with the nearest valid one.
     """
-    # A section that is written but empty is null in YAML.
-    filled = {key: {} if value is None and key in SECTIONS else value for key, value in tree.items()}
+    source = f"{source} (six-section layout)"
+    given = _given(tree, source)
     try:
-        sections = SixSections.model_validate(filled)
+        worked = _Worked.model_validate(given)
     except ValidationError as error:
-        lines = "\n".join(f"  {line}" for line in _problems(error))
-        raise ConfigError(f"{source} (six-section layout):\n{lines}") from None
-    given = sections.model_dump(by_alias=True, exclude_none=True)
+        raise config_error(error, source) from None
     result: dict[str, Any] = {"run_name": default_run_name}
     for key, target in TABLE.items():
-        section, _, name = key.partition(".")
-        if name in given[section]:
-            result = merge_trees(result, nest(target, given[section][name]))
-    result = merge_trees(result, _batches(sections, source))
-    result = merge_trees(result, _other_keys(sections))
-    if not sections.model_section.use_lora:
+        if target is not None and key in given:
+            result = merge_trees(result, nest(target, given[key]))
+    if not worked.use_lora:
         result["model"].pop("lora", None)
-    if sections.advantage_config.mode in ("raw", "grpo_no_std"):  # which divide by no standard deviation
+    if worked.mode != "grpo":  # which divide by no standard deviation
         result["algorithm"]["advantage"].pop("eps", None)
-    return result, _notices(sections)
+    for key, value in _worked_out(worked, source):
+        result = merge_trees(result, nest(key, value))
+    try:
+        build_config(result, source)
+    except ConfigError as error:
+        raise ConfigError(renamed(str(error), {target: key for key, target in TABLE.items() if target})) from None
+    placed = ", ".join(f"model_config.{name}" for name in PLACEMENT if getattr(worked, name) is not None)
+    note = f"note: {placed}: valid, but without effect so far: trainer and rollout engine share one device"
+    return result, [note] if placed else []
 
 
-def _batches(sections: SixSections, source: str) -> dict[str, Any]:
-    """Sizes that mean something only together."""
-    train = sections.train_config
-    group = sections.generation_config.group_size or RolloutConfig().completions_per_prompt
-    rows, update, longest = train.rollout_batch_size, train.train_batch_size, train.truncate_max_length
-    tree: dict[str, Any] = {}
+def _given(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The values that are not null, by their keys."""
+    problems, given = [], {}
+    for section, keys in tree.items():
+        if section in SECTIONS and not isinstance(keys, Mapping | None):
+            problems.append(f"{section}: must be a mapping of keys (got {keys!r})")
+            continue
+        for path in [[section, str(key)] for key in keys or ()] if section in SECTIONS else [[section]]:
+            if (key := ".".join(path)) not in TABLE:
+                near = nearest_key(path, [*SECTIONS, *TABLE])
+                problems.append(f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else ""))
+            elif keys[path[1]] is not None:
+                given[key] = keys[path[1]]
+    required = ("model_config.model_name_or_path", "train_config.train_dataset")
+    problems += [f"{key}: is required" for key in required if key not in given]
+    if problems:
+        raise ConfigError("\n  ".join([f"{source}:", *problems]))
+    return given
+
+
+def _worked_out(worked: _Worked, source: str) -> Iterator[tuple[str, Any]]:
+    """What the keys become that do not move as they are: keys of AtomRL's with their values."""
+    rows, group, longest = worked.rollout_batch_size, worked.group_size, worked.truncate_max_length
     if rows is not None:
         if rows % group:
             raise ConfigError(
                 f"{source}: train_config.rollout_batch_size={rows} (completions) is no multiple of "
                 f"generation_config.group_size={group}"
             )
-        if update is not None and rows % update:
-            raise ConfigError(
-                f"{source}: train_config.train_batch_size={update} does not divide "
-                f"train_config.rollout_batch_size={rows}"
-            )
-        tree["rollout"] = {"prompts_per_step": rows // group}
+        yield "rollout.prompts_per_step", rows // group
     if longest is not None:
-        tree["data"] = {"max_prompt_tokens": longest - 1}  # a longer prompt would leave nothing to train on
-        if train.micro_train_batch_size is not None:
+        yield "data.max_prompt_tokens", longest - 1  # a longer prompt would leave nothing to train on
+        if worked.micro_train_batch_size is not None:
             # Rows alone limit a forward pass: this layout has no limit in tokens.
-            tree["train"] = {"tokens_per_micro_batch": train.micro_train_batch_size * longest}
-    return tree
-
-
-def _other_keys(sections: SixSections) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    if sections.model_section.use_lora:
-        tree["model"] = {"lora": {}}
-    stops = sections.generation_config.stop_tokens or []
-    if stops:
-        tree["rollout"] = {"stop_token_ids" if isinstance(stops[0], int) else "stop": stops}
-    level = sections.loss_config.loss_level
-    if level is not None:
-        tree["algorithm"] = {"loss_agg": {"type": {"token": "token_mean", "sequence": "sequence_mean"}[level]}}
-    if sections.wandb_config.enabled:
-        tree["tracking"] = {"sinks": ["wandb"]}
-    return tree
-
-
-def _notices(sections: SixSections) -> list[str]:
-    placed = [name for name in PLACEMENT if getattr(sections.model_section, name) is not None]
-    if not placed:
-        return []
-    keys = ", ".join(f"model_config.{name}" for name in placed)
-    return [f"note: {keys}: valid, but without effect so far: trainer and rollout engine share one device"]
-
-
-def _problems(error: ValidationError) -> list[str]:
-    """One line a key (pydantic has one for each member of a union)."""
-    messages: dict[str, list[str]] = {}
-    for item in error.errors():
-        path = [str(part) for part in item["loc"][:2]]
-        key = ".".join(path)
-        if item["type"] == "extra_forbidden":
-            near = nearest_key(path, KEYS)
-            messages[f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else "")] = []
-        elif item["type"] == "missing":
-            messages[key] = ["is required"]
-        else:
-            messages.setdefault(f"{key}={item['input']!r}", []).append(item["msg"])
-    return [f"{key}: {' or: '.join(texts)}" if texts else key for key, texts in messages.items()]
+            yield "train.tokens_per_micro_batch", worked.micro_train_batch_size * longest
+    if worked.use_lora:
+        yield "model.lora", {}
+    if worked.stop_tokens:
+        ids = isinstance(worked.stop_tokens[0], int)
+        yield "rollout.stop_token_ids" if ids else "rollout.stop", worked.stop_tokens
+    yield "algorithm.loss_agg.type", f"{worked.loss_level}_mean"
+    if worked.enabled:
+        yield "tracking.sinks", ["wandb"]

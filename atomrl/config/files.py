@@ -12,21 +12,17 @@ from atomrl.config.base import ConfigError
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """`a.b=1`, `--a.b=1` and `--a.b 1` as a nested dict; values are YAML.
+    """`a.b=1` as a nested dict; values are YAML.
 
     Example:
-        >>> parse_overrides(["train.steps=3", "--model.path", "m"])
+        >>> parse_overrides(["train.steps=3", "model.path=m"])
         {'train': {'steps': 3}, 'model': {'path': 'm'}}
     """
     tree: dict[str, Any] = {}
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        key, equals, text = argument.removeprefix("--").partition("=")
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
         if not equals:
-            if not argument.startswith("--") or not rest:
-                raise ConfigError(f"{argument!r} is no override; write key=value, as in train.steps=100")
-            text = rest.pop(0)
+            raise ConfigError(f"{argument!r} is no override; write key=value, as in train.steps=100")
         node = tree
         *parents, leaf = key.split(".")
         for parent in parents:

@@ -14,19 +14,9 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.table import objective_of
+from atomrl.config import schema
 from atomrl.config.base import ConfigError, Section
-from atomrl.config.kinds import CriticConfig, PreferenceConfig, PretrainConfig, SftConfig, TeacherConfig
-from atomrl.config.names import FOREIGN, suggestion
-from atomrl.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    EvalConfig,
-    ModelConfig,
-    RewardConfig,
-    RolloutConfig,
-    TrackingConfig,
-    TrainConfig,
-)
+from atomrl.config.names import foreign_names, suggestion
 from atomrl.objective import PolicyObjective, PreferenceObjective
 
 Kind = Literal["train", "sft", "dpo", "reward-model", "pretrain"]
@@ -39,7 +29,7 @@ def _named_algorithm(given: Any) -> Any:
         return given
     axes = {key: value for key, value in given.items() if key != "name"}
     known = known_keys()
-    foreign = [str(key) for key in axes if key in FOREIGN and f"algorithm.{key}" not in known]
+    foreign = [str(key) for key in axes if key in foreign_names() and f"algorithm.{key}" not in known]
     if foreign:
         answers = [f"unknown key 'algorithm.{key}'; {suggestion(['algorithm', key], known)}" for key in foreign]
         raise ValueError("\n  ".join(answers))
@@ -53,23 +43,23 @@ class RunConfig(Section):
     """Names the folder of the run: no slashes, and no dot in front."""
     output_dir: str = "runs"
     seed: int = 0
-    model: ModelConfig = ModelConfig()
-    data: DataConfig
-    rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig = RewardConfig()
+    model: schema.ModelConfig = schema.ModelConfig()
+    data: schema.DataConfig
+    rollout: schema.RolloutConfig = schema.RolloutConfig()
+    reward: schema.RewardConfig = schema.RewardConfig()
     algorithm: Annotated[
         PolicyObjective | PreferenceObjective | RewardModelObjective, BeforeValidator(_named_algorithm)
     ] = objective_of("grpo", {})
     """A name, and what is changed of its axes; without effect in `sft` and `pretrain`."""
-    train: TrainConfig = TrainConfig()
-    eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    tracking: TrackingConfig = TrackingConfig()
-    sft: SftConfig | None = None
-    pretrain: PretrainConfig | None = None
-    preference: PreferenceConfig | None = None
-    critic: CriticConfig = CriticConfig()
-    teacher: TeacherConfig | None = None
+    train: schema.TrainConfig = schema.TrainConfig()
+    eval: schema.EvalConfig = schema.EvalConfig()
+    checkpoint: schema.CheckpointConfig = schema.CheckpointConfig()
+    tracking: schema.TrackingConfig = schema.TrackingConfig()
+    sft: schema.SftConfig | None = None
+    pretrain: schema.PretrainConfig | None = None
+    preference: schema.PreferenceConfig | None = None
+    critic: schema.CriticConfig = schema.CriticConfig()
+    teacher: schema.TeacherConfig | None = None
 
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> RunConfig:
@@ -89,8 +79,7 @@ class RunConfig(Section):
             )
         if len(kinds) > 1:
             raise ValueError(f"{' and '.join(kinds)} are {len(kinds)} kinds of run; give one")
-        supervised = self.sft or self.pretrain
-        if (self.model.path is None) == (supervised is None or supervised.gpt is None):
+        if (self.model.path is None) == (self.gpt is None):
             raise ValueError(
                 "model.path: is required (a folder or a hub name)"
                 if self.model.path is None
@@ -101,6 +90,12 @@ class RunConfig(Section):
         if rollout.min_completion_tokens > (self.eval.max_completion_tokens or rollout.max_completion_tokens):
             raise ValueError("rollout.min_completion_tokens holds in evaluation too: over eval.max_completion_tokens")
         return self
+
+    @property
+    def gpt(self) -> schema.GptConfig | None:
+        """The shape of the model with fresh weights that training starts from, in place of `model.path`."""
+        supervised = self.sft or self.pretrain
+        return supervised.gpt if supervised else None
 
     @property
     def kind(self) -> Kind:
@@ -131,8 +126,12 @@ def build_config(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
     try:
         return RunConfig.model_validate(dict(tree))
     except ValidationError as error:
-        lines = [_problem(item) for item in error.errors()]
-        raise ConfigError(f"{source}:\n" + "\n".join(f"  {line}" for line in lines)) from None
+        raise config_error(error, source) from None
+
+
+def config_error(error: ValidationError, source: str) -> ConfigError:
+    """What pydantic found, one problem a line, each with its key."""
+    return ConfigError("\n  ".join([f"{source}:", *map(_problem, error.errors())]))
 
 
 def _problem(item: Mapping[str, Any]) -> str:

@@ -4,57 +4,21 @@ from __future__ import annotations
 
 import difflib
 import functools
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from atomrl.config import ConfigError, merge_trees, nest
-from atomrl.config.names import FOREIGN
-
-TABLE = {
-    "lr": "train.learning_rate",
-    "num_generations": "rollout.completions_per_prompt",
-    "device": "model.device",
-    "save_steps": "checkpoint.every_steps",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "max_generate_length": "rollout.max_completion_tokens",
-    "beta": "algorithm.kl.coefficient",
-    "num_iterations": "train.epochs_per_step",
-    "temperature": "rollout.temperature",
-    "seed": "seed",
-}
-"""Arguments that move into the config as they are. `to_tree` and the trainer see to the others."""
-
-OTHERS = {
-    **{key: name for name, key in TABLE.items()},
-    "algorithm.clip.low": "clip_eps",
-    "algorithm.loss_agg.type": "loss_type",
-    "model.lora.rank": "GRPOTrainer(peft_config=...)",
-    "rollout.prompts_per_step": "batch_size (prompts; TRL counts completions)",
-    "train.rows_per_micro_batch": "batch_size (prompts; TRL counts completions)",
-    "train.steps": "max_steps",
-    "train.total_epochs": "epoch",
-}
-"""What each key of a config is here: with `FOREIGN`, the answer to another library's name for it."""
-
-ELSEWHERE = {
-    "learning_rate": "lr",
-    "max_length": "max_generate_length",
-    "use_peft": "GRPOTrainer(peft_config=...)",
-    "scale_reward": "scale_rewards",
-    "norm_adv_by_std_in_grpo": "scale_rewards",
-    "mu": "num_iterations",
-}
-"""Names of other libraries that a config has no key for."""
+from atomrl.config.names import foreign_names
 
 LOSS_TYPES = {"dapo": "token_mean", "bnpo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant_length"}
 """TRL's names of loss aggregations. `bnpo` is a mean over a micro-batch there; no loss here depends on their size."""
 
 
 class GRPOArgs(BaseModel):
-    """The arguments of a GRPO run. Set them by keyword or one by one; each is checked when it is set.
+    """The arguments of a GRPO run. Set them by keyword or one by one; each is checked when it is set. Its
+    `serialization_alias` is the key of a config that takes it.
 
     A step draws `num_generations` completions for each of `batch_size * gradient_accumulation_steps` prompts, makes
     one optimizer step on all of them, and repeats that optimizer step `num_iterations` times.
@@ -76,113 +40,91 @@ class GRPOArgs(BaseModel):
 
     output_dir: Annotated[str | None, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)] = None
     """The folder of the run. None: `runs/grpo`, or `runs/grpo-2`, ... where that exists."""
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", serialization_alias="model.device")
     """`cpu`, `cuda`, `cuda:1`, ...; `auto` is a GPU where there is one."""
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(1e-6, gt=0, serialization_alias="train.learning_rate")
     """Learning rate, constant."""
-    save_steps: int = Field(100, ge=0)
+    save_steps: int = Field(100, ge=0, serialization_alias="checkpoint.every_steps")
     """A checkpoint every so many steps; 0 saves at the end alone."""
-    epoch: float = Field(1, gt=0)
+    epoch: float = Field(1, gt=0, serialization_alias="train.total_epochs")
     """Passes over the data; the last step is filled up from the next pass."""
-    num_generations: int = Field(8, ge=2)
+    num_generations: int = Field(8, ge=2, serialization_alias="rollout.completions_per_prompt")
     """Completions of a prompt: the group within which they are compared."""
-    max_prompt_length: int = Field(256, ge=1)
+    max_prompt_length: int = Field(256, ge=1, serialization_alias="data.max_prompt_tokens")
     """In tokens; longer prompts are left out, and counted."""
-    max_generate_length: int = Field(256, ge=1)
+    max_generate_length: int = Field(256, ge=1, serialization_alias="rollout.max_completion_tokens")
     """Tokens of a completion."""
     reward_weights: list[float] | None = None
     """One for each reward function; None is 1 for all."""
-    beta: float = Field(0.0, ge=0)
+    beta: float = Field(0.0, ge=0, serialization_alias="algorithm.kl.coefficient")
     """Weight of the KL penalty towards the model at the start; 0 loads no second model."""
-    clip_eps: float = Field(0.2, ge=0)
+    clip_eps: float = Field(0.2, ge=0, serialization_alias="algorithm.clip.low")
     """The ratio's gradient stops beyond 1 - clip_eps and 1 + clip_eps."""
     gradient_accumulation_steps: int = Field(2, ge=1)
     """Forward passes, of `batch_size` prompts each, in an optimizer step."""
-    num_iterations: int = Field(1, ge=1)
+    num_iterations: int = Field(1, ge=1, serialization_alias="train.epochs_per_step")
     """Optimizer steps on the same completions."""
     batch_size: int = Field(1, ge=1)
     """Prompts in a forward pass, with all their completions."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, serialization_alias="rollout.temperature")
     """Of sampling, and of the log-probs that are trained."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Of sampling and of the order of the problems."""
-    max_steps: int = -1
+    max_steps: int = Field(-1, serialization_alias="train.steps")
     """Optimizer steps on new completions, in place of `epoch`; -1 leaves it to `epoch`."""
-    loss_type: Literal["dapo", "bnpo", "grpo", "dr_grpo"] = "dapo"
+    loss_type: Literal["dapo", "bnpo", "grpo", "dr_grpo"] = Field("dapo", serialization_alias="algorithm.loss_agg.type")
     """What the loss is a mean of: `dapo` and `bnpo` over all tokens, `grpo` over completions and their tokens,
     `dr_grpo` over completions, their sums divided by `max_generate_length`."""
     scale_rewards: bool = True
     """Whether advantages are divided by the standard deviation of the group; Dr. GRPO does not."""
 
     def __init__(self, **values: Any) -> None:
-        for name in values:
-            _check_name(name)
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise _problem(error) from None
+        super().__init__()
+        for name, value in values.items():
+            setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _check_name(name)
+        known = list(type(self).model_fields)
+        if name not in known:
+            key = foreign_names().get(name, ("",))[0] or next((key for key in NAMES if key.endswith(f".{name}")), "")
+            near = [NAMES[key]] if key in NAMES else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise AttributeError(f"GRPOArgs has no argument {name!r}; {hint}")
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
-            raise _problem(error) from None
-
-    @property
-    def prompts_per_step(self) -> int:
-        """Prompts of an optimizer step."""
-        return self.batch_size * self.gradient_accumulation_steps
+            lines = [f"GRPOArgs.{name}: {item['msg']} (got {item['input']!r})" for item in error.errors()]
+            raise ConfigError("\n".join(lines)) from None
 
     def to_tree(self) -> dict[str, Any]:
-        """The arguments as a part of a config's tree; `epoch`, `output_dir` and rewards need more than arguments.
+        """The arguments as a part of a config's tree; `output_dir` and rewards need more than arguments.
 
         Example:
             >>> GRPOArgs(clip_eps=0.3).to_tree()["algorithm"]["clip"]
             {'low': 0.3, 'high': 0.3}
         """
         rows = self.batch_size * self.num_generations
-        values = {key: getattr(self, name) for name, key in TABLE.items()} | {
-            "rollout.prompts_per_step": self.prompts_per_step,
+        values = {key: value for key, value in self.model_dump(by_alias=True).items() if key in NAMES} | {
+            "seed": self.seed,
+            "rollout.prompts_per_step": self.batch_size * self.gradient_accumulation_steps,
             "algorithm.name": "grpo",
-            "algorithm.clip": {"low": self.clip_eps, "high": self.clip_eps},
+            "algorithm.clip.high": self.clip_eps,
             "algorithm.loss_agg.type": LOSS_TYPES[self.loss_type],
             "algorithm.advantage.type": "grpo" if self.scale_rewards else "grpo_no_std",
             # Rows alone limit a forward pass: there is no argument that limits its tokens.
             "train.rows_per_micro_batch": rows,
             "train.tokens_per_micro_batch": rows * (self.max_prompt_length + self.max_generate_length),
         }
+        if self.max_steps > 0:
+            values["train.total_epochs"] = None
+        else:
+            del values["train.steps"]
         return functools.reduce(merge_trees, (nest(key, value) for key, value in values.items()))
 
 
-def name_arguments(message: str) -> str:
-    """A message about a config with the names of the arguments in place of the config's keys.
-
-    Example:
-        >>> name_arguments("rollout.max_completion_tokens=256 leaves no room")
-        'max_generate_length=256 leaves no room'
-    """
-    for name, key in TABLE.items():
-        section, _, leaf = key.rpartition(".")
-        if name == leaf and not section:
-            continue
-        prefix = rf"(?:{re.escape(section)}\.)" + ("" if leaf in ("coefficient", "device", "temperature") else "?")
-        message = re.sub(rf"(?<![\w.]){prefix}{leaf}\b", name, message)
-    return message
-
-
-def _check_name(name: str) -> None:
-    known = list(GRPOArgs.model_fields)
-    if name not in known:
-        meant = ELSEWHERE.get(name) or OTHERS.get(FOREIGN.get(name, ("", ""))[0])
-        near = [meant] if meant else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-        raise AttributeError(f"GRPOArgs has no argument {name!r}; {hint}")
-
-
-def _problem(error: ValidationError) -> ConfigError:
-    lines = []
-    for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"])
-        lines.append(f"GRPOArgs.{name}: {item['msg']} (got {item['input']!r})")
-    return ConfigError("\n".join(lines))
+NAMES = {info.serialization_alias: name for name, info in GRPOArgs.model_fields.items() if info.serialization_alias} | {
+    "model.lora.rank": "GRPOTrainer(peft_config=...)",
+    "rollout.prompts_per_step": "batch_size (prompts; TRL counts completions)",
+    "train.rows_per_micro_batch": "batch_size (prompts; TRL counts completions)",
+}
+"""What a key of a config is called here."""

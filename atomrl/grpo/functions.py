@@ -6,10 +6,11 @@ row. A tensor `[B, T]` is indexed by the token itself: `logprobs[b, t] = log p(t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, cast
 
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
@@ -33,49 +34,7 @@ from atomrl.rollout.stopping import eos_token_ids
 from atomrl.runs.build import build_engine, device_name
 from atomrl.types import Message, Prompt, Sample, SamplingParams, Trajectory
 
-
-class Samples(TypedDict):
-    """What `generate_samples` returns."""
-
-    tokens: Int[Tensor, "B T"]
-    loss_mask: Bool[Tensor, "B T"]
-    lengths: Int[Tensor, " B"]
-    prompt_lengths: Int[Tensor, " B"]
-    group_ids: Int[Tensor, " B"]
-    rollout_logprobs: Float[Tensor, "B T"]
-    truncated: Bool[Tensor, " B"]
-
-
-class ActionLogProbs(TypedDict):
-    """What `get_action_log_probs` returns."""
-
-    logprobs: Float[Tensor, "B T"]
-    entropy: Float[Tensor, "B T"]
-
-
-class Advantages(TypedDict):
-    """What `compute_advantages` returns."""
-
-    advantages: Float[Tensor, "B T"]
-    sequence_advantages: Float[Tensor, " B"]
-    centred_rewards: Float[Tensor, " B"]
-
-
-class PolicyLoss(TypedDict):
-    """What `compute_policy_loss` returns."""
-
-    loss: Float[Tensor, ""]
-    per_token_loss: Float[Tensor, "B T"]
-    loss_weights: Float[Tensor, "B T"]
-    ratio: Float[Tensor, "B T"]
-    clipped: Bool[Tensor, "B T"]
-
-
-class KlPenalty(TypedDict):
-    """What `compute_kl_penalty` returns."""
-
-    kl: Float[Tensor, "B T"]
-    mean_kl: Float[Tensor, ""]
+SAMPLES = ("tokens", "loss_mask", "lengths", "prompt_lengths", "group_ids", "rollout_logprobs", "truncated")
 
 
 def generate_samples(
@@ -87,7 +46,7 @@ def generate_samples(
     max_generate_length: int = 256,
     temperature: float = 1.0,
     seed: int = 0,
-) -> Samples:
+) -> dict[str, Tensor]:
     """Draw a group of completions for each prompt: what GRPO learns from.
 
         o_{p,1}, ..., o_{p,G} ~ pi_theta( . | prompt p)
@@ -151,7 +110,7 @@ def generate_samples(
     else:
         trajectories = _generate_with(model, tokenizer, batch, sampling)
     rows = to_rows([replace(item, reward=0.0) for item in trajectories])
-    return cast(Samples, {name: getattr(rows, name) for name in Samples.__annotations__})
+    return {name: getattr(rows, name) for name in SAMPLES}
 
 
 def _generate_with(model: Any, tokenizer: Any, batch: Sequence[Prompt], sampling: SamplingParams) -> list[Trajectory]:
@@ -173,7 +132,7 @@ def _generate_with(model: Any, tokenizer: Any, batch: Sequence[Prompt], sampling
 
 def get_action_log_probs(
     model: Any, tokens: Int[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"], temperature: float = 1.0
-) -> ActionLogProbs:
+) -> dict[str, Tensor]:
     """How likely the model finds the tokens that were sampled: the actions of the policy.
 
         logprobs[b, t] = log pi_theta(tokens[b, t] | tokens[b, <t])
@@ -237,7 +196,7 @@ def compute_advantages(
     loss_mask: Bool[Tensor, "B T"],
     mode: Literal["grpo", "grpo_no_std", "raw"] = "grpo",
     eps: float = 1e-6,
-) -> Advantages:
+) -> dict[str, Tensor]:
     """How much better each completion was than the others of its prompt: the critic that GRPO does without.
 
         grpo          A_i = (r_i - mean_group r) / (std_group r + eps)
@@ -274,14 +233,11 @@ def compute_advantages(
         >>> result["centred_rewards"]
         tensor([ 0.5000, -0.5000])
     """
-    if mode == "grpo":
-        credit = group_zscore(rewards, group_ids, eps)
-    elif mode == "grpo_no_std":
-        credit = group_mean_baseline(rewards, group_ids)
-    elif mode == "raw":
-        credit = raw_reward(rewards, group_ids)
-    else:
+    modes: dict[str, Callable[..., Tensor]]
+    modes = {"grpo": partial(group_zscore, eps=eps), "grpo_no_std": group_mean_baseline, "raw": raw_reward}
+    if mode not in modes:
         raise ValueError(f"mode {mode!r} is none of grpo, grpo_no_std, raw")
+    credit = modes[mode](rewards, group_ids)
     return {
         "advantages": per_token(credit, loss_mask),
         "sequence_advantages": credit,
@@ -297,7 +253,7 @@ def compute_policy_loss(
     clip_eps: float = 0.2,
     clip_eps_high: float | None = None,
     aggregate: Literal["token_mean", "sequence_mean"] = "token_mean",
-) -> PolicyLoss:
+) -> dict[str, Tensor]:
     """PPO's clipped loss: make good tokens likelier, but no more than a little at a time.
 
         rho_t = exp(logprobs_t - old_logprobs_t)
@@ -340,12 +296,13 @@ def compute_policy_loss(
         >>> result["loss"].backward(); logprobs.grad
         tensor([[ 0.0000,  0.0000, -0.5000]])
     """
-    if aggregate not in ("token_mean", "sequence_mean"):
+    aggregates = {"token_mean": token_mean, "sequence_mean": sequence_mean}
+    if aggregate not in aggregates:
         raise ValueError(f"aggregate {aggregate!r} is none of token_mean, sequence_mean")
     high = clip_eps if clip_eps_high is None else clip_eps_high
     ratio = token_ratio(logprobs, old_logprobs, loss_mask)
     per_token_loss = clipped_policy_loss(ratio, advantages, clip_eps, high)
-    weights = token_mean(loss_mask) if aggregate == "token_mean" else sequence_mean(loss_mask)
+    weights = aggregates[aggregate](loss_mask)
     return {
         "loss": masked_sum(weights * per_token_loss, loss_mask),
         "per_token_loss": per_token_loss,
@@ -360,7 +317,7 @@ def compute_kl_penalty(
     ref_logprobs: Float[Tensor, "B T"],
     loss_mask: Bool[Tensor, "B T"],
     estimator: Literal["k1", "k2", "k3"] = "k3",
-) -> KlPenalty:
+) -> dict[str, Tensor]:
     """How far the policy has gone from where it started, token by token: what keeps it from forgetting the language.
 
         d_t  = logprobs_t - ref_logprobs_t

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError, DataConfig
-from atomrl.data.files import RawRow, write_jsonl
+from atomrl.data.files import RawRow
 from atomrl.data.generators import generate, is_generator
 from atomrl.data.problems import DataError, problem_list
 from atomrl.data.sources import problem_reader, read_source, to_samples
 from atomrl.rewards.compute import name_functions
 from atomrl.rewards.table import AnyReward, find_reward
+from atomrl.types import Sample
 
 BUILT_IN_PROBLEMS = 512
 INSTRUCTION = "Think between <think> and </think>, then write the number alone between <answer> and </answer>."
@@ -47,24 +48,22 @@ def dataset_rows(dataset: Any, name: str) -> DatasetRows:
     """
     raw = _raw_rows(dataset, name)
     rows = [item.row for item in raw if item.row is not None]
-    if len(rows) == len(raw):
-        answer = next((key for key in ANSWERS if any(key in row for row in rows)), None)
-        if answer not in (None, "ground_truth"):
-            rows = [{**row, "ground_truth": row.get(answer)} for row in rows]
-            raw = [RawRow(item.place, row) for item, row in zip(raw, rows, strict=True)]
-    config = DataConfig.model_validate({"train": "-", "answer_field": answer_field(rows)})
-    _, problems = to_samples(raw, problem_reader(config))
-    problems += [f"{item.place}: {fault}" for item in raw if item.row is not None and (fault := _not_json(item.row))]
+    answer = next((key for key in ANSWERS if any(key in row for row in rows)), None)
+    read = problem_reader(DataConfig(train="-", answer_field=answer))
+
+    def checked(place: str, row: Mapping[str, Any]) -> Sample:
+        try:
+            json.dumps(row, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"a value that JSON has no form for: {error}") from None
+        return read(place, row)
+
+    _, problems = to_samples(raw, checked)
     if problems:
         raise DataError(f"{name}: {len(problems)} rows have problems:\n{problem_list(problems)}")
     if not rows:
         raise DataError(f"{name} holds no row")
-    return rows
-
-
-def answer_field(rows: DatasetRows) -> str | None:
-    """`ground_truth` where the rows have it."""
-    return "ground_truth" if any("ground_truth" in row for row in rows) else None
+    return [{**row, "ground_truth": row.get(answer)} for row in rows] if answer else rows
 
 
 def _raw_rows(dataset: Any, name: str) -> list[RawRow]:
@@ -88,29 +87,6 @@ def _raw_rows(dataset: Any, name: str) -> list[RawRow]:
         if problem:
             break  # nor are the others
     return rows
-
-
-def _not_json(row: Mapping[str, Any]) -> str | None:
-    try:
-        json.dumps(row, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        return f"a value that JSON has no form for: {error}"
-    return None
-
-
-def write_rows(rows: DatasetRows, path: Path, resume: bool) -> str:
-    """Write a run's problems into its folder; on a resume, check that they are the same.
-
-    Raises:
-        ConfigError: they are others.
-    """
-    if resume:
-        kept = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        if kept != [json.dumps(row, ensure_ascii=False) for row in rows]:
-            raise ConfigError(f"the run was started with other problems than it is resumed with ({path})")
-    else:
-        write_jsonl(rows, path)
-    return str(path)
 
 
 def reward_items(functions: Any, weights: Sequence[float] | None) -> tuple[list[dict[str, Any]], dict[str, AnyReward]]:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
+from atomrl.config.names import renamed
+from atomrl.data.files import write_jsonl
 from atomrl.data.problems import DataError
-from atomrl.data.processor import DataProcessor
-from atomrl.data.sources import load_samples
-from atomrl.grpo.arguments import GRPOArgs, name_arguments
-from atomrl.grpo.inputs import answer_field, built_in_rows, dataset_rows, lora_section, reward_items, write_rows
-from atomrl.models.loading import load_tokenizer, model_config_only, resolve_folder
-from atomrl.runs.build import device_name, prompt_limit
+from atomrl.grpo.arguments import NAMES, GRPOArgs
+from atomrl.grpo.inputs import built_in_rows, dataset_rows, lora_section, reward_items
+from atomrl.models.loading import load_tokenizer, resolve_folder
+from atomrl.runs.build import device_name
 from atomrl.runs.rl import RLRun
 from atomrl.tracking.run_directory import STARTED, read_metrics
 
@@ -67,26 +66,22 @@ class GRPOTrainer:
         if args is not None and not isinstance(args, GRPOArgs):
             raise ConfigError(f"args must be a GRPOArgs, not {type(args).__name__}")
         self.args = GRPOArgs() if args is None else args.model_copy(deep=True)
-        if model is None:
-            raise ConfigError("model: is required (a folder, a hub name or a transformers model)")
-        self._given, self._model = model, None if isinstance(model, str | Path) else model
-        if self._model is not None and (hasattr(model, "peft_config") or not hasattr(model, "save_pretrained")):
-            raise ConfigError(
-                "model: merge the adapters first (model.merge_and_unload())"
-                if hasattr(model, "peft_config")
-                else f"model must be a folder, a hub name or a transformers model, not {type(model).__name__}"
-            )
-        if self._model is None:
+        if isinstance(model, str | Path):
             resolve_folder(model, weights=False)  # a name that leads nowhere shows now
+        elif hasattr(model, "peft_config"):
+            raise ConfigError("model: merge the adapters first (model.merge_and_unload())")
+        elif not hasattr(model, "save_pretrained"):
+            raise ConfigError(f"model must be a folder, a hub name or a transformers model, not {type(model).__name__}")
         elif tokenizer is None:
             raise ConfigError("tokenizer: is required beside a loaded model")
-        self._tokenizer_path = str(tokenizer) if isinstance(tokenizer, str | Path) else None
-        self._tokenizer_beside_model = tokenizer is None
+        self._given_model, self._given_tokenizer = model, tokenizer
+        self._model = None if isinstance(model, str | Path) else model
         self._items, self._local = reward_items(reward_funcs, self.args.reward_weights)
-        self.tokenizer = load_tokenizer(tokenizer or model) if isinstance(tokenizer or model, str | Path) else tokenizer
-        self._train_rows = built_in_rows() if train_dataset is None else dataset_rows(train_dataset, "train_dataset")
-        self._eval_rows = None if eval_dataset is None else dataset_rows(eval_dataset, "eval_dataset")
+        named = tokenizer or model
+        self.tokenizer = load_tokenizer(named) if isinstance(named, str | Path) else named
         self._built_in = train_dataset is None
+        self._train_rows = built_in_rows() if self._built_in else dataset_rows(train_dataset, "train_dataset")
+        self._eval_rows = None if eval_dataset is None else dataset_rows(eval_dataset, "eval_dataset")
         self._callbacks = tuple(callbacks or ())
         if not all(callable(callback) for callback in self._callbacks):
             raise ConfigError("callbacks: each is a function f(step, metrics), called after every step")
@@ -107,15 +102,20 @@ class GRPOTrainer:
         Raises:
             ConfigError, DataError, RewardError: what is wrong, in the terms of `GRPOArgs`.
         """
-        self._check_folder(resume_from_checkpoint)
+        resume = self._check_folder(resume_from_checkpoint)
         try:
-            self.config = self._make_config(bool(resume_from_checkpoint))
-            run = RLRun(self.config, local_rewards=self._local)
-            summary = run.execute(bool(resume_from_checkpoint), callbacks=self._callbacks)
+            run = RLRun(self._make_config(resume), local_rewards=self._local)
+            self.config, problems = run.config, len(run.stream.samples)
+            what = "problems of the built-in arithmetic task (no train_dataset was given)"
+            say(f"{problems} {what if self._built_in else 'problems'}; run folder {self.run_dir}")
+            say("\n".join(run.describe_batch()))
+            summary = run.execute(resume, callbacks=self._callbacks)
         except (ConfigError, DataError) as error:
-            raise type(error)(name_arguments(str(error))) from error
-        if summary["model"] is not None:
-            self._take(summary["model"])
+            raise type(error)(renamed(str(error), NAMES)) from error
+        if isinstance(self._given_model, str | Path):
+            self._model = None  # that of the start
+        elif summary["model"] is not None:
+            self._given_model.load_state_dict(_load(summary["model"]).state_dict())
         if not summary["finished"]:
             say("stopped early; train(resume_from_checkpoint=True) goes on")
         return summary
@@ -126,7 +126,7 @@ class GRPOTrainer:
         that object, with the trained weights."""
         if self._model is None:
             trained = self.run_dir / "model"
-            self._model = _load(trained if trained.exists() and self.config else resolve_folder(self._given))
+            self._model = _load(trained if trained.exists() and self.config else resolve_folder(self._given_model))
             self._model.to(device_name(self.args.device))
         return self._model
 
@@ -141,70 +141,47 @@ class GRPOTrainer:
         self.model.save_pretrained(output_dir)
         self.tokenizer.save_pretrained(output_dir)
 
-    def _check_folder(self, resume: Any) -> None:
+    def _check_folder(self, resume: Any) -> bool:
+        """Whether to resume; checked before objects are written into the folder."""
         if not isinstance(resume, bool | None):
             raise ConfigError("resume_from_checkpoint is True or False: it is the newest checkpoint of output_dir")
-        started = (self.run_dir / "config.yaml").is_file()
-        if resume and (self.args.output_dir is None or not started):
-            raise ConfigError(f"no run to resume in {self.run_dir}: set GRPOArgs.output_dir to the folder of the run")
         present = {path.name for path in self.run_dir.iterdir()} if self.run_dir.is_dir() else set()
+        if resume and (self.args.output_dir is None or "config.yaml" not in present):
+            raise ConfigError(f"no run to resume in {self.run_dir}: set GRPOArgs.output_dir to the folder of the run")
         if not resume and {name for name in present - STARTED if not name.endswith(".partial")}:
             raise ConfigError(
                 f"the run {self.run_dir} exists already: go on with it by train(resume_from_checkpoint=True), "
                 "or set GRPOArgs.output_dir to another folder"
             )
+        return bool(resume)
 
     def _make_config(self, resume: bool) -> RunConfig:
         """The config of the run; objects are first written into its folder."""
         inputs = self.run_dir / INPUTS
-        path, tokenizer = str(self._given), self._tokenizer_path
-        if not isinstance(self._given, str | Path):
-            path = str(inputs / "model")
+
+        def place(given: Any, name: str) -> str | None:
+            """The path that was given, or that of the object that was."""
+            if given is None or isinstance(given, str | Path):
+                return None if given is None else str(given)
             if not resume:
-                self._given.save_pretrained(path)
-        if tokenizer is None and not self._tokenizer_beside_model:
-            tokenizer = str(inputs / "tokenizer")
-            if not resume:
-                self.tokenizer.save_pretrained(tokenizer)
-        data: dict[str, str | None] = {"train": write_rows(self._train_rows, inputs / "train.jsonl", resume)}
-        data |= {"answer_field": answer_field(self._train_rows)}
+                given.save_pretrained(inputs / name)
+            return str(inputs / name)
+
+        answer = "ground_truth" if "ground_truth" in self._train_rows[0] else None
+        data = {"train": str(inputs / "train.jsonl"), "answer_field": answer}
+        write_jsonl(self._train_rows, inputs / "train.jsonl")
         if self._eval_rows is not None:
-            data["eval"] = write_rows(self._eval_rows, inputs / "eval.jsonl", resume)
+            data["eval"] = str(inputs / "eval.jsonl")
+            write_jsonl(self._eval_rows, inputs / "eval.jsonl")
+        model, tokenizer = place(self._given_model, "model"), place(self._given_tokenizer, "tokenizer")
         tree = {
             "run_name": self.run_dir.name,
             "output_dir": str(self.run_dir.parent),
-            "model": {"path": path, "tokenizer": None if tokenizer == path else tokenizer, "lora": self._lora},
+            "model": {"path": model, "tokenizer": None if tokenizer == model else tokenizer, "lora": self._lora},
             "data": data,
             "reward": {"functions": self._items},
         }
-        config = build_config(merge_trees(self.args.to_tree(), tree), "GRPOTrainer")
-        device_name(config.model.device)
-        words, vocabulary = len(self.tokenizer), model_config_only(path).vocab_size
-        if words > vocabulary:
-            raise ConfigError(f"the tokenizer is another model's: it has {words} tokens, and the model {vocabulary}")
-        return config.model_copy(update={"train": config.train.model_copy(update={"steps": self._steps(config, path)})})
-
-    def _steps(self, config: RunConfig, path: str) -> int:
-        """`max_steps`, or enough for `epoch` passes over the problems that fit `max_prompt_length`."""
-        processor = DataProcessor(self.tokenizer, config.data, prompt_limit(config, path))
-        kept, _ = processor.filter_overlong(load_samples(config.data, "train").samples)
-        steps = math.ceil(self.args.epoch * len(kept) / self.args.prompts_per_step)
-        steps = steps if self.args.max_steps < 1 else self.args.max_steps
-        what = f"{len(kept)} problems"
-        if self._built_in:
-            what = f"no train_dataset was given: {what} of the built-in arithmetic task"
-        say(
-            f"{what}; {steps} steps of {self.args.prompts_per_step} prompts x {self.args.num_generations} completions; "
-            f"run folder {self.run_dir}"
-        )
-        return steps
-
-    def _take(self, folder: str) -> None:
-        """The trained weights into the model that was given, or forget the model of the start."""
-        if isinstance(self._given, str | Path):
-            self._model = None
-        else:
-            self._given.load_state_dict(_load(folder).state_dict())
+        return build_config(merge_trees(self.args.to_tree(), tree), "GRPOTrainer")
 
 
 def _load(folder: str | Path) -> Any:

@@ -55,12 +55,6 @@ def evaluate_preferences(
     return metrics, lines
 
 
-def headline(metrics: dict[str, float]) -> dict[str, float]:
-    """The figures of an evaluation that a summary shows."""
-    names = ("preference_accuracy", "preference_margin", "logprob_accuracy")
-    return {name: metrics[f"eval/{name}"] for name in names if f"eval/{name}" in metrics}
-
-
 def compared(labels: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Indices [N] of the better and of the worse rows that a preference sets against each other: all pairs within a
     group that differ; where no group has two rows, all pairs of a good and a bad one.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from atomrl.atoms.masks import masked_sum
 from atomrl.loop.report import Stopwatch, update_metrics
@@ -28,37 +27,6 @@ def supervised_step(
     watch = Stopwatch()
     _, results = learn(trainer, algorithm, rows, state, watch)
     return update_metrics(results) | watch.metrics(int(rows.lengths.sum()))
-
-
-def window_rows(windows: Tensor) -> RowBatch:
-    """Windows [B, T] as rows without a prompt: every token but the first is learned.
-
-    Example:
-        >>> window_rows(torch.tensor([[5, 6, 7]])).loss_mask
-        tensor([[False,  True,  True]])
-    """
-    count, length = windows.shape
-    mask = torch.ones_like(windows, dtype=torch.bool)
-    mask[:, 0] = False  # nothing predicts it
-    return RowBatch(
-        tokens=windows,
-        loss_mask=mask,
-        lengths=torch.full((count,), length),
-        prompt_lengths=torch.ones(count, dtype=torch.long),
-        group_ids=torch.arange(count),
-        rewards=torch.zeros(count),
-        truncated=torch.zeros(count, dtype=torch.bool),
-    )
-
-
-def pretrain_step(trainer: TrainingBackend, algorithm: Algorithm, windows: Tensor) -> dict[str, float]:
-    """One optimizer step on windows [B, T]; `train/loss` is in nats per token.
-
-    Args:
-        algorithm: supervised training's.
-    """
-    metrics = supervised_step(trainer, algorithm, window_rows(windows), {})
-    return {"train/loss" if name == "sft/nll_per_token" else name: value for name, value in metrics.items()}
 
 
 def nll_per_token(trainer: TrainingBackend, batches: Iterable[RowBatch]) -> float:

@@ -6,38 +6,30 @@ before weights are loaded and before a folder is made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from atomrl.config import ConfigError, RunConfig
 from atomrl.protocols import RewardFunction
 from atomrl.runs.base import Run
-from atomrl.runs.preferences import PreferenceRun, RewardModelRun
+from atomrl.runs.given_data import PreferenceRun, RewardModelRun, SupervisedRun
 from atomrl.runs.pretrain import PretrainRun
 from atomrl.runs.rl import RLRun
-from atomrl.runs.supervised import SupervisedRun
 
-__all__ = ["Run", "check_command", "prepare_run"]
-KINDS: dict[str, type[Run]] = {
-    "train": RLRun,
-    "sft": SupervisedRun,
-    "dpo": PreferenceRun,
-    "reward-model": RewardModelRun,
-    "pretrain": PretrainRun,
+KINDS: dict[str, tuple[Callable[[RunConfig], Run], str]] = {
+    "train": (RLRun, "its algorithm is trained on rollouts, and it has no section sft or pretrain"),
+    "sft": (SupervisedRun, "it has the section sft"),
+    "dpo": (PreferenceRun, "its algorithm is trained on given preferences"),
+    "reward-model": (RewardModelRun, "its algorithm.name is reward_model"),
+    "pretrain": (PretrainRun, "it has the section pretrain"),
 }
-REASONS = {
-    "train": "its algorithm is trained on rollouts, and it has no section sft or pretrain",
-    "sft": "it has the section sft",
-    "dpo": "its algorithm is trained on given preferences",
-    "reward-model": "its algorithm.name is reward_model",
-    "pretrain": "it has the section pretrain",
-}
+"""Kind of run, which is the name of its command -> its class, and how a config comes to be one."""
 
 
 def check_command(config: RunConfig, command: str) -> None:
     """Raise ConfigError where a config belongs to another command."""
     if config.kind != command:
         raise ConfigError(
-            f"this config is for `atomrl {config.kind}` and not for `atomrl {command}`: {REASONS[config.kind]}"
+            f"this config is for `atomrl {config.kind}` and not for `atomrl {command}`: {KINDS[config.kind][1]}"
         )
 
 
@@ -52,6 +44,7 @@ def prepare_run(config: RunConfig, local_rewards: Mapping[str, RewardFunction] |
     Raises:
         ConfigError, DataError, ValueError: what is wrong, where, and what to do.
     """
-    if config.kind == "train":
-        return RLRun(config, local_rewards)
-    return KINDS[config.kind](config)  # type: ignore[call-arg]  # each kind takes the config alone
+    if not local_rewards:
+        return KINDS[config.kind][0](config)
+    check_command(config, "train")
+    return RLRun(config, local_rewards)

@@ -5,32 +5,30 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 from atomrl.config import RunConfig
 from atomrl.loop.recovery import open_run, saver
 from atomrl.loop.sync import Progress, Schedule, run_steps
+from atomrl.models.memory import memory_estimate
 from atomrl.protocols import Algorithm, TrainingBackend
-from atomrl.runs.build import device_name
-from atomrl.runs.checks import needs_teacher
+from atomrl.runs.build import build_trainer, needs_teacher, starting_model
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
-from atomrl.training.local import LocalBackend
 
 Callback = Callable[[int, Mapping[str, float]], None]
 """Called after each step with its number and metrics."""
 
 
-@dataclass(frozen=True)
-class Steps:
-    """What a run does between opening and closing."""
+class Evaluation(NamedTuple):
+    """What an evaluation on what is held out found."""
 
-    step: Callable[[int], dict[str, float]]
-    """Step number -> metrics."""
-    evaluate: Callable[[int], None]
-    """Evaluates on what is held out, where there is any, after this many steps, and records the result."""
+    metrics: Mapping[str, float]
+    headline: dict[str, float]
+    """The figures that the summary shows."""
+    rows: Sequence[Mapping[str, Any]] = ()
+    """One for each completion or sample."""
 
 
 class Run(ABC):
@@ -47,22 +45,56 @@ class Run(ABC):
     temperature = 1.0
     """At which log-probs are taken: that of sampling in reinforcement learning, 1 elsewhere."""
 
+    # These are there from `open` on.
+    start: str
+    """The folder or hub name of the policy that training starts from."""
+    trainer: TrainingBackend
+    record: Recorder
+    progress: Progress
+
     @property
     @abstractmethod
     def identity(self) -> dict[str, str]:
         """Hashes of what the config only names: data, prompts, tokenizer, models."""
 
     @abstractmethod
+    def describe_data(self) -> Sequence[str]:
+        """What there is to train on, and held out: lines of a dry run."""
+
+    @abstractmethod
+    def describe_batch(self) -> Sequence[str]:
+        """How much a step and the whole run take: lines of a dry run."""
+
     def describe(self) -> Sequence[tuple[str, Sequence[str]]]:
-        """What a dry run prints of this kind: titles with their lines."""
+        """What a dry run prints: titles with their lines."""
+        sections = [("data", self.describe_data()), ("batch", self.describe_batch())]
+        if self.config.gpt is not None:
+            return sections
+        algorithm = self.algorithm
+        parts = memory_estimate(
+            self.config,
+            needs_reference="ref_logprobs" in algorithm.needs,
+            needs_teacher=needs_teacher(algorithm),
+            needs_critic="values" in algorithm.needs,
+            distributions="distributions" in algorithm.outputs,
+        )
+        return [*sections, ("memory", [f"{name:<20}{readable(size)}" for name, size in parts.items()])]
 
     @abstractmethod
-    def starting_model(self, directory: RunDirectory) -> str:
-        """The folder or hub name that training starts from; a fresh model is made in the run's folder."""
+    def open(self, stack: ExitStack) -> None:
+        """Open all that the steps need beside the trainer; the stack closes it."""
 
     @abstractmethod
-    def open(self, trainer: TrainingBackend, record: Recorder, progress: Progress) -> AbstractContextManager[Steps]:
-        """The steps, with all that they need opened around them."""
+    def step(self, number: int) -> dict[str, float]:
+        """Make a step.
+
+        Returns:
+            Its metrics.
+        """
+
+    @abstractmethod
+    def evaluate(self) -> Evaluation | None:
+        """Evaluate on what is held out, if anything is."""
 
     def execute(
         self, resume: bool = False, allow_changes: bool = False, callbacks: Sequence[Callback] = ()
@@ -77,54 +109,45 @@ class Run(ABC):
         Returns:
             What is in the run's `summary.json`.
         """
-        started = time.perf_counter()
-        identity = self.identity
-        directory, progress = open_run(self.config, resume, identity, allow_changes)
-        earlier_s = progress.wall_s
+        started, config, identity = time.perf_counter(), self.config, self.identity
+        directory, self.progress = open_run(config, resume, identity, allow_changes)
+        progress, earlier_s = self.progress, self.progress.wall_s
         with ExitStack() as stack:
-            trainer = self.build_trainer(self.starting_model(directory))
+            self.start = starting_model(config, self.tokenizer, directory)
+            self.trainer = trainer = build_trainer(
+                config, self.algorithm, self.schedule, self.start, self.tokenizer, self.temperature
+            )
             stack.callback(trainer.close)
             if progress.step:
                 trainer.load(directory.checkpoint_folder(progress.step))
-            record = stack.enter_context(Recorder(self.config, directory))
-            steps = stack.enter_context(self.open(trainer, record, progress))
-            if not progress.step and self.config.eval.before:
-                steps.evaluate(0)
+            self.record = stack.enter_context(Recorder(config, directory))
+            self.open(stack)
+            if not progress.step and config.eval.before:
+                self._evaluate(0)
 
-            def one_step(step: int) -> dict[str, float]:
-                metrics = steps.step(step)
+            def one_step(number: int) -> dict[str, float]:
+                metrics = self.step(number)
                 every = self.schedule.eval_every_steps
-                if every and step % every == 0 and step < self.schedule.steps:
-                    steps.evaluate(step)
+                if every and number % every == 0 and number < self.schedule.steps:
+                    self._evaluate(number)
                 for callback in callbacks:
-                    callback(step, metrics)
+                    callback(number, metrics)
                 return metrics
 
-            done = run_steps(one_step, record, progress, saver(trainer, identity), self.schedule)
-            if done and self.config.eval.after:
-                steps.evaluate(progress.step)
-        return self._finish(directory, progress, done, earlier_s + time.perf_counter() - started)
+            done = run_steps(one_step, self.record, progress, saver(trainer, identity), self.schedule)
+            if done and config.eval.after:
+                self._evaluate(progress.step)
+        return self._finish(directory, done, earlier_s + time.perf_counter() - started)
 
-    def build_trainer(self, path: str) -> TrainingBackend:
-        """The training back end, with the models that the algorithm needs beside the policy."""
-        config, algorithm, schedule = self.config, self.algorithm, self.schedule
-        return LocalBackend(
-            config.model.model_copy(update={"path": path}),
-            config.train,
-            total_updates=schedule.steps * schedule.updates_per_epoch * schedule.epochs_per_step,
-            tokenizer=self.tokenizer,
-            device=device_name(config.model.device),
-            temperature=self.temperature,
-            needs_reference="ref_logprobs" in algorithm.needs,
-            forward_mode=algorithm.update is not None,
-            scores="scores" in algorithm.outputs,
-            critic=config.critic if "values" in algorithm.needs else None,
-            teacher=config.teacher.path if config.teacher and needs_teacher(algorithm) else None,
-            seed=config.seed,
-        )
+    def _evaluate(self, number: int) -> None:
+        """Evaluate after this many steps, and record what is found."""
+        if (found := self.evaluate()) is not None:
+            self.record.log_evaluation(number, found.metrics, found.rows)
+            self.progress.evaluations[str(number)] = found.headline
 
-    def _finish(self, directory: RunDirectory, progress: Progress, done: bool, seconds: float) -> dict[str, Any]:
+    def _finish(self, directory: RunDirectory, done: bool, seconds: float) -> dict[str, Any]:
         """Write and return the summary: `accuracy_before`, `accuracy_after`, ..., `wall_s`."""
+        progress = self.progress
         before = progress.evaluations.get("0", {})
         after = progress.evaluations.get(str(progress.step), {}) if progress.step else {}
         summary = {
@@ -139,3 +162,13 @@ class Run(ABC):
         }
         directory.finish(summary)
         return summary
+
+
+def readable(size: int) -> str:
+    """Bytes for people.
+
+    Example:
+        >>> readable(3 * 2**29), readable(2**20)
+        ('    1.50 GiB', '    1.00 MiB')
+    """
+    return f"{size / 2**30:8.2f} GiB" if size >= 2**30 else f"{size / 2**20:8.2f} MiB"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch
@@ -13,11 +13,14 @@ from atomrl.config import ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
 from atomrl.loop.sync import Schedule
-from atomrl.models.loading import compute_dtype, model_config_only, resolve_folder
+from atomrl.models.gpt import new_gpt
+from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder, save_model
 from atomrl.models.spec import unsupported
-from atomrl.protocols import RolloutEngine
+from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
+from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory
+from atomrl.training.local import LocalBackend
 from atomrl.types import Sample, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -27,14 +30,15 @@ ROWS_PER_UPDATE = 64
 
 
 def model_path(config: RunConfig) -> str:
-    """The policy's folder or hub name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if config.model.path is None:
-        raise ConfigError("model.path: is required (a folder in Hugging Face layout, or a hub name)")
+    """The folder or hub name of the policy, where it is no fresh one (`RunConfig.gpt`)."""
+    assert config.model.path is not None, "a config without a path starts from a fresh model"
     return config.model.path
+
+
+def policy_tokenizer(config: RunConfig) -> Any:
+    """The tokenizer of the policy: `model.tokenizer`, or the one beside it."""
+    path, model = model_path(config), config.model
+    return load_tokenizer(model.tokenizer or path, model.trust_remote_code, path)
 
 
 def context_tokens(path: str, config: RunConfig) -> int | None:
@@ -49,10 +53,12 @@ def prompt_limit(config: RunConfig, path: str) -> int:
         ConfigError: it leaves nothing.
     """
     context = context_tokens(path, config)
-    completion = max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0)
+    limits = {"rollout": config.rollout.max_completion_tokens, "eval": config.eval.max_completion_tokens or 0}
+    section, completion = max(limits.items(), key=lambda item: item[1])
     if context is not None and context <= completion:
         raise ConfigError(
-            f"max_completion_tokens={completion} leaves no room for a prompt in the context of {path}, {context} tokens"
+            f"{section}.max_completion_tokens={completion} leaves no room for a prompt in the context of {path}, "
+            f"{context} tokens"
         )
     limit = config.data.max_prompt_tokens
     return limit if context is None else min(limit, context - completion)
@@ -70,23 +76,17 @@ def load_split(config: RunConfig, processor: DataProcessor, split: Literal["trai
     return kept
 
 
-def with_steps(config: RunConfig, items: int, items_per_step: int) -> RunConfig:
-    """The config with `train.steps` worked out from `train.total_epochs`, where that is given."""
-    if config.train.total_epochs is None:
-        return config
-    steps = max(1, math.ceil(config.train.total_epochs * items / items_per_step))
-    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
-
-
 def make_schedule(config: RunConfig) -> Schedule:
-    """How many of everything in reinforcement learning; one update per pass unless `train.rows_per_update` is given."""
+    """How many of everything. In reinforcement learning a step is one update per pass unless `train.rows_per_update` is
+    given; where rows are given and not drawn, `rows_per_update` of them and one update."""
     rollout, train = config.rollout, config.train
     rows = rollout.prompts_per_step * rollout.completions_per_prompt
+    drawn = config.kind == "train"
     return Schedule(
         steps=train.steps,
-        prompts_per_step=rollout.prompts_per_step,
-        updates_per_epoch=max(1, rows // (train.rows_per_update or rows)),
-        epochs_per_step=train.epochs_per_step,
+        prompts_per_step=rollout.prompts_per_step if drawn else train.rows_per_update or ROWS_PER_UPDATE,
+        updates_per_epoch=max(1, rows // (train.rows_per_update or rows)) if drawn else 1,
+        epochs_per_step=train.epochs_per_step if drawn else 1,
         max_row_tokens=train.max_row_tokens,
         eval_every_steps=config.eval.every_steps,
         save_every_steps=config.checkpoint.every_steps,
@@ -94,31 +94,22 @@ def make_schedule(config: RunConfig) -> Schedule:
     )
 
 
-def given_data_schedule(config: RunConfig) -> Schedule:
-    """How many of everything where rows are given and not sampled: a step is one update."""
-    return replace(
-        make_schedule(config),
-        prompts_per_step=config.train.rows_per_update or ROWS_PER_UPDATE,
-        updates_per_epoch=1,
-        epochs_per_step=1,
-    )
+def scheduled(config: RunConfig, items: int) -> tuple[RunConfig, Schedule]:
+    """The config with `train.steps` worked out from `train.total_epochs`, where that is given, and its schedule.
+
+    Args:
+        items: how many there are to train on.
+    """
+    if config.train.total_epochs is not None:
+        steps = max(1, math.ceil(config.train.total_epochs * items / make_schedule(config).prompts_per_step))
+        config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+    return config, make_schedule(config)
 
 
 def train_sampling(config: RunConfig) -> SamplingParams:
     """How the completions that are trained on are drawn."""
-    rollout = config.rollout
-    return SamplingParams(
-        completions_per_prompt=rollout.completions_per_prompt,
-        max_completion_tokens=rollout.max_completion_tokens,
-        min_completion_tokens=rollout.min_completion_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        stop=tuple(rollout.stop),
-        stop_token_ids=tuple(rollout.stop_token_ids),
-        logprobs_over=rollout.logprobs_over,
-        seed=config.seed,
-    )
+    shared = {field.name for field in fields(SamplingParams)}
+    return SamplingParams(**config.rollout.model_dump(include=shared), seed=config.seed)
 
 
 def eval_sampling(config: RunConfig) -> SamplingParams:
@@ -126,11 +117,9 @@ def eval_sampling(config: RunConfig) -> SamplingParams:
     settings = config.eval
     return replace(
         train_sampling(config),
+        **settings.model_dump(include={"temperature", "top_p", "top_k"}),
         completions_per_prompt=settings.samples_per_prompt,
         max_completion_tokens=settings.max_completion_tokens or config.rollout.max_completion_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
         logprobs_over="vocabulary",
     )
 
@@ -149,8 +138,10 @@ def device_name(wanted: str = "auto") -> str:
     return wanted
 
 
-def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> type[NativeEngine] | type[HFEngine]:
-    """The class of `rollout.engine`. A model that `native` does not know falls to `hf`.
+def engine_class(
+    rollout: RolloutConfig, path: str, model: ModelConfig
+) -> tuple[type[NativeEngine] | type[HFEngine], str | None]:
+    """The class of `rollout.engine`; of a model that `native` does not know `hf`, and why.
 
     Raises:
         ConfigError: there is no engine of this name.
@@ -158,8 +149,8 @@ def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> type[
     name = rollout.engine
     if name not in ENGINES:
         raise ConfigError(f"rollout.engine: unknown engine {name!r}; there are {', '.join(ENGINES)}")
-    unknown = name == "native" and unsupported(model_config_only(path, model.trust_remote_code))
-    return ENGINES["hf" if unknown else name]
+    reason = unsupported(model_config_only(path, model.trust_remote_code)) if name == "native" else None
+    return ENGINES["hf" if reason else name], reason
 
 
 def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: ModelConfig) -> RolloutEngine:
@@ -168,9 +159,8 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
     Raises:
         ConfigError: there is no engine of this name.
     """
-    kind = engine_class(rollout, path, model)
-    if kind is not ENGINES[rollout.engine]:
-        reason = unsupported(model_config_only(path, model.trust_remote_code))
+    kind, reason = engine_class(rollout, path, model)
+    if reason:
         log.warning("rollouts come from the hf engine, because native does not know this model: %s", reason)
     return kind.from_pretrained(
         str(resolve_folder(path)),
@@ -179,4 +169,56 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
         device=device_name(model.device),
         max_concurrent_completions=rollout.max_concurrent_completions,
         trust_remote_code=model.trust_remote_code,
+    )
+
+
+def needs_teacher(algorithm: Algorithm) -> bool:
+    """Whether an algorithm looks at a teacher."""
+    return any(name.startswith("teacher") for name in algorithm.needs | algorithm.outputs)
+
+
+def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -> str:
+    """The folder or hub name that training starts from: `model.path`, or a GPT with fresh weights in the run's folder,
+    which is taken again when the run goes on.
+
+    Raises:
+        ConfigError: transformers would not load the tokenizer of such a folder as it is.
+    """
+    shape, folder = config.gpt, directory.path / FRESH_MODEL
+    if shape is None:
+        return model_path(config)
+    if directory.first_step == 1 or not folder.exists():
+        special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        model = new_gpt(vocab_size=len(tokenizer), **shape.model_dump(), **special, seed=config.seed)
+        save_model(model, tokenizer, folder)
+        if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+            raise ConfigError(
+                f"{config.kind}.gpt.family={shape.family}: transformers replaces the tokenizer of such a model by one "
+                "of its own kind; take family llama"
+            )
+    return str(folder)
+
+
+def build_trainer(
+    config: RunConfig, algorithm: Algorithm, schedule: Schedule, path: str, tokenizer: Any, temperature: float
+) -> TrainingBackend:
+    """The training back end, with the models that the algorithm needs beside the policy.
+
+    Args:
+        path: the policy that training starts from.
+        temperature: at which log-probs are taken.
+    """
+    return LocalBackend(
+        config.model.model_copy(update={"path": path}),
+        config.train,
+        total_updates=schedule.steps * schedule.updates_per_epoch * schedule.epochs_per_step,
+        tokenizer=tokenizer,
+        device=device_name(config.model.device),
+        temperature=temperature,
+        needs_reference="ref_logprobs" in algorithm.needs,
+        forward_mode=algorithm.update is not None,
+        scores="scores" in algorithm.outputs,
+        critic=config.critic if "values" in algorithm.needs else None,
+        teacher=config.teacher.path if config.teacher and needs_teacher(algorithm) else None,
+        seed=config.seed,
     )

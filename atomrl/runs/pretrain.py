@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from atomrl.algorithms.sft import PRETRAINING
-from atomrl.config import ConfigError, RunConfig
-from atomrl.data.tokens import TOKENIZER, TokenFolder
-from atomrl.loop.supervised import nll_per_token, pretrain_step, window_rows
-from atomrl.loop.sync import Progress
-from atomrl.models.gpt import new_gpt
-from atomrl.models.loading import load_tokenizer, resolve_folder, save_model
-from atomrl.protocols import TrainingBackend
+from atomrl.config import ConfigError, PretrainConfig, RunConfig
+from atomrl.data.tokenized import Example, rows_from_tokens
+from atomrl.data.tokens import TOKENIZER, Split, TokenFolder
+from atomrl.loop.supervised import nll_per_token, supervised_step
+from atomrl.models.loading import load_tokenizer, resolve_folder
 from atomrl.rollout.generate import generate
-from atomrl.runs.base import Run, Steps
-from atomrl.runs.build import build_engine, context_tokens, given_data_schedule, model_path
-from atomrl.runs.describe import memory
-from atomrl.tracking.recorder import Recorder
+from atomrl.runs.base import Evaluation, Run
+from atomrl.runs.build import build_engine, context_tokens, make_schedule, model_path
 from atomrl.tracking.resume import model_identity, tokenizer_identity
-from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory
-from atomrl.types import Prompt, Sample, SamplingParams
+from atomrl.types import Prompt, RowBatch, Sample, SamplingParams
 from atomrl.weights import InProcessTransfer
 
 SEED_OF_VALIDATION = 0
@@ -35,22 +32,20 @@ class PretrainRun(Run):
     The summary has `val_loss_before`, `val_loss_after` and `val_bits_per_byte_after`.
     """
 
+    algorithm = PRETRAINING
+
     def __init__(self, config: RunConfig) -> None:
-        if config.pretrain is None:
-            raise ConfigError("pretrain: the section is required (`pretrain: {gpt: {}}` is enough)")
         if config.data.eval is not None:
             raise ConfigError("data.eval: the validation split is in the folder that data.train names; remove the key")
-        self.config, self.settings = config, config.pretrain
-        self.algorithm = PRETRAINING
+        self.config, self.settings = config, config.pretrain or PretrainConfig()
         if not isinstance(config.data.train, str):
             raise ConfigError("data.train: pretraining takes one folder of `atomrl data prepare`")
         self.tokens = TokenFolder(config.data.train)
         for split in ("train", "val"):
             self.tokens.check_length(split, self.settings.window_tokens)
         self.tokenizer = self._check_tokenizer()
-        context = self.settings.gpt.max_tokens if self.settings.gpt else context_tokens(model_path(config), config)
-        self._check_context(context)
-        self.schedule = given_data_schedule(config)
+        self._check_context(config.gpt.max_tokens if config.gpt else context_tokens(model_path(config), config))
+        self.schedule = make_schedule(config)
 
     @cached_property
     def identity(self) -> dict[str, str]:
@@ -59,69 +54,52 @@ class PretrainRun(Run):
             now["model (model.path)"] = model_identity(resolve_folder(self.config.model.path))
         return now
 
-    def describe(self) -> Sequence[tuple[str, Sequence[str]]]:
-        rows, window, steps = self.schedule.prompts_per_step, self.settings.window_tokens, self.schedule.steps
+    def describe_data(self) -> Sequence[str]:
         meta = self.tokens.meta
+        return [f"{self.tokens.path}: {meta.train.tokens:,} tokens to train on, {meta.val.tokens:,} held out"]
+
+    def describe_batch(self) -> Sequence[str]:
+        rows, window, steps = self.schedule.prompts_per_step, self.settings.window_tokens, self.schedule.steps
         total = rows * window * steps
-        text = f"{self.tokens.path}: {meta.train.tokens:,} tokens to train on, {meta.val.tokens:,} held out"
-        arithmetic = f"a step: {rows} windows x {window} tokens; the run: {steps} steps = {total:,} tokens"
-        passes = f" = {total / max(1, meta.train.tokens):.2f} passes"
-        sections = [("data", [text]), ("batch", [arithmetic + passes])]
-        return sections + ([] if self.settings.gpt else [("memory", memory(self.config, self.algorithm))])
+        return [
+            f"a step: {rows} windows x {window} tokens; the run: {steps} steps = {total:,} tokens = "
+            f"{total / max(1, self.tokens.meta.train.tokens):.2f} passes"
+        ]
 
-    def starting_model(self, directory: RunDirectory) -> str:
-        """`model.path`, or a fresh GPT in the run's folder; the one there when the run goes on.
-
-        Raises:
-            ConfigError: transformers would not load the tokenizer of such a folder as it is.
-        """
-        shape, folder, tokenizer = self.settings.gpt, directory.path / FRESH_MODEL, self.tokenizer
-        if shape is None:
-            return model_path(self.config)
-        if directory.first_step == 1 or not folder.exists():
-            fresh_model(self.config, shape.model_dump(), tokenizer, str(folder))
-            if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
-                raise ConfigError(
-                    f"pretrain.gpt.family={shape.family}: transformers replaces the tokenizer of such a model by one "
-                    "of its own kind; take family llama"
-                )
-        return str(folder)
-
-    @contextmanager
-    def open(self, trainer: TrainingBackend, record: Recorder, progress: Progress) -> Iterator[Steps]:
+    def open(self, stack: ExitStack) -> None:
         config, settings = self.config, self.settings
-        held_out = self.tokens.windows("val", settings.eval_windows, settings.window_tokens, SEED_OF_VALIDATION, 0)
-        with ExitStack() as stack:
-            sample = None
-            if settings.sample_every_steps:
-                path = settings.gpt and str(record.directory.path / FRESH_MODEL)
-                engine = build_engine(path or model_path(config), self.tokenizer, config.rollout, config.model)
-                stack.callback(engine.close)
-                transfer = InProcessTransfer(trainer, engine)
+        self.held_out = self._rows("val", settings.eval_windows, SEED_OF_VALIDATION, 0)
+        if settings.sample_every_steps:
+            self.engine = build_engine(self.start, self.tokenizer, config.rollout, config.model)
+            stack.callback(self.engine.close)
+            self.transfer = InProcessTransfer(self.trainer, self.engine)
 
-                def sample(step: int) -> None:
-                    transfer(step)
-                    drawn = generate(engine, [self._prompt()], self._sampling(step))
-                    record.log_rollouts(step, drawn, {})
-                    record.progress.note(f"step {step}: sample: {drawn[0].text!r}")
+    def step(self, number: int) -> dict[str, float]:
+        rows = self._rows("train", self.schedule.prompts_per_step, self.config.seed, number)
+        metrics = supervised_step(self.trainer, self.algorithm, rows, self.progress.algorithm_state)
+        every = self.settings.sample_every_steps
+        if every and (number % every == 0 or number == self.schedule.steps):
+            self.sample(number)
+        return metrics
 
-            def step(number: int) -> dict[str, float]:
-                windows = self.tokens.windows(
-                    "train", self.schedule.prompts_per_step, settings.window_tokens, config.seed, number
-                )
-                metrics = pretrain_step(trainer, self.algorithm, windows)
-                last = number == self.schedule.steps
-                if sample is not None and (number % settings.sample_every_steps == 0 or last):
-                    sample(number)
-                return metrics
+    def sample(self, step: int) -> None:
+        """Draw completions of `pretrain.sample_prompt`, and record them."""
+        self.transfer(step)
+        drawn = generate(self.engine, [self._prompt()], self._sampling(step))
+        self.record.log_rollouts(step, drawn, {})
+        self.record.progress.note(f"step {step}: sample: {drawn[0].text!r}")
 
-            def evaluate(number: int) -> None:
-                loss = nll_per_token(trainer, [window_rows(held_out)])
-                figures = {"loss": loss, **self.tokens.bits("val", loss)}
-                record.log_evaluation(number, {f"val/{name}": value for name, value in figures.items()}, [])
-                progress.evaluations[str(number)] = {f"val_{name}": value for name, value in figures.items()}
+    def evaluate(self) -> Evaluation:
+        loss = nll_per_token(self.trainer, [self.held_out])
+        figures = {"loss": loss, **self.tokens.bits("val", loss)}
+        metrics, headline = ({f"val{mark}{name}": value for name, value in figures.items()} for mark in "/_")
+        return Evaluation(metrics, headline)
 
-            yield Steps(step, evaluate)
+    def _rows(self, split: Split, count: int, seed: int, step: int) -> RowBatch:
+        """Windows as rows: every token but the first, which nothing predicts, is learned."""
+        windows = self.tokens.windows(split, count, self.settings.window_tokens, seed, step)
+        learned = np.arange(self.settings.window_tokens) > 0
+        return rows_from_tokens([[Example(window, learned)] for window in windows.numpy()])
 
     def _prompt(self) -> Prompt:
         text = self.settings.sample_prompt
@@ -178,9 +156,3 @@ class PretrainRun(Run):
                 f"pretrain.sample_prompt has {prompt} tokens, which with "
                 f"pretrain.sample_tokens={settings.sample_tokens} must be between 1 and {context}"
             )
-
-
-def fresh_model(config: RunConfig, shape: dict[str, Any], tokenizer: Any, folder: str) -> None:
-    """Write a GPT with fresh weights for a tokenizer."""
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    save_model(new_gpt(vocab_size=len(tokenizer), **shape, **special, seed=config.seed), tokenizer, folder)

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.config import RunConfig
+from atomrl.data.checks import repetitions
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
-from atomrl.loop.evaluate import EvalResult, evaluate
+from atomrl.loop.evaluate import evaluate
 from atomrl.loop.preflight import check_group_size, check_row_limit
 from atomrl.loop.recovery import identity
-from atomrl.loop.sync import Parts, Progress, run_step
-from atomrl.models.loading import load_tokenizer, resolve_folder
-from atomrl.protocols import RewardFunction, TrainingBackend
+from atomrl.loop.sync import Parts, run_step
+from atomrl.models.loading import resolve_folder
+from atomrl.protocols import RewardFunction
 from atomrl.rewards.compute import build_rewards
-from atomrl.runs.base import Run, Steps
-from atomrl.runs.build import (
-    build_engine,
-    device_name,
-    eval_sampling,
-    load_split,
-    make_schedule,
-    model_path,
-    prompt_limit,
-    train_sampling,
-    with_steps,
-)
-from atomrl.runs.checks import check_critic, check_engine, check_teacher
-from atomrl.runs.describe import batch_arithmetic, describe_samples, memory
-from atomrl.tracking.recorder import Recorder
+from atomrl.runs import build
+from atomrl.runs.base import Evaluation, Run
+from atomrl.runs.checks import check_companions, check_engine
 from atomrl.tracking.resume import model_identity
-from atomrl.tracking.run_directory import RunDirectory
+from atomrl.types import Sample
 from atomrl.weights import InProcessTransfer
 
 
@@ -45,30 +36,23 @@ class RLRun(Run):
     """
 
     def __init__(self, config: RunConfig, local_rewards: Mapping[str, RewardFunction] | None = None) -> None:
-        self.path = path = model_path(config)
+        self.path = path = build.model_path(config)
         objective = config.algorithm
         assert not isinstance(objective, RewardModelObjective), "the kind of run is chosen by the algorithm"
         self.algorithm = objective.resolved(
             max_completion_tokens=config.rollout.max_completion_tokens, report_entropy=config.train.report_entropy
         )
-        model = config.model
-        self.rewards = build_rewards(
-            config.reward,
-            local_rewards,
-            device=device_name(model.device),
-            trust_remote_code=model.trust_remote_code,
-        )
-        self.tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.trust_remote_code, path)
-        check_teacher(config, self.algorithm, path, self.tokenizer)
+        device, trusted = build.device_name(config.model.device), config.model.trust_remote_code
+        self.rewards = build_rewards(config.reward, local_rewards, device=device, trust_remote_code=trusted)
+        self.tokenizer = build.policy_tokenizer(config)
         check_engine(config, path)
-        check_critic(config, self.algorithm, path, self.tokenizer)
-        self.processor = DataProcessor(self.tokenizer, config.data, prompt_limit(config, path))
-        self.held_out = load_split(config, self.processor, "eval")
-        samples = load_split(config, self.processor, "train")
+        check_companions(config, self.algorithm, path, self.tokenizer)
+        self.processor = DataProcessor(self.tokenizer, config.data, build.prompt_limit(config, path))
+        self.held_out = build.load_split(config, self.processor, "eval")
+        samples = build.load_split(config, self.processor, "train")
         self.stream = PromptStream(samples, seed=config.seed, shuffle=config.data.shuffle)
         self.rewards.check_sources([*samples, *self.held_out])
-        self.config = with_steps(config, len(samples), config.rollout.prompts_per_step)
-        self.schedule = make_schedule(self.config)
+        self.config, self.schedule = build.scheduled(config, len(samples))
         check_row_limit([len(ids) for ids in self.processor.token_ids(samples)], config.train.max_row_tokens)
         check_group_size(self.algorithm, config.rollout.completions_per_prompt)
         self.temperature = config.rollout.temperature or 1.0
@@ -82,54 +66,70 @@ class RLRun(Run):
         judges = {f"model ({path})": model_identity(resolve_folder(path)) for path in paths}
         return identity(self.stream, self.processor, self.path) | judges
 
-    def describe(self) -> Sequence[tuple[str, Sequence[str]]]:
+    def describe_data(self) -> Sequence[str]:
         held_out = describe_samples("eval", self.held_out, self.processor) if self.held_out else ["eval: none"]
+        return [*describe_samples("train", self.stream.samples, self.processor), *held_out]
+
+    def describe_batch(self) -> Sequence[str]:
+        """Prompts x completions -> rows -> optimizer steps -> micro-batches, and passes over the problems."""
+        rollout, train, schedule = self.config.rollout, self.config.train, self.schedule
+        rows, problems = rollout.prompts_per_step * rollout.completions_per_prompt, len(self.stream.samples)
+        update_rows, updates = train.rows_per_update or rows, schedule.updates_per_epoch * schedule.epochs_per_step
+        longest = self.config.data.max_prompt_tokens + rollout.max_completion_tokens
+        row_tokens = min(longest, train.max_row_tokens or longest)
+        tokens = train.micro_batch_tokens(build.device_name(self.config.model.device).partition(":")[0])
+        micro_rows = min(update_rows, max(1, tokens // row_tokens), train.rows_per_micro_batch or update_rows)
+        prompts = schedule.steps * rollout.prompts_per_step
         return [
-            ("data", [*describe_samples("train", self.stream.samples, self.processor), *held_out]),
-            ("batch", batch_arithmetic(self.config, len(self.stream.samples))),
-            ("memory", memory(self.config, self.algorithm)),
+            f"a step: {rollout.prompts_per_step} prompts x {rollout.completions_per_prompt} completions = {rows} rows, "
+            f"each of at most {row_tokens} tokens",
+            f"optimizer steps in a step: {rows} rows / {update_rows} rows_per_update x {train.epochs_per_step} epochs "
+            f"= {updates}",
+            f"forward passes in an optimizer step: at most {math.ceil(update_rows / micro_rows)}, "
+            f"of at most {micro_rows} rows ({tokens} tokens)",
+            f"the run: {schedule.steps} steps x {rollout.prompts_per_step} prompts = {prompts} prompts = "
+            f"{prompts / problems:.2f} passes over {problems} problems; {schedule.steps * updates} optimizer steps",
         ]
 
-    def starting_model(self, directory: RunDirectory) -> str:
-        return self.path
-
-    @contextmanager
-    def open(self, trainer: TrainingBackend, record: Recorder, progress: Progress) -> Iterator[Steps]:
+    def open(self, stack: ExitStack) -> None:
         config = self.config
-        with ExitStack() as stack:
-            stack.callback(self.rewards.close)
-            engine = build_engine(self.path, self.tokenizer, config.rollout, config.model)
-            stack.callback(engine.close)
-            transfer = InProcessTransfer(trainer, engine)
-            parts = Parts(
-                engine=engine,
-                transfer=transfer,
-                trainer=trainer,
-                algorithm=self.algorithm,
-                stream=self.stream,
-                processor=self.processor,
-                rewards=self.rewards,
-                sampling=train_sampling(config),
-                record=record,
-            )
-            self.stream.position = progress.position
-            if engine.version != progress.step:
-                transfer(progress.step)
+        stack.callback(self.rewards.close)
+        self.engine = build.build_engine(self.path, self.tokenizer, config.rollout, config.model)
+        stack.callback(self.engine.close)
+        self.parts = Parts(
+            engine=self.engine,
+            transfer=InProcessTransfer(self.trainer, self.engine),
+            trainer=self.trainer,
+            algorithm=self.algorithm,
+            stream=self.stream,
+            processor=self.processor,
+            rewards=self.rewards,
+            sampling=build.train_sampling(config),
+            record=self.record,
+        )
+        self.stream.position = self.progress.position
+        if self.engine.version != self.progress.step:
+            self.parts.transfer(self.progress.step)
 
-            def step(number: int) -> dict[str, float]:
-                metrics = run_step(parts, self.schedule, number, progress)
-                progress.position = self.stream.position
-                return metrics
+    def step(self, number: int) -> dict[str, float]:
+        metrics = run_step(self.parts, self.schedule, number, self.progress)
+        self.progress.position = self.stream.position
+        return metrics
 
-            def evaluate_now(number: int) -> None:
-                if self.held_out:
-                    result = evaluate(engine, self.held_out, self.processor, self.rewards, eval_sampling(config))
-                    record.log_evaluation(number, result.metrics(), result.rows)
-                    progress.evaluations[str(number)] = headline(result)
-
-            yield Steps(step, evaluate_now)
+    def evaluate(self) -> Evaluation | None:
+        if not self.held_out:
+            return None
+        found = evaluate(self.engine, self.held_out, self.processor, self.rewards, build.eval_sampling(self.config))
+        headline = {name: found.overall[name].mean for name in ("accuracy", "format", "reasoning_tokens")}
+        return Evaluation(found.metrics(), headline, found.rows)
 
 
-def headline(result: EvalResult) -> dict[str, float]:
-    """The figures of an evaluation that a summary shows."""
-    return {name: result.overall[name].mean for name in ("accuracy", "format", "reasoning_tokens")}
+def describe_samples(name: str, samples: Sequence[Sample], processor: DataProcessor) -> list[str]:
+    """How many problems of a split are used, of which sources, and how long their prompts are."""
+    sources = Counter(sample.data_source for sample in samples)
+    lengths = sorted(len(ids) for ids in processor.token_ids(samples))
+    return [
+        f"{name}: {len(samples)} problems ({', '.join(f'{source} x{count}' for source, count in sources.items())})",
+        *(f"       {line}" for line in repetitions(samples)),
+        f"       prompt tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
+    ]

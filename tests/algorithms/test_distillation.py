@@ -14,7 +14,7 @@ from atomrl.metrics import values
 from atomrl.models.memory import count_parameters, memory_estimate
 from atomrl.protocols import ModelOutputs
 from atomrl.runs import prepare_run
-from atomrl.runs.checks import check_teacher
+from atomrl.runs.checks import check_companions
 from atomrl.training.local import LocalBackend
 from atomrl.types import RowBatch, TrainingBatch
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
@@ -159,9 +159,12 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_there_is_a_run(folder
     for teacher, message in (
         (None, "teacher.path: is required by algorithm.name=gkd"),
         ("nowhere", "teacher.path: model folder .*nowhere does not exist"),
-        ("larger", "teacher.path: .*larger gives 128 tokens a probability and the policy .* 102"),
+        (
+            "larger",
+            "teacher.path: .*larger has another vocabulary than the policy .*: 128 embeddings there and 102 here",
+        ),
         ("without", "teacher.path: model .*without has no tokenizer"),
-        ("other", "'a' is token 73 for the teacher and 72 for the policy"),
+        ("other", "'a' is token 73 there and 72 here"),
     ):
         with pytest.raises(ConfigError, match=message):
             prepare_run(config(folder, teacher))
@@ -169,7 +172,7 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_there_is_a_run(folder
 
 
 def test_an_algorithm_that_needs_no_teacher_does_not_look_at_it(folder):
-    check_teacher(config(folder, "nowhere"), build_algorithm("grpo", {}), str(folder / "student"), None)
+    check_companions(config(folder, "nowhere"), build_algorithm("grpo", {}), str(folder / "student"), None)
 
 
 def test_the_estimate_of_memory_has_the_teacher_and_its_distributions(folder):

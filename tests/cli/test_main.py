@@ -77,8 +77,8 @@ def test_mistakes_in_a_config(capsys, config):
 
 
 def test_overrides_may_have_dashes():
-    given = ["--config", "c", "--model.path", "m", "--dry-run", "--seed=3", "train.steps=1"]
-    assert join_overrides(given) == ["--config", "c", "model.path=m", "--dry-run", "seed=3", "train.steps=1"]
+    given = ["--model.path", "m", "--dry-run", "--config", "c", "--seed=3", "train.steps=1"]
+    assert join_overrides(given) == ["c", "model.path=m", "--dry-run", "seed=3", "train.steps=1"]
 
 
 def test_traceback_is_shown_on_demand(capsys):

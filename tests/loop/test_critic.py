@@ -146,7 +146,7 @@ def test_a_bad_start_is_said_before_there_is_a_run(folder, capsys, monkeypatch):
         raise AssertionError("weights were loaded")
 
     cases = make_bad(folder)
-    monkeypatch.setattr("atomrl.runs.base.LocalBackend", never)
+    monkeypatch.setattr("atomrl.runs.build.LocalBackend", never)
     for path, said in cases.items():
         for more in ([], ["--dry-run"]):
             if path == "nowhere":

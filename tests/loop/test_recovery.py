@@ -247,7 +247,7 @@ def test_demonstrations_that_pass_the_context_are_left_out_and_counted(folder, c
     (folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "sft.yaml").write_text(yaml.safe_dump(SFT))
     assert main(["sft", "sft.yaml"]) == 0
-    assert "1 of 4 demonstrations do not fit the model's context of 64 tokens" in caplog.text
+    assert "1 of 4 demonstrations are longer than 64 tokens" in caplog.text
     (folder / "shown.jsonl").write_text(json.dumps(rows[3]) + "\n")
     assert main(["sft", "sft.yaml", "run_name=x"]) == 2
     assert "sft.gpt.max_tokens" in capsys.readouterr().err
