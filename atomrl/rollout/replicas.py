@@ -128,7 +128,7 @@ class ReplicatedEngine:
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError: the cluster has not the resources; it could only wait for ever.
+        PlacementError: the cluster has not the resources.
     """
 
     def __init__(
@@ -352,17 +352,21 @@ def connect(address: str | None) -> tuple[Any, bool]:
     return ray, address is None
 
 
+class PlacementError(ValueError):
+    """The cluster has no room for what is wanted; it could only wait for ever."""
+
+
 def check_resources(wanted: ActorResources, nodes: Sequence[Mapping[str, float]]) -> None:
     """That every replica finds a place.
 
     Raises:
-        ValueError: says what is missing.
+        PlacementError: says what is missing.
 
     Example:
         >>> check_resources(ActorResources(replicas=3), [{"CPU": 2.0}])
         Traceback (most recent call last):
         ...
-        ValueError: 3 rollout replicas with 1 CPUs and 0 GPUs each: the cluster has room for 2 ([{'CPU': 2.0}])
+        atomrl.rollout.replicas.PlacementError: there is room for 2 of 3 replicas (1 CPUs, 0 GPUs each): [{'CPU': 2.0}]
     """
     needs = {"CPU": wanted.num_cpus, "GPU": wanted.num_gpus}
     places = sum(
@@ -371,7 +375,7 @@ def check_resources(wanted: ActorResources, nodes: Sequence[Mapping[str, float]]
     )
     if places < wanted.replicas:
         shown = [{name: node.get(name, 0.0) for name in needs if name in node} for node in nodes]
-        raise ValueError(
-            f"{wanted.replicas} rollout replicas with {wanted.num_cpus:g} CPUs and {wanted.num_gpus:g} GPUs each: "
-            f"the cluster has room for {places} ({shown})"
+        raise PlacementError(
+            f"there is room for {places} of {wanted.replicas} replicas ({wanted.num_cpus:g} CPUs, {wanted.num_gpus:g} GPUs "
+            f"each): {shown}"
         )

@@ -157,13 +157,20 @@ class VLLMEngine(RequestEngine):
         self.llm.add_lora(request)
         return request
 
-    def _make_rule(self, sampling: SamplingParams) -> StopRule:
+    @staticmethod
+    def refusal(sampling: SamplingParams) -> str | None:
+        """Why vLLM cannot give the log-probs that are asked for; None where it can."""
         cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_completion_tokens > 0
-        if sampling.logprobs_over == "vocabulary" and cut and sampling.temperature > 0:
-            raise ValueError(
-                "vLLM gives log-probs over what is drawn from, after top_p, top_k and min_completion_tokens: ask for "
-                "logprobs_over=kept, cut nothing, or take the native engine"
-            )
+        if sampling.logprobs_over != "vocabulary" or not cut or sampling.temperature == 0:
+            return None
+        return (
+            "vLLM gives log-probs over what is drawn from, after top_p, top_k and min_completion_tokens: ask for "
+            "logprobs_over=kept, cut nothing, or take the native engine"
+        )
+
+    def _make_rule(self, sampling: SamplingParams) -> StopRule:
+        if reason := self.refusal(sampling):
+            raise ValueError(reason)
         vocab = self.llm.vllm_config.model_config.get_vocab_size()
         return StopRule(sampling, self.eos, self.tokenizer, vocab, torch.device("cpu"))
 
@@ -172,7 +179,7 @@ class VLLMEngine(RequestEngine):
         from vllm.sampling_params import RequestOutputKind
 
         sampling = state.rule.sampling
-        candidates = sampling.logprobs_over == "kept"
+        ranked = (sampling.top_k or -1) if sampling.logprobs_over == "kept" and sampling.temperature > 0 else 0
         return VLLMSampling(
             max_tokens=sampling.max_completion_tokens,
             min_tokens=sampling.min_completion_tokens,
@@ -186,7 +193,7 @@ class VLLMEngine(RequestEngine):
             detokenize=bool(sampling.stop),
             skip_special_tokens=False,
             seed=state.request.seed,
-            logprobs=(sampling.top_k or -1) if candidates and sampling.temperature > 0 else 0,
+            logprobs=None if sampling.logprobs_over == "none" else ranked,
             output_kind=RequestOutputKind.DELTA,
         )
 
@@ -214,6 +221,8 @@ class VLLMEngine(RequestEngine):
         """Keep the tokens of a step, their log-probs and, where they are asked for, what they were drawn from."""
         sampling = state.rule.sampling
         state.token_ids += delta.token_ids
+        if sampling.logprobs_over == "none":
+            return
         drawn = list(zip(delta.token_ids, delta.logprobs, strict=True))
         if sampling.logprobs_over == "vocabulary":
             state.logprobs += [found[token].logprob for token, found in drawn]

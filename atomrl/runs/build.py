@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,12 +20,15 @@ from atomrl.models.spec import unsupported
 from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
+from atomrl.rollout.replicas import ActorResources, PlacementError, ReplicatedEngine
+from atomrl.rollout.vllm import VLLMEngine
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory
 from atomrl.training.local import LocalBackend
 from atomrl.types import Sample, SamplingParams
 
 log = logging.getLogger(__name__)
-ENGINES: dict[str, type[NativeEngine] | type[HFEngine]] = {"native": NativeEngine, "hf": HFEngine}
+EngineClass = type[NativeEngine] | type[HFEngine] | type[VLLMEngine]
+ENGINES: dict[str, EngineClass] = {"native": NativeEngine, "hf": HFEngine, "vllm": VLLMEngine}
 ROWS_PER_UPDATE = 64
 """Of runs on given data, unless `train.rows_per_update` says otherwise."""
 
@@ -120,7 +124,7 @@ def eval_sampling(config: RunConfig) -> SamplingParams:
         **settings.model_dump(include={"temperature", "top_p", "top_k"}),
         completions_per_prompt=settings.samples_per_prompt,
         max_completion_tokens=settings.max_completion_tokens or config.rollout.max_completion_tokens,
-        logprobs_over="vocabulary",
+        logprobs_over="none",
     )
 
 
@@ -138,9 +142,7 @@ def device_name(wanted: str = "auto") -> str:
     return wanted
 
 
-def engine_class(
-    rollout: RolloutConfig, path: str, model: ModelConfig
-) -> tuple[type[NativeEngine] | type[HFEngine], str | None]:
+def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> tuple[EngineClass, str | None]:
     """The class of `rollout.engine`; of a model that `native` does not know `hf`, and why.
 
     Raises:
@@ -154,7 +156,7 @@ def engine_class(
 
 
 def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: ModelConfig) -> RolloutEngine:
-    """The rollout engine of a config, with the weights of the model at `path`.
+    """The rollout engine of a config in this process, with the weights of the model at `path`.
 
     Raises:
         ConfigError: there is no engine of this name.
@@ -162,6 +164,10 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
     kind, reason = engine_class(rollout, path, model)
     if reason:
         log.warning("rollouts come from the hf engine, because native does not know this model: %s", reason)
+    options: dict[str, Any] = {}
+    if kind is VLLMEngine:
+        rank = model.lora.rank if model.lora else 0
+        options = {"lora_rank": rank, "gpu_memory_utilization": rollout.gpu_memory_utilization}
     return kind.from_pretrained(
         str(resolve_folder(path)),
         tokenizer,
@@ -169,7 +175,24 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
         device=device_name(model.device),
         max_concurrent_completions=rollout.max_concurrent_completions,
         trust_remote_code=model.trust_remote_code,
+        **options,
     )
+
+
+def build_rollout(config: RunConfig, path: str, tokenizer: Any) -> RolloutEngine:
+    """The engine of a run: in this process, or replicas of it in Ray actors where there is a `cluster`.
+
+    Raises:
+        ConfigError: there is no engine of this name, or the cluster has no room for the replicas.
+    """
+    build, cluster = partial(build_engine, path, tokenizer, config.rollout, config.model), config.cluster
+    if cluster is None:
+        return build()
+    resources = ActorResources(cluster.replicas, cluster.num_cpus, cluster.num_gpus)
+    try:
+        return ReplicatedEngine(build, resources, address=cluster.address, timeout_s=cluster.timeout_s)
+    except PlacementError as error:
+        raise ConfigError(f"cluster: {error}") from None
 
 
 def needs_teacher(algorithm: Algorithm) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from atomrl.config import ConfigError, RunConfig
@@ -9,7 +10,8 @@ from atomrl.models.loading import load_tokenizer, model_config_only, resolve_fol
 from atomrl.models.scalar import is_classifier
 from atomrl.models.spec import unsupported
 from atomrl.protocols import Algorithm
-from atomrl.runs.build import engine_class, needs_teacher
+from atomrl.rollout.vllm import VLLMEngine
+from atomrl.runs.build import engine_class, needs_teacher, train_sampling
 
 
 def check_companions(config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any) -> None:
@@ -79,3 +81,10 @@ def check_engine(config: RunConfig, path: str) -> None:
     engine, _ = engine_class(config.rollout, path, config.model)
     if config.rollout.logprobs_over == "kept" and not engine.returns_candidates:
         raise ConfigError(f"rollout.logprobs_over=kept: {engine.__name__} does not tell which tokens were kept")
+    needed = {"vllm": "rollout.engine=vllm"} if engine is VLLMEngine else {}
+    needed |= {"ray": "cluster"} if config.cluster else {}
+    for package, key in needed.items():
+        if find_spec(package) is None:
+            raise ConfigError(f"{key}: {package} is not installed: pip install 'atomrl[{package}]'")
+    if engine is VLLMEngine and (reason := VLLMEngine.refusal(train_sampling(config))):
+        raise ConfigError(f"rollout: {reason}")

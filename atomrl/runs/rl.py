@@ -94,7 +94,7 @@ class RLRun(Run):
     def open(self, stack: ExitStack) -> None:
         config = self.config
         stack.callback(self.rewards.close)
-        self.engine = build.build_engine(self.path, self.tokenizer, config.rollout, config.model)
+        self.engine = build.build_rollout(config, self.path, self.tokenizer)
         stack.callback(self.engine.close)
         self.parts = Parts(
             engine=self.engine,
