@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -107,15 +107,11 @@ class WeightUpdate:
     """By the name of the layer's weight (`model.layers.0.self_attn.q_proj.weight`). They replace those from before."""
 
 
-class WeightTransfer(Protocol):
-    """Brings a trainer's weights to an engine."""
+WeightTransfer = Callable[[int], None]
+"""Brings a trainer's weights as they are now to an engine, with their version.
 
-    def __call__(self, version: int) -> None:
-        """Hand over the trainer's weights as they are now.
-
-        Raises:
-            ValueError: names or shapes do not fit; the engine keeps what it has.
-        """
+It raises ValueError where names or shapes do not fit; the engine then keeps what it has.
+"""
 
 
 @dataclass(frozen=True)
@@ -157,25 +153,20 @@ class Forward(Protocol):
     def __call__(self, micro: TrainingBatch, wanted: frozenset[Output], plain: bool = False) -> ModelOutputs: ...
 
 
-class Update(Protocol):
-    """What replaces the optimizer's step of the policy. It changes the parameters in place, or leaves them as they are
-    bit for bit, also where it raises: a back end that runs out of memory calls it again with smaller micro-batches."""
-
-    def __call__(
-        self,
-        algorithm: Algorithm,
-        parameters: Sequence[Tensor],
-        micro_batches: Sequence[TrainingBatch],
-        outputs: Forward,
-    ) -> UpdateOutput: ...
-
-
 @dataclass(frozen=True)
 class UpdateOutput:
     """What a step of the policy did. `finite` is False where a gradient was not, and the weights stayed."""
 
     metrics: Metrics
     finite: bool = True
+
+
+Update = Callable[["Algorithm", Sequence[Tensor], Sequence[TrainingBatch], Forward], UpdateOutput]
+"""What replaces the optimizer's step of the policy, of algorithm, parameters, micro-batches and the forward pass.
+
+It changes the parameters in place, or leaves them as they are bit for bit, also where it raises: a back end that runs
+out of memory calls it again with smaller micro-batches.
+"""
 
 
 class Algorithm(Protocol):
@@ -260,11 +251,8 @@ class RewardFunction(Protocol):
     def __call__(self, prompts: list[Any], completions: list[str], **columns: list[Any]) -> list[float | None]: ...
 
 
-class RewardComputer(Protocol):
-    """All rewards of a run together."""
-
-    def __call__(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The same, with their rewards, in the same order."""
+RewardComputer = Callable[[Sequence[Trajectory]], list[Trajectory]]
+"""All rewards of a run together: the same trajectories, with their rewards, in the same order."""
 
 
 class Tracker(Protocol):

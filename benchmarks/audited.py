@@ -67,8 +67,8 @@ def _audited(name: str, function: Any) -> Any:
 
 
 if _path is not None:
-    for _warm_up in POOLED.values():
-        _warm_up()
+    for _pooled in POOLED.values():
+        _pooled.warm_up()
     _write({"event": "hook"})
     sys.addaudithook(_hook)
 

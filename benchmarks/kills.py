@@ -76,6 +76,7 @@ def outcome(run: Path) -> dict[str, Any]:
     return {
         "weights": hashlib.sha256((last / "model.safetensors").read_bytes()).hexdigest(),
         "optimizer": hashlib.sha256((last / "training_state" / "optimizer.safetensors").read_bytes()).hexdigest(),
+        "random": hashlib.sha256((last / "training_state" / "random.safetensors").read_bytes()).hexdigest(),
         "trainer": (last / "training_state" / "trainer.json").read_text(),
         "progress": state,
         "metrics": kept,
@@ -154,7 +155,7 @@ def set_trap(point: str, saves: int) -> None:
     kind, _, rest = point.partition(":")
     if kind == "save":
         begun: list[int] = []
-        wrap(run_directory, "writing_checkpoint", lambda *a: begun.append(1))
+        wrap(checkpoints, "writing_checkpoint", lambda *a: begun.append(1))
 
         def due(*arguments: Any) -> bool:
             return len(begun) == saves
@@ -186,7 +187,8 @@ def set_trap(point: str, saves: int) -> None:
     elif kind == "first":
         die_on_call(run_directory.RunDirectory, "write_rows", 2, lambda run, step, rows, split: split == "train")
     elif kind == "reopen":
-        die_on_call(run_directory, ["", "_write", "set_damaged_aside", "_write_json", "dump_config"][int(rest)], 1)
+        places = [(run_directory, "_write"), (checkpoints, "set_damaged_aside"), (run_directory, "_write_json")]
+        die_on_call(*[*places, (run_directory, "dump_config")][int(rest) - 1], 1)
     elif kind == "evaluation":
         die_on_call(
             run_directory.RunDirectory, "write_rows", 1, lambda run, step, rows, split: (step, split) == (12, "eval")

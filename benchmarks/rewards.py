@@ -103,12 +103,12 @@ def watch_calls(rewards: Rewards, lengths: list[float]) -> None:
     pool, free = rewards.pool, {}
     collect = pool._collect
 
-    def watched(queue: Any, tasks: Any) -> Any:
+    def watched(queue: Any) -> Any:
         for worker in pool._workers:
             if worker.pending and not worker.loading:
-                free.setdefault(worker.pending[0], time.monotonic())
-        found = collect(queue, tasks)
-        lengths.extend(time.monotonic() - free.pop(index) for index, _ in found if index in free)
+                free.setdefault(id(worker.pending[0]), time.monotonic())
+        found = list(collect(queue))
+        lengths.extend(time.monotonic() - free.pop(id(task)) for task, _ in found if id(task) in free)
         return found
 
     pool._collect = watched

@@ -134,7 +134,7 @@ def trackers(folder: Path, steps: int) -> int:
         kind = kinds[name]
         if kind is not None and name not in made:
             made[name] = sinks.BackgroundSink(name, kind(None, None))
-        self.sinks._sinks = [made[name]] if kind is not None else []
+        self.sinks = [made[name]] if kind is not None else []
 
     def timed_log(self: Recorder, step: int, metrics: Mapping[str, float]) -> None:
         log(self, step, metrics)

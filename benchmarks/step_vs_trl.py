@@ -56,7 +56,7 @@ def save_tokenizer(folder: Path) -> None:
 
 def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace):
     """A function that runs step n of AtomRL's loop and returns (seconds, tokens drawn, seconds by phase)."""
-    from atomrl.algorithms.table import build_algorithm
+    from atomrl.algorithms.table import objective_of
     from atomrl.config import build_config
     from atomrl.data.processor import DataProcessor
     from atomrl.data.stream import PromptStream
@@ -85,7 +85,7 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
         for turn in range(arguments.steps + 2)
         for index, text in enumerate(prompt_texts(turn))
     ]
-    algorithm = build_algorithm("grpo", {}, report_entropy=True)
+    algorithm = objective_of("grpo", {}).resolved(report_entropy=True)
     sampling = {"min_completion_tokens": MIN_TOKENS} if workload == "ragged" else {"ignore_eos": True}
     engine = build_engine(str(folder), tokenizer, config.rollout, config.model)
     trainer = LocalBackend(

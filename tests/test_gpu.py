@@ -15,7 +15,7 @@ from atomrl.types import SamplingParams
 from tests.conformance.test_backends import make_local
 from tests.engines import logprobs_of, prompts_of, response
 from tests.tiny import make_tiny_model
-from tests.training.batches import make_algorithm, make_batch
+from tests.training.batches import make_algorithm, make_batch, weights_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,8 +34,8 @@ def test_updates_are_those_of_the_cpu(folder):
     for _ in range(3):
         expected = values(on_cpu.train_step(batch, algorithm))
         assert values(on_gpu.train_step(batch, algorithm)) == pytest.approx(expected, rel=1e-3, abs=1e-4)
-    trained = on_gpu.state()
-    for name, weight in on_cpu.state().items():
+    trained = weights_of(on_gpu)
+    for name, weight in weights_of(on_cpu).items():
         torch.testing.assert_close(trained[name].cpu(), weight, atol=2e-3, rtol=1e-2)
 
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import build_algorithm, objective_of
+from atomrl.algorithms.table import objective_of
 from atomrl.metrics import merge, values
 from atomrl.objective import PolicyObjective
 from atomrl.objective.clip import CISPOClip, PPOClip
@@ -55,7 +55,7 @@ CASES = [
 
 @pytest.mark.parametrize("axes", CASES)
 def test_any_split_into_micro_batches_gives_the_same_gradient_and_metrics(axes):
-    algorithm = build_algorithm("grpo", axes)
+    algorithm = objective_of("grpo", axes).resolved()
     credited = algorithm.advantages(rows())
     batch = TrainingBatch(**vars(credited), loss_weights=algorithm.loss_weights(credited.loss_mask, credited.group_ids))
     logprobs = -torch.rand(8, 9, generator=torch.Generator().manual_seed(1))
@@ -67,7 +67,9 @@ def test_any_split_into_micro_batches_gives_the_same_gradient_and_metrics(axes):
 
 
 def test_the_loss_is_the_equation():
-    algorithm = build_algorithm("grpo", {"kl": {"type": "k3", "coefficient": 0.5}, "clip": {"low": 0.1, "high": 0.3}})
+    algorithm = objective_of(
+        "grpo", {"kl": {"type": "k3", "coefficient": 0.5}, "clip": {"low": 0.1, "high": 0.3}}
+    ).resolved()
     credited = algorithm.advantages(rows(4))
     batch = TrainingBatch(**vars(credited), loss_weights=algorithm.loss_weights(credited.loss_mask, credited.group_ids))
     logprobs = -torch.rand(4, 9, generator=torch.Generator().manual_seed(2))
@@ -82,7 +84,7 @@ def test_the_loss_is_the_equation():
 
 
 def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_reinforce():
-    algorithm = build_algorithm("grpo", {})
+    algorithm = objective_of("grpo", {}).resolved()
     credited = replace(algorithm.advantages(rows()), old_logprobs=None)
     batch = TrainingBatch(**vars(credited), loss_weights=algorithm.loss_weights(credited.loss_mask, credited.group_ids))
     grad, metrics = gradient(algorithm, batch, -torch.rand(8, 9), [list(range(8))])
@@ -91,9 +93,9 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_reinforce():
 
 
 def test_needs_follow_the_axes():
-    assert build_algorithm("grpo", {}).needs == {"old_logprobs"}
-    assert build_algorithm("grpo", {"kl": {"coefficient": 0.1}}).needs == {"old_logprobs", "ref_logprobs"}
-    assert "entropy" in build_algorithm("grpo", {}, report_entropy=True).outputs
+    assert objective_of("grpo", {}).resolved().needs == {"old_logprobs"}
+    assert objective_of("grpo", {"kl": {"coefficient": 0.1}}).resolved().needs == {"old_logprobs", "ref_logprobs"}
+    assert "entropy" in objective_of("grpo", {}).resolved(report_entropy=True).outputs
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_bad_axes_are_named(axes, message):
 
 def test_unknown_algorithm_is_named():
     with pytest.raises(ValueError, match="did you mean 'grpo'"):
-        build_algorithm("grpoo", {})
+        objective_of("grpoo", {}).resolved()
 
 
 def test_a_new_type_starts_from_its_own_defaults_and_the_same_one_keeps_the_others():

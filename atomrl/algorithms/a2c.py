@@ -11,13 +11,12 @@ a completion ends, and is not discounted.
 Paper: arXiv:1602.01783 (A3C, of which this is the synchronous form).
 """
 
-from atomrl.objective import PolicyObjective, advantage, auxiliary, clip, loss_agg
+from atomrl.objective import PolicyObjective, advantage, auxiliary, clip
 
 A2C = PolicyObjective(
     name="a2c",
     advantage=advantage.GAEAdvantage(gamma=1.0, lam=1.0, whiten=False),
     clip=clip.ReinforceClip(),
-    loss_agg=loss_agg.TokenMean(),
     value=auxiliary.SquaredValue(),
     entropy=auxiliary.Entropy(coefficient=0.01),
 )

@@ -8,11 +8,6 @@ learned from. The paper gives no number for its one upper bound; 5 is a ratio of
 Paper: MiniMax-M1, arXiv:2506.13585, equations 4 and 5.
 """
 
-from atomrl.objective import PolicyObjective, advantage, clip, loss_agg
+from atomrl.objective import PolicyObjective, clip
 
-CISPO = PolicyObjective(
-    name="cispo",
-    advantage=advantage.GRPOAdvantage(),
-    clip=clip.CISPOClip(low=1.0, high=4.0),
-    loss_agg=loss_agg.TokenMean(),
-)
+CISPO = PolicyObjective(name="cispo", clip=clip.CISPOClip(low=1.0, high=4.0))

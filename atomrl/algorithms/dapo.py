@@ -12,13 +12,11 @@ paper tries before the soft penalty, is `shaping: {mask_truncated: true, soft_ov
 Paper: arXiv:2503.14476, equations 8 to 13.
 """
 
-from atomrl.objective import PolicyObjective, advantage, clip, loss_agg, shaping
+from atomrl.objective import PolicyObjective, clip, shaping
 
 DAPO = PolicyObjective(
     name="dapo",
-    advantage=advantage.GRPOAdvantage(),
     clip=clip.PPOClip(low=0.2, high=0.28),
-    loss_agg=loss_agg.TokenMean(),
     shaping=shaping.Shaping(soft_overlong=True),
     group_filter=shaping.MixedOutcomes(),
 )

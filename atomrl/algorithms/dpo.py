@@ -12,21 +12,16 @@ from atomrl.objective import PreferenceObjective
 from atomrl.objective.preference_loss import BcoPairLoss, RobustLoss, SigmoidLoss
 from atomrl.objective.preference_score import LogRatioScore, SequenceMeanNll, TokenMeanNll
 
-DPO = PreferenceObjective(name="dpo", score=LogRatioScore(), loss=(SigmoidLoss(beta=0.1),))
-CDPO = PreferenceObjective(name="cdpo", score=LogRatioScore(), loss=(SigmoidLoss(beta=0.1, label_smoothing=0.1),))
-ROBUST_DPO = PreferenceObjective(
-    name="robust_dpo", score=LogRatioScore(), loss=(RobustLoss(beta=0.1, label_smoothing=0.1),)
-)
+DPO = PreferenceObjective(name="dpo", loss=(SigmoidLoss(beta=0.1),))
+CDPO = PreferenceObjective(name="cdpo", loss=(SigmoidLoss(beta=0.1, label_smoothing=0.1),))
+ROBUST_DPO = PreferenceObjective(name="robust_dpo", loss=(RobustLoss(beta=0.1, label_smoothing=0.1),))
 DPO_NORM = PreferenceObjective(
     name="dpo_norm", score=LogRatioScore(length_normalised=True), loss=(SigmoidLoss(beta=5.0),)
 )
 LD_DPO = PreferenceObjective(name="ld_dpo", score=LogRatioScore(ld_alpha=0.5), loss=(SigmoidLoss(beta=0.1),))
-RPO = PreferenceObjective(
-    name="rpo", score=LogRatioScore(), loss=(SigmoidLoss(beta=0.1),), nll=SequenceMeanNll(coefficient=1.0)
-)
+RPO = PreferenceObjective(name="rpo", loss=(SigmoidLoss(beta=0.1),), nll=SequenceMeanNll(coefficient=1.0))
 MPO = PreferenceObjective(
     name="mpo",
-    score=LogRatioScore(),
     loss=(SigmoidLoss(beta=0.1, weight=0.8), BcoPairLoss(beta=0.1, weight=0.2)),
     nll=TokenMeanNll(coefficient=1.0),
 )

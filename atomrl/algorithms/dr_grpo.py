@@ -10,11 +10,6 @@ cheap.
 Paper: arXiv:2503.20783.
 """
 
-from atomrl.objective import PolicyObjective, advantage, clip, loss_agg
+from atomrl.objective import PolicyObjective, advantage, loss_agg
 
-DR_GRPO = PolicyObjective(
-    name="dr_grpo",
-    advantage=advantage.GRPONoStdAdvantage(),
-    clip=clip.PPOClip(low=0.2, high=0.2),
-    loss_agg=loss_agg.ConstantLength(),
-)
+DR_GRPO = PolicyObjective(name="dr_grpo", advantage=advantage.GRPONoStdAdvantage(), loss_agg=loss_agg.ConstantLength())

@@ -11,20 +11,10 @@ that no split into updates or micro-batches changes the choice; the authors' cod
 Paper: arXiv:2505.22617, equations 10 to 13.
 """
 
-from atomrl.objective import PolicyObjective, advantage, clip, loss_agg, token_filter
+from atomrl.objective import PolicyObjective, clip, token_filter
 
-CLIP_COV = PolicyObjective(
-    name="clip_cov",
-    advantage=advantage.GRPOAdvantage(),
-    clip=clip.PPOClip(low=0.2, high=0.2),
-    loss_agg=loss_agg.TokenMean(),
-    token_filter=token_filter.ClipCov(fraction=2e-4, low=1.0, high=5.0),
-)
+CLIP_COV = PolicyObjective(name="clip_cov", token_filter=token_filter.ClipCov(fraction=2e-4, low=1.0, high=5.0))
 
 KL_COV = PolicyObjective(
-    name="kl_cov",
-    advantage=advantage.GRPOAdvantage(),
-    clip=clip.NoClip(),
-    loss_agg=loss_agg.TokenMean(),
-    token_filter=token_filter.KLCov(fraction=2e-3, coefficient=1.0),
+    name="kl_cov", clip=clip.NoClip(), token_filter=token_filter.KLCov(fraction=2e-3, coefficient=1.0)
 )

@@ -9,11 +9,6 @@ with their weights.
 Paper: arXiv:2601.05242.
 """
 
-from atomrl.objective import PolicyObjective, advantage, clip, loss_agg
+from atomrl.objective import PolicyObjective, advantage
 
-GDPO = PolicyObjective(
-    name="gdpo",
-    advantage=advantage.GDPOAdvantage(eps=1e-4),
-    clip=clip.PPOClip(low=0.2, high=0.2),
-    loss_agg=loss_agg.TokenMean(),
-)
+GDPO = PolicyObjective(name="gdpo", advantage=advantage.GDPOAdvantage(eps=1e-4))

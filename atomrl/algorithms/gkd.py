@@ -17,12 +17,11 @@ take a small `train.tokens_per_micro_batch`, or `on_policy_distillation`.
 Paper: arXiv:2306.13649.
 """
 
-from atomrl.objective import PolicyObjective, advantage, auxiliary, clip, loss_agg
+from atomrl.objective import PolicyObjective, advantage, auxiliary, clip
 
 GKD = PolicyObjective(
     name="gkd",
     advantage=advantage.NoAdvantage(),
     clip=clip.ReinforceClip(),
-    loss_agg=loss_agg.TokenMean(),
     distillation=auxiliary.Distillation(coefficient=1.0, beta=0.5),
 )

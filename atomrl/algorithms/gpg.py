@@ -9,11 +9,6 @@ right or all wrong. `advantage: {alpha: verl}` is that of verl, B / |{j : r_j !=
 Paper: arXiv:2504.02546.
 """
 
-from atomrl.objective import PolicyObjective, advantage, clip, loss_agg
+from atomrl.objective import PolicyObjective, advantage, clip
 
-GPG = PolicyObjective(
-    name="gpg",
-    advantage=advantage.GPGAdvantage(),
-    clip=clip.ReinforceClip(),
-    loss_agg=loss_agg.TokenMean(),
-)
+GPG = PolicyObjective(name="gpg", advantage=advantage.GPGAdvantage(), clip=clip.ReinforceClip())

@@ -12,19 +12,14 @@ one advantage for each completion it is GSPO.
 Paper: arXiv:2507.18071, equations 5 to 7 and 13, 14.
 """
 
-from atomrl.objective import PolicyObjective, advantage, clip, loss_agg, ratio
+from atomrl.objective import PolicyObjective, clip, loss_agg, ratio
 
 GSPO = PolicyObjective(
-    name="gspo",
-    advantage=advantage.GRPOAdvantage(),
-    ratio=ratio.SequenceRatio(),
-    clip=clip.PPOClip(low=3e-4, high=4e-4),
-    loss_agg=loss_agg.SequenceMean(),
+    name="gspo", ratio=ratio.SequenceRatio(), clip=clip.PPOClip(low=3e-4, high=4e-4), loss_agg=loss_agg.SequenceMean()
 )
 
 GSPO_TOKEN = PolicyObjective(
     name="gspo_token",
-    advantage=advantage.GRPOAdvantage(),
     ratio=ratio.SequenceTokenRatio(),
     clip=clip.PPOClip(low=3e-4, high=4e-4),
     loss_agg=loss_agg.SequenceMean(),

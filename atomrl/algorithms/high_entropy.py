@@ -9,13 +9,11 @@ the step, and its quantile is over all rows of the step. It is an axis: any algo
 Paper: "Beyond the 80/20 rule", arXiv:2506.01939, equation 7.
 """
 
-from atomrl.objective import PolicyObjective, advantage, clip, loss_agg, shaping, token_filter
+from atomrl.objective import PolicyObjective, clip, shaping, token_filter
 
 HIGH_ENTROPY = PolicyObjective(
     name="high_entropy",
-    advantage=advantage.GRPOAdvantage(),
     clip=clip.PPOClip(low=0.2, high=0.28),
-    loss_agg=loss_agg.TokenMean(),
     token_filter=token_filter.HighEntropy(fraction=0.2),
     shaping=shaping.Shaping(soft_overlong=True),
     group_filter=shaping.MixedOutcomes(),

@@ -11,13 +11,8 @@ reference point of 0 (after APO, arXiv:2408.06266).
 """
 
 from atomrl.objective import PreferenceObjective
-from atomrl.objective.label_loss import ApoZeroUnpairedLoss, BcoLoss, KtoLoss
-from atomrl.objective.preference_score import LogRatioScore
+from atomrl.objective.preference_loss import ApoZeroUnpairedLoss, BcoLoss, KtoLoss
 
-KTO = PreferenceObjective(
-    name="kto", score=LogRatioScore(), loss=(KtoLoss(beta=0.1, desirable_weight=1.0, undesirable_weight=1.0),)
-)
-BCO = PreferenceObjective(name="bco", score=LogRatioScore(), loss=(BcoLoss(beta=0.1),))
-APO_ZERO_UNPAIRED = PreferenceObjective(
-    name="apo_zero_unpaired", score=LogRatioScore(), loss=(ApoZeroUnpairedLoss(beta=0.1),)
-)
+KTO = PreferenceObjective(name="kto", loss=(KtoLoss(beta=0.1),))
+BCO = PreferenceObjective(name="bco", loss=(BcoLoss(beta=0.1),))
+APO_ZERO_UNPAIRED = PreferenceObjective(name="apo_zero_unpaired", loss=(ApoZeroUnpairedLoss(beta=0.1),))

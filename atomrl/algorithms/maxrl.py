@@ -9,11 +9,6 @@ the gradient is that of log p, not of p. For rewards of 0 and 1.
 Paper: arXiv:2602.02710.
 """
 
-from atomrl.objective import PolicyObjective, advantage, clip, loss_agg
+from atomrl.objective import PolicyObjective, advantage, clip
 
-MAXRL = PolicyObjective(
-    name="maxrl",
-    advantage=advantage.MaxRLAdvantage(),
-    clip=clip.ReinforceClip(),
-    loss_agg=loss_agg.TokenMean(),
-)
+MAXRL = PolicyObjective(name="maxrl", advantage=advantage.MaxRLAdvantage(), clip=clip.ReinforceClip())

@@ -12,11 +12,8 @@ vocabulary.
 Paper: none of its own; Lu et al., "On-policy distillation" (Thinking Machines, 2025), and MiniLLM, arXiv:2306.08543.
 """
 
-from atomrl.objective import PolicyObjective, advantage, clip, loss_agg
+from atomrl.objective import PolicyObjective, advantage, clip
 
 ON_POLICY_DISTILLATION = PolicyObjective(
-    name="on_policy_distillation",
-    advantage=advantage.ReverseKLAdvantage(),
-    clip=clip.NoClip(),
-    loss_agg=loss_agg.TokenMean(),
+    name="on_policy_distillation", advantage=advantage.ReverseKLAdvantage(), clip=clip.NoClip()
 )

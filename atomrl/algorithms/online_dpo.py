@@ -8,13 +8,8 @@ Prompts whose completions all earn the same are drawn again, as DAPO does.
 
 from atomrl.objective import PreferenceObjective
 from atomrl.objective.preference_loss import SigmoidLoss
-from atomrl.objective.preference_score import LogRatioScore
 from atomrl.objective.shaping import MixedOutcomes
 
 ONLINE_DPO = PreferenceObjective(
-    name="online_dpo",
-    score=LogRatioScore(),
-    loss=(SigmoidLoss(beta=0.1),),
-    group_filter=MixedOutcomes(),
-    online=True,
+    name="online_dpo", loss=(SigmoidLoss(beta=0.1),), group_filter=MixedOutcomes(), online=True
 )

@@ -10,11 +10,6 @@ the whole group, `advantage: pass_at_k` (arXiv:2503.19595) credits the single be
 Paper: arXiv:2508.10751.
 """
 
-from atomrl.objective import PolicyObjective, advantage, clip, loss_agg
+from atomrl.objective import PolicyObjective, advantage
 
-PASS_AT_K = PolicyObjective(
-    name="pass_at_k",
-    advantage=advantage.PassAtKAnalyticAdvantage(k=4),
-    clip=clip.PPOClip(low=0.2, high=0.2),
-    loss_agg=loss_agg.TokenMean(),
-)
+PASS_AT_K = PolicyObjective(name="pass_at_k", advantage=advantage.PassAtKAnalyticAdvantage(k=4))

@@ -15,13 +15,11 @@ Paper: arXiv:1707.06347; whitening, KL in the reward and its controller from arX
 and a coefficient of 0.02 from arXiv:2203.02155. The clip of values is that of PPO's reference implementation.
 """
 
-from atomrl.objective import PolicyObjective, advantage, auxiliary, clip, kl, loss_agg
+from atomrl.objective import PolicyObjective, advantage, auxiliary, kl
 
 PPO = PolicyObjective(
     name="ppo",
     advantage=advantage.GAEAdvantage(gamma=1.0, lam=0.95, whiten=True),
-    clip=clip.PPOClip(low=0.2, high=0.2),
     kl=kl.K1(coefficient=0.02, apply_to="reward", target=0.25, horizon=10000.0),
-    loss_agg=loss_agg.TokenMean(),
     value=auxiliary.ClippedValue(clip=0.2),
 )

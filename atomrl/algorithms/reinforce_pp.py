@@ -12,20 +12,16 @@ Its baseline variant first takes the group's mean off and moves the KL into the 
 Paper: arXiv:2501.03262.
 """
 
-from atomrl.objective import PolicyObjective, advantage, clip, kl, loss_agg
+from atomrl.objective import PolicyObjective, advantage, kl
 
 REINFORCE_PP = PolicyObjective(
     name="reinforce_pp",
     advantage=advantage.ReinforcePPAdvantage(gamma=1.0),
-    clip=clip.PPOClip(low=0.2, high=0.2),
     kl=kl.K1(coefficient=0.01, apply_to="reward"),
-    loss_agg=loss_agg.TokenMean(),
 )
 
 REINFORCE_PP_BASELINE = PolicyObjective(
     name="reinforce_pp_baseline",
     advantage=advantage.ReinforcePPBaselineAdvantage(),
-    clip=clip.PPOClip(low=0.2, high=0.2),
     kl=kl.K2(coefficient=0.01, apply_to="loss"),
-    loss_agg=loss_agg.TokenMean(),
 )

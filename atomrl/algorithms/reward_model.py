@@ -15,7 +15,7 @@ from atomrl.metrics import Mean, Sum
 from atomrl.objective.advantage_inputs import given
 from atomrl.objective.base import SupervisedObjective
 from atomrl.objective.choice import Formula
-from atomrl.objective.formulation import MINIMISE, Formulation, Goal, Term
+from atomrl.objective.formulation import MINIMISE, Formulation, Goal
 from atomrl.objective.pairing import complete, labels_of, pair_rows
 from atomrl.objective.preference_score import AtLeast0
 from atomrl.protocols import NOTHING, LossOutput, ModelOutputs, Output, RowUnit
@@ -38,10 +38,10 @@ class RewardModelObjective(SupervisedObjective):
     """Of the penalty that holds the mean score at 0 (arXiv:2312.09244 takes 0.01)."""
 
     def formulation(self) -> Formulation:
-        loss = Formula("- log sigmoid(r_c - r_r - m)", r"-\log \sigma(r_c - r_r - m)")
-        terms, where = [Term(loss)], [Formula("r = the score of a completion, m = margin (given r_c - given r_r)", "")]
+        loss = Formula("-log sigmoid(r_c - r_r - m)", r"-\log \sigma(r_c - r_r - m)")
+        terms, where = [loss], [Formula("r = the score of a completion, m = margin (given r_c - given r_r)", "")]
         if self.centring:
-            terms.append(Term(Formula("centring (r_c + r_r)^2", r"\lambda\,(r_c + r_r)^2")))
+            terms.append(Formula("centring (r_c + r_r)^2", r"\lambda\,(r_c + r_r)^2"))
         over = Formula("mean over pairs of", r"\mathbb{E}_{(x, y_c, y_r)}")
         return Formulation((Goal(MINIMISE, over, tuple(terms)),), tuple(where))
 

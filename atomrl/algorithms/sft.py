@@ -16,7 +16,7 @@ from atomrl.metrics import Mean
 from atomrl.objective.advantage_inputs import given
 from atomrl.objective.base import SupervisedObjective
 from atomrl.objective.choice import Formula
-from atomrl.objective.formulation import MINIMISE, Formulation, Goal, Term
+from atomrl.objective.formulation import MINIMISE, Formulation, Goal
 from atomrl.protocols import LossOutput, ModelOutputs
 from atomrl.types import TrainingBatch
 
@@ -30,9 +30,9 @@ class SFTObjective(SupervisedObjective):
 
     def formulation(self) -> Formulation:
         over = Formula("mean over tokens of", r"\frac{1}{\sum_j |y_j|} \sum_{i,t}")
-        nll = Formula("- log pi(y_t)", r"-\log \pi_\theta(y_{i,t} \mid y_{i,<t})")
+        nll = Formula("-log pi(y_t)", r"-\log \pi_\theta(y_{i,t} \mid y_{i,<t})")
         where = Formula("y = the tokens of a row that are trained on", "")
-        return Formulation((Goal(MINIMISE, over, (Term(nll),)),), (where,))
+        return Formulation((Goal(MINIMISE, over, (nll,)),), (where,))
 
     def loss_weights(self, mask: Tensor, group_ids: Tensor) -> Tensor:
         """Every token weighs the same."""

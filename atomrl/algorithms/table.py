@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 from atomrl import algorithms
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.objective import PolicyObjective, PreferenceObjective
-from atomrl.protocols import Algorithm
+from atomrl.objective.choice import check_name
 
 Kind = TypeVar("Kind", PolicyObjective, PreferenceObjective)
 
@@ -45,30 +44,5 @@ def objective_of(name: str, axes: Mapping[str, Any]) -> Objective:
         PPOClip(type='ppo', low=0.2, high=0.3, dual=None)
     """
     named: dict[str, Objective] = {**ALGORITHMS, **PREFERENCES, "reward_model": RewardModelObjective()}
-    if name not in named:
-        near = difflib.get_close_matches(name, named, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(named)}"
-        raise ValueError(f"algorithm.name: unknown algorithm {name!r}; {hint}")
+    check_name("algorithm.name", name, list(named))
     return named[name].override(axes)
-
-
-def build_algorithm(
-    name: str, axes: Mapping[str, Any], *, report_entropy: bool = False, max_completion_tokens: int | None = None
-) -> Algorithm:
-    """The algorithm of a config.
-
-    Args:
-        name: a key of `ALGORITHMS` or of `PREFERENCES`.
-        axes: what the config overrides, by axis.
-        report_entropy: log the policy's entropy.
-        max_completion_tokens: the rollout's, for the axes that take it unless the config gives them their own.
-
-    Raises:
-        ValueError: an unknown name, axis, parameter or type, with the nearest valid one; or a limit is needed.
-
-    Example:
-        >>> sorted(build_algorithm("grpo", {"kl": {"coefficient": 0.01}}).needs)
-        ['old_logprobs', 'ref_logprobs']
-    """
-    objective = objective_of(name, axes)
-    return objective.resolved(max_completion_tokens=max_completion_tokens, report_entropy=report_entropy)

@@ -17,13 +17,12 @@ exact. Any other objective takes the same step with `update: {type: trust_region
 a critic.
 """
 
-from atomrl.objective import PolicyObjective, advantage, auxiliary, clip, loss_agg, update
+from atomrl.objective import PolicyObjective, advantage, auxiliary, clip, update
 
 TRPO = PolicyObjective(
     name="trpo",
     advantage=advantage.GAEAdvantage(gamma=1.0, lam=1.0, whiten=False),
     clip=clip.NoClip(),
-    loss_agg=loss_agg.TokenMean(),
     value=auxiliary.SquaredValue(),
     update=update.TrustRegion(kl_bound=0.01),
 )

@@ -12,15 +12,15 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from atomrl.atoms.groups import _as_floats, group_mean, group_std, leave_one_out_mean
+from atomrl.atoms.shapes import Ids, Mask, PerRow, PerToken, Rewards
 
 Missing = Literal["zero", "nan"]
 
 
-def raw_reward(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+def raw_reward(rewards: Rewards, group_ids: Ids) -> PerRow:
     """REINFORCE advantage: the reward itself, with no baseline.
 
         A_i = r_i
@@ -42,9 +42,7 @@ def raw_reward(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> F
     return _as_floats(rewards).clone()
 
 
-def group_mean_baseline(
-    rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"], missing: Missing = "zero"
-) -> Float[Tensor, " B"]:
+def group_mean_baseline(rewards: Rewards, group_ids: Ids, missing: Missing = "zero") -> PerRow:
     """Dr. GRPO advantage: reward minus the mean reward of its group.
 
         A_i = r_i - mean_{j in group(i)} r_j
@@ -72,9 +70,7 @@ def group_mean_baseline(
     return _filled(exact - group_mean(exact, group_ids), rewards, missing)
 
 
-def leave_one_out_baseline(
-    rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"], missing: Missing = "zero"
-) -> Float[Tensor, " B"]:
+def leave_one_out_baseline(rewards: Rewards, group_ids: Ids, missing: Missing = "zero") -> PerRow:
     """RLOO advantage: reward minus the mean reward of the other completions of its group.
 
         A_i = r_i - mean_{j in group(i), j != i} r_j = n / (n - 1) (r_i - mean_{group(i)} r)
@@ -101,9 +97,7 @@ def leave_one_out_baseline(
     return _filled(exact - leave_one_out_mean(exact, group_ids), rewards, missing)
 
 
-def group_zscore(
-    rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"], eps: float = 1e-6, missing: Missing = "zero"
-) -> Float[Tensor, " B"]:
+def group_zscore(rewards: Rewards, group_ids: Ids, eps: float = 1e-6, missing: Missing = "zero") -> PerRow:
     """GRPO advantage: reward standardised within its group.
 
         A_i = (r_i - mean_{group(i)} r) / (std_{group(i)} r + eps)
@@ -134,7 +128,7 @@ def group_zscore(
     return standardised(centred, group_std(exact, group_ids), eps).to(rewards.dtype)
 
 
-def standardised(advantages: Float[Tensor, " B"], std: Float[Tensor, " B"], eps: float = 1e-6) -> Float[Tensor, " B"]:
+def standardised(advantages: PerRow, std: PerRow, eps: float = 1e-6) -> PerRow:
     """Advantages divided by a standard deviation, left as they are where there is no spread.
 
         A'_i = A_i / (sigma_i + eps)   where sigma_i > 0,   A_i elsewhere
@@ -163,9 +157,7 @@ def standardised(advantages: Float[Tensor, " B"], std: Float[Tensor, " B"], eps:
     return advantages / torch.where(std > 0, std + eps, torch.ones_like(std))
 
 
-def maxrl_advantage(
-    rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"], eps: float = 0.0
-) -> Float[Tensor, " B"]:
+def maxrl_advantage(rewards: Rewards, group_ids: Ids, eps: float = 0.0) -> PerRow:
     """MaxRL advantage: deviation from the group's mean reward in units of that mean.
 
         A_i = (r_i - mean_{group(i)} r) / (mean_{group(i)} r + eps)
@@ -198,7 +190,7 @@ def maxrl_advantage(
     return (centred / torch.where(mean > 0, mean + eps, torch.inf)).to(rewards.dtype)
 
 
-def per_token(advantages: Float[Tensor, " B"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def per_token(advantages: PerRow, mask: Mask) -> PerToken:
     """Advantage per token from one per completion, 0 off the mask.
 
         A_{i,t} = A_i m_{i,t}

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool
 from torch import Tensor
 
-from atomrl.atoms.groups import _as_floats, group_std
+from atomrl.atoms.groups import _as_floats
+from atomrl.atoms.shapes import Ids, Mask, PerRow, PerToken, Rewards
 
 
-def best_minus_second(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+def best_minus_second(rewards: Rewards, group_ids: Ids) -> PerRow:
     """Pass@k advantage of verl (`grpo_passk`): the group's best completion alone, by how much it beats the second.
 
         A_i = r_i - max_{j in group(i), j != i} r_j   if r_i is the group's maximum,   0 otherwise
@@ -47,7 +48,7 @@ def best_minus_second(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"
     return torch.where(wins, best - second, 0.0).to(rewards.dtype)
 
 
-def best_of_k(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"], k: int) -> Float[Tensor, " B"]:
+def best_of_k(rewards: Rewards, group_ids: Ids, k: int) -> PerRow:
     """Pass@k advantage: the marginal contribution of a completion to the expected best of k.
 
         R(S) = max_{j in S} r_j,   S any k completions of the group
@@ -104,9 +105,7 @@ def _shares(n: int, k: int) -> Tensor:
     return torch.tensor([math.comb(j, k - 1) / math.comb(n, k) for j in range(n)], dtype=torch.float64)
 
 
-def length_weighted_baseline(
-    rewards: Shaped[Tensor, " B"], lengths: Int[Tensor, " B"], group_ids: Int[Tensor, " B"]
-) -> Float[Tensor, " B"]:
+def length_weighted_baseline(rewards: Rewards, lengths: Ids, group_ids: Ids) -> PerRow:
     """OPO advantage: reward minus the length-weighted mean reward of its group.
 
         A_i = r_i - sum_{j in group(i)} l_j r_j / sum_{j in group(i)} l_j
@@ -138,23 +137,19 @@ def length_weighted_baseline(
     return (exact - member - above).masked_fill(total == 0, 0.0).to(rewards.dtype)
 
 
-def rescaled_by_mixed_groups(
-    advantages: Float[Tensor, " B"],
-    rewards: Shaped[Tensor, " B"],
-    group_ids: Int[Tensor, " B"],
-    normaliser: float = 1.0,
-) -> Float[Tensor, " B"]:
-    """GPG's rescaling: advantages divided by the share of completions whose group has a signal.
+def rescaled_by_share(advantages: PerRow, counted: Bool[Tensor, " B"], normaliser: float = 1.0) -> PerRow:
+    """GPG's rescaling: advantages divided by the share of completions that count.
 
-        A'_i = alpha A_i / F,   alpha = B / (B - M),   M = completions of groups whose rewards are all equal
+        A'_i = alpha A_i / F,   alpha = B / max(1, |{j : j counts}|)
 
     Paper: GPG, arXiv:2504.02546: groups that are all right or all wrong have no gradient, and alpha makes up for
-    their part of the mean. It is 1 where every group is mixed. With groups of one size it may as well count groups.
+    their part of the mean. So the completions of all other groups count: `group_std(rewards, group_ids) > 0`. In verl's
+    `compute_gpg_outcome_advantage` those do whose reward is not 0, and alpha grows with the share of wrong completions,
+    also where every group is mixed.
 
     Args:
         advantages: of the whole batch, with a group's mean taken off.
-        rewards: of the same completions.
-        group_ids: equal for completions of one prompt.
+        counted: True where a completion counts.
         normaliser: F.
 
     Returns:
@@ -164,50 +159,15 @@ def rescaled_by_mixed_groups(
         ValueError: the normaliser is 0.
 
     Example: one of two groups is mixed, so alpha is 2
-        >>> advantages, rewards = torch.tensor([0.5, -0.5, 0.0, 0.0]), torch.tensor([1, 0, 1, 1])
-        >>> rescaled_by_mixed_groups(advantages, rewards, torch.tensor([0, 0, 7, 7]))
+        >>> rescaled_by_share(torch.tensor([0.5, -0.5, 0.0, 0.0]), torch.tensor([True, True, False, False]))
         tensor([ 1., -1.,  0.,  0.])
     """
-    return _rescaled(advantages, group_std(_as_floats(rewards).double(), group_ids) > 0, normaliser)
-
-
-def rescaled_by_nonzero_rewards(
-    advantages: Float[Tensor, " B"], rewards: Shaped[Tensor, " B"], normaliser: float = 1.0
-) -> Float[Tensor, " B"]:
-    """verl's rescaling for GPG: advantages divided by the share of completions with a reward other than 0.
-
-        A'_i = alpha A_i / F,   alpha = B / max(1, |{j : r_j != 0}|)
-
-    As `compute_gpg_outcome_advantage` in verl. Differs from the paper's, `rescaled_by_mixed_groups`: alpha grows with
-    the share of wrong completions, also where every group is mixed.
-
-    Args:
-        advantages: of the whole batch, with a group's mean taken off.
-        rewards: of the same completions.
-        normaliser: F.
-
-    Returns:
-        Advantages in reward units.
-
-    Raises:
-        ValueError: the normaliser is 0.
-
-    Example:
-        >>> rescaled_by_nonzero_rewards(torch.tensor([0.5, -0.5]), torch.tensor([1.0, 0.0]))
-        tensor([ 1., -1.])
-    """
-    return _rescaled(advantages, _as_floats(rewards) != 0, normaliser)
-
-
-def _rescaled(advantages: Tensor, counted: Tensor, normaliser: float) -> Tensor:
     if normaliser == 0:
         raise ValueError("normaliser must not be 0")
     return advantages * (len(counted) / counted.sum().clamp(min=1).double()) / normaliser
 
 
-def return_minus_baseline(
-    returns: Float[Tensor, "B T"], baselines: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-) -> Float[Tensor, "B T"]:
+def return_minus_baseline(returns: PerToken, baselines: PerToken, mask: Mask) -> PerToken:
     """Return minus a baseline, per token: ReMax and the optimal token baseline.
 
         A_t = (G_t - b_t) m_t
@@ -232,11 +192,8 @@ def return_minus_baseline(
 
 
 def cumulative_score_norm(
-    logprobs: Float[Tensor, "B T"],
-    sum_squared_probs: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    importance_weights: Float[Tensor, "B T"] | None = None,
-) -> Float[Tensor, "B T"]:
+    logprobs: PerToken, sum_squared_probs: PerToken, mask: Mask, importance_weights: PerToken | None = None
+) -> PerToken:
     """Realized energy: the cumulative squared norm of the score of a completion, by token.
 
         W_t = sum_{u <= t} m_u rho_u^2 |d log pi(a_u) / d z_u|^2
@@ -267,14 +224,14 @@ def cumulative_score_norm(
 
 
 def optimal_token_baseline(
-    returns: Float[Tensor, "B T"],
-    energy: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    group_ids: Int[Tensor, " B"],
+    returns: PerToken,
+    energy: PerToken,
+    mask: Mask,
+    group_ids: Ids,
     eps: float = 1e-8,
     by_token: bool = False,
     zero_tail: bool = True,
-) -> Float[Tensor, "B T"]:
+) -> PerToken:
     """Optimal token baseline: the group's returns at each position, weighted by their realized energy.
 
         b_k = sum_{i in group} G_{i,k} W_{i,k} / (sum_{i in group} W_{i,k} + eps)

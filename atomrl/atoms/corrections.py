@@ -10,16 +10,13 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from atomrl.atoms.masks import masked_mean, row_mean
 from atomrl.atoms.ratios import token_log_ratio
+from atomrl.atoms.shapes import AnyMask, AnyShape, Mask, PerRow, PerToken
 
 
-def rollout_log_ratio(
-    old_logprobs: Float[Tensor, "B T"], rollout_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-) -> Float[Tensor, "B T"]:
+def rollout_log_ratio(old_logprobs: PerToken, rollout_logprobs: PerToken, mask: Mask) -> PerToken:
     """Log importance ratio of the trainer to the engine that sampled, per token.
 
         d_t = log pi_old(a_t) - log mu(a_t)
@@ -42,7 +39,7 @@ def rollout_log_ratio(
     return token_log_ratio(old_logprobs.detach(), rollout_logprobs.detach(), mask)
 
 
-def importance_weights(log_ratio: Float[Tensor, "*shape"], clamp: float | None = None) -> Float[Tensor, "*shape"]:
+def importance_weights(log_ratio: AnyShape, clamp: float | None = None) -> AnyShape:
     """Importance weights: they make an average over the engine's samples one over the trainer's.
 
         w = exp(clip(d, -clamp, clamp))
@@ -65,7 +62,7 @@ def importance_weights(log_ratio: Float[Tensor, "*shape"], clamp: float | None =
     return bounded.detach().exp()
 
 
-def truncated_weights(weights: Float[Tensor, "*shape"], high: float, low: float = 0.0) -> Float[Tensor, "*shape"]:
+def truncated_weights(weights: AnyShape, high: float, low: float = 0.0) -> AnyShape:
     """Truncated importance sampling (TIS): bounded variance for a little bias.
 
         w' = clip(w, low, high)
@@ -87,7 +84,7 @@ def truncated_weights(weights: Float[Tensor, "*shape"], high: float, low: float 
     return weights.clamp(low, high)
 
 
-def masked_weights(weights: Float[Tensor, "*shape"], low: float, high: float) -> Float[Tensor, "*shape"]:
+def masked_weights(weights: AnyShape, low: float, high: float) -> AnyShape:
     """Masked importance sampling (MIS, IcePop): weights out of bounds are 0.
 
         w' = w [low <= w <= high]
@@ -109,9 +106,7 @@ def masked_weights(weights: Float[Tensor, "*shape"], low: float, high: float) ->
     return weights.masked_fill(~within(weights, low, high), 0.0)
 
 
-def within(
-    statistic: Float[Tensor, "*shape"], low: float = -math.inf, high: float = math.inf
-) -> Bool[Tensor, "*shape"]:
+def within(statistic: AnyShape, low: float = -math.inf, high: float = math.inf) -> AnyMask:
     """Rejection sampling mask: tokens or rows whose statistic is within bounds.
 
         keep = low <= x <= high
@@ -134,9 +129,7 @@ def within(
     return (statistic >= low) & (statistic <= high)
 
 
-def normalised_weights(
-    weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], by_row: bool = False
-) -> Float[Tensor, "B T"]:
+def normalised_weights(weights: PerToken, mask: Mask, by_row: bool = False) -> PerToken:
     """Self-normalised importance sampling: weights with a mean of 1 over the step.
 
         w' = w / mean(w),   the mean over tokens, or over rows of the row's mean
@@ -159,30 +152,7 @@ def normalised_weights(
     return weights / torch.where(mean > 1e-8, mean, 1.0)
 
 
-def effective_sample_fraction(weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, ""]:
-    """Kish's effective sample size (ESS) over the number of tokens.
-
-        ESS / n = mean(w)^2 / mean(w^2)
-
-    Paper: Kish, "Survey sampling" (1965). verl logs it as `rollout_is_eff_sample_size`.
-
-    Args:
-        weights: per token.
-        mask: True where the model wrote the token.
-
-    Returns:
-        A fraction: 1 for equal weights, 1/n where one token has them all.
-
-    Example:
-        >>> effective_sample_fraction(torch.tensor([[1.0, 0.0]]), torch.tensor([[True, True]]))
-        tensor(0.5000)
-    """
-    return masked_mean(weights, mask).square() / masked_mean(weights.square(), mask)
-
-
-def off_policy_sequences(
-    divergence: Float[Tensor, " B"], advantages: Float[Tensor, "B T"], bound: float
-) -> Bool[Tensor, "B T"]:
+def off_policy_sequences(divergence: PerRow, advantages: PerToken, bound: float) -> Mask:
     """Off-policy sequence mask (OPSM): drops bad completions that the policy has already left.
 
         keep_it = A_it >= 0 or KL_i <= bound,     KL_i = mean_t (log mu(a_t) - log pi_theta(a_t))
@@ -205,9 +175,7 @@ def off_policy_sequences(
     return (advantages >= 0) | (divergence.detach() <= bound)[:, None]
 
 
-def second_moment_tokens(
-    log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], bound: float
-) -> Bool[Tensor, "B T"]:
+def second_moment_tokens(log_ratio: PerToken, mask: Mask, bound: float) -> Mask:
     """M2PO's mask: drops the tokens furthest from the policy until the second moment of the rest is below a bound.
 
         keep the largest set of tokens with the smallest d_t^2 whose mean of d_t^2 is < bound

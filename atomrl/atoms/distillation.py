@@ -8,13 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from atomrl.atoms.kl import distribution_kl
+from atomrl.atoms.shapes import Vocabulary
 
 
 def generalised_jsd(
-    student_logits: Float[Tensor, "*batch V"],
-    teacher_logits: Float[Tensor, "*batch V"],
-    beta: float = 0.5,
-    temperature: float = 1.0,
+    student_logits: Vocabulary, teacher_logits: Vocabulary, beta: float = 0.5, temperature: float = 1.0
 ) -> Float[Tensor, "*batch"]:
     """Generalised Jensen-Shannon divergence of GKD, between the forward and the reverse KL.
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import TypedDict
 
 import torch
-from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from atomrl.atoms.groups import _as_floats
+from atomrl.atoms.shapes import Mask, PerRow, PerToken, TokenRewards
 
 
 class Gae(TypedDict):
@@ -29,13 +29,7 @@ class Gae(TypedDict):
     """Advantage plus value: what the value is trained towards."""
 
 
-def gae(
-    rewards: Shaped[Tensor, "B T"],
-    values: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    gamma: float = 1.0,
-    lam: float | Float[Tensor, " B"] = 0.95,
-) -> Gae:
+def gae(rewards: TokenRewards, values: PerToken, mask: Mask, gamma: float = 1.0, lam: float | PerRow = 0.95) -> Gae:
     """Generalised advantage estimation.
 
         delta_t = r_t + gamma V_{t+1} - V_t
@@ -65,7 +59,8 @@ def gae(
         >>> result["advantages"], result["returns"]
         (tensor([[0.5000, 0.0000, 0.5000]]), tensor([[1., 0., 1.]]))
     """
-    _check_discount(gamma)
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma must be within 0 to 1, got {gamma}")
     rewards = _as_floats(rewards).masked_fill(~mask, 0.0)
     values = _as_floats(values, "values").masked_fill(~mask, 0.0)
     next_value = advantage = values.new_zeros(len(values))
@@ -80,7 +75,7 @@ def gae(
     return {"advantages": advantages, "returns": advantages + values}
 
 
-def length_adaptive_lambda(mask: Bool[Tensor, "B T"], alpha: float) -> Float[Tensor, " B"]:
+def length_adaptive_lambda(mask: Mask, alpha: float) -> PerRow:
     """Length-adaptive GAE lambda: nearer to 1 for a longer completion, so that its beginning still sees the reward.
 
         lam_i = 1 - 1 / (alpha |m_i|),   within 0 to 1
@@ -106,9 +101,7 @@ def length_adaptive_lambda(mask: Bool[Tensor, "B T"], alpha: float) -> Float[Ten
     return 1 - 1 / (alpha * mask.sum(1).double()).clamp(min=1)
 
 
-def discounted_returns(
-    rewards: Shaped[Tensor, "B T"], mask: Bool[Tensor, "B T"], gamma: float = 1.0
-) -> Float[Tensor, "B T"]:
+def discounted_returns(rewards: TokenRewards, mask: Mask, gamma: float = 1.0) -> PerToken:
     """Discounted return (reward to go) from each token: REINFORCE++, ReMax.
 
         G_t = r_t + gamma G_{t+1}
@@ -131,17 +124,5 @@ def discounted_returns(
         >>> discounted_returns(torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[True, False, True]]), gamma=0.5)
         tensor([[0.5000, 0.0000, 1.0000]])
     """
-    _check_discount(gamma)
-    rewards = _as_floats(rewards).masked_fill(~mask, 0.0)
-    running = rewards.new_zeros(len(rewards))
-    columns = []
-    for t in reversed(range(rewards.shape[1])):
-        running = torch.where(mask[:, t], rewards[:, t] + gamma * running, running)
-        columns.append(running)
-    returns = torch.stack(columns[::-1], 1) if columns else rewards
-    return returns.masked_fill(~mask, 0.0)
-
-
-def _check_discount(gamma: float) -> None:
-    if not 0 <= gamma <= 1:
-        raise ValueError(f"gamma must be within 0 to 1, got {gamma}")
+    rewards = _as_floats(rewards)
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)["returns"]

@@ -1,4 +1,4 @@
-"""Statistics of groups of completions, and the group filters of dynamic sampling.
+"""Statistics of groups of completions.
 
 Rewards `[B]` (floats, whole numbers or True and False) and group ids `[B]` in, one number per completion out, without
 gradient. Groups may differ in size and need not be contiguous; a whole batch is one group of equal ids. A reward that
@@ -9,31 +9,26 @@ cannot pass for signal.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from atomrl.atoms.shapes import Ids, PerRow, Rewards
 
-@dataclass(frozen=True)
-class GroupStatistics:
-    """Of each completion's group, all `[B]` and float64; not an atom, but what atoms share."""
+
+class _Statistics(NamedTuple):
+    """Of each completion's group, all `[B]` and float64."""
 
     dtype: torch.dtype
     """Of the results: that of the rewards, or torch's default for whole numbers and bools."""
     values: Tensor
     """The rewards, 0 where missing."""
-    present: Tensor
-    count: Tensor
+    size: Tensor
     """Rewards in the group that are not missing."""
     mean: Tensor
-    index: Tensor
-    groups: int
-
-    def sum(self, values: Tensor) -> Tensor:
-        totals = values.new_zeros(self.groups).index_add(0, self.index, values.masked_fill(~self.present, 0.0))
-        return totals[self.index]
+    squares: Tensor
+    """The sum of squared deviations from the mean."""
 
 
 def _as_tensor(values: object, name: str) -> Tensor:
@@ -49,7 +44,7 @@ def _as_floats(values: object, name: str = "rewards") -> Tensor:
     return values if values.is_floating_point() else values.to(torch.get_default_dtype())
 
 
-def _statistics(rewards: object, group_ids: object) -> GroupStatistics:
+def _statistics(rewards: object, group_ids: object) -> _Statistics:
     floats = _as_floats(rewards)
     exact = floats.double()
     present = ~exact.isnan()
@@ -61,10 +56,11 @@ def _statistics(rewards: object, group_ids: object) -> GroupStatistics:
     high = zeros.scatter_reduce(0, index, exact.masked_fill(~present, -torch.inf), "amax", include_self=False)
     low = zeros.scatter_reduce(0, index, exact.masked_fill(~present, torch.inf), "amin", include_self=False)
     mean = torch.where(high == low, high, mean)  # the sum of equal numbers, divided, need not be that number
-    return GroupStatistics(floats.dtype, values, present, count[index], mean[index], index, len(names))
+    squares = (values - mean[index]).square().masked_fill(~present, 0.0)
+    return _Statistics(floats.dtype, values, count[index], mean[index], zeros.index_add(0, index, squares)[index])
 
 
-def group_mean(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+def group_mean(rewards: Rewards, group_ids: Ids) -> PerRow:
     """Mean reward of each completion's group.
 
         mu_i = mean_{j in group(i)} r_j
@@ -86,7 +82,7 @@ def group_mean(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> F
     return group.mean.to(group.dtype)
 
 
-def leave_one_out_mean(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+def leave_one_out_mean(rewards: Rewards, group_ids: Ids) -> PerRow:
     """Mean reward of the *other* completions of the group: independent of the completion's own reward.
 
         b_i = mean_{j in group(i), j != i} r_j
@@ -107,11 +103,11 @@ def leave_one_out_mean(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B
     """
     group = _statistics(rewards, group_ids)
     deviation = group.values - group.mean
-    mean = group.mean - deviation / (group.count - 1).clamp(min=1)
-    return torch.where(group.count <= 1, group.values, mean).to(group.dtype)
+    mean = group.mean - deviation / (group.size - 1).clamp(min=1)
+    return torch.where(group.size <= 1, group.values, mean).to(group.dtype)
 
 
-def group_std(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+def group_std(rewards: Rewards, group_ids: Ids) -> PerRow:
     """Standard deviation of the rewards of each completion's group, about their mean.
 
         sigma_i = sqrt(sum_{j in group(i)} (r_j - mu_i)^2 / (n - 1))
@@ -130,60 +126,4 @@ def group_std(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Fl
         tensor([0.7071, 0.7071, 0.0000])
     """
     group = _statistics(rewards, group_ids)
-    squares = group.sum((group.values - group.mean).square())
-    return (squares / (group.count - 1).clamp(min=1)).sqrt().to(group.dtype)
-
-
-def groups_with_spread(rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
-    """Group filter of dynamic sampling: completions of groups whose rewards differ.
-
-        keep_i = (std_{group(i)} r > 0)
-
-    Paper: dynamic sampling of DAPO, arXiv:2503.14476, section 3.2.
-
-    Args:
-        rewards: reward per completion.
-        group_ids: equal for completions of one prompt.
-
-    Returns:
-        True for every completion of a group to keep. A group of one has no advantage to learn from and is dropped, as
-        in slime (verl keeps it).
-
-    Example:
-        >>> groups_with_spread(torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1, 2]))
-        tensor([ True,  True, False, False, False])
-    """
-    return group_std(_as_floats(rewards).double(), group_ids) > 0
-
-
-def groups_with_mean_inside(
-    rewards: Shaped[Tensor, " B"], group_ids: Int[Tensor, " B"], low: float = 0.0, high: float = 1.0
-) -> Bool[Tensor, " B"]:
-    """Group filter of dynamic sampling: completions of groups that are solved neither always nor never.
-
-        keep_i = (low < mean_{group(i)} r < high)
-
-    Paper: dynamic sampling of DAPO, arXiv:2503.14476, equation 11, whose 0 < |correct| < G this is for rewards of 0
-    and 1. Differs from `groups_with_spread`: a group of equal rewards inside the range is kept, as in OpenRLHF and
-    ROLL.
-
-    Args:
-        rewards: reward per completion.
-        group_ids: equal for completions of one prompt.
-        low: the mean must be above it, in reward units.
-        high: the mean must be below it.
-
-    Returns:
-        True for every completion of a group to keep.
-
-    Raises:
-        ValueError: the range is empty.
-
-    Example:
-        >>> groups_with_mean_inside(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
-        tensor([ True,  True, False, False])
-    """
-    if not low < high:
-        raise ValueError(f"low={low} must be below high={high}")
-    mean = group_mean(_as_floats(rewards).double(), group_ids)
-    return (mean > low) & (mean < high)
+    return (group.squares / (group.size - 1).clamp(min=1)).sqrt().to(group.dtype)

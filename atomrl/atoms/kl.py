@@ -12,15 +12,14 @@ The estimators are not clamped, as in TRL. verl, SkyRL and NeMo-RL bound |d_t| b
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from atomrl.atoms.ratios import token_log_ratio
+from atomrl.atoms.shapes import Mask, PerToken, Vocabulary
 
 
-def k1_kl(
-    logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-) -> Float[Tensor, "B T"]:
+def k1_kl(logprobs: PerToken, ref_logprobs: PerToken, mask: Mask) -> PerToken:
     """KL estimator k1: unbiased, of high variance, negative for some tokens.
 
         k1_t = log pi_theta(a_t) - log pi_ref(a_t)
@@ -42,9 +41,7 @@ def k1_kl(
     return token_log_ratio(logprobs, ref_logprobs, mask)
 
 
-def abs_kl(
-    logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-) -> Float[Tensor, "B T"]:
+def abs_kl(logprobs: PerToken, ref_logprobs: PerToken, mask: Mask) -> PerToken:
     """KL estimator "abs", the absolute log-ratio: biased, never negative and not dominated by outliers.
 
         abs_t = |log pi_theta(a_t) - log pi_ref(a_t)|
@@ -66,9 +63,7 @@ def abs_kl(
     return token_log_ratio(logprobs, ref_logprobs, mask).abs()
 
 
-def k2_kl(
-    logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-) -> Float[Tensor, "B T"]:
+def k2_kl(logprobs: PerToken, ref_logprobs: PerToken, mask: Mask) -> PerToken:
     """KL estimator k2, half the squared log-ratio: biased, of low variance; its gradient is that of the KL.
 
         k2_t = (log pi_theta(a_t) - log pi_ref(a_t))^2 / 2
@@ -90,9 +85,7 @@ def k2_kl(
     return token_log_ratio(logprobs, ref_logprobs, mask).square() / 2
 
 
-def k3_kl(
-    logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-) -> Float[Tensor, "B T"]:
+def k3_kl(logprobs: PerToken, ref_logprobs: PerToken, mask: Mask) -> PerToken:
     """KL estimator k3, of GRPO's KL term: unbiased, never negative.
 
         k3_t = pi_ref(a_t) / pi_theta(a_t) - 1 - (log pi_ref(a_t) - log pi_theta(a_t))
@@ -115,12 +108,7 @@ def k3_kl(
     return difference.expm1() - difference
 
 
-def k2_gradient(
-    estimate: Float[Tensor, "B T"],
-    logprobs: Float[Tensor, "B T"],
-    ref_logprobs: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-) -> Float[Tensor, "B T"]:
+def k2_gradient(estimate: PerToken, logprobs: PerToken, ref_logprobs: PerToken, mask: Mask) -> PerToken:
     """Straight-through KL estimate: the value of any estimator with the gradient of k2, which is that of the KL.
 
         sg[estimate_t] + k2_t - sg[k2_t]
@@ -146,32 +134,7 @@ def k2_gradient(
     return estimate.detach() + surrogate - surrogate.detach()
 
 
-def kl_terms(
-    logprobs: Float[Tensor, "*batch V"], other_logprobs: Float[Tensor, "*batch V"]
-) -> Float[Tensor, "*batch V"]:
-    """Summands of a KL divergence, one per value of the vocabulary.
-
-        p_v (log p_v - log q_v)
-
-    Paper: Kullback and Leibler, "On information and sufficiency" (1951).
-
-    Args:
-        logprobs: log p.
-        other_logprobs: log q.
-
-    Returns:
-        Nats per value, with gradient to both; 0 where p = 0.
-
-    Example:
-        >>> kl_terms(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.75, 0.25]).log())
-        tensor([-0.2027,  0.3466])
-    """
-    return logprobs.exp() * torch.where(logprobs == -torch.inf, 0.0, logprobs - other_logprobs)
-
-
-def distribution_kl(
-    logprobs: Float[Tensor, "*batch V"], other_logprobs: Float[Tensor, "*batch V"]
-) -> Float[Tensor, "*batch"]:
+def distribution_kl(logprobs: Vocabulary, other_logprobs: Vocabulary) -> Float[Tensor, "*batch"]:
     """KL divergence of two distributions, summed over the vocabulary (or over the part of it that is given).
 
         KL(p || q) = sum_v p_v (log p_v - log q_v)
@@ -190,7 +153,7 @@ def distribution_kl(
         >>> distribution_kl(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.75, 0.25]).log())
         tensor(0.1438)
     """
-    return kl_terms(logprobs, other_logprobs).sum(-1)
+    return (logprobs.exp() * torch.where(logprobs == -torch.inf, 0.0, logprobs - other_logprobs)).sum(-1)
 
 
 def adaptive_coefficient(

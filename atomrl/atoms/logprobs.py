@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
+
+from atomrl.atoms.shapes import Mask, PerToken, Vocabulary
 
 CHUNK_ELEMENTS = 2**25
 """Logits held at a time: 128 MB in float32."""
@@ -20,7 +22,7 @@ VOCABULARY_BLOCK = 2**15
 """Rows of the output matrix whose gradient is added at a time."""
 
 
-def head_logits(hidden: Float[Tensor, "*batch H"], head_weight: Float[Tensor, "V H"]) -> Float[Tensor, "*batch V"]:
+def head_logits(hidden: Float[Tensor, "*batch H"], head_weight: Float[Tensor, "V H"]) -> Vocabulary:
     """Logits of the output matrix, `hidden @ head_weight.T`: inputs in the dtype of `hidden`, sums and result wider.
 
     A bfloat16 logit of 20 is off by up to 0.06, and so is every log-prob made of it; the product of bfloat16 numbers
@@ -47,7 +49,7 @@ def head_logits(hidden: Float[Tensor, "*batch H"], head_weight: Float[Tensor, "V
 
 
 def token_logprobs(
-    logits: Float[Tensor, "*batch V"], tokens: Int[Tensor, "*batch"], temperature: float = 1.0
+    logits: Vocabulary, tokens: Int[Tensor, "*batch"], temperature: float = 1.0
 ) -> Float[Tensor, "*batch"]:
     """Log-probability of each token under its own logits.
 
@@ -72,7 +74,7 @@ def token_logprobs(
     return scaled.gather(-1, tokens[..., None])[..., 0] - scaled.logsumexp(-1)
 
 
-def token_entropy(logits: Float[Tensor, "*batch V"], temperature: float = 1.0) -> Float[Tensor, "*batch"]:
+def token_entropy(logits: Vocabulary, temperature: float = 1.0) -> Float[Tensor, "*batch"]:
     """Entropy of each distribution.
 
         H = - sum_v p_v log p_v,   p = softmax(logits / temperature)
@@ -333,13 +335,13 @@ def row_logprobs(
     hidden: Float[Tensor, "B T H"] | Float[Tensor, "N H"],
     head_weight: Float[Tensor, "V H"],
     tokens: Int[Tensor, "B T"],
-    loss_mask: Bool[Tensor, "B T"],
+    loss_mask: Mask,
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
     with_entropy: bool = False,
     candidate_ids: Int[Tensor, " M"] | None = None,
     candidate_counts: Int[Tensor, "B T"] | None = None,
-) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
+) -> tuple[PerToken, PerToken | None]:
     """Log-probs of the masked tokens of rows, indexed by the token itself: the shift by one is here and nowhere else.
 
         logprobs[b, t] = log p(tokens[b, t] | tokens[b, <t]), from hidden[b, t-1]; 0 where the mask is false

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
+
+from atomrl.atoms.shapes import AnyMask, AnyShape, Mask, PerRow, PerToken, Scalar
 
 
-def masked_sum(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
+def masked_sum(values: AnyShape, mask: AnyMask) -> Scalar:
     """Sum of the values under the mask; what is off the mask, NaN included, has no influence.
 
         sum_{m_t = 1} x_t
@@ -26,7 +26,7 @@ def masked_sum(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) ->
     return values.masked_fill(~mask, 0.0).sum()
 
 
-def masked_mean(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
+def masked_mean(values: AnyShape, mask: AnyMask) -> Scalar:
     """Mean of the values under the mask; 0 where the mask is empty.
 
         sum_{m_t = 1} x_t / max(1, sum_t m_t)
@@ -47,7 +47,7 @@ def masked_mean(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -
     return masked_sum(values, mask) / mask.sum().to(values.dtype).clamp(min=1)
 
 
-def row_sum(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
+def row_sum(values: PerToken, mask: Mask) -> PerRow:
     """Sum of each row's values under the mask.
 
         S_i = sum_{m_it = 1} x_it
@@ -66,7 +66,7 @@ def row_sum(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Te
     return values.masked_fill(~mask, 0.0).sum(1)
 
 
-def row_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
+def row_mean(values: PerToken, mask: Mask) -> PerRow:
     """Mean of each row's values under the mask.
 
         M_i = sum_{m_it = 1} x_it / max(1, |m_i|)
@@ -85,7 +85,7 @@ def row_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[T
     return row_sum(values, mask) / mask.sum(1).to(values.dtype).clamp(min=1)
 
 
-def row_max(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
+def row_max(values: PerToken, mask: Mask) -> PerRow:
     """Largest of each row's values under the mask.
 
         X_i = max_{m_it = 1} x_it

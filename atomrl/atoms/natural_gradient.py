@@ -54,6 +54,30 @@ def parts(tensors: Sequence[Tensor], vector: Float[Tensor, " D"]) -> list[Tensor
     return [piece.view_as(tensor) for tensor, piece in zip(tensors, pieces, strict=True)]
 
 
+def flat_gradient(
+    output: Tensor, parameters: Sequence[Tensor], cotangents: Tensor | None = None
+) -> Float[Tensor, " D"]:
+    """The gradient of an output as one vector: parameters that have no part in it get 0.
+
+        g = J^T c
+
+    Args:
+        output: a scalar, or any shape.
+        parameters: with D numbers in all.
+        cotangents: c, in the shape of the output; 1 for a scalar.
+
+    Returns:
+        The vector.
+
+    Example:
+        >>> a, b = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+        >>> flat_gradient((3 * a).sum(), [a, b])
+        tensor([3., 0.])
+    """
+    found = torch.autograd.grad(output, parameters, cotangents, allow_unused=True)
+    return flat([torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)])
+
+
 def fisher_vector_product(
     distributions: Callable[[bool], Tensor],
     weights: Float[Tensor, " N"],
@@ -94,22 +118,12 @@ def fisher_vector_product(
         logprobs, along = forward_ad.unpack_dual(distributions(True))
         cotangents = weights[:, None] * logprobs.exp() * (torch.zeros_like(logprobs) if along is None else along)
     with torch.enable_grad():
-        found = torch.autograd.grad(distributions(False), parameters, cotangents, allow_unused=True)
-    return flat([torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)])
-
-
-class Solution(TypedDict):
-    """What `conjugate_gradient` found."""
-
-    solution: Float[Tensor, " D"]
-    residual: float
-    """|b - A x| / |b|."""
-    iterations: int
+        return flat_gradient(distributions(False), parameters, cotangents)
 
 
 def conjugate_gradient(
     product: Product, b: Float[Tensor, " D"], iterations: int = 10, tolerance: float = 1e-5
-) -> Solution:
+) -> tuple[Float[Tensor, " D"], float]:
     """Solve A x = b for a symmetric positive definite A that is known by its products alone.
 
         x' = x + alpha d,   alpha = r . r / d . A d,   d' = r' + (r' . r' / r . r) d,   r = b - A x
@@ -124,20 +138,20 @@ def conjugate_gradient(
         tolerance: ends earlier where |b - A x| <= tolerance |b|.
 
     Returns:
-        x, and how well it solves. Where A turns out not to be positive along a direction, what was found before.
+        x, and |b - A x| / |b|. Where A turns out not to be positive along a direction, what was found before.
 
     Example:
         >>> matrix = torch.tensor([[2.0, 0.0], [0.0, 4.0]])
-        >>> conjugate_gradient(lambda v: matrix @ v, torch.tensor([2.0, 2.0]))["solution"]
+        >>> conjugate_gradient(lambda v: matrix @ v, torch.tensor([2.0, 2.0]))[0]
         tensor([1.0000, 0.5000])
     """
     x, residual, direction = torch.zeros_like(b), b.clone(), b.clone()
     square = start = float(b @ b)
-    done = 0
-    while done < iterations and square > tolerance**2 * start:
+    for _ in range(iterations):
+        if square <= tolerance**2 * start:
+            break
         image = product(direction)
         curvature = float(direction @ image)
-        done += 1
         if not curvature > 0:
             break
         alpha = square / curvature
@@ -145,7 +159,7 @@ def conjugate_gradient(
         residual.sub_(image, alpha=alpha)
         before, square = square, float(residual @ residual)
         direction.mul_(square / before).add_(residual)
-    return Solution(solution=x, residual=math.sqrt(square / start) if start else 0.0, iterations=done)
+    return x, math.sqrt(square / start) if start else 0.0
 
 
 def natural_step(direction: Float[Tensor, " D"], product: Product, kl_bound: float) -> Float[Tensor, " D"] | None:

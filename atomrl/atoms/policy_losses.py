@@ -8,18 +8,18 @@ see `reductions`.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
+
+from atomrl.atoms.shapes import AnyMask, AnyShape, Mask, PerToken
 
 
 def clipped_policy_loss(
-    ratio: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
+    ratio: PerToken,
+    advantages: PerToken,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
     ratio_cap: float | None = None,
-) -> Float[Tensor, "B T"]:
+) -> PerToken:
     """PPO's clipped surrogate loss, with a bound of its own on each side (clip-higher) and an optional dual clip.
 
         L_t = -min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)
@@ -60,9 +60,7 @@ def clipped_policy_loss(
     return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
 
 
-def clipped_tokens(
-    ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], clip_low: float = 0.2, clip_high: float = 0.2
-) -> Bool[Tensor, "B T"]:
+def clipped_tokens(ratio: PerToken, advantages: PerToken, clip_low: float = 0.2, clip_high: float = 0.2) -> Mask:
     """Tokens on which PPO's clip acts: the ratio is out of bounds in the advantage's direction.
 
         (A_t > 0 and rho_t > 1 + clip_high) or (A_t < 0 and rho_t < 1 - clip_low)
@@ -91,7 +89,7 @@ def clipped_tokens(
     return too_high | too_low
 
 
-def out_of_bounds(values: Float[Tensor, "*shape"], low: float, high: float) -> Bool[Tensor, "*shape"]:
+def out_of_bounds(values: AnyShape, low: float, high: float) -> AnyMask:
     """Values outside an interval, whatever the advantage.
 
         x < low or x > high
@@ -113,12 +111,7 @@ def out_of_bounds(values: Float[Tensor, "*shape"], low: float, high: float) -> B
     return (values < low) | (values > high)
 
 
-def reinforce_loss(
-    logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    weights: Float[Tensor, "B T"] | None = None,
-) -> Float[Tensor, "B T"]:
+def reinforce_loss(logprobs: PerToken, advantages: PerToken, mask: Mask, weights: PerToken | None = None) -> PerToken:
     """REINFORCE loss: log-probs weighted by advantages, and by weights without gradient.
 
         L_t = -sg[w_t] A_t log pi_theta(a_t)
@@ -145,13 +138,8 @@ def reinforce_loss(
 
 
 def cispo_loss(
-    logprobs: Float[Tensor, "B T"],
-    ratio: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    clip_low: float = 1.0,
-    clip_high: float = 4.0,
-) -> Float[Tensor, "B T"]:
+    logprobs: PerToken, ratio: PerToken, advantages: PerToken, mask: Mask, clip_low: float = 1.0, clip_high: float = 4.0
+) -> PerToken:
     """CISPO loss, REINFORCE with the clipped ratio as weight: a clipped token keeps its gradient.
 
         L_t = -sg[clip(rho_t, 1 - clip_low, 1 + clip_high)] A_t log pi_theta(a_t)
@@ -181,9 +169,7 @@ def cispo_loss(
     return reinforce_loss(logprobs, advantages, mask, ratio.clamp(1 - clip_low, 1 + clip_high))
 
 
-def sapo_loss(
-    ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], tau_positive: float = 1.0, tau_negative: float = 1.05
-) -> Float[Tensor, "B T"]:
+def sapo_loss(ratio: PerToken, advantages: PerToken, tau_positive: float = 1.0, tau_negative: float = 1.05) -> PerToken:
     """SAPO loss, a sigmoid in the place of PPO's clip: the gradient fades as the ratio leaves 1.
 
         L_t = -(4 / tau) sigmoid(tau (rho_t - 1)) A_t,    tau = tau_positive where A_t > 0, else tau_negative
@@ -210,39 +196,6 @@ def sapo_loss(
         raise ValueError(f"temperatures must be above 0, got {tau_positive} and {tau_negative}")
     tau = torch.where(advantages > 0, torch.full_like(ratio, tau_positive), tau_negative)
     return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
-
-
-def mirror_descent_loss(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    beta: float = 0.1,
-) -> Float[Tensor, "B T"]:
-    """Mirror descent loss of Kimi k1.5 and DRO: REINFORCE with a quadratic penalty for leaving the old policy.
-
-        L_t = -A_t log pi_theta(a_t) + (beta / 2) (log pi_theta(a_t) - log pi_old(a_t))^2
-
-    Paper: Kimi k1.5, arXiv:2501.12599; DRO, arXiv:2405.19107. Differs from PPO: valid far off the policy
-    without a ratio that could explode.
-
-    Args:
-        logprobs: of the policy, with gradient.
-        old_logprobs: of the policy that the tokens came from.
-        advantages: per token, without gradient.
-        mask: True where the model wrote the token.
-        beta: strength of the pull (tau in Kimi k1.5).
-
-    Returns:
-        Loss per token, 0 off the mask.
-
-    Example:
-        >>> logprobs, old, ones = torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.ones(1, 1)
-        >>> mirror_descent_loss(logprobs, old, ones, torch.tensor([[True]]))
-        tensor([[1.0500]])
-    """
-    gap = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
-    return reinforce_loss(logprobs, advantages, mask) + beta / 2 * gap.square()
 
 
 def _check_bounds(clip_low: float, clip_high: float) -> None:

@@ -8,13 +8,11 @@ losses take log-probs. `preference_scores` has what may be put in the place of z
 from __future__ import annotations
 
 import torch.nn.functional as F
-from jaxtyping import Float
-from torch import Tensor
+
+from atomrl.atoms.shapes import PerPair
 
 
-def dpo_loss(
-    margin: Float[Tensor, " P"], beta: float = 0.1, label_smoothing: float = 0.0, target_margin: float = 0.0
-) -> Float[Tensor, " P"]:
+def dpo_loss(margin: PerPair, beta: float = 0.1, label_smoothing: float = 0.0, target_margin: float = 0.0) -> PerPair:
     """DPO loss (sigmoid); with label smoothing cDPO, with a target margin SimPO.
 
         L = -(1 - e) log sigmoid(x) - e log sigmoid(-x),    x = beta D - gamma
@@ -39,9 +37,7 @@ def dpo_loss(
     return -(1 - label_smoothing) * F.logsigmoid(logit) - label_smoothing * F.logsigmoid(-logit)
 
 
-def robust_dpo_loss(
-    margin: Float[Tensor, " P"], beta: float = 0.1, label_smoothing: float = 0.0
-) -> Float[Tensor, " P"]:
+def robust_dpo_loss(margin: PerPair, beta: float = 0.1, label_smoothing: float = 0.0) -> PerPair:
     """Robust DPO loss: unbiased under labels that are flipped with a known rate.
 
         L = (-(1 - e) log sigmoid(beta D) + e log sigmoid(-beta D)) / (1 - 2 e)
@@ -69,7 +65,7 @@ def robust_dpo_loss(
     return (label_smoothing * F.logsigmoid(-beta * margin) - right) / (1 - 2 * label_smoothing)
 
 
-def hinge_preference_loss(margin: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " P"]:
+def hinge_preference_loss(margin: PerPair, beta: float = 0.1) -> PerPair:
     """Hinge loss of a pair (RSO, SLiC): nothing to gain beyond a margin of 1 / beta.
 
         L = max(0, 1 - beta D)
@@ -90,7 +86,7 @@ def hinge_preference_loss(margin: Float[Tensor, " P"], beta: float = 0.1) -> Flo
     return (1 - beta * margin).relu()
 
 
-def ipo_loss(margin: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " P"]:
+def ipo_loss(margin: PerPair, beta: float = 0.1) -> PerPair:
     """IPO loss: the squared distance of the margin from 1 / (2 beta).
 
         L = (D - 1 / (2 beta))^2
@@ -112,7 +108,7 @@ def ipo_loss(margin: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " 
     return (margin - 1 / (2 * beta)).square()
 
 
-def exo_loss(margin: Float[Tensor, " P"], beta: float = 0.1, label_smoothing: float = 1e-3) -> Float[Tensor, " P"]:
+def exo_loss(margin: PerPair, beta: float = 0.1, label_smoothing: float = 1e-3) -> PerPair:
     """EXO loss: the reverse KL divergence of the model's preference from the smoothed label.
 
         L = q log(q / (1 - e)) + (1 - q) log((1 - q) / e),    q = sigmoid(beta D)
@@ -142,7 +138,7 @@ def exo_loss(margin: Float[Tensor, " P"], beta: float = 0.1, label_smoothing: fl
     return chosen + (-logit).sigmoid() * (F.logsigmoid(-logit) - smoothing.log())
 
 
-def nca_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " P"]:
+def nca_loss(chosen: PerPair, rejected: PerPair, beta: float = 0.1) -> PerPair:
     """NCA loss (noise-contrastive alignment): raises the chosen completion's likelihood itself, not only the margin.
 
         L = -log sigmoid(beta z_c) - (log sigmoid(-beta z_c) + log sigmoid(-beta z_r)) / 2
@@ -165,7 +161,7 @@ def nca_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], beta: f
     return -F.logsigmoid(beta * chosen) - both / 2
 
 
-def bco_pair_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " P"]:
+def bco_pair_loss(chosen: PerPair, rejected: PerPair, beta: float = 0.1) -> PerPair:
     """BCO loss of a pair: a binary classifier, chosen completions above a reward of 0, rejected ones below.
 
         L = -log sigmoid(beta z_c) - log sigmoid(-beta z_r)
@@ -187,7 +183,7 @@ def bco_pair_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], be
     return -F.logsigmoid(beta * chosen) - F.logsigmoid(-beta * rejected)
 
 
-def sppo_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " P"]:
+def sppo_loss(chosen: PerPair, rejected: PerPair, beta: float = 0.1) -> PerPair:
     """SPPO loss with hard labels (self-play): each log-ratio has a target of its own.
 
         L = (z_c - 1 / (2 beta))^2 + (z_r + 1 / (2 beta))^2
@@ -209,7 +205,7 @@ def sppo_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], beta: 
     return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
 
 
-def apo_zero_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " P"]:
+def apo_zero_loss(chosen: PerPair, rejected: PerPair, beta: float = 0.1) -> PerPair:
     """APO-zero loss (anchored): the chosen completion becomes likelier, the rejected one less likely.
 
         L = 1 - sigmoid(beta z_c) + sigmoid(beta z_r)
@@ -231,7 +227,7 @@ def apo_zero_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], be
     return 1 - (beta * chosen).sigmoid() + (beta * rejected).sigmoid()
 
 
-def apo_down_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " P"]:
+def apo_down_loss(chosen: PerPair, rejected: PerPair, beta: float = 0.1) -> PerPair:
     """APO-down loss (anchored): both completions become less likely, the rejected one more so.
 
         L = sigmoid(beta z_c) + 1 - sigmoid(beta (z_c - z_r))
@@ -253,7 +249,7 @@ def apo_down_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], be
     return (beta * chosen).sigmoid() + 1 - (beta * (chosen - rejected)).sigmoid()
 
 
-def discopop_loss(margin: Float[Tensor, " P"], beta: float = 0.1, tau: float = 0.05) -> Float[Tensor, " P"]:
+def discopop_loss(margin: PerPair, beta: float = 0.1, tau: float = 0.05) -> PerPair:
     """DiscoPOP loss: a blend, found by search, of the logistic and the exponential loss.
 
         L = (1 - w) (-log sigmoid(x)) + w exp(-x),    x = beta D, w = sigmoid(x / tau)
@@ -277,9 +273,7 @@ def discopop_loss(margin: Float[Tensor, " P"], beta: float = 0.1, tau: float = 0
     return (1 - blend) * -F.logsigmoid(logit) + blend * (-logit).exp()
 
 
-def bradley_terry_loss(
-    chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], margin: Float[Tensor, " P"] | None = None
-) -> Float[Tensor, " P"]:
+def bradley_terry_loss(chosen: PerPair, rejected: PerPair, margin: PerPair | None = None) -> PerPair:
     """Bradley-Terry loss of a reward model.
 
         L = -log sigmoid(r_c - r_r - m)
@@ -302,7 +296,7 @@ def bradley_terry_loss(
     return -F.logsigmoid(gap if margin is None else gap - margin)
 
 
-def reward_centring_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+def reward_centring_loss(chosen: PerPair, rejected: PerPair) -> PerPair:
     """Reward centring: keeps the mean reward of a pair at 0, which the preferences alone leave free.
 
         L = (r_c + r_r)^2
@@ -323,7 +317,7 @@ def reward_centring_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " 
     return (chosen + rejected).square()
 
 
-def odds_ratio_loss(log_odds_ratio: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+def odds_ratio_loss(log_odds_ratio: PerPair) -> PerPair:
     """ORPO's odds-ratio loss: no reference is needed.
 
         L = -log sigmoid(log odds_c - log odds_r)

@@ -10,11 +10,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from atomrl.atoms.masks import row_mean, row_sum
+from atomrl.atoms.shapes import PerPair
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 
-def implicit_reward(log_ratio: Float[Tensor, " P"], beta: float = 0.1) -> Float[Tensor, " P"]:
+def implicit_reward(log_ratio: PerPair, beta: float = 0.1) -> PerPair:
     """DPO's implicit reward: that for which the policy is optimal under a KL penalty.
 
         r = beta (log pi_theta(y) - log pi_ref(y))
@@ -35,9 +36,7 @@ def implicit_reward(log_ratio: Float[Tensor, " P"], beta: float = 0.1) -> Float[
     return beta * log_ratio
 
 
-def f_divergence_score(
-    log_ratio: Float[Tensor, " P"], divergence: Divergence = "reverse_kl", alpha: float = 1.0
-) -> Float[Tensor, " P"]:
+def f_divergence_score(log_ratio: PerPair, divergence: Divergence = "reverse_kl", alpha: float = 1.0) -> PerPair:
     """f-DPO score: in the place of the log-ratio, for another divergence than the reverse KL.
 
         f'(u),  u = exp(z):   reverse_kl z    forward_kl 1 - exp(-z)    js_divergence log 2 + log sigmoid(z)
@@ -71,7 +70,7 @@ def f_divergence_score(
     return ((alpha - 1) * log_ratio).clamp(max=80.0).expm1() / (alpha - 1)
 
 
-def length_normalised(scores: Float[Tensor, " P"], lengths: Int[Tensor, " P"]) -> Float[Tensor, " P"]:
+def length_normalised(scores: PerPair, lengths: Int[Tensor, " P"]) -> PerPair:
     """Length-normalised scores: long completions have no larger margins for their length.
 
         s / max(1, n)
@@ -92,30 +91,9 @@ def length_normalised(scores: Float[Tensor, " P"], lengths: Int[Tensor, " P"]) -
     return scores / lengths.clamp(min=1)
 
 
-def sorted_margin(better: Float[Tensor, " P"], worse: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
-    """AOT margins, between two distributions of scores: matched by rank instead of by pair.
-
-        D_k = better_(k) - worse_(k),   both sorted
-
-    Paper: AOT, arXiv:2406.05882 (first-order stochastic dominance). Its loss is `dpo_loss`.
-
-    Args:
-        better: scores that should dominate: those of chosen completions; or of the policy's own margins.
-        worse: scores that should be dominated.
-
-    Returns:
-        Margins in ascending order of rank; they belong to no single pair.
-
-    Example:
-        >>> sorted_margin(torch.tensor([3.0, 1.0]), torch.tensor([0.0, 2.0]))
-        tensor([1., 1.])
-    """
-    return better.sort().values - worse.sort().values
-
-
 def length_desensitised_logprob(
     logprobs: Float[Tensor, "P T"], mask: Bool[Tensor, "P T"], shared_length: Int[Tensor, " P"], alpha: float = 0.5
-) -> Float[Tensor, " P"]:
+) -> PerPair:
     """LD-DPO log-prob of a completion: what is longer than the other of its pair counts less.
 
         log p = sum over the first L tokens + alpha * sum over the rest,    L = length of the shorter completion
@@ -142,7 +120,7 @@ def length_desensitised_logprob(
 
 def wpo_weight(
     logprobs: Float[Tensor, "P T"], log_collision: Float[Tensor, "P T"], mask: Bool[Tensor, "P T"]
-) -> Float[Tensor, " P"]:
+) -> PerPair:
     """WPO weight: how much a completion looks like one of the policy's own, so that off-policy pairs count less.
 
         w = exp(mean_t (log pi_theta(a_t) - log sum_v pi_theta(v)^2))
@@ -164,27 +142,7 @@ def wpo_weight(
     return row_mean((logprobs - log_collision).detach(), mask).exp()
 
 
-def collision_probability(logits: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch"]:
-    """Collision probability, that two samples are the same: the sum of squared probabilities.
-
-        sum_v p_v^2 = exp(logsumexp(2 z) - 2 logsumexp(z))
-
-    Paper: WPO, arXiv:2406.11827; also the variance term of the optimal token baseline.
-
-    Args:
-        logits: z.
-
-    Returns:
-        A probability per position.
-
-    Example:
-        >>> collision_probability(torch.tensor([0.0, 0.0]))
-        tensor(0.5000)
-    """
-    return ((2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)).exp()
-
-
-def alpha_score(logprob: Float[Tensor, " P"], alpha: float) -> Float[Tensor, " P"]:
+def alpha_score(logprob: PerPair, alpha: float) -> PerPair:
     """AlphaPO score: a log-prob, bent so that its slope falls (alpha > 0) or rises with likelihood.
 
         s = (1 - p^-alpha) / alpha,   which is log p for alpha = 0
@@ -205,7 +163,7 @@ def alpha_score(logprob: Float[Tensor, " P"], alpha: float) -> Float[Tensor, " P
     return logprob if alpha == 0 else -(-alpha * logprob).expm1() / alpha
 
 
-def log_odds_ratio(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+def log_odds_ratio(chosen: PerPair, rejected: PerPair) -> PerPair:
     """ORPO's log-odds ratio of the chosen completion to the rejected one.
 
         log(p_c / (1 - p_c)) - log(p_r / (1 - p_r))

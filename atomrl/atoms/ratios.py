@@ -6,18 +6,11 @@ its own (GSPO-token). The ratio is the exponential of each.
 
 from __future__ import annotations
 
-from jaxtyping import Bool, Float
-from torch import Tensor
-
 from atomrl.atoms.masks import row_mean, row_sum
+from atomrl.atoms.shapes import Mask, PerRow, PerToken
 
 
-def token_log_ratio(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    clamp: float | None = None,
-) -> Float[Tensor, "B T"]:
+def token_log_ratio(logprobs: PerToken, old_logprobs: PerToken, mask: Mask, clamp: float | None = None) -> PerToken:
     """Log importance ratio of each token, 0 off the mask.
 
         log rho_t = log pi_theta(a_t | s_t) - log pi_old(a_t | s_t)
@@ -44,12 +37,7 @@ def token_log_ratio(
     return log_ratio if clamp is None else log_ratio.clamp(-clamp, clamp)
 
 
-def token_ratio(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    clamp: float | None = None,
-) -> Float[Tensor, "B T"]:
+def token_ratio(logprobs: PerToken, old_logprobs: PerToken, mask: Mask, clamp: float | None = None) -> PerToken:
     """Importance ratio of each token, 1 off the mask.
 
         rho_t = pi_theta(a_t | s_t) / pi_old(a_t | s_t)
@@ -73,12 +61,8 @@ def token_ratio(
 
 
 def sequence_log_ratio(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    length_normalised: bool = True,
-    clamp: float | None = None,
-) -> Float[Tensor, " B"]:
+    logprobs: PerToken, old_logprobs: PerToken, mask: Mask, length_normalised: bool = True, clamp: float | None = None
+) -> PerRow:
     """Log importance ratio of each completion.
 
         s_i = (1 / |m_i|) sum_t m_it log rho_it       (the sum alone without length normalisation)
@@ -110,11 +94,8 @@ def sequence_log_ratio(
 
 
 def sequence_token_log_ratio(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    ceiling: float | None = None,
-) -> Float[Tensor, "B T"]:
+    logprobs: PerToken, old_logprobs: PerToken, mask: Mask, ceiling: float | None = None
+) -> PerToken:
     """GSPO-token log-ratio: the completion's in value, with the gradient of each token's own log-prob.
 
         log s_it = sg[s_i] + log pi_theta(a_t) - sg[log pi_theta(a_t)],   s_i of `sequence_log_ratio`

@@ -9,11 +9,11 @@ divided by can be given where a process sees only a part of the step, or counts 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
+
+from atomrl.atoms.shapes import Ids, Mask, PerToken, Scalar
 
 
-def token_mean(mask: Bool[Tensor, "B T"], total_tokens: float | None = None) -> Float[Tensor, "B T"]:
+def token_mean(mask: Mask, total_tokens: float | None = None) -> PerToken:
     """Token mean: every token weighs the same, so that long completions count more.
 
         w_{i,t} = m_{i,t} / sum_{j,s} m_{j,s}
@@ -35,7 +35,7 @@ def token_mean(mask: Bool[Tensor, "B T"], total_tokens: float | None = None) -> 
     return mask / (mask.sum().clamp(min=1) if total_tokens is None else total_tokens)
 
 
-def sequence_mean(mask: Bool[Tensor, "B T"], total_rows: float | None = None) -> Float[Tensor, "B T"]:
+def sequence_mean(mask: Mask, total_rows: float | None = None) -> PerToken:
     """Sequence mean: every completion weighs the same, so that a token of a long one counts less.
 
         w_{i,t} = m_{i,t} / (|m_i| N),    N = number of rows with a token
@@ -59,7 +59,7 @@ def sequence_mean(mask: Bool[Tensor, "B T"], total_rows: float | None = None) ->
     return mask / (mask.sum(1, keepdim=True).clamp(min=1) * rows)
 
 
-def constant_length(mask: Bool[Tensor, "B T"], length: int, total_rows: float | None = None) -> Float[Tensor, "B T"]:
+def constant_length(mask: Mask, length: int, total_rows: float | None = None) -> PerToken:
     """Dr. GRPO's aggregation: token sums divided by a constant, whatever the length of the completions.
 
         w_{i,t} = m_{i,t} / (N L)
@@ -89,7 +89,7 @@ def constant_length(mask: Bool[Tensor, "B T"], length: int, total_rows: float | 
     return mask / ((max(1, len(mask)) if total_rows is None else total_rows) * length)
 
 
-def group_token_mean(mask: Bool[Tensor, "B T"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, "B T"]:
+def group_token_mean(mask: Mask, group_ids: Ids) -> PerToken:
     """Prompt mean: every group of rows weighs the same, and every token within its group.
 
         w_{i,t} = m_{i,t} / (G |m_g|),    g = group of row i, |m_g| = its tokens, G = number of groups
@@ -117,12 +117,7 @@ def group_token_mean(mask: Bool[Tensor, "B T"], group_ids: Int[Tensor, " B"]) ->
     return mask / (tokens.clamp(min=1)[index, None] * len(groups))
 
 
-def weighted_sum(
-    per_token: Float[Tensor, "B T"],
-    loss_weights: Float[Tensor, "B T"],
-    *factors: Bool[Tensor, "B T"] | Float[Tensor, "B T"],
-    scale: float = 1.0,
-) -> Float[Tensor, ""]:
+def weighted_sum(per_token: PerToken, loss_weights: PerToken, *factors: Mask | PerToken, scale: float = 1.0) -> Scalar:
     """Weighted sum of per-token losses: the loss of an optimizer step, or of a part of it.
 
         L = scale sum_{i,t} w_{i,t} c_{i,t} l_{i,t}

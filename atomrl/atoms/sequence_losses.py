@@ -5,18 +5,14 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from atomrl.atoms.masks import row_mean, row_sum
+from atomrl.atoms.shapes import Mask, PerRow, PerToken
 
 
 def sequence_clipped_log_ratio(
-    log_ratio: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    clip_low: float = 0.4,
-    clip_high: float = 0.4,
-) -> Float[Tensor, "B T"]:
+    log_ratio: PerToken, advantages: PerToken, clip_low: float = 0.4, clip_high: float = 0.4
+) -> PerToken:
     """GMPO's clip: log-ratios clipped on the advantage's side, before their mean is taken.
 
         A_t > 0: min(log rho_t, clip_high)       A_t < 0: max(log rho_t, -clip_low)       A_t = 0: 0
@@ -40,9 +36,7 @@ def sequence_clipped_log_ratio(
     return sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-clip_low, clip_high))
 
 
-def geometric_mean_loss(
-    log_ratio: Float[Tensor, "B T"], advantages: Float[Tensor, " B"], mask: Bool[Tensor, "B T"]
-) -> Float[Tensor, " B"]:
+def geometric_mean_loss(log_ratio: PerToken, advantages: PerRow, mask: Mask) -> PerRow:
     """GMPO loss: the advantage of a completion times the geometric mean of its tokens' ratios.
 
         L_i = -A_i exp((1 / |m_i|) sum_t m_it log rho_it)
@@ -66,45 +60,16 @@ def geometric_mean_loss(
     return -advantages * row_mean(log_ratio, mask).exp()
 
 
-def topr_weights(
-    ratio: Float[Tensor, "B T"], scores: Float[Tensor, " B"], positive: float = 1.0, negative: float = 1.0
-) -> Float[Tensor, "B T"]:
-    """TOPR weights: good completions as they are, bad ones tapered off as they become unlikely.
-
-        w_it = positive                    where R_i > 0
-        w_it = negative clip(rho_it, 0, 1) elsewhere
-
-    Paper: TOPR, arXiv:2503.14286. The ratio is the token's, as in ROLL; the paper's is the completion's
-    (spread one with `per_token`).
-
-    Args:
-        ratio: likelihood ratio per token.
-        scores: what says whether a completion is good, usually its reward.
-        positive: weight of good completions.
-        negative: weight of bad completions.
-
-    Returns:
-        Weights for `reinforce_loss`, without gradient.
-
-    Example:
-        >>> topr_weights(torch.tensor([[3.0], [3.0], [0.5]]), torch.tensor([1.0, -1.0, -1.0]))
-        tensor([[1.0000],
-                [1.0000],
-                [0.5000]])
-    """
-    return torch.where(scores[:, None] > 0, positive, negative * ratio.detach().clamp(0.0, 1.0))
-
-
 def vespo_weights(
-    log_ratio: Float[Tensor, "B T"],
-    advantages: Float[Tensor, " B"],
-    mask: Bool[Tensor, "B T"],
-    rollout_weights: Float[Tensor, "B T"] | None = None,
+    log_ratio: PerToken,
+    advantages: PerRow,
+    mask: Mask,
+    rollout_weights: PerToken | None = None,
     k_positive: float = 2.0,
     lambda_positive: float = 3.0,
     k_negative: float = 3.0,
     lambda_negative: float = 2.0,
-) -> Float[Tensor, " B"]:
+) -> PerRow:
     """VESPO weights: W^k exp(lambda (1 - W)) of a completion's ratio W, greatest near 1 and falling on both sides.
 
         log phi_i = lambda + k log W_i - lambda W_i,    log W_i = sum_t m_it (log rho_it + log w_it)

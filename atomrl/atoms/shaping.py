@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from atomrl.atoms.groups import _as_floats
+from atomrl.atoms.shapes import Ids, Mask, PerRow, PerToken, Rewards, TokenRewards
 
 
-def weighted_reward(parts: Float[Tensor, "B K"], weights: Float[Tensor, " K"]) -> Float[Tensor, " B"]:
+def weighted_reward(parts: Float[Tensor, "B K"], weights: Float[Tensor, " K"]) -> PerRow:
     """Weighted sum of several reward functions.
 
         r_i = sum_k w_k r_ik,   over the parts that are there
@@ -32,7 +33,7 @@ def weighted_reward(parts: Float[Tensor, "B K"], weights: Float[Tensor, " K"]) -
     return total.masked_fill(missing.all(1), torch.nan)
 
 
-def clipped_reward(rewards: Shaped[Tensor, " B"], low: float, high: float) -> Float[Tensor, " B"]:
+def clipped_reward(rewards: Rewards, low: float, high: float) -> PerRow:
     """Reward clipping.
 
         r'_i = min(max(r_i, low), high)
@@ -57,9 +58,7 @@ def clipped_reward(rewards: Shaped[Tensor, " B"], low: float, high: float) -> Fl
     return _as_floats(rewards).clamp(low, high)
 
 
-def soft_overlong_penalty(
-    lengths: Int[Tensor, " B"], max_completion_tokens: int, buffer_tokens: int, factor: float = 1.0
-) -> Float[Tensor, " B"]:
+def soft_overlong_penalty(lengths: Ids, max_completion_tokens: int, buffer_tokens: int, factor: float = 1.0) -> PerRow:
     """DAPO's soft overlong punishment: a length penalty that grows over the last tokens before the limit.
 
         p_i = factor * min(0, (L - C - l_i) / C),   at least -factor
@@ -90,9 +89,7 @@ def soft_overlong_penalty(
     return factor * ((max_completion_tokens - buffer_tokens - lengths).double() / buffer_tokens).clamp(-1.0, 0.0)
 
 
-def repetition_penalty(
-    tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], ngram_tokens: int, max_penalty: float = -1.0
-) -> Float[Tensor, " B"]:
+def repetition_penalty(tokens: Int[Tensor, "B T"], mask: Mask, ngram_tokens: int, max_penalty: float = -1.0) -> PerRow:
     """Repetition penalty: the share of n-grams that occurred before.
 
         p_i = max_penalty * (1 - distinct n-grams / n-grams)
@@ -127,7 +124,7 @@ def repetition_penalty(
     return torch.tensor(penalties, dtype=torch.float64, device=tokens.device)
 
 
-def reward_at_last_token(rewards: Shaped[Tensor, " B"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def reward_at_last_token(rewards: Rewards, mask: Mask) -> PerToken:
     """Reward per token from one per completion: at the last token of the mask, 0 elsewhere.
 
         r_{i,t} = r_i [t = max {s : m_is = 1}]
@@ -151,11 +148,8 @@ def reward_at_last_token(rewards: Shaped[Tensor, " B"], mask: Bool[Tensor, "B T"
 
 
 def kl_penalised_reward(
-    token_rewards: Shaped[Tensor, "B T"],
-    kl: Float[Tensor, "B T"],
-    coefficient: float,
-    mask: Bool[Tensor, "B T"] | None = None,
-) -> Float[Tensor, "B T"]:
+    token_rewards: TokenRewards, kl: PerToken, coefficient: float, mask: Mask | None = None
+) -> PerToken:
     """KL penalty in the reward: reward per token minus the penalty for leaving the reference.
 
         r'_t = r_t - beta m_t kl_t

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from atomrl.atoms.policy_losses import reinforce_loss
+from atomrl.atoms.shapes import Mask, PerToken
 
 
-def nll_loss(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def nll_loss(logprobs: PerToken, mask: Mask) -> PerToken:
     """Negative log-likelihood of demonstrated tokens: supervised fine-tuning.
 
         L_t = -log pi_theta(a_t)
@@ -30,7 +29,7 @@ def nll_loss(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float
     return reinforce_loss(logprobs, torch.ones_like(logprobs), mask)
 
 
-def dft_loss(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def dft_loss(logprobs: PerToken, mask: Mask) -> PerToken:
     """DFT loss (dynamic fine-tuning): log-likelihood, weighted by how likely the token already is.
 
         L_t = -sg[pi_theta(a_t)] log pi_theta(a_t)

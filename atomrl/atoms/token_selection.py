@@ -6,15 +6,14 @@ A filter is a factor of `weighted_sum`: what the loss is divided by stays as it 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from atomrl.atoms.masks import masked_mean
+from atomrl.atoms.shapes import Mask, PerToken
 
 
-def high_entropy_tokens(
-    entropies: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], fraction: float = 0.2
-) -> Bool[Tensor, "B T"]:
+def high_entropy_tokens(entropies: PerToken, mask: Mask, fraction: float = 0.2) -> Mask:
     """High-entropy tokens: the fraction at which the policy was least sure.
 
         keep_t = H_t >= quantile_{1 - fraction}(H)
@@ -49,9 +48,7 @@ def high_entropy_tokens(
     return (entropies >= low.lerp(high, rank - rank.floor())) & mask
 
 
-def highest_entropy_tokens(
-    entropies: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], tokens: int
-) -> Bool[Tensor, "B T"]:
+def highest_entropy_tokens(entropies: PerToken, mask: Mask, tokens: int) -> Mask:
     """High-entropy tokens: the N at which the policy was least sure.
 
         keep_t = H_t is among the N greatest
@@ -73,9 +70,7 @@ def highest_entropy_tokens(
     return _top(entropies, mask, tokens)
 
 
-def random_tokens(
-    mask: Bool[Tensor, "B T"], tokens: int | Int[Tensor, ""], generator: torch.Generator | None = None
-) -> Bool[Tensor, "B T"]:
+def random_tokens(mask: Mask, tokens: int | Int[Tensor, ""], generator: torch.Generator | None = None) -> Mask:
     """Random tokens: the control of `highest_entropy_tokens`.
 
         keep = a uniform sample of N tokens, without replacement
@@ -97,9 +92,7 @@ def random_tokens(
     return _top(torch.rand(mask.shape, generator=generator, device=mask.device), mask, tokens)
 
 
-def token_covariance(
-    logprobs: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-) -> Float[Tensor, "B T"]:
+def token_covariance(logprobs: PerToken, advantages: PerToken, mask: Mask) -> PerToken:
     """Covariance of log-prob and advantage, per token: tokens that are likely and good lower the entropy.
 
         cov_t = (A_t - mean A) (log pi_theta(a_t) - mean log pi_theta)
@@ -124,14 +117,14 @@ def token_covariance(
 
 
 def clip_covariance_tokens(
-    covariance: Float[Tensor, "B T"],
-    candidates: Bool[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
+    covariance: PerToken,
+    candidates: Mask,
+    mask: Mask,
     ratio: float = 2e-4,
     low: float = 1.0,
     high: float = 5.0,
     generator: torch.Generator | None = None,
-) -> Bool[Tensor, "B T"]:
+) -> Mask:
     """Clip-Cov: drops a random sample of the tokens of high covariance, so that the entropy does not collapse.
 
         drop = a uniform sample of max(1, int(ratio |m|)) of the candidates with low < cov_t < high
@@ -159,9 +152,7 @@ def clip_covariance_tokens(
     return ~random_tokens(eligible, _count(mask, ratio), generator)
 
 
-def highest_covariance_tokens(
-    covariance: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], fraction: float = 2e-3
-) -> Bool[Tensor, "B T"]:
+def highest_covariance_tokens(covariance: PerToken, mask: Mask, fraction: float = 2e-3) -> Mask:
     """KL-Cov: the tokens of highest covariance, which get a KL penalty to the old policy.
 
         pick = the max(1, int(fraction |m|)) tokens of greatest cov_t, of those with cov_t != 0

@@ -6,13 +6,10 @@ token's probability, or the divergence of the two-outcome distribution "this tok
 
 from __future__ import annotations
 
-from jaxtyping import Bool, Float
-from torch import Tensor
+from atomrl.atoms.shapes import Mask, PerToken
 
 
-def probability_change(
-    logprobs: Float[Tensor, "B T"], old_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-) -> Float[Tensor, "B T"]:
+def probability_change(logprobs: PerToken, old_logprobs: PerToken, mask: Mask) -> PerToken:
     """Change in the probability of each token; its absolute value is the binary total variation.
 
         d_t = pi_theta(a_t) - pi_old(a_t)
@@ -34,9 +31,7 @@ def probability_change(
     return logprobs.detach().masked_fill(~mask, 0.0).exp() - old_logprobs.masked_fill(~mask, 0.0).exp()
 
 
-def binary_kl(
-    logprobs: Float[Tensor, "B T"], old_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], eps: float = 1e-8
-) -> Float[Tensor, "B T"]:
+def binary_kl(logprobs: PerToken, old_logprobs: PerToken, mask: Mask, eps: float = 1e-8) -> PerToken:
     """Binary KL divergence, of "this token or another" under the old policy from that under the new.
 
         D_t = q (log q - log p) + (1 - q) log((1 - q + eps) / (1 - p + eps)),    p = pi_theta(a_t), q = pi_old(a_t)
@@ -62,12 +57,8 @@ def binary_kl(
 
 
 def trust_region_tokens(
-    change: Float[Tensor, "B T"],
-    divergence: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    low: float = 0.2,
-    high: float = 0.2,
-) -> Bool[Tensor, "B T"]:
+    change: PerToken, divergence: PerToken, advantages: PerToken, low: float = 0.2, high: float = 0.2
+) -> Mask:
     """DPPO's trust-region mask: tokens near the old policy, or on their way back to it.
 
         keep_t = not (A_t > 0 and d_t > 0 and D_t > high) and not (A_t < 0 and d_t < 0 and D_t > low)

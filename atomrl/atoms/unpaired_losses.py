@@ -7,11 +7,13 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from atomrl.atoms.shapes import Scalar
+
 
 def kto_loss(
     log_ratio: Float[Tensor, " N"],
     desirable: Float[Tensor, " N"],
-    reference: Float[Tensor, ""],
+    reference: Scalar,
     beta: float = 0.1,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
@@ -46,7 +48,7 @@ def kto_loss(
 def bco_loss(
     rewards: Float[Tensor, " N"],
     desirable: Float[Tensor, " N"],
-    delta: Float[Tensor, ""],
+    delta: Scalar,
     weights: Float[Tensor, " N"] | None = None,
 ) -> Float[Tensor, " N"]:
     """BCO loss, a binary classifier over unpaired completions: good ones above the mean reward, bad ones below.
@@ -73,7 +75,7 @@ def bco_loss(
     return loss if weights is None else loss * weights.detach()
 
 
-def kto_reference(log_ratio: Float[Tensor, " N"]) -> Float[Tensor, ""]:
+def kto_reference(log_ratio: Float[Tensor, " N"]) -> Scalar:
     """KTO's reference point: an estimate of the KL from completions of other prompts.
 
         z_0 = max(0, mean z')
@@ -93,7 +95,7 @@ def kto_reference(log_ratio: Float[Tensor, " N"]) -> Float[Tensor, ""]:
     return log_ratio.detach().mean().clamp(min=0)
 
 
-def running_mean(mean: Float[Tensor, ""], count: float, values: Float[Tensor, " N"]) -> tuple[Float[Tensor, ""], float]:
+def running_mean(mean: Scalar, count: float, values: Float[Tensor, " N"]) -> tuple[Scalar, float]:
     """Running mean: of all values seen so far, after some more.
 
         mean' = mean + (mean(x) - mean) N / (count + N)
@@ -114,28 +116,3 @@ def running_mean(mean: Float[Tensor, ""], count: float, values: Float[Tensor, " 
     """
     total = count + len(values)
     return mean + (values.detach().mean() - mean) * len(values) / total, total
-
-
-def density_ratio(
-    probability: Float[Tensor, " N"], lowest: float = 0.5, highest: float = 10.0, eps: float = 1e-8
-) -> Float[Tensor, " N"]:
-    """BCO's density ratio: how much likelier a prompt is among good completions than among bad ones.
-
-        clip(p / (1 - p + eps), lowest, highest)
-
-    Paper: BCO, arXiv:2404.04656 (underlying distribution matching).
-
-    Args:
-        probability: p, that the prompt is from the good ones.
-        lowest: lower bound.
-        highest: upper bound.
-        eps: against a division by 0; 1e-8 as in TRL.
-
-    Returns:
-        Weights for the losses of bad completions.
-
-    Example:
-        >>> density_ratio(torch.tensor([0.5, 0.75]))
-        tensor([1., 3.])
-    """
-    return (probability / (1 - probability + eps)).clamp(lowest, highest)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
 from torch import Tensor
+
+from atomrl.atoms.shapes import Mask, PerToken
 
 
 def clipped_value_loss(
-    values: Float[Tensor, "B T"],
-    old_values: Float[Tensor, "B T"],
-    returns: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
+    values: PerToken,
+    old_values: PerToken,
+    returns: PerToken,
+    mask: Mask,
     clip: float | None = 0.2,
     huber_delta: float | None = None,
-) -> Float[Tensor, "B T"]:
+) -> PerToken:
     """PPO's clipped value loss: the worse of the errors of the prediction and of one that moved at most `clip`.
 
         L_t = max((v_t - R_t)^2, (clip(v_t, v_old - c, v_old + c) - R_t)^2) / 2
@@ -47,13 +48,7 @@ def clipped_value_loss(
     return torch.maximum(plain, _value_error(clipped, returns, mask, huber_delta))
 
 
-def clipped_values(
-    values: Float[Tensor, "B T"],
-    old_values: Float[Tensor, "B T"],
-    returns: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    clip: float = 0.2,
-) -> Bool[Tensor, "B T"]:
+def clipped_values(values: PerToken, old_values: PerToken, returns: PerToken, mask: Mask, clip: float = 0.2) -> Mask:
     """Tokens on which the clip of `clipped_value_loss` acts: they have no gradient.
 
         (clip(v_t, v_old - c, v_old + c) - R_t)^2 > (v_t - R_t)^2

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from atomrl.atoms.masks import masked_mean
+from atomrl.atoms.shapes import Mask, PerToken, Scalar
 
 
-def masked_variance(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, ""]:
+def masked_variance(values: PerToken, mask: Mask) -> Scalar:
     """Unbiased variance of the values under the mask.
 
         v = n / (n - 1) mean_m (x - mean_m x)^2
@@ -31,9 +30,7 @@ def masked_variance(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> 
     return masked_mean(deviations.square(), mask) * count / (count - 1).clamp(min=1)
 
 
-def masked_whiten(
-    values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], eps: float = 1e-8, shift_mean: bool = True
-) -> Float[Tensor, "B T"]:
+def masked_whiten(values: PerToken, mask: Mask, eps: float = 1e-8, shift_mean: bool = True) -> PerToken:
     """Whitening: values brought to mean 0 and variance 1 over all tokens under the mask.
 
         y_t = (x_t - mean_m x) / sqrt(var_m x + eps)          (+ mean_m x without `shift_mean`)

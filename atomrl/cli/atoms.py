@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import itertools
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,12 +43,19 @@ def read_atoms() -> list[Atom]:
     """All atoms by module. The source is parsed, not imported: that takes no torch and shows the names of shapes."""
     import atomrl.atoms
 
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in Path(atomrl.atoms.__path__[0]).glob("*.py")}
+    shapes = dict(re.findall(r"^(\w+) = (\w+\[.*\])$", sources["shapes"], re.MULTILINE))
     found = []
-    for path in sorted(Path(atomrl.atoms.__path__[0]).glob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for module, source in sorted(sources.items()):
+        for node in ast.parse(source).body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                signature = f"{node.name}(\n    {_parameters(node)}\n) -> {_annotation(node.returns)}"
-                found.append(Atom(node.name, f"atomrl.atoms.{path.stem}", signature, ast.get_docstring(node) or ""))
+                lines = source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1]
+                signature = (
+                    re.sub(r",? \)", ")", " ".join(map(str.strip, lines))).removeprefix("def ").removesuffix(":")
+                )
+                signature = re.sub(r"\w+", lambda name: shapes.get(name[0], name[0]), signature)
+                signature = re.sub(r"(?<=[(,]) ?(?=\w+: )", "\n    ", signature)  # one parameter a line
+                found.append(Atom(node.name, f"atomrl.atoms.{module}", signature, ast.get_docstring(node) or ""))
     return found
 
 
@@ -69,35 +78,11 @@ def listing(atoms: list[Atom]) -> str:
     """Name and first line of each, under its module."""
     width = max((len(atom.name) for atom in atoms), default=0)
     lines: list[str] = []
-    module = ""
-    for atom in atoms:
-        if atom.module != module:
-            module = atom.module
-            lines += ["", module] if lines else [module]
-        lines.append(f"  {atom.name:<{width}}  {atom.summary}")
-    return "\n".join(lines)
+    for module, found in itertools.groupby(atoms, key=lambda atom: atom.module):
+        lines += ["", module, *(f"  {atom.name:<{width}}  {atom.summary}" for atom in found)]
+    return "\n".join(lines[1:])
 
 
 def describe(atom: Atom) -> str:
     """Signature and documentation of one."""
     return f"{atom.module}\n\n{atom.signature}\n\n{atom.docstring}"
-
-
-def _parameters(node: ast.FunctionDef) -> str:
-    arguments = node.args
-    positional = [*arguments.posonlyargs, *arguments.args]
-    defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
-    texts = [_parameter(item, default) for item, default in zip(positional, defaults, strict=True)]
-    if arguments.kwonlyargs:
-        texts.append(f"*{_parameter(arguments.vararg, None)}" if arguments.vararg else "*")
-        pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        texts += [_parameter(item, default) for item, default in pairs]
-    return ",\n    ".join(texts)
-
-
-def _parameter(item: ast.arg, default: ast.expr | None) -> str:
-    return f"{item.arg}: {_annotation(item.annotation)}" + (f" = {ast.unparse(default)}" if default else "")
-
-
-def _annotation(node: ast.expr | None) -> str:
-    return ast.unparse(node).replace("'", '"') if node is not None else "Any"

@@ -36,6 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    needed = {"make": ("size", "out"), "check": (), "prepare": ("out", "tokenizer")}[arguments.action]
+    for option in needed:
+        if getattr(arguments, option) is None:
+            raise ValueError(f"data {arguments.action} needs --{option}")
     return {"make": make, "check": check, "prepare": prepare_text}[arguments.action](arguments)
 
 
@@ -43,11 +47,8 @@ def prepare_text(arguments: argparse.Namespace) -> int:
     """Text files to a folder of token ids."""
     from atomrl.data.text import distinct_characters
     from atomrl.data.tokens import prepare_tokens
-    from atomrl.models.vocabulary import text_tokenizer
+    from atomrl.models.tokenizer import text_tokenizer
 
-    for option in ("out", "tokenizer"):
-        if getattr(arguments, option) is None:
-            raise ValueError(f"data prepare needs --{option}")
     paths, name = [arguments.name, *arguments.arguments], arguments.tokenizer
     tokenizer = text_tokenizer(name, distinct_characters(paths) if name == "char" else ())
     meta = prepare_tokens(paths, tokenizer, name, arguments.out, arguments.val_fraction)
@@ -63,9 +64,6 @@ def make(arguments: argparse.Namespace) -> int:
     from atomrl.data.files import write_jsonl
     from atomrl.data.generators import generate
 
-    for option in ("size", "out"):
-        if getattr(arguments, option) is None:
-            raise ValueError(f"data make needs --{option}")
     extra = parse_overrides(arguments.arguments)
     rows = generate(arguments.name, arguments.size, arguments.seed, arguments.split, **extra)
     print(f"{write_jsonl(rows, arguments.out)} problems of {arguments.name} ({arguments.split} split): {arguments.out}")

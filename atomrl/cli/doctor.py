@@ -22,7 +22,6 @@ EXTRAS = {
     "wandb": "tracking.sinks=[wandb]",
     "reasoning-gym": "data.train=reasoning_gym:NAME",
     "math-verify": "the boxed reward",
-    "tiktoken": "the GPT-2 tokenizer",
     "pyarrow": "Parquet files",
 }
 """Optional packages and what needs them."""
@@ -41,16 +40,14 @@ def examine_run(folder: Path) -> int:
     """Print all findings of a run, from its `metrics.jsonl`."""
     from atomrl.config import ConfigError
     from atomrl.doctor.watch import diagnose
-    from atomrl.tracking.run_directory import read_metrics
+    from atomrl.tracking.run_directory import metrics_of
 
-    path = folder / "metrics.jsonl"
-    rows = read_metrics(path) if path.is_file() else []
-    if not rows:
-        raise ConfigError(f"no metrics in {folder} (looked for {path.name}); is it the folder of a run?")
+    rows = metrics_of(folder)
     for number, row in enumerate(rows, start=1):
         if not is_row(row):
             raise ConfigError(
-                f"{path}, row {number}, is none of a run's: it needs a step and numbers, not {str(row)[:80]}"
+                f"{folder}/metrics.jsonl, row {number}, is none of a run's: it needs a step and numbers, not "
+                f"{str(row)[:80]}"
             )
     findings = diagnose(rows)
     for finding in findings:
@@ -80,18 +77,16 @@ def examine_machine() -> int:
 def installed() -> Iterator[tuple[str, str]]:
     """Versions of Python, of what AtomRL needs and of what it can use."""
     import platform
-    from importlib.metadata import distributions
 
     from atomrl import __version__
-
-    versions = {found.name.lower().replace("_", "-"): found.version for found in distributions()}
+    from atomrl.tracking.environment import installed_version
 
     yield "python", platform.python_version()
     yield "atomrl", __version__
     for package in CORE:
-        yield package, versions.get(package) or f"broken: not installed (pip install {package})"
+        yield package, installed_version(package) or f"broken: not installed (pip install {package})"
     for package, purpose in EXTRAS.items():
-        yield package, versions.get(package) or f"not installed (pip install {package}); for {purpose}"
+        yield package, installed_version(package) or f"not installed (pip install {package}); for {purpose}"
 
 
 def hardware() -> Iterator[tuple[str, str]]:

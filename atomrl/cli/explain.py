@@ -8,6 +8,7 @@ atomrl explain configs/algorithms/gmpo.yaml --latex
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from atomrl.cli.config_arguments import add_config_arguments, config_from, join_overrides
@@ -49,15 +50,11 @@ def setting_in(config: RunConfig, objective: Objective) -> Setting:
     from atomrl.runs.build import make_schedule
 
     rollout, schedule = config.rollout, make_schedule(config)
+    names = [field.name for field in fields(Setting) if hasattr(rollout, field.name)]
     weights = [item.weight for item in config.reward.functions if item.weight]
     return Setting(
         axes=objective.axes,
-        completions_per_prompt=rollout.completions_per_prompt,
         updates_per_step=schedule.updates_per_epoch * schedule.epochs_per_step,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        logprobs_over_kept=rollout.logprobs_over == "kept",
-        max_completion_tokens=rollout.max_completion_tokens,
         reward_parts=len(weights) + bool(config.reward.by_data_source),
+        **{name: getattr(rollout, name) for name in names},
     )

@@ -47,7 +47,8 @@ def tokenizer_for(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> An
     """
     from atomrl.config import ConfigError
     from atomrl.data.text import distinct_characters
-    from atomrl.models import nanogpt, vocabulary
+    from atomrl.models import nanogpt
+    from atomrl.models.tokenizer import plain_char_tokenizer, read_characters, text_tokenizer
 
     size = sizes["vocab_size"]
     named = [name for name in ("tokenizer", "text", "characters") if getattr(arguments, name) is not None]
@@ -55,19 +56,19 @@ def tokenizer_for(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> An
         raise ConfigError(f"give one of --{' and --'.join(named)}")
     if arguments.text or arguments.characters:
         if arguments.characters:
-            ids = vocabulary.read_characters(arguments.characters)
+            ids = read_characters(arguments.characters)
         else:
             ids = {character: index for index, character in enumerate(distinct_characters([arguments.text]))}
         if len(ids) != size:
             raise ConfigError(f"--{named[0]}: {len(ids)} characters, but the model has a vocabulary of {size}")
-        return vocabulary.plain_char_tokenizer(ids)
+        return plain_char_tokenizer(ids)
     if not named and size not in (nanogpt.GPT2_VOCABULARY, nanogpt.GPT2_PADDED):
         raise ConfigError(
             f"the vocabulary of {size} is not GPT-2's, so name the tokenizer. For a character model give the text that "
             "it was trained on (--text input.txt), or its characters as JSON (--characters FILE): nanoGPT keeps them "
             "in meta.pkl, a pickle, which is not opened here because opening it can run code"
         )
-    tokenizer = vocabulary.text_tokenizer(arguments.tokenizer or "gpt2")
+    tokenizer = text_tokenizer(arguments.tokenizer or "gpt2")
     if len(tokenizer) > size:
         raise ConfigError(f"the tokenizer has {len(tokenizer)} tokens, but the model a vocabulary of {size}")
     return tokenizer

@@ -46,11 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable(arguments.out)
     started = time.perf_counter()
     try:
-        scored = rewards([to_trajectory(place, row) for place, row in rows])
+        scored = rewards([trajectory for _, trajectory in rows])
     finally:
         rewards.close()
     seconds = time.perf_counter() - started
-    write_jsonl([with_rewards(row, one) for (_, row), one in zip(rows, scored, strict=True)], arguments.out)
+    write_jsonl([with_rewards(row, one) for (row, _), one in zip(rows, scored, strict=True)], arguments.out)
     print(summary(scored, rewards.seconds, seconds))
     print(f"\n{arguments.out}")
     return 0
@@ -80,8 +80,8 @@ def build(names: Sequence[str], arguments: argparse.Namespace) -> Rewards:
     return build_rewards(config.reward, patience=None, device=device)
 
 
-def read(file: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(place, row) of every line.
+def read(file: Path) -> list[tuple[dict[str, Any], Trajectory]]:
+    """Every line as a row, and as the only completion of its prompt.
 
     Raises:
         DataError: lines that are no row with a prompt and a completion, each with its place.
@@ -91,16 +91,14 @@ def read(file: Path) -> list[tuple[str, dict[str, Any]]]:
 
     rows, problems = [], []
     for raw in read_rows(file):
-        problem = raw.problem
-        if raw.row is not None:
-            if not isinstance(raw.row.get("completion"), str):
-                problem = "'completion' must be text"
-            elif not isinstance(raw.row.get("prompt"), (str, list)):
-                problem = "'prompt' must be text or messages"
-        if problem or raw.row is None:
-            problems.append(f"{raw.place}: {problem}")
+        if raw.row is None:
+            problems.append(f"{raw.place}: {raw.problem}")
+        elif not isinstance(raw.row.get("completion"), str):
+            problems.append(f"{raw.place}: 'completion' must be text")
+        elif not isinstance(raw.row.get("prompt"), (str, list)):
+            problems.append(f"{raw.place}: 'prompt' must be text or messages")
         else:
-            rows.append((raw.place, raw.row))
+            rows.append((raw.row, to_trajectory(raw.place, raw.row)))
     if problems:
         raise DataError(f"{file}: {len(problems)} lines cannot be scored:\n" + problem_list(problems))
     if not rows:
@@ -114,21 +112,17 @@ def to_trajectory(place: str, row: dict[str, Any]) -> Trajectory:
 
     own = ("prompt", "completion", "ground_truth", "data_source", "completion_tokens", "token_ids", "reward",
            "reward_parts", "reward_failures")  # fmt: skip
-    prompt = row["prompt"] if isinstance(row["prompt"], str) else tuple(row["prompt"])
     tokens = row.get("token_ids") or [0] * int(row.get("completion_tokens") or 0)  # only their number is used
+    sample = Sample(
+        sample_id=place,
+        prompt=row["prompt"] if isinstance(row["prompt"], str) else tuple(row["prompt"]),
+        ground_truth=row.get("ground_truth"),
+        data_source=row.get("data_source", "default"),
+        columns={name: value for name, value in row.items() if name not in own},
+    )
+    segments = Segment(origin="prompt", token_ids=()), Segment(origin="model", token_ids=tuple(tokens))
     return Trajectory(
-        prompt_id=place,
-        index=0,
-        sample=Sample(
-            sample_id=place,
-            prompt=prompt,
-            ground_truth=row.get("ground_truth"),
-            data_source=row.get("data_source", "default"),
-            columns={name: value for name, value in row.items() if name not in own},
-        ),
-        segments=(Segment(origin="prompt", token_ids=()), Segment(origin="model", token_ids=tuple(tokens))),
-        text=row["completion"],
-        finish_reason="stop",
+        prompt_id=place, index=0, sample=sample, segments=segments, text=row["completion"], finish_reason="stop"
     )
 
 
@@ -146,23 +140,21 @@ def summary(scored: Sequence[Trajectory], row_seconds: Sequence[float], seconds:
     lines = [f"{len(places)} completions in {seconds:.2f} s: {1000 * sum(row_seconds) / len(places):.2f} ms each"]
     slowest = max(range(len(places)), key=row_seconds.__getitem__)
     lines[0] += f", the slowest {row_seconds[slowest]:.2f} s ({places[slowest]})"
-    failures = [(one.prompt_id, failure) for one in scored for failure in one.reward_failures]
     names = list(dict.fromkeys(name for one in scored for name in one.reward_parts))
     parts = {name: [one.reward_parts.get(name) for one in scored] for name in names}
     for name, part in parts.items():
         values = [value for value in part if value is not None]
         lines += ["", f"{name}: {len(values)} values" + (f", mean {sum(values) / len(values):.4f}" if values else "")]
         lines += distribution(values)
-        own = [(place, failure) for place, failure in failures if failure.reward == name]
+        own = [(one.prompt_id, failure) for one in scored for failure in one.reward_failures if failure.reward == name]
         kinds = Counter(failure.kind for _, failure in own)
         if kinds:
             lines.append("  no usable value: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
         lines += [f"    {place}: {failure.kind}: {failure.message}" for place, failure in own[:SHOWN]]
-    (first, one_part), *others = list(parts.items())
-    for name, other in others:
-        differ = [place for place, a, b in zip(places, one_part, other, strict=True) if a != b]
+    for name in names[1:]:
+        differ = [place for place, a, b in zip(places, parts[names[0]], parts[name], strict=True) if a != b]
         shown = f": {', '.join(differ[:SHOWN])}" + (", ..." if len(differ) > SHOWN else "") if differ else ""
-        lines += ["", f"{first} and {name} differ on {len(differ)} of {len(places)}{shown}"]
+        lines += ["", f"{names[0]} and {name} differ on {len(differ)} of {len(places)}{shown}"]
     return "\n".join(lines)
 
 

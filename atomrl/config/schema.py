@@ -233,6 +233,9 @@ class TrackingConfig(Section):
     log_every_steps: int = Field(1, ge=1)
     """Of the sinks; `metrics.jsonl` has every step."""
     save_rollouts: bool = True
+    log_completions: int = Field(10, ge=0)
+    """Show a few completions on the terminal, with reward and advantage: of the first step, and every so many steps.
+    true: of every step; false or 0: never."""
 
 
 class GptConfig(Section):

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atomrl.data.demonstrations import demonstration_reader
 from atomrl.data.files import RawRow
 from atomrl.data.generators import normalise_content
+from atomrl.data.pairs import preference_reader
 from atomrl.data.problems import DataError, problem_list
-from atomrl.data.sources import Convert, problem_reader, read_source, to_samples
+from atomrl.data.sources import COMPLETIONS, problem_reader, read_source, to_samples
 from atomrl.types import Sample
 
 if TYPE_CHECKING:
@@ -33,18 +35,9 @@ class DataReport:
     """With and without problems."""
     problems: list[str]
     """One line each: file, line and reason."""
-    duplicates: list[tuple[str, str]]
-    """(place, place of the first row with the same normalised prompt, and the same completions if it has any)."""
-    same_id: list[tuple[str, str]]
-    """The same of the column `id`, where there is one. AtomRL does not use it."""
-    prompt_chars: list[int]
-    """The length of every usable prompt in characters, sorted."""
-    data_sources: dict[str, int]
-    columns: list[str]
-    """Of problems, what rewards get beside prompt and ground truth."""
-    first: Sample | None
-    """The first usable row, as a run sees it."""
-    against: str | None = None
+    samples: list[Sample]
+    """The usable rows, as a run sees them."""
+    against: str | Path | None = None
     overlap: tuple[tuple[str, str], ...] = ()
     """(place here, place in `against`) of equal normalised prompts."""
 
@@ -53,24 +46,44 @@ class DataReport:
         """No problem and no overlap; duplicates are reported but may be meant."""
         return not self.problems and not self.overlap
 
+    @property
+    def duplicates(self) -> list[tuple[str, str]]:
+        """(place, place of the first row with the same normalised prompt, and the same completions if it has any)."""
+        return repeated(self.samples, _prompt if self.kind == PROBLEMS else _whole)
+
+    @property
+    def prompt_chars(self) -> list[int]:
+        """The length of every usable prompt in characters, sorted."""
+        prompts = [sample.prompt for sample in self.samples]
+        return sorted(len(p) if isinstance(p, str) else sum(len(turn["content"]) for turn in p) for p in prompts)
+
+    @property
+    def data_sources(self) -> dict[str, int]:
+        return dict(Counter(sample.data_source for sample in self.samples).most_common())
+
+    @property
+    def columns(self) -> list[str]:
+        """Of problems, what rewards get beside prompt and ground truth."""
+        return sorted(self.samples[0].columns) if self.samples and self.kind == PROBLEMS else []
+
     def text(self) -> str:
         """The report for a terminal."""
-        found = f"{len(self.problems)} problems, {len(self.prompt_chars)} usable" if self.problems else "no problems"
+        found = f"{len(self.problems)} problems, {len(self.samples)} usable" if self.problems else "no problems"
         lines = [f"{self.path}: {self.rows} rows, {found}", f"read as: {self.kind} (atomrl {COMMANDS[self.kind]})"]
-        if self.first is not None:
-            shown = {"prompt": self.first.prompt} | _answers(self.kind, self.first)
+        if self.samples:
+            first, lengths = self.samples[0], self.prompt_chars
+            shown = {"prompt": first.prompt} | _answers(self.kind, first)
             lines += [f"first {name}: {str(value)[:200]!r}" for name, value in shown.items()]
-        if self.prompt_chars:
-            count = len(self.prompt_chars)
-            at = {name: self.prompt_chars[min(count * q // 100, count - 1)] for q, name in _QUANTILES.items()}
-            lines.append("prompt characters: " + ", ".join(f"{name} {chars}" for name, chars in at.items()))
+            at = [f"{name} {lengths[min(len(lengths) * q // 100, len(lengths) - 1)]}" for q, name in _QUANTILES.items()]
+            lines.append("prompt characters: " + ", ".join(at))
         if self.kind == PROBLEMS:
-            if self.data_sources:
+            if self.samples:
                 lines.append("data sources: " + ", ".join(f"{name} {n}" for name, n in self.data_sources.items()))
             lines.append("columns: " + (", ".join(self.columns) or "none beside prompt and ground truth"))
         same = "duplicates by normalised prompt" if self.kind == PROBLEMS else "rows that are the same"
         lines += _section(same, self.duplicates)
-        lines += _section("rows with the same id", self.same_id) if self.same_id else []
+        if same_id := repeated(self.samples, _own_id):
+            lines += _section("rows with the same id", same_id)
         if self.against is not None:
             lines += _section(f"prompts that are also in {self.against}", self.overlap)
         if self.problems:
@@ -85,12 +98,10 @@ def _answers(kind: str, sample: Sample) -> dict[str, Any]:
     """What a report shows of a row beside the prompt."""
     if kind == PROBLEMS:
         return {"ground truth": sample.ground_truth}
-    [completions] = sample.columns.values()
-    if kind == DEMONSTRATIONS:
-        return {"completion": completions}
-    if len(completions) == 2:
-        return {"chosen": completions[0][0], "rejected": completions[1][0]}
-    return {f"completion, {'good' if completions[0][1] > 0 else 'bad'}": completions[0][0]}
+    (first, score), *others = sample.columns[COMPLETIONS]
+    if others:
+        return {"chosen": first, "rejected": others[0][0]}
+    return {"completion" + {1: ", good", -1: ", bad"}.get(score, ""): first}
 
 
 def _section(title: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
@@ -107,14 +118,9 @@ def repeated(samples: Sequence[Sample], key: Callable[[Sample], Hashable]) -> li
         [('a:2', 'a:0')]
     """
     first: dict[Hashable, str] = {}
-    pairs = []
-    for sample in samples:
-        value = key(sample)
-        if value in first:
-            pairs.append((sample.sample_id, first[value]))
-        elif value is not None:
-            first[value] = sample.sample_id
-    return pairs
+    keys = [(key(sample), sample.sample_id) for sample in samples]
+    pairs = [(place, first.setdefault(value, place)) for value, place in keys if value is not None]
+    return [(place, there) for place, there in pairs if place != there]
 
 
 def repetitions(samples: Sequence[Sample]) -> list[str]:
@@ -151,22 +157,21 @@ def kind_of_rows(rows: Iterable[RawRow], config: DataConfig) -> str:
     """
     from atomrl.config import PreferenceConfig
 
+    fields = PreferenceConfig()
+    layouts: list[tuple[str, set[str]]] = [
+        (PREFERENCES, {fields.chosen_field, fields.rejected_field}),
+        (PREFERENCES, {"instruction", "completions"}),
+        (PREFERENCES, {fields.completion_field, fields.label_field}),
+        (DEMONSTRATIONS, {config.prompt_field, "completion"}),
+        (DEMONSTRATIONS, {"messages"}),
+        (DEMONSTRATIONS, {"conversations"}),
+        (DEMONSTRATIONS, {"instruction", "output"}),
+    ]
     row = next((raw.row for raw in rows if raw.row is not None), {})
     given = {name for name, value in row.items() if value is not None}
     if config.answer_field is None or config.answer_field in given:
         return PROBLEMS
-    fields = PreferenceConfig()
-    for names in (
-        {fields.chosen_field, fields.rejected_field},
-        {"instruction", "completions"},
-        {fields.completion_field, fields.label_field},
-    ):
-        if names <= given:
-            return PREFERENCES
-    for names in ({config.prompt_field, "completion"}, {"messages"}, {"conversations"}, {"instruction", "output"}):
-        if names <= given:
-            return DEMONSTRATIONS
-    return PROBLEMS
+    return next((kind for kind, names in layouts if names <= given), PROBLEMS)
 
 
 def check_data(path: str | Path, config: DataConfig | None = None, against: str | Path | None = None) -> DataReport:
@@ -188,47 +193,31 @@ def check_data(path: str | Path, config: DataConfig | None = None, against: str 
     kind, samples, problems, rows = _load(path, config)
     overlap = []
     if against is not None:
-        first = {normalise_content(sample.prompt): sample.sample_id for sample in reversed(samples)}
-        for sample in _load(against, config)[1]:
-            here = first.get(normalise_content(sample.prompt))
-            if here is not None:
-                overlap.append((here, sample.sample_id))
+        first = {_prompt(sample): sample.sample_id for sample in reversed(samples)}
+        others = [(first.get(_prompt(other)), other.sample_id) for other in _load(against, config)[1]]
+        overlap = [(here, there) for here, there in others if here is not None]
     return DataReport(
         path=str(path),
         kind=kind,
         rows=rows,
         problems=problems,
-        duplicates=repeated(samples, _prompt if kind == PROBLEMS else _whole),
-        same_id=repeated(samples, _own_id),
-        prompt_chars=sorted(_chars(sample) for sample in samples),
-        data_sources=dict(Counter(sample.data_source for sample in samples).most_common()),
-        columns=sorted(samples[0].columns) if samples and kind == PROBLEMS else [],
-        first=samples[0] if samples else None,
-        against=None if against is None else str(against),
+        samples=samples,
+        against=against,
         overlap=tuple(overlap),
     )
 
 
 def _load(path: str | Path, config: DataConfig) -> tuple[str, list[Sample], list[str], int]:
+    from atomrl.config import PreferenceConfig
+
     raw = list(read_source(str(path)))
     if not raw:
         raise DataError(f"{path} is empty: it holds no usable row")
     kind = kind_of_rows(raw, config)
-    convert: Convert
     if kind == DEMONSTRATIONS:
-        from atomrl.data.demonstrations import demonstration_reader
-
         convert = demonstration_reader(config.prompt_field, "completion")
     elif kind == PREFERENCES:
-        from atomrl.config import PreferenceConfig
-        from atomrl.data.pairs import preference_reader
-
         convert = preference_reader(config.prompt_field, PreferenceConfig())
     else:
         convert = problem_reader(config)
     return kind, *to_samples(raw, convert), len(raw)
-
-
-def _chars(sample: Sample) -> int:
-    prompt = sample.prompt
-    return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)

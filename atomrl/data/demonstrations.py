@@ -1,4 +1,4 @@
-"""Rows with demonstrations become samples, and samples become tokens.
+"""Rows with demonstrations become samples: a prompt, and what the assistant says.
 
 Layouts, recognised by their fields:
 
@@ -11,33 +11,26 @@ What the assistant says is trained on, from its first message after the prompt t
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from atomrl.data.generators import find_demonstrator, is_generator
 from atomrl.data.problems import DataError
 from atomrl.data.sources import (
     Convert,
     LoadReport,
     PromptContent,
-    answer_reader,
+    Scored,
     as_content,
     check_messages,
     check_prompt,
+    completions_reader,
     load_samples,
 )
-from atomrl.data.tokenized import Encode, Example, Items, demonstration
-from atomrl.types import Message, Sample
+from atomrl.types import Message
 
 if TYPE_CHECKING:
     from atomrl.config import DataConfig
-    from atomrl.data.processor import DataProcessor
 
-Turns = str | tuple[Message, ...]
-"""A completion, or messages of which the first is the assistant's."""
-TURNS = "demonstration"
-"""The column of a sample that holds them."""
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -49,18 +42,22 @@ def load_demonstrations(
     Raises:
         DataError: as `load_samples`; or the generator writes no demonstrations.
     """
-    convert = demonstration_reader(config.prompt_field, completion_field)
-    return load_samples(config, split, seed, convert, find_demonstrator)
+    return load_samples(config, split, seed, demonstration_reader(config.prompt_field, completion_field), "demonstrate")
 
 
 def demonstration_reader(prompt_field: str, completion_field: str) -> Convert:
     """Reads a row as a demonstration (`demonstrated`)."""
-    return answer_reader(TURNS, lambda row: demonstrated(row, prompt_field, completion_field))
+
+    def read(row: Mapping[str, Any]) -> tuple[PromptContent, Scored]:
+        prompt, turns = demonstrated(row, prompt_field, completion_field)
+        return prompt, ((turns, 0.0),)
+
+    return completions_reader(read)
 
 
 def demonstrated(
     row: Mapping[str, Any], prompt_field: str = "prompt", completion_field: str = "completion"
-) -> tuple[PromptContent, Turns]:
+) -> tuple[PromptContent, PromptContent]:
     """The prompt of a row, and what follows it.
 
     Raises:
@@ -110,7 +107,7 @@ def _sharegpt(message: Any) -> dict[str, Any]:
     return {"role": SHAREGPT[message["from"]], "content": message.get("value")}
 
 
-def _conversation(name: str, messages: list[Any]) -> tuple[PromptContent, Turns]:
+def _conversation(name: str, messages: list[Any]) -> tuple[PromptContent, PromptContent]:
     checked = check_messages(messages)
     first = next((place for place, message in enumerate(checked) if message["role"] == "assistant"), None)
     if not first:
@@ -118,95 +115,9 @@ def _conversation(name: str, messages: list[Any]) -> tuple[PromptContent, Turns]
     return as_content(checked[:first]), _turns(name, checked[first:])
 
 
-def _turns(name: str, turns: tuple[Message, ...]) -> Turns:
+def _turns(name: str, turns: tuple[Message, ...]) -> PromptContent:
     if turns[0]["role"] != "assistant" or turns[-1]["role"] != "assistant":
         raise DataError(f"field {name!r} must begin and end with the assistant after the prompt")
     if not all(turn["content"].strip() for turn in turns if turn["role"] == "assistant"):
         raise DataError(f"field {name!r} has an empty message of the assistant")
     return turns[0]["content"] if len(turns) == 1 else turns
-
-
-def ended(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Token ids of completions, each ended by the end-of-sequence token.
-
-    Raises:
-        DataError: the tokenizer has no end-of-sequence token.
-    """
-    if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no end-of-sequence token, so a model could not learn to stop")
-    if not texts:
-        return []
-    encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    return [[*tokens, tokenizer.eos_token_id] for tokens in encoded]
-
-
-def demonstration_encoder(processor: DataProcessor, source: str | list[str], seed: int) -> Encode:
-    """Tokenizes demonstrations.
-
-    Args:
-        processor: of the prompts.
-        source: `data.train` or `data.eval`; a generator writes its own demonstrations.
-        seed: with the prompt's id, of what chance decides.
-    """
-    own = find_demonstrator(source) if is_generator(source) else None
-
-    def turns_of(prompt_id: str, sample: Sample) -> Turns:
-        if own is None:
-            turns: Turns = sample.columns[TURNS]
-            return turns
-        return own(random.Random(f"{seed}/{prompt_id}"), {**sample.columns, "ground_truth": sample.ground_truth})
-
-    def encode(items: Items) -> list[list[Example]]:
-        prompts = processor.within_limit([sample for _, sample in items], kept=is_generator(source))
-        turns = [turns_of(prompt_id, sample) for prompt_id, sample in items]
-        texts = iter(ended([text for text in turns if isinstance(text, str)], processor.tokenizer))
-        found: list[list[Example]] = []
-        for (_, sample), prompt, said in zip(items, prompts, turns, strict=True):
-            tokens = next(texts) if isinstance(said, str) else []
-            if prompt is None:
-                found.append([])
-            elif isinstance(said, str):
-                found.append([demonstration(prompt, tokens)])
-            else:
-                found.append([_conversation_tokens(sample, prompt, said, processor)])
-        return found
-
-    return encode
-
-
-def _conversation_tokens(
-    sample: Sample, prompt: Sequence[int], turns: Sequence[Message], processor: DataProcessor
-) -> Example:
-    """A conversation of several turns: each of the assistant's as it would have been sampled, then what the chat
-    template puts between it and the assistant's next one.
-
-    Raises:
-        DataError: the template writes a conversation otherwise once it goes on, so the tokens would not be those that
-            the model sees in use.
-    """
-    tokenizer, eos = processor.tokenizer, processor.tokenizer.eos_token or ""
-    messages: list[Message] = (
-        [*sample.prompt] if not isinstance(sample.prompt, str) else [Message(role="user", content=sample.prompt)]
-    )
-    tokens, learned = [*prompt], [False] * len(prompt)
-    text = processor.rendered(messages, sample.sample_id)
-    for place, turn in enumerate(turns):
-        messages.append(turn)
-        if turn["role"] != "assistant":
-            continue
-        said = ended([turn["content"]], tokenizer)[0]
-        tokens, learned = tokens + said, learned + [True] * len(said)
-        text += turn["content"]
-        following = turns[place + 1 :]
-        until = next((i for i, later in enumerate(following) if later["role"] == "assistant"), None)
-        if until is None:
-            break
-        longer = processor.rendered([*messages, *following[:until]], sample.sample_id)
-        if not longer.startswith(text):
-            raise DataError(
-                f"{sample.sample_id}: the chat template writes earlier turns otherwise once a conversation goes on; "
-                "give each of the assistant's turns as a row of its own"
-            )
-        between = tokenizer(longer[len(text) :].removeprefix(eos), add_special_tokens=False)["input_ids"]
-        tokens, learned, text = tokens + between, learned + [False] * len(between), longer
-    return Example(tokens, learned)

@@ -11,7 +11,10 @@ import io
 import json
 import math
 import os
+import re
 import zlib
+from bisect import bisect
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -142,9 +145,11 @@ def _json_rows(path: Path) -> Iterator[RawRow]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}:{line}: not valid UTF-8") from None
+    line_ends = [match.start() for match in re.finditer("\n", text)]
     position = _skip_space(text, text.index("[") + 1)
-    line, mark = 1 + text.count("\n", 0, position), "]" if text.startswith("]", position) else ","
+    mark = "]" if text.startswith("]", position) else ","
     while mark == ",":
+        line = bisect(line_ends, position) + 1
         try:
             value, end = _decode(text, position)
             end = _skip_space(text, end)
@@ -155,15 +160,13 @@ def _json_rows(path: Path) -> Iterator[RawRow]:
             raise DataError(f"{path}:{line}: {error}") from None
         problem = None if isinstance(value, dict) else f"not a JSON object but {type(value).__name__}"
         yield RawRow(f"{path.name}:{line}", None if problem else value, problem)
-        following = _skip_space(text, end + 1)
-        line += text.count("\n", position, following)
-        position = following
+        position = _skip_space(text, end + 1)
 
 
 def _skip_space(text: str, position: int) -> int:
-    while position < len(text) and text[position].isspace():
-        position += 1
-    return position
+    match = re.compile(r"\s*").match(text, position)
+    assert match is not None
+    return match.end()
 
 
 def _csv_rows(path: Path) -> Iterator[RawRow]:
@@ -212,8 +215,7 @@ _FOREIGN = {
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise DataError(f"key {twice!r} appears twice")
     return row
 

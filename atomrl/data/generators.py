@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import random
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
@@ -20,6 +20,8 @@ from atomrl.data.problems import DataError
 from atomrl.types import Message
 
 Row = dict[str, Any]
+Draw = Callable[[random.Random, Row], str | tuple[str, str]]
+"""`demonstrate` or `pair` of a generator."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,15 @@ def is_generator(source: str | list[str]) -> TypeGuard[str]:
     return isinstance(source, str) and (source in GENERATORS or source.startswith(REASONING_GYM))
 
 
-def nearest_generator(name: str) -> str | None:
-    """The generator whose name is most like `name`."""
-    near = difflib.get_close_matches(name, GENERATORS, n=1)
-    return near[0] if near else None
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint at the known name that is most like `name`, or at all.
+
+    Example:
+        >>> nearest("aritmetic", GENERATORS)
+        "; did you mean 'arithmetic'?"
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
 
 
 def normalise_content(prompt: str | Sequence[Message]) -> str:
@@ -136,9 +143,7 @@ def _draws(task: str, key: str, args: dict[str, Any]) -> Iterator[Row]:
     make, known = find_generator(task).make, _arguments(task)
     for name in args:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise DataError(f"{task} has no argument {name!r}; {hint}")
+            raise DataError(f"{task} has no argument {name!r}{nearest(name, known)}")
     rng = random.Random(number)
     while True:
         try:
@@ -154,33 +159,21 @@ def find_generator(task: str) -> Generator:
         DataError: there is none.
     """
     if task not in GENERATORS:
-        near = nearest_generator(task)
-        hint = f"did you mean {near!r}?" if near else f"known: {', '.join(GENERATORS)}, reasoning_gym:NAME"
-        raise DataError(f"unknown task {task!r}; {hint}")
+        raise DataError(f"unknown task {task!r}{nearest(task, [*GENERATORS, 'reasoning_gym:NAME'])}")
     return GENERATORS[task]
 
 
-def find_demonstrator(task: str) -> Callable[[random.Random, Row], str]:
-    """`demonstrate(rng, row)` of a generator: the text of a completion.
+def find_completions(task: str, kind: Literal["demonstrate", "pair"]) -> Draw:
+    """What writes completions of that kind for a generator's problems.
 
     Raises:
         DataError: it has none.
     """
-    found = GENERATORS[task].demonstrate if task in GENERATORS else None
-    if found is None:
-        raise DataError(f"the task {task!r} writes no demonstrations; give a file that has them")
-    return found
-
-
-def find_pairs(task: str) -> Callable[[random.Random, Row], tuple[str, str]]:
-    """`pair(rng, row)` of a generator: the chosen and the rejected completion.
-
-    Raises:
-        DataError: it has none.
-    """
-    found = GENERATORS[task].pair if task in GENERATORS else None
-    if found is None:
-        raise DataError(f"the task {task!r} writes no pairs of completions; give a file that has them")
+    draw = getattr(GENERATORS.get(task), kind, None)
+    if draw is None:
+        what = "demonstrations" if kind == "demonstrate" else "pairs of completions"
+        raise DataError(f"the task {task!r} writes no {what}; give a file that has them")
+    found: Draw = draw
     return found
 
 

@@ -14,34 +14,27 @@ A column `margin`, or `score_chosen` and `score_rejected`, says by how much a co
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from atomrl.data.demonstrations import ended
-from atomrl.data.generators import find_pairs, is_generator
 from atomrl.data.problems import DataError
 from atomrl.data.sources import (
     Convert,
     LoadReport,
     PromptContent,
-    answer_reader,
+    Scored,
     as_content,
     check_messages,
     check_prompt,
+    completions_reader,
     load_samples,
 )
-from atomrl.data.tokenized import Encode, Example, Items, demonstration
-from atomrl.types import Message, Sample
+from atomrl.types import Message
 
 if TYPE_CHECKING:
     from atomrl.config import DataConfig, PreferenceConfig
-    from atomrl.data.processor import DataProcessor
 
-Scored = tuple[tuple[str, float], ...]
-"""Completions with their scores: the better one first; or a single one, 1 if good and -1 if bad."""
-COMPLETIONS = "scored_completions"
-"""The column of a sample that holds them."""
 HH_TURN = "\n\nAssistant:"
 
 
@@ -55,70 +48,17 @@ def load_preferences(
         seed: decides what a generator draws.
 
     Returns:
-        Samples for `scored_completions`; none where `split` is `eval` and `config.eval` is None.
+        Samples with their completions; none where `split` is `eval` and `config.eval` is None.
 
     Raises:
         DataError: as `load_samples`; or the generator writes no pairs.
     """
-    return load_samples(config, split, seed, preference_reader(config.prompt_field, fields), find_pairs)
-
-
-def scored_completions(source: str | list[str]) -> Callable[[Sample, random.Random], Scored]:
-    """The function that gives a sample's completions: a generator draws its own, a file's row has them."""
-    if not is_generator(source):
-        return lambda sample, rng: sample.columns[COMPLETIONS]
-    pair = find_pairs(source)
-
-    def draw(sample: Sample, rng: random.Random) -> Scored:
-        chosen, rejected = pair(rng, {**sample.columns, "ground_truth": sample.ground_truth})
-        return (chosen, 1.0), (rejected, 0.0)
-
-    return draw
-
-
-Read = Callable[[Sample, Sequence[int], Sequence[int], str], Sequence[int]]
-"""A reward model's way to read: sample, prompt and completion as token ids, completion as text -> the whole row."""
-
-
-def preference_encoder(
-    processor: DataProcessor, source: str | list[str], seed: int, read: Read | None = None
-) -> Encode:
-    """Tokenizes preferences: the better completion first, each ended by the end-of-sequence token.
-
-    Args:
-        processor: of the prompts.
-        source: `data.train` or `data.eval`; a generator writes its own pairs.
-        seed: with the prompt's id, of what chance decides.
-        read: where the model has a way of its own to read a row; all of it is then trained on.
-    """
-    completions = scored_completions(source)
-
-    def encode(items: Items) -> list[list[Example]]:
-        samples = [sample for _, sample in items]
-        prompts = processor.within_limit(samples, kept=is_generator(source))
-        scored = [completions(sample, random.Random(f"{seed}/{prompt_id}")) for prompt_id, sample in items]
-        texts = [text for group in scored for text, _ in group]
-        tokens = iter(zip(texts, ended(texts, processor.tokenizer), strict=True))
-        found: list[list[Example]] = []
-        for sample, prompt, group in zip(samples, prompts, scored, strict=True):
-            margin = group[0][1] - group[-1][1]
-            labels = (1, -1) if len(group) == 2 else (1 if group[0][1] > 0 else -1,)
-            examples = []
-            for label in labels:
-                text, completion = next(tokens)
-                if prompt is not None and read is not None:
-                    examples.append(demonstration([], read(sample, prompt, completion, text), label, margin))
-                elif prompt is not None:
-                    examples.append(demonstration(prompt, completion, label, margin))
-            found.append(examples)
-        return found
-
-    return encode
+    return load_samples(config, split, seed, preference_reader(config.prompt_field, fields), "pair")
 
 
 def preference_reader(prompt_field: str, fields: PreferenceConfig) -> Convert:
     """Reads a row as a preference (`preference`)."""
-    return answer_reader(COMPLETIONS, lambda row: preference(row, prompt_field, fields))
+    return completions_reader(partial(preference, prompt_field=prompt_field, fields=fields))
 
 
 def preference(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -> tuple[PromptContent, Scored]:
@@ -169,9 +109,7 @@ def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -
     turns = [_messages(name, row[name]) for name in names]
     if isinstance(prompt, list):
         return check_prompt(prompt), _only_turn(names[0], turns[0]), _only_turn(names[1], turns[1])
-    shared = 0
-    while shared < min(map(len, turns)) and turns[0][shared] == turns[1][shared]:
-        shared += 1
+    shared = _shared(*turns)
     if shared == min(map(len, turns)):
         raise DataError(f"{names[0]!r} and {names[1]!r} are the same, or one is the beginning of the other")
     if not shared:
@@ -183,6 +121,12 @@ def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -
         if all(message["content"].strip() != str(asked).strip() for message in conversation):
             raise DataError(f"{prompt_field!r} is none of the messages that {names[0]!r} and {names[1]!r} share")
     return as_content(conversation), answers[0], answers[1]
+
+
+def _shared(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many items they begin with in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _messages(name: str, value: Any) -> tuple[Message, ...]:
@@ -208,19 +152,14 @@ def _answer(name: str, value: Any) -> str:
 
 def _shared_text(chosen: str, rejected: str) -> tuple[str, str, str]:
     """Up to the assistant's turn where the texts have such marks, else up to the last space that they share."""
-    if chosen == rejected:
-        raise DataError("the chosen and the rejected completion are the same")
-    end = 0
-    while end < min(len(chosen), len(rejected)) and chosen[end] == rejected[end]:
-        end += 1
+    end = _shared(chosen, rejected)
     turn = chosen.rfind(HH_TURN, 0, end)
     if turn >= 0:
         end = turn + len(HH_TURN)
     else:
-        while end and not chosen[end - 1].isspace():
-            end -= 1
-        end -= bool(end)  # the space belongs to the completion: tokenizers join it to the word behind it
-    if not chosen[:end].strip():
+        # the space belongs to the completion: tokenizers join it to the word behind it
+        end = max((place for place in range(end) if chosen[place].isspace()), default=0)
+    if chosen != rejected and not chosen[:end].strip():
         raise DataError("there is no prompt, and the chosen and the rejected text share no beginning")
     return chosen[:end], _answer("chosen", chosen[end:]), _answer("rejected", rejected[end:])
 

@@ -57,12 +57,13 @@ class DataProcessor:
             DataError: a prompt that the template refuses, or one over the limit where `overlong_prompt` is `drop`
                 (`filter_overlong` takes them out).
         """
-        limit = self.max_prompt_tokens
         prompts = []
         for (prompt_id, sample), ids in zip(items, self.token_ids([sample for _, sample in items]), strict=True):
-            if len(ids) > limit and self.config.overlong_prompt == "drop":
+            kept = self._cut(ids)
+            if kept is None:
+                limit = self.max_prompt_tokens
                 raise DataError(f"{sample.sample_id}: {len(ids)} prompt tokens, more than {limit}; filter it out")
-            prompts.append(Prompt(prompt_id=prompt_id, sample=sample, token_ids=tuple(ids[-limit:])))
+            prompts.append(Prompt(prompt_id=prompt_id, sample=sample, token_ids=tuple(kept)))
         return prompts
 
     def filter_overlong(self, samples: Sequence[Sample]) -> tuple[list[Sample], int]:
@@ -74,13 +75,11 @@ class DataProcessor:
         Raises:
             DataError: nothing is left.
         """
-        long = [len(ids) > self.max_prompt_tokens for ids in self.token_ids(samples)]
-        kept = list(samples)
-        if self.config.overlong_prompt == "drop":
-            kept = [sample for sample, is_long in zip(samples, long, strict=True) if not is_long]
-            if samples and not kept:
-                raise DataError(f"all {len(samples)} prompts are longer than {self.max_prompt_tokens} tokens")
-        return kept, sum(long)
+        encoded = self.token_ids(samples)
+        kept = [sample for sample, ids in zip(samples, encoded, strict=True) if self._cut(ids) is not None]
+        if samples and not kept:
+            raise DataError(f"all {len(samples)} prompts are longer than {self.max_prompt_tokens} tokens")
+        return kept, sum(len(ids) > self.max_prompt_tokens for ids in encoded)
 
     def token_ids(self, samples: Sequence[Sample]) -> list[array[int]]:
         """The whole prompts as token ids, without the limit."""
@@ -89,12 +88,15 @@ class DataProcessor:
             self._cache[id(sample)] = (sample, array("q", ids))
         return [self._cache[id(sample)][1] for sample in samples]
 
-    def within_limit(self, samples: Sequence[Sample], kept: bool) -> list[Sequence[int] | None]:
+    def within_limit(self, samples: Sequence[Sample]) -> list[Sequence[int] | None]:
         """The prompts as token ids; None for one over the limit, or its last tokens where `overlong_prompt` is
-        `truncate`. `kept`: for when they are asked for again."""
-        limit, cut = self.max_prompt_tokens, self.config.overlong_prompt == "truncate"
-        encoded: Sequence[Sequence[int]] = self.token_ids(samples) if kept else self._encode(samples)
-        return [ids[-limit:] if cut or len(ids) <= limit else None for ids in encoded]
+        `truncate`. They are not kept for another time."""
+        return [self._cut(ids) for ids in self._encode(samples)]
+
+    def _cut(self, ids: Sequence[int]) -> Sequence[int] | None:
+        if len(ids) > self.max_prompt_tokens and self.config.overlong_prompt == "drop":
+            return None
+        return ids[-self.max_prompt_tokens :]
 
     def _encode(self, samples: Sequence[Sample]) -> list[list[int]]:
         if not samples:

@@ -6,11 +6,11 @@ reads it. Arguments are those of the task's own config class, such as `min_n` fo
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator
 from typing import Any
 
+from atomrl.data.generators import nearest
 from atomrl.data.problems import DataError
 
 CHUNK = 500
@@ -30,9 +30,7 @@ def draw_rows(name: str, seed: int, args: dict[str, Any]) -> Iterator[dict[str, 
     except ImportError:
         raise DataError("reasoning_gym tasks need the extra: pip install 'atomrl[tasks]'") from None
     if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise DataError(f"reasoning-gym has no task {name!r}{hint}")
+        raise DataError(f"reasoning-gym has no task {name!r}{nearest(name, DATASETS)}")
     if {"seed", "size"} & set(args):
         raise DataError("seed and size are given apart, not among the arguments of the task")
     while True:

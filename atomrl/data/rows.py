@@ -25,26 +25,22 @@ from atomrl.types import (
 
 @dataclass(frozen=True)
 class _Row:
-    """A trajectory that is trained on."""
+    """A trajectory that is trained on: its tokens one after the other, cut to the limit."""
 
     index: int
     """Among the step's trajectories."""
     trajectory: Trajectory
     reward: float
-    group: int
-    segments: tuple[tuple[int, Segment, int], ...]
-    """(place in the row, segment, how many of its tokens the row has)."""
-    sampled: int
-    """Tokens of the whole trajectory."""
+    tokens: tuple[int, ...]
+    versions: list[int]
+    """Of the weights that wrote each token; -1 where the model did not."""
+    logprobs: list[float]
+    """From the engine; 0 where there is none."""
 
     @property
-    def length(self) -> int:
-        start, _, size = self.segments[-1]
-        return start + size
-
-    @property
-    def model_segments(self) -> list[tuple[int, Segment, int]]:
-        return [part for part in self.segments if part[1].origin == "model"]
+    def written(self) -> list[Segment]:
+        """What the model wrote."""
+        return [part for part in self.trajectory.segments if part.origin == "model" and part.token_ids]
 
 
 def to_rows(trajectories: Sequence[Trajectory], max_row_tokens: int | None = None) -> RowBatch:
@@ -62,55 +58,53 @@ def to_rows(trajectories: Sequence[Trajectory], max_row_tokens: int | None = Non
         B rows, right-padded with token 0 (a causal model never looks at it).
     """
     groups = {prompt_id: number for number, prompt_id in enumerate(by_group(trajectories))}
-    made = (_row(index, item, groups[item.prompt_id], max_row_tokens) for index, item in enumerate(trajectories))
+    made = (_row(index, item, max_row_tokens) for index, item in enumerate(trajectories))
     rows = [row for row in made if row is not None]
-    longest = max((row.length for row in rows), default=0)
+    items, lengths = [row.trajectory for row in rows], [len(row.tokens) for row in rows]
+    longest = max(lengths, default=0)
     tokens = torch.zeros(len(rows), longest, dtype=torch.long)
     versions = torch.full((len(rows), longest), -1, dtype=torch.int32)
     logprobs = torch.zeros(len(rows), longest)
     for number, row in enumerate(rows):
-        for start, segment, size in row.segments:
-            place = slice(start, start + size)
-            tokens[number, place] = torch.tensor(segment.token_ids[:size])
-            if segment.origin == "model":
-                versions[number, place] = segment.policy_version or 0
-                logprobs[number, place] = torch.tensor((segment.logprobs or (0.0,) * size)[:size])
+        tokens[number, : lengths[number]] = torch.tensor(row.tokens)
+        versions[number, : lengths[number]] = torch.tensor(row.versions)
+        logprobs[number, : lengths[number]] = torch.tensor(row.logprobs)
     loss_mask = versions >= 0
     loss_mask[:, :1] = False  # nothing predicts the first token
-    written = [segment for row in rows for _, segment, _ in row.model_segments]
-    unfinished = [row.trajectory.finish_reason in ("length", "abort") or row.length < row.sampled for row in rows]
+    unfinished = [
+        item.finish_reason in ("length", "abort") or length < item.prompt_tokens + item.response_tokens
+        for item, length in zip(items, lengths, strict=True)
+    ]
     return RowBatch(
         tokens=tokens,
         loss_mask=loss_mask,
-        lengths=_integers(row.length for row in rows),
-        prompt_lengths=_integers(row.trajectory.prompt_tokens for row in rows),
-        group_ids=_integers(row.group for row in rows),
+        lengths=torch.tensor(lengths, dtype=torch.long),
+        prompt_lengths=_integers(item.prompt_tokens for item in items),
+        group_ids=_integers(groups[item.prompt_id] for item in items),
         rewards=torch.tensor([row.reward for row in rows], dtype=torch.float32),
         truncated=torch.tensor(unfinished, dtype=torch.bool),
-        response_lengths=_integers(row.trajectory.response_tokens for row in rows),
+        response_lengths=_integers(item.response_tokens for item in items),
         trajectory_index=_integers(row.index for row in rows),
         policy_versions=versions,
         token_rewards=_token_rewards(rows, longest),
-        rollout_logprobs=None if any(segment.logprobs is None for segment in written) else logprobs,
+        rollout_logprobs=None if any(part.logprobs is None for row in rows for part in row.written) else logprobs,
         candidates=_candidates(rows, longest),
-        reward_parts=_reward_parts(rows),
-        baseline_rewards=_baseline_rewards(rows),
+        reward_parts=_reward_parts(items),
+        baseline_rewards=_baseline_rewards(items),
     )
 
 
-def _row(index: int, trajectory: Trajectory, group: int, limit: int | None) -> _Row | None:
+def _row(index: int, trajectory: Trajectory, limit: int | None) -> _Row | None:
     """A trajectory as a row; None where it has no reward, or nothing of it is left to train."""
-    if trajectory.reward is None:
-        return None
-    segments, start = [], 0
+    versions: list[int] = []
+    logprobs: list[float] = []
     for segment in trajectory.segments:
-        size = len(segment.token_ids) if limit is None else min(len(segment.token_ids), limit - start)
-        if size > 0:
-            segments.append((start, segment, size))
-        start += len(segment.token_ids)
-    if not any(segment.origin == "model" for _, segment, _ in segments):
+        size, written = len(segment.token_ids), segment.origin == "model"
+        versions += [segment.policy_version or 0 if written else -1] * size
+        logprobs += segment.logprobs if written and segment.logprobs is not None else [0.0] * size
+    if trajectory.reward is None or max(versions[:limit], default=-1) < 0:
         return None
-    return _Row(index, trajectory, trajectory.reward, group, tuple(segments), start)
+    return _Row(index, trajectory, trajectory.reward, trajectory.token_ids[:limit], versions[:limit], logprobs[:limit])
 
 
 def _integers(numbers: Iterator[int]) -> Tensor:
@@ -119,17 +113,16 @@ def _integers(numbers: Iterator[int]) -> Tensor:
 
 def _candidates(rows: Sequence[_Row], longest: int) -> RaggedIds | None:
     """Of [B, T], what each token was drawn from; None where the engine did not tell it of every token."""
-    if not rows or any(segment.candidates is None for row in rows for _, segment, _ in row.model_segments):
-        return None
     counts = torch.zeros(len(rows), longest, dtype=torch.int32)
     ids = []
     for number, row in enumerate(rows):
-        for start, segment, size in row.model_segments:
-            if segment.candidates is not None:
-                part = segment.candidates.counts[:size]
-                counts[number, start : start + size] = part
-                ids.append(segment.candidates.ids[: int(part.sum())])
-    return RaggedIds(counts=counts, ids=torch.cat(ids))
+        found = [part.candidates for part in row.written if part.candidates is not None]
+        if len(found) < len(row.written):
+            return None
+        own = torch.tensor(row.versions) >= 0
+        counts[number, : len(own)][own] = torch.cat([each.counts for each in found])[: int(own.sum())]
+        ids.append(torch.cat([each.ids for each in found])[: int(counts[number].sum())])
+    return RaggedIds(counts=counts, ids=torch.cat(ids)) if ids else None
 
 
 def _token_rewards(rows: Sequence[_Row], longest: int) -> Tensor | None:
@@ -139,13 +132,12 @@ def _token_rewards(rows: Sequence[_Row], longest: int) -> Tensor | None:
     rewards = torch.zeros(len(rows), longest)
     for number, row in enumerate(rows):
         for place, reward in row.trajectory.token_rewards:
-            rewards[number, min(place, row.length - 1)] += reward
+            rewards[number, min(place, len(row.tokens) - 1)] += reward
     return rewards
 
 
-def _reward_parts(rows: Sequence[_Row]) -> Tensor | None:
+def _reward_parts(items: Sequence[Trajectory]) -> Tensor | None:
     """[B, K, 2] value and weight of each part that enters the sum."""
-    items = [row.trajectory for row in rows]
     names = dict.fromkeys(name for item in items for name, weight in item.part_weights.items() if weight)
     if not names:
         return None
@@ -153,12 +145,11 @@ def _reward_parts(rows: Sequence[_Row]) -> Tensor | None:
     return torch.tensor(parts, dtype=torch.float32)
 
 
-def _baseline_rewards(rows: Sequence[_Row]) -> Tensor | None:
+def _baseline_rewards(items: Sequence[Trajectory]) -> Tensor | None:
     """[B] of extra rollouts; None where there were none."""
-    found = [row.trajectory.baseline_reward for row in rows]
-    if all(reward is None for reward in found):
+    if all(item.baseline_reward is None for item in items):
         return None
-    return torch.tensor([_or_nan(reward) for reward in found], dtype=torch.float32)
+    return torch.tensor([_or_nan(item.baseline_reward) for item in items], dtype=torch.float32)
 
 
 def _or_nan(value: float | None) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from atomrl.data.files import RawRow, read_rows
-from atomrl.data.generators import generate, is_generator, nearest_generator
+from atomrl.data.generators import GENERATORS, Draw, find_completions, generate, is_generator, nearest
 from atomrl.data.problems import DataError, problem_list
 from atomrl.types import Message, Sample
 
@@ -22,7 +22,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 ROLES = ("system", "developer", "user", "assistant", "tool")
-RESERVED = ("prompts", "completions")
+RESERVED = ("prompts", "completions", "ground_truth")
+
+
+PromptContent = str | tuple[Message, ...]
+"""Text, or messages."""
+Scored = tuple[tuple[PromptContent, float], ...]
+"""Completions with their scores: of a demonstration one, 0; of a pair the better one first; one with a label by itself
+is 1 if good and -1 if bad. A demonstration may be messages, of which the first is the assistant's."""
+COMPLETIONS = "completions"
+"""The column of a sample that holds them."""
+Convert = Callable[[str, Mapping[str, Any]], Sample]
+"""(place, row) -> a sample; DataError, without the place, says what is wrong with the row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +45,8 @@ class LoadReport:
     samples: list[Sample]
     problems: list[str] = field(default_factory=list)
     """One line for each row that was skipped (`on_bad_row` is `skip`): place and reason."""
-
-
-PromptContent = str | tuple[Message, ...]
-"""Text, or messages."""
-Convert = Callable[[str, Mapping[str, Any]], Sample]
-"""(place, row) -> a sample; DataError, without the place, says what is wrong with the row."""
+    draw: Draw | None = None
+    """Of a generator, where completions were asked for: writes others each time."""
 
 
 def load_samples(
@@ -47,7 +54,7 @@ def load_samples(
     split: Literal["train", "eval"] = "train",
     seed: int = 0,
     convert: Convert | None = None,
-    find: Callable[[str], object] | None = None,
+    completions: Literal["demonstrate", "pair"] | None = None,
 ) -> LoadReport:
     """The problems of one split.
 
@@ -60,24 +67,28 @@ def load_samples(
         split: which of the two.
         seed: decides what a generator draws; files do not depend on it.
         convert: how a row of a file becomes a sample; None is `problem_reader`.
-        find: what a generator must have beside problems, as a function that raises where it has not.
+        completions: what a generator must write beside problems.
 
     Returns:
         The samples, in the order of the file. No samples where `split` is `eval` and `config.eval` is None.
 
     Raises:
-        DataError: a file is absent or empty, a generator has fewer problems, or rows have problems (all of them are
-            listed, up to 20, with file and line) and `on_bad_row` is `error`.
+        DataError: a file is absent or empty, a generator has fewer problems or writes no such completions, or rows have
+            problems (all of them are listed, up to 20, with file and line) and `on_bad_row` is `error`.
     """
     source: str | list[str] | None
     source, size = (config.train, config.train_size) if split == "train" else (config.eval, config.eval_size)
     if source is None:
         return LoadReport(source="none", samples=[])
     name = source if isinstance(source, str) else ", ".join(source)
+    draw = None
     if is_generator(source):
-        if find:
-            find(source)
-        rows, convert = _generated(config, source, size, split, seed), _generated_problem
+        if size is None:
+            raise DataError(f"data.{split}_size is required: how many problems to draw from {source}")
+        draw = find_completions(source, completions) if completions else None
+        made = generate(source, size, seed=seed, split=split, **config.generator_args)
+        rows: Iterable[RawRow] = [RawRow(f"{source}:{split}:{index}", row) for index, row in enumerate(made, start=1)]
+        convert = problem_reader(type(config)(train=source))  # with the names that generators give
     else:
         rows = read_source(source)
     samples, problems = to_samples(rows, convert or problem_reader(config))
@@ -90,7 +101,7 @@ def load_samples(
         raise DataError(f"{name} holds no usable row" + (":\n" + problem_list(problems) if problems else ""))
     if size is not None and len(samples) < size:
         log.warning("data.%s_size=%d, but %s holds %d usable rows: all are taken", split, size, name, len(samples))
-    return LoadReport(source=name, samples=samples[:size], problems=problems)
+    return LoadReport(source=name, samples=samples[:size], problems=problems, draw=draw)
 
 
 def read_source(source: str | list[str]) -> Iterable[RawRow]:
@@ -113,23 +124,10 @@ def _file_rows(path: str, whole_path: bool) -> Iterable[RawRow]:
     if is_generator(path):
         raise DataError(f"{path!r} is a generator; a list of sources takes files (atomrl data make writes one)")
     if "." not in path and "/" not in path and not Path(path).exists():
-        near = nearest_generator(path)
-        hint = f"; did you mean {near!r}?" if near else ""
-        raise DataError(f"{path!r} is neither a data file (.jsonl, .json, .csv, .parquet) nor a generator{hint}")
-    rows = read_rows(path)
-    if not whole_path:
-        return rows
-    folder = path.removesuffix(Path(path).name)
-    return (replace(raw, place=folder + raw.place) for raw in rows)
-
-
-def _generated(
-    config: DataConfig, source: str, size: int | None, split: Literal["train", "eval"], seed: int
-) -> Iterable[RawRow]:
-    if size is None:
-        raise DataError(f"data.{split}_size is required: how many problems to draw from {source}")
-    rows = generate(source, size, seed=seed, split=split, **config.generator_args)
-    return [RawRow(f"{source}:{split}:{index}", row) for index, row in enumerate(rows, start=1)]
+        known = "a data file (.jsonl, .json, .csv, .parquet) nor a generator"
+        raise DataError(f"{path!r} is neither {known}{nearest(path, GENERATORS)}")
+    folder = path.removesuffix(Path(path).name) if whole_path else ""
+    return (replace(raw, place=folder + raw.place) for raw in read_rows(path))
 
 
 def to_samples(rows: Iterable[RawRow], convert: Convert) -> tuple[list[Sample], list[str]]:
@@ -149,22 +147,14 @@ def to_samples(rows: Iterable[RawRow], convert: Convert) -> tuple[list[Sample], 
     return samples, problems
 
 
-def answer_reader(column: str, read: Callable[[Mapping[str, Any]], tuple[PromptContent, object]]) -> Convert:
-    """Reads a row as a prompt and what follows it, which the sample has in `column`."""
+def completions_reader(read: Callable[[Mapping[str, Any]], tuple[PromptContent, Scored]]) -> Convert:
+    """Reads a row as a prompt with its completions."""
 
     def convert(place: str, row: Mapping[str, Any]) -> Sample:
-        prompt, answers = read(row)
-        return Sample(sample_id=place, prompt=prompt, ground_truth=None, columns={column: answers})
+        prompt, completions = read(row)
+        return Sample(sample_id=place, prompt=prompt, ground_truth=None, columns={COMPLETIONS: completions})
 
     return convert
-
-
-@dataclass(frozen=True)
-class _Fields:
-    prompt: str
-    answer: str | None
-    data_source: str
-    pattern: re.Pattern[str] | None
 
 
 def problem_reader(config: DataConfig) -> Convert:
@@ -173,73 +163,66 @@ def problem_reader(config: DataConfig) -> Convert:
     Raises:
         DataError: the pattern is no regular expression with a group, or has no field to look in.
     """
-    pattern = _pattern(config.answer_pattern)
-    if pattern is not None and config.answer_field is None:
-        raise DataError("data.answer_pattern needs data.answer_field, the field in which it looks")
-    fields = _Fields(config.prompt_field, config.answer_field, config.data_source_field, pattern)
-    return partial(_problem, fields=fields)
+    pattern = None
+    if config.answer_pattern is not None:
+        try:
+            pattern = re.compile(config.answer_pattern)
+        except re.error as error:
+            text = f"data.answer_pattern {config.answer_pattern!r} is not a regular expression: {error}"
+            raise DataError(text) from None
+        if pattern.groups < 1:
+            raise DataError(f"data.answer_pattern {pattern.pattern!r} has no group; put parentheses around the answer")
+        if config.answer_field is None:
+            raise DataError("data.answer_pattern needs data.answer_field, the field in which it looks")
+    return partial(_problem, config=config, pattern=pattern)
 
 
-def _pattern(text: str | None) -> re.Pattern[str] | None:
-    if text is None:
-        return None
-    try:
-        pattern = re.compile(text)
-    except re.error as error:
-        raise DataError(f"data.answer_pattern {text!r} is not a regular expression: {error}") from None
-    if pattern.groups < 1:
-        raise DataError(f"data.answer_pattern {text!r} has no group; put parentheses around the answer")
-    return pattern
-
-
-def _problem(place: str, row: Mapping[str, Any], fields: _Fields) -> Sample:
-    prompt = check_prompt(_lookup(row, fields.prompt))
-    answer = None if fields.answer is None else _lookup(row, fields.answer)
-    blank = answer is None or (isinstance(answer, str) and not answer.strip())
-    if fields.answer is not None and (blank or (isinstance(answer, float) and not math.isfinite(answer))):
-        raise DataError(f"field {fields.answer!r} is empty" if blank else f"field {fields.answer!r} is {answer}")
-    used = {fields.prompt, fields.data_source}
-    if fields.answer in ("ground_truth", *RESERVED):  # any other stays a column too, for rewards that ask for it
-        used.add(fields.answer)
-    if fields.pattern is not None:
-        answer = _extract(answer, fields)
-    source = _lookup(row, fields.data_source, "default")
-    if source is None:
-        source = "default"
+def _problem(place: str, row: Mapping[str, Any], config: DataConfig, pattern: re.Pattern[str] | None) -> Sample:
+    prompt = check_prompt(_lookup(row, config.prompt_field))
+    used, name = {config.prompt_field, config.data_source_field}, config.answer_field
+    answer = None
+    if name is not None:
+        answer = _lookup(row, name)
+        if answer is None or (isinstance(answer, str) and not answer.strip()):
+            raise DataError(f"field {name!r} is empty")
+        if isinstance(answer, float) and not math.isfinite(answer):
+            raise DataError(f"field {name!r} is {answer}")
+        if name in RESERVED:  # any other stays a column too, for rewards that ask for it
+            used.add(name)
+        if pattern is not None:
+            answer = _extract(answer, name, pattern)
+    source = _lookup(row, config.data_source_field, required=False)
+    source = "default" if source is None else source
     if not isinstance(source, str):
-        raise DataError(f"field {fields.data_source!r} must be text, not {type(source).__name__}")
-    columns = {name: value for name, value in row.items() if name not in used}
-    for name in (*RESERVED, "ground_truth", "data_source"):
-        if name in columns:
-            raise DataError(f"column {name!r} has a name that rewards use for something else; rename or map it")
+        raise DataError(f"field {config.data_source_field!r} must be text, not {type(source).__name__}")
+    columns = {key: value for key, value in row.items() if key not in used}
+    for key in (*RESERVED, "data_source"):
+        if key in columns:
+            raise DataError(f"column {key!r} has a name that rewards use for something else; rename or map it")
     return Sample(sample_id=place, prompt=prompt, ground_truth=answer, data_source=source, columns=columns)
 
 
-_generated_problem = partial(_problem, fields=_Fields("prompt", "ground_truth", "data_source", None))
-_REQUIRED = object()
-
-
-def _lookup(row: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> Any:
+def _lookup(row: Mapping[str, Any], name: str, required: bool = True) -> Any:
     """`a.b` is the key of that very name, or key `b` of the object under `a`."""
     if name in row:
         return row[name]
     node: Any = row
     for part in name.split("."):
-        if not isinstance(node, Mapping) or part not in node:
-            if default is not _REQUIRED:
-                return default
+        if isinstance(node, Mapping) and part in node:
+            node = node[part]
+        elif required:
             raise DataError(f"field {name!r} is missing (has {', '.join(map(repr, row)) or 'no keys'})")
-        node = node[part]
+        else:
+            return None
     return node
 
 
-def _extract(answer: Any, fields: _Fields) -> str:
-    assert fields.pattern is not None
+def _extract(answer: Any, name: str, pattern: re.Pattern[str]) -> str:
     if not isinstance(answer, str):
-        raise DataError(f"field {fields.answer!r} must be text for data.answer_pattern, not {type(answer).__name__}")
-    match = fields.pattern.search(answer)
+        raise DataError(f"field {name!r} must be text for data.answer_pattern, not {type(answer).__name__}")
+    match = pattern.search(answer)
     if match is None or not (match.group(1) or "").strip():
-        raise DataError(f"field {fields.answer!r} has no match for data.answer_pattern {fields.pattern.pattern!r}")
+        raise DataError(f"field {name!r} has no match for data.answer_pattern {pattern.pattern!r}")
     return match.group(1).strip()
 
 

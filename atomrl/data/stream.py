@@ -15,7 +15,8 @@ from atomrl.types import Sample
 class PromptStream:
     """Samples without end: every epoch hands out each sample exactly once, in an order of its own.
 
-    The order of an epoch is a function of the seed and the epoch's number, so `position` alone resumes a stream.
+    The order of an epoch is a function of the seed and the epoch's number, so `position`, the number of samples handed
+    out since the start of the run, alone resumes a stream.
 
     Example:
         >>> samples = [Sample(sample_id=name, prompt=name, ground_truth="") for name in "abc"]
@@ -40,28 +41,17 @@ class PromptStream:
         self.samples = tuple(samples)
         self.seed = seed
         self.shuffle = shuffle
-        self._position = 0
+        self.position = 0
         self._order: tuple[int, list[int]] = (-1, [])
-
-    @property
-    def position(self) -> int:
-        """Samples handed out since the start of the run; set it to continue from there."""
-        return self._position
-
-    @position.setter
-    def position(self, position: int) -> None:
-        if position < 0:
-            raise ValueError(f"position must be at least 0, not {position}")
-        self._position = position
 
     def take(self, count: int) -> list[tuple[str, Sample]]:
         """The next `count` samples, each with its prompt id `epoch:sample_id`; a batch may cross epochs."""
         taken = []
-        for position in range(self._position, self._position + count):
+        for position in range(self.position, self.position + count):
             epoch, index = divmod(position, len(self.samples))
             sample = self.samples[self._epoch_order(epoch)[index]]
             taken.append((f"{epoch}:{sample.sample_id}", sample))
-        self._position += count
+        self.position += count
         return taken
 
     def _epoch_order(self, epoch: int) -> list[int]:

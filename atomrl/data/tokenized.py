@@ -1,11 +1,10 @@
-"""Demonstrations and preferences as token ids: held in flat arrays, and made into rows."""
+"""Demonstrations and preferences as token ids, and as rows."""
 
 from __future__ import annotations
 
 import logging
-from array import array
+import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,39 +12,43 @@ import torch
 from numpy.typing import NDArray
 
 from atomrl.data.problems import DataError
-from atomrl.types import RowBatch, Sample
+from atomrl.data.processor import DataProcessor
+from atomrl.data.sources import COMPLETIONS, LoadReport, PromptContent, Scored
+from atomrl.types import Message, RowBatch, Sample
 
 log = logging.getLogger(__name__)
 Items = Sequence[tuple[str, Sample]]
 """(prompt id, sample)"""
+Read = Callable[[Sample, Sequence[int], Sequence[int], str], Sequence[int]]
+"""A reward model's way to read: sample, prompt and completion as token ids, completion as text -> the whole row."""
 SAMPLES_AT_ONCE = 512
 
 
 class Example(NamedTuple):
-    """A prompt with a completion, as tokens.
+    """A prompt with a completion, as tokens; in 5 bytes each, since whole data sets are held so."""
 
-    Example:
-        >>> demonstration([5, 6], [7, 2])
-        Example(tokens=[5, 6, 7, 2], learned=[False, False, True, True], label=0, margin=0.0)
-    """
-
-    tokens: Sequence[int] | NDArray[np.int32]
-    learned: Sequence[bool] | NDArray[np.bool_]
+    tokens: NDArray[np.int32]
+    learned: NDArray[np.bool_]
     """Which of them are trained on."""
     label: int = 0
     """Of a preference: 1 chosen or good, -1 rejected or bad."""
     margin: float = 0.0
     """By how much the chosen completion of the pair is better."""
 
+    @property
+    def prompt_length(self) -> int:
+        return int(self.learned.argmax())
+
 
 def demonstration(prompt: Sequence[int], completion: Sequence[int], label: int = 0, margin: float = 0.0) -> Example:
-    """A completion that is trained on, after a prompt that is not."""
-    learned = [False] * len(prompt) + [True] * len(completion)
-    return Example([*prompt, *completion], learned, label, margin)
+    """A completion that is trained on, after a prompt that is not.
 
-
-Encode = Callable[[Items], list[list[Example]]]
-"""Tokenizes samples: the completions of each; none of a prompt that is too long."""
+    Example:
+        >>> demonstration([5, 6], [7, 2]).learned.tolist()
+        [False, False, True, True]
+    """
+    tokens = np.array([*prompt, *completion], dtype=np.int32)
+    return Example(tokens, np.arange(len(tokens)) >= len(prompt), label, margin)
 
 
 def rows_from_tokens(
@@ -70,33 +73,29 @@ def rows_from_tokens(
     if mismatched:
         if len(groups) < 2:
             raise ValueError("completions of other prompts are needed: train.rows_per_update must be at least 2")
-        swapped = [
-            _with_prompt_of(group[0], other)
-            for group, others in zip(groups, [*groups[1:], groups[0]], strict=True)
-            for other in others
-        ]
-        examples += [(len(groups) + place, example, True) for place, example in enumerate(swapped)]
+        for (own, *_), others in zip(groups, [*groups[1:], groups[0]], strict=True):
+            prompt = own.tokens[: own.prompt_length].tolist()
+            for other in others:
+                swapped = demonstration(prompt, other.tokens[other.prompt_length :].tolist())
+                examples.append((len(examples), swapped, True))
     sizes = [min(len(example.tokens), max_row_tokens or len(example.tokens)) for _, example, _ in examples]
     tokens = torch.zeros(len(examples), max(sizes, default=0), dtype=torch.long)
     loss_mask = torch.zeros(tokens.shape, dtype=torch.bool)
     for row, (size, (_, example, _)) in enumerate(zip(sizes, examples, strict=True)):
-        tokens[row, :size] = torch.as_tensor(np.asarray(example.tokens[:size], dtype=np.int64))
-        loss_mask[row, :size] = torch.as_tensor(np.asarray(example.learned[:size]))
+        tokens[row, :size] = torch.from_numpy(example.tokens[:size])
+        loss_mask[row, :size] = torch.from_numpy(example.learned[:size])
     loss_mask[:, :1] = False  # nothing predicts the first token
-    labels = torch.tensor([0 if other else example.label for _, example, other in examples])
-    group_ids = torch.tensor([group for group, _, _ in examples])
+    labels = torch.tensor([example.label for _, example, _ in examples])
     pairs = [{example.label for example in group} >= {1, -1} for group in groups]
-    pair_ids = [group if group < len(groups) and pairs[group] else -1 for group, _, _ in examples]
+    pair_ids = [group if not other and pairs[group] else -1 for group, _, other in examples]
     return RowBatch(
         tokens=tokens,
         loss_mask=loss_mask,
         lengths=torch.tensor(sizes),
-        prompt_lengths=torch.tensor([_prompt_length(example) for _, example, _ in examples]),
-        group_ids=group_ids,
+        prompt_lengths=torch.tensor([example.prompt_length for _, example, _ in examples]),
+        group_ids=torch.tensor([group for group, _, _ in examples]),
         rewards=torch.zeros(len(examples)),
-        truncated=torch.tensor(
-            [len(example.tokens) > size for size, (_, example, _) in zip(sizes, examples, strict=True)]
-        ),
+        truncated=torch.tensor([len(one.tokens) > size for size, (_, one, _) in zip(sizes, examples, strict=True)]),
         labels=labels if labels.any() else None,
         pair_ids=torch.tensor(pair_ids) if any(pairs) else None,
         pair_margins=torch.tensor([example.margin for _, example, _ in examples]) if any(pairs) else None,
@@ -104,38 +103,21 @@ def rows_from_tokens(
     )
 
 
-def _prompt_length(example: Example) -> int:
-    return int(np.asarray(example.learned).argmax())
-
-
-def _with_prompt_of(example: Example, other: Example) -> Example:
-    return demonstration(list(example.tokens[: _prompt_length(example)]), list(other.tokens[_prompt_length(other) :]))
-
-
-@dataclass(frozen=True)
-class TooLong:
-    """What is said of samples over the limit on length; `{}` is filled in."""
-
-    complaint: str
-    """Fields: `over`, `total`, `limit`, `longest`, `sample`."""
-    advice: str
-    """What to do where none is left."""
-
-
 class TokenizedSamples:
-    """Samples as rows of tokens. Those of a file are tokenized once, into flat arrays of 5 bytes a token; those of a
-    generator, which writes other completions every time, as they are drawn.
+    """Samples as rows of tokens: those of a file are tokenized once; those of a generator, which writes other
+    completions every time, as they are drawn.
 
     Attributes:
         samples: those that fit.
 
     Args:
-        samples: of a data set.
-        encode: tokenizes some of them.
-        drawn: whether `encode` gives other completions every time.
+        report: what was loaded.
+        processor: of the prompts.
+        what: the plural that messages call the samples by.
+        seed: with the prompt's id, of what chance decides.
         limit: samples of which a row, as in the first epoch, has more tokens are left out, with a warning.
-        too_long: what is said of them.
         max_row_tokens: rows are cut to this many tokens.
+        read: where the model has a way of its own to read a row; all of it is then trained on.
 
     Raises:
         DataError: none is left.
@@ -143,57 +125,50 @@ class TokenizedSamples:
 
     def __init__(
         self,
-        samples: Sequence[Sample],
-        encode: Encode,
+        report: LoadReport,
+        processor: DataProcessor,
+        what: str,
         *,
-        drawn: bool,
-        limit: int | None,
-        too_long: TooLong,
+        seed: int = 0,
+        limit: int | None = None,
         max_row_tokens: int | None = None,
+        read: Read | None = None,
     ) -> None:
-        self._encode, self._drawn = encode, drawn
+        self._draw, self._processor, self._seed, self._read = report.draw, processor, seed, read
         self._max_row_tokens = min((size for size in (limit, max_row_tokens) if size is not None), default=None)
-        self._tokens, self._learned = array("i"), bytearray()
-        self._ends, self._labels, self._margins = array("q", [0]), array("b"), array("d")
-        self._rows: dict[str, tuple[int, int]] = {}
+        self._kept: dict[str, list[Example]] = {}
         self.samples: list[Sample] = []
-        over, longest, no_prompt = 0, (0, ""), 0
-        for start in range(0, len(samples), SAMPLES_AT_ONCE):
-            part = samples[start : start + SAMPLES_AT_ONCE]
-            for sample, group in zip(part, encode([(f"0:{s.sample_id}", s) for s in part]), strict=True):
+        over, longest, no_prompt, total = 0, (0, ""), 0, len(report.samples)
+        for start in range(0, total, SAMPLES_AT_ONCE):
+            items = [(f"0:{sample.sample_id}", sample) for sample in report.samples[start : start + SAMPLES_AT_ONCE]]
+            for (_, sample), group in zip(items, self._encode(items), strict=True):
                 size = max((len(example.tokens) for example in group), default=0)
                 longest = max(longest, (size, sample.sample_id))
-                no_prompt += not group
-                if group and limit is not None and size > limit:
+                if not group:
+                    no_prompt += 1
+                elif limit is not None and size > limit:
                     over += 1
-                elif group:
+                else:
                     self.samples.append(sample)
-                    if not drawn:
-                        self._keep(sample, group)
+                    if self._draw is None:
+                        self._kept[sample.sample_id] = group
         if over:
-            message = too_long.complaint.format(
-                over=over, total=len(samples), limit=limit, longest=longest[0], sample=longest[1]
+            self._left_out(
+                f"{over} of {total} {what} are longer than {limit} tokens, all that the model takes (the longest, with "
+                f"its prompt: {longest[0]}, {longest[1]})",
+                "; take a model with a longer context (of one that is made fresh: sft.gpt.max_tokens), or shorter data",
             )
-            if not self.samples:
-                raise DataError(f"{message}; {too_long.advice}")
-            log.warning("%s and are left out", message)
         if no_prompt:
-            if not self.samples:
-                raise DataError(f"all {no_prompt} prompts are longer than data.max_prompt_tokens")
-            log.warning("%d of %d prompts are over data.max_prompt_tokens and are left out", no_prompt, len(samples))
+            self._left_out(f"{no_prompt} of {total} prompts are longer than data.max_prompt_tokens", "")
 
-    def _keep(self, sample: Sample, group: Sequence[Example]) -> None:
-        self._rows[sample.sample_id] = len(self._labels), len(self._labels) + len(group)
-        for example in group:
-            self._tokens.extend(example.tokens)
-            self._learned.extend(example.learned)
-            self._ends.append(len(self._tokens))
-            self._labels.append(example.label)
-            self._margins.append(example.margin)
+    def _left_out(self, message: str, advice: str) -> None:
+        if not self.samples:
+            raise DataError(message + advice)
+        log.warning("%s and are left out", message)
 
     def rows(self, items: Items, mismatched: bool = False) -> RowBatch:
         """The rows of some samples; `mismatched`: see `rows_from_tokens`."""
-        groups = self._encode(items) if self._drawn else [self._kept(sample) for _, sample in items]
+        groups = self._encode(items) if self._draw else [self._kept[sample.sample_id] for _, sample in items]
         return rows_from_tokens(groups, self._max_row_tokens, mismatched)
 
     def batches(self, samples: int) -> Iterator[RowBatch]:
@@ -201,11 +176,77 @@ class TokenizedSamples:
         for start in range(0, len(self.samples), samples):
             yield self.rows([(f"eval:{s.sample_id}", s) for s in self.samples[start : start + samples]])
 
-    def _kept(self, sample: Sample) -> list[Example]:
-        tokens = np.frombuffer(self._tokens, dtype=np.int32)
-        learned = np.frombuffer(self._learned, dtype=np.bool_)
-        found = []
-        for row in range(*self._rows[sample.sample_id]):
-            span = slice(self._ends[row], self._ends[row + 1])
-            found.append(Example(tokens[span], learned[span], self._labels[row], self._margins[row]))
+    def completions(self, prompt_id: str, sample: Sample) -> Scored:
+        """Those of the sample's row, or of its generator."""
+        if self._draw is None:
+            found: Scored = sample.columns[COMPLETIONS]
+            return found
+        row = {**sample.columns, "ground_truth": sample.ground_truth}
+        drawn = self._draw(random.Random(f"{self._seed}/{prompt_id}"), row)
+        return ((drawn, 0.0),) if isinstance(drawn, str) else ((drawn[0], 1.0), (drawn[1], 0.0))
+
+    def _encode(self, items: Items) -> list[list[Example]]:
+        """The completions of each; none of a prompt that is too long."""
+        prompts = self._processor.within_limit([sample for _, sample in items])
+        groups = [self.completions(prompt_id, sample) for prompt_id, sample in items]
+        said = iter(self._ended([text for group in groups for turns, _ in group for text in _said(turns)]))
+        found: list[list[Example]] = []
+        for (_, sample), prompt, group in zip(items, prompts, groups, strict=True):
+            margin = group[0][1] - group[-1][1]
+            labels = (1, -1) if len(group) == 2 else (int(group[0][1]),)
+            examples = []
+            for (turns, _), label in zip(group, labels, strict=True):
+                answers = [next(said) for _ in _said(turns)]
+                if prompt is not None:
+                    examples.append(self._example(sample, prompt, turns, answers)._replace(label=label, margin=margin))
+            found.append(examples)
         return found
+
+    def _ended(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of completions, each ended by the end-of-sequence token."""
+        tokenizer = self._processor.tokenizer
+        if tokenizer.eos_token_id is None:
+            raise DataError("the tokenizer has no end-of-sequence token, so a model could not learn to stop")
+        encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return [[*tokens, tokenizer.eos_token_id] for tokens in encoded]
+
+    def _example(
+        self, sample: Sample, prompt: Sequence[int], turns: PromptContent, answers: Sequence[list[int]]
+    ) -> Example:
+        """A completion; or several turns, each of the assistant's as it would have been sampled, then what the chat
+        template puts between it and the assistant's next one.
+
+        Raises:
+            DataError: the template writes a conversation otherwise once it goes on, so the tokens would not be those
+                that the model sees in use.
+        """
+        if isinstance(turns, str):
+            if self._read is None:
+                return demonstration(prompt, answers[0])
+            return demonstration([], self._read(sample, prompt, answers[0], turns))
+        tokenizer, processor = self._processor.tokenizer, self._processor
+        start = sample.prompt
+        messages = [Message(role="user", content=start)] if isinstance(start, str) else list(start)
+        tokens, learned, text = [*prompt], [False] * len(prompt), ""
+        following = iter(answers)
+        for turn in turns:
+            if turn["role"] == "assistant":
+                longer = processor.rendered(messages, sample.sample_id)
+                if not longer.startswith(text):
+                    raise DataError(
+                        f"{sample.sample_id}: the chat template writes earlier turns otherwise once a conversation "
+                        "goes on; give each of the assistant's turns as a row of its own"
+                    )
+                between = longer[len(text) :].removeprefix(tokenizer.eos_token) if text else ""
+                said = next(following)
+                ids = tokenizer(between, add_special_tokens=False)["input_ids"] if between else []
+                tokens += [*ids, *said]
+                learned += [False] * len(ids) + [True] * len(said)
+                text = longer + turn["content"]
+            messages.append(turn)
+        return Example(np.array(tokens, dtype=np.int32), np.array(learned, dtype=np.bool_))
+
+
+def _said(turns: PromptContent) -> list[str]:
+    """What the assistant says in them."""
+    return [turns] if isinstance(turns, str) else [turn["content"] for turn in turns if turn["role"] == "assistant"]

@@ -9,30 +9,29 @@ FOLDER/
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from atomrl.data.problems import DataError
-from atomrl.data.text import text_chunks
+from atomrl.data.text import CHUNK_CHARACTERS, text_chunks
 
-FORMAT = 1
 META, TOKENIZER = "meta.json", "tokenizer"
 Split = Literal["train", "val"]
-CHUNKS_AT_ONCE = 8
+CHUNKS_AT_ONCE = 64
+PIECES = 20_000
+"""A small text is read in about so many: the cut between the splits is at the end of one."""
 
 
-@dataclass(frozen=True)
-class SplitMeta:
+class SplitMeta(BaseModel):
     """What a token file holds."""
 
     tokens: int
@@ -43,19 +42,18 @@ class SplitMeta:
     """Of the token file."""
 
 
-@dataclass(frozen=True)
-class TokenMeta:
+class TokenMeta(BaseModel):
     """`meta.json`."""
 
     tokenizer: str
     """How it was asked for."""
     vocab_size: int
-    dtype: str
+    dtype: Literal["uint16", "uint32"]
     sources: dict[str, int]
     """Name of each text file -> its size in bytes."""
     train: SplitMeta
     val: SplitMeta
-    format: int = FORMAT
+    format: Literal[1] = 1
 
 
 def prepare_tokens(
@@ -82,19 +80,13 @@ def prepare_tokens(
         raise DataError(f"{out} exists already; name a new folder, or remove it")
     for path in paths:
         next(iter(text_chunks(path)))
-    sizes = {str(path): Path(path).stat().st_size for path in paths}
-    dtype = "uint16" if len(tokenizer) <= 2**16 else "uint32"
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        splits = _write_splits(paths, tokenizer, dtype, aside, round(sum(sizes.values()) * (1 - val_fraction)))
-        names = {Path(path).name: size for path, size in sizes.items()}
-        meta = TokenMeta(name, len(tokenizer), dtype, names, train=splits["train"], val=splits["val"])
+        meta = _write_splits(paths, tokenizer, name, aside, val_fraction)
         tokenizer.save_pretrained(aside / TOKENIZER)
-        (aside / META).write_text(json.dumps(asdict(meta), indent=1) + "\n", encoding="utf-8")
-        if out.exists():
-            out.rmdir()
+        (aside / META).write_text(meta.model_dump_json(indent=1) + "\n", encoding="utf-8")
         aside.rename(out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -102,41 +94,27 @@ def prepare_tokens(
 
 
 def _write_splits(
-    paths: Sequence[str | Path], tokenizer: Any, dtype: str, folder: Path, train_bytes: int
-) -> dict[str, SplitMeta]:
-    writers = {"train": _Writer(folder / "train.bin", dtype), "val": _Writer(folder / "val.bin", dtype)}
+    paths: Sequence[str | Path], tokenizer: Any, name: str, folder: Path, val_fraction: float
+) -> TokenMeta:
+    total = sum(Path(path).stat().st_size for path in paths)
+    train_bytes, done = round(total * (1 - val_fraction)), 0
+    dtype: Literal["uint16", "uint32"] = "uint16" if len(tokenizer) <= 2**16 else "uint32"
+    writers = {split: _Writer(folder / f"{split}.bin", dtype) for split in ("train", "val")}
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    done = 0
     for path in paths:
-        pieces = _pieces(path, train_bytes - done)
-        while batch := list(islice(pieces, CHUNKS_AT_ONCE)):
-            encoded = tokenizer([text for _, text in batch], add_special_tokens=False, verbose=False)["input_ids"]
-            for (split, text), ids in zip(batch, encoded, strict=True):
-                writers[split].write(ids, text)
+        chunks = text_chunks(path, min(CHUNK_CHARACTERS, 1 + total // PIECES))
+        while batch := list(islice(chunks, CHUNKS_AT_ONCE)):
+            encoded = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+            for text, ids in zip(batch, encoded, strict=True):
+                writers["train" if done < train_bytes else "val"].write(ids, text)
                 done += len(text.encode())
         writers["train" if done < train_bytes else "val"].write(end, "")
-    metas = {name: writer.close() for name, writer in writers.items()}
-    for name, meta in metas.items():
-        if meta.characters == 0:
-            raise DataError(f"the {name} split has no text: there is too little of it for a split; give more")
-    return metas
-
-
-def _pieces(path: str | Path, train_bytes: int) -> Iterator[tuple[str, str]]:
-    """(split, text) of a file of which the first `train_bytes` are for training; the cut is after a line."""
-    for chunk in text_chunks(path):
-        size = len(chunk.encode())
-        if train_bytes <= 0:
-            yield "val", chunk
-        elif size <= train_bytes:
-            yield "train", chunk
-        else:
-            near = len(chunk.encode()[:train_bytes].decode(errors="ignore"))
-            cut = chunk.find("\n", near) + 1 or chunk.rfind("\n", 0, near) + 1 or near
-            for split, text in (("train", chunk[:cut]), ("val", chunk[cut:])):
-                if text:
-                    yield split, text
-        train_bytes -= size
+    splits = {split: writer.close() for split, writer in writers.items()}
+    for split, found in splits.items():
+        if found.characters == 0:
+            raise DataError(f"the {split} split has no text: there is too little of it for a split; give more")
+    sources = {Path(path).name: Path(path).stat().st_size for path in paths}
+    return TokenMeta(tokenizer=name, vocab_size=len(tokenizer), dtype=dtype, sources=sources, **splits)
 
 
 class _Writer:
@@ -156,7 +134,7 @@ class _Writer:
 
     def close(self) -> SplitMeta:
         self.file.close()
-        return SplitMeta(self.tokens, self.characters, self.bytes, self.hash.hexdigest())
+        return SplitMeta(tokens=self.tokens, characters=self.characters, bytes=self.bytes, sha256=self.hash.hexdigest())
 
 
 class TokenFolder:
@@ -177,24 +155,15 @@ class TokenFolder:
             what = "has no meta.json" if self.path.is_dir() else "is no folder"
             raise DataError(f"{path} {what}; make it of text files with: atomrl data prepare FILE... --out {path}")
         try:
-            tree = json.loads((self.path / META).read_text(encoding="utf-8"))
-            if tree.get("format") != FORMAT:
-                raise DataError(f"{self.path / META} has format {tree.get('format')}, not {FORMAT}; prepare it again")
-            splits = {name: SplitMeta(**tree.pop(name)) for name in ("train", "val")}
-            self.meta = TokenMeta(**tree, train=splits["train"], val=splits["val"])
-            item = np.dtype(self.meta.dtype).newbyteorder("<")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"{self.path / META} is damaged ({error}); prepare the text again") from None
+            self.meta = TokenMeta.model_validate_json((self.path / META).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{self.path / META} is damaged; prepare the text again ({error})") from None
+        item = np.dtype(self.meta.dtype).newbyteorder("<")
         self._maps: dict[str, np.ndarray] = {}
-        for name, split in splits.items():
+        for name, split in (("train", self.meta.train), ("val", self.meta.val)):
             file = self.path / f"{name}.bin"
-            if (
-                not file.is_file()
-                or file.stat().st_size != split.tokens * item.itemsize
-                or _sha256(file) != split.sha256
-            ):
+            size = file.stat().st_size if file.is_file() else -1
+            if size != split.tokens * item.itemsize or _sha256(file) != split.sha256:
                 raise DataError(f"{file} is not what was written (see meta.json); prepare the text again")
             self._maps[name] = np.memmap(file, dtype=item, mode="r")
 

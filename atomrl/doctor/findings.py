@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 Row = Mapping[str, float | None]
 """A line of `metrics.jsonl`: "step" and metrics by name."""
@@ -41,6 +41,17 @@ class Finding:
         return f"doctor (step {self.step}, {self.severity}): {self.what}\n  Try: {self.advice} More: {self.page}"
 
 
+def is_evaluation(row: Mapping[str, Any]) -> bool:
+    """Whether a row of `metrics.jsonl` is an evaluation's, which has no other metrics.
+
+    Example:
+        >>> is_evaluation({"step": 5, "val-core/sums/acc/mean@1": 0.5}), is_evaluation({"step": 5, "actor/lr": 0.1})
+        (True, False)
+    """
+    names = row.keys() - {"step"}
+    return bool(names) and all(name.startswith(("val-", "val/", "eval/")) for name in names)
+
+
 def column(rows: MetricRows, name: str) -> list[float]:
     """The values of a metric in the rows that have it.
 
@@ -51,47 +62,60 @@ def column(rows: MetricRows, name: str) -> list[float]:
     return [value for row in rows if (value := row.get(name)) is not None]
 
 
-def recent(rows: MetricRows, name: str, steps: int) -> list[float]:
-    """A metric in the last `steps` rows; empty where there are fewer rows, or one of them lacks it.
+class NotLogged(LookupError):
+    """A metric that a rule needs is not in the rows: the rule has nothing to say."""
+
+
+def recent(rows: MetricRows, name: str, steps: int, default: float | None = None) -> list[float]:
+    """A metric in the last `steps` rows.
+
+    Args:
+        default: what stands for all of them where there are fewer rows, or one of them lacks it.
+
+    Raises:
+        NotLogged: so it is, and there is no default.
 
     Example:
         >>> rows = [{"a": 1.0}, {"a": 2.0}, {"a": 3.0}]
-        >>> recent(rows, "a", 2), recent(rows, "a", 4)
-        ([2.0, 3.0], [])
+        >>> recent(rows, "a", 2), recent(rows, "a", 4, default=0.0)
+        ([2.0, 3.0], [0.0])
     """
     values = column(rows[-steps:], name)
-    return values if len(values) == steps else []
+    if len(values) == steps:
+        return values
+    if default is None:
+        raise NotLogged(name)
+    return [default]
 
 
-@dataclass(frozen=True)
-class Shift:
+class Shift(NamedTuple):
     """A metric at the start of the window and now."""
 
     early: float
     late: float
-    error: float
-    """Standard error of the difference, from how much the steps differ among themselves."""
+    clear: bool
+    """Whether the change is larger than chance makes it: than four standard errors, from how much the steps differ
+    among themselves, as the question is asked anew at each of hundreds of steps."""
 
     @property
     def change(self) -> float:
         return self.late - self.early
 
-    def beyond_noise(self) -> bool:
-        """Whether the change is larger than chance makes it. Four standard errors, as the question is asked anew at
-        each of hundreds of steps."""
-        return abs(self.change) > 4 * self.error
 
+def shift(rows: MetricRows, name: str, steps: int = 5) -> Shift:
+    """The mean over the first and over the last `steps` rows.
 
-def shift(rows: MetricRows, name: str, steps: int = 5) -> Shift | None:
-    """The mean over the first and over the last `steps` rows; None where there are fewer than twice as many.
+    Raises:
+        NotLogged: there are fewer than twice as many.
 
     Example:
         >>> shift([{"a": value} for value in (0.0, 1.0, 5.0, 6.0)], "a", steps=2)
-        Shift(early=0.5, late=5.5, error=0.7071067811865476)
+        Shift(early=0.5, late=5.5, clear=True)
     """
     values = column(rows, name)
     if len(values) < 2 * steps:
-        return None
+        raise NotLogged(name)
     early, late = values[:steps], values[-steps:]
     error = ((statistics.variance(early) + statistics.variance(late)) / steps) ** 0.5
-    return Shift(statistics.fmean(early), statistics.fmean(late), error)
+    before, now = statistics.fmean(early), statistics.fmean(late)
+    return Shift(before, now, abs(now - before) > 4 * error)

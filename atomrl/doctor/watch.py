@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
-from atomrl.doctor.findings import Finding, Row
+from atomrl.doctor.findings import Finding, NotLogged, Row, is_evaluation
 from atomrl.doctor.rules import RULES
 
 FIRST_ROWS, LAST_ROWS = 20, 100
@@ -35,7 +36,7 @@ class Doctor:
         Returns:
             The findings that are new.
         """
-        if any(name.startswith("val-") for name in row):
+        if is_evaluation(row):
             return []
         self._rows.append(row)
         if len(self._rows) > FIRST_ROWS + LAST_ROWS:
@@ -45,11 +46,10 @@ class Doctor:
             known = {finding.id for finding in (*self.findings, *new)}
             if rule.id in known or rule.explained_by & known:
                 continue
-            verdict = rule.holds(self._rows)
-            if verdict:
-                what, advice = verdict
-                step = int(row["step"] or 0)
-                new.append(Finding(id=rule.id, severity=rule.severity, step=step, what=what, advice=advice))
+            with suppress(NotLogged):
+                for what, advice in rule.holds(self._rows):
+                    step = int(row["step"] or 0)
+                    new.append(Finding(id=rule.id, severity=rule.severity, step=step, what=what, advice=advice))
         self.findings += new
         return new
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from atomrl.config import ConfigError, merge_trees, nest
-from atomrl.config.names import foreign_names
+from atomrl.config import ConfigError, known_keys, merge_trees, nest
+from atomrl.config.names import foreign_names, renamed
 
 LOSS_TYPES = {"dapo": "token_mean", "bnpo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant_length"}
 """TRL's names of loss aggregations. `bnpo` is a mean over a micro-batch there; no loss here depends on their size."""
@@ -128,3 +129,18 @@ NAMES = {info.serialization_alias: name for name, info in GRPOArgs.model_fields.
     "train.rows_per_micro_batch": "batch_size (prompts; TRL counts completions)",
 }
 """What a key of a config is called here."""
+
+
+def hint(message: str) -> str:
+    """A hint of the doctor in the terms of `GRPOTrainer`; where a key of the config has no argument, it says so.
+
+    Example:
+        >>> print(hint("Try: a lower train.learning_rate, or train.max_grad_norm."))
+        Try: a lower lr, or train.max_grad_norm.
+          (no argument here, but keys of a config for `atomrl train`: train.max_grad_norm)
+    """
+    message = renamed(message, {**NAMES, "reward.functions": "reward_funcs", "data.train": "train_dataset"})
+    dotted = (key for key in dict.fromkeys(known_keys()) if "." in key)
+    left = [key for key in dotted if re.search(rf"(?<![\w.]){re.escape(key)}(?!\.?\w)", message)]
+    note = f"\n  (no argument here, but keys of a config for `atomrl train`: {', '.join(left)})" if left else ""
+    return message + note

@@ -12,7 +12,7 @@ from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
 from atomrl.config.names import renamed
 from atomrl.data.files import write_jsonl
 from atomrl.data.problems import DataError
-from atomrl.grpo.arguments import NAMES, GRPOArgs
+from atomrl.grpo.arguments import NAMES, GRPOArgs, hint
 from atomrl.grpo.inputs import built_in_rows, dataset_rows, lora_section, reward_items
 from atomrl.models.loading import load_tokenizer, resolve_folder
 from atomrl.runs.build import device_name
@@ -109,7 +109,7 @@ class GRPOTrainer:
             what = "problems of the built-in arithmetic task (no train_dataset was given)"
             say(f"{problems} {what if self._built_in else 'problems'}; run folder {self.run_dir}")
             say("\n".join(run.describe_batch()))
-            summary = run.execute(resume, callbacks=self._callbacks)
+            summary = run.execute(resume, callbacks=self._callbacks, wording=hint)
         except (ConfigError, DataError) as error:
             raise type(error)(renamed(str(error), NAMES)) from error
         if isinstance(self._given_model, str | Path):
@@ -133,8 +133,7 @@ class GRPOTrainer:
     @property
     def log_history(self) -> list[dict[str, Any]]:
         """The metrics of every step and evaluation so far, each a dict with `step` (docs/cli.md has the names)."""
-        path = self.run_dir / "metrics.jsonl"
-        return read_metrics(path) if self.config and path.is_file() else []
+        return read_metrics(self.run_dir / "metrics.jsonl") if self.config else []
 
     def save_model(self, output_dir: str | Path) -> None:
         """Write model and tokenizer as a folder in Hugging Face layout (`trainer.model.push_to_hub` uploads it)."""

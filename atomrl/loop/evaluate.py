@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from atomrl.data.processor import DataProcessor
@@ -15,7 +15,7 @@ from atomrl.rewards.answers import normalise_text, parse_number
 from atomrl.rewards.format import extract_answer, has_strict_format, reasoning_text
 from atomrl.rollout.generate import generate
 from atomrl.tracking.run_directory import rollout_rows
-from atomrl.types import Sample, SamplingParams
+from atomrl.types import Sample, SamplingParams, by_group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,11 +49,6 @@ class EvalResult:
     rows: Sequence[Row]
     """One JSON-ready dict per completion."""
 
-    @property
-    def accuracy(self) -> float:
-        """Mean over problems of the share of correct completions."""
-        return self.overall["accuracy"].mean
-
     def summary(self) -> dict[str, Any]:
         """All but the rows."""
         return {key: value for key, value in asdict(replace(self, rows=())).items() if key != "rows"}
@@ -63,19 +58,17 @@ class EvalResult:
 
         The source `all` is there when there are several.
         """
-        count = self.samples_per_prompt
-        names = {"accuracy": f"acc/mean@{count}", "reward": f"reward/mean@{count}"}
-        names |= {f"pass@{k}": f"acc/best@{k}" for k in pass_sizes(count)} | {f"majority@{count}": f"acc/maj@{count}"}
-        sources = dict(self.by_data_source)
-        if len(sources) > 1:
-            sources["all"] = self.overall
-        metrics = {
-            f"val-core/{source}/{known}": figures[name].mean
-            for source, figures in sources.items()
-            for name, known in names.items()
+        count, several = self.samples_per_prompt, len(self.by_data_source) > 1
+        names = {
+            "accuracy": f"acc/mean@{count}",
+            "reward": f"reward/mean@{count}",
+            f"majority@{count}": f"acc/maj@{count}",
         }
+        names |= {f"pass@{k}": f"acc/best@{k}" for k in pass_sizes(count)}
+        sources = dict(self.by_data_source) | ({"all": self.overall} if several else {})
+        metrics = {f"val-core/{of}/{names[key]}": found[key].mean for of, found in sources.items() for key in names}
         lengths = {"completion_tokens": "response_length", "reasoning_tokens": "reasoning_length"}
-        for name in ("format", "truncated", "unscored", "completion_tokens", "reasoning_tokens"):
+        for name in ("format", "truncated", "unscored", *lengths):
             metrics[f"val-aux/{lengths.get(name, name)}/mean"] = self.overall[name].mean
         return metrics
 
@@ -110,20 +103,17 @@ def evaluate(
         prompts = [replace(prompt, token_ids=prompt.token_ids + forced) for prompt in prompts]
     drawn = generate(engine, prompts, sampling)
     scored = rewards([replace(item, text=response_prefix + item.text) for item in drawn])
-    rows = [judged(row, tokenizer) for row in rollout_rows(0, scored, {})]
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row["prompt_id"], []).append(row)
-    sources: dict[str, list[list[Row]]] = {}
-    for group in groups.values():
-        sources.setdefault(group[0]["data_source"], []).append(group)
+    groups = [[judged(row, tokenizer) for row in rollout_rows(0, group, {})] for group in by_group(scored).values()]
+    sources: dict[str, list[list[Row]]] = defaultdict(list)
+    for group in groups:
+        sources[group[0]["data_source"]].append(group)
     return EvalResult(
         prompts=len(groups),
         dropped_prompts=len(samples) - len(groups),
         samples_per_prompt=sampling.completions_per_prompt,
-        overall=figures(list(groups.values())),
+        overall=figures(groups),
         by_data_source={source: figures(group) for source, group in sources.items()},
-        rows=rows,
+        rows=[row for group in groups for row in group],
     )
 
 
@@ -146,14 +136,14 @@ def figures(groups: Sequence[Sequence[Row]]) -> dict[str, Figure]:
     errors, not the completion."""
 
     def mean(name: str) -> Figure:
-        return mean_figure([_mean([row[name] for row in group]) for group in groups])
+        return mean_figure([fmean(row[name] for row in group) for group in groups])
 
     count = len(groups[0])
     rewards = [[row["reward"] for row in group if row["reward"] is not None] for group in groups]
     correct = [sum(row["correct"] for row in group) for group in groups]
     return {
         "accuracy": mean("correct"),
-        "reward": mean_figure([_mean(given) for given in rewards if given]),
+        "reward": mean_figure([fmean(given) for given in rewards if given]),
         **{f"pass@{k}": mean_figure([pass_at_k(count, right, k) for right in correct]) for k in pass_sizes(count)},
         f"majority@{count}": mean_figure([float(majority_correct(group)) for group in groups]),
         "format": mean("formatted"),
@@ -172,8 +162,8 @@ def mean_figure(values: Sequence[float]) -> Figure:
     """
     if not values:
         return Figure(mean=math.nan)
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return Figure(mean=_mean(values), standard_error=error)
+    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return Figure(mean=fmean(values), standard_error=error)
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -216,7 +206,3 @@ def majority_correct(group: Sequence[Row]) -> bool:
         return False
     winner = votes.most_common(1)[0][0]
     return any(row["correct"] for ballot, row in zip(ballots, group, strict=True) if ballot == winner)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from atomrl.config import ConfigError
+from atomrl.data.rows import to_rows
 from atomrl.protocols import Algorithm
-from atomrl.types import RowBatch
+from atomrl.types import Sample, Segment, Trajectory
 
 log = logging.getLogger(__name__)
 ENOUGH = 8
@@ -60,30 +62,24 @@ def check_group_size(algorithm: Algorithm, completions_per_prompt: int) -> None:
         )
 
 
-def _advantages(algorithm: Algorithm, members: int, groups: int = 4, tokens: int = 6) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    size = groups * members
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.rand(*shape, generator=generator)
-
-    mask = torch.ones(size, tokens, dtype=torch.bool)
-    mask[:, :2] = False
-    rewards = random(size)
+def _advantages(algorithm: Algorithm, members: int, groups: int = 4) -> torch.Tensor:
+    random = torch.Generator().manual_seed(0)
+    sample = Sample(sample_id="", prompt="", ground_truth=None)
+    segments = (Segment(origin="prompt", token_ids=(1, 1)), Segment(origin="model", token_ids=(1,) * 4))
+    drawn = [
+        Trajectory(
+            prompt_id=str(group), index=index, sample=sample, segments=segments, text="", finish_reason="stop",
+            reward=reward, reward_parts={"": reward}, part_weights={"": 1.0}, baseline_reward=baseline,
+        )
+        for group in range(groups)
+        for index in range(members)
+        for reward, baseline in [torch.rand(2, generator=random).tolist()]
+    ]  # fmt: skip
+    rows = to_rows(drawn)
     inputs: dict[str, Any] = {
-        name: random(size) if name == "scores" else (random(size, tokens) - 1) * mask
+        name: torch.rand(rows.rows, generator=random)
+        if name == "scores"
+        else (torch.rand(rows.tokens.shape, generator=random) - 1) * rows.loss_mask
         for name in (*algorithm.advantage_inputs, "rollout_logprobs")
     }
-    rows = RowBatch(
-        tokens=torch.ones(size, tokens, dtype=torch.long),
-        loss_mask=mask,
-        lengths=torch.full((size,), tokens),
-        prompt_lengths=torch.full((size,), 2),
-        group_ids=torch.arange(size) // members,
-        rewards=rewards,
-        truncated=torch.zeros(size, dtype=torch.bool),
-        reward_parts=torch.stack([rewards, torch.ones(size)], 1)[:, None],
-        baseline_rewards=random(size),
-        **inputs,
-    )
-    return algorithm.advantages(rows).advantages
+    return algorithm.advantages(replace(rows, **inputs)).advantages

@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from atomrl.config import RunConfig
 from atomrl.data.processor import DataProcessor
@@ -15,11 +14,11 @@ from atomrl.data.stream import PromptStream
 from atomrl.loop.sync import Progress, Save
 from atomrl.models.loading import resolve_folder
 from atomrl.protocols import TrainingBackend
-from atomrl.tracking.resume import identity_changes, model_identity, tokenizer_identity
+from atomrl.tracking.resume import model_identity, tokenizer_identity
 from atomrl.tracking.run_directory import RunDirectory
 
 STATE = "progress.json"
-"""In every checkpoint: how far the run is, and what it was trained on."""
+"""In every checkpoint: how far the run is."""
 
 
 def identity(stream: PromptStream, processor: DataProcessor, model: str | Path) -> dict[str, str]:
@@ -37,38 +36,19 @@ def identity(stream: PromptStream, processor: DataProcessor, model: str | Path) 
 def open_run(
     config: RunConfig, resume: bool, now: Mapping[str, str], allow_changes: bool = False
 ) -> tuple[RunDirectory, Progress]:
-    """The run's folder, and how far it is.
-
-    Args:
-        now: hashes of what the run trains on (`identity`).
-        allow_changes: resume although config or identity differ.
-
-    Raises:
-        ConfigError: the folder exists (or not, to resume), or something differs.
-    """
-
-    def differs(checkpoint: Path) -> list[str]:
-        return identity_changes(_state(checkpoint)["identity"], now)
-
-    run = RunDirectory.create(config, resume, allow_changes, differs)
+    """The run's folder (`RunDirectory.create`; `now` is the `identity`), and how far it is."""
+    run = RunDirectory.create(config, resume, allow_changes, now)
     if run.first_step == 1:
         return run, Progress()
-    state = _state(run.checkpoint_folder(run.first_step - 1))
-    del state["identity"]
-    return run, Progress(**state)
+    state = run.checkpoint_folder(run.first_step - 1) / STATE
+    return run, Progress(**json.loads(state.read_text(encoding="utf-8")))
 
 
-def saver(trainer: TrainingBackend, now: Mapping[str, str]) -> Save:
+def saver(trainer: TrainingBackend) -> Save:
     """Writes model, optimizer and progress into a folder."""
 
     def save(folder: Path, progress: Progress) -> None:
         trainer.save(folder)
-        state = asdict(progress) | {"identity": dict(now)}
-        (folder / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+        (folder / STATE).write_text(json.dumps(asdict(progress), indent=1) + "\n", encoding="utf-8")
 
     return save
-
-
-def _state(checkpoint: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    return state

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 from atomrl.metrics import Count, Max, Mean, Metrics, merge, spread, values
 from atomrl.rewards.compute import failure_counts
 from atomrl.types import AdvantageBatch, Trajectory, by_group
 
-_BOXED = re.compile(r"\\boxed\{[^{}]*\}")
-_MARKED = re.compile(r"####\s*\S+\s")
+ANSWER = re.compile(r"</answer>|\\boxed\{[^{}]{0,200}+\}|####\s{0,9}+\S{1,99}+\s")
+"""A closed answer. Bounded and possessive, so that a text of a million characters takes linear time."""
 
 
 class Stopwatch:
@@ -51,8 +55,8 @@ def rollout_metrics(
         batch: the rows that were made of them.
         special_ids: the tokenizer's special tokens, one of which ends a completion.
     """
-    groups = [[t.reward for t in group if t.reward is not None] for group in by_group(trajectories).values()]
-    groups = [group for group in groups if group]
+    drawn = list(by_group(trajectories).values())
+    groups = [given for group in drawn if (given := [t.reward for t in group if t.reward is not None])]
     scores = [reward for group in groups for reward in group]
     metrics = spread("critic/score", scores) | _part_metrics(trajectories)
     if any(len(group) > 1 for group in groups):
@@ -60,18 +64,16 @@ def rollout_metrics(
         metrics["by_group/frac_mixed"] = 1 - len(equal) / len(groups)
         metrics["by_group/frac_all_good"] = sum(reward > 0 for reward in equal) / len(groups)
         metrics["by_group/frac_all_bad"] = sum(reward <= 0 for reward in equal) / len(groups)
-        several = [group for group in by_group(trajectories).values() if len(group) > 1]
+        several = [group for group in drawn if len(group) > 1]
         metrics["by_group/frac_identical"] = sum(len({t.text for t in g}) == 1 for g in several) / len(several)
-    metrics |= failure_counts(trajectories)
+    total = max(1, len(trajectories))
+    metrics |= failure_counts(trajectories) | length_correlation(trajectories)
     metrics["reward/missing"] = float(len(trajectories) - len(scores))
-    metrics["reward/missing_ratio"] = 1 - len(scores) / max(1, len(trajectories))
-    metrics |= length_correlation(trajectories)
+    metrics["reward/missing_ratio"] = 1 - len(scores) / total
     metrics |= spread("response_length", (item.response_tokens for item in trajectories))
-    limited = sum(item.finish_reason == "length" for item in trajectories)
-    metrics["response_length/clip_ratio"] = limited / max(1, len(trajectories))
-    ran_on = sum(runs_on(item, special_ids) for item in trajectories)
-    metrics["response_length/ran_on_ratio"] = ran_on / max(1, len(trajectories))
-    metrics |= spread("prompt_length", (group[0].prompt_tokens for group in by_group(trajectories).values()))
+    metrics["response_length/clip_ratio"] = sum(item.finish_reason == "length" for item in trajectories) / total
+    metrics["response_length/ran_on_ratio"] = sum(runs_on(item, special_ids) for item in trajectories) / total
+    metrics |= spread("prompt_length", (group[0].prompt_tokens for group in drawn))
     cut = batch.lengths - batch.prompt_lengths < batch.sampled_lengths
     metrics["train/rows"] = float(batch.rows)
     metrics["train/cut_rows"] = float(cut.sum())
@@ -83,12 +85,10 @@ def rollout_metrics(
 
 def _part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The mean of every part of the reward; accuracy is the share of the first that is at least 1."""
-    parts: dict[str, list[float]] = {}
+    parts: dict[str, list[float]] = defaultdict(list)
     for item in trajectories:
         for name, value in item.reward_parts.items():
-            given = parts.setdefault(name, [])
-            if value is not None:
-                given.append(value)
+            parts[name] += [] if value is None else [value]
     metrics = {f"reward/{name}/mean": sum(given) / len(given) for name, given in parts.items() if given}
     first = next(iter(parts.values()), [])
     return metrics | ({"train/accuracy": sum(value >= 1.0 for value in first) / len(first)} if first else {})
@@ -120,31 +120,27 @@ def runs_on(trajectory: Trajectory, special_ids: Collection[int]) -> bool:
 
 
 def answer_end(text: str) -> int | None:
-    """Where the first answer is closed (`</answer>`, `\\boxed{}` or `#### 18`), in time linear in the text.
+    """Where the first answer is closed: `</answer>`, `\\boxed{}` or `#### 18`.
 
     Example:
         >>> answer_end("so #### 18 and on"), answer_end("####" * 1000)
         (11, None)
     """
-    tag, mark = text.find("</answer>"), text.find("####")
-    boxed = _BOXED.search(text)
-    # A mark that no word and white space follow is in the last word of the text, and so are all behind it.
-    marked = _MARKED.match(text, mark) if mark >= 0 else None
-    ends = [match.end() for match in (boxed, marked) if match] + ([tag + len("</answer>")] if tag >= 0 else [])
-    return min(ends, default=None)
+    match = ANSWER.search(text)
+    return match.end() if match else None
 
 
 def length_correlation(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Correlation of reward and length within groups, and the same among completions of a group that are equally
     correct (the first part judges), where a reward that is fair to length has none. Nothing where all earn the same."""
-    groups: dict[object, list[tuple[float, float]]] = {}
-    alike: dict[object, list[tuple[float, float]]] = {}
+    groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    alike: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for item in trajectories:
         part = next(iter(item.reward_parts.values()), None)
         if item.reward is not None and part is not None:
             pair = float(item.response_tokens), item.reward
-            groups.setdefault(item.prompt_id, []).append(pair)
-            alike.setdefault((item.prompt_id, part >= 1.0), []).append(pair)
+            groups[item.prompt_id].append(pair)
+            alike[item.prompt_id, part >= 1.0].append(pair)
     name = "reward/length_correlation"
     found = {name: correlation_within(groups.values()), f"{name}_equally_correct": correlation_within(alike.values())}
     return {name: value for name, value in found.items() if value is not None}
@@ -157,13 +153,9 @@ def correlation_within(groups: Iterable[Sequence[tuple[float, float]]]) -> float
         >>> correlation_within([[(1.0, 0.0), (2.0, 1.0)], [(7.0, 5.0), (9.0, 7.0)]])
         1.0
     """
-    xx, xy, yy = 0.0, 0.0, 0.0
-    for pairs in groups:
-        mean_x, mean_y = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
-        for x, y in pairs:
-            xx += (x - mean_x) ** 2
-            xy += (x - mean_x) * (y - mean_y)
-            yy += (y - mean_y) ** 2
+    pairs = [torch.tensor(group, dtype=torch.float64) for group in groups]
+    centred = torch.cat([torch.zeros(0, 2, dtype=torch.float64), *(pair - pair.mean(0) for pair in pairs)])
+    (xx, xy), (_, yy) = (centred.T @ centred).tolist()
     return xy / (xx * yy) ** 0.5 if xx * yy > 1e-12 else None
 
 

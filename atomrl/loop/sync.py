@@ -9,38 +9,38 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows, to_training_batches
 from atomrl.data.stream import PromptStream
 from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
 from atomrl.metrics import Metrics
-from atomrl.protocols import Algorithm, RewardComputer, RolloutEngine, TrainingBackend, WeightTransfer
+from atomrl.protocols import Algorithm, ModelInput, RewardComputer, RolloutEngine, TrainingBackend, WeightTransfer
 from atomrl.rollout.generate import generate
+from atomrl.tracking.recorder import Recorder
 from atomrl.types import AdvantageBatch, RowBatch, SamplingParams, Trajectory, by_group
 
 log = logging.getLogger(__name__)
+PHASES: Mapping[str, frozenset[ModelInput]] = {
+    "old_log_prob": frozenset({"old_logprobs", "old_entropy"}),
+    "ref": frozenset({"ref_logprobs"}),
+    "teacher": frozenset({"teacher_logprobs"}),
+    "values": frozenset({"values"}),
+    "scores": frozenset({"scores"}),
+}
+"""What a back end computes before the advantages, by the name of its `timing_s/` (verl's): a forward pass of one model
+each."""
 MAX_ROUNDS = 20
 """Of a step's rollouts: each draws as many groups as are still missing."""
 MAX_IDLE_STEPS = 3
 """Steps in a row without a group that the algorithm accepts, after which a run ends."""
-
-
-class RunRecord(Protocol):
-    """Where a run writes: `tracking.run_directory` is the real one."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def log_rollouts(self, step: int, trajectories: Sequence[Trajectory], advantages: Mapping[int, float]) -> None:
-        """`advantages` by the trajectory's index; one that was not trained on has none."""
-        ...
-
-    def checkpoint(self, step: int) -> AbstractContextManager[Path]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Parts:
     processor: DataProcessor
     rewards: RewardComputer
     sampling: SamplingParams
-    record: RunRecord
+    record: Recorder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,24 +90,14 @@ Save = Callable[[Path, Progress], None]
 
 
 class StepFailed(Exception):
-    """A step failed before its first update: model and optimizer are those of the step before. Holds the error."""
+    """A step failed before its first update: model and optimizer are those of the step before."""
 
-
-@dataclass(frozen=True)
-class Rollouts:
-    """The groups that a step drew: those that are trained on, and those that the algorithm refused."""
-
-    accepted: list[list[Trajectory]]
-    refused: list[list[Trajectory]]
-
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        """Those that are trained on first."""
-        return [trajectory for group in self.accepted + self.refused for trajectory in group]
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 def run_steps(
-    one_step: Callable[[int], dict[str, float]], record: RunRecord, progress: Progress, save: Save, schedule: Schedule
+    one_step: Callable[[int], dict[str, float]], record: Recorder, progress: Progress, save: Save, schedule: Schedule
 ) -> bool:
     """Call `one_step` for each remaining step, log what it returns, and save when it is due and at the end.
 
@@ -128,7 +118,7 @@ def run_steps(
         Exception: whatever a step raises. Where it came before the step's first update (`before_updates`), the steps
             done are saved.
     """
-    saved = progress.step
+    saved, failed = progress.step, None
     if progress.idle_steps >= MAX_IDLE_STEPS:  # resumed all the same
         progress.idle_steps = 0
     with stop_request() as stopped:
@@ -137,11 +127,8 @@ def run_steps(
             try:
                 metrics = one_step(progress.step + 1)
             except StepFailed as failure:
-                if saved != progress.step:
-                    save_checkpoint(record, progress, save)
-                    log.warning("step %d failed; the %d steps before it are saved", progress.step + 1, progress.step)
-                error: Exception = failure.args[0]
-                raise error from error.__cause__
+                failed = failure.error
+                break
             progress.step += 1
             progress.wall_s += time.perf_counter() - started
             record.log(progress.step, metrics)
@@ -149,6 +136,9 @@ def run_steps(
                 saved = save_checkpoint(record, progress, save)
         if saved != progress.step:
             save_checkpoint(record, progress, save)
+    if failed:
+        log.warning("step %d failed; the %d steps before it are saved", progress.step + 1, progress.step)
+        raise failed from failed.__cause__
     if progress.idle_steps >= MAX_IDLE_STEPS:
         log.warning(
             "the run ends after step %d: no group of %d steps in a row was accepted: all completions of a group "
@@ -167,7 +157,7 @@ def before_updates() -> Iterator[None]:
         raise StepFailed(error) from error
 
 
-def save_checkpoint(record: RunRecord, progress: Progress, save: Save) -> int:
+def save_checkpoint(record: Recorder, progress: Progress, save: Save) -> int:
     """Model, optimizer and progress, written aside and renamed when complete. Returns the step."""
     with record.checkpoint(progress.step) as folder:
         save(folder, progress)
@@ -178,9 +168,10 @@ def run_step(parts: Parts, schedule: Schedule, step: int, progress: Progress) ->
     """One step: rollouts, rewards, rows, advantages, updates, weights."""
     watch = Stopwatch()
     with before_updates():
-        rollouts = collect(parts, schedule.prompts_per_step, step, watch)
-    progress.idle_steps = 0 if rollouts.accepted else progress.idle_steps + 1
-    rows = to_rows([trajectory for group in rollouts.accepted for trajectory in group], schedule.max_row_tokens)
+        accepted, refused = collect(parts, schedule.prompts_per_step, step, watch)
+    progress.idle_steps = 0 if accepted else progress.idle_steps + 1
+    drawn = [*chain(*accepted), *chain(*refused)]
+    rows = to_rows(list(chain(*accepted)), schedule.max_row_tokens)
     batch, results = learn(
         parts.trainer,
         parts.algorithm,
@@ -194,15 +185,14 @@ def run_step(parts: Parts, schedule: Schedule, step: int, progress: Progress) ->
     )
     with watch("sync_weights"):
         parts.transfer(step)
-    drawn = rollouts.trajectories
     parts.record.log_rollouts(step, drawn, mean_advantages(batch))
     metrics = rollout_metrics(drawn, batch, frozenset(parts.processor.tokenizer.all_special_ids))
     if parts.algorithm.filters_groups:
-        accepted, groups = len(rollouts.accepted), len(rollouts.accepted) + len(rollouts.refused)
+        groups = len(accepted) + len(refused)
         metrics["rollout/groups_drawn"] = float(groups)
-        metrics["rollout/groups_accepted"] = float(accepted)
-        metrics["rollout/groups_missing"] = float(schedule.prompts_per_step - accepted)
-        metrics["rollout/acceptance_rate"] = accepted / max(1, groups)
+        metrics["rollout/groups_accepted"] = float(len(accepted))
+        metrics["rollout/groups_missing"] = float(schedule.prompts_per_step - len(accepted))
+        metrics["rollout/acceptance_rate"] = len(accepted) / max(1, groups)
     tokens = sum(item.prompt_tokens + item.response_tokens for item in drawn)
     return metrics | update_metrics(results) | watch.metrics(tokens)
 
@@ -232,22 +222,32 @@ def learn(
     needs = algorithm.needs
     if updates * epochs == 1:  # the policy still is the one of the start of the step: no need to compute it twice
         needs = algorithm.advantage_inputs | (needs - {"old_logprobs"})
-    with watch("annotate"):
-        batch = algorithm.advantages(trainer.forward_only(rows, needs), state)
+    for phase, names in PHASES.items():
+        if asked := needs & names:
+            with watch(phase):
+                rows = trainer.forward_only(rows, asked)
+    with watch("adv"):
+        batch = algorithm.advantages(rows, state)
         state.update(batch.state)
     with watch("update_actor"):
         parts = to_training_batches(batch, algorithm, updates=updates, epochs=epochs, seed=seed, step=step)
         return batch, [trainer.train_step(part, algorithm) for part in parts]
 
 
-def collect(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> Rollouts:
+Groups = list[list[Trajectory]]
+
+
+def collect(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
     """Rollouts and rewards of `prompts` prompts; where the algorithm refuses groups, of as many others in their place.
 
     After `MAX_ROUNDS` the step goes on with what was found, with a warning (dynamic sampling: DAPO, arXiv:2503.14476,
     section 3.2).
+
+    Returns:
+        The groups that are trained on, and those that the algorithm refused.
     """
-    accepted: list[list[Trajectory]] = []
-    refused: list[list[Trajectory]] = []
+    accepted: Groups = []
+    refused: Groups = []
     for _ in range(MAX_ROUNDS):
         for group in by_group(draw(parts, prompts - len(accepted), step, watch)).values():
             (accepted if is_accepted(parts.algorithm, group) else refused).append(group)
@@ -258,7 +258,7 @@ def collect(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> Rollouts
             "step %d: %s accepted %d of %d groups, and %d were wanted: the step goes on with those",
             step, parts.algorithm.name, len(accepted), len(accepted) + len(refused), prompts,
         )  # fmt: skip
-    return Rollouts(accepted, refused)
+    return accepted, refused
 
 
 def draw(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> list[Trajectory]:
@@ -274,21 +274,16 @@ def draw(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> list[Trajec
     trajectories = scored()
     if parts.algorithm.extra_rollouts is None:
         return trajectories
-    baselines = {}
-    for prompt_id, group in by_group(scored(**parts.algorithm.extra_rollouts)).items():
-        given = [item.reward for item in group if item.reward is not None]
-        if given:
-            baselines[prompt_id] = sum(given) / len(given)
+    groups = by_group([item for item in scored(**parts.algorithm.extra_rollouts) if item.reward is not None])
+    baselines = {prompt_id: fmean(item.reward or 0.0 for item in group) for prompt_id, group in groups.items()}
     return [replace(item, baseline_reward=baselines.get(item.prompt_id)) for item in trajectories]
 
 
 def is_accepted(algorithm: Algorithm, group: Sequence[Trajectory]) -> bool:
     """Whether a group is trained on. What the model wrote no token of becomes no row: its reward is no signal."""
-    if not algorithm.filters_groups:
-        return True
-    written = [any(part.origin == "model" and part.token_ids for part in item.segments) for item in group]
-    rewards = [item.reward for item, wrote in zip(group, written, strict=True) if item.reward is not None and wrote]
-    return algorithm.accepts_group(rewards)
+    written = [item for item in group if any(part.origin == "model" and part.token_ids for part in item.segments)]
+    rewards = [item.reward for item in written if item.reward is not None]
+    return not algorithm.filters_groups or algorithm.accepts_group(rewards)
 
 
 def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:

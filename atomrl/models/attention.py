@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomrl.models import cpp
-from atomrl.models.kernels import apply
 
 Tables = tuple[Tensor, Tensor]
 """Cosine and sine, [positions, D/2] float32."""
@@ -69,8 +68,8 @@ class Block:
         return torch.cat([prompt.expand(-1, self.length, -1), own.expand(len(hidden), -1, -1)], dim=2)
 
 
-def plain_attention(qkv: Tensor, tables: Tables, kv_heads: int) -> Tensor:
-    """Attention of rows of any length in PyTorch's own operations.
+def row_attention(qkv: Tensor, tables: Tables, kv_heads: int) -> Tensor:
+    """Attention of rows of any length by SDPA, which keeps no scores.
 
     Args:
         qkv: [B, T, heads + 2 kv_heads, D].
@@ -78,22 +77,8 @@ def plain_attention(qkv: Tensor, tables: Tables, kv_heads: int) -> Tensor:
     Returns:
         [B, T, heads * D].
     """
-    qk, v = qkv.split([qkv.shape[2] - kv_heads, kv_heads], dim=2)
-    (first, second), (cos, sin) = qk.chunk(2, dim=-1), (table[: qkv.shape[1], None] for table in tables)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    q, k = turned.split([turned.shape[2] - kv_heads, kv_heads], dim=2)
-    q, k = (q * q.shape[-1] ** -0.5).to(qkv.dtype), k.to(qkv.dtype)
-    scores = torch.einsum("btkgd,bskd->bkgts", q.unflatten(2, (kv_heads, -1)), k)
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=qkv.device).triu(1)
-    shares = scores.masked_fill(later, -torch.inf).softmax(dim=-1)
-    return torch.einsum("bkgts,bskd->btkgd", shares, v).flatten(2)
-
-
-def row_attention(qkv: Tensor, tables: Tables, kv_heads: int) -> Tensor:
-    """`plain_attention` by SDPA, which keeps no scores."""
     cos, sin = (table[: qkv.shape[1], None] for table in tables)
-    q, k, v = _rotated(qkv, cos, sin, kv_heads)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    q, k, v = (part.transpose(1, 2) for part in _rotated(qkv, cos, sin, kv_heads))
     grouped = q.shape[1] > kv_heads
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2).flatten(2)
 
@@ -117,10 +102,16 @@ def stream_attention(qkv: Tensor, blocks: tuple[Block, ...], cos: Tensor, sin: T
     return torch.cat(parts)
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., T, heads, D] with the pairs (i, i + D/2) turned; cos, sin [T, 1, D/2]."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
 def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> list[Tensor]:
     """Queries, keys and values, [..., heads, D], the first two turned."""
     qk, v = qkv.split([qkv.shape[-2] - kv_heads, kv_heads], dim=-2)
-    return [*apply(Rotate, qk, cos, sin).split([qk.shape[-2] - kv_heads, kv_heads], dim=-2), v]
+    return [*rotate(qk, cos, sin).split([qk.shape[-2] - kv_heads, kv_heads], dim=-2), v]
 
 
 class PackedAttention(torch.autograd.Function):
@@ -210,7 +201,7 @@ def _move(
     else:
         wide = torch.promote_types(stream.dtype, torch.float32)
         cos, sin = (table[block.angles][:, :, None].to(wide) * factor for table in tables)
-        _rotate_into(target, source, cos, -sin if back else sin)
+        target.copy_(rotate(source, cos, -sin if back else sin))
     if back and not block.even:
         stream[block.start : block.stop] = block.collect(there)
 
@@ -232,33 +223,3 @@ def _softmax_backward(block: Block, shares: Tensor, grad: Tensor) -> Tensor:
         return grad
     scores: Tensor = torch.ops.aten._softmax_backward_data(grad, shares, -1, shares.dtype)
     return scores
-
-
-class Rotate(torch.autograd.Function):
-    """Rotary positions alone; the backward is the rotation by the opposite angle."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [..., T, heads, D]; cos, sin [T, 1, D/2]."""
-        ctx.save_for_backward(cos, sin)
-        out = torch.empty_like(x)
-        _rotate_into(out, x, cos, sin)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        out = torch.empty_like(grad)
-        _rotate_into(out, grad, cos, -sin)
-        return out, None, None
-
-
-def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the pairs (i, i + D/2) of the last dimension."""
-    (out_first, out_second), (first, second) = out.chunk(2, dim=-1), x.chunk(2, dim=-1)
-    if x.dtype == cos.dtype:
-        torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=out_second).addcmul_(first, sin)
-    else:
-        out_first.copy_(first * cos - second * sin)
-        out_second.copy_(second * cos + first * sin)

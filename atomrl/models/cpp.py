@@ -39,10 +39,8 @@ def build(source: Path, compiler: str, folder: Path) -> Path:
         subprocess.CalledProcessError: the compiler failed; OSError: the folder cannot be written.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    key = hashlib.blake2b(digest_size=12)
-    for part in (source.read_bytes(), " ".join(_FLAGS).encode(), version, _cpu().encode()):
-        key.update(hashlib.blake2b(part).digest())
-    library = folder / f"{source.stem}-{key.hexdigest()}.so"
+    parts = repr((source.read_bytes(), _FLAGS, version, _cpu())).encode()
+    library = folder / f"{source.stem}-{hashlib.blake2b(parts, digest_size=12).hexdigest()}.so"
     if not library.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -92,33 +90,3 @@ def call(name: str, *arguments: Any) -> None:
         for value in (*arguments, torch.get_num_threads())
     ]
     getattr(_library(), name)(*values)
-
-
-def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x [..., H], weight [H] -> x contiguous, its norm, and 1 / rms [...]."""
-    x, width = x.contiguous(), x.shape[-1]
-    out, scale = torch.empty_like(x), x.new_empty(x.shape[:-1])
-    call("norm_forward", x, weight, out, scale, scale.numel(), width, eps)
-    return x, out, scale
-
-
-def norm_backward(x: Tensor, weight: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight."""
-    grad_x, parts = torch.empty_like(x), x.new_zeros(torch.get_num_threads(), x.shape[-1])
-    call("norm_backward", x, weight, scale, grad.contiguous(), grad_x, parts, scale.numel(), x.shape[-1])
-    return grad_x, parts.sum(0)
-
-
-def swiglu_forward(both: Tensor) -> Tensor:
-    """[..., 2 I], contiguous -> [..., I]."""
-    width = both.shape[-1] // 2
-    out = both.new_empty(*both.shape[:-1], width)
-    call("swiglu_forward", both, out, out.numel() // width, width)
-    return out
-
-
-def swiglu_backward(both: Tensor, grad: Tensor) -> Tensor:
-    """Gradient of both."""
-    result = torch.empty_like(both)
-    call("swiglu_backward", both, grad.contiguous(), result, grad.numel() // grad.shape[-1], grad.shape[-1])
-    return result

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from atomrl.config import ConfigError
-from atomrl.models.attention import PackedAttention, plain_attention, row_attention, stream_attention
+from atomrl.models.attention import PackedAttention, row_attention, stream_attention
 from atomrl.models.kernels import CastLinear, apply, are_plain, rms_norm, stacked, swiglu
 from atomrl.models.shared_prefix import Stream, row_stream
 from atomrl.models.spec import DecoderSpec, fitting_weights, read_spec, rope_table
@@ -27,9 +27,6 @@ Attend = Callable[[Tensor], Tensor]
 
 BMM_MAX_TOKENS = 256
 """On a CPU, rows up to this length take explicit matrix products; beyond it SDPA (see docs/benchmarks/training.md)."""
-
-COMPILED_SLACK = 1.25
-"""Rows are padded up to a length that is compiled already if that is at most this many times as long."""
 
 
 class Linear(nn.Linear):
@@ -127,10 +124,9 @@ def _add_linear(x: Tensor, linear: Linear, y: Tensor) -> Tensor:
     return torch.addmm(x, y, linear.weight.T)
 
 
-def _run_layer(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, plain: bool) -> Tensor:
+def _run_layer(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """A layer on padded rows [B, T, H]."""
-    attention, kv_heads = plain_attention if plain else row_attention, layer.self_attn.kv_heads
-    out: Tensor = layer(x, lambda qkv: attention(qkv, (cos, sin), kv_heads))
+    out: Tensor = layer(x, lambda qkv: row_attention(qkv, (cos, sin), layer.self_attn.kv_heads))
     return out
 
 
@@ -180,7 +176,6 @@ class GPT(nn.Module):
         """None computes in the dtype of the weights."""
         self.gradient_checkpointing = False
         self.run_layer = _run_layer
-        self._lengths: set[int] = set()
         self.model = Decoder(self.spec)
         if not self.spec.tied_head:
             self.lm_head = Linear(self.spec.hidden, self.spec.vocab, bias=False)
@@ -207,17 +202,11 @@ class GPT(nn.Module):
         weight, (rows, length) = self.model.embed_tokens.weight, tokens.shape
         if self.shares_prompts:
             return self.stream_states(tokens, row_stream(rows, length)).view(rows, length, -1)
-        if self.compiled:
-            tokens = F.pad(tokens, (0, self._compiled_length(length) - length))
         x = F.embedding(tokens, weight).to(self.compute_dtype or weight.dtype)
-        cos, sin = self.rope_tables(tokens.shape[1], tokens.device)
-        run_layer = self.run_layer if self.compiled else _run_layer
-        plain = are_plain() or (tokens.device.type == "cpu" and tokens.shape[1] <= BMM_MAX_TOKENS)
+        cos, sin = self.rope_tables(length, tokens.device)
         for layer in self.model.layers:
-            if self.compiled:
-                torch._dynamo.maybe_mark_dynamic(x, 0)
-            x = self._checkpointed(run_layer, layer, x, cos, sin, plain)
-        out: Tensor = self.model.norm(x[:, :length])
+            x = self._checkpointed(self.run_layer if self.compiled else _run_layer, layer, x, cos, sin)
+        out: Tensor = self.model.norm(x)
         return out
 
     @property
@@ -255,16 +244,9 @@ class GPT(nn.Module):
         return cast(Tensor, layer(*arguments))
 
     def compile_layers(self) -> None:
-        """Compile one layer and run all through it; once for each of a few row lengths, for any number of rows."""
+        """Compile one layer and run all through it: once for the first shape, then for any."""
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        self.run_layer = torch.compile(_run_layer, dynamic=False)
-
-    def _compiled_length(self, length: int) -> int:
-        known = [other for other in self._lengths if length <= other <= COMPILED_SLACK * length]
-        if not known:
-            known = [-(-length // 8) * 8]
-            self._lengths |= set(known)
-        return min(known)
+        self.run_layer = torch.compile(_run_layer)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] -> logits [B, T, V]."""
@@ -317,7 +299,7 @@ def new_gpt(
         >>> sum(p.numel() for p in new_gpt(vocab_size=64, layers=2, hidden=64, heads=2, kv_heads=1).parameters())
         102720
     """
-    from transformers import LlamaConfig, Qwen2Config
+    from transformers import AutoConfig
 
     kv_heads = kv_heads or heads
     divides = head_dim is not None or hidden % heads == 0
@@ -327,10 +309,11 @@ def new_gpt(
             f"gpt: heads={heads} must divide hidden={hidden} into heads of an even size, and be a multiple of "
             f"kv_heads={kv_heads}"
         )
-    kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+    kinds = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
     if family not in kinds:
         raise ConfigError(f"gpt: family {family!r} is none of {', '.join(kinds)}")
-    config = kinds[family](
+    config = AutoConfig.for_model(
+        family,
         vocab_size=vocab_size,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -340,10 +323,10 @@ def new_gpt(
         max_position_embeddings=max_tokens,
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         tie_word_embeddings=tied,
+        architectures=[kinds[family]],
         bos_token_id=bos_token_id,
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
-        architectures=["LlamaForCausalLM" if family == "llama" else "Qwen2ForCausalLM"],
         **({"head_dim": head_dim} if family == "llama" else {}),
     )
     model = GPT(config)

@@ -41,8 +41,8 @@ def plain_formulas() -> Iterator[None]:
 
 
 def are_plain() -> bool:
-    """Whether `plain_formulas` is in force."""
-    return _plain
+    """Whether to compute by plain operations: within `plain_formulas`, and for the compiler, which fuses them."""
+    return _plain or torch.compiler.is_compiling()
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
@@ -93,7 +93,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         >>> rms_norm(torch.tensor([3.0, 4.0]), torch.ones(2), 0.0)
         tensor([0.8485, 1.1314])
     """
-    if _plain:
+    if are_plain():
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(x.dtype)
     if x.device.type == "cpu":
@@ -103,7 +103,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def swiglu(both: Tensor) -> Tensor:
     """silu(gate) * up, of gate and up side by side in one tensor [..., 2 I]."""
-    if _plain:
+    if are_plain():
         gate, up = both.chunk(2, dim=-1)
         return F.silu(gate) * up
     return apply(SwiGLUFunction, both)
@@ -116,21 +116,24 @@ class RMSNormFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.fast = cpp.usable(x)
         if ctx.fast:
-            x, out, scale = cpp.norm_forward(x, weight, eps)
-            ctx.save_for_backward(x, weight, scale)
-            return out
-        wide = torch.promote_types(x.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            x, scale = x.contiguous(), x.new_empty(x.shape[:-1])
+            normed = torch.empty_like(x)
+            cpp.call("norm_forward", x, weight, normed, scale, scale.numel(), x.shape[-1], eps)
+        else:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+            scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            normed = (x * scale).mul_(weight).to(x.dtype)
         ctx.save_for_backward(x, weight, scale)
-        normed: Tensor = (x * scale).mul_(weight).to(x.dtype)
         return normed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         if ctx.fast:
-            return *cpp.norm_backward(x, weight, scale, grad), None
+            grad_x, parts = torch.empty_like(x), x.new_zeros(torch.get_num_threads(), x.shape[-1])
+            cpp.call("norm_backward", x, weight, scale, grad.contiguous(), grad_x, parts, scale.numel(), x.shape[-1])
+            return grad_x, parts.sum(0), None
         normed = x * scale
         along = grad * normed
         grad_weight = along.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
@@ -146,18 +149,21 @@ class SwiGLUFunction(torch.autograd.Function):
     def forward(ctx: Any, both: Tensor) -> Tensor:
         ctx.save_for_backward(both)
         ctx.fast = cpp.usable(both) and both.is_contiguous()
-        if ctx.fast:
-            return cpp.swiglu_forward(both)
         gate, up = both.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        if not ctx.fast:
+            return F.silu(gate).mul_(up)
+        out = both.new_empty(gate.shape)
+        cpp.call("swiglu_forward", both, out, out.numel() // out.shape[-1], out.shape[-1])
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (both,) = ctx.saved_tensors
-        if ctx.fast:
-            return cpp.swiglu_backward(both, grad)
-        gate, up = both.chunk(2, dim=-1)
         result = torch.empty_like(both)
+        if ctx.fast:
+            cpp.call("swiglu_backward", both, grad.contiguous(), result, grad.numel() // grad.shape[-1], grad.shape[-1])
+            return result
+        gate, up = both.chunk(2, dim=-1)
         grad_gate, grad_up = result.chunk(2, dim=-1)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         torch.mul(F.silu(gate), grad, out=grad_up)

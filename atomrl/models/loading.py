@@ -7,21 +7,22 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from atomrl.config import ConfigError, LoraConfig
 from atomrl.models import lora as adapters
-from atomrl.models.gpt import GPT, check_weights
-from atomrl.models.spec import unsupported
+from atomrl.models.gpt import GPT
+from atomrl.models.spec import fitting_weights, unsupported
 from atomrl.models.transformers_model import HFModel, check_causal, published_weights, switch_dropout_off
 
 log = logging.getLogger(__name__)
 
 
 Policy = GPT | HFModel
+AnyGPT = TypeVar("AnyGPT", bound=GPT)
 
 
 def compute_dtype(name: str | torch.dtype, device: str | torch.device = "cpu") -> torch.dtype:
@@ -57,20 +58,6 @@ def _warn_bfloat16(device: str) -> None:
     log.warning("%s has no bfloat16 instructions and is faster in float32: model.dtype=bfloat16 computes that", device)
 
 
-def is_local(path: str | Path) -> bool:
-    """Whether the model's config is on this machine: a folder, or in the hub's cache."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    if Path(path).is_dir():
-        base = base_path(path)
-        return (Path(path) / "config.json").is_file() if base == str(path) else is_local(base)
-    try:
-        return isinstance(try_to_load_from_cache(str(path), "config.json"), str)
-    except HFValidationError:
-        return False
-
-
 def base_path(path: str | Path) -> str:
     """The model under the adapters of a folder; `path` itself where it is a whole model.
 
@@ -100,17 +87,8 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
         return folder
     if folder.is_absolute() or str(path).startswith((".", "~")) or str(path).count("/") > 1:
         raise ConfigError(f"model folder {path} does not exist")
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + (["*.safetensors"] if weights else [])
     try:
-        try:
-            cached = Path(snapshot_download(str(path), allow_patterns=patterns, local_files_only=True))
-            if _is_whole(cached, weights):
-                return cached
-        except Exception:  # not in the cache
-            pass
-        return Path(snapshot_download(str(path), allow_patterns=patterns))
+        return _downloaded(str(path), weights)
     except Exception as error:  # the hub client has many, and every one means the same here
         raise ConfigError(
             f"model {str(path)!r} is no folder on this machine, and the Hugging Face hub did not give it: "
@@ -118,15 +96,13 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
         ) from None
 
 
-def _is_whole(snapshot: Path, weights: bool) -> bool:
-    """Whether a folder of the hub's cache has what is wanted of it: the cache also keeps what was fetched in part."""
-    if not (snapshot / "config.json").is_file() or not any(snapshot.glob("tokenizer*")):
-        return False
-    index = snapshot / "model.safetensors.index.json"
-    if weights and index.is_file():
-        parts = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return all((snapshot / part).is_file() for part in parts)
-    return not weights or any(file.suffix in (".safetensors", ".bin") for file in snapshot.iterdir())
+@cache
+def _downloaded(name: str, weights: bool) -> Path:
+    """A hub name's snapshot, asked for once in a process; without a network, what the hub's cache has of it."""
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + (["*.safetensors"] if weights else [])
+    return Path(snapshot_download(name, allow_patterns=patterns))
 
 
 def model_config_only(path: str | Path, trust_remote_code: bool = False) -> Any:
@@ -165,14 +141,18 @@ def load_policy(
     Raises:
         ConfigError: the model is not there, or its files do not fit its config.
     """
+    from transformers import GenerationConfig
+
     config = model_config_only(path, trust_remote_code)
     compute = compute_dtype(dtype, device)
     weight_dtype = torch.float32 if trainable and lora is None else compute
     rounded = compute if compute != weight_dtype else None
     reason = unsupported(config)
     if reason is None:
-        policy: Policy = _load_gpt(path, config, weight_dtype)
+        policy: Policy = load_decoder(GPT, path, config, read_weights(path), weight_dtype)
         policy.compute_dtype = rounded
+        if (folder := resolve_folder(base_path(path), weights=False) / "generation_config.json").is_file():
+            policy.generation_config = GenerationConfig.from_pretrained(folder.parent)
     else:
         log.warning("%s is trained through transformers, not the faster built-in decoder: %s", path, reason)
         inner = load_transformers(path, weight_dtype, trust_remote_code)
@@ -187,31 +167,22 @@ def load_policy(
     return policy
 
 
-def _load_gpt(path: str | Path, config: Any, dtype: torch.dtype) -> GPT:
-    from transformers import GenerationConfig
-
-    model = load_decoder(path, config, read_weights(path), dtype)
-    folder = resolve_folder(base_path(path))
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model
-
-
-def load_decoder(path: str | Path, config: Any, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> GPT:
+def load_decoder(
+    kind: type[AnyGPT], path: str | Path, config: Any, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> AnyGPT:
     """A decoder of this config with these weights, without storage of its own before.
 
     Raises:
         ConfigError: they do not fit its config.
     """
     with torch.device("meta"):
-        model = GPT(config)
+        model = kind(config)
+    found, shapes = list(weights), {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     try:
-        state = {name: tensor.to(dtype) for name, tensor in check_weights(weights, model.spec).items()}
-    except ConfigError:
-        raise
+        state = fitting_weights(found, shapes, {"lm_head.weight"} if model.spec.tied_head else ())
     except ValueError as error:
         raise ConfigError(f"the weights in {path} do not fit its config.json: {error}") from None
-    model.load_state_dict(state, assign=True)
+    model.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()}, assign=True)
     return model.requires_grad_(True)
 
 
@@ -238,16 +209,14 @@ def load_transformers(
     except (ValueError, OSError, RuntimeError) as error:
         raise ConfigError(f"transformers cannot load {folder}: {error}") from None
     if base_path(path) != str(path):
-        adapters.merge_adapters(inner, path)
+        inner = adapters.merge_adapters(inner, path)
     switch_dropout_off(inner)
     return inner
 
 
-def stored_files(folder: str | Path) -> dict[Path, set[str]]:
-    """The safetensors files of a model folder, and the weights that each is read for.
-
-    They are those that the index names; without one model.safetensors, or whatever *.safetensors there is. Files
-    beside them do not matter.
+def stored_files(folder: str | Path) -> list[Path]:
+    """The safetensors files of a model: those that the index names; without one model.safetensors, or whatever
+    *.safetensors there is. Files beside them do not matter.
 
     Raises:
         ConfigError: a file is missing, damaged or cut short, and which.
@@ -256,30 +225,27 @@ def stored_files(folder: str | Path) -> dict[Path, set[str]]:
 
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
-    found: dict[Path, set[str]] = {}
     if index.is_file():
-        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
-            found.setdefault(folder / file, set()).add(name)
-    whole = [] if index.is_file() else list(folder.glob("model.safetensors")) or sorted(folder.glob("*.safetensors"))
-    for file in found or whole:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        files = [folder / name for name in sorted(set(names))]
+    else:
+        files = list(folder.glob("model.safetensors")) or sorted(folder.glob("*.safetensors"))
+    for file in files:
         try:
-            with safe_open(file, framework="pt") as tensors:
-                held = set(tensors.keys())
+            with safe_open(file, framework="pt"):
+                pass
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file} is missing, damaged or cut short ({error}): copy or download it again") from None
-        missing = found.setdefault(file, held) - held
-        if missing:
-            raise ConfigError(f"{file} lacks {sorted(missing)[:3]}, which {index.name} says it holds")
-    return dict(sorted(found.items()))
+    return files
 
 
 def read_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of every weight in a folder's `stored_files`, one at a time."""
     from safetensors import safe_open
 
-    for file, names in stored_files(folder).items():
+    for file in stored_files(folder):
         with safe_open(file, framework="pt") as tensors:
-            for name in sorted(names):
+            for name in sorted(tensors.keys()):
                 yield name, tensors.get_tensor(name)
 
 
@@ -289,13 +255,25 @@ def read_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
     Raises:
         ConfigError: a file is damaged, or the adapters are none that can be merged here.
     """
-    folder, own = resolve_folder(base_path(path)), base_path(path) == str(path)
-    if not stored_files(folder):  # *.bin
-        yield from published_weights(load_transformers(folder, torch.float32)).items()
-        return
-    mine = {} if own else adapters.read_adapters(path)
-    for name, tensor in read_safetensors(folder):
-        yield name, adapters.merged(name, tensor, mine)
+    folder = resolve_folder(base_path(path))
+    if base_path(path) == str(path) and stored_files(folder):
+        return read_safetensors(folder)
+    return iter(published_weights(load_transformers(path, torch.float32)).items())  # adapters, or *.bin
+
+
+@torch.no_grad()
+def fill_weights(own: Mapping[str, Tensor], folder: str | Path) -> None:
+    """Copy what a folder has of weights or adapters into those of a model.
+
+    Raises:
+        ConfigError: they are another model's.
+    """
+    found, shapes = list(read_safetensors(folder)), {name: tuple(tensor.shape) for name, tensor in own.items()}
+    try:
+        for name, tensor in fitting_weights(found, shapes).items():
+            own[name].copy_(tensor)
+    except ValueError as error:
+        raise ConfigError(f"checkpoint {folder} is of another model: {error}") from None
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False, model: str | Path | None = None) -> Any:
@@ -320,7 +298,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False, model: str
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(f"model {path} has no tokenizer that transformers can load: {error}") from None
-    if model is not None or not own or is_local(path):
+    if model is not None or (folder / "config.json").is_file():
         _fit_tokenizer(tokenizer, model_config_only(model or path, trust_remote_code), f"{path}", f"{model or path}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -342,28 +320,24 @@ def _fit_tokenizer(tokenizer: Any, config: Any, path: str, model: str) -> None:
         )
 
 
-def policy_weights(model: Policy, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by its published name (`published_weights`); without gradient, not copied.
+def model_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every weight by its published name (`published_weights`), adapters left out; without gradient, not copied.
 
     Args:
-        merge: with the adapters in it; False is the base's weights alone.
+        model: a policy, critic or reward model.
     """
-    if isinstance(model, HFModel):
-        return iter(published_weights(model.inner, adapters.merged_weights(model.inner, merge)).items())
-    return adapters.merged_weights(model, merge)
+    weights, inner = adapters.base_weights(model), getattr(model, "inner", None)
+    return weights if inner is None else iter(published_weights(inner, weights).items())
 
 
 def save_model(model: Policy, tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write a folder that transformers and serving engines load: config, safetensors, tokenizer; adapters merged.
+    """Write a folder that transformers and serving engines load: config, safetensors, tokenizer; no adapters.
 
     Args:
         tokenizer: None leaves it out.
         dtype: of the written weights; None keeps theirs.
     """
-    weights = dict(policy_weights(model))
-    if model.config.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)
-    write_folder(folder, weights, model.config, tokenizer, dtype, use_cache=True)
+    write_folder(folder, dict(model_weights(model)), model.config, tokenizer, dtype, use_cache=True)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
 

@@ -6,8 +6,7 @@ Needs the `lora` extra. Adapters are put into the model in place and saved in pe
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from atomrl.config import ConfigError, LoraConfig
+from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Adapter
 
 if TYPE_CHECKING:
@@ -94,21 +94,13 @@ def _lora_layers(inner: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, m) for name, m in inner.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer"))
 
 
-@torch.no_grad()
-def merged_weights(inner: nn.Module, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under its name without adapters, W + delta where there is one. The model is not changed.
-
-    Args:
-        merge: False leaves W as it is.
-    """
-    adapters = adapter_weights(inner) if merge else {}
-    for name, tensor in inner.state_dict().items():
-        if ".lora_" not in name:
-            name = name.replace(".base_layer.", ".")
-            yield name, merged(name, tensor, adapters)
+def base_weights(model: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Every weight but the adapters', under its name without them."""
+    state = _inner(model).state_dict().items()
+    return ((name.replace(".base_layer.", "."), tensor) for name, tensor in state if ".lora_" not in name)
 
 
-def adapter_weights(model: Policy | nn.Module) -> dict[str, Adapter]:
+def adapter_weights(model: Policy) -> dict[str, Adapter]:
     """The adapters of a policy, unmerged and not copied, by the Hugging Face name of the weight that each adds to.
 
     Merged into bfloat16 weights, an update smaller than half a step of their grid would be lost: an engine that takes
@@ -131,7 +123,7 @@ def adapter_weights(model: Policy | nn.Module) -> dict[str, Adapter]:
 
 
 def adapter_state(model: Any) -> dict[str, Tensor]:
-    """The adapters' weights under the names that peft writes."""
+    """The adapters' weights under the names that peft writes; not copied."""
     state = _peft().get_peft_model_state_dict(_inner(model), adapter_name=ADAPTER)
     return {f"base_model.model.{name}": tensor.detach() for name, tensor in state.items()}
 
@@ -147,70 +139,16 @@ def save_adapters(model: Any, folder: str | Path) -> None:
     model.lora_settings.save_pretrained(str(folder))
 
 
-def load_adapters(model: Any, folder: str | Path) -> None:
-    """Fill the model's adapters from a folder that `save_adapters` or peft wrote.
+def merge_adapters(inner: nn.Module, folder: str | Path) -> Any:
+    """A transformers model with the adapters of a folder, which `save_adapters` or peft wrote, added to its weights.
 
     Raises:
-        ConfigError: the folder has none, or they do not fit.
+        ConfigError: peft is missing, or they are damaged or do not fit the model.
     """
-    from atomrl.models.loading import read_safetensors
-
-    if not (Path(folder) / "adapter_model.safetensors").is_file():
-        raise ConfigError(f"{folder} holds no adapter_model.safetensors")
-    state = dict(read_safetensors(folder))
-    ours = adapter_state(model)
-    if {name: t.shape for name, t in state.items()} != {name: t.shape for name, t in ours.items()}:
-        raise ConfigError(f"the adapters in {folder} do not fit the model: other modules or another rank")
-    with torch.no_grad():
-        for name, tensor in ours.items():
-            tensor.copy_(state[name])
-
-
-def read_adapters(folder: str | Path) -> dict[str, Adapter]:
-    """Adapters from a folder that `save_adapters` or peft wrote, by the name of the weight that each adds to.
-
-    Raises:
-        ConfigError: they are absent, or scaled in a way of peft's that is not known here (DoRA, alpha_pattern, ...).
-    """
-    from atomrl.models.loading import read_safetensors
-
-    folder = Path(folder)
-    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    own = {name.removeprefix("base_model.model."): tensor for name, tensor in read_safetensors(folder)}
-    names = {name.removesuffix(".lora_A.weight") for name in own if name.endswith(".lora_A.weight")}
-    odd = [name for name in ("use_rslora", "use_dora", "alpha_pattern", "modules_to_save") if settings.get(name)]
-    odd += sorted(own.keys() - {f"{name}.lora_{half}.weight" for name in names for half in "AB"})[:3]
-    if odd or not names:
-        raise ConfigError(f"{folder} has {', '.join(odd) or 'no adapters'}: merge it with peft's merge_and_unload")
-    adapters, transposed = {}, bool(settings.get("fan_in_fan_out"))
-    for name in names:
-        a, b = (own[f"{name}.lora_{half}.weight"].float() for half in "AB")
-        adapters[f"{name}.weight"] = Adapter(a, b, settings["lora_alpha"] / len(a), transposed)
-    return adapters
-
-
-def merged(name: str, weight: Tensor, adapters: Mapping[str, Adapter]) -> Tensor:
-    """The weight of this name with its layer's adapter, in the weight's dtype; as it is where there is none."""
-    adapter = adapters.get(name)
-    if adapter is None:
-        return weight
-    delta = adapter.scale * adapter.b @ adapter.a
-    return (weight.float() + (delta.T if adapter.transposed else delta).to(weight.device)).to(weight.dtype)
-
-
-@torch.no_grad()
-def merge_adapters(inner: nn.Module, folder: str | Path) -> None:
-    """Add the adapters of a folder to the weights of the model that they belong to.
-
-    Raises:
-        ConfigError: as `read_adapters`, or they do not fit the model.
-    """
-    adapters, own = read_adapters(folder), dict(inner.named_parameters())
-    for name, adapter in adapters.items():
-        sizes = [len(adapter.b), adapter.a.shape[1]]
-        if name not in own or list(own[name].shape) != (sizes[::-1] if adapter.transposed else sizes):
-            raise ConfigError(f"the adapters in {folder} do not fit their base model: it has no such layer {name}")
-        own[name].copy_(merged(name, own[name], adapters))
+    try:
+        return _peft().PeftModel.from_pretrained(inner, folder).merge_and_unload()
+    except (ValueError, RuntimeError, OSError, KeyError) as error:
+        raise ConfigError(f"the adapters in {folder} do not fit their base model: {error}") from None
 
 
 def export(adapter_folder: str | Path, folder: str | Path, base: str | Path | None = None) -> None:
@@ -227,7 +165,6 @@ def export(adapter_folder: str | Path, folder: str | Path, base: str | Path | No
     from atomrl.models import loading
 
     base = base or loading.base_path(adapter_folder)
-    model = loading.load_policy(base, dtype=torch.float32, trainable=False)
-    merge_adapters(_inner(model), adapter_folder)
+    merged = merge_adapters(loading.load_transformers(base, torch.float32), adapter_folder)
     stored = loading.model_config_only(base).dtype or torch.float32
-    loading.save_model(model, loading.load_tokenizer(base), folder, dtype=stored)
+    loading.save_model(HFModel(merged), loading.load_tokenizer(base), folder, dtype=stored)

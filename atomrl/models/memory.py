@@ -8,9 +8,8 @@ import torch
 
 from atomrl.atoms.logprobs import CHUNK_ELEMENTS
 from atomrl.config import ConfigError, RunConfig
-from atomrl.models.gpt import BMM_MAX_TOKENS, GPT
+from atomrl.models.gpt import BMM_MAX_TOKENS
 from atomrl.models.loading import compute_dtype, model_config_only
-from atomrl.models.spec import unsupported
 from atomrl.models.transformers_model import check_causal
 
 FLOAT32 = 4
@@ -27,13 +26,10 @@ def count_parameters(config: Any, trust_remote_code: bool = False) -> int:
         >>> count_parameters(new_gpt(vocab_size=64, layers=2, hidden=64, heads=2, kv_heads=1).config)
         102720
     """
-    with torch.device("meta"):
-        if unsupported(config):
-            from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-            model: torch.nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        else:
-            model = GPT(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -28,8 +28,8 @@ def read_nanogpt(path: str | Path) -> tuple[dict[str, int], dict[str, Tensor]]:
         the prefix that `torch.compile` puts before them, in float32.
 
     Raises:
-        ConfigError: the file is absent, is no checkpoint, holds more than tensors and plain values (which is not
-            executed), or its weights have not the shapes of its sizes.
+        ConfigError: the file is absent, is no checkpoint, or holds more than tensors and plain values (which is
+            not executed).
     """
     path = Path(path)
     if not path.is_file():
@@ -54,49 +54,10 @@ def read_nanogpt(path: str | Path) -> tuple[dict[str, int], dict[str, Tensor]]:
     weights = {str(name).removeprefix("_orig_mod."): tensor for name, tensor in tree["model"].items()}
     # Masks, which early versions stored.
     weights = {name: tensor for name, tensor in weights.items() if not name.endswith((".attn.bias", ".masked_bias"))}
-    _check_shapes(weights, sizes, path)
-    return sizes, {name: tensor.float() for name, tensor in weights.items()}
-
-
-def _check_shapes(weights: Mapping[str, Any], sizes: Mapping[str, int], path: Path) -> None:
     odd = [name for name, held in weights.items() if not isinstance(held, Tensor) or not held.is_floating_point()]
-    with torch.device("meta"):
-        expected = _gpt2(sizes).state_dict()
-    shapes = {  # bias=False has no biases; the head may be tied
-        name: _turned(name, tensor).shape
-        for name, tensor in expected.items()
-        if name in weights or not (name.endswith(".bias") or name == "lm_head.weight")
-    }
-    try:
-        if odd:
-            raise ValueError(f"{odd[0]} is no tensor of floating-point numbers")
-        fitting_weights(weights.items(), shapes)
-    except ValueError as error:
-        raise ConfigError(f"the weights in {path} do not fit its model_args: {error}") from None
-
-
-def _turned(name: str, tensor: Tensor) -> Tensor:
-    """A weight of nanoGPT as GPT-2 has it, and the other way."""
-    return tensor.t().contiguous() if name.endswith(TRANSPOSED) else tensor
-
-
-def _gpt2(sizes: Mapping[str, int], **settings: Any) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=sizes["vocab_size"],
-        n_positions=sizes["block_size"],
-        n_embd=sizes["n_embd"],
-        n_layer=sizes["n_layer"],
-        n_head=sizes["n_head"],
-        activation_function="gelu",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        architectures=["GPT2LMHeadModel"],
-        **settings,
-    )
-    return GPT2LMHeadModel(config)
+    if odd:
+        raise ConfigError(f"{path}: {odd[0]} is no tensor of floating-point numbers")
+    return sizes, {name: tensor.float() for name, tensor in weights.items()}
 
 
 def to_gpt2(sizes: Mapping[str, int], weights: Mapping[str, Tensor], end_of_text: int | None) -> Any:
@@ -108,12 +69,33 @@ def to_gpt2(sizes: Mapping[str, int], weights: Mapping[str, Tensor], end_of_text
         sizes: as `read_nanogpt` gives them.
         weights: likewise.
         end_of_text: the id of the token that ends a text; None where there is none.
+
+    Raises:
+        ConfigError: the weights have not the shapes of the sizes.
     """
-    embedding = weights["transformer.wte.weight"]
-    head = weights.get("lm_head.weight", embedding)
-    ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-    model = _gpt2(sizes, tie_word_embeddings=torch.equal(head, embedding), **ends)
-    state = {name: tensor.zero_() for name, tensor in model.state_dict().items()}
-    state |= {name: _turned(name, tensor) for name, tensor in weights.items()} | {"lm_head.weight": head}
-    model.load_state_dict(state)
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    embedding, head = weights.get("transformer.wte.weight"), weights.get("lm_head.weight")
+    settings: dict[str, Any] = {name: size for name, size in sizes.items() if name != "block_size"}
+    settings |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
+    settings["tie_word_embeddings"] = head is None or embedding is None or torch.equal(head, embedding)
+    config = GPT2Config(**settings, n_positions=sizes["block_size"], activation_function="gelu")
+    model = GPT2LMHeadModel(config)
+    expected = model.state_dict()
+    biases = {name for name in expected if name.endswith(".bias") and name not in weights}
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    shapes = {name: _turned(name, tensor).shape for name, tensor in expected.items() if name not in biases | tied}
+    try:
+        found = fitting_weights(weights.items(), shapes, tied)
+    except ValueError as error:
+        raise ConfigError(f"the weights of the checkpoint do not fit its model_args: {error}") from None
+    for name, tensor in expected.items():
+        if name not in tied:
+            tensor.copy_(_turned(name, found[name]) if name in found else torch.zeros_like(tensor))
     return model.eval()
+
+
+def _turned(name: str, tensor: Tensor) -> Tensor:
+    """A weight of nanoGPT as GPT-2 has it, and the other way."""
+    return tensor.t().contiguous() if name.endswith(TRANSPOSED) else tensor

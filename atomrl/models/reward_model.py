@@ -11,13 +11,14 @@ A reward model reads a prompt and a completion in one of three ways, by what its
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from atomrl.config import ConfigError
+from atomrl.models.batches import micro_batches
 from atomrl.models.loading import load_tokenizer, model_config_only
 from atomrl.models.scalar import ScalarModel, is_classifier, load_scalar
 from atomrl.types import Sample, Trajectory
@@ -77,14 +78,11 @@ class RewardModel:
                 trainable=False,
             ).eval()
         rows = self.reader.token_ids(trajectories)
-        scores = [0.0] * len(rows)
-        for index in _batches(rows, self.tokens_per_batch):
-            lengths = torch.tensor([len(rows[row]) for row in index])
+        lengths, scores = torch.tensor([len(row) for row in rows]), torch.zeros(len(rows))
+        for index in micro_batches(lengths, None, self.tokens_per_batch):
             tokens = pad_sequence([torch.tensor(rows[row]) for row in index], batch_first=True)
-            found = self.model.scores(tokens.to(self.device), lengths.to(self.device)).tolist()
-            for row, score in zip(index, found, strict=True):
-                scores[row] = score
-        return scores
+            scores[index] = self.model.scores(tokens.to(self.device), lengths[index].to(self.device)).cpu()
+        return scores.tolist()
 
 
 class Reader:
@@ -204,15 +202,3 @@ def _conversation(sample: Sample, completion: str) -> list[dict[str, str]]:
     if messages[-1]["role"] == "assistant":
         return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + completion}]
     return [*messages, {"role": "assistant", "content": completion}]
-
-
-def _batches(rows: Sequence[Sequence[int]], budget: int) -> Iterator[list[int]]:
-    """Indices of rows of like length together, the longest first, within a budget of padded tokens."""
-    batch: list[int] = []
-    for row in sorted(range(len(rows)), key=lambda row: -len(rows[row])):
-        if batch and len(rows[batch[0]]) * (len(batch) + 1) > budget:
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch

@@ -22,55 +22,46 @@ from atomrl.models.loading import (
     load_decoder,
     load_transformers,
     model_config_only,
+    model_weights,
     read_weights,
     write_folder,
 )
 from atomrl.models.shared_prefix import states_before
 from atomrl.models.spec import unsupported
-from atomrl.models.transformers_model import published_weights
 
 log = logging.getLogger(__name__)
 CLASSIFIER = "ForSequenceClassification"
 
 
-class GPTScalar(nn.Module):
+class GPTScalar(GPT):
     """The decoder of `GPT` with an output matrix of one row, `score`.
 
     Example:
         >>> from atomrl.models.gpt import new_gpt
-        >>> model = GPTScalar(new_gpt(vocab_size=11, layers=1, hidden=32, heads=1))
+        >>> model = GPTScalar(new_gpt(vocab_size=11, layers=1, hidden=32, heads=1).config)
         >>> model.scores(torch.tensor([[1, 2, 3], [4, 5, 0]]), torch.tensor([3, 2])).shape
         torch.Size([2])
     """
 
-    shares_prompts = False
-
-    def __init__(self, trunk: GPT) -> None:
-        super().__init__()
-        self.trunk = trunk
-        self.config = trunk.config
-        self.score = Linear(trunk.config.hidden_size, 1, bias=False)
-        nn.init.zeros_(self.score.weight)  # a fresh critic expects nothing, a fresh reward model prefers nothing
+    def __init__(self, config: Any) -> None:
+        config.tie_word_embeddings = True  # so that there is no output matrix of logits
+        super().__init__(config)
+        self.score = Linear(config.hidden_size, 1, bias=False)
 
     def values(self, tokens: Tensor, mask: Tensor, prompt_lengths: Tensor) -> Tensor:
         """[B, T] float32: at each masked token the number that the token before it has; 0 elsewhere."""
         wanted = mask.clone()
         wanted[:, 0] = False
-        numbers: Tensor = self.score(states_before(self.trunk, tokens, wanted, prompt_lengths))[:, 0].float()
+        numbers: Tensor = self.score(states_before(self, tokens, wanted, prompt_lengths))[:, 0].float()
         at = wanted.flatten().nonzero()[:, 0]
         return numbers.new_zeros(mask.numel()).index_copy(0, at, numbers).view(mask.shape)
 
     def scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """[B] float32: the number at each row's last token."""
         after = F.one_hot(lengths, tokens.shape[1] + 1).bool()
-        states = states_before(self.trunk, F.pad(tokens, (0, 1)), after, torch.zeros_like(lengths))
+        states = states_before(self, F.pad(tokens, (0, 1)), after, torch.zeros_like(lengths))
         scores: Tensor = self.score(states)[:, 0].float()
         return scores
-
-    def state(self) -> dict[str, Tensor]:
-        """Weights by the names of transformers' layout."""
-        own = {name.removeprefix("trunk."): weight.detach() for name, weight in self.named_parameters()}
-        return {name: weight for name, weight in own.items() if name != "lm_head.weight"}
 
 
 class HFScalar(nn.Module):
@@ -93,10 +84,6 @@ class HFScalar(nn.Module):
         padded = tokens.masked_fill(~attention, self.config.pad_token_id or 0)
         scores: Tensor = self.inner(input_ids=padded, attention_mask=attention.long()).logits[:, 0].float()
         return scores
-
-    def state(self) -> dict[str, Tensor]:
-        """Weights by their published names."""
-        return published_weights(self.inner)
 
 
 ScalarModel = GPTScalar | HFScalar
@@ -131,26 +118,16 @@ def load_scalar(
     weight_dtype = torch.float32 if trainable else compute
     model: ScalarModel
     if unsupported(config) is None:
-        model = _load_gpt_scalar(path, config, weight_dtype)
-        model.trunk.compute_dtype = compute if compute != weight_dtype else None
+        # A fresh critic expects nothing, a fresh reward model prefers nothing.
+        weights = {"score.weight": torch.zeros(1, config.hidden_size)} | dict(read_weights(path))
+        weights.pop("lm_head.weight", None)
+        model = load_decoder(GPTScalar, path, config, weights.items(), weight_dtype)
+        model.compute_dtype = compute if compute != weight_dtype else None
     else:
         if not is_classifier(config):
             log.warning("%s has no score yet: it starts with a fresh one", path)
         model = HFScalar(load_transformers(path, weight_dtype, trust_remote_code, scalar=True))
     return model.to(device).requires_grad_(trainable)
-
-
-def _load_gpt_scalar(path: str | Path, config: Any, dtype: torch.dtype) -> GPTScalar:
-    config.tie_word_embeddings = True  # so that the decoder has no output matrix of its own
-    weights = dict(read_weights(path))
-    score = weights.pop("score.weight", None)
-    trunk = load_decoder(path, config, weights.items(), dtype)
-    model = GPTScalar(trunk).to(dtype)
-    if score is not None:
-        if score.shape != model.score.weight.shape:
-            raise ConfigError(f"the weights in {path} do not fit its config.json: score.weight {tuple(score.shape)}")
-        model.score.load_state_dict({"weight": score})
-    return model
 
 
 def save_scalar(model: ScalarModel, tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
@@ -167,4 +144,4 @@ def save_scalar(model: ScalarModel, tokenizer: Any, folder: str | Path, dtype: t
         settings["architectures"] = [family + CLASSIFIER]
         if config.pad_token_id is None:  # transformers finds the last token by it
             settings["pad_token_id"] = getattr(tokenizer, "pad_token_id", None) or 0
-    write_folder(folder, model.state(), config, tokenizer, dtype, **settings)
+    write_folder(folder, dict(model_weights(model)), config, tokenizer, dtype, **settings)

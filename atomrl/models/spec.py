@@ -99,24 +99,19 @@ def read_spec(config: Any) -> DecoderSpec:
     )
 
 
-def rope_frequencies(config: Any) -> tuple[Tensor, float]:
-    """Angle per position of each pair of dimensions ([D/2] float32), and the factor on cosine and sine."""
-    rope, size = config.rope_parameters, read_spec(config).head_dim
-    if rope.get("rope_type", "default") == "default":
-        return 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device=torch.device("cpu"))
-    return frequencies, factor
-
-
 def rope_table(config: Any, device: torch.device, positions: int | None = None) -> tuple[Tensor, Tensor]:
     """Cosine and sine `[positions, D/2]`, always float32: rounded to bfloat16 they are wrong by 4e-3.
 
     Args:
         positions: None is the longest row that the config allows.
     """
-    frequencies, factor = rope_frequencies(config)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope, size, factor = config.rope_parameters, read_spec(config).head_dim, 1.0
+    if rope.get("rope_type", "default") == "default":
+        frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    else:
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device=torch.device("cpu"))
     angles = torch.outer(torch.arange(positions or config.max_position_embeddings, dtype=torch.float32), frequencies)
     return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
 

@@ -1,14 +1,19 @@
-"""A tokenizer for a model from scratch."""
+"""Tokenizers for models from scratch: words and bytes, characters, and GPT-2's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atomrl.config import ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
+GPT2 = "openai-community/gpt2"
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -55,3 +60,106 @@ def chat_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+
+
+def text_tokenizer(name: str, characters: Sequence[str] = ()) -> Any:
+    """The tokenizer of a name: `char`, `gpt2`, or what `load_tokenizer` takes; also GPT-2's files by themselves.
+
+    Args:
+        name: `gpt2` is the hub's. Without a network: a folder with a Hugging Face tokenizer, or with GPT-2's
+            `encoder.json` and `vocab.bpe` (or `vocab.json` and `merges.txt`).
+        characters: of the text, for `char`.
+
+    Raises:
+        ConfigError: it is not there, and what to do.
+    """
+    from atomrl.models.loading import load_tokenizer
+
+    path = Path(name)
+    if name == "char":
+        return char_tokenizer(characters)
+    if path.suffix in (".pkl", ".pickle"):
+        raise ConfigError(
+            f"{name} is a pickle, which can run code when it is opened; give the text that the characters come from "
+            "(--text FILE), or the characters as JSON (--characters FILE)"
+        )
+    if path.is_file():
+        raise ConfigError(f"the tokenizer {name} is a file: give the folder that has it, or a hub name")
+    for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
+        if (path / vocabulary).is_file() and (path / merges).is_file() and not (path / "tokenizer.json").is_file():
+            return _from_merges(path / vocabulary, path / merges)
+    try:
+        tokenizer = load_tokenizer(GPT2 if name == "gpt2" and not path.exists() else name)
+    except ConfigError as error:
+        hint = "; without a network give a folder with encoder.json and vocab.bpe, or vocab.json and merges.txt"
+        raise ConfigError(f"{error}{hint if name == 'gpt2' else ''}") from None
+    if not tokenizer.is_fast:
+        raise ConfigError(f"the tokenizer of {name} has no tokenizer.json, which a token file needs")
+    return tokenizer
+
+
+def char_tokenizer(characters: Sequence[str]) -> PreTrainedTokenizerFast:
+    """One token for each character; any other is written as the tokens of its bytes. With a chat template.
+
+    Returns:
+        Pad is 0, end of sequence 1; then the tokens of the chat template, the characters, and 256 bytes.
+
+    Example:
+        >>> tokenizer = char_tokenizer(["a", "b", "é"])
+        >>> tokenizer.convert_ids_to_tokens(tokenizer("abé!")["input_ids"])
+        ['a', 'b', 'é', '<0x21>']
+        >>> tokenizer.decode(tokenizer("ab é!")["input_ids"])
+        'ab é!'
+    """
+    tokens = [*SPECIAL_TOKENS, *characters, *(f"<0x{byte:02X}>" for byte in range(256))]
+    return chat_tokenizer(_characters({token: index for index, token in enumerate(tokens)}, byte_fallback=True))
+
+
+def plain_char_tokenizer(ids: Mapping[str, int]) -> PreTrainedTokenizerFast:
+    """Characters with the ids of a model that has no other token: nanoGPT's. Other characters have no token at all,
+    and are left out of a text; there is no end-of-sequence token.
+
+    Example:
+        >>> plain_char_tokenizer({"a": 0, "b": 1})("abba")["input_ids"]
+        [0, 1, 1, 0]
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = _characters(ids, byte_fallback=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def read_characters(path: str | Path) -> dict[str, int]:
+    """Characters and their ids from JSON: a list or text in the order of the ids, or an object (nanoGPT's `stoi`).
+
+    Raises:
+        ConfigError: the file is absent or holds something else.
+    """
+    try:
+        tree = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--characters {path}: not readable as JSON: {error}") from None
+    tree = tree.get("stoi", tree) if isinstance(tree, dict) else tree
+    ids = {character: index for index, character in enumerate(tree)} if isinstance(tree, list | str) else tree
+    if not isinstance(ids, dict) or any(not isinstance(c, str) or len(c) != 1 for c in ids):
+        raise ConfigError(f"--characters {path}: must hold single characters, as a list or as an object of their ids")
+    if sorted(ids.values(), key=str) != sorted(range(len(ids)), key=str):
+        raise ConfigError(f"--characters {path}: the ids must be 0 to {len(ids) - 1}, each once")
+    return ids
+
+
+def _characters(ids: Mapping[str, int], byte_fallback: bool) -> Any:
+    from tokenizers import Tokenizer, decoders, models
+
+    tokenizer = Tokenizer(models.BPE(dict(ids), merges=[], byte_fallback=byte_fallback))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def _from_merges(vocabulary: Path, merges: Path) -> Any:
+    from transformers import GPT2Tokenizer
+
+    try:
+        return GPT2Tokenizer(str(vocabulary), str(merges), pad_token="<|endoftext|>")
+    except Exception as error:  # tokenizers raises plain exceptions
+        raise ConfigError(f"{vocabulary} and {merges} are no GPT-2 vocabulary: {error}") from None

@@ -8,17 +8,9 @@ name; `PreferenceObjective` has those of preferences. `explain.py` reads any of 
 
 from __future__ import annotations
 
-from atomrl.objective.advantage_inputs import AdvantageInputs, AdvantagesAndReturns
-from atomrl.objective.choice import Setting
-from atomrl.objective.clip import PolicyInputs
-from atomrl.objective.compose_preference import PreferenceObjective
-from atomrl.objective.policy import PolicyObjective
-
-__all__ = [
-    "AdvantageInputs",
-    "AdvantagesAndReturns",
-    "PolicyInputs",
-    "PolicyObjective",
-    "PreferenceObjective",
-    "Setting",
-]
+from atomrl.objective.advantage_inputs import AdvantageInputs as AdvantageInputs
+from atomrl.objective.advantage_inputs import AdvantagesAndReturns as AdvantagesAndReturns
+from atomrl.objective.choice import Setting as Setting
+from atomrl.objective.clip import PolicyInputs as PolicyInputs
+from atomrl.objective.compose_preference import PreferenceObjective as PreferenceObjective
+from atomrl.objective.policy import PolicyObjective as PolicyObjective

@@ -13,16 +13,8 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from atomrl.atoms import baselines
-from atomrl.atoms.advantages import (
-    group_mean_baseline,
-    group_zscore,
-    leave_one_out_baseline,
-    maxrl_advantage,
-    per_token,
-    raw_reward,
-    standardised,
-)
+from atomrl.atoms import advantages, baselines
+from atomrl.atoms.advantages import group_zscore, per_token
 from atomrl.atoms.gae import discounted_returns, gae, length_adaptive_lambda
 from atomrl.atoms.groups import group_std
 from atomrl.atoms.kl import k1_kl
@@ -34,7 +26,17 @@ from atomrl.objective.choice import Custom, Formula, Setting
 Discount = Annotated[float, Field(ge=0, le=1)]
 
 
-class RawAdvantage(AdvantageChoice):
+class GroupAdvantage(AdvantageChoice):
+    """What is one atom of rewards and group ids."""
+
+    group_baseline = True
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        found: Tensor = self.atom(inputs.totals, inputs.group_ids, **self.settings)
+        return found
+
+
+class RawAdvantage(GroupAdvantage):
     r"""REINFORCE: the reward itself.
 
         A_i = r_i
@@ -43,13 +45,11 @@ class RawAdvantage(AdvantageChoice):
     """
 
     type: Literal["raw"] = "raw"
-    atoms = (raw_reward,)
-
-    def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        return raw_reward(inputs.totals, inputs.group_ids)
+    atom = staticmethod(advantages.raw_reward)
+    group_baseline = False
 
 
-class GRPOAdvantage(AdvantageChoice):
+class GRPOAdvantage(GroupAdvantage):
     r"""GRPO: the reward standardised within the group.
 
         A_i = (r_i - mean_group r) / (std_group r + eps)
@@ -59,18 +59,14 @@ class GRPOAdvantage(AdvantageChoice):
 
     type: Literal["grpo"] = "grpo"
     eps: NonNegativeFloat = 1e-6
-    atoms = (group_zscore,)
-    group_baseline = True
-
-    def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        return group_zscore(inputs.totals, inputs.group_ids, self.eps)
+    atom = staticmethod(group_zscore)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
         yield "biased: division by the group's deviation weighs prompts that are nearly always or never solved more"
 
 
-class GRPONoStdAdvantage(AdvantageChoice):
+class GRPONoStdAdvantage(GroupAdvantage):
     r"""Dr. GRPO: the reward minus the group's mean.
 
         A_i = r_i - mean_group r
@@ -79,14 +75,10 @@ class GRPONoStdAdvantage(AdvantageChoice):
     """
 
     type: Literal["grpo_no_std"] = "grpo_no_std"
-    atoms = (group_mean_baseline,)
-    group_baseline = True
-
-    def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        return group_mean_baseline(inputs.totals, inputs.group_ids)
+    atom = staticmethod(advantages.group_mean_baseline)
 
 
-class RLOOAdvantage(AdvantageChoice):
+class RLOOAdvantage(GroupAdvantage):
     r"""RLOO: the reward minus the mean of the other completions of the group.
 
         A_i = r_i - mean_{j in group, j != i} r_j
@@ -95,11 +87,7 @@ class RLOOAdvantage(AdvantageChoice):
     """
 
     type: Literal["rloo"] = "rloo"
-    atoms = (leave_one_out_baseline,)
-    group_baseline = True
-
-    def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        return leave_one_out_baseline(inputs.totals, inputs.group_ids)
+    atom = staticmethod(advantages.leave_one_out_baseline)
 
 
 class OPOAdvantage(AdvantageChoice):
@@ -111,7 +99,6 @@ class OPOAdvantage(AdvantageChoice):
     """
 
     type: Literal["opo"] = "opo"
-    atoms = (baselines.length_weighted_baseline,)
     group_baseline = True
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -119,36 +106,32 @@ class OPOAdvantage(AdvantageChoice):
 
 
 class GPGAdvantage(AdvantageChoice):
-    """GPG: the reward minus the group's mean, rescaled by alpha for groups without a signal.
+    r"""GPG: the reward minus the group's mean, rescaled by alpha for groups without a signal.
 
     `alpha: paper` counts the completions of groups whose rewards are not all equal; `verl` those with a reward.
+
+        A_i = alpha (r_i - mean_group r) / F
+
+    LaTeX: \hat A_i = \frac{\alpha}{F} (r_i - \operatorname{mean}_{g(i)} r)
     """
 
     type: Literal["gpg"] = "gpg"
     alpha: Literal["paper", "verl"] = "paper"
     normaliser: Annotated[float, Field(gt=0)] = 1.0
-    atoms = (group_mean_baseline, baselines.rescaled_by_mixed_groups, baselines.rescaled_by_nonzero_rewards)
     group_baseline = True
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         rewards, group_ids = inputs.totals, inputs.group_ids
-        centred = group_mean_baseline(rewards, group_ids)
+        centred = advantages.group_mean_baseline(rewards, group_ids)
+        counted = group_std(rewards.double(), group_ids) > 0 if self.alpha == "paper" else rewards != 0
+        return baselines.rescaled_by_share(centred, counted, self.normaliser)
+
+    def where(self) -> tuple[Formula, ...]:
+        counted, latex = "B / |{j : r_j != 0}|", r"\frac{B}{|\{j : r_j \neq 0\}|}"
         if self.alpha == "paper":
-            return baselines.rescaled_by_mixed_groups(centred, rewards, group_ids, self.normaliser)
-        return baselines.rescaled_by_nonzero_rewards(centred, rewards, self.normaliser)
-
-    def used_atoms(self) -> tuple[Any, ...]:
-        return (self.atoms[0], self.atoms[1 if self.alpha == "paper" else 2])
-
-    def equation(self) -> Formula:
-        paper = self.alpha == "paper"
-        counted = "B / (B - |{j : all rewards of j's group equal}|)" if paper else "B / |{j : r_j != 0}|"
-        shown = r"\operatorname{std}_{g(j)} r = 0\}|" if paper else r"r_j \neq 0\}|"
-        return Formula(
-            f"A_i = alpha (r_i - mean_group r) / F,   alpha = {counted}",
-            r"\hat A_i = \frac{\alpha}{F} (r_i - \operatorname{mean}_{g(i)} r), \quad \alpha = "
-            + (r"\frac{B}{B - |\{j : " + shown + "}" if paper else r"\frac{B}{|\{j : " + shown + "}"),
-        )
+            counted = "B / (B - |{j : all rewards of j's group equal}|)"
+            latex = r"\frac{B}{B - |\{j : \operatorname{std}_{g(j)} r = 0\}|}"
+        return (Formula(f"alpha = {counted}", rf"\alpha = {latex}"),)
 
 
 class PassAtKAdvantage(AdvantageChoice):
@@ -162,19 +145,16 @@ class PassAtKAdvantage(AdvantageChoice):
     type: Literal["pass_at_k"] = "pass_at_k"
     divide_by_std: bool = False
     eps: NonNegativeFloat = 1e-6
-    atoms = (baselines.best_minus_second, standardised)
+    switches: ClassVar = dict.fromkeys((advantages.standardised, group_std), lambda self: self.divide_by_std)
     group_baseline = True
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        advantages = baselines.best_minus_second(inputs.totals, inputs.group_ids)
+        best = baselines.best_minus_second(inputs.totals, inputs.group_ids)
         std = group_std(inputs.totals, inputs.group_ids)
-        return standardised(advantages, std, self.eps) if self.divide_by_std else advantages
-
-    def used_atoms(self) -> tuple[Any, ...]:
-        return self.atoms if self.divide_by_std else self.atoms[:1]
+        return advantages.standardised(best, std, self.eps) if self.divide_by_std else best
 
 
-class PassAtKAnalyticAdvantage(AdvantageChoice):
+class PassAtKAnalyticAdvantage(GroupAdvantage):
     r"""Pass@k training: the marginal contribution of a completion to the expected best of k, over all k-subsets S.
 
         A_i = (mean_{S with i} R(S) - mean_S R(S)) / std_S R(S),   R(S) = max_{j in S} r_j
@@ -185,11 +165,7 @@ class PassAtKAnalyticAdvantage(AdvantageChoice):
 
     type: Literal["pass_at_k_analytic"] = "pass_at_k_analytic"
     k: PositiveInt = 4
-    atoms = (baselines.best_of_k,)
-    group_baseline = True
-
-    def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        return baselines.best_of_k(inputs.totals, inputs.group_ids, self.k)
+    atom = staticmethod(baselines.best_of_k)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
@@ -198,7 +174,7 @@ class PassAtKAnalyticAdvantage(AdvantageChoice):
             yield f"no effect: with k={self.k} of {n} completions per prompt every subset has the same best"
 
 
-class MaxRLAdvantage(AdvantageChoice):
+class MaxRLAdvantage(GroupAdvantage):
     r"""MaxRL: deviation from the group's mean in units of that mean.
 
         A_i = (r_i - mean_group r) / (mean_group r + eps)
@@ -208,11 +184,7 @@ class MaxRLAdvantage(AdvantageChoice):
 
     type: Literal["maxrl"] = "maxrl"
     eps: NonNegativeFloat = 0.0
-    atoms = (maxrl_advantage,)
-    group_baseline = True
-
-    def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        return maxrl_advantage(inputs.totals, inputs.group_ids, self.eps)
+    atom = staticmethod(advantages.maxrl_advantage)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
@@ -231,7 +203,6 @@ class GDPOAdvantage(AdvantageChoice):
 
     type: Literal["gdpo"] = "gdpo"
     eps: NonNegativeFloat = 1e-4
-    atoms = (group_zscore, weighted_reward)
     group_baseline = True
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -257,7 +228,6 @@ class ReMaxAdvantage(AdvantageChoice):
     """
 
     type: Literal["remax"] = "remax"
-    atoms = (baselines.return_minus_baseline,)
     extra_rollouts: ClassVar[Mapping[str, Any]] = {"temperature": 0.0, "completions_per_prompt": 1}
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -279,7 +249,6 @@ class ReinforcePPAdvantage(AdvantageChoice):
     type: Literal["reinforce_pp"] = "reinforce_pp"
     gamma: Discount = 1.0
     eps: NonNegativeFloat = 1e-8
-    atoms = (discounted_returns, masked_whiten)
     by_token = True
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -300,12 +269,11 @@ class ReinforcePPBaselineAdvantage(AdvantageChoice):
 
     type: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
     eps: NonNegativeFloat = 1e-8
-    atoms = (group_mean_baseline, masked_whiten)
     group_baseline = True
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         mask = given(inputs.mask)
-        centred = group_mean_baseline(inputs.totals, inputs.group_ids)
+        centred = advantages.group_mean_baseline(inputs.totals, inputs.group_ids)
         return masked_whiten(per_token(centred, mask), mask, eps=self.eps)
 
 
@@ -325,7 +293,10 @@ class GAEAdvantage(AdvantageChoice):
     lam: Discount = 0.95
     whiten: bool = True
     length_alpha: PositiveFloat | None = None
-    atoms = (gae, length_adaptive_lambda, masked_whiten)
+    switches: ClassVar = {
+        length_adaptive_lambda: lambda self: self.length_alpha,
+        masked_whiten: lambda self: self.whiten,
+    }
     needs = frozenset({"values"})
     by_token = True
 
@@ -333,12 +304,8 @@ class GAEAdvantage(AdvantageChoice):
         mask, alpha = given(inputs.mask), self.length_alpha
         lam = self.lam if alpha is None else length_adaptive_lambda(mask, alpha).to(inputs.rewards)
         found = gae(inputs.by_token, given(inputs.values), mask, self.gamma, lam)
-        advantages = masked_whiten(found["advantages"], mask) if self.whiten else found["advantages"]
-        return AdvantagesAndReturns(advantages, found["returns"])
-
-    def used_atoms(self) -> tuple[Any, ...]:
-        switches = (True, self.length_alpha is not None, self.whiten)
-        return tuple(atom for atom, on in zip(self.atoms, switches, strict=True) if on)
+        own = found["advantages"]
+        return AdvantagesAndReturns(masked_whiten(own, mask) if self.whiten else own, found["returns"])
 
     def where(self) -> tuple[Formula, ...]:
         whitened = Formula("A <- whiten_batch(A)", r"\hat A \leftarrow \operatorname{whiten}_B(\hat A)")
@@ -362,7 +329,6 @@ class ReverseKLAdvantage(AdvantageChoice):
     """
 
     type: Literal["reverse_kl"] = "reverse_kl"
-    atoms = (k1_kl,)
     needs = frozenset({"old_logprobs", "teacher_logprobs"})
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:

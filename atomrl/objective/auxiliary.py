@@ -7,14 +7,12 @@ loss and the policy's terms share no gradient.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
-import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from atomrl.atoms.distillation import generalised_jsd
-from atomrl.atoms.logprobs import fused_token_logprobs
 from atomrl.atoms.masks import masked_sum
 from atomrl.atoms.reductions import weighted_sum
 from atomrl.atoms.value_losses import clipped_value_loss, clipped_values
@@ -25,41 +23,28 @@ from atomrl.protocols import ModelOutputs
 from atomrl.types import TrainingBatch
 
 
-class Predictions(NamedTuple):
-    """What a value loss is made of, all [B, T]."""
-
-    values: Tensor
-    old_values: Tensor
-    returns: Tensor
-    mask: Tensor
-
-
 class ValueLoss(Choice):
-    """What value losses have in common: `Predictions` -> loss per token, and where a clip acts. Without an advantage
-    that reads `values` there is no critic."""
+    """What value losses have in common. Without an advantage that reads `values` there is no critic."""
 
     coefficient: NonNegativeFloat = 1.0
 
-    def __call__(self, predictions: Predictions) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> tuple[Tensor, Metrics]:
         """Of one micro-batch: a weighted sum, with the weights of the policy's."""
-        values, mask = given(outputs.values), batch.loss_mask
-        by_token, clipped = self(Predictions(values, given(batch.values), given(batch.returns), mask))
-        loss, tokens = weighted_sum(by_token, batch.loss_weights), mask.sum()
+        values, mask, clip = given(outputs.values), batch.loss_mask, getattr(self, "clip", None)
+        predictions = (values, given(batch.values), given(batch.returns), mask)
+        loss = weighted_sum(clipped_value_loss(*predictions, clip), batch.loss_weights)
+        clipped = mask & False if clip is None else clipped_values(*predictions, clip)
+        tokens = mask.sum()
         return self.coefficient * loss, {
             "critic/vf_loss": Sum(loss.detach()),
-            "critic/vf_clipfrac": Mean((clipped & mask).sum(), tokens),
+            "critic/vf_clipfrac": Mean(clipped.sum(), tokens),
             "critic/vpred_mean": Mean(masked_sum(values.detach(), mask), tokens),
         }
 
     def where(self) -> tuple[Formula, ...]:
         returns = "R_{i,t} = V_{i,t} + sum_{l >= 0} (gamma lam)^l delta_{i,t+l},   V = v at the start of the step"
-        printed = (
-            r"R_{i,t} = V_{i,t} + \sum_{l \ge 0} (\gamma \lambda)^l \delta_{i,t+l}, \quad V = v_{\phi_{\mathrm{old}}}"
-        )
-        return (Formula(returns, printed),)
+        printed = r"\sum_{l \ge 0} (\gamma \lambda)^l \delta_{i,t+l}, \quad V = v_{\phi_{\mathrm{old}}}"
+        return (Formula(returns, r"R_{i,t} = V_{i,t} + " + printed),)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         advantage = setting.axes["advantage"]
@@ -81,12 +66,6 @@ class ClippedValue(ValueLoss):
 
     type: Literal["clipped"] = "clipped"
     clip: NonNegativeFloat = 0.2
-    atoms = (clipped_value_loss, clipped_values)
-
-    def __call__(self, predictions: Predictions) -> tuple[Tensor, Tensor]:
-        values, old_values, returns, mask = predictions
-        clipped = clipped_values(values.detach(), old_values, returns, mask, self.clip)
-        return clipped_value_loss(*predictions, self.clip), clipped
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
@@ -103,10 +82,6 @@ class SquaredValue(ValueLoss):
     """
 
     type: Literal["squared"] = "squared"
-    atoms = (clipped_value_loss,)
-
-    def __call__(self, predictions: Predictions) -> tuple[Tensor, Tensor]:
-        return clipped_value_loss(*predictions, None), torch.zeros_like(predictions.mask)
 
 
 Value = Annotated[ClippedValue | SquaredValue, Field(discriminator="type")]
@@ -122,7 +97,6 @@ class Entropy(Choice):
 
     type: Literal["bonus"] = "bonus"
     coefficient: NonNegativeFloat = 0.0
-    atoms = (fused_token_logprobs,)
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> tuple[Tensor, Metrics]:
         """Of one micro-batch: minus the coefficient times a weighted sum."""
@@ -149,20 +123,14 @@ class Distillation(Choice):
     type: Literal["jsd"] = "jsd"
     coefficient: NonNegativeFloat = 0.0
     beta: Annotated[float, Field(ge=0, le=1)] = 0.5
-    atoms = (generalised_jsd,)
-
-    def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """Log-probs [N, V] of the policy and of the teacher -> [N]."""
-        # Log-probs are logits too; they are at the sampling temperature already.
-        return generalised_jsd(student, teacher, self.beta)
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> tuple[Tensor, Metrics]:
         """Of one micro-batch: the coefficient times a weighted sum."""
         mask = batch.loss_mask
-        divergence = self(given(outputs.distributions), given(outputs.teacher_distributions))
+        # Log-probs are logits too; they are at the sampling temperature already.
+        divergence = generalised_jsd(given(outputs.distributions), given(outputs.teacher_distributions), self.beta)
         loss = weighted_sum(divergence[None], batch.loss_weights[mask][None])
-        seen = Mean(divergence.detach().sum(), mask.sum())
-        return self.coefficient * loss, {"actor/distillation_loss": seen}
+        return self.coefficient * loss, {"actor/distillation_loss": Mean(divergence.detach().sum(), mask.sum())}
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if not self.coefficient and self != Distillation():

@@ -39,9 +39,8 @@ class Objective(BaseModel):
 
     def used_axes(self) -> dict[str, tuple[Choice, ...]]:
         """The choices of each axis that have a part in it; none where it is switched off."""
-        off = self.off_axes() | {name for name, choice in self.axes.items() if choice is None}
-        several = {name: choice if isinstance(choice, tuple) else (choice,) for name, choice in self.axes.items()}
-        return {name: () if name in off else choices for name, choices in several.items()}
+        off = self.off_axes()
+        return {name: () if name in off else as_tuple(choice) for name, choice in self.axes.items()}
 
     def override(self, changes: Mapping[str, Any]) -> Self:
         """With other parameters or axes, as a config has them; a plain string sets an axis's type.
@@ -76,8 +75,8 @@ class Objective(BaseModel):
     def warnings(self, setting: Setting) -> Iterator[str]:
         """What is known to be biased, unstable or without effect."""
         for choice in self.axes.values():
-            for part in choice if isinstance(choice, tuple) else (choice,):
-                yield from part.warnings(setting) if part is not None else ()
+            for part in as_tuple(choice):
+                yield from part.warnings(setting)
 
     @property
     def needs(self) -> frozenset[ModelInput]:
@@ -115,6 +114,11 @@ class Objective(BaseModel):
     def loss_weights(self, mask: Tensor, group_ids: Tensor) -> Tensor:
         """Loss mask [B, T] and group ids [B] of an optimizer step -> weights [B, T]."""
         return sequence_mean(mask)
+
+
+def as_tuple(choice: Choice | tuple[Choice, ...] | None) -> tuple[Choice, ...]:
+    """The choices of an axis, which may take several or none."""
+    return choice if isinstance(choice, tuple) else () if choice is None else (choice,)
 
 
 class SupervisedObjective(Objective):

@@ -43,8 +43,10 @@ class Choice(BaseModel):
     """Its equation; empty where it adds nothing to the objective. It may stand in the docstring, indented."""
     latex: ClassVar[str] = ""
     """For print. It may stand in the docstring, after `LaTeX:`."""
-    atoms: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """The atoms that the call is made of, for `atomrl explain`."""
+    atom: ClassVar[Callable[..., Any]]
+    """Where one atom is the whole of it: that atom, which takes the fields as keywords."""
+    switches: ClassVar[Mapping[Callable[..., Any], Callable[[Any], Any]]] = {}
+    """Atoms that its methods name and not every choice of fields uses: whether this one does."""
     needs: ClassVar[frozenset[ModelInput]] = frozenset()
     """What the back end must have computed before it is called on a whole step."""
     keeps_fields: ClassVar[bool] = False
@@ -63,9 +65,10 @@ class Choice(BaseModel):
         """`needs`, with what its fields ask for."""
         return self.needs
 
-    def used_atoms(self) -> tuple[Callable[..., Any], ...]:
-        """`atoms` without those that its fields switch off."""
-        return self.atoms
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields, as keywords of an atom. A weight is of a sum, and no atom's."""
+        return self.model_dump(exclude={"type", "weight"})
 
     def equation(self) -> Formula:
         """`text` and `latex`, with what its fields make of them."""
@@ -91,10 +94,8 @@ class Setting:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    logprobs_over_kept: bool = False
-    """Whether log-probs are over the tokens that top-p and top-k keep."""
-    rollout_logprobs: bool = True
-    """Whether the engine returns them."""
+    logprobs_over: str = "vocabulary"
+    """The tokens that log-probs are over: `kept` are those that top-p and top-k keep."""
     reward_parts: int = 1
     """Parts that enter the sum."""
     max_completion_tokens: int = 48

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Literal, NamedTuple
 
-import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
@@ -32,7 +31,7 @@ class PolicyInputs(NamedTuple):
 
 
 Clipped = tuple[Tensor, Tensor]
-"""Loss per token, and the tokens on which the clip acts, both [B, T]."""
+"""Loss per token, and the tokens on which the clip acts, both [B, T]. A clip that acts on none gives the loss alone."""
 
 
 class TrustRegionClip(Choice):
@@ -56,7 +55,6 @@ class PPOClip(TrustRegionClip):
     low: NonNegativeFloat = 0.2
     high: NonNegativeFloat = 0.2
     dual: NonNegativeFloat | None = None
-    atoms = (policy_losses.clipped_policy_loss, policy_losses.clipped_tokens)
 
     def __call__(self, inputs: PolicyInputs) -> Clipped:
         ratio, advantages = inputs.log_ratio.exp(), inputs.advantages
@@ -92,7 +90,6 @@ class CISPOClip(Choice):
     type: Literal["cispo"] = "cispo"
     low: NonNegativeFloat = 1.0
     high: NonNegativeFloat = 4.0
-    atoms = (policy_losses.cispo_loss, policy_losses.out_of_bounds)
 
     def __call__(self, inputs: PolicyInputs) -> Clipped:
         ratio = inputs.log_ratio.detach().exp()
@@ -111,12 +108,9 @@ class SAPOClip(TrustRegionClip):
     type: Literal["sapo"] = "sapo"
     tau_positive: PositiveFloat = 1.0
     tau_negative: PositiveFloat = 1.05
-    atoms = (policy_losses.sapo_loss,)
 
-    def __call__(self, inputs: PolicyInputs) -> Clipped:
-        ratio = inputs.log_ratio.exp()
-        loss = policy_losses.sapo_loss(ratio, inputs.advantages, self.tau_positive, self.tau_negative)
-        return loss, torch.zeros_like(inputs.mask)
+    def __call__(self, inputs: PolicyInputs) -> Tensor:
+        return policy_losses.sapo_loss(inputs.log_ratio.exp(), inputs.advantages, **self.settings)
 
 
 class GMPOClip(TrustRegionClip):
@@ -131,7 +125,6 @@ class GMPOClip(TrustRegionClip):
     type: Literal["gmpo"] = "gmpo"
     low: NonNegativeFloat = 0.4
     high: NonNegativeFloat = 0.4
-    atoms = (sequence_clipped_log_ratio, geometric_mean_loss)
 
     def __call__(self, inputs: PolicyInputs) -> Clipped:
         log_ratio, advantages, mask = inputs.log_ratio, inputs.advantages, inputs.mask
@@ -144,10 +137,14 @@ class DPPOClip(TrustRegionClip):
     """What DPPO's two measures of a token's move have in common."""
 
     cap: NonNegativeFloat = 20.0
+    low: NonNegativeFloat = 0.2
+    high: NonNegativeFloat = 0.2
 
-    def within(self, inputs: PolicyInputs, divergence: Tensor, low: float, high: float) -> Clipped:
-        change = trust_region.probability_change(inputs.logprobs, inputs.old_logprobs, inputs.mask)
-        keep = trust_region.trust_region_tokens(change, divergence, inputs.advantages, low, high)
+    def __call__(self, inputs: PolicyInputs) -> Clipped:
+        policies = (inputs.logprobs, inputs.old_logprobs, inputs.mask)
+        # A divergence has no sign, a change has.
+        change, divergence = trust_region.probability_change(*policies), self.atom(*policies).abs()
+        keep = trust_region.trust_region_tokens(change, divergence, inputs.advantages, self.low, self.high)
         weights = inputs.log_ratio.detach().exp().clamp(max=self.cap) * keep
         return policy_losses.reinforce_loss(inputs.logprobs, inputs.advantages, inputs.mask, weights), ~keep
 
@@ -162,13 +159,7 @@ class DPPOTVClip(DPPOClip):
     """
 
     type: Literal["dppo_tv"] = "dppo_tv"
-    low: NonNegativeFloat = 0.2
-    high: NonNegativeFloat = 0.2
-    atoms = (trust_region.probability_change, trust_region.trust_region_tokens, policy_losses.reinforce_loss)
-
-    def __call__(self, inputs: PolicyInputs) -> Clipped:
-        change = trust_region.probability_change(inputs.logprobs, inputs.old_logprobs, inputs.mask)
-        return self.within(inputs, change.abs(), self.low, self.high)
+    atom = staticmethod(trust_region.probability_change)
 
 
 class DPPOKLClip(DPPOClip):
@@ -183,11 +174,7 @@ class DPPOKLClip(DPPOClip):
     type: Literal["dppo_kl"] = "dppo_kl"
     low: NonNegativeFloat = 0.05
     high: NonNegativeFloat = 0.05
-    atoms = (trust_region.binary_kl, trust_region.trust_region_tokens, policy_losses.reinforce_loss)
-
-    def __call__(self, inputs: PolicyInputs) -> Clipped:
-        kl = trust_region.binary_kl(inputs.logprobs, inputs.old_logprobs, inputs.mask)
-        return self.within(inputs, kl, self.low, self.high)
+    atom = staticmethod(trust_region.binary_kl)
 
 
 class NoClip(Choice):
@@ -199,11 +186,9 @@ class NoClip(Choice):
     """
 
     type: Literal["none"] = "none"
-    atoms = (policy_losses.clipped_policy_loss,)
 
-    def __call__(self, inputs: PolicyInputs) -> Clipped:
-        loss = policy_losses.clipped_policy_loss(inputs.log_ratio.exp(), inputs.advantages, math.inf, math.inf)
-        return loss, torch.zeros_like(inputs.mask)
+    def __call__(self, inputs: PolicyInputs) -> Tensor:
+        return policy_losses.clipped_policy_loss(inputs.log_ratio.exp(), inputs.advantages, math.inf, math.inf)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         bounded = getattr(setting.axes["token_filter"], "type", "") == "kl_cov" or setting.axes["update"] is not None
@@ -220,11 +205,9 @@ class ReinforceClip(Choice):
     """
 
     type: Literal["reinforce"] = "reinforce"
-    atoms = (policy_losses.reinforce_loss,)
 
-    def __call__(self, inputs: PolicyInputs) -> Clipped:
-        loss = policy_losses.reinforce_loss(inputs.logprobs, inputs.advantages, inputs.mask)
-        return loss, torch.zeros_like(inputs.mask)
+    def __call__(self, inputs: PolicyInputs) -> Tensor:
+        return policy_losses.reinforce_loss(inputs.logprobs, inputs.advantages, inputs.mask)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         updates = setting.updates_per_step
@@ -233,7 +216,7 @@ class ReinforceClip(Choice):
 
 
 class CustomClip(Custom):
-    """Your own function: `PolicyInputs` -> loss per token, and the tokens on which it acts, both [B, T]."""
+    """Your own function: `PolicyInputs` -> loss per token [B, T], or that and the tokens on which it acts."""
 
     type: Literal["custom"] = "custom"
 

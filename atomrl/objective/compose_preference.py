@@ -17,10 +17,16 @@ from atomrl.metrics import Mean, Metrics, Sum
 from atomrl.objective.advantage_inputs import given
 from atomrl.objective.base import SupervisedObjective
 from atomrl.objective.choice import Formula, Off, Setting, type_of
-from atomrl.objective.formulation import MINIMISE, Formulation, Goal, Term
-from atomrl.objective.label_loss import REFERENCE, LabelLoss, LabelLosses
-from atomrl.objective.pairing import complete, labels_of, pair_rows, ranked, row_keys, shared_lengths
-from atomrl.objective.preference_loss import AotUnpairedLoss, PairLoss, PairLosses, SigmoidLoss
+from atomrl.objective.formulation import MINIMISE, Formulation, Goal
+from atomrl.objective.pairing import complete, labels_of, pair_rows, ranked, row_keys
+from atomrl.objective.preference_loss import (
+    REFERENCE,
+    AotUnpairedLoss,
+    LabelLoss,
+    PairLoss,
+    PreferenceLosses,
+    SigmoidLoss,
+)
 from atomrl.objective.preference_score import LogRatioScore, Nll, Score, TokenMeanNll
 from atomrl.objective.shaping import GroupFilter
 from atomrl.protocols import NOTHING, LossOutput, ModelInput, ModelOutputs, RowUnit
@@ -31,7 +37,7 @@ MEAN_TOKENS = "chosen_tokens"
 
 
 class PreferenceObjective(SupervisedObjective):
-    """One choice on each axis.
+    """One choice on each axis; the defaults are DPO's.
 
     minimise  mean over pairs of [ sum_k weight_k L_k(s_chosen, s_rejected) + coefficient NLL(chosen) ]
 
@@ -41,9 +47,7 @@ class PreferenceObjective(SupervisedObjective):
 
     name: str = "preference"
     score: Score = LogRatioScore()
-    losses: Annotated[
-        tuple[Annotated[PairLosses | LabelLosses, Field(discriminator="type")], ...], Field(min_length=1)
-    ] = Field(default=(SigmoidLoss(),), alias="loss")
+    losses: Annotated[tuple[PreferenceLosses, ...], Field(min_length=1)] = Field((SigmoidLoss(),), alias="loss")
     nll: Nll = TokenMeanNll()
     group_filter: Annotated[GroupFilter | None, Off("all")] = None
     """Of rollouts: which groups are trained on."""
@@ -67,17 +71,17 @@ class PreferenceObjective(SupervisedObjective):
 
     def formulation(self) -> Formulation:
         found = [loss.equation() for loss in self.losses]
-        terms, where = [Term(Formula("L", "L"))], found
+        terms, where = [Formula("L", "L")], found
         if len(found) > 1:
             weights = [f"{loss.weight:g}" for loss in self.losses]
-            terms = [Term(Formula(f"{w} L{i}", rf"{w}\,L_{i}")) for i, w in enumerate(weights, start=1)]
+            terms = [Formula(f"{w} L{i}", rf"{w}\,L_{i}") for i, w in enumerate(weights, start=1)]
             cut = [(item.text.removeprefix("L "), item.latex.removeprefix("L ")) for item in found]
             where = [Formula(f"L{i} {text}", f"L_{i} {latex}") for i, (text, latex) in enumerate(cut, start=1)]
         for nll in self.used_axes()["nll"]:
             weight = f"{self.nll.coefficient:g}"
-            terms.append(Term(Formula(f"{weight} NLL", rf"{weight}\,\mathrm{{NLL}}")))
+            terms.append(Formula(f"{weight} NLL", rf"{weight}\,\mathrm{{NLL}}"))
             where.append(nll.equation())
-        where.append(self.score.equation())
+        where += [self.score.equation(), *self.score.where()]
         pair = "completions of a prompt with the highest and the lowest reward"
         pair = f"y_c, y_r = the {pair if self.online else 'chosen and the rejected completion of a prompt'}"
         where += [] if self.unpaired else [Formula(pair, "")]
@@ -142,7 +146,7 @@ class PreferenceObjective(SupervisedObjective):
         none = rows.loss_mask.new_zeros(rows.rows)
         others = none if rows.mismatched is None else rows.mismatched & rows.loss_mask.any(1)
         parts = kept, select_rows(rows, others.nonzero()[:, 0])
-        trained, mismatched = (self.scores(part.old_logprobs, part) for part in parts)
+        trained, mismatched = (self.score(part.old_logprobs, part) for part in parts)
         return loss.measure(trained, mismatched, state)
 
     def _ranks(self, rows: RowBatch) -> dict[str, Tensor]:
@@ -151,39 +155,26 @@ class PreferenceObjective(SupervisedObjective):
         numbers, keys = given(rows.pair_ids), row_keys(rows)
         chosen, rejected = pair_rows(given(rows.labels), numbers)
         if isinstance(self.losses[0], AotUnpairedLoss):
-            scores, pair_ids = self.scores(rows.old_logprobs, rows), torch.empty_like(numbers)
+            scores, pair_ids = self.score(rows.old_logprobs, rows), torch.empty_like(numbers)
             for index in (chosen, rejected):
                 pair_ids[index[ranked(scores[index], index, keys)]] = torch.arange(len(index))
             return {"pair_ids": pair_ids}
-        policy, reference = self._sums(rows.old_logprobs, rows), self._sums(rows.ref_logprobs, rows)
+        policy, reference = self.score.sums(rows.old_logprobs, rows), self.score.sums(rows.ref_logprobs, rows)
         own, theirs = policy[chosen] - policy[rejected], reference[chosen] - reference[rejected]
         margins = torch.zeros_like(reference)
         margins[chosen[ranked(own, chosen, keys)]] = theirs.sort().values
         return {"pair_ref_margins": margins}
 
-    def scores(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
-        """[B] of the rows' trained tokens."""
-        return self.score(given(logprobs), rows.ref_logprobs, rows.loss_mask, self._shared_lengths(rows))
-
-    def _sums(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
-        """[B] log-probs of the completions, as the score counts their tokens."""
-        return self.score.sums(given(logprobs), rows.loss_mask, self._shared_lengths(rows))
-
-    def _shared_lengths(self, rows: RowBatch) -> Tensor:
-        if self.score.ld_alpha == 1 or rows.pair_ids is None:
-            return rows.loss_mask.sum(1)
-        return shared_lengths(rows.loss_mask, rows.pair_ids)
-
     def row_scores(self, rows: RowBatch) -> dict[str, Tensor]:
         """How rows with `old_logprobs` are judged: the implicit `reward`, and the `logprob` alone."""
-        reward = implicit_reward(self.scores(rows.old_logprobs, rows), self.losses[0].beta)
+        reward = implicit_reward(self.score(rows.old_logprobs, rows), self.losses[0].beta)
         return {"reward": reward, "logprob": row_sum(given(rows.old_logprobs), rows.loss_mask)}
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
         """The objective on a micro-batch: sums weighted by row, so that micro-batches add up to the whole step."""
         logprobs, labels = given(outputs.logprobs), given(batch.labels)
         weights = batch.loss_weights.to(logprobs.dtype).sum(1)
-        scores = self.scores(logprobs, batch)
+        scores = self.score(logprobs, batch)
         metrics: Metrics = {}
         of_labels = self.losses[0]
         if isinstance(of_labels, LabelLoss):
@@ -196,7 +187,7 @@ class PreferenceObjective(SupervisedObjective):
             better, worse = pair_rows(labels, given(batch.pair_ids))
             chosen, rejected, of_pairs = scores[better], scores[worse], (weights[better] + weights[worse])[:, None]
             if batch.pair_ref_margins is not None:
-                reference = self._sums(batch.ref_logprobs, batch)
+                reference = self.score.sums(batch.ref_logprobs, batch)
                 chosen = chosen + (reference[better] - reference[worse] - batch.pair_ref_margins[better])
             loss = scores.new_zeros(())
             for kind in self.losses:

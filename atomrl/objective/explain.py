@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
 from atomrl.objective.base import Objective
@@ -18,6 +19,34 @@ from atomrl.objective.formulation import Goal
 
 ROOT = Path(__file__).parents[2]
 BRACKETS = (r"\Big[ ", r" \Big]")
+
+
+def used_atoms(choice: Choice) -> list[Callable[..., Any]]:
+    """The functions of `atomrl.atoms` that a choice's methods call, as their code says, but what its fields leave out.
+
+    Example:
+        >>> from atomrl.objective.kl import K3
+        >>> [atom.__name__ for atom in used_atoms(K3())]
+        ['k3_kl']
+    """
+    found: list[Any] = []
+    for member in (member for kind in type(choice).__mro__ for member in vars(kind).values()):
+        member = getattr(member, "__func__", getattr(member, "fget", member))
+        if inspect.isfunction(member):
+            found += [member] if _is_atom(member) else _named(member.__code__, member.__globals__)
+    atoms = dict.fromkeys(item for item in found if _is_atom(item))
+    return [atom for atom in atoms if atom not in choice.switches or choice.switches[atom](choice)]
+
+
+def _named(code: CodeType, scope: dict[str, Any]) -> list[Any]:
+    found = [scope.get(name) for name in code.co_names]
+    modules = [item for item in found if inspect.ismodule(item)]
+    inner = [item for const in code.co_consts if isinstance(const, CodeType) for item in _named(const, scope)]
+    return [*found, *(vars(module).get(name) for module in modules for name in code.co_names), *inner]
+
+
+def _is_atom(item: Any) -> bool:
+    return inspect.isfunction(item) and item.__module__.startswith("atomrl.atoms.")
 
 
 class AtomPlace(NamedTuple):
@@ -69,8 +98,8 @@ def latex(objective: Objective) -> str:
 
 
 def _sum(goal: Goal, form: int, left: str, right: str) -> str:
-    signed = " ".join(f"{term.sign} {term.body[form]}" for term in goal.terms).removeprefix("+ ")
-    return signed if len(goal.terms) == 1 and goal.terms[0].sign == "+" else f"{left}{signed}{right}"
+    signed = " + ".join(term[form] for term in goal.terms).replace(" + - ", " - ")
+    return f"{left}{signed}{right}" if len(goal.terms) > 1 or signed.startswith("- ") else signed
 
 
 def table(objective: Objective) -> str:
@@ -83,7 +112,7 @@ def table(objective: Objective) -> str:
             shown = ", ".join(f"{k}={v}{'*' if k in defaults else ''}" for k, v in choice if k != "type")
             lines.append(f"{axis}: {type_of(choice)}{f' ({shown})' if shown else ''}")
             lines.append(f"    {summary(choice)}")
-            places = dict.fromkeys(atom_place(atom) for atom in choice.used_atoms())
+            places = dict.fromkeys(atom_place(atom) for atom in used_atoms(choice))
             lines += [f"    {atom.name}  {atom.place}{f'  {atom.paper}' if atom.paper else ''}" for atom in places]
     return "\n".join(lines)
 

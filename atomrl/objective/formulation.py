@@ -1,4 +1,4 @@
-"""An objective as an equation: goals, each a sum of signed terms, and the lines that say what its symbols are.
+"""An objective as an equation: goals, each a sum of terms, and the lines that say what its symbols are.
 
 Written once; `explain.py` renders it for the terminal and for print.
 """
@@ -6,32 +6,22 @@ Written once; `explain.py` renders it for the terminal and for print.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import NamedTuple
 
 from atomrl.objective.choice import Formula
 
 
-@dataclass(frozen=True)
-class Term:
-    """A summand of a goal."""
-
-    body: Formula
-    sign: Literal["+", "-"] = "+"
-
-
-@dataclass(frozen=True)
-class Goal:
+class Goal(NamedTuple):
     """What is maximised or minimised."""
 
     verb: Formula
     over: Formula
     """The sum or the mean that is taken of the terms."""
-    terms: tuple[Term, ...]
+    terms: tuple[Formula, ...]
+    """Of a sum; one that is taken off begins with a minus."""
 
 
-@dataclass(frozen=True)
-class Formulation:
+class Formulation(NamedTuple):
     """An objective's equation. A line whose text or LaTeX is empty is left out of that form."""
 
     goals: tuple[Goal, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
@@ -25,6 +25,7 @@ class KLPenalty(Choice):
     k2_gradient: bool = False
     target: NonNegativeFloat | None = None
     horizon: NonNegativeFloat = 10000.0
+    switches: ClassVar = {estimators.k2_gradient: lambda self: self.k2_gradient}
     fault: ClassVar[str] = ""
     """What is wrong with its gradient in the loss."""
 
@@ -34,15 +35,8 @@ class KLPenalty(Choice):
         return self.apply_to if self.coefficient else None
 
     def __call__(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-        value = self.estimate(logprobs, ref_logprobs, mask)
+        value: Tensor = self.atom(logprobs, ref_logprobs, mask)
         return estimators.k2_gradient(value, logprobs, ref_logprobs, mask) if self.k2_gradient else value
-
-    def estimate(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-        """The value by token."""
-        raise NotImplementedError
-
-    def used_atoms(self) -> tuple[Any, ...]:
-        return (*self.atoms, estimators.k2_gradient) if self.k2_gradient else self.atoms
 
     def equation(self) -> Formula:
         return Formula(f"KL_{{i,t}} = {self.text}", rf"\mathrm{{KL}}_{{i,t}} = {self.latex}")
@@ -63,11 +57,8 @@ class K1(KLPenalty):
     """
 
     type: Literal["k1"] = "k1"
-    atoms = (estimators.k1_kl,)
+    atom = staticmethod(estimators.k1_kl)
     fault = "k1 in the loss has a gradient of mean 0; use k2 or k3, or k2_gradient"
-
-    def estimate(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-        return estimators.k1_kl(logprobs, ref_logprobs, mask)
 
 
 class K2(KLPenalty):
@@ -79,10 +70,7 @@ class K2(KLPenalty):
     """
 
     type: Literal["k2"] = "k2"
-    atoms = (estimators.k2_kl,)
-
-    def estimate(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-        return estimators.k2_kl(logprobs, ref_logprobs, mask)
+    atom = staticmethod(estimators.k2_kl)
 
 
 class K3(KLPenalty):
@@ -94,11 +82,8 @@ class K3(KLPenalty):
     """
 
     type: Literal["k3"] = "k3"
-    atoms = (estimators.k3_kl,)
+    atom = staticmethod(estimators.k3_kl)
     fault = "k3's value is the reverse KL, its gradient is that of the forward KL; k2_gradient mends it"
-
-    def estimate(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-        return estimators.k3_kl(logprobs, ref_logprobs, mask)
 
 
 class AbsKL(KLPenalty):
@@ -110,11 +95,8 @@ class AbsKL(KLPenalty):
     """
 
     type: Literal["abs"] = "abs"
-    atoms = (estimators.abs_kl,)
+    atom = staticmethod(estimators.abs_kl)
     fault = "abs in the loss has the gradient of no KL; use k2 or k3, or k2_gradient"
-
-    def estimate(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-        return estimators.abs_kl(logprobs, ref_logprobs, mask)
 
 
 KL = Annotated[K1 | K2 | K3 | AbsKL, Field(discriminator="type")]

@@ -19,6 +19,10 @@ class LossAggChoice(Choice):
     row_unit: ClassVar[RowUnit] = "row"
     """What a split into updates or micro-batches keeps together."""
 
+    def __call__(self, mask: Tensor, group_ids: Tensor) -> Tensor:
+        weights: Tensor = self.atom(mask, **self.settings)
+        return weights
+
 
 def one_ratio_per_row(setting: Setting) -> bool:
     """Whether all tokens of a completion have the same loss."""
@@ -34,10 +38,7 @@ class TokenMean(LossAggChoice):
     """
 
     type: Literal["token_mean"] = "token_mean"
-    atoms = (reductions.token_mean,)
-
-    def __call__(self, mask: Tensor, group_ids: Tensor) -> Tensor:
-        return reductions.token_mean(mask)
+    atom = staticmethod(reductions.token_mean)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if one_ratio_per_row(setting):
@@ -53,10 +54,7 @@ class SequenceMean(LossAggChoice):
     """
 
     type: Literal["sequence_mean"] = "sequence_mean"
-    atoms = (reductions.sequence_mean,)
-
-    def __call__(self, mask: Tensor, group_ids: Tensor) -> Tensor:
-        return reductions.sequence_mean(mask)
+    atom = staticmethod(reductions.sequence_mean)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if not one_ratio_per_row(setting):
@@ -75,11 +73,7 @@ class ConstantLength(LossAggChoice):
 
     type: Literal["constant_length"] = "constant_length"
     length: PositiveInt | None = None
-    atoms = (reductions.constant_length,)
-
-    def __call__(self, mask: Tensor, group_ids: Tensor) -> Tensor:
-        assert self.length is not None, "`PolicyObjective.resolved` fills it in"
-        return reductions.constant_length(mask, self.length)
+    atom = staticmethod(reductions.constant_length)
 
 
 class PromptMean(LossAggChoice):
@@ -91,7 +85,6 @@ class PromptMean(LossAggChoice):
     """
 
     type: Literal["prompt_mean"] = "prompt_mean"
-    atoms = (reductions.group_token_mean,)
     row_unit = "group"
 
     def __call__(self, mask: Tensor, group_ids: Tensor) -> Tensor:

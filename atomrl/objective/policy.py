@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Self
 
 import torch
@@ -18,13 +19,12 @@ from atomrl.objective.advantage import Advantage, GRPOAdvantage
 from atomrl.objective.advantage_inputs import AdvantageInputs, AdvantagesAndReturns, given
 from atomrl.objective.auxiliary import ClippedValue, Distillation, Entropy, Value
 from atomrl.objective.base import Objective
-from atomrl.objective.choice import Off, Setting
+from atomrl.objective.choice import Formula, Off, Setting, type_of
 from atomrl.objective.clip import Clip, PolicyInputs, PPOClip
-from atomrl.objective.formulation import Formulation
+from atomrl.objective.formulation import MAXIMISE, Formulation, Goal, product
 from atomrl.objective.kl import K3, KL
 from atomrl.objective.loss_agg import ConstantLength, LossAgg, TokenMean
 from atomrl.objective.pairing import row_keys
-from atomrl.objective.policy_formulation import policy_formulation
 from atomrl.objective.ratio import Ratio, TokenRatio
 from atomrl.objective.rollout_is import RolloutInputs, RolloutIS
 from atomrl.objective.rollout_is import product as rollout_is_product
@@ -39,7 +39,7 @@ COEFFICIENT = "kl_coefficient"
 
 
 class PolicyObjective(Objective):
-    """One choice on each axis.
+    """One choice on each axis; the defaults are GRPO's, so that an algorithm's file says what is other.
 
     maximise  sum_{i,t} w_{i,t} [c_{i,t} s_{i,t} clip(rho_{i,t}, A_{i,t}) - beta KL_{i,t} - alpha D_{i,t} + eta H_{i,t}]
 
@@ -78,13 +78,12 @@ class PolicyObjective(Objective):
         """
         changes: dict[str, Any] = {}
         if isinstance(self.loss_agg, ConstantLength) and self.loss_agg.length is None:
-            if max_completion_tokens is None:
-                raise ValueError("algorithm.loss_agg.length: constant_length needs a length in tokens")
             changes["loss_agg"] = {"length": max_completion_tokens}
         if self.shaping.soft_overlong and self.shaping.max_completion_tokens is None:
-            if max_completion_tokens is None:
-                raise ValueError("algorithm.shaping.max_completion_tokens: soft_overlong needs the limit it ends at")
             changes["shaping"] = {"max_completion_tokens": max_completion_tokens}
+        for axis, (field,) in changes.items():
+            if max_completion_tokens is None:
+                raise ValueError(f"algorithm.{axis}.{field}: {type_of(getattr(self, axis))} needs a length in tokens")
         return super(PolicyObjective, self.override(changes)).resolved(report_entropy=report_entropy)
 
     @property
@@ -173,23 +172,13 @@ class PolicyObjective(Objective):
 
     def _advantage_inputs(self, rows: RowBatch, kl_penalty: Tensor | None) -> AdvantageInputs:
         rewards, parts = self.shaping(rows), rows.reward_parts
-        more = (
-            rewards - rows.rewards if rows.token_rewards is None else rewards - rows.rewards + rows.token_rewards.sum(1)
-        )
         if parts is not None and (self.shaping.changes_rewards or rows.token_rewards is not None):
+            more = rewards - rows.rewards + (0 if rows.token_rewards is None else rows.token_rewards.sum(1))
             parts = torch.cat([parts, torch.stack([more, torch.ones_like(more)], -1)[:, None].to(parts)], 1)
-        return AdvantageInputs(
-            rewards=rewards,
-            group_ids=rows.group_ids,
-            mask=rows.loss_mask,
-            token_rewards=rows.token_rewards,
-            kl_penalty=kl_penalty,
-            parts=parts,
-            baseline_rewards=rows.baseline_rewards,
-            values=rows.values,
-            old_logprobs=rows.old_logprobs,
-            teacher_logprobs=rows.teacher_logprobs,
-        )
+        names = [field.name for field in fields(AdvantageInputs) if hasattr(rows, field.name)]
+        given_as_they_are = {name: getattr(rows, name) for name in names}
+        changes = {"rewards": rewards, "mask": rows.loss_mask, "parts": parts, "kl_penalty": kl_penalty}
+        return AdvantageInputs(**(given_as_they_are | changes))
 
     def _chosen_tokens(self, rows: RowBatch, mask: Tensor, advantages: Tensor) -> Tensor:
         """Chosen over the whole step, in an order and with random numbers that only depend on what the rows hold: so
@@ -208,7 +197,8 @@ class PolicyObjective(Objective):
         # On a step with one update the policy still is the old one, so its own log-probs serve, without gradient.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         inputs = PolicyInputs(self.ratio(logprobs, old, mask), batch.advantages, logprobs, old, mask)
-        by_token, clipped = self.clip(inputs)
+        found = self.clip(inputs)
+        by_token, clipped = found if isinstance(found, tuple) else (found, mask & False)
         tokens = mask.sum()
         metrics: Metrics = {
             "actor/pg_clipfrac": Mean((clipped & mask).sum(), tokens),
@@ -221,8 +211,8 @@ class PolicyObjective(Objective):
         if batch.rollout_logprobs is not None:
             metrics |= rollout_gap(old, batch.rollout_logprobs, mask)
             rollout = RolloutInputs(old, batch.rollout_logprobs, logprobs, batch.advantages, mask)
-            found = (batch.rollout_is_weights, rollout_is_product(self.rollout_is, rollout, whole_step=False))
-            factors = [factor for factor in found if factor is not None]
+            made = (batch.rollout_is_weights, rollout_is_product(self.rollout_is, rollout, whole_step=False))
+            factors = [factor for factor in made if factor is not None]
         if factors:
             factor = torch.stack(factors).prod(0)
             metrics["rollout_corr/weight_mean"] = Mean(masked_sum(factor, mask), tokens)
@@ -267,11 +257,42 @@ class PolicyObjective(Objective):
         return {name for name, part in on.items() if not part}
 
     def formulation(self) -> Formulation:
-        return policy_formulation(self)
+        used = self.used_axes()
+        weights = self.loss_agg.equation()
+        over, where = Formula("sum_{i,t} w_{i,t}", weights.latex), [Formula(weights.text, "")]
+        factors, terms = [], []
+        for choice in used["token_filter"]:
+            found = choice.equation()
+            if not getattr(choice, "adds", False):
+                factors, where = [Formula("s_{i,t}", found.latex)], [*where, Formula(f"s_{{i,t}} = {found.text}", "")]
+        if used["rollout_is"]:
+            parts = [part.equation() for part in used["rollout_is"]]
+            joined = " * ".join(f"({part.text})" for part in parts) if len(parts) > 1 else parts[0].text
+            factors.insert(0, Formula("c_{i,t}", r" \cdot ".join(part.latex for part in parts)))
+            where.append(Formula(f"c_{{i,t}} = {joined}", ""))
+        terms += [product([*factors, choice.equation()]) for choice in used["clip"]]
+        added = [choice.equation() for choice in used["token_filter"] if getattr(choice, "adds", False)]
+        terms += [Formula(f"- {item.text}", f"- {item.latex}") for item in added]
+        terms += [Formula("- beta KL_{i,t}", r"- \beta\, \mathrm{KL}_{i,t}")] if self.kl.place == "loss" else []
+        terms += [Formula("eta H_{i,t}", r"\eta\, \mathcal{H}_{i,t}") for _ in used["entropy"]]
+        terms += [Formula("- alpha D_{i,t}", r"- \alpha\, D_{i,t}") for _ in used["distillation"]]
+        goals = [Goal(MAXIMISE, over, tuple(terms))]
+        for choice in used["value"]:
+            critic = Formula("minimise", r"\min_\phi")
+            goals.append(Goal(critic, over, (product([Formula("c_v", "c_v"), choice.equation()]),)))
+        rho = used["ratio"] if any("rho" in term.text for term in terms) else ()
+        for choice in (*used["entropy"], *used["distillation"], *rho, self.advantage):
+            where += [choice.equation(), *choice.where()]
+        where += _reward_formulas(self)
+        for name in ("kl", "shaping", "clip", "group_filter", "value", "update"):
+            for choice in used[name]:
+                equation = () if name in ("shaping", "clip", "value") else (choice.equation(),)
+                where += [*equation, *choice.where()]
+        return Formulation(tuple(goals), tuple(where))
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
-        if (setting.top_p < 1 or setting.top_k) and not setting.logprobs_over_kept:
+        if (setting.top_p < 1 or setting.top_k) and setting.logprobs_over != "kept":
             what = f"top_p={setting.top_p}" if setting.top_p < 1 else f"top_k={setting.top_k}"
             mends = "no correction here knows of the cut" if self.rollout_is else "and nothing corrects it"
             cut = f"biased: {what} samples from fewer tokens than the log-probs are taken over, {mends}"
@@ -289,3 +310,13 @@ def rollout_gap(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) ->
         "training/rollout_probs_diff_mean": Mean(difference.sum(), mask.sum()),
         "training/rollout_probs_diff_max": Max(difference.max() if difference.numel() else 0.0),
     }
+
+
+def _reward_formulas(objective: PolicyObjective) -> list[Formula]:
+    penalised = objective.kl.place == "reward"
+    if objective.advantage.by_token:
+        penalty = Formula(" - beta KL_{i,t}", r" - \beta\, \mathrm{KL}_{i,t}") if penalised else Formula("", "")
+        reward = Formula("r_{i,t} = r_i [t = last]", r"r_{i,t} = r_i\,\mathbb{1}[t = |o_i|]")
+        return [Formula(reward.text + penalty.text, reward.latex + penalty.latex)]
+    penalty = Formula("r_i <- r_i - beta sum_t KL_{i,t}", r"r_i \leftarrow r_i - \beta \sum_t \mathrm{KL}_{i,t}")
+    return [penalty] if penalised else []

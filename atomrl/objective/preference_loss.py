@@ -1,30 +1,21 @@
-"""Preference losses of pairs: an axis of a preference objective."""
+"""Preference losses of pairs, and of completions that are labelled one by one: an axis of a preference objective."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
 
-from atomrl.atoms.preference_losses import (
-    apo_down_loss,
-    apo_zero_loss,
-    bco_pair_loss,
-    discopop_loss,
-    dpo_loss,
-    exo_loss,
-    hinge_preference_loss,
-    ipo_loss,
-    nca_loss,
-    odds_ratio_loss,
-    robust_dpo_loss,
-    sppo_loss,
-)
-from atomrl.atoms.preference_scores import log_odds_ratio
+from atomrl.atoms import preference_losses as losses
+from atomrl.atoms.preference_scores import implicit_reward, log_odds_ratio
+from atomrl.atoms.unpaired_losses import bco_loss, kto_loss, kto_reference, running_mean
 from atomrl.objective.choice import Choice, Setting, type_of
 from atomrl.objective.preference_score import AnySign, AtLeast0, LogprobScore, LogRatioScore, PreferenceScore
+
+REFERENCE, COUNT = "reference", "reference_count"
+"""In an algorithm's state: what scores are compared with, and how many of them it is the mean of."""
 
 
 class PreferenceLoss(Choice):
@@ -65,7 +56,16 @@ class PairLoss(PreferenceLoss):
     """The loss of a pair: scores of the chosen and of the rejected completions [P] -> [P]."""
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        raise NotImplementedError
+        loss: Tensor = self.atom(chosen - rejected, **self.settings)
+        return loss
+
+
+class ScoreLoss(PairLoss):
+    """The loss of a pair that is not of its margin alone."""
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        loss: Tensor = self.atom(chosen, rejected, **self.settings)
+        return loss
 
 
 class SmoothedLoss(PairLoss):
@@ -92,10 +92,7 @@ class SigmoidLoss(SmoothedLoss):
 
     type: Literal["sigmoid"] = "sigmoid"
     target_margin: AtLeast0 = 0.0
-    atoms = (dpo_loss,)
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return dpo_loss(chosen - rejected, self.beta, self.label_smoothing, self.target_margin)
+    atom = staticmethod(losses.dpo_loss)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
@@ -118,10 +115,7 @@ class RobustLoss(SmoothedLoss):
 
     type: Literal["robust"] = "robust"
     label_smoothing: Annotated[AtLeast0, Field(lt=0.5)] = 0.1
-    atoms = (robust_dpo_loss,)
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return robust_dpo_loss(chosen - rejected, self.beta, self.label_smoothing)
+    atom = staticmethod(losses.robust_dpo_loss)
 
 
 class HingeLoss(PairLoss):
@@ -133,11 +127,8 @@ class HingeLoss(PairLoss):
     """
 
     type: Literal["hinge"] = "hinge"
-    atoms = (hinge_preference_loss,)
     bounded = True
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return hinge_preference_loss(chosen - rejected, self.beta)
+    atom = staticmethod(losses.hinge_preference_loss)
 
 
 class IpoLoss(PairLoss):
@@ -149,14 +140,11 @@ class IpoLoss(PairLoss):
     """
 
     type: Literal["ipo"] = "ipo"
-    atoms = (ipo_loss,)
     bounded = True
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return ipo_loss(chosen - rejected, self.beta)
+    atom = staticmethod(losses.ipo_loss)
 
 
-class ExoPairLoss(PairLoss):
+class ExoPairLoss(SmoothedLoss):
     r"""The reverse KL of the model's preference from the smoothed label.
 
         L = q log(q / (1 - e)) + (1 - q) log((1 - q) / e),   q = sigmoid(beta (s_c - s_r))
@@ -166,18 +154,10 @@ class ExoPairLoss(PairLoss):
 
     type: Literal["exo_pair"] = "exo_pair"
     label_smoothing: Annotated[AnySign, Field(gt=0, lt=1)] = 1e-3
-    atoms = (exo_loss,)
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return exo_loss(chosen - rejected, self.beta, self.label_smoothing)
-
-    def warnings(self, setting: Setting) -> Iterator[str]:
-        yield from super().warnings(setting)
-        if self.label_smoothing > 0.5:
-            yield "biased: label_smoothing above 0.5 says that most preferences are wrong, and learns their opposite"
+    atom = staticmethod(losses.exo_loss)
 
 
-class NcaPairLoss(PairLoss):
+class NcaPairLoss(ScoreLoss):
     r"""Noise contrast: raises the chosen completion's likelihood itself.
 
         L = -log sigmoid(beta s_c) - (log sigmoid(-beta s_c) + log sigmoid(-beta s_r)) / 2
@@ -186,14 +166,11 @@ class NcaPairLoss(PairLoss):
     """
 
     type: Literal["nca_pair"] = "nca_pair"
-    atoms = (nca_loss,)
     anchored = True
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return nca_loss(chosen, rejected, self.beta)
+    atom = staticmethod(losses.nca_loss)
 
 
-class BcoPairLoss(PairLoss):
+class BcoPairLoss(ScoreLoss):
     r"""A binary classifier of each completion.
 
         L = -log sigmoid(beta s_c) - log sigmoid(-beta s_r)
@@ -202,14 +179,11 @@ class BcoPairLoss(PairLoss):
     """
 
     type: Literal["bco_pair"] = "bco_pair"
-    atoms = (bco_pair_loss,)
     anchored = True
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return bco_pair_loss(chosen, rejected, self.beta)
+    atom = staticmethod(losses.bco_pair_loss)
 
 
-class SppoHardLoss(PairLoss):
+class SppoHardLoss(ScoreLoss):
     r"""Self-play with hard labels: each score has a target of its own.
 
         L = (s_c - 1 / (2 beta))^2 + (s_r + 1 / (2 beta))^2
@@ -218,11 +192,8 @@ class SppoHardLoss(PairLoss):
     """
 
     type: Literal["sppo_hard"] = "sppo_hard"
-    atoms = (sppo_loss,)
     anchored = bounded = True
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return sppo_loss(chosen, rejected, self.beta)
+    atom = staticmethod(losses.sppo_loss)
 
 
 class RankedLoss(SmoothedLoss):
@@ -230,9 +201,7 @@ class RankedLoss(SmoothedLoss):
 
     needs = frozenset({"old_logprobs", "ref_logprobs"})
     ranked = True
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return dpo_loss(chosen - rejected, self.beta, self.label_smoothing)
+    atom = staticmethod(losses.dpo_loss)
 
 
 class AotLoss(RankedLoss):
@@ -245,7 +214,6 @@ class AotLoss(RankedLoss):
     """
 
     type: Literal["aot"] = "aot"
-    atoms = (dpo_loss,)
 
     def refusal(self, score: PreferenceScore) -> str | None:
         if isinstance(score, LogRatioScore) and (score.divergence != "reverse_kl" or score.length_normalised):
@@ -263,11 +231,10 @@ class AotUnpairedLoss(RankedLoss):
     """
 
     type: Literal["aot_unpaired"] = "aot_unpaired"
-    atoms = (dpo_loss,)
     paired = False
 
 
-class ApoZeroLoss(PairLoss):
+class ApoZeroLoss(ScoreLoss):
     r"""Anchored: chosen up, rejected down; for a model worse than the chosen completions.
 
         L = 1 - sigmoid(beta s_c) + sigmoid(beta s_r)
@@ -276,14 +243,11 @@ class ApoZeroLoss(PairLoss):
     """
 
     type: Literal["apo_zero"] = "apo_zero"
-    atoms = (apo_zero_loss,)
     anchored = True
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return apo_zero_loss(chosen, rejected, self.beta)
+    atom = staticmethod(losses.apo_zero_loss)
 
 
-class ApoDownLoss(PairLoss):
+class ApoDownLoss(ScoreLoss):
     r"""Anchored: both down, rejected more; for a model better than the chosen completions.
 
         L = sigmoid(beta s_c) + 1 - sigmoid(beta (s_c - s_r))
@@ -292,10 +256,7 @@ class ApoDownLoss(PairLoss):
     """
 
     type: Literal["apo_down"] = "apo_down"
-    atoms = (apo_down_loss,)
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return apo_down_loss(chosen, rejected, self.beta)
+    atom = staticmethod(losses.apo_down_loss)
 
 
 class DiscopopLoss(PairLoss):
@@ -308,10 +269,7 @@ class DiscopopLoss(PairLoss):
 
     type: Literal["discopop"] = "discopop"
     tau: Annotated[AnySign, Field(gt=0)] = 0.05
-    atoms = (discopop_loss,)
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return discopop_loss(chosen - rejected, self.beta, self.tau)
+    atom = staticmethod(losses.discopop_loss)
 
 
 class OddsRatioLoss(PairLoss):
@@ -323,11 +281,10 @@ class OddsRatioLoss(PairLoss):
     """
 
     type: Literal["odds_ratio"] = "odds_ratio"
-    atoms = (log_odds_ratio, odds_ratio_loss)
     anchored = True
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return self.beta * odds_ratio_loss(log_odds_ratio(chosen, rejected))
+        return self.beta * losses.odds_ratio_loss(log_odds_ratio(chosen, rejected))
 
     def refusal(self, score: PreferenceScore) -> str | None:
         if not isinstance(score, LogprobScore) or not score.length_normalised:
@@ -335,6 +292,86 @@ class OddsRatioLoss(PairLoss):
         return None
 
 
+class LabelLoss(PreferenceLoss):
+    """The loss of completions that are good (1) or bad (0) by themselves: scores, labels [N], reference [] -> [N]."""
+
+    unpaired = anchored = True
+    paired = False
+    needs_mismatched: ClassVar[bool] = False
+    """Whether prompts with the completions of other prompts are scored beside those that are trained on."""
+
+    def __call__(self, scores: Tensor, desirable: Tensor, reference: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def measure(self, scores: Tensor, mismatched: Tensor, state: Mapping[str, float]) -> dict[str, float]:
+        """The state with what the scores of a whole step, and of its mismatched rows, say of the reference point."""
+        return {**state}
+
+
+class WeightedLabelLoss(LabelLoss):
+    """KTO's loss, with weights of good and of bad completions."""
+
+    desirable_weight: AtLeast0 = 1.0
+    undesirable_weight: AtLeast0 = 1.0
+
+    def __call__(self, scores: Tensor, desirable: Tensor, reference: Tensor) -> Tensor:
+        return kto_loss(scores, desirable, reference, **self.settings)
+
+
+class ApoZeroUnpairedLoss(WeightedLabelLoss):
+    r"""KTO with a reference point of 0.
+
+        L = w (1 - sigmoid(beta s)) if good, w (1 - sigmoid(-beta s)) if bad
+
+    LaTeX: L = w_y \big(1 - \sigma(\pm\beta s)\big)
+    """
+
+    type: Literal["apo_zero_unpaired"] = "apo_zero_unpaired"
+
+
+class KtoLoss(WeightedLabelLoss):
+    r"""Good completions above a reference point, the KL as completions of other prompts tell it, and bad ones below.
+
+        L = w (1 - sigmoid(beta (s - z_0))) if good, w (1 - sigmoid(beta (z_0 - s))) if bad,   z_0 = max(0, mean s')
+
+    LaTeX: L = w_y \big(1 - \sigma(\pm\beta (s - z_0))\big), \quad z_0 = \max\big(0, \overline{s'}\big)
+    """
+
+    type: Literal["kto"] = "kto"
+    needs = frozenset({"old_logprobs", "ref_logprobs"})
+    needs_mismatched = True
+
+    def measure(self, scores: Tensor, mismatched: Tensor, state: Mapping[str, float]) -> dict[str, float]:
+        if not len(mismatched):
+            raise ValueError("kto needs rows of prompts with completions of other prompts (`mismatched`)")
+        return {**state, REFERENCE: kto_reference(mismatched).item()}
+
+
+class BcoLoss(LabelLoss):
+    r"""A binary classifier: good completions above the running mean of rewards, bad ones below.
+
+        L = -log sigmoid(beta s - delta) if good, -log sigmoid(delta - beta s) if bad,   delta = running mean of beta s
+
+    LaTeX: L = -\log \sigma\big(\pm(\beta s - \delta)\big), \quad \delta = \text{running mean of } \beta s
+    """
+
+    type: Literal["bco"] = "bco"
+    needs = frozenset({"old_logprobs", "ref_logprobs"})
+
+    def __call__(self, scores: Tensor, desirable: Tensor, reference: Tensor) -> Tensor:
+        return bco_loss(implicit_reward(scores, self.beta), desirable, reference)
+
+    def measure(self, scores: Tensor, mismatched: Tensor, state: Mapping[str, float]) -> dict[str, float]:
+        if not len(scores):
+            return {**state}
+        rewards = implicit_reward(scores, self.beta)
+        before = rewards.new_tensor(state.get(REFERENCE, 0.0))
+        mean, count = running_mean(before, state.get(COUNT, 0.0), rewards)
+        return {**state, REFERENCE: mean.item(), COUNT: float(count)}
+
+
 MarginLosses = SigmoidLoss | RobustLoss | HingeLoss | IpoLoss | ExoPairLoss | DiscopopLoss | OddsRatioLoss
 ScoreLosses = NcaPairLoss | BcoPairLoss | SppoHardLoss | ApoZeroLoss | ApoDownLoss
-PairLosses = MarginLosses | ScoreLosses | AotLoss | AotUnpairedLoss
+RankedLosses = AotLoss | AotUnpairedLoss
+LabelLosses = ApoZeroUnpairedLoss | KtoLoss | BcoLoss
+PreferenceLosses = Annotated[MarginLosses | ScoreLosses | RankedLosses | LabelLosses, Field(discriminator="type")]

@@ -2,66 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
 
+from atomrl.atoms import preference_scores as scores
 from atomrl.atoms.masks import row_mean, row_sum
-from atomrl.atoms.preference_scores import (
-    Divergence,
-    alpha_score,
-    f_divergence_score,
-    length_desensitised_logprob,
-    length_normalised,
-)
 from atomrl.atoms.supervised_losses import nll_loss
 from atomrl.objective.advantage_inputs import given
 from atomrl.objective.choice import Choice, Formula, Setting
+from atomrl.objective.pairing import shared_lengths
+from atomrl.types import RowBatch
 
 AnySign = Annotated[float, Field(allow_inf_nan=False)]
 AtLeast0 = Annotated[AnySign, Field(ge=0)]
 
 
 class PreferenceScore(Choice):
-    """What is compared of two completions, [B]."""
+    """What is compared of two completions: log-probs [B, T] of rows -> [B]."""
 
     ld_alpha: AtLeast0 = 1.0
     """Below 1, what one completion is longer than the other counts less (LD-DPO)."""
     length_normalised: bool = False
     """Per token."""
+    switches: ClassVar = {
+        row_sum: lambda self: self.ld_alpha == 1,
+        scores.length_desensitised_logprob: lambda self: self.ld_alpha != 1,
+        scores.length_normalised: lambda self: self.length_normalised,
+    }
 
-    def sums(self, logprobs: Tensor, mask: Tensor, shared_length: Tensor) -> Tensor:
-        """[B] log-probs of completions. `shared_length` [B]: tokens of the shorter completion of a pair."""
-        if self.ld_alpha == 1:
-            return row_sum(logprobs, mask)
-        return length_desensitised_logprob(logprobs, mask, shared_length, self.ld_alpha)
+    def sums(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
+        """[B] log-probs of the rows' trained tokens, as the score counts them."""
+        mask = rows.loss_mask
+        if self.ld_alpha == 1 or rows.pair_ids is None:
+            return row_sum(given(logprobs), mask)
+        shared = shared_lengths(mask, rows.pair_ids)
+        return scores.length_desensitised_logprob(given(logprobs), mask, shared, self.ld_alpha)
 
-    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor, shared_length: Tensor) -> Tensor:
+    def __call__(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
         raise NotImplementedError
 
-    def equation(self) -> Formula:
-        text, latex = self.text, self.latex
+    def where(self) -> tuple[Formula, ...]:
+        lines = []
         if self.ld_alpha != 1:
-            text += " (the longer one's surplus times alpha)"
-            latex += r"\ \text{(the longer one's surplus times } \alpha)"
-        for more in self.notes():
-            text, latex = text + ",   " + more.text, latex + r",\ " + more.latex
-        return Formula(text, latex)
-
-    def notes(self) -> Iterator[Formula]:
-        """What the fields make of the score."""
+            surplus = "tokens beyond the shorter completion's length count"
+            lines.append(Formula(f"{surplus} alpha", rf"\text{{{surplus} }} \alpha"))
         if self.length_normalised:
-            yield Formula("s <- s / |y|", r"s \leftarrow s / |y|")
-
-    def used_atoms(self) -> tuple[Callable[..., Any], ...]:
-        off = {length_desensitised_logprob} if self.ld_alpha == 1 else {row_sum}
-        return tuple(atom for atom in self.atoms if atom not in off | self.unused_atoms())
-
-    def unused_atoms(self) -> set[Callable[..., Any]]:
-        """Those that the fields leave without effect."""
-        return set() if self.length_normalised else {length_normalised}
+            lines.append(Formula("s <- s / |y|", r"s \leftarrow s / |y|"))
+        return tuple(lines)
 
 
 class LogRatioScore(PreferenceScore):
@@ -73,25 +63,21 @@ class LogRatioScore(PreferenceScore):
     """
 
     type: Literal["log_ratio"] = "log_ratio"
-    divergence: Divergence = "reverse_kl"
+    divergence: scores.Divergence = "reverse_kl"
     """Another than the reverse KL is f-DPO."""
     alpha: AnySign = 1.0
     """Of `alpha_divergence`."""
-    atoms = (row_sum, length_desensitised_logprob, f_divergence_score, length_normalised)
+    switches = PreferenceScore.switches | {scores.f_divergence_score: lambda self: self.divergence != "reverse_kl"}
     needs = frozenset({"ref_logprobs"})
 
-    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor, shared_length: Tensor) -> Tensor:
-        ratio = self.sums(logprobs, mask, shared_length) - self.sums(given(ref_logprobs), mask, shared_length)
-        score = f_divergence_score(ratio, self.divergence, self.alpha)
-        return length_normalised(score, mask.sum(1)) if self.length_normalised else score
+    def __call__(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
+        ratio = self.sums(logprobs, rows) - self.sums(rows.ref_logprobs, rows)
+        score = scores.f_divergence_score(ratio, self.divergence, self.alpha)
+        return scores.length_normalised(score, rows.loss_mask.sum(1)) if self.length_normalised else score
 
-    def notes(self) -> Iterator[Formula]:
-        if self.divergence != "reverse_kl":
-            yield Formula(f"s <- f'(exp(s)) of the {self.divergence}", r"s \leftarrow f'(e^s)")
-        yield from super().notes()
-
-    def unused_atoms(self) -> set[Callable[..., Any]]:
-        return super().unused_atoms() | ({f_divergence_score} if self.divergence == "reverse_kl" else set())
+    def where(self) -> tuple[Formula, ...]:
+        bent = Formula(f"s <- f'(exp(s)) of the {self.divergence}", r"s \leftarrow f'(e^s)")
+        return super().where() if self.divergence == "reverse_kl" else (bent, *super().where())
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield "note: a frozen copy of the start is loaded as the reference (none with model.lora)"
@@ -108,19 +94,17 @@ class LogprobScore(PreferenceScore):
     type: Literal["logprob"] = "logprob"
     shape: AnySign = 0.0
     """Bends the log-prob (AlphaPO)."""
-    atoms = (row_sum, length_desensitised_logprob, length_normalised, alpha_score)
+    switches = PreferenceScore.switches | {scores.alpha_score: lambda self: self.shape}
 
-    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor, shared_length: Tensor) -> Tensor:
-        score = self.sums(logprobs, mask, shared_length)
-        return alpha_score(length_normalised(score, mask.sum(1)) if self.length_normalised else score, self.shape)
+    def __call__(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
+        score = self.sums(logprobs, rows)
+        return scores.alpha_score(
+            scores.length_normalised(score, rows.loss_mask.sum(1)) if self.length_normalised else score, self.shape
+        )
 
-    def notes(self) -> Iterator[Formula]:
-        yield from super().notes()
-        if self.shape:
-            yield Formula("s <- (1 - exp(-shape s)) / shape", r"s \leftarrow (1 - e^{-a s}) / a")
-
-    def unused_atoms(self) -> set[Callable[..., Any]]:
-        return super().unused_atoms() | (set() if self.shape else {alpha_score})
+    def where(self) -> tuple[Formula, ...]:
+        bent = Formula("s <- (1 - exp(-shape s)) / shape", r"s \leftarrow (1 - e^{-a s}) / a")
+        return (*super().where(), bent) if self.shape else super().where()
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if not self.length_normalised:
@@ -151,7 +135,6 @@ class TokenMeanNll(ChosenNll):
     """
 
     type: Literal["token_mean"] = "token_mean"
-    atoms = (nll_loss, row_sum)
 
     def __call__(self, logprobs: Tensor, mask: Tensor, mean_tokens: float) -> Tensor:
         return row_sum(nll_loss(logprobs, mask), mask) / mean_tokens
@@ -166,7 +149,6 @@ class SequenceMeanNll(ChosenNll):
     """
 
     type: Literal["sequence_mean"] = "sequence_mean"
-    atoms = (nll_loss, row_mean)
 
     def __call__(self, logprobs: Tensor, mask: Tensor, mean_tokens: float) -> Tensor:
         return row_mean(nll_loss(logprobs, mask), mask)

@@ -12,7 +12,15 @@ from atomrl.atoms.ratios import sequence_log_ratio, sequence_token_log_ratio, to
 from atomrl.objective.choice import Choice
 
 
-class TokenRatio(Choice):
+class RatioChoice(Choice):
+    """One atom of log-probs, by token or by completion."""
+
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+        found: Tensor = self.atom(logprobs, old_logprobs, mask, **self.settings)
+        return per_token(found, mask) if found.dim() == 1 else found
+
+
+class TokenRatio(RatioChoice):
     r"""The ratio of each token.
 
         rho_{i,t} = pi(a_t) / pi_old(a_t)
@@ -22,13 +30,10 @@ class TokenRatio(Choice):
 
     type: Literal["token"] = "token"
     clamp: NonNegativeFloat | None = None
-    atoms = (token_log_ratio,)
-
-    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-        return token_log_ratio(logprobs, old_logprobs, mask, self.clamp)
+    atom = staticmethod(token_log_ratio)
 
 
-class SequenceRatio(Choice):
+class SequenceRatio(RatioChoice):
     r"""The ratio of the whole completion, the same for all its tokens, which share the gradient: GSPO.
 
         rho_{i,t} = (pi(o_i) / pi_old(o_i))^(1 / |o_i|)
@@ -39,13 +44,10 @@ class SequenceRatio(Choice):
     type: Literal["sequence"] = "sequence"
     length_normalised: bool = True
     clamp: NonNegativeFloat | None = None
-    atoms = (sequence_log_ratio,)
-
-    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-        return per_token(sequence_log_ratio(logprobs, old_logprobs, mask, self.length_normalised, self.clamp), mask)
+    atom = staticmethod(sequence_log_ratio)
 
 
-class SequenceTokenRatio(Choice):
+class SequenceTokenRatio(RatioChoice):
     r"""The ratio of the whole completion in value, with the gradient of each token's own log-prob: GSPO-token.
 
         rho_{i,t} = sg[(pi(o_i) / pi_old(o_i))^(1 / |o_i|)] pi(a_t) / sg[pi(a_t)]
@@ -56,10 +58,7 @@ class SequenceTokenRatio(Choice):
 
     type: Literal["sequence_token"] = "sequence_token"
     ceiling: NonNegativeFloat | None = None
-    atoms = (sequence_token_log_ratio,)
-
-    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-        return sequence_token_log_ratio(logprobs, old_logprobs, mask, self.ceiling)
+    atom = staticmethod(sequence_token_log_ratio)
 
 
 Ratio = Annotated[TokenRatio | SequenceRatio | SequenceTokenRatio, Field(discriminator="type")]

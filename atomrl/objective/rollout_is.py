@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeFloat
@@ -19,7 +19,7 @@ from atomrl.atoms import corrections
 from atomrl.atoms.advantages import per_token
 from atomrl.atoms.kl import k1_kl, k3_kl
 from atomrl.atoms.masks import row_max, row_mean, row_sum
-from atomrl.objective.choice import Choice, Custom, Setting, type_of
+from atomrl.objective.choice import Choice, Custom, Setting
 
 
 class RolloutInputs(NamedTuple):
@@ -48,43 +48,40 @@ class RolloutISChoice(Choice):
         """Whether it takes a statistic over all rows of a step, and so is made before they are split."""
         return False
 
-    def __call__(self, inputs: RolloutInputs) -> Tensor:
-        raise NotImplementedError
-
     def warnings(self, setting: Setting) -> Iterator[str]:
-        if not setting.rollout_logprobs:
-            yield f"an error when it runs: {type_of(self)} needs log-probs, which this engine does not return"
         if self.by_token and setting.axes["ratio"].type == "sequence":
             yield "biased: a weight by token on a ratio by completion; sequence_tis is of one level with it"
 
 
 class ImportanceWeights(RolloutISChoice):
-    """What weights within bounds have in common."""
+    """The weights pi_old / mu within bounds, by token or by completion."""
 
     clamp: NonNegativeFloat = 20.0
+    high: NonNegativeFloat = 2.0
+    low: NonNegativeFloat = 0.0
+    switches: ClassVar = dict.fromkeys((row_sum, per_token), lambda self: not self.by_token)
 
-    def token_weights(self, inputs: RolloutInputs) -> Tensor:
-        return corrections.importance_weights(inputs.log_ratio, self.clamp)
-
-    def sequence_weights(self, inputs: RolloutInputs) -> Tensor:
-        return corrections.importance_weights(row_sum(inputs.log_ratio, inputs.mask), self.clamp)
+    def __call__(self, inputs: RolloutInputs) -> Tensor:
+        log_ratio = inputs.log_ratio if self.by_token else row_sum(inputs.log_ratio, inputs.mask)
+        weights: Tensor = self.atom(corrections.importance_weights(log_ratio, self.clamp), low=self.low, high=self.high)
+        return weights if self.by_token else per_token(weights, inputs.mask)
 
 
 class TruncatedWeights(ImportanceWeights):
     """What truncated importance sampling by token and by completion have in common."""
 
-    high: NonNegativeFloat = 2.0
-    low: NonNegativeFloat = 0.0
     normalised: bool = False
     """Divided by the mean weight of the step."""
-    atoms = (corrections.importance_weights, corrections.truncated_weights, corrections.normalised_weights)
+    atom = staticmethod(corrections.truncated_weights)
+    switches = ImportanceWeights.switches | {corrections.normalised_weights: lambda self: self.normalised}
 
     @property
     def whole_step(self) -> bool:
         return self.normalised
 
-    def used_atoms(self) -> tuple[Any, ...]:
-        return self.atoms if self.normalised else self.atoms[:2]
+    def __call__(self, inputs: RolloutInputs) -> Tensor:
+        weights = super().__call__(inputs)
+        return corrections.normalised_weights(weights, inputs.mask, not self.by_token) if self.normalised else weights
 
 
 class TokenTIS(TruncatedWeights):
@@ -98,10 +95,6 @@ class TokenTIS(TruncatedWeights):
     type: Literal["token_tis"] = "token_tis"
     by_token = True
 
-    def __call__(self, inputs: RolloutInputs) -> Tensor:
-        weights = corrections.truncated_weights(self.token_weights(inputs), self.high, self.low)
-        return corrections.normalised_weights(weights, inputs.mask) if self.normalised else weights
-
 
 class SequenceTIS(TruncatedWeights):
     r"""Truncated importance sampling by completion; where `normalised`, divided by the mean weight of the step's rows.
@@ -113,11 +106,6 @@ class SequenceTIS(TruncatedWeights):
 
     type: Literal["sequence_tis"] = "sequence_tis"
 
-    def __call__(self, inputs: RolloutInputs) -> Tensor:
-        weights = corrections.truncated_weights(self.sequence_weights(inputs), self.high, self.low)
-        weights = per_token(weights, inputs.mask)
-        return corrections.normalised_weights(weights, inputs.mask, by_row=True) if self.normalised else weights
-
 
 class TokenMIS(ImportanceWeights):
     r"""Masked importance sampling by token: a weight beyond the bounds is 0.
@@ -128,13 +116,8 @@ class TokenMIS(ImportanceWeights):
     """
 
     type: Literal["token_mis"] = "token_mis"
-    high: NonNegativeFloat = 2.0
-    low: NonNegativeFloat = 0.0
-    atoms = (corrections.importance_weights, corrections.masked_weights)
+    atom = staticmethod(corrections.masked_weights)
     by_token = True
-
-    def __call__(self, inputs: RolloutInputs) -> Tensor:
-        return corrections.masked_weights(self.token_weights(inputs), self.low, self.high)
 
 
 class SequenceMIS(ImportanceWeights):
@@ -146,12 +129,7 @@ class SequenceMIS(ImportanceWeights):
     """
 
     type: Literal["sequence_mis"] = "sequence_mis"
-    high: NonNegativeFloat = 2.0
-    low: NonNegativeFloat = 0.0
-    atoms = (corrections.importance_weights, corrections.masked_weights)
-
-    def __call__(self, inputs: RolloutInputs) -> Tensor:
-        return per_token(corrections.masked_weights(self.sequence_weights(inputs), self.low, self.high), inputs.mask)
+    atom = staticmethod(corrections.masked_weights)
 
 
 class IcePop(TokenMIS):
@@ -174,7 +152,6 @@ class SequenceMask(RolloutISChoice):
     high: NonNegativeFloat = 1.001
     low: NonNegativeFloat = 0.999
     weighted: bool = False
-    atoms = (corrections.importance_weights, corrections.within)
 
     def __call__(self, inputs: RolloutInputs) -> Tensor:
         log_ratio, mask = inputs.log_ratio, inputs.mask
@@ -198,18 +175,15 @@ class KLRejection(RolloutISChoice):
     bound: NonNegativeFloat = 0.01
     level: Literal["token", "mean", "sum", "max"] = "mean"
     estimator: Literal["k1", "k3"] = "k3"
-    atoms = (k1_kl, k3_kl, corrections.within)
+    switches: ClassVar = {k1_kl: lambda self: self.estimator == "k1", k3_kl: lambda self: self.estimator == "k3"}
 
     def __call__(self, inputs: RolloutInputs) -> Tensor:
-        estimate = k1_kl if self.estimator == "k1" else k3_kl
-        kl = estimate(inputs.rollout_logprobs, inputs.old_logprobs, inputs.mask)
+        estimate, mask = k1_kl if self.estimator == "k1" else k3_kl, inputs.mask
+        kl = estimate(inputs.rollout_logprobs, inputs.old_logprobs, mask)
         if self.level == "token":
             return corrections.within(kl, -math.inf, self.bound).to(kl.dtype)
-        keep = corrections.within(STATISTICS[self.level](kl, inputs.mask), -math.inf, self.bound)
-        return keep[:, None].expand_as(inputs.mask).to(kl.dtype)
-
-    def used_atoms(self) -> tuple[Any, ...]:
-        return (self.atoms[0 if self.estimator == "k1" else 1], self.atoms[2])
+        keep = corrections.within(STATISTICS[self.level](kl, mask), -math.inf, self.bound)
+        return keep[:, None].expand_as(mask).to(kl.dtype)
 
 
 class OffPolicySequences(RolloutISChoice):
@@ -223,7 +197,6 @@ class OffPolicySequences(RolloutISChoice):
 
     type: Literal["off_policy_sequences"] = "off_policy_sequences"
     bound: NonNegativeFloat = 0.05
-    atoms = (k1_kl, corrections.off_policy_sequences)
 
     def __call__(self, inputs: RolloutInputs) -> Tensor:
         kl = k1_kl(inputs.rollout_logprobs, inputs.logprobs.detach(), inputs.mask)
@@ -242,7 +215,6 @@ class SecondMoment(RolloutISChoice):
 
     type: Literal["second_moment"] = "second_moment"
     bound: NonNegativeFloat = 0.04
-    atoms = (corrections.second_moment_tokens,)
 
     @property
     def whole_step(self) -> bool:
@@ -264,7 +236,7 @@ Masks = SequenceMask | KLRejection | OffPolicySequences | SecondMoment
 RolloutIS = Annotated[Weights | Masks | CustomRolloutIS, Field(discriminator="type")]
 
 
-def product(parts: Sequence[RolloutISChoice], inputs: RolloutInputs, *, whole_step: bool) -> Tensor | None:
+def product(parts: Sequence[RolloutIS], inputs: RolloutInputs, *, whole_step: bool) -> Tensor | None:
     """The product of the corrections made over the whole step, or of those made by row; None: there is none."""
     factors = [part(inputs) for part in parts if part.whole_step == whole_step]
     return torch.stack(factors).prod(0) if factors else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
@@ -31,7 +31,11 @@ class Shaping(Choice):
     lowest: FiniteFloat | None = None
     highest: FiniteFloat | None = None
     mask_truncated: bool = False
-    atoms = (soft_overlong_penalty, repetition_penalty, clipped_reward)
+    switches: ClassVar = {
+        soft_overlong_penalty: lambda self: self.soft_overlong,
+        repetition_penalty: lambda self: self.repetition_ngram_tokens,
+        clipped_reward: lambda self: self.bounded,
+    }
 
     @property
     def bounded(self) -> bool:
@@ -58,9 +62,8 @@ class Shaping(Choice):
         if self.soft_overlong:
             assert limit is not None, "`PolicyObjective.resolved` fills it in"
             buffer = self.overlong_buffer_tokens or max(1, limit // 5)
-            rewards = rewards + soft_overlong_penalty(rows.sampled_lengths, limit, buffer, self.overlong_penalty).to(
-                rewards
-            )
+            penalty = soft_overlong_penalty(rows.sampled_lengths, limit, buffer, self.overlong_penalty)
+            rewards = rewards + penalty.to(rewards)
         if self.repetition_ngram_tokens:
             ngram, weight = self.repetition_ngram_tokens, -self.repetition_weight
             rewards = rewards + repetition_penalty(rows.tokens, rows.loss_mask, ngram, weight).to(rewards)
@@ -69,20 +72,14 @@ class Shaping(Choice):
             rewards = clipped_reward(rewards, low, torch.inf if high is None else high)
         return rewards
 
-    def used_atoms(self) -> tuple[Any, ...]:
-        switches = (self.soft_overlong, self.repetition_ngram_tokens, self.bounded)
-        return tuple(atom for atom, on in zip(self.atoms, switches, strict=True) if on)
-
     def where(self) -> tuple[Formula, ...]:
-        lines, total = [], Formula("r_i", "r_i")
-        if self.soft_overlong:
-            total = Formula(f"{total.text} + overlong_i", rf"{total.latex} + p^{{\mathrm{{overlong}}}}_i")
-        if self.repetition_ngram_tokens:
-            total = Formula(f"{total.text} + repetition_i", rf"{total.latex} + p^{{\mathrm{{repetition}}}}_i")
+        terms = {"overlong": self.soft_overlong, "repetition": self.repetition_ngram_tokens}
+        added = [name for name, on in terms.items() if on]
+        text = " + ".join(["r_i", *(f"{name}_i" for name in added)])
+        latex = " + ".join(["r_i", *(rf"p^{{\mathrm{{{name}}}}}_i" for name in added)])
         if self.bounded:
-            total = Formula(f"clip({total.text})", rf"\operatorname{{clip}}({total.latex})")
-        if total.text != "r_i":
-            lines.append(Formula(f"r_i <- {total.text}", rf"r_i \leftarrow {total.latex}"))
+            text, latex = f"clip({text})", rf"\operatorname{{clip}}({latex})"
+        lines = [Formula(f"r_i <- {text}", rf"r_i \leftarrow {latex}")] if self.changes_rewards else []
         if self.mask_truncated:
             lines.append(Formula("w_{i,t} = 0 where cut off", r"w_{i,t} = 0 \text{ where } o_i \text{ is cut off}"))
         return tuple(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
@@ -57,16 +57,16 @@ class HighEntropy(_Share):
     """
 
     type: Literal["high_entropy"] = "high_entropy"
-    atoms = (token_selection.high_entropy_tokens, token_selection.highest_entropy_tokens)
     needs = frozenset({"old_entropy"})
+    switches: ClassVar = {
+        token_selection.high_entropy_tokens: lambda self: self.tokens is None,
+        token_selection.highest_entropy_tokens: lambda self: self.tokens is not None,
+    }
 
     def __call__(self, inputs: FilterInputs) -> Tensor:
         if self.tokens is not None:
             return token_selection.highest_entropy_tokens(inputs.old_entropy, inputs.mask, self.tokens)
         return token_selection.high_entropy_tokens(inputs.old_entropy, inputs.mask, self.fraction)
-
-    def used_atoms(self) -> tuple[Any, ...]:
-        return self.atoms[:1] if self.tokens is None else self.atoms[1:]
 
 
 class RandomTokens(_Share):
@@ -78,7 +78,6 @@ class RandomTokens(_Share):
     """
 
     type: Literal["random"] = "random"
-    atoms = (token_selection.random_tokens,)
 
     def __call__(self, inputs: FilterInputs) -> Tensor:
         count = round(self.fraction * int(inputs.mask.sum())) if self.tokens is None else self.tokens
@@ -97,7 +96,6 @@ class ClipCov(TokenFilterChoice):
     fraction: Fraction = 2e-4
     low: NonNegativeFloat = 1.0
     high: NonNegativeFloat = 5.0
-    atoms = (token_selection.token_covariance, token_selection.clip_covariance_tokens)
     needs = frozenset({"old_logprobs"})
 
     def __call__(self, inputs: FilterInputs) -> Tensor:
@@ -119,7 +117,6 @@ class KLCov(TokenFilterChoice):
     type: Literal["kl_cov"] = "kl_cov"
     fraction: Fraction = 2e-3
     coefficient: NonNegativeFloat = 1.0
-    atoms = (token_selection.token_covariance, token_selection.highest_covariance_tokens, abs_kl)
     needs = frozenset({"old_logprobs"})
     adds = True
 

@@ -40,13 +40,6 @@ class TrustRegion(Choice):
     damping: NonNegativeFloat = 0.1
     backtracks: NonNegativeInt = 10
     backtrack_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.8
-    atoms = (
-        steps.fisher_vector_product,
-        steps.conjugate_gradient,
-        steps.natural_step,
-        steps.line_search,
-        distribution_kl,
-    )
 
     def __call__(
         self,
@@ -65,7 +58,10 @@ class TrustRegion(Choice):
         metrics["actor/grad_norm"] = Mean(norm)
         if norm == 0:
             return UpdateOutput(metrics | {"actor/empty_updates": Count()})
-        start, states = steps.flat(parameters), _state_weights(micros)
+        # The share of each trained token in the mean KL is that of its loss weight; all of them add up to 1.
+        weights = [micro.loss_weights[micro.loss_mask] for micro in micros]
+        total = sum(float(part.sum(dtype=torch.float64)) for part in weights)
+        start, states = steps.flat(parameters), [part / total for part in weights]
 
         def fisher(vector: Tensor) -> Tensor:
             total = torch.zeros_like(vector)
@@ -80,9 +76,9 @@ class TrustRegion(Choice):
         def damped(vector: Tensor) -> Tensor:
             return fisher(vector).add_(vector, alpha=self.damping)
 
-        found = steps.conjugate_gradient(damped, -gradient, self.cg_iterations)
-        metrics["actor/cg_residual"] = Mean(found["residual"])
-        longest = steps.natural_step(found["solution"], fisher, self.kl_bound)
+        solution, residual = steps.conjugate_gradient(damped, -gradient, self.cg_iterations)
+        metrics["actor/cg_residual"] = Mean(residual)
+        longest = steps.natural_step(solution, fisher, self.kl_bound)
         if longest is None:
             return UpdateOutput(metrics)
 
@@ -138,21 +134,8 @@ def _gradient(
         if micro.old_logprobs is None:
             micro = replace(micro, old_logprobs=given(found.logprobs).detach())
         result = algorithm.loss(found, micro)
-        gradients = torch.autograd.grad(result.loss, parameters, allow_unused=True)
-        pairs = zip(parameters, gradients, strict=True)
-        total += steps.flat([torch.zeros_like(p) if g is None else g for p, g in pairs])
+        total += steps.flat_gradient(result.loss, parameters)
         loss += result.loss.item()
         metrics.append(result.metrics)
         micros.append(micro)
     return loss, total, merge(metrics), micros
-
-
-def _state_weights(micros: Sequence[TrainingBatch]) -> list[Tensor]:
-    """The share of each trained token in the mean KL: that of its loss weight, and all of them add up to 1."""
-    weights = []
-    for micro in micros:
-        trained = micro.loss_mask.clone()
-        trained[:, 0] = False
-        weights.append(micro.loss_weights[trained])
-    total = sum(float(part.sum(dtype=torch.float64)) for part in weights)
-    return [part / total for part in weights]

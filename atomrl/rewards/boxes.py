@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from atomrl.rewards.answers import answers_equal, normalise_text, parse_number, require_truths
-from atomrl.rewards.errors import RewardError
+from atomrl.rewards.errors import require
 from atomrl.rewards.format import last_boxed
 
 _WORDS = re.compile(r"(?:\\text\s*\{)?\s*[A-Za-z]{3,}(?:[ .,'-]+[A-Za-z]+)*\.?\s*\}?")
@@ -71,10 +71,9 @@ def _parse(text: str) -> list[Any]:
 
 @functools.cache
 def _math_verify() -> Any:
-    try:
-        import math_verify
-    except ImportError:
-        raise RewardError("the boxed reward needs the extra: pip install 'atomrl[math]'") from None
+    require("boxed", "math_verify", "math")
+    import math_verify
+
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that the time limit is the caller's
     return math_verify
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import math
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from atomrl.rewards.errors import RewardError
+from atomrl.rewards.errors import RewardError, require
 from atomrl.rewards.table import LOADING, POOLED, REWARDS, AnyReward, find_reward, importable_name
-from atomrl.types import Trajectory
+from atomrl.types import FailureKind, Trajectory
 
 Style = Literal["columns", "compute_score", "compute_scores", "trajectories"]
 """TRL's; verl's of one completion, and of a batch; a class that is called with trajectories."""
 MAX_MESSAGE = 500
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scorer:
     """A reward, ready to be called."""
 
@@ -38,35 +39,69 @@ class Scorer:
     """Of one call in a worker."""
 
 
-@dataclass
-class Outcome:
-    """What rewards gave some completions: every list has one element for each."""
+@dataclass(frozen=True)
+class Task:
+    """One call of a reward."""
 
-    values: list[float | None]
-    failures: list[str | None]
-    """`KIND: message` where there is no usable value."""
-    parts: dict[str, list[float | None]] = field(default_factory=dict)
-    """What a `compute_score` or a batch reward reported beside the reward."""
+    part: str
+    """The term of the total that it is of."""
+    scorer: Scorer
+    rows: Sequence[int]
+    """Which of the trajectories it scores."""
+    trajectories: Sequence[Trajectory]
+    columns: Mapping[str, Sequence[Any]]
+    """Of all trajectories."""
+
+    @property
+    def items(self) -> list[Trajectory]:
+        return [self.trajectories[row] for row in self.rows]
+
+    def split(self) -> list[Task]:
+        """A call for each completion."""
+        return [replace(self, rows=[row]) for row in self.rows]
+
+    def payload(self) -> dict[str, Any]:
+        """What the reward gets: lists of its own, so that none can disturb another's."""
+        items = self.items
+        digest = hashlib.blake2b(items[0].trajectory_id.encode(), digest_size=4).digest()
+        seed = int.from_bytes(digest, "little")
+        if self.scorer.style == "trajectories":
+            return {"trajectories": items, "seed": seed}
+        prompts = [item.sample.prompt for item in items]
+        return {
+            "prompts": [p if isinstance(p, str) else [dict(message) for message in p] for p in prompts],
+            "completions": [item.text for item in items],
+            "columns": {name: [values[row] for row in self.rows] for name, values in self.columns.items()},
+            "seed": seed,
+        }
+
+
+class Score(NamedTuple):
+    """What a reward gave one completion."""
+
+    value: float | None = None
+    parts: Mapping[str, float | None] = {}
+    """What a `compute_score` or a class reported beside the reward."""
+    failure: FailureKind | None = None
+    """Where there is no usable value."""
+    message: str = ""
+    """Of the failure."""
+
+
+class Outcome(NamedTuple):
+    """What a call of a reward gave. As plain tuples it is what a worker answers."""
+
+    scores: Sequence[Score]
+    """Of each completion."""
     seconds: float = 0.0
     call_failed: bool = False
     """The call as a whole failed; one completion at a time, some may do better."""
 
-    @classmethod
-    def empty(cls, size: int) -> Outcome:
-        """Neither values nor failures; for `fill`."""
-        return cls([None] * size, [None] * size)
 
-    def fill(self, rows: Sequence[int], given: Outcome) -> None:
-        """Take the outcome of a call with these rows."""
-        for place, row in enumerate(rows):
-            self.values[row], self.failures[row] = given.values[place], given.failures[place]
-            for name, values in given.parts.items():
-                self.parts.setdefault(name, [None] * len(self.values))[row] = values[place]
-
-
-def failed(size: int, failure: str, seconds: float = 0.0, call_failed: bool = True) -> Outcome:
-    """No value for a whole call."""
-    return Outcome([None] * size, [failure[:MAX_MESSAGE]] * size, {}, seconds, call_failed)
+def failed(size: int, failure: FailureKind, message: str, seconds: float = 0.0) -> Outcome:
+    """No value for a whole call. One that returned something invalid would do so again."""
+    score = Score(failure=failure, message=message[:MAX_MESSAGE])
+    return Outcome([score] * size, seconds, call_failed=failure != "invalid")
 
 
 def find_scorer(
@@ -88,8 +123,8 @@ def find_scorer(
     built_in = next((key for key, value in REWARDS.items() if value is function), None)
     style = _style(function)
     _check_signature(name, function, style, args)
-    if built_in in POOLED:
-        POOLED[built_in].check(built_in)
+    if built_in is not None and built_in in POOLED:
+        require(built_in, POOLED[built_in].package, POOLED[built_in].extra)
     return Scorer(
         name=built_in or name,
         function=function,
@@ -98,12 +133,12 @@ def find_scorer(
         in_process=(local and built_in is None)
         or (built_in is not None and built_in not in POOLED)
         or importable_name(function) in LOADING.values(),
-        by_row=(style == "compute_score" and not is_async(function)) or built_in is not None,
+        by_row=(style == "compute_score" and not _is_async(function)) or built_in is not None,
         timeout_s=timeout_s,
     )
 
 
-def is_async(function: AnyReward) -> bool:
+def _is_async(function: AnyReward) -> bool:
     """Whether calling it gives something to wait for; such a reward gets all completions at once."""
     called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
     return inspect.iscoroutinefunction(called)
@@ -114,6 +149,10 @@ def _parameters(function: AnyReward) -> Mapping[str, inspect.Parameter] | None:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # some built-in functions have none to check
         return None
+
+
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def _style(function: AnyReward) -> Style:
@@ -129,44 +168,74 @@ def _check_signature(name: str, function: AnyReward, style: Style, args: Mapping
     parameters = _parameters(function)
     if parameters is None:
         return
-    required = [key for key, item in parameters.items() if item.default is item.empty and item.kind not in _ANY]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [key for key, item in parameters.items() if item.default is item.empty and item.kind not in variadic]
     missing = [key for key in required if key not in args] if style == "trajectories" else []
     if missing:
         raise RewardError(f"reward {name!r} needs args: {{{missing[0]}: ...}}")
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     shown = f"({', '.join(map(str, parameters.values()))})"
-    if style == "columns" and not takes_any:
+    if style == "columns" and not _takes_any(parameters):
         raise RewardError(
             f"reward {name!r} must take **columns: def f(prompts, completions, ground_truth, **columns), not {shown} "
             "(or be verl's compute_score(data_source, solution_str, ground_truth, extra_info))"
         )
     if style == "trajectories" and not any("__call__" in vars(base) for base in getattr(function, "__mro__", ())):
         raise RewardError(f"reward {name!r} is a class without __call__(self, trajectories)")
-    unknown = [key for key in args if key not in parameters and (style == "columns" or not takes_any)]
+    unknown = [key for key in args if key not in parameters and (style == "columns" or not _takes_any(parameters))]
     if unknown:
         raise RewardError(f"reward {name!r} has no argument {unknown[0]!r}: {shown}")
 
 
 def instantiate(scorer: Scorer) -> Scorer:
     """A reward that is a class, as an instance made with its args; any other as it is."""
-    if scorer.style != "trajectories" or not isinstance(scorer.function, type):
+    if scorer.style != "trajectories":
         return scorer
-    make: AnyReward = scorer.function
-    return replace(scorer, function=make(**scorer.args), args={})
+    return replace(scorer, function=scorer.function(**scorer.args), args={})
 
 
 def call(scorer: Scorer, payload: Mapping[str, Any]) -> Outcome:
     """One call of a reward, guarded and checked. It never raises but for Ctrl-C."""
     started = time.perf_counter()
     size = len(payload["trajectories"] if scorer.style == "trajectories" else payload["completions"])
-    ask, read = _STYLES[scorer.style]
     try:
-        result = ask(scorer, payload)
-        outcome = _listed(asyncio.run(_waited(result)) if inspect.isawaitable(result) else result, size, read)
+        result = _ask(scorer, payload)
+        outcome = _listed(asyncio.run(_waited(result)) if inspect.isawaitable(result) else result, size)
     except (Exception, SystemExit) as error:
-        outcome = failed(size, f"error: {_describe(error)}")
-    outcome.seconds = time.perf_counter() - started
-    return outcome
+        outcome = failed(size, "error", _describe(error))
+    return outcome._replace(seconds=time.perf_counter() - started)
+
+
+def _ask(scorer: Scorer, payload: Mapping[str, Any]) -> Any:
+    """Call it with the arguments of its style."""
+    function, args = scorer.function, scorer.args
+    if scorer.style == "trajectories":
+        return function(payload["trajectories"])
+    completions, columns = payload["completions"], payload["columns"]
+    if scorer.style == "columns":
+        return function(prompts=payload["prompts"], completions=completions, **columns, **args)
+    given = {
+        "data_source": columns["data_source"],
+        "solution_str": completions,
+        "ground_truth": columns["ground_truth"],
+        "extra_info": [item or {} for item in columns.get("extra_info", [None] * len(completions))],
+    }
+    parameters = _parameters(function) or {}
+    if scorer.style == "compute_scores":
+        given = {f"{name}s": column for name, column in given.items()}
+    taken = {name: column for name, column in given.items() if name in parameters or _takes_any(parameters)}
+    if scorer.style == "compute_scores":
+        return function(**taken, **args)
+    rows = [dict(zip(taken, row, strict=True)) for row in zip(*taken.values(), strict=True)]
+    answers = [function(**row, **args) for row in rows]
+    return _together(answers) if _is_async(function) else answers
+
+
+async def _together(answers: Sequence[Awaitable[Any]]) -> list[Any]:
+    return await asyncio.gather(*answers, return_exceptions=True)
+
+
+async def _waited(result: Any) -> Any:
+    return await result
 
 
 def _describe(error: BaseException) -> str:
@@ -175,117 +244,41 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}{place}"
 
 
-async def _waited(result: Any) -> Any:
-    return await result
-
-
-def _listed(result: Any, size: int, read: Callable[[Any], Outcome]) -> Outcome:
+def _listed(result: Any, size: int) -> Outcome:
     """The outcome of a list with one value for each completion."""
     if hasattr(result, "tolist"):  # numpy, torch
         result = result.tolist()
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Sequence):
-        text = f"invalid: it must return a list of numbers, not {type(result).__name__}"
-        return failed(size, text, call_failed=False)
+        return failed(size, "invalid", f"it must return a list of numbers, not {type(result).__name__}")
     if len(result) != size:
-        return failed(size, f"invalid: it returned {len(result)} values for {size} completions", call_failed=False)
-    outcome = Outcome.empty(size)
-    for row, value in enumerate(result):
-        outcome.fill([row], read(value))
-    return outcome
+        return failed(size, "invalid", f"it returned {len(result)} values for {size} completions")
+    return Outcome([_read(value) for value in result])
 
 
-def _call_columns(scorer: Scorer, payload: Mapping[str, Any]) -> Any:
-    given = {"prompts": payload["prompts"], "completions": payload["completions"], **payload["columns"]}
-    return scorer.function(**given, **scorer.args)
-
-
-def _call_trajectories(scorer: Scorer, payload: Mapping[str, Any]) -> Any:
-    return scorer.function(payload["trajectories"])
-
-
-def _verl_columns(payload: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """What verl calls a reward's arguments, a list each."""
-    columns, completions = payload["columns"], payload["completions"]
-    return {
-        "data_source": columns["data_source"],
-        "solution_str": completions,
-        "ground_truth": columns["ground_truth"],
-        "extra_info": [item or {} for item in columns.get("extra_info", [None] * len(completions))],
-    }
-
-
-def _taken(function: AnyReward, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the arguments, those that a function takes."""
-    parameters = _parameters(function) or {}
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {key: value for key, value in given.items() if takes_any or key in parameters}
-
-
-def _call_compute_score(scorer: Scorer, payload: Mapping[str, Any]) -> Any:
-    columns = _verl_columns(payload)
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    calls = [{**_taken(scorer.function, row), **scorer.args} for row in rows]
-    if not is_async(scorer.function):
-        return [scorer.function(**call) for call in calls]
-
-    async def together() -> list[Any]:
-        return await asyncio.gather(*(scorer.function(**call) for call in calls), return_exceptions=True)
-
-    return together()
-
-
-def _call_compute_scores(scorer: Scorer, payload: Mapping[str, Any]) -> Any:
-    given = {f"{name}s": column for name, column in _verl_columns(payload).items()}
-    return scorer.function(**_taken(scorer.function, given), **scorer.args)
-
-
-def _read_number(value: Any) -> Outcome:
-    number = None if value is None else as_number(value)
+def _read(value: Any) -> Score:
+    """What a reward gave one completion: a number, None, verl's dict with `score`, or a trajectory with its reward."""
+    if isinstance(value, Exception):
+        return Score(failure="error", message=_describe(value)[:MAX_MESSAGE])
+    parts: dict[str, float | None] = {}
+    if isinstance(value, Trajectory):
+        parts = {name: _as_number(part) for name, part in value.reward_parts.items()}
+        value = value.reward
+    elif isinstance(value, Mapping) and "score" in value:
+        numbers = {str(key): _as_number(part) for key, part in value.items() if key != "score"}
+        parts = {key: number for key, number in numbers.items() if number is not None}
+        value = value["score"]
+    number = _as_number(value)
     if value is None or number is not None:
-        return Outcome([number], [None])
-    text = f"invalid: it returned {repr(value)[:100]}; return a finite number, or None for no value"
-    return failed(1, text, call_failed=False)
+        return Score(number, parts)
+    wanted = "a finite number (in a dict as 'score'), or None for no value"
+    return Score(None, parts, "invalid", f"it returned {repr(value)[:100]}; return {wanted}")
 
 
-def _read_score(result: Any) -> Outcome:
-    """Of what verl's function gave one completion: a number, or a dict with `score` and other numbers."""
-    if isinstance(result, Exception):
-        return failed(1, f"error: {_describe(result)}", call_failed=False)
-    if not isinstance(result, Mapping):
-        return _read_number(result)
-    if "score" not in result:
-        return failed(1, f"invalid: the dict that it returned has no 'score' (but {list(result)})", call_failed=False)
-    outcome = _read_number(result["score"])
-    for key, value in result.items():
-        if key != "score" and isinstance(value, Real) and math.isfinite(value):
-            outcome.parts[str(key)] = [float(value)]
-    return outcome
-
-
-def _read_trajectory(result: Any) -> Outcome:
-    """Of what a class gave one trajectory: a number, or the trajectory with its reward and its parts."""
-    if not isinstance(result, Trajectory):
-        return _read_number(result)
-    outcome = _read_number(result.reward)
-    outcome.parts |= {name: _read_number(part).values for name, part in result.reward_parts.items()}
-    return outcome
-
-
-_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_STYLES: Mapping[Style, tuple[Callable[[Scorer, Mapping[str, Any]], Any], Callable[[Any], Outcome]]] = {
-    "columns": (_call_columns, _read_number),
-    "compute_score": (_call_compute_score, _read_score),
-    "compute_scores": (_call_compute_scores, _read_score),
-    "trajectories": (_call_trajectories, _read_trajectory),
-}
-"""How a reward is asked, and how its answer for one completion is read."""
-
-
-def as_number(value: Any) -> float | None:
+def _as_number(value: Any) -> float | None:
     """A finite number as a float, whatever library made it; None for anything else.
 
     Example:
-        >>> as_number(True), as_number("1"), as_number(float("nan"))
+        >>> _as_number(True), _as_number("1"), _as_number(float("nan"))
         (1.0, None, None)
     """
     try:

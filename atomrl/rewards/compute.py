@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
-from atomrl.rewards.calling import Outcome, Scorer, call, find_scorer, instantiate
+from atomrl.rewards.calling import Outcome, Score, Scorer, Task, call, find_scorer, instantiate
 from atomrl.rewards.errors import RewardError
-from atomrl.rewards.pool import Task, WorkerPool
-from atomrl.rewards.rows import RewardInputs
-from atomrl.rewards.table import LOADING, POOLED, AnyReward, importable_name
-from atomrl.types import FailureKind, RewardFailure, Sample, Trajectory
+from atomrl.rewards.pool import WorkerPool
+from atomrl.rewards.table import LOADING, AnyReward, importable_name
+from atomrl.types import RewardFailure, Sample, Trajectory
 
 if TYPE_CHECKING:
     from atomrl.config import RewardConfig, RewardRoute
@@ -64,11 +65,10 @@ class Rewards:
         self.parts = list(parts)
         self.patience = patience
         self.seconds: list[float] = []
-        names = {scorer.name for part in parts for scorer in part.scorers.values()}
-        self.pool = WorkerPool(workers, preload=sorted(names & set(POOLED)))
+        self.pool = WorkerPool(workers)
         self._gave_values: set[str] = set()
-        self._failures = dict.fromkeys((part.name for part in parts), 0)
-        self._failed_batches = dict.fromkeys((part.name for part in parts), 0)
+        self._failures: Counter[str] = Counter()
+        self._failed_batches: Counter[str] = Counter()
         self._empty_batches = 0
         self._warned: set[tuple[str, str]] = set()
 
@@ -93,85 +93,84 @@ class Rewards:
             RewardError: a reward fails on everything, none gives a value for several batches in a row, or one cannot
                 be called at all (see `build_rewards`).
         """
-        rows = RewardInputs(trajectories)
-        size = len(trajectories)
-        sheets = {part.name: Outcome.empty(size) for part in self.parts}
-        self.seconds = [0.0] * size
-        for task, outcome in self._run([task for part in self.parts for task in _tasks(part, rows)], rows):
-            sheets[task.part].fill(task.rows, outcome)
-            for row in task.rows:
+        columns = _columns(trajectories)
+        scores = {part.name: [Score()] * len(trajectories) for part in self.parts}
+        self.seconds = [0.0] * len(trajectories)
+        for task, outcome in self._run([task for part in self.parts for task in _tasks(part, trajectories, columns)]):
+            for row, score in zip(task.rows, outcome.scores, strict=True):
+                scores[task.part][row] = score
                 self.seconds[row] += outcome.seconds / len(task.rows)
-        for name, sheet in sheets.items():
-            self._judge(name, sheet, rows)
-        values = {name: sheet.values for name, sheet in sheets.items()}
-        values |= {f"{name}/{key}": extra for name, sheet in sheets.items() for key, extra in sheet.parts.items()}
+        names = {name: dict.fromkeys(key for score in given for key in score.parts) for name, given in scores.items()}
         weights = {part.name: part.weight for part in self.parts}
-        scored = [
-            replace(
-                item,
-                reward=self._total(sheets, row),
-                reward_parts={name: part[row] for name, part in values.items()},
-                part_weights=weights,
-                reward_failures=tuple(
-                    _failure(name, text) for name, sheet in sheets.items() if (text := sheet.failures[row])
-                ),
+        scored = []
+        for row, item in enumerate(trajectories):
+            mine = {name: given[row] for name, given in scores.items()}
+            values = {name: score.value for name, score in mine.items()}
+            extra = {f"{name}/{key}": score.parts.get(key) for name, score in mine.items() for key in names[name]}
+            failures = tuple(
+                RewardFailure(reward=name, kind=score.failure, message=score.message)
+                for name, score in mine.items()
+                if score.failure
             )
-            for row, item in enumerate(trajectories)
-        ]
+            scored.append(
+                replace(
+                    item,
+                    reward=_total(values, weights, failures),
+                    reward_parts=values | extra,
+                    part_weights=weights,
+                    reward_failures=failures,
+                )
+            )
+        for part in self.parts:
+            self._judge(part.name, scored, columns)
         self._judge_total(scored)
         return scored
 
-    def _run(self, tasks: Sequence[Task], rows: RewardInputs) -> list[tuple[Task, Outcome]]:
+    def _run(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
         """The outcomes; a call that failed as a whole is done again, one completion at a time."""
-        first = self._run_once(tasks, rows)
+        first = self._run_once(tasks)
         again = [task for task, outcome in first if outcome.call_failed and len(task.rows) > 1]
-        alone = [_task(task.part, task.scorer, [row], rows) for task in again for row in task.rows]
-        return first + (self._run_once(alone, rows) if alone else [])
+        return first + (self._run_once([one for task in again for one in task.split()]) if again else [])
 
-    def _run_once(self, tasks: Sequence[Task], rows: RewardInputs) -> list[tuple[Task, Outcome]]:
-        pooled = [task for task in tasks if not task.scorer.in_process]
-        hangs = dict.fromkeys(self._failures, 0)
+    def _run_once(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
+        found: list[tuple[Task, Outcome]] = []
+        hangs: Counter[str] = Counter()
+        with closing(self.pool.run([task for task in tasks if not task.scorer.in_process])) as outcomes:
+            for task, outcome in outcomes:
+                found.append((task, outcome))
+                score = outcome.scores[0]
+                if any(score.value is not None for score in outcome.scores):
+                    self._gave_values.add(task.part)
+                hangs[task.part] += score.failure in ("timeout", "crash")
+                if self.patience is not None and task.part not in self._gave_values and hangs[task.part] >= MAX_HANGS:
+                    raise RewardError(
+                        f"reward {task.part!r}: the first {MAX_HANGS} calls all hung or ended their process, the last "
+                        f"on {_shown(task.items[0])}: {score.failure}: {score.message}"
+                    )
+        return found + [(task, call(task.scorer, task.payload())) for task in tasks if task.scorer.in_process]
 
-        def watch(number: int, outcome: Outcome) -> None:
-            task = pooled[number]
-            if any(value is not None for value in outcome.values):
-                self._gave_values.add(task.part)
-            hangs[task.part] += (outcome.failures[0] or "").startswith(("timeout", "crash"))
-            if self.patience is not None and task.part not in self._gave_values and hangs[task.part] >= MAX_HANGS:
-                raise RewardError(
-                    f"reward {task.part!r}: the first {MAX_HANGS} calls all hung or ended their process, the last on "
-                    f"{rows.name(task.rows[0])}: {outcome.failures[0]}"
-                )
-
-        found = list(zip(pooled, self.pool.run(pooled, watch), strict=True))
-        return found + [(task, call(task.scorer, task.payload)) for task in tasks if task.scorer.in_process]
-
-    def _judge(self, name: str, sheet: Outcome, rows: RewardInputs) -> None:
+    def _judge(self, name: str, scored: Sequence[Trajectory], columns: Iterable[str]) -> None:
         """Warn of new kinds of failures, and stop where a reward fails on everything."""
-        failures = [(row, failure) for row, failure in enumerate(sheet.failures) if failure]
-        given = any(value is not None for value in sheet.values)
-        if given:
-            self._gave_values.add(name)
-        for row, failure in failures:
-            kind = _failure(name, failure).kind
-            if (name, kind) not in self._warned:
-                self._warned.add((name, kind))
+        failures = [(item, failure) for item in scored for failure in item.reward_failures if failure.reward == name]
+        for item, failure in failures:
+            if (name, failure.kind) not in self._warned:
+                self._warned.add((name, failure.kind))
                 log.warning(
-                    "reward %r has no value for %s: %s (further ones are counted in reward/%s/%s and marked in the "
-                    "rollouts)", name, rows.name(row), failure, name, COUNTERS[kind]
+                    "reward %r has no value for %s: %s: %s (further ones are counted in reward/%s/%s and marked in the "
+                    "rollouts)", name, _shown(item), failure.kind, failure.message, name, COUNTERS[failure.kind]
                 )  # fmt: skip
         self._failures[name] += len(failures)
-        if given or not failures:
-            self._failed_batches[name] = 0
-            return
-        self._failed_batches[name] += 1
+        if any(item.reward_parts[name] is not None for item in scored):
+            self._gave_values.add(name)
+            failures = []
+        self._failed_batches[name] = self._failed_batches[name] + 1 if failures else 0
         never = name not in self._gave_values and self._failures[name] >= MIN_FAILURES
-        if self.patience is not None and (never or self._failed_batches[name] >= self.patience):
-            row, failure = failures[0]
+        if failures and self.patience is not None and (never or self._failed_batches[name] >= self.patience):
             often = "every completion so far" if never else f"every completion of {self.patience} batches in a row"
+            item, failure = failures[0]
             raise RewardError(
-                f"reward {name!r} failed on {often}, first on {rows.name(row)}: {failure} "
-                f"(columns: {', '.join(rows.columns)})"
+                f"reward {name!r} failed on {often}, first on {_shown(item)}: {failure.kind}: {failure.message} "
+                f"(columns: {', '.join(columns)})"
             )
 
     def _judge_total(self, scored: Sequence[Trajectory]) -> None:
@@ -182,13 +181,6 @@ class Rewards:
                 f"no completion of {self.patience} batches in a row has a reward: "
                 f"{', '.join(repr(part.name) for part in self.parts)} returned None for all that did not fail"
             )
-
-    def _total(self, sheets: Mapping[str, Outcome], row: int) -> float | None:
-        """The weighted sum; none where a part that counts failed, since the others alone would pass for a low one."""
-        if any(part.weight and sheets[part.name].failures[row] for part in self.parts):
-            return None
-        given = [part.weight * v for part in self.parts if (v := sheets[part.name].values[row]) is not None]
-        return sum(given) if given else None
 
 
 def build_rewards(
@@ -283,28 +275,44 @@ def _scorer(route: RewardRoute, local: Mapping[str, AnyReward], loading: Mapping
     return instantiate(scorer) if scorer.in_process else scorer
 
 
-def _tasks(part: _Part, rows: RewardInputs) -> list[Task]:
+def _columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """What rewards get by name beside prompts and completions; a column that some samples lack is None for them."""
+    samples = [item.sample for item in trajectories]
+    names = dict.fromkeys(name for sample in samples for name in sample.columns)
+    return {
+        **{name: [sample.columns.get(name) for sample in samples] for name in names},
+        "ground_truth": [sample.ground_truth for sample in samples],
+        "data_source": [sample.data_source for sample in samples],
+        "completion_tokens": [item.response_tokens for item in trajectories],
+    }
+
+
+def _tasks(part: _Part, trajectories: Sequence[Trajectory], columns: Mapping[str, list[Any]]) -> list[Task]:
     """The calls of one part: one with all completions, or one for each where they are scored by themselves."""
-    by_scorer: dict[int, tuple[Scorer, list[int]]] = {}
-    for row, item in enumerate(rows.trajectories):
-        scorer = part.scorer(item.sample)
-        by_scorer.setdefault(id(scorer), (scorer, []))[1].append(row)
+    by_scorer: dict[Scorer, list[int]] = {}
+    for row, item in enumerate(trajectories):
+        by_scorer.setdefault(part.scorer(item.sample), []).append(row)
     tasks = []
-    for scorer, members in by_scorer.values():
-        taken = sorted(set(scorer.args) & {*rows.columns, "prompts", "completions"})
+    for scorer, rows in by_scorer.items():
+        taken = sorted(set(scorer.args) & {*columns, "prompts", "completions"})
         if taken and scorer.style == "columns":
             text = f"argument {taken[0]!r} has the name of a column; rename one of them"
             raise RewardError(f"reward {part.name!r}: {text}")
-        alone = scorer.by_row and not scorer.in_process
-        calls = [[row] for row in members] if alone else [members]
-        tasks += [_task(part.name, scorer, call, rows) for call in calls]
+        task = Task(part.name, scorer, rows, trajectories, columns)
+        tasks += task.split() if scorer.by_row and not scorer.in_process else [task]
     return tasks
 
 
-def _task(part: str, scorer: Scorer, members: Sequence[int], rows: RewardInputs) -> Task:
-    return Task(part, scorer, members, rows.payload(members, scorer.style))
+def _total(
+    values: Mapping[str, float | None], weights: Mapping[str, float], failures: Sequence[RewardFailure]
+) -> float | None:
+    """The weighted sum; none where a part that counts failed, since the others alone would pass for a low one."""
+    if any(weights[failure.reward] for failure in failures):
+        return None
+    given = [weights[name] * value for name, value in values.items() if value is not None]
+    return sum(given) if given else None
 
 
-def _failure(reward: str, text: str) -> RewardFailure:
-    kind, _, message = text.partition(": ")
-    return RewardFailure(reward=reward, kind=cast(FailureKind, kind), message=message)
+def _shown(item: Trajectory) -> str:
+    """How a message names a trajectory."""
+    return f"sample {item.sample.sample_id!r}, completion {item.index}: {item.text[:200]!r}"

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import ast
+import operator
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 MAX_CHARS = 200
+OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 FUNCTIONS = {"Abs", "acos", "asin", "atan", "cos", "cosh", "cot", "csc", "exp", "ln", "log", "sec", "sin", "sinh",
              "sqrt", "tan", "tanh"}  # fmt: skip
 
@@ -39,31 +47,21 @@ def evaluate_arithmetic(text: str) -> tuple[Fraction, list[int]] | None:
         >>> evaluate_arithmetic("__import__('os')") is None
         True
     """
-    tree = parse_expression(text)
     numbers: list[int] = []
     try:
-        value = None if tree is None else _value(tree, numbers)
-    except RecursionError:
+        return _value(parse_expression(text), numbers), numbers
+    except (ValueError, ZeroDivisionError, RecursionError):
         return None
-    return None if value is None else (value, numbers)
 
 
-def _value(node: ast.expr, numbers: list[int]) -> Fraction | None:
+def _value(node: ast.expr | None, numbers: list[int]) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         numbers.append(node.value)
         return Fraction(node.value)
-    if not isinstance(node, ast.BinOp):
-        return None
+    if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
+        raise ValueError("no arithmetic")
     left, right = _value(node.left, numbers), _value(node.right, numbers)
-    if left is None or right is None:
-        return None
-    if isinstance(node.op, ast.Add):
-        return left + right
-    if isinstance(node.op, ast.Sub):
-        return left - right
-    if isinstance(node.op, ast.Mult):
-        return left * right
-    return left / right if isinstance(node.op, ast.Div) and right else None
+    return OPERATORS[type(node.op)](left, right)
 
 
 def is_tame_formula(text: str) -> bool:
@@ -77,34 +75,30 @@ def is_tame_formula(text: str) -> bool:
         >>> is_tame_formula("x**3/3 + sin(2*x) + C"), is_tame_formula("9**9**9"), is_tame_formula("x.func")
         (True, False, False)
     """
-    tree = parse_expression(text)
     try:
-        return tree is not None and 0 <= _growth(tree) <= 100
-    except RecursionError:
+        return _growth(parse_expression(text)) <= 100
+    except (ValueError, RecursionError):
         return False
 
 
-def _growth(node: ast.expr) -> float:
-    """The product of nested constant exponents, at least 1; -1 for what is not let through."""
-    if isinstance(node, ast.Constant):
-        return 1 if type(node.value) in (int, float) else -1
-    if isinstance(node, ast.Name):
-        return 1 if len(node.id) == 1 or node.id == "pi" else -1
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.UAdd, ast.USub)):
-        return _growth(node.operand)
-    if isinstance(node, ast.Call):
-        named = isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS
-        return _growth(node.args[0]) if named and len(node.args) == 1 and not node.keywords else -1
-    if not isinstance(node, ast.BinOp):
-        return -1
-    left, right = _growth(node.left), _growth(node.right)
-    if min(left, right) < 0:
-        return -1
-    if isinstance(node.op, (ast.Add, ast.Sub, ast.Mult, ast.Div)):
-        return max(left, right)
-    if not isinstance(node.op, ast.Pow):
-        return -1
-    if isinstance(node.left, ast.Name):
-        return right
-    exponent = evaluate_arithmetic(ast.unparse(node.right).removeprefix("-"))
-    return left * max(1, float(exponent[0])) if exponent is not None and abs(exponent[0]) <= 50 else -1
+def _growth(node: ast.expr | None) -> float:
+    """The product of nested constant exponents, at least 1; ValueError for what is not let through."""
+    match node:
+        case ast.Constant(value=int() | float()):
+            return 1.0
+        case ast.Name(id=name) if len(name) == 1 or name == "pi":
+            return 1.0
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub(), operand=inner):
+            return _growth(inner)
+        case ast.Call(func=ast.Name(id=name), args=[inner], keywords=[]) if name in FUNCTIONS:
+            return _growth(inner)
+        case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), left=left, right=right):
+            return max(_growth(left), _growth(right))
+        case ast.BinOp(op=ast.Pow(), left=base, right=exponent):
+            growth, inner_growth = _growth(base), _growth(exponent)
+            if isinstance(base, ast.Name):
+                return inner_growth
+            constant = evaluate_arithmetic(ast.unparse(exponent).removeprefix("-"))
+            if constant is not None and abs(constant[0]) <= 50:
+                return growth * max(1.0, float(constant[0]))
+    raise ValueError("no tame formula")

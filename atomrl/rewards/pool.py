@@ -15,236 +15,195 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any
 
-from atomrl.rewards.calling import Outcome, Scorer, failed
+from atomrl.rewards.calling import Outcome, Score, Task, failed
 from atomrl.rewards.errors import RewardError
+from atomrl.types import FailureKind
 
 TICK_S = 0.05
 LOAD_LIMIT_S = 300.0
-"""For importing a reward's module in a worker; no part of a completion's time."""
+"""For starting a worker and importing a reward's module in it; no part of a completion's time."""
 MAX_ENDED_LOADING = 4
 MAX_CHUNK = 16
-_COMMAND = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from atomrl.rewards.worker import fork_server; "
-_COMMAND += "fork_server(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])"
-
-
-@dataclass(frozen=True)
-class Task:
-    """One call of a reward."""
-
-    part: str
-    """The term of the total that it is of."""
-    scorer: Scorer
-    rows: Sequence[int]
-    payload: dict[str, Any]
+_COMMAND = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from atomrl.rewards.worker import serve; "
+_COMMAND += "serve(int(sys.argv[2]), int(sys.argv[3]))"
 
 
 @dataclass(eq=False)
 class _Worker:
-    pid: int
+    process: subprocess.Popen[bytes]
     connection: Connection
-    pending: deque[int] = field(default_factory=deque)
-    """Numbers of the tasks that it was given and has not answered; the first is under way."""
+    pending: deque[Task] = field(default_factory=deque)
+    """What it was given and has not answered; the first is under way."""
     loading: bool = False
     deadline: float = 0.0
+
+    def end(self) -> None:
+        for kill in (os.killpg, os.kill):  # its group with all that a reward started; itself, were it in another one
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(2.0)
+        self.connection.close()
 
 
 class WorkerPool:
     """Runs reward calls in processes of their own; they start when first needed.
 
     Every task has an outcome: a call that is not over in its time, or that ends its process, gives the failure
-    `timeout` or `crash`; its worker is killed and replaced, and the tasks behind it go to another. Time in which this
-    process itself stood still (a suspended machine, SIGSTOP) does not count.
+    `timeout` or `crash`; its worker is killed and replaced. Time in which this process itself stood still (a suspended
+    machine, SIGSTOP) does not count.
 
     No worker outlives the pool: `close`, the end of the interpreter and (on Linux at once, elsewhere for idle workers)
     any death of this process end them. Ctrl-C and SIGTERM are this process's business; workers ignore them.
 
     Args:
         workers: the most processes at a time.
-        preload: built-in rewards whose packages are imported once, before workers are forked.
     """
 
-    def __init__(self, workers: int, preload: Sequence[str] = ()) -> None:
+    def __init__(self, workers: int) -> None:
         self.size = workers
-        self._preload = list(preload)
         self._workers: list[_Worker] = []
-        self._fork_servers: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
+        # on Linux a child is told of the end of the thread that started it: this one lives as long as the pool
+        self._starter = ThreadPoolExecutor(1)
         self._lock = threading.Lock()
         self._clock = 0.0
         self._seen = 0.0
         self._ended_loading = 0
-        self._finalizer = weakref.finalize(self, _end_all, self._workers, self._fork_servers, os.getpid())
+        self._finalizer = weakref.finalize(self, _end_all, self._workers, os.getpid())
 
     @property
     def pids(self) -> list[int]:
         """Of the workers alive."""
-        return [worker.pid for worker in self._workers]
+        return [worker.process.pid for worker in self._workers]
 
     def close(self) -> None:
         """Kill every process; a later `run` starts new ones."""
-        _end_all(self._workers, self._fork_servers, os.getpid())
+        _end_all(self._workers, os.getpid())
 
-    def run(self, tasks: Sequence[Task], watch: Callable[[int, Outcome], None]) -> list[Outcome]:
-        """The outcomes of all tasks, in their order.
-
-        Args:
-            watch: is told each (number of the task, outcome) as it comes; what it raises ends the run.
+    def run(self, tasks: Sequence[Task]) -> Generator[tuple[Task, Outcome], None, None]:
+        """The outcome of each task as it comes. Close it to end before that.
 
         Raises:
             RewardError: a reward cannot be loaded in a worker, or its columns cannot be sent to one.
         """
-        outcomes: dict[int, Outcome] = {}
-        queue = deque(range(len(tasks)))
+        queue = deque(tasks)
         with self._lock:
             self._seen = time.monotonic()
             try:
-                while len(outcomes) < len(tasks):
-                    self._assign(queue, tasks)
-                    for index, outcome in self._collect(queue, tasks):
-                        outcomes[index] = outcome
-                        watch(index, outcome)
-            except BaseException:
+                while queue or any(worker.pending for worker in self._workers):
+                    self._assign(queue)
+                    yield from self._collect(queue)
+            finally:
                 for worker in [worker for worker in self._workers if worker.pending]:
                     self._kill(worker)
-                raise
-        return [outcomes[index] for index in range(len(tasks))]
 
-    def _assign(self, queue: deque[int], tasks: Sequence[Task]) -> None:
+    def _assign(self, queue: deque[Task]) -> None:
         """Give every idle worker something to do, starting workers as needed."""
         while queue:
             worker = next((worker for worker in self._workers if not worker.pending), None)
             if worker is None:
                 if len(self._workers) >= self.size:
                     return
-                worker = self._start_worker()
+                worker = self._starter.submit(_start_worker).result()
+                self._workers.append(worker)
             if worker.connection.poll(0):  # an idle worker has nothing to say: it has ended
                 self._kill(worker)
                 continue
-            chunk = self._next_chunk(queue, tasks)
-            first = tasks[chunk[0]]
-            message = (first.scorer.name, dict(first.scorer.args), [tasks[index].payload for index in chunk])
-            worker.pending.extend(chunk)
+            scorer = queue[0].scorer
+            # of one reward; enough to keep a worker busy, few enough to share them out evenly
+            most = max(1, min(MAX_CHUNK, len(queue) // (2 * self.size)))
+            chunk = list(islice(queue, most))
+            if any(task.scorer is not scorer for task in chunk):
+                chunk = chunk[:1]
             try:
-                worker.connection.send(message)
+                worker.connection.send((scorer.name, dict(scorer.args), [task.payload() for task in chunk]))
             except (BrokenPipeError, ConnectionResetError):
-                worker.pending.clear()
-                queue.extendleft(reversed(chunk))
                 self._kill(worker)
                 continue
             except Exception as error:  # pickling runs code of the columns' own
                 raise RewardError(
-                    f"reward {first.scorer.name!r}: the columns cannot be sent to a worker process: {error!r}"
+                    f"reward {scorer.name!r}: the columns cannot be sent to a worker process: {error!r}"
                 ) from error
+            worker.pending.extend(queue.popleft() for _ in chunk)
             worker.loading, worker.deadline = True, self._clock + LOAD_LIMIT_S
 
-    def _next_chunk(self, queue: deque[int], tasks: Sequence[Task]) -> list[int]:
-        """Some tasks of one reward: enough to keep a worker busy, few enough to share them out evenly."""
-        most = max(1, min(MAX_CHUNK, len(queue) // (2 * self.size)))
-        chunk = [queue.popleft()]
-        while queue and len(chunk) < most and tasks[queue[0]].scorer is tasks[chunk[0]].scorer:
-            chunk.append(queue.popleft())
-        return chunk
-
-    def _collect(self, queue: deque[int], tasks: Sequence[Task]) -> list[tuple[int, Outcome]]:
+    def _collect(self, queue: deque[Task]) -> Iterator[tuple[Task, Outcome]]:
         """What busy workers said, or failed to say in time, within one tick."""
         busy = [worker for worker in self._workers if worker.pending]
         ready = multiprocessing.connection.wait([worker.connection for worker in busy], timeout=TICK_S)
         now = time.monotonic()
         self._clock += min(now - self._seen, 2 * TICK_S)
         self._seen = now
-        found: list[tuple[int, Outcome]] = []
         for worker in busy:
-            task = tasks[worker.pending[0]]
+            task = worker.pending[0]
             if worker.connection in ready:
                 try:
                     answer = json.loads(worker.connection.recv_bytes())
                 except (EOFError, OSError, ValueError):
-                    crash = "crash: its process ended (by os._exit, a signal, or for want of memory)"
-                    found += self._lost(worker, queue, task, crash)
+                    crash = "its process ended (by os._exit, a signal, or for want of memory)"
+                    yield from self._lost(worker, queue, "crash", crash)
                 else:
-                    found += self._take(worker, answer, tasks)
+                    yield from self._take(worker, answer)
             elif self._clock >= worker.deadline:
                 if worker.loading:
-                    raise RewardError(f"reward {task.scorer.name!r}: importing it took over {LOAD_LIMIT_S:.0f} s")
+                    name = task.scorer.name
+                    raise RewardError(f"reward {name!r}: importing it took over {LOAD_LIMIT_S:.0f} s")
                 completions = f" for {len(task.rows)} completions" if len(task.rows) > 1 else ""
                 limit = f"{task.scorer.timeout_s:g} s{completions} (a larger timeout_s of the reward allows more)"
-                found += self._lost(worker, queue, task, f"timeout: over {limit}")
-        return found
+                yield from self._lost(worker, queue, "timeout", f"over {limit}")
 
-    def _take(self, worker: _Worker, answer: dict[str, Any], tasks: Sequence[Task]) -> list[tuple[int, Outcome]]:
+    def _take(self, worker: _Worker, answer: Any) -> Iterator[tuple[Task, Outcome]]:
         """What a worker said: that it loaded a reward, or the outcome of the call under way."""
-        if "load_error" in answer:
-            name = tasks[worker.pending[0]].scorer.name
-            raise RewardError(f"reward {name!r} cannot be loaded in a worker process: {answer['load_error']}")
-        found = []
-        if worker.loading:
-            worker.loading = False
-            self._ended_loading = 0
-        else:
-            found.append((worker.pending.popleft(), Outcome(**answer)))
-        if worker.pending:
-            worker.deadline = self._clock + tasks[worker.pending[0]].scorer.timeout_s
-        return found
+        task = worker.pending[0]
+        if not worker.loading:
+            worker.pending.popleft()
+            scores, *rest = answer
+            yield task, Outcome([Score(*score) for score in scores], *rest)
+        elif answer is not None:
+            raise RewardError(f"reward {task.scorer.name!r} cannot be loaded in a worker process: {answer}")
+        worker.loading, self._ended_loading = False, 0
+        worker.deadline = self._clock + task.scorer.timeout_s
 
-    def _lost(self, worker: _Worker, queue: deque[int], task: Task, failure: str) -> list[tuple[int, Outcome]]:
+    def _lost(
+        self, worker: _Worker, queue: deque[Task], failure: FailureKind, message: str
+    ) -> Iterator[tuple[Task, Outcome]]:
         """A worker ended or has to: the call under way failed, those behind it are put back."""
         self._kill(worker)
-        found = []
+        task = worker.pending[0]
         if worker.loading:  # it ended before it began: killed while idle, or by the module that it imports
             self._ended_loading += 1
             if self._ended_loading >= MAX_ENDED_LOADING:
-                raise RewardError(f"reward {task.scorer.name!r}: importing it in a worker process ends the process")
+                raise RewardError(f"reward {task.scorer.name!r}: importing it ends the worker process")
         else:
-            found.append((worker.pending.popleft(), failed(len(task.rows), failure, task.scorer.timeout_s)))
+            worker.pending.popleft()
+            yield task, failed(len(task.rows), failure, message, task.scorer.timeout_s)
         queue.extendleft(reversed(worker.pending))
-        worker.pending.clear()
-        return found
-
-    def _start_worker(self) -> _Worker:
-        for fresh in (False, True):
-            if fresh or not self._fork_servers:
-                _end_fork_servers(self._fork_servers)  # its workers are noticed one by one, with what they had to do
-                self._fork_servers.append(_start_fork_server(self._preload))
-            control = self._fork_servers[0][1]
-            ours, theirs = socket.socketpair()
-            try:
-                socket.send_fds(control, [b"w"], [theirs.fileno()])
-                answer = control.recv(8, socket.MSG_WAITALL)
-            except (BrokenPipeError, ConnectionResetError):
-                answer = b""
-            finally:
-                theirs.close()
-            if len(answer) == 8:
-                worker = _Worker(int.from_bytes(answer, "little"), Connection(ours.detach()))
-                self._workers.append(worker)
-                return worker
-            ours.close()
-        raise RewardError("the process that starts reward workers ended at once; what it said is above")
 
     def _kill(self, worker: _Worker) -> None:
         self._workers.remove(worker)
-        _end(worker)
+        worker.end()
 
 
-def _start_fork_server(preload: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _start_worker() -> _Worker:
     ours, theirs = socket.socketpair()
-    ours.settimeout(LOAD_LIMIT_S)
-    arguments = [json.dumps(_import_path()), str(theirs.fileno()), str(os.getpid()), *preload]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", _COMMAND, *arguments],
+        [sys.executable, "-P", "-c", _COMMAND, json.dumps(_import_path()), str(theirs.fileno()), str(os.getpid())],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         stdout=2,  # what a reward prints must not mix with what a command prints
         # one thread each, and the same order of sets in every worker and every run
         env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0"},
-        start_new_session=True,
+        start_new_session=True,  # a group of its own, which is killed with all that a reward started
     )
     theirs.close()
-    return process, ours
+    return _Worker(process, Connection(ours.detach()))
 
 
 def _import_path() -> list[str]:
@@ -254,38 +213,6 @@ def _import_path() -> list[str]:
     return list(dict.fromkeys([*python, *sys.path]))
 
 
-def _end(worker: _Worker) -> None:
-    for kill in (os.killpg, os.kill):  # the group with what a reward started; the process, if it has no group yet
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(worker.pid, signal.SIGKILL)
-    worker.connection.close()
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _end_all(
-    workers: list[_Worker], fork_servers: list[tuple[subprocess.Popen[bytes], socket.socket]], owner: int
-) -> None:
-    if os.getpid() != owner:  # a fork of this process: they are not its own
-        return
-    pids = [worker.pid for worker in workers]
-    while workers:
-        _end(workers.pop())
-    patience = time.monotonic() + 2.0
-    while any(map(_exists, pids)) and time.monotonic() < patience:
-        time.sleep(0.002)  # the fork_server must see them die, or they stay as zombies where init reaps none
-    _end_fork_servers(fork_servers)
-
-
-def _end_fork_servers(fork_servers: list[tuple[subprocess.Popen[bytes], socket.socket]]) -> None:
-    while fork_servers:
-        process, control = fork_servers.pop()
-        process.kill()
-        process.wait()
-        control.close()
+def _end_all(workers: list[_Worker], owner: int) -> None:
+    while workers and os.getpid() == owner:  # in a fork of this process they are not its own
+        workers.pop().end()

@@ -38,14 +38,6 @@ class Pooled:
     warm_up: Callable[[], None]
     """Imports the package."""
 
-    def check(self, name: str) -> None:
-        """
-        Raises:
-            RewardError: the package is not installed.
-        """
-        if importlib.util.find_spec(self.package) is None:
-            raise RewardError(f"the {name} reward needs the extra: pip install 'atomrl[{self.extra}]'")
-
 
 POOLED = {
     "boxed": Pooled("math_verify", "math", boxes.warm_up),

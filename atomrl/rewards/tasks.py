@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from atomrl.rewards.answers import parse_number
-from atomrl.rewards.errors import RewardError
+from atomrl.rewards.errors import require
 from atomrl.rewards.expressions import MAX_CHARS, evaluate_arithmetic, is_tame_formula
 from atomrl.rewards.format import split_strict, tagged_answer
 
@@ -92,10 +92,8 @@ def _scorer(name: str, args: str) -> Callable[[str, dict[str, Any]], float]:
 
 def warm_up() -> None:
     """Import the package, which takes some seconds: no part of a completion's time."""
-    try:
-        import reasoning_gym.factory  # noqa: F401
-    except ImportError:
-        raise RewardError("the reasoning_gym reward needs the extra: pip install 'atomrl[tasks]'") from None
+    require("reasoning_gym", "reasoning_gym", "tasks")
+    import reasoning_gym.factory  # noqa: F401
 
 
 LITERAL_TASKS = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")

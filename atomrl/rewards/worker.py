@@ -1,8 +1,7 @@
-"""The processes that rewards run in: one fork server, and the workers that it forks.
+"""The processes that rewards run in.
 
-The trainer starts the fork server as a fresh interpreter (no fork of a process with threads). It imports what is slow
-to import and forks a worker whenever it is asked to, in some milliseconds. So a worker that hangs costs
-little to replace. Neither imports torch, unless a user's reward does.
+The trainer starts each as a fresh interpreter (no fork of a process with threads), so one that hangs costs a fraction
+of a second to replace. It does not import torch, unless a user's reward does.
 
 What a worker gets is pickled by the trainer; what it answers is JSON, so that nothing that ran beside a model's
 output is ever unpickled by the trainer.
@@ -15,10 +14,7 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,39 +24,42 @@ from atomrl.rewards.table import POOLED
 PR_SET_PDEATHSIG = 1
 
 
-def fork_server(control_fd: int, parent: int, preload: Sequence[str]) -> None:
-    """Fork a worker for every socket that arrives on `control_fd`, and answer with its process id.
+def serve(descriptor: int, parent: int) -> None:
+    """Answer each (name, args, payloads) with what went wrong when the reward was loaded, None if nothing did, and then
+    with the outcome of each payload.
 
     Args:
-        control_fd: a Unix socket to the trainer.
+        descriptor: of a socket to the trainer.
         parent: the trainer's process id.
-        preload: built-in rewards whose packages are imported before the first fork.
     """
     die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the trainer decides when a worker ends
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # dead workers leave no zombies
-    for name in preload:
-        POOLED[name].warm_up()
-    control = socket.socket(fileno=control_fd)
-    me = os.getpid()
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
+    loaded: dict[str, Scorer] = {}
     while True:
-        message, sockets, _, _ = socket.recv_fds(control, 1, 1)
-        if not message:
+        try:
+            name, args, payloads = connection.recv()
+            key = f"{name} {args!r}"
+            if key not in loaded:
+                loaded[key] = _loaded(name, args)
+        except EOFError:
             return
-        child = os.fork()
-        if child == 0:
-            control.close()
-            os.setsid()  # a group of its own, which is killed with all that a reward started
-            die_with(me)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.set_inheritable(sockets[0], False)
-            try:
-                serve(Connection(sockets[0]))
-            finally:
-                os._exit(0)
-        os.close(sockets[0])
-        control.sendall(child.to_bytes(8, "little"))
+        except (Exception, SystemExit) as error:
+            _answer(connection, f"{type(error).__name__}: {error}")
+            continue
+        _answer(connection, None)
+        for payload in payloads:
+            seed_everything(payload["seed"])
+            _answer(connection, call(loaded[key], payload))
+
+
+def _loaded(name: str, args: dict[str, Any]) -> Scorer:
+    scorer = find_scorer(name, args)
+    if scorer.name in POOLED:
+        POOLED[scorer.name].warm_up()
+    return instantiate(scorer)
 
 
 def die_with(parent: int) -> None:
@@ -74,27 +73,7 @@ def die_with(parent: int) -> None:
         os._exit(0)
 
 
-def serve(connection: Connection) -> None:
-    """Answer each (name, args, payloads) with a line that the function is loaded, then one outcome per payload."""
-    loaded: dict[str, Scorer] = {}
-    while True:
-        try:
-            name, args, payloads = connection.recv()
-            key = f"{name} {args!r}"
-            if key not in loaded:
-                loaded[key] = instantiate(find_scorer(name, args))
-        except EOFError:
-            return
-        except (Exception, SystemExit) as error:
-            _answer(connection, {"load_error": f"{type(error).__name__}: {error}"})
-            continue
-        _answer(connection, {"loaded": True})
-        for payload in payloads:
-            seed_everything(payload["seed"])
-            _answer(connection, asdict(call(loaded[key], payload)))
-
-
-def _answer(connection: Connection, message: dict[str, Any]) -> None:
+def _answer(connection: Connection, message: Any) -> None:
     connection.send_bytes(json.dumps(message).encode())
 
 

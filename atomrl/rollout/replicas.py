@@ -23,21 +23,12 @@ _RESTARTS = 3
 
 @dataclass(frozen=True)
 class ActorResources:
-    """What one replica has of the cluster.
-
-    Example:
-        >>> ActorResources(replicas=2, num_cpus=1).total()
-        {'CPU': 2.0, 'GPU': 0.0}
-    """
+    """What one replica has of the cluster."""
 
     replicas: int = 1
     num_cpus: float = 1.0
     num_gpus: float = 0.0
     """Fractions share a GPU."""
-
-    def total(self) -> dict[str, float]:
-        """Of all replicas, by Ray's names."""
-        return {"CPU": self.replicas * self.num_cpus, "GPU": self.replicas * self.num_gpus}
 
 
 class EngineActor:
@@ -376,6 +367,6 @@ def check_resources(wanted: ActorResources, nodes: Sequence[Mapping[str, float]]
     if places < wanted.replicas:
         shown = [{name: node.get(name, 0.0) for name in needs if name in node} for node in nodes]
         raise PlacementError(
-            f"there is room for {places} of {wanted.replicas} replicas ({wanted.num_cpus:g} CPUs, {wanted.num_gpus:g} GPUs "
-            f"each): {shown}"
+            f"there is room for {places} of {wanted.replicas} replicas ({wanted.num_cpus:g} CPUs, "
+            f"{wanted.num_gpus:g} GPUs each): {shown}"
         )

@@ -97,7 +97,11 @@ class Run(ABC):
         """Evaluate on what is held out, if anything is."""
 
     def execute(
-        self, resume: bool = False, allow_changes: bool = False, callbacks: Sequence[Callback] = ()
+        self,
+        resume: bool = False,
+        allow_changes: bool = False,
+        callbacks: Sequence[Callback] = (),
+        wording: Callable[[str], str] = str,
     ) -> dict[str, Any]:
         """Run to the end, or to a stop request.
 
@@ -105,12 +109,13 @@ class Run(ABC):
             resume: go on from the newest checkpoint of the run, whose folder must exist.
             allow_changes: resume although config, data, tokenizer or model differ.
             callbacks: called after each step.
+            wording: how a finding of the doctor, which names keys of the config, is said on the terminal.
 
         Returns:
             What is in the run's `summary.json`.
         """
-        started, config, identity = time.perf_counter(), self.config, self.identity
-        directory, self.progress = open_run(config, resume, identity, allow_changes)
+        started, config = time.perf_counter(), self.config
+        directory, self.progress = open_run(config, resume, self.identity, allow_changes)
         progress, earlier_s = self.progress, self.progress.wall_s
         with ExitStack() as stack:
             self.start = starting_model(config, self.tokenizer, directory)
@@ -120,7 +125,7 @@ class Run(ABC):
             stack.callback(trainer.close)
             if progress.step:
                 trainer.load(directory.checkpoint_folder(progress.step))
-            self.record = stack.enter_context(Recorder(config, directory))
+            self.record = stack.enter_context(Recorder(config, directory, wording))
             self.open(stack)
             if not progress.step and config.eval.before:
                 self._evaluate(0)
@@ -134,7 +139,7 @@ class Run(ABC):
                     callback(number, metrics)
                 return metrics
 
-            done = run_steps(one_step, self.record, progress, saver(trainer, identity), self.schedule)
+            done = run_steps(one_step, self.record, progress, saver(trainer), self.schedule)
             if done and config.eval.after:
                 self._evaluate(progress.step)
         return self._finish(directory, done, earlier_s + time.perf_counter() - started)

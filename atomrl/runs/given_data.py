@@ -13,13 +13,14 @@ from torch import Tensor
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.sft import SFT
 from atomrl.config import ConfigError, PreferenceConfig, RunConfig, SftConfig
-from atomrl.data.demonstrations import demonstration_encoder, load_demonstrations
-from atomrl.data.generators import is_generator, task_words
-from atomrl.data.pairs import load_preferences, preference_encoder
+from atomrl.data.demonstrations import load_demonstrations
+from atomrl.data.generators import task_words
+from atomrl.data.pairs import load_preferences
 from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor, read_system_prompt
+from atomrl.data.sources import COMPLETIONS, LoadReport
 from atomrl.data.stream import PromptStream
-from atomrl.data.tokenized import Encode, TokenizedSamples, TooLong
+from atomrl.data.tokenized import TokenizedSamples
 from atomrl.loop.preferences import evaluate_preferences
 from atomrl.loop.recovery import identity
 from atomrl.loop.supervised import EVAL_SAMPLES, nll_per_token, supervised_step
@@ -30,7 +31,7 @@ from atomrl.models.tokenizer import make_tokenizer
 from atomrl.objective import PreferenceObjective
 from atomrl.runs.base import Evaluation, Run
 from atomrl.runs.build import context_tokens, model_path, policy_tokenizer, scheduled
-from atomrl.types import RowBatch, Sample
+from atomrl.types import RowBatch
 
 Split = Literal["train", "eval"]
 
@@ -44,43 +45,38 @@ class GivenDataRun(Run):
         context: samples with a row of more tokens are left out; None: no limit.
     """
 
-    items: str
+    items: Literal["demonstrations", "preferences"]
     """What a sample is called."""
     mismatched = False
     """Whether a step also needs the completions of other prompts."""
+    reader: Reader | None = None
+    """Reads prompt and completion, where the model may read something else than the policy's tokens."""
 
     def __init__(self, config: RunConfig, tokenizer: Any, context: int | None) -> None:
         self.config, self.tokenizer, self.context = config, tokenizer, context
         self.processor = DataProcessor(tokenizer, config.data)
-        self.train = self._tokenized("train", config.data.train)
-        self.held_out = self._tokenized("eval", config.data.eval) if config.data.eval is not None else None
+        self.train = self._tokenized("train")
+        self.held_out = self._tokenized("eval") if config.data.eval is not None else None
         self.config, self.schedule = scheduled(config, len(self.train.samples))
         self.stream = PromptStream(self.train.samples, seed=config.seed, shuffle=config.data.shuffle)
 
     @abstractmethod
-    def load(self, split: Split) -> Sequence[Sample]:
+    def load(self, split: Split) -> LoadReport:
         """The samples of a split."""
-
-    @abstractmethod
-    def encoder(self, source: str | list[str]) -> Encode:
-        """What tokenizes the samples of a source."""
 
     @abstractmethod
     def metrics(self, held_out: TokenizedSamples) -> tuple[dict[str, float], Sequence[Mapping[str, Any]]]:
         """The metrics of an evaluation, `eval/NAME`, and a line for each sample, if there is something to say of it."""
 
-    def _tokenized(self, split: Split, source: str | list[str]) -> TokenizedSamples:
+    def _tokenized(self, split: Split) -> TokenizedSamples:
         return TokenizedSamples(
             self.load(split),
-            self.encoder(source),
-            drawn=is_generator(source),
+            self.processor,
+            self.items,
+            seed=self.config.seed,
             limit=self.context,
             max_row_tokens=self.config.train.max_row_tokens,
-            too_long=TooLong(
-                f"data.{split}: {{over}} of {{total}} {self.items} are longer than {{limit}} tokens, the model's "
-                "context (the longest, with its prompt: {longest}, {sample})",
-                "take a model with a longer context (sft.gpt.max_tokens, of a fresh one), or shorter data",
-            ),
+            read=self.reader.row if self.reader else None,
         )
 
     @cached_property
@@ -131,11 +127,8 @@ class SupervisedRun(GivenDataRun):
         else:
             super().__init__(config, policy_tokenizer(config), context_tokens(model_path(config), config))
 
-    def load(self, split: Split) -> Sequence[Sample]:
-        return load_demonstrations(self.config.data, self.settings.completion_field, split, self.config.seed).samples
-
-    def encoder(self, source: str | list[str]) -> Encode:
-        return demonstration_encoder(self.processor, source, self.config.seed)
+    def load(self, split: Split) -> LoadReport:
+        return load_demonstrations(self.config.data, self.settings.completion_field, split, self.config.seed)
 
     def metrics(self, held_out: TokenizedSamples) -> tuple[dict[str, float], Sequence[Mapping[str, Any]]]:
         return {"eval/nll_per_token": nll_per_token(self.trainer, held_out.batches(EVAL_SAMPLES))}, []
@@ -147,8 +140,6 @@ class PreferenceRun(GivenDataRun):
     items = "preferences"
     takes_labels = False
     """Whether completions that are labelled by themselves will do."""
-    reader: Reader | None = None
-    """Reads prompt and completion, where the model may read something else than the policy's tokens."""
 
     def __init__(self, config: RunConfig) -> None:
         assert isinstance(config.algorithm, PreferenceObjective), "the kind of run is chosen by the algorithm"
@@ -157,20 +148,16 @@ class PreferenceRun(GivenDataRun):
         self.mismatched, self.takes_labels = objective.needs_mismatched, objective.unpaired
         super().__init__(config, policy_tokenizer(config), context_tokens(model_path(config), config))
 
-    def load(self, split: Split) -> Sequence[Sample]:
+    def load(self, split: Split) -> LoadReport:
         config = self.config
-        fields = config.preference or PreferenceConfig()
-        samples = load_preferences(config.data, fields, split, config.seed).samples
-        for sample in samples if not self.takes_labels else ():
-            if len(sample.columns.get("scored_completions", (0, 0))) == 1:
+        report = load_preferences(config.data, config.preference or PreferenceConfig(), split, config.seed)
+        for sample in report.samples if not self.takes_labels else ():
+            if len(sample.columns.get(COMPLETIONS, (0, 0))) == 1:
                 raise DataError(
                     f"{sample.sample_id}: a completion with a label of its own, and {config.algorithm.name} needs "
                     "pairs (chosen and rejected); algorithm.name=kto and bco take labels"
                 )
-        return samples
-
-    def encoder(self, source: str | list[str]) -> Encode:
-        return preference_encoder(self.processor, source, self.config.seed, self.reader.row if self.reader else None)
+        return report
 
     def metrics(self, held_out: TokenizedSamples) -> tuple[dict[str, float], Sequence[Mapping[str, Any]]]:
         return evaluate_preferences(held_out, self.scores)

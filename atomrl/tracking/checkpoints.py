@@ -12,13 +12,11 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 MANIFEST = "MANIFEST.json"
-_STEP = re.compile(r"step_(\d{6,})")
 
 
 def step_folder(step: int) -> str:
@@ -26,18 +24,9 @@ def step_folder(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def step_of(folder: Path) -> int | None:
-    """The step of a folder named by `step_folder`; None for any other name."""
-    match = _STEP.fullmatch(folder.name)
-    return int(match.group(1)) if match else None
-
-
 def step_folders(root: Path) -> list[tuple[int, Path]]:
     """All step folders under `root`, oldest first."""
-    if not root.is_dir():
-        return []
-    found = [(step_of(path), path) for path in root.iterdir() if path.is_dir()]
-    return sorted((step, path) for step, path in found if step is not None)
+    return sorted((int(path.name.removeprefix("step_")), path) for path in root.glob("step_*[0-9]"))
 
 
 @contextlib.contextmanager
@@ -56,30 +45,21 @@ def writing_checkpoint(root: Path, step: int) -> Iterator[Path]:
         >>> checkpoint_fault(root / "step_000010") is None
         True
     """
-    final, aside, old = (root / form.format(step_folder(step)) for form in ("{}", ".{}.partial", ".{}.old"))
+    final, aside = root / step_folder(step), root / f".{step_folder(step)}.partial"
     shutil.rmtree(aside, ignore_errors=True)
     with disk_full_named(root, f"the checkpoint of step {step} was not written; those before it are as they were"):
         try:
             aside.mkdir(parents=True)
             yield aside
             _write_manifest(aside)
-            if final.exists():  # the same step again
-                final.rename(old)
             aside.rename(final)
             flush_to_disk(root)
-            shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def keep_checkpoints(root: Path, newest: int, also: Collection[int] = ()) -> None:
-    """Remove all checkpoints but the `newest` ones and those of the steps in `also`.
-
-    Raises:
-        ValueError: `newest` is less than 1.
-    """
-    if newest < 1:
-        raise ValueError(f"keep must be at least 1, not {newest}")
+def keep_checkpoints(root: Path, newest: int, also: Collection[int | None] = ()) -> None:
+    """Remove all checkpoints but the `newest` (at least 1) ones and those of the steps in `also`."""
     for step, folder in step_folders(root)[:-newest]:
         if step not in also:  # renamed, then deleted: a kill leaves the whole checkpoint or none
             doomed = folder.with_name(f".{folder.name}.removed")
@@ -98,11 +78,7 @@ def set_damaged_aside(folder: Path) -> Path:
 def clear_leftovers(root: Path) -> None:
     """Remove what a kill in the middle of a save or of a removal has left; no checkpoint is touched."""
     for leftover in root.glob(".step_*"):
-        whole = root / leftover.name.removeprefix(".").removesuffix(".old")
-        if leftover.suffix == ".old" and not whole.exists():  # killed between the two renames
-            leftover.rename(whole)
-        else:
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def checkpoint_fault(folder: Path) -> str | None:
@@ -110,22 +86,18 @@ def checkpoint_fault(folder: Path) -> str | None:
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         manifest: dict[str, str] = json.loads(text)["sha256"]
+        found = _digests(folder)
         if text != _manifest_text(manifest):
             return f"{MANIFEST} is not what was written"
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        return f"{error.filename or 'a file'} cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     for name, digest in manifest.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        try:
-            found = _sha256(path)
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-        if found != digest:
-            return f"{name} is not what was written ({path.stat().st_size} bytes; its hash differs)"
+        if found.get(name) != digest:
+            return f"{name} is {'not what was written' if name in found else 'missing'}"
     return None
 
 
@@ -145,19 +117,19 @@ def disk_full_named(folder: Path, what: str) -> Iterator[None]:
 
 
 def _write_manifest(folder: Path) -> None:
-    paths = sorted(folder.rglob("*"))
-    files = [path for path in paths if path.is_file()]
-    if not files:
-        raise ValueError("nothing was saved into the checkpoint")
-    digests = {str(path.relative_to(folder)): _sha256(path) for path in files}
-    manifest = folder / MANIFEST
-    manifest.write_text(_manifest_text(digests), encoding="utf-8")
-    for path in [*paths, manifest, folder]:  # files, and folders for the names in them
+    (folder / MANIFEST).write_text(_manifest_text(_digests(folder)), encoding="utf-8")
+    for path in [*sorted(folder.rglob("*")), folder]:  # files, and folders for the names in them
         flush_to_disk(path)
 
 
 def _manifest_text(digests: dict[str, str]) -> str:
     return json.dumps({"sha256": digests}, indent=1) + "\n"
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """The hash of every file, by its path in the folder."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
+    return {str(path.relative_to(folder)): _sha256(path) for path in paths}
 
 
 def _sha256(path: Path) -> str:

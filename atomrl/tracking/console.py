@@ -1,14 +1,18 @@
-"""Progress of a run on the terminal: a live bar where it is one, else one line a step."""
+"""Progress of a run on the terminal: a live bar where it is one, else one line a step; and some of its completions."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TextIO
 
-if TYPE_CHECKING:
-    from rich.live import Live
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 SHOWN = {
     "loss": ("sft/nll_per_token", "{:.3f}"),
@@ -20,6 +24,18 @@ SHOWN = {
     "tok/s": ("perf/throughput", "{:,.0f}"),
 }
 """What is shown: label -> metric and format."""
+COMPLETIONS, CHARACTERS = 3, 200
+"""Of a step that are shown, and how much of each prompt (its end) and completion (its start)."""
+
+
+class _Bar(Progress):
+    """A bar with the metrics under it."""
+
+    metrics = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.metrics, style="cyan")
 
 
 class ProgressBar:
@@ -28,59 +44,61 @@ class ProgressBar:
     Example:
         >>> with ProgressBar(total_steps=2, stream=sys.stdout) as progress:
         ...     progress.update(1, {"critic/score/mean": 0.5})
-        step 1/2  reward 0.500  ETA 0:00
+        step 1/2  reward 0.500  ETA 0:00:00
     """
 
     def __init__(self, total_steps: int, *, first_step: int = 1, name: str = "", stream: TextIO | None = None) -> None:
-        self.total_steps = total_steps
-        self.first_step = first_step
-        self.stream = stream or sys.stderr
+        self.total_steps, self.first_step = total_steps, first_step
+        stream = stream or sys.stderr
+        self._console, self._live = Console(file=stream), stream.isatty()
+        columns = BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn()
+        eta = TextColumn("[dim]ETA {task.fields[eta]}")
+        self._bar = _Bar(
+            TextColumn("[bold]{task.description}"), *columns, eta,
+            console=self._console, refresh_per_second=4, expand=True, disable=not self._live,
+        )  # fmt: skip
+        self._task = self._bar.add_task(name or "steps", total=total_steps, completed=first_step - 1, eta="-:--:--")
         self._started = time.monotonic()
         self._first: tuple[int, float] | None = None
-        self._live: Live | None = None
-        if self.stream.isatty():
-            from rich.console import Console
-            from rich.live import Live
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-            self._bar = Progress(
-                TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(),
-                TimeElapsedColumn(), TextColumn("[dim]ETA {task.fields[eta]}"), expand=True,
-            )  # fmt: skip
-            self._task = self._bar.add_task(name or "steps", total=total_steps, completed=first_step - 1, eta="-:--")
-            self._live = Live(self._bar, console=Console(file=self.stream), refresh_per_second=4)
 
     def __enter__(self) -> ProgressBar:
         self._started = time.monotonic()
-        if self._live:
-            self._live.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._live:
-            self._live.stop()
+        self._bar.stop()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step `step` is done, with these metrics."""
-        if self._live is None:
-            line = "  ".join([f"step {step}/{self.total_steps}", *describe(metrics), f"ETA {self._eta(step)}"])
-            print(line, file=self.stream, flush=True)
-            return
-        from rich.console import Group
-        from rich.text import Text
-
-        self._bar.update(self._task, completed=step, eta=self._eta(step))
-        under = Text()
-        for label, _, value in (item.rpartition(" ") for item in describe(metrics)):
-            under.append(f"{label} ", style="dim").append(f"{value}   ", style="cyan")
-        self._live.update(Group(self._bar, under))
+        shown, eta = describe(metrics), self._eta(step)
+        if self._live:
+            self._bar.metrics = "   ".join(shown)
+            self._bar.update(self._task, completed=step, eta=eta)
+        else:
+            self.note("  ".join([f"step {step}/{self.total_steps}", *shown, f"ETA {eta}"]))
 
     def note(self, text: str) -> None:
         """A line of its own, above the bar: an evaluation, a checkpoint."""
-        if self._live:
-            self._live.console.print(text, highlight=False, markup=False)
-        else:
-            print(text, file=self.stream, flush=True)
+        self._console.print(Text(text), soft_wrap=True)
+
+    def show_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A few of a step's completions, spread over its prompts, as a table of the terminal's width.
+
+        Args:
+            rows: as they are written to `rollouts/`.
+        """
+        table = Table(title=f"completions of step {step}", box=SIMPLE_HEAD, show_lines=True)
+        for name in ("prompt", "completion"):
+            table.add_column(name, ratio=1, overflow="fold")
+        for name in ("reward", "advantage"):
+            table.add_column(name, justify="right")
+        for row in rows[:: -(-len(rows) // COMPLETIONS)]:
+            prompt, completion = prompt_text(row["prompt"]).strip(), row["completion"].strip()
+            numbers = ("-" if row[name] is None else f"{row[name]:.3g}" for name in ("reward", "advantage"))
+            short = Text(f"…{prompt[-CHARACTERS:]}" if len(prompt) > CHARACTERS else prompt)
+            table.add_row(short, Text(completion[:CHARACTERS] + "…" * (len(completion) > CHARACTERS)), *numbers)
+        self._console.print(table)
 
     def _eta(self, step: int) -> str:
         now = time.monotonic()
@@ -89,7 +107,7 @@ class ProgressBar:
         first, at = self._first
         # The first step warms up, so the pace is that of the others where there are others.
         pace = (now - at) / (step - first) if step > first else (now - self._started) / (step - self.first_step + 1)
-        return clock(pace * (self.total_steps - step))
+        return str(timedelta(seconds=int(pace * (self.total_steps - step))))
 
 
 def describe(metrics: Mapping[str, float]) -> list[str]:
@@ -104,13 +122,11 @@ def describe(metrics: Mapping[str, float]) -> list[str]:
     ]
 
 
-def clock(seconds: float) -> str:
-    """Seconds as h:mm:ss or m:ss.
+def prompt_text(prompt: Any) -> str:
+    """A prompt as text: messages with their roles.
 
     Example:
-        >>> clock(61), clock(3661)
-        ('1:01', '1:01:01')
+        >>> prompt_text([{"role": "user", "content": "1+1="}])
+        'user: 1+1=\\n'
     """
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return prompt if isinstance(prompt, str) else "".join(f"{turn['role']}: {turn['content']}\n" for turn in prompt)

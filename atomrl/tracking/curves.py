@@ -6,18 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from atomrl.config import ConfigError
-from atomrl.tracking.run_directory import accuracies, read_metrics
+from atomrl.tracking.run_directory import accuracies, metrics_of
 
 MetricRows = Sequence[Mapping[str, Any]]
 """Rows of `metrics.jsonl`."""
 Points = list[tuple[int, float]]
-PANELS = 4
+PANELS, PARTS = 4, 5
+"""Panels of a picture; parts of the reward in one of them."""
 HELD_OUT = ("Accuracy", "Completion length (tokens)", "Margin of preferences", "Loss (nats per token)")
 """Panels whose further lines are held-out data; those of the reward are its parts."""
-
-INK, GRID = "#2b2b33", "#e6e6ea"
-COLORS = ("#2f5fd0", "#d9822b", "#2e8b57", "#b03a6f", "#6b4fbb", "#7a7a85")
 
 
 def draw_curves(run: Path | Sequence[Path], out: Path | None = None) -> Path:
@@ -31,25 +28,20 @@ def draw_curves(run: Path | Sequence[Path], out: Path | None = None) -> Path:
         ConfigError: there are no metrics.
     """
     runs = [run] if isinstance(run, Path) else list(run)
-    drawn = panels(_metrics(runs[0])) if len(runs) == 1 else compared(runs)
+    drawn = panels(metrics_of(runs[0])) if len(runs) == 1 else compared(runs)
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("the picture of the curves needs matplotlib: pip install 'atomrl[plot]'") from None
 
-    figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    layout: Any = figure.get_layout_engine()
-    layout.set(h_pad=0.12, w_pad=0.12, hspace=0.03)
-    axes = figure.subplots(2, 2, sharex=True).flat
-    figure.suptitle(", ".join(run_names(runs)), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+    names = run_names(runs)
+    figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained")
+    figure.suptitle(", ".join(names), x=0.012, ha="left", fontweight="bold")
+    axes = list(figure.subplots(2, 2).flat)
     for axis, (title, lines) in zip(axes, drawn.items(), strict=False):
-        _draw_panel(axis, title, lines, runs=run_names(runs))
-    for axis in figure.axes[len(drawn) :]:
+        _draw_panel(axis, title, lines, names)
+    for axis in axes[len(drawn) :]:
         axis.set_axis_off()
-    for axis in figure.axes[2:]:
-        axis.set_xlabel("step", color=INK)
     out = out or (runs[0] if len(runs) == 1 else Path()) / "curves.png"
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
@@ -66,30 +58,24 @@ def compared(runs: Sequence[Path]) -> dict[str, dict[str, Points]]:
     """The panels of several runs: the label of a line is `RUN`, or `RUN, held-out` (its first data source)."""
     merged: dict[str, dict[str, Points]] = {}
     for name, run in zip(run_names(runs), runs, strict=True):
-        for title, lines in panels(_metrics(run)).items():
+        for title, lines in panels(metrics_of(run)).items():
             panel = merged.setdefault(title, {})
             held_out = [line for label, line in lines.items() if label != "train" and title in HELD_OUT]
             panel |= {name: lines["train"]} | ({f"{name}, held-out": held_out[0]} if held_out else {})
     return dict(list(merged.items())[:PANELS])
 
 
-def _metrics(run: Path) -> MetricRows:
-    path = run / "metrics.jsonl"
-    rows = read_metrics(path) if path.is_file() else []
-    if not rows:
-        raise ConfigError(f"no metrics in {run} (looked for {path.name}); is it the folder of a run?")
-    return rows
-
-
 def panels(rows: MetricRows) -> dict[str, dict[str, Points]]:
     """What is drawn: title -> label -> points, from the rows of `metrics.jsonl`. The first four that a run has, in the
     order in which it is judged by them."""
     accuracy = {"train": points(rows, "train/accuracy") or points(rows, "rewards/accuracies")}
-    held_out = accuracies(dict.fromkeys(key for row in rows for key in row))
+    keys = dict.fromkeys(key for row in rows for key in row)
+    held_out = accuracies(keys)
     for source, key in held_out.items():
         accuracy["held-out" if source == "all" or len(held_out) == 1 else source] = points(rows, key)
     score = points(rows, "critic/score/mean")
-    parts = {key.removeprefix("reward/").removesuffix("/mean"): points(rows, key) for key in _keys(rows, "reward/")}
+    means = [key for key in keys if key.startswith("reward/") and key.endswith("/mean")][:PARTS]
+    parts = {key.removeprefix("reward/").removesuffix("/mean"): points(rows, key) for key in means}
     loss = points(rows, "train/loss") or points(rows, "sft/nll_per_token") or points(rows, "actor/pg_loss")
     margin = {"train": points(rows, "rewards/margins"), "held-out": points(rows, "eval/preference_margin")}
     length = {"train": points(rows, "response_length/mean"), "held-out": points(rows, "val-aux/response_length/mean")}
@@ -128,33 +114,23 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - window + 1) : i + 1])]
 
 
-def _keys(rows: MetricRows, start: str) -> list[str]:
-    """Means under `start`: five at most, as many as there are colours."""
-    found = dict.fromkeys(key for row in rows for key in row if key.startswith(start) and key.endswith("/mean"))
-    return list(found)[:5]
-
-
 def _draw_panel(axis: Any, title: str, lines: dict[str, Points], runs: Sequence[str]) -> None:
     several = len(runs) > 1
     for number, (label, line) in enumerate((label, line) for label, line in lines.items() if line):
         held_out = label.endswith("held-out") or (title == "Accuracy" and label != "train" and not several)
-        color = COLORS[(runs.index(label.removesuffix(", held-out")) if several else number) % len(COLORS)]
+        color = f"C{runs.index(label.removesuffix(', held-out')) if several else number}"
         steps, values = [step for step, _ in line], [value for _, value in line]
         if len(line) >= 40 and not held_out:  # noisy: the raw values pale, their running mean over them
-            axis.plot(steps, values, color=color, alpha=0.22, linewidth=0.9)
+            axis.plot(steps, values, color=color, alpha=0.25, linewidth=0.9)
             values = smooth(values, max(5, len(line) // 25))
-        axis.plot(
-            steps, values, color=color, linewidth=1.9, label=f"{label}  {values[-1]:.3g}", solid_capstyle="round",
-            marker="o" if held_out or len(line) < 12 else None, markersize=4,
-            linestyle="--" if held_out and several else "-",
-        )  # fmt: skip
-    axis.set_title(title, loc="left", fontsize=11, color=INK)
-    axis.grid(axis="y", color=GRID, linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.spines["bottom"].set_color("#b9b9c0")
-    axis.tick_params(colors=INK, labelsize=8.5, length=0)
-    axis.tick_params(axis="x", labelbottom=True)
+        marker = "o" if held_out or len(line) < 12 else None
+        style = "--" if held_out and several else "-"
+        label = f"{label}  {values[-1]:.3g}"  # the legend has the last values
+        axis.plot(steps, values, color=color, label=label, marker=marker, markersize=4, linestyle=style)
+    axis.set_title(title, loc="left")
+    axis.set_xlabel("step")
+    axis.grid(axis="y", alpha=0.4)
+    axis.spines[["top", "right"]].set_visible(False)
     if title == "Accuracy":
         axis.set_ylim(-0.02, 1.05)
-    axis.legend(frameon=False, fontsize=8.5, loc="best", labelcolor=INK)  # with the last values
+    axis.legend(frameon=False)

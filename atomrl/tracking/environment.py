@@ -29,19 +29,29 @@ MIN_SECRET = 8
 
 def describe_environment() -> dict[str, Any]:
     """Versions, hardware, git commit (of the current folder, if any) and the command, as JSON-ready values."""
+    import torch  # not above: the command line reads this module before it is needed
+
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": redact(sys.argv),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": _versions(),
+        "packages": {name: version for name in PACKAGES if (version := installed_version(name))},
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None,
+        "threads": torch.get_num_threads(),
         "cpu": _cpu_name(),
-        "memory_gib": _memory_gib(),
-        "gpus": _gpus(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "git": _git(),
     }
+
+
+def installed_version(package: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def redact(arguments: Sequence[str]) -> str:
@@ -79,37 +89,10 @@ def refuse_secrets(config_text: str) -> None:
             )
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def _cpu_name() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor()
-    match = re.search(r"model name\s*:\s*(.+)", text)
+    path = Path("/proc/cpuinfo")
+    match = re.search(r"model name\s*:\s*(.+)", path.read_text(encoding="utf-8")) if path.is_file() else None
     return match.group(1).strip() if match else platform.processor()
-
-
-def _memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (OSError, ValueError):
-        return None
-
-
-def _gpus() -> list[str]:
-    torch = sys.modules.get("torch")  # a run has imported it; a tool that reads this module need not
-    if torch is None or not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def _git() -> dict[str, Any] | None:

@@ -12,28 +12,15 @@ from typing import Any
 from atomrl.config import ConfigError, RunConfig, build_config
 
 HARMLESS = (
-    "run_name",
-    "output_dir",
-    "checkpoint",
-    "tracking",
-    "eval.every_steps",
-    "eval.before",
-    "eval.after",
+    "run_name", "output_dir", "checkpoint", "tracking", "eval.every_steps", "eval.before", "eval.after",
     # What these name is compared by its content (`identity`), so a folder may have moved.
-    "model.path",
-    "model.tokenizer",
-    "data.train",
+    "model.path", "model.tokenizer", "data.train",
     # Speed and memory; the objective stays, though not its last bits.
-    "model.device",
-    "model.gradient_checkpointing",
-    "model.compile",
-    "rollout.max_concurrent_completions",
-    "train.tokens_per_micro_batch",
-    "train.rows_per_micro_batch",
-)
+    "model.device", "model.gradient_checkpointing", "model.compile", "rollout.max_concurrent_completions",
+    "train.tokens_per_micro_batch", "train.rows_per_micro_batch",
+)  # fmt: skip
 """Keys, and sections of keys, that may change when a run is resumed. Every other change stops it."""
-WHOLE_FILE_BYTES = 64 * 2**20
-SAMPLED_BLOCKS, BLOCK_BYTES = 64, 2**16
+BLOCKS, BLOCK_BYTES = 64, 2**16
 
 
 def config_changes(before: Mapping[str, Any], now: RunConfig) -> list[str]:
@@ -73,45 +60,17 @@ def flat_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def identity_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Which of the things in two `identity` tables are others now; what only one of them knows is not compared.
-
-    Example:
-        >>> identity_changes({"data": "1", "tokenizer": "2"}, {"data": "3", "tokenizer": "2"})
-        ['data: not what the run was started with']
-    """
-    return [
-        f"{name}: not what the run was started with" for name in before if now.get(name, before[name]) != before[name]
-    ]
-
-
-def stop_for_changes(where: Path, changes: list[str]) -> None:
-    """
-    Raises:
-        ConfigError: there are any; with all of them, and the ways on.
-    """
-    if changes:
-        raise ConfigError(
-            f"{where} cannot be resumed as it is, because this differs:\n"
-            + "\n".join(f"  {line}" for line in changes)
-            + "\nPut it back; or start another run with run_name=NEW_NAME; or go on with the change: --allow-changes"
-        )
-
-
 def model_identity(folder: Path) -> str:
-    """A hash of a model's config and weights. Of files over 64 MiB it reads 64 blocks, spread evenly, and the size."""
+    """A hash of a model's config and weights. Of files over 4 MiB it reads 64 blocks, spread evenly, and the size."""
     digest = hashlib.sha256()
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]):
-        if not path.is_file():
-            continue
+    for path in sorted(
+        [*folder.glob("config.json"), *folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    ):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
-            if size <= WHOLE_FILE_BYTES:
-                digest.update(file.read())
-                continue
-            for block in range(SAMPLED_BLOCKS):
-                file.seek((size - BLOCK_BYTES) * block // (SAMPLED_BLOCKS - 1))
+            for block in range(BLOCKS):
+                file.seek(max(0, size - BLOCK_BYTES) * block // (BLOCKS - 1))
                 digest.update(file.read(BLOCK_BYTES))
     return digest.hexdigest()
 

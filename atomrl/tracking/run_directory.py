@@ -22,28 +22,19 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config, read_yaml
-from atomrl.doctor.findings import Finding
-from atomrl.tracking.checkpoints import (
-    checkpoint_fault,
-    clear_leftovers,
-    disk_full_named,
-    flush_to_disk,
-    keep_checkpoints,
-    set_damaged_aside,
-    step_folder,
-    step_folders,
-    step_of,
-    writing_checkpoint,
-)
+from atomrl.doctor.findings import Finding, is_evaluation
+from atomrl.tracking import checkpoints
+from atomrl.tracking.checkpoints import disk_full_named, flush_to_disk, step_folder, step_folders
 from atomrl.tracking.environment import describe_environment, refuse_secrets
-from atomrl.tracking.resume import config_changes, stop_for_changes, stopping_changes
+from atomrl.tracking.resume import config_changes, stopping_changes
 from atomrl.types import Trajectory
 
 FINDINGS = "findings.jsonl"
@@ -67,9 +58,9 @@ class RunDirectory:
         first_step: the step to do next: 1, or the one after the checkpoint that is resumed.
     """
 
-    def __init__(self, path: Path, checkpoints: CheckpointConfig) -> None:
+    def __init__(self, path: Path, settings: CheckpointConfig) -> None:
         self.path = path
-        self.checkpoints = checkpoints
+        self.settings = settings
         self.first_step = 1
 
     @classmethod
@@ -78,7 +69,7 @@ class RunDirectory:
         config: RunConfig,
         resume: bool = False,
         allow_changes: bool = False,
-        differs: Callable[[Path], list[str]] = lambda checkpoint: [],
+        identity: Mapping[str, str] = MappingProxyType({}),
     ) -> RunDirectory:
         """Open `output_dir/run_name`: a new folder, or with `resume` an existing one.
 
@@ -87,11 +78,11 @@ class RunDirectory:
 
         Args:
             allow_changes: resume although something differs that decides the run (`resume.HARMLESS` does not).
-            differs: what else differs between now and a checkpoint, a line each.
+            identity: hashes of what the config only names (data, tokenizer, model), compared when the run is resumed.
 
         Raises:
             ConfigError: the folder exists and `resume` is not set, or the other way round; another process writes
-                it; the config differs; or it holds a secret of the environment.
+                it; config or identity differ; or the config holds a secret of the environment.
         """
         refuse_secrets(dump_config(config))
         run = cls(config.run_dir, config.checkpoint)
@@ -106,61 +97,71 @@ class RunDirectory:
             )
         run.path.mkdir(parents=True, exist_ok=True)
         _lock(run.path)
+        environment = describe_environment() | {"identity": dict(identity)}
         if resume and "config.yaml" in present:
-            run._reopen(config, allow_changes, differs)
-        else:
-            _write(run.path / "config.yaml", dump_config(config))
-            _write_json(run.path / "env.json", describe_environment())
+            environment = run._reopen(config, allow_changes, environment)
+        _write_json(run.path / "env.json", environment)
+        # Last, because what it says is then true: a kill before needs no more than to resume again.
+        _write(run.path / "config.yaml", dump_config(config))
         return run
 
-    def _reopen(self, config: RunConfig, allow_changes: bool, differs: Callable[[Path], list[str]]) -> None:
-        """Every change is made whole or not at all, and once made is left alone by the next: so a kill in between
-        needs no more than to resume again. The config is written last, because what it says is then true."""
-        clear_leftovers(self.path / "checkpoints")
-        newest = self.latest_checkpoint()
-        done = step_of(newest) if newest else None
-        changes = config_changes(read_yaml(self.path / "config.yaml"), config)
-        others = differs(newest) if newest else []
-        if newest and not allow_changes:  # without a checkpoint all is done anew, so nothing can be mixed
-            stop_for_changes(self.path, [*stopping_changes(changes, config), *others])
-        stored = self.path / "env.json"
+    def _reopen(self, config: RunConfig, allow_changes: bool, now: dict[str, Any]) -> dict[str, Any]:
+        """Go back to the newest checkpoint. Every change is made whole or not at all, and once made is left alone by
+        the next.
+
+        Args:
+            now: the environment of this attempt.
+
+        Returns:
+            The environment of the start, with those of all attempts.
+        """
+        checkpoints.clear_leftovers(self.path / "checkpoints")
+        newest, stored = self.latest_checkpoint(), self.path / "env.json"
         environment = json.loads(stored.read_text(encoding="utf-8")) if stored.is_file() else {}
-        last, now = environment.get("resumed", [environment])[-1], describe_environment()
+        attempts = environment.get("resumed", [])
+        before = now | (attempts[-1] if attempts else environment)
+        changes = config_changes(read_yaml(self.path / "config.yaml"), config)
+        others = [
+            f"{name}: not what the run was started with"
+            for name, value in now["identity"].items()
+            if before["identity"].get(name, value) != value
+        ]
+        stopping = [*stopping_changes(changes, config), *others]
+        if newest and stopping and not allow_changes:  # without a checkpoint all is done anew, nothing can be mixed
+            raise ConfigError(
+                f"{self.path} cannot be resumed as it is, because this differs:\n  "
+                + "\n  ".join(stopping)
+                + "\nPut it back; or start another run with run_name=NEW_NAME; or go on with it: --allow-changes"
+            )
+        done = newest[0] if newest else -1
+        self.first_step = max(done, 0) + 1
+        last_bits = [name for name in LAST_BITS if newest and before[name] != now[name]]
         said = [*changes, *others]
-        said.append(f"{self.path} goes on " + (f"after step {done}" if newest else "from the start: no checkpoint"))
-        for name in LAST_BITS:
-            if newest and last.get(name, now[name]) != now[name]:
-                said.append(f"{name}: {last[name]} -> {now[name]}; the last bits of results may differ")
-        for line in said:
-            print(f"resume: {line}", file=sys.stderr)
-        self.first_step = 1 if done is None else done + 1
-        self._cut_after(-1 if done is None else done, finished=done is not None and done >= config.train.steps)
+        said += [f"{self.path} goes on " + (f"after step {done}" if newest else "from the start: no checkpoint")]
+        said += [f"{name}: {before[name]} -> {now[name]}; the last bits of results may differ" for name in last_bits]
+        print("".join(f"resume: {line}\n" for line in said), end="", file=sys.stderr)
+        self._cut_after(done, finished=done >= config.train.steps)
         attempt = {"first_step": self.first_step, "config_changes": [*changes, *others], **now}
-        environment["resumed"] = [*environment.get("resumed", []), attempt]
-        _write_json(stored, environment)
-        _write(self.path / "config.yaml", dump_config(config))
+        return environment | {"resumed": [*attempts, attempt]}
 
     def _cut_after(self, step: int, finished: bool) -> None:
         """Remove what is later than a step; where that was the last one, also its evaluation, which is done again."""
         path = self.path / "metrics.jsonl"
+        rows = [row for row in read_metrics(path) if row["step"] <= step]
+        kept = [row for row in rows if not (finished and row["step"] == step and is_evaluation(row))]
         if path.exists():
-            rows = [row for row in read_metrics(path) if row["step"] <= step]
-            kept = [row for row in rows if not (finished and row["step"] == step and is_evaluation(row))]
             _write(path, "".join(json.dumps(row) + "\n" for row in kept))
         for folder_step, folder in step_folders(self.path / "rollouts"):
             if folder_step > step:
                 shutil.rmtree(folder)
         for folder_step, folder in step_folders(self.path / "checkpoints"):
             if folder_step > step:  # a damaged one: it must not count among those that are kept
-                set_damaged_aside(folder)
+                checkpoints.set_damaged_aside(folder)
         (self.path / "summary.json").unlink(missing_ok=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Append one line to `metrics.jsonl`, and return it. NaN and infinities, which JSON lacks, become null."""
-        row: dict[str, Any] = {"step": int(step)}
-        for name, value in metrics.items():
-            number = float(value)
-            row[name] = (value if isinstance(value, int) else number) if math.isfinite(number) else None
+        row = {"step": step} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         path = self.path / "metrics.jsonl"
         with disk_full_named(self.path, f"the metrics of step {step} were not written"), path.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -187,41 +188,40 @@ class RunDirectory:
 
         Then `model` and `best` are set, and what `checkpoint.keep` and `keep_best` do not keep is removed.
         """
-        root, settings = self.path / "checkpoints", self.checkpoints
-        with writing_checkpoint(root, step) as folder:
+        root, metrics = self.path / "checkpoints", self.path / "metrics.jsonl"
+        with checkpoints.writing_checkpoint(root, step) as folder:
             yield folder
-            metrics = self.path / "metrics.jsonl"
             if metrics.exists():  # the rows up to this step are part of what a checkpoint promises
                 flush_to_disk(metrics)
         shutil.rmtree(root / f"{step_folder(step)}.damaged", ignore_errors=True)
-        self._link("model", self.checkpoint_folder(step))
         best = self._best_step()
-        if best is not None:
-            self._link("best", self.checkpoint_folder(best))
-        keep_checkpoints(root, settings.keep, also=() if best is None else (best,))
+        for name, linked in (("model", step), ("best", best)):
+            if linked is not None:
+                self._link(name, self.checkpoint_folder(linked))
+        checkpoints.keep_checkpoints(root, self.settings.keep, also={best})
 
     def _best_step(self) -> int | None:
         """Of the checkpoints, the one whose step has the best `checkpoint.keep_best`; the later of equals."""
-        name = self.checkpoints.keep_best
-        path = self.path / "metrics.jsonl"
-        if name is None or not path.exists():
+        name = self.settings.keep_best
+        if name is None:
             return None
-        rows = read_metrics(path)
+        rows = read_metrics(self.path / "metrics.jsonl")
         value = {row["step"]: row[name] for row in rows if row.get(name) is not None}
         if not value:
             near = difflib.get_close_matches(name, {key for row in rows for key in row}, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             log.warning("checkpoint.keep_best: no step has had the metric %r so far%s", name, hint)
-        sign = 1 if self.checkpoints.best_is == "max" else -1
+        sign = 1 if self.settings.best_is == "max" else -1
         candidates = [step for step, _ in step_folders(self.path / "checkpoints") if step in value]
         return max(candidates, key=lambda step: (sign * value[step], step), default=None)
 
-    def latest_checkpoint(self) -> Path | None:
-        """The newest checkpoint whose files are all as they were written; damaged ones are named on stderr."""
-        for _, folder in reversed(step_folders(self.path / "checkpoints")):
-            fault = checkpoint_fault(folder)
+    def latest_checkpoint(self) -> tuple[int, Path] | None:
+        """Step and folder of the newest checkpoint whose files are all as they were written; damaged ones are named on
+        stderr."""
+        for step, folder in reversed(step_folders(self.path / "checkpoints")):
+            fault = checkpoints.checkpoint_fault(folder)
             if fault is None:
-                return folder
+                return step, folder
             print(f"checkpoint {folder} is damaged and is passed over: {fault}", file=sys.stderr)
         return None
 
@@ -281,17 +281,6 @@ def rollout_rows(
     return rows
 
 
-def is_evaluation(row: Mapping[str, Any]) -> bool:
-    """Whether a row of `metrics.jsonl` is an evaluation's, which has no other metrics.
-
-    Example:
-        >>> is_evaluation({"step": 5, "val-core/sums/acc/mean@1": 0.5}), is_evaluation({"step": 5, "actor/lr": 0.1})
-        (True, False)
-    """
-    names = row.keys() - {"step"}
-    return bool(names) and all(name.startswith("val-") for name in names)
-
-
 def accuracies(names: Iterable[str]) -> dict[str, str]:
     """The metrics among `names` that are held-out accuracies, by what they are of. A data source may have slashes.
 
@@ -310,12 +299,12 @@ def accuracies(names: Iterable[str]) -> dict[str, str]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`; a last line that a kill tore is left out.
+    """The rows of a `metrics.jsonl`, none where it is not there; a last line that a kill tore is left out.
 
     Raises:
         ConfigError: a line before the last is not JSON.
     """
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -323,6 +312,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             if number < len(lines):
                 raise ConfigError(f"{path}:{number} is not JSON; repair or remove that line") from None
+    return rows
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """The metrics of a run's folder.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    rows = read_metrics(run / "metrics.jsonl")
+    if not rows:
+        raise ConfigError(f"no metrics in {run} (looked for metrics.jsonl); is it the folder of a run?")
     return rows
 
 

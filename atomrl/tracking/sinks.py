@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import sys
 import threading
@@ -12,6 +11,7 @@ from typing import Any
 
 from atomrl.config import ConfigError, RunConfig
 from atomrl.protocols import Tracker
+from atomrl.tracking.console import prompt_text
 from atomrl.tracking.run_directory import RunDirectory
 
 TABLE_COLUMNS = ("prompt", "completion", "ground_truth", "reward", "advantage", "finish_reason")
@@ -40,7 +40,7 @@ class TensorBoardSink:
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         for index, row in enumerate(rows[:4]):
-            text = f"reward {row['reward']}\n\n{_text(row['prompt'])}{row['completion']}"
+            text = f"reward {row['reward']}\n\n{prompt_text(row['prompt'])}{row['completion']}"
             self._writer.add_text(f"samples/{index}", text.replace("\n", "  \n"), step)
 
     def close(self) -> None:
@@ -55,9 +55,7 @@ class WandbSink:
             import wandb
         except ImportError:
             raise ConfigError("tracking.sinks: wandb needs: pip install 'atomrl[wandb]'") from None
-        tracking = config.tracking
-        self._wandb = wandb
-        id_file = run.path / "wandb_run_id"
+        self._wandb, tracking, id_file = wandb, config.tracking, run.path / "wandb_run_id"
         try:
             self._run = wandb.init(
                 project=tracking.wandb_project,
@@ -77,7 +75,9 @@ class WandbSink:
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        data = [[_cell(name, row[name]) for name in TABLE_COLUMNS] for row in rows]
+        # One type a column: rewards and advantages are numbers, all else is text.
+        texts = [(prompt_text(row["prompt"]), row["completion"], str(row["ground_truth"])) for row in rows]
+        data = [[*text, *(row[name] for name in TABLE_COLUMNS[3:])] for text, row in zip(texts, rows, strict=True)]
         self._run.log({"samples": self._wandb.Table(columns=list(TABLE_COLUMNS), data=data)}, step=step)
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class BackgroundSink:
     """A sink that works in a thread of its own, so that one that is slow, hangs or raises takes no time of a step.
 
     One that raises is named once and then left out: a tracker must not end a training run. The thread is a daemon's,
-    so one that hangs does not keep the process either.
+    so one that hangs does not keep the process either. (One that cannot start is an error.)
 
     Args:
         name: in messages.
@@ -100,22 +100,18 @@ class BackgroundSink:
     """
 
     def __init__(self, name: str, sink: Tracker) -> None:
-        self.name = name
-        self.dropped = 0
-        self._sink = sink
-        self._waiting: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(MAX_WAITING)
-        self._finished = 0
+        self.name, self.dropped = name, 0
+        self._sink, self._finished = sink, 0
+        self._waiting: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"sink {name}", daemon=True)
         self._thread.start()
 
     def put(self, action: Callable[[Tracker], None]) -> None:
         """Let the sink do something when it comes to it; never waits."""
-        if not self._thread.is_alive():
-            return
-        try:
-            self._waiting.put_nowait(action)
-        except queue.Full:
-            self.dropped += 1
+        if self._waiting.qsize() < MAX_WAITING:
+            self._waiting.put(action)
+        else:
+            self.dropped += self._thread.is_alive()
 
     def _work(self) -> None:
         try:
@@ -128,60 +124,14 @@ class BackgroundSink:
 
     def close(self) -> None:
         """Wait for what is under way, as long as it gets on."""
-        finished, since = -1, time.monotonic()
-        ending = False
+        self._waiting.put(None)
+        finished, since = -1, 0.0
         while self._thread.is_alive():
-            if not ending:
-                try:
-                    self._waiting.put(None, timeout=0.05)
-                    ending = True
-                except queue.Full:
-                    pass
-            self._thread.join(0.05)
             if self._finished != finished:
                 finished, since = self._finished, time.monotonic()
             elif time.monotonic() - since > PATIENCE_S:
                 print(f"tracking: {self.name} hangs and is left behind", file=sys.stderr)
                 break
+            self._thread.join(0.05)
         if self.dropped:
             print(f"tracking: {self.name} was too slow: {self.dropped} calls were dropped", file=sys.stderr)
-
-
-class Sinks:
-    """All sinks of a run as one. (A sink that cannot start is an error; one that fails later is not.)"""
-
-    def __init__(self, config: RunConfig, run: RunDirectory) -> None:
-        self._sinks = [BackgroundSink(name, SINKS[name](config, run)) for name in config.tracking.sinks]
-        self._every = config.tracking.log_every_steps
-
-    def log(self, metrics: Mapping[str, float], step: int, always: bool = False) -> None:
-        """`always`: whatever `log_every_steps` says."""
-        if always or step % self._every == 0:
-            given = dict(metrics)
-            self._each(lambda sink: sink.log(given, step))
-
-    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        if step % self._every == 0:
-            shown = list(rows[:MAX_SAMPLES])
-            self._each(lambda sink: sink.log_samples(shown, step))
-
-    def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
-
-    def _each(self, action: Callable[[Tracker], None]) -> None:
-        for sink in self._sinks:
-            sink.put(action)
-
-
-def _text(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else "".join(f"{turn['role']}: {turn['content']}\n" for turn in prompt)
-
-
-def _cell(name: str, value: Any) -> Any:
-    """W&B wants one type a column: rewards and advantages are numbers, all else is text."""
-    if name in ("reward", "advantage"):
-        return value
-    if name == "prompt":
-        return _text(value)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

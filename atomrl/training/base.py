@@ -17,12 +17,13 @@ from torch import Tensor
 
 from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
 from atomrl.metrics import Count, Metrics, merge
+from atomrl.models.batches import micro_batches
 from atomrl.models.kernels import plain_formulas
 from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUnit, UpdateOutput
 from atomrl.training.collective import Collective, check_launcher
-from atomrl.training.micro_batches import group_pieces, is_out_of_memory, micro_batches, padded_tokens, zero_weight_row
+from atomrl.training.micro_batches import group_pieces, is_out_of_memory, padded_tokens, zero_weight_row
 from atomrl.training.optimizer import Optimizer
-from atomrl.training.roles import TRAINED, Role, RoleName, check_forward_mode, role_paths, sources
+from atomrl.training.roles import TRAINED, Role, RoleName, check_forward_mode, sources
 from atomrl.types import RaggedIds, RowBatch, Rows, TrainingBatch, select_rows, unit_ids
 
 log = logging.getLogger(__name__)
@@ -83,12 +84,19 @@ class BaseBackend(ABC):
         self.tokens_per_micro_batch = train.micro_batch_tokens(self.device.type)  # halved where memory runs out
         self._out_of_memory = 0  # how often, since the last update
         self.roles: dict[RoleName, Role] = {}
-        rates = {"critic": critic.learning_rate} if critic else {}
-        for name, path in role_paths(model, needs_reference, scores, critic, teacher).items():
-            loaded, optimizer = self.load_model(name, path, model), None
-            if name in TRAINED:
-                optimizer = Optimizer(TRAINED[name], loaded, train, rates.get(name, train.learning_rate), total_updates)
-            self.roles[name] = Role(loaded, optimizer)
+        paths: dict[RoleName, str | None] = {
+            "reward_model" if scores else "policy": model.path,
+            "reference": model.path if needs_reference and model.lora is None else None,
+            "teacher": teacher,
+            "critic": (critic.path or model.path) if critic else None,
+        }
+        for name, path in paths.items():
+            if path is not None:
+                loaded, optimizer = self.load_model(name, path, model), None
+                if name in TRAINED:
+                    rate = critic.learning_rate if critic and name == "critic" else train.learning_rate
+                    optimizer = Optimizer(TRAINED[name], loaded, train, rate, total_updates)
+                self.roles[name] = Role(loaded, optimizer)
         self.trained = {name: role.optimizer for name, role in self.roles.items() if role.optimizer}
         self.policy = next(iter(self.roles.values()))
         """Or the reward model in its place."""

@@ -1,18 +1,17 @@
 """What the ranks of a back end agree on: decisions, sums and metrics.
 
-Every rank makes the same calls in the same order. A single process agrees with itself at no cost.
+Every rank makes the same calls in the same order. A single process agrees with itself at no cost; a back end of many
+ranks brings a `Collective` of its own (tests/training/test_ranks.py has that of `torch.distributed`).
 """
 
 from __future__ import annotations
 
 import os
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from atomrl.config import ConfigError
-from atomrl.metrics import Metrics, merge
+from atomrl.metrics import Metrics
 
 
 class Collective:
@@ -40,31 +39,6 @@ class Collective:
     def sum(self, metrics: Metrics) -> Metrics:
         """Metrics of all ranks merged; called once per step."""
         return metrics
-
-
-class TorchCollective(Collective):
-    """The collective operations of a `torch.distributed` process group, which must have been initialised.
-
-    Args:
-        device: where the group's tensors have to lie: a GPU for NCCL.
-    """
-
-    def __init__(self, device: str | torch.device = "cpu") -> None:
-        self.rank, self.world, self.device = dist.get_rank(), dist.get_world_size(), device
-
-    def max(self, number: int) -> int:
-        found = torch.tensor(number, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return int(found)
-
-    def total(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor)
-        return tensor
-
-    def sum(self, metrics: Metrics) -> Metrics:
-        parts: list[Metrics] = [{} for _ in range(self.world)]
-        dist.all_gather_object(parts, metrics)
-        return merge(parts)
 
 
 def check_launcher(world: int) -> None:

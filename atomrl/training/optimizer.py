@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from atomrl.config import TrainConfig
 from atomrl.metrics import Count, Mean, Metrics
-from atomrl.training.schedules import learning_rate
 
 log = logging.getLogger(__name__)
 MAX_SKIPPED_IN_A_ROW = 3
@@ -55,9 +53,7 @@ class Optimizer:
             Diverged: the third in a row with a gradient that is not finite.
         """
         train, name, weights = self.train, self.name, list(self.weights.values())
-        rate = learning_rate(
-            updates, self.total_updates, self.peak, train.schedule, train.warmup_ratio, train.min_lr_ratio
-        )
+        rate = learning_rate(updates, self.total_updates, self.peak, train)
         total = torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None], foreach=True)
         norm = total.item()
         if norm > train.max_grad_norm:
@@ -96,27 +92,48 @@ class Optimizer:
         """Forget the gradient."""
         self.adamw.zero_grad(set_to_none=True)
 
-    def save(self, file: Path, extra: dict[str, Tensor]) -> None:
-        """Write moments and counts, with `extra` beside them."""
-        from safetensors.torch import save_file
+    def state(self) -> dict[str, Tensor]:
+        """Moments and counts, `exp_avg/NAME`, of the weights that were stepped."""
+        states = {name: self.adamw.state.get(weight, {}) for name, weight in self.weights.items()}
+        return {f"{key}/{name}": value.contiguous() for name, found in states.items() for key, value in found.items()}
 
-        tensors = dict(extra)
-        for name, weight in self.weights.items():
-            for key, value in self.adamw.state.get(weight, {}).items():
-                tensors[f"{key}/{name}"] = value.contiguous()
-        save_file(tensors, file)
-
-    def load(self, file: Path, device: torch.device) -> dict[str, Tensor]:
-        """Continue from `save`. Returns the `extra`: what is not this optimizer's."""
-        from safetensors.torch import load_file
-
+    def load(self, state: dict[str, Tensor], device: torch.device) -> None:
+        """Continue from `state`."""
         self.adamw.state.clear()
-        extra = {}
-        for key, value in load_file(file).items():
+        for key, value in state.items():
             kind, _, name = key.partition("/")
-            if name not in self.weights:
-                extra[key] = value
-                continue
-            where = value.device if kind == "step" and device.type == "cpu" else device
-            self.adamw.state[self.weights[name]][kind] = value.to(where)
-        return extra
+            self.adamw.state[self.weights[name]][kind] = value.to(device)
+
+
+def learning_rate(update: int, total_updates: int, peak: float, train: TrainConfig) -> float:
+    """The learning rate of one optimizer step.
+
+    Linear warm-up over the first `w = ceil(warmup_ratio * total_updates)` updates, of which the first is not 0:
+
+        lr_u = peak (u + 1) / w                                              u < w
+        lr_u = peak                                                          constant
+        lr_u = peak (m + (1 - m) (1 - (u - w) / (total - w)))                linear, m = min_lr_ratio
+        lr_u = peak (m + (1 - m) (1 + cos(pi (u - w) / (total - w))) / 2)    cosine
+
+    Args:
+        update: u, counted from 0; past the end the rate stays at its minimum.
+        total_updates: optimizer steps of the whole run.
+        peak: after warm-up.
+        train: `schedule`, `warmup_ratio`, and `min_lr_ratio` (m).
+
+    Example:
+        >>> train = TrainConfig(schedule="cosine", warmup_ratio=1 / 3)
+        >>> [round(learning_rate(u, 6, 1.0, train), 3) for u in range(7)]
+        [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
+        >>> train = TrainConfig(schedule="linear", warmup_ratio=1 / 3)
+        >>> [round(learning_rate(u, 6, 1.0, train), 3) for u in range(7)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    warmup = math.ceil(train.warmup_ratio * total_updates)
+    if update < warmup:
+        return peak * (update + 1) / warmup
+    if train.schedule == "constant":
+        return peak
+    progress = min(1.0, (update - warmup) / max(1, total_updates - warmup))
+    left = 1 - progress if train.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return peak * (train.min_lr_ratio + (1 - train.min_lr_ratio) * left)

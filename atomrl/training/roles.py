@@ -5,7 +5,6 @@ All back ends have the same roles, which give the same outputs; a back end decid
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,18 +15,14 @@ from torch import Tensor
 
 from atomrl.atoms.logprobs import head_logits, row_logprobs
 from atomrl.atoms.natural_gradient import fisher_vector_product, flat
-from atomrl.config import ConfigError, CriticConfig, ModelConfig
+from atomrl.config import ConfigError
 from atomrl.models.kernels import plain_formulas
-from atomrl.models.loading import compute_dtype, load_policy
 from atomrl.models.lora import adapters_disabled
-from atomrl.models.scalar import GPTScalar, HFScalar, load_scalar
 from atomrl.models.shared_prefix import states_before
-from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Output
 from atomrl.training.optimizer import Optimizer
 from atomrl.types import RowBatch
 
-log = logging.getLogger(__name__)
 RoleName = Literal["policy", "reference", "critic", "teacher", "reward_model"]
 SOURCES: Mapping[str, tuple[RoleName, Output]] = {
     "logprobs": ("policy", "logprobs"),
@@ -63,40 +58,6 @@ def sources(names: Iterable[str], roles: Collection[RoleName]) -> dict[RoleName,
                 raise ValueError(f"{name} are needed, but the back end was made without a {role}: {', '.join(roles)}")
             found.setdefault(role, {})[name] = output
     return found
-
-
-def role_paths(
-    model: ModelConfig, reference: bool, scores: bool, critic: CriticConfig | None, teacher: str | None
-) -> dict[RoleName, str]:
-    """Where the models of a run come from. The reference of a run with adapters is the policy without them."""
-    paths: dict[RoleName, str | None] = {
-        "reward_model" if scores else "policy": model.path,
-        "reference": model.path if reference and model.lora is None else None,
-        "teacher": teacher,
-        "critic": (critic.path or model.path) if critic else None,
-    }
-    return {name: path for name, path in paths.items() if path is not None}
-
-
-def load_role(name: RoleName, path: str, config: ModelConfig, device: torch.device) -> torch.nn.Module:
-    """A role's model, whole, on one device; checkpointed and compiled as the config asks where it is trained.
-
-    Raises:
-        ConfigError: it is not there, or cannot be trained here.
-    """
-    trained = name in TRAINED
-    dtype, trusted = compute_dtype(config.dtype, device), config.trust_remote_code
-    if name in ("critic", "reward_model"):
-        if name == "reward_model" and config.lora is not None:
-            raise ConfigError("model.lora: reward models are trained whole; leave it out")
-        scalar = load_scalar(path, dtype=dtype, device=device, trust_remote_code=trusted)
-        _prepare(scalar.trunk if isinstance(scalar, GPTScalar) else scalar, config)
-        return scalar.train()
-    lora = config.lora if trained else None
-    model = load_policy(path, dtype=dtype, device=device, trust_remote_code=trusted, lora=lora, trainable=trained)
-    if trained:
-        _prepare(model, config)
-    return model.train(trained)
 
 
 @dataclass(frozen=True)
@@ -154,16 +115,3 @@ def check_forward_mode(policy: Role, device: torch.device) -> None:
             "algorithm.update: a trust region differentiates the policy forward, which this model cannot "
             f"({reason}); take another model, or update: optimizer"
         ) from None
-
-
-def _prepare(model: Any, config: ModelConfig) -> None:
-    """Checkpointing and compilation, as the config asks."""
-    if isinstance(model, HFModel | HFScalar):
-        if config.gradient_checkpointing:
-            model.inner.gradient_checkpointing_enable({"use_reentrant": False})
-        if config.compile:
-            log.warning("model.compile has no effect on models that are trained through transformers")
-        return
-    model.gradient_checkpointing = config.gradient_checkpointing
-    if config.compile:
-        model.compile_layers()

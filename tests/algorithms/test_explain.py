@@ -1,6 +1,5 @@
 """`atomrl explain`: what it prints is what the objective is, and each choice warns where it should."""
 
-import inspect
 import re
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from atomrl.algorithms.table import ALGORITHMS, PREFERENCES, objective_of
 from atomrl.cli.main import main
 from atomrl.objective import PolicyObjective, PreferenceObjective, Setting
 from atomrl.objective.choice import Custom, choices_of
-from atomrl.objective.explain import atom_place, equation, latex, summary, table
+from atomrl.objective.explain import atom_place, equation, latex, summary, table, used_atoms
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_EQUATION = {"none", "penalties"}
@@ -35,16 +34,26 @@ def test_every_choice_has_its_equation_and_its_atoms(kind, name):
     text, printed = choice.equation()
     assert summary(choice).endswith(".") and printed.count("{") == printed.count("}") and "Example" not in printed
     if name not in WITHOUT_EQUATION or "Clip" in kind.__name__:
-        assert text and printed and (choice.atoms or name == "mixed_outcomes")
-    assert set(choice.used_atoms()) <= set(choice.atoms)
-    for atom in choice.atoms:
+        assert text and printed and (used_atoms(choice) or name in ("mixed_outcomes", "bonus"))
+    for atom in used_atoms(choice):
         place = atom_place(atom)
         path, _, line = place.place.partition(":")
         assert f"def {place.name}(" in (ROOT / path).read_text().splitlines()[int(line) - 1]
         assert not place.paper.endswith(("Dr", "et al", "("))
-        sources = [inspect.getsource(base) for base in kind.__mro__ if base.__module__.startswith("atomrl.")]
-        named = len(re.findall(rf"\b{place.name}\b", "".join(sources)))
-        assert named >= 2 or name in ("bonus", "kto", "bco"), f"{place.name} is declared, but the call has none of it"
+
+
+def test_atoms_are_those_that_the_fields_leave_in_use():
+    def names(**axes):
+        (choice,) = axes
+        return {atom.__name__ for atom in used_atoms(getattr(PolicyObjective().override(axes), choice))}
+
+    assert names(advantage="gae") == {"gae", "masked_whiten"}
+    assert names(advantage={"type": "gae", "whiten": False, "length_alpha": 0.1}) == {"gae", "length_adaptive_lambda"}
+    assert names(advantage="gpg") == {"group_mean_baseline", "group_std", "rescaled_by_share"}
+    assert names(kl={"k2_gradient": True}) == {"k3_kl", "k2_gradient"} and names(kl="k1") == {"k1_kl"}
+    assert names(token_filter={"type": "high_entropy", "tokens": 3}) == {"highest_entropy_tokens"}
+    assert names(clip="dppo_tv") == {"probability_change", "trust_region_tokens", "reinforce_loss"}
+    assert names(shaping={"lowest": 0.0}) == {"clipped_reward"}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -119,7 +128,6 @@ CASES = {
     "unbounded_ratio": ({"clip": "none"}, {"updates_per_step": 2}),
     "unbounded_below": ({"clip": {"dual": 1.0}}, {}),
     "width_of_clip": ({"ratio": "sequence_token"}, {"updates_per_step": 2}),
-    "missing_rollout_logprobs": ({"rollout_is": "token_tis"}, {"rollout_logprobs": False}),
     "mixed_levels": ({"ratio": "sequence", "rollout_is": "icepop"}, {}),
     "one_number_per_row": ({"ratio": "sequence"}, {}),
     "masked_penalty": ({"shaping": {"mask_truncated": True, "soft_overlong": True}}, {}),
@@ -144,7 +152,7 @@ SAYS = {
     "truncated_sampling": "top_p=0.9 samples from fewer", "clip_without_effect": "gmpo is plain REINFORCE",
     "reinforce_off_policy": "4 updates in a step without a ratio", "unbounded_ratio": "nothing bounds the ratio",
     "unbounded_below": "a dual clip of at most 1", "width_of_clip": "a clip this wide never acts",
-    "missing_rollout_logprobs": "token_tis needs log-probs", "mixed_levels": "a weight by token on a ratio by",
+    "mixed_levels": "a weight by token on a ratio by",
     "one_number_per_row": "counted once a token", "masked_penalty": "only moves baselines",
     "selected_share": "still divided by all tokens", "one_part": "gdpo with one reward is grpo",
     "negative_mean": "maxrl divides by the mean", "greedy_sampling": "at temperature 0",
@@ -159,7 +167,7 @@ SAYS = {
 def test_each_warning_is_of_its_case_and_not_of_a_sound_objective(case):
     axes, facts = CASES[case]
     (message,) = [found for found in warnings(axes, **facts) if SAYS[case] in found]
-    assert re.match(r"(biased|unstable|no effect|partly without effect|note|an error when it runs): ", message)
+    assert re.match(r"(biased|unstable|no effect|partly without effect|note): ", message)
 
 
 def test_every_warning_has_its_case():
@@ -175,7 +183,7 @@ def test_a_sound_objective_has_nothing_against_it():
 
 def test_log_probs_over_what_is_kept_are_not_biased():
     assert any("logprobs_over=kept" in found for found in warnings(QUIET, top_p=0.9))
-    assert warnings(QUIET, updates_per_step=4, top_p=0.9, top_k=20, logprobs_over_kept=True) == []
+    assert warnings(QUIET, updates_per_step=4, top_p=0.9, top_k=20, logprobs_over="kept") == []
 
 
 def test_settings_of_a_distillation_that_is_off_do_nothing():
@@ -206,7 +214,7 @@ def test_the_command(capsys):
 def test_configs_of_other_kinds_of_runs_print_their_own_loss(capsys):
     """`sft:` and `pretrain:` sections and reward models: not GRPO's equation."""
     for config, shown in (
-        ("configs/quickstart_sft.yaml", "sft: minimise  mean over tokens of - log pi(y_t)\nwhere"),
+        ("configs/quickstart_sft.yaml", "sft: minimise  mean over tokens of -log pi(y_t)\nwhere"),
         ("configs/pretrain_gpt2.yaml", "pretrain: minimise  mean over tokens"),
         ("configs/rlhf/reward_model.yaml", "reward_model: minimise  mean over pairs of"),
     ):

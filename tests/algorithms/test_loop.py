@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from atomrl.algorithms.table import ALGORITHMS, PREFERENCES, build_algorithm
+from atomrl.algorithms.table import ALGORITHMS, PREFERENCES, objective_of
 from atomrl.config import build_config, merge_trees, read_yaml
 from atomrl.loop.sync import Progress
 from atomrl.objective.policy import COEFFICIENT
@@ -81,7 +81,7 @@ def test_an_adaptive_coefficient_survives_a_restart(model, tmp_path):
     axes = {"kl": {"type": "k2", "coefficient": 0.5, "target": 1e-6, "horizon": 20.0}}
 
     def run(folder, steps, progress, checkpoint=None):
-        algorithm = build_algorithm("grpo", axes)
+        algorithm = objective_of("grpo", axes).resolved()
         parts, plan = make_parts(model, folder, algorithm=algorithm)
         trainer = type(parts.trainer)
         trainer = with_reference(trainer, model, plan)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import build_algorithm
+from atomrl.algorithms.table import objective_of
 from atomrl.objective import AdvantageInputs, PolicyObjective
 from atomrl.objective.policy import COEFFICIENT
 from atomrl.types import RowBatch
@@ -225,7 +225,7 @@ def test_gspo_token_has_the_value_and_gradient_of_gspo():
     logprobs = moved_logprobs(rows)
     results = []
     for name in ("gspo", "gspo_token"):
-        algorithm = build_algorithm(name, {"clip": {"low": 0.2, "high": 0.2}})
+        algorithm = objective_of(name, {"clip": {"low": 0.2, "high": 0.2}}).resolved()
         results.append(loss_gradient(algorithm, training_batch(algorithm, rows), logprobs))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-12)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-10, atol=1e-14)

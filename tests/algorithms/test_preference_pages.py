@@ -15,7 +15,7 @@ from atomrl.algorithms.table import PREFERENCES
 from atomrl.cli.main import main
 from atomrl.config import read_yaml
 from atomrl.objective import PreferenceObjective, Setting
-from atomrl.objective.explain import equation, latex
+from atomrl.objective.explain import equation, latex, used_atoms
 from tests.algorithms.test_pages import cell, opening
 
 ROOT = Path(__file__).parents[2]
@@ -91,15 +91,16 @@ def test_four_hops_from_a_config_to_the_line_of_the_equation(name):
     record = importlib.import_module(f"atomrl.algorithms.{module(name)}")
     objective = vars(record)[config["algorithm"]["name"].upper()]
     assert objective is PREFERENCES[name] and config["run_name"] == name
-    assert all(atom.__module__.startswith("atomrl.atoms.") for atom in objective.losses[0].atoms)
+    atoms = used_atoms(objective.losses[0])
+    assert atoms and all(atom.__module__.startswith("atomrl.atoms.") for atom in atoms)
 
 
 def test_an_equation_of_several_losses():
     objective = PREFERENCES["mpo"].override({"score": {"length_normalised": True, "divergence": "js_divergence"}})
     assert equation(objective).splitlines()[0] == "minimise  mean over pairs of [ 0.8 L1 + 0.2 L2 + 1 NLL ]"
     assert "  L2 = -log sigmoid(beta s_c) - log sigmoid(-beta s_r)" in equation(objective)
-    assert "s <- f'(exp(s)) of the js_divergence,   s <- s / |y|" in equation(objective)
-    assert latex(objective).count(r"\\") == 4
+    assert "  s <- f'(exp(s)) of the js_divergence\n  s <- s / |y|" in equation(objective)
+    assert latex(objective).count(r"\\") == 6
 
 
 CASES = {

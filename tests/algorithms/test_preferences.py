@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import PREFERENCES, build_algorithm, objective_of
+from atomrl.algorithms.table import PREFERENCES, objective_of
 from atomrl.objective.pairing import best_and_worst
 from atomrl.protocols import ModelOutputs
 from atomrl.types import RowBatch, select_rows, unit_ids
@@ -33,7 +33,7 @@ CASES = {name: (name, {}) for name in PREFERENCES} | EXTRA
 
 def build(case):
     name, axes = CASES[case]
-    return build_algorithm(name, axes)
+    return objective_of(name, axes).resolved()
 
 
 def step_rows() -> RowBatch:

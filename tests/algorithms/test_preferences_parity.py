@@ -10,8 +10,7 @@ import torch
 
 from atomrl.atoms.reductions import sequence_mean
 from atomrl.objective import PreferenceObjective
-from atomrl.objective.label_loss import BcoLoss
-from atomrl.objective.preference_loss import OddsRatioLoss
+from atomrl.objective.preference_loss import BcoLoss, OddsRatioLoss
 from atomrl.objective.preference_score import LogprobScore, LogRatioScore, TokenMeanNll
 from atomrl.protocols import ModelOutputs
 from atomrl.types import RowBatch, TrainingBatch

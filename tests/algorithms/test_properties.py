@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import ALGORITHMS, build_algorithm, objective_of
+from atomrl.algorithms.table import ALGORITHMS, objective_of
 from atomrl.objective import PolicyObjective
 from atomrl.objective.choice import choices_of
 from atomrl.types import select_rows
@@ -54,7 +54,7 @@ GROUP_BASELINES = [n for n, o in ALGORITHMS.items() if o.advantage.type not in O
 
 def build(case):
     name, axes = CASES[case]
-    return build_algorithm(name, axes, max_completion_tokens=LIMIT)
+    return objective_of(name, axes).resolved(max_completion_tokens=LIMIT)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -118,7 +118,7 @@ def test_a_group_without_a_signal_has_no_policy_gradient(name, groups):
     axes = {"kl": {"coefficient": 0.0}, "shaping": {"soft_overlong": False}}
     if getattr(objective_of(name, {}).token_filter, "type", "") == "kl_cov":
         axes["token_filter"] = "all"  # its penalty is no policy term
-    algorithm = build_algorithm(name, axes, max_completion_tokens=LIMIT)
+    algorithm = objective_of(name, axes).resolved(max_completion_tokens=LIMIT)
     rows = make_rows(rewards=torch.full((12,), 0.3, dtype=torch.float64))
     parts = rows.reward_parts.clone()
     parts[..., 0] = 0.3

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from atomrl.atoms import advantages, baselines
+from atomrl.atoms.advantages import group_mean_baseline
+from atomrl.objective import AdvantageInputs
+from atomrl.objective.advantage import GPGAdvantage
 
 IDS = torch.tensor([0, 0, 0, 1])
 
@@ -110,12 +113,12 @@ def test_length_weighted_by_hand():
     assert baselines.length_weighted_baseline(rewards, same * 0, IDS).tolist() == [0.0] * 4
 
 
-def test_rescaled_by_nonzero_rewards_by_hand():
-    ours = baselines.rescaled_by_nonzero_rewards(torch.ones(4), torch.tensor([1.0, 0, 0, 0]), normaliser=2.0)
+def test_rescaled_by_share_by_hand():
+    ours = baselines.rescaled_by_share(torch.ones(4), torch.tensor([1.0, 0, 0, 0]) != 0, normaliser=2.0)
     assert ours.tolist() == [2.0] * 4
-    assert baselines.rescaled_by_nonzero_rewards(torch.zeros(4), torch.zeros(4)).tolist() == [0.0] * 4
+    assert baselines.rescaled_by_share(torch.zeros(4), torch.zeros(4) != 0).tolist() == [0.0] * 4
     with pytest.raises(ValueError, match="normaliser"):
-        baselines.rescaled_by_nonzero_rewards(torch.ones(1), torch.ones(1), 0.0)
+        baselines.rescaled_by_share(torch.ones(1), torch.ones(1) != 0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -124,21 +127,21 @@ def test_rescaled_by_nonzero_rewards_by_hand():
 def test_gpg_in_the_paper_and_in_verl(wrong, verl):
     """Four groups of two, one of them mixed: the paper's alpha is 4, whatever a wrong answer earns and however many
     are right; verl's depends on both."""
-    ids, ones = torch.arange(8) // 2, torch.ones(8)
+    ids = torch.arange(8) // 2
     mostly_right = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, wrong])
     mostly_wrong = torch.tensor([wrong, wrong, wrong, wrong, wrong, wrong, wrong, 1.0])
     for rewards, theirs in ((mostly_right, verl), (mostly_wrong, 8.0 if wrong == 0 else 1.0)):
-        assert baselines.rescaled_by_mixed_groups(ones, rewards, ids).tolist() == [4.0] * 8
-        assert baselines.rescaled_by_nonzero_rewards(ones, rewards).tolist() == pytest.approx([theirs] * 8)
+        centred = group_mean_baseline(rewards, ids)
+        assert torch.equal(GPGAdvantage()(AdvantageInputs(rewards, ids)), 4 * centred)
+        ours = GPGAdvantage(alpha="verl")(AdvantageInputs(rewards, ids))
+        torch.testing.assert_close(ours, theirs * centred, check_dtype=False)
 
 
 def test_gpg_by_groups_of_any_size():
     ids, rewards = torch.tensor([5, 5, 5, 2, 2, 9]), torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.0])
-    ours = baselines.rescaled_by_mixed_groups(rewards, rewards, ids, normaliser=2.0)
-    assert ours.tolist() == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]  # 6 / 3, halved
-    assert baselines.rescaled_by_mixed_groups(torch.zeros(6), torch.ones(6), ids).tolist() == [0.0] * 6
-    with pytest.raises(ValueError, match="normaliser"):
-        baselines.rescaled_by_mixed_groups(rewards, rewards, ids, 0.0)
+    ours = GPGAdvantage(normaliser=2.0)(AdvantageInputs(rewards, ids))
+    torch.testing.assert_close(ours, group_mean_baseline(rewards, ids), check_dtype=False)  # 6 / 3, halved
+    assert GPGAdvantage()(AdvantageInputs(torch.ones(6), ids)).tolist() == [0.0] * 6
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e8, -7.3])

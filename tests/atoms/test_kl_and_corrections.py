@@ -13,7 +13,6 @@ from atomrl.atoms.masks import masked_mean, row_max, row_mean, row_sum
 from atomrl.atoms.preference_losses import bradley_terry_loss, dpo_loss, exo_loss, robust_dpo_loss
 from atomrl.atoms.ratios import token_log_ratio
 from atomrl.atoms.reductions import token_mean, weighted_sum
-from atomrl.atoms.sequence_losses import vespo_weights
 from atomrl.atoms.trust_region import binary_kl, probability_change
 from atomrl.atoms.value_losses import clipped_value_loss, clipped_values
 
@@ -139,14 +138,6 @@ def test_normalised_weights_have_a_mean_of_one():
     assert torch.equal(corrections.normalised_weights(zeros, MASK), zeros)
 
 
-def test_effective_samples():
-    ones = torch.ones(3, 3)
-    assert corrections.effective_sample_fraction(ones, MASK).item() == pytest.approx(1)
-    one = torch.zeros(3, 3)
-    one[0, 0] = 5.0
-    assert corrections.effective_sample_fraction(one, MASK).item() == pytest.approx(1 / 4)
-
-
 @pytest.mark.parametrize("fraction", [0.0, 0.2, 0.5, 0.77, 1.0])
 def test_the_entropy_quantile_is_that_of_torch(fraction):
     entropies, mask = values(0, 8, 9).abs(), values(1, 8, 9) > -1
@@ -269,10 +260,3 @@ def test_divergences_are_zero_off_the_mask():
     assert probability_change(nan, nan - 1, mask)[0, 0] == 0
     assert binary_kl(nan, nan - 1, mask)[0, 0] == 0
     assert binary_kl(nan, nan - 1, mask)[0, 1] > 0
-
-
-def test_vespo_has_its_own_parameters_for_bad_completions():
-    log_ratio, mask = torch.full((2, 1), -0.5, dtype=torch.float64), torch.ones(2, 1, dtype=torch.bool)
-    good, bad = vespo_weights(log_ratio, torch.tensor([1.0, -1.0]).double(), mask).tolist()
-    assert good == pytest.approx(math.exp(3 - 2 * 0.5 - 3 * math.exp(-0.5)))
-    assert bad == pytest.approx(math.exp(2 - 3 * 0.5 - 2 * math.exp(-0.5)))

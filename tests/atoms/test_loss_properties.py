@@ -53,12 +53,6 @@ def gmpo(step: Step) -> Tensor:
     return per_token(sequence_losses.geometric_mean_loss(clipped, advantages, step["mask"]), step["mask"])
 
 
-def vespo(step: Step) -> Tensor:
-    log_ratio = ratios.token_log_ratio(step["logprobs"], step["old_logprobs"], step["mask"])
-    phi = sequence_losses.vespo_weights(log_ratio, row_mean(step["advantages"], step["mask"]), step["mask"])
-    return reinforce(step, per_token(phi, step["mask"]))
-
-
 def reinforce(step: Step, weights: Tensor | None = None) -> Tensor:
     return policy_losses.reinforce_loss(step["logprobs"], step["advantages"], step["mask"], weights)
 
@@ -74,6 +68,12 @@ def penalty(name: str) -> Callable[[Step], Tensor]:
 def clamped_k3(step: Step) -> Tensor:
     log_ratio = ratios.token_log_ratio(step["logprobs"], step["ref_logprobs"], step["mask"], clamp=0.4)
     return kl.k3_kl(log_ratio, torch.zeros_like(log_ratio), step["mask"]).clamp(max=0.3)
+
+
+def vespo(step: Step) -> Tensor:
+    log_ratio = ratios.token_log_ratio(step["logprobs"], step["old_logprobs"], step["mask"])
+    phi = sequence_losses.vespo_weights(log_ratio, row_mean(step["advantages"], step["mask"]), step["mask"])
+    return reinforce(step, per_token(phi, step["mask"]))
 
 
 LOSSES: dict[str, Callable[[Step], Tensor]] = {
@@ -94,12 +94,7 @@ LOSSES: dict[str, Callable[[Step], Tensor]] = {
     "cispo": lambda step: policy_losses.cispo_loss(
         step["logprobs"], ratio(step), step["advantages"], step["mask"], 0.2, 0.28
     ),
-    "topr": lambda step: reinforce(step, sequence_losses.topr_weights(ratio(step), step["scores"])),
-    "mirror_descent": lambda step: policy_losses.mirror_descent_loss(
-        step["logprobs"], step["old_logprobs"], step["advantages"], step["mask"]
-    ),
     "gmpo": gmpo,
-    "vespo": vespo,
     "nll": lambda step: supervised_losses.nll_loss(step["logprobs"], step["mask"]),
     "dft": lambda step: supervised_losses.dft_loss(step["logprobs"], step["mask"]),
     "value": lambda step: clipped_value_loss(
@@ -117,6 +112,7 @@ LOSSES: dict[str, Callable[[Step], Tensor]] = {
     "k2_gradient": lambda step: kl.k2_gradient(
         penalty("k1_kl")(step), step["logprobs"], step["ref_logprobs"], step["mask"]
     ),
+    "vespo": vespo,
 }
 
 
@@ -273,9 +269,7 @@ def test_empty_rows_change_nothing(loss, weights):
     torch.testing.assert_close(found, gradient[[0, 2, 3, 4, 5]], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "loss", ["ppo", "dual_clip", "gspo", "gspo_token", "reinforce", "cispo", "sapo", "gmpo", "topr"]
-)
+@pytest.mark.parametrize("loss", ["ppo", "dual_clip", "gspo", "gspo_token", "reinforce", "cispo", "sapo", "gmpo"])
 def test_no_advantage_no_gradient(loss):
     step = a_step()
     step["advantages"] = torch.zeros_like(step["advantages"])
@@ -284,7 +278,7 @@ def test_no_advantage_no_gradient(loss):
     assert (gradient == 0).all()
 
 
-@pytest.mark.parametrize("loss", ["ppo", "dual_clip", "gspo", "gspo_token", "sapo", "cispo", "gmpo", "topr", "vespo"])
+@pytest.mark.parametrize("loss", ["ppo", "dual_clip", "gspo", "gspo_token", "sapo", "cispo", "gmpo", "vespo"])
 def test_on_policy_every_method_has_the_gradient_of_reinforce(loss):
     """At a ratio of 1 nothing is clipped, so methods differ by no more than a token's share in its row."""
     step = a_step()

@@ -274,7 +274,7 @@ def test_sft_resumes_where_a_prompt_was_left_out_for_its_length(folder, capsys):
 def test_an_sft_start_that_failed_does_not_block_its_name(folder, capsys):
     (folder / "shown.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
     (folder / "sft.yaml").write_text(yaml.safe_dump(SFT))
-    assert "all 1 prompts are longer than data.max_prompt_tokens" in fails(
+    assert "1 of 1 prompts are longer than data.max_prompt_tokens" in fails(
         capsys, "sft", "sft.yaml", "data.max_prompt_tokens=1"
     )
     assert main(["sft", "sft.yaml", "sft.gpt.hidden=64"]) == 0
@@ -338,7 +338,7 @@ def test_dry_run_without_the_model(folder, capsys):
         said = [fails(capsys, "train", "c.yaml", f"model.path={path}", *more) for more in ([], ["--dry-run"])]
         assert path.removeprefix("./") in said[0] and said[0] == said[1], "as the run says it"
     assert "unknown name" in fails(capsys, "train", "c.yaml", "--dry-run", "algorithm.clipp.low=1")
-    assert "unknown algorithm 'grop'; did you mean 'grpo'?" in fails(
+    assert "algorithm.name: unknown name 'grop'; did you mean 'grpo'?" in fails(
         capsys, "train", "c.yaml", "--dry-run", "algorithm.name=grop"
     )
     assert "unknown reward" in fails(

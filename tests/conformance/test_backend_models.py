@@ -13,7 +13,7 @@ from atomrl.models.scalar import load_scalar, save_scalar
 from atomrl.protocols import LossOutput
 from tests.conformance.test_backends import make, snapshot  # noqa: F401 (make is a fixture)
 from tests.tiny import make_tiny_model
-from tests.training.batches import make_algorithm, make_batch
+from tests.training.batches import make_algorithm, make_batch, weights_of
 
 CRITIC = CriticConfig(learning_rate=0.005)
 
@@ -78,8 +78,8 @@ def test_actor_and_critic_are_stepped_apart(make):  # noqa: F811
     metrics = values(both.train_step(batch, ACTOR_CRITIC))
     assert metrics["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-5)
     assert metrics["actor/lr"] == 0.01 and metrics["critic/lr"] == 0.005 and metrics["critic/grad_norm"] > 0
-    theirs = both.state()
-    assert all(torch.allclose(tensor, theirs[name], atol=1e-6) for name, tensor in alone.state().items())
+    theirs = weights_of(both)
+    assert all(torch.allclose(tensor, theirs[name], atol=1e-6) for name, tensor in weights_of(alone).items())
 
 
 def test_a_critics_bad_gradient_leaves_the_policys_step(make):  # noqa: F811
@@ -92,7 +92,7 @@ def test_a_critics_bad_gradient_leaves_the_policys_step(make):  # noqa: F811
     algorithm = make_algorithm(loss=poisoned, outputs=frozenset({"logprobs", "values"}))
     metrics = values(backend.train_step(make_batch(), algorithm))
     assert metrics["critic/skipped_updates"] == 1.0 and "actor/skipped_updates" not in metrics
-    assert any(not torch.equal(tensor, before[name]) for name, tensor in backend.state().items())
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in weights_of(backend).items())
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])

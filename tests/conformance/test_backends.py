@@ -14,7 +14,7 @@ from atomrl.protocols import UpdateOutput
 from atomrl.training.local import LocalBackend
 from atomrl.types import RaggedIds
 from tests.tiny import make_tiny_model
-from tests.training.batches import make_algorithm, make_batch
+from tests.training.batches import make_algorithm, make_batch, weights_of
 
 ENTROPY = frozenset({"logprobs", "entropy"})
 
@@ -47,7 +47,7 @@ def make(request, tmp_path):
 
 
 def snapshot(backend):
-    return {name: tensor.clone() for name, tensor in backend.state().items()}
+    return {name: tensor.clone() for name, tensor in weights_of(backend).items()}
 
 
 def plain_logprobs(model, batch, temperature=1.0):
@@ -71,7 +71,7 @@ def test_an_update_of_an_engine_has_adapters_apart(make):
     for _ in range(2):
         backend.train_step(make_batch(), make_algorithm())
     theirs = AutoModelForCausalLM.from_pretrained(make.folder).state_dict()
-    update, merged = backend.weight_update(version=1), backend.state()
+    update, merged = backend.weight_update(version=1), weights_of(backend)
     found = dict(update.tensors)
     assert found.keys() == merged.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in found.items())
     assert update.adapters and all(adapter.a.shape[0] == 4 for adapter in update.adapters.values())
@@ -102,7 +102,7 @@ def test_old_log_probs_are_those_of_the_loss_to_the_last_bit(make, monkeypatch, 
 
 def test_state_is_the_models(make):
     theirs = AutoModelForCausalLM.from_pretrained(make.folder).state_dict()
-    for name, tensor in make().state().items():
+    for name, tensor in weights_of(make()).items():
         assert torch.equal(tensor, theirs[name]), name
 
 
@@ -147,7 +147,7 @@ def test_one_step_is_adamw_on_the_clipped_gradient(make):
     assert metrics["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert metrics["actor/lr"] == 0.01
     expected = model.state_dict()
-    for name, tensor in backend.state().items():
+    for name, tensor in weights_of(backend).items():
         # the first AdamW step is nearly lr * sign(gradient): entries whose gradient is noise may differ by 2 lr
         far = (tensor - expected[name]).abs() > 1e-4
         assert far.float().mean() < 0.001, name
@@ -161,8 +161,8 @@ def test_no_split_changes_the_step(make, split, unit):
     first, second = (values(backend.train_step(batch, algorithm)) for backend in (whole, parts))
     assert first == pytest.approx(second, rel=1e-4)
     assert first.keys() == {"actor/pg_loss", "actor/entropy", "actor/grad_norm", "actor/lr"}
-    other = parts.state()
-    assert all(((tensor - other[name]).abs() > 1e-4).float().mean() < 0.001 for name, tensor in whole.state().items())
+    one, other = weights_of(whole), weights_of(parts)
+    assert all(((tensor - other[name]).abs() > 1e-4).float().mean() < 0.001 for name, tensor in one.items())
 
 
 def test_order_of_rows_and_padding_do_not_matter(make):
@@ -206,7 +206,7 @@ def test_nothing_to_learn_changes_nothing(make):
     nothing = torch.zeros_like(batch.loss_mask)
     metrics = values(backend.train_step(make_batch(loss_mask=nothing, loss_weights=nothing * 1.0), make_algorithm()))
     assert metrics["actor/grad_norm"] == 0.0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.state().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(backend).items())
 
 
 def test_a_gradient_that_is_not_finite_is_left_out(make, caplog):
@@ -215,7 +215,7 @@ def test_a_gradient_that_is_not_finite_is_left_out(make, caplog):
     poisoned = make_batch(advantages=torch.full_like(batch.advantages, float("nan")))
     metrics = backend.train_step(poisoned, make_algorithm())
     assert values(metrics)["actor/skipped_updates"] == 1.0 and "left out" in caplog.text
-    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.state().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(backend).items())
     assert "actor/skipped_updates" not in backend.train_step(batch, make_algorithm())
 
 
@@ -232,8 +232,8 @@ def test_continues_bit_for_bit(make, tmp_path, lora):
     resumed.train_step(batches[3], make_algorithm())
     resumed.load(tmp_path / "checkpoint")
     assert [values(resumed.train_step(batch, make_algorithm())) for batch in batches[2:]] == expected
-    final = resumed.state()
-    assert all(torch.equal(tensor, final[name]) for name, tensor in straight.state().items())
+    final = weights_of(resumed)
+    assert all(torch.equal(tensor, final[name]) for name, tensor in weights_of(straight).items())
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
@@ -257,7 +257,7 @@ def test_with_adapters_weights_are_merged_and_the_reference_is_free(make):
         backend.train_step(batch, make_algorithm())
     annotated = backend.forward_only(batch, frozenset({"old_logprobs", "ref_logprobs"}))
     torch.testing.assert_close(annotated.ref_logprobs, start, atol=1e-4, rtol=1e-4)
-    model.load_state_dict(backend.state(), strict=False)
+    model.load_state_dict(weights_of(backend), strict=False)
     torch.testing.assert_close(plain_logprobs(model, batch).detach(), annotated.old_logprobs, atol=1e-4, rtol=1e-4)
     assert (annotated.old_logprobs - start).abs().max() > 1e-2
 
@@ -276,7 +276,7 @@ def test_an_algorithm_may_bring_its_own_update(make):
     before = snapshot(backend)
     metrics = values(backend.train_step(make_batch(), make_algorithm(update=sign_descent)))
     assert metrics == {"own/parts": 3.0}
-    moved = [(tensor - before[name]).abs().max().item() for name, tensor in backend.state().items()]
+    moved = [(tensor - before[name]).abs().max().item() for name, tensor in weights_of(backend).items()]
     assert max(moved) == pytest.approx(0.001, rel=1e-2)
 
 

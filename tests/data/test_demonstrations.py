@@ -2,20 +2,20 @@
 
 import json
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 
 from atomrl.config import DataConfig, PreferenceConfig
-from atomrl.data.demonstrations import demonstration_encoder, load_demonstrations
-from atomrl.data.pairs import load_preferences, preference_encoder
+from atomrl.data.demonstrations import load_demonstrations
+from atomrl.data.pairs import load_preferences
 from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor
-from atomrl.data.tokenized import TokenizedSamples, TooLong, demonstration, rows_from_tokens
+from atomrl.data.tokenized import TokenizedSamples, demonstration, rows_from_tokens
 from atomrl.models.loading import load_tokenizer
 from tests.tiny import make_tiny_model
 
 USER, ASSISTANT = {"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}
-TOO_LONG = TooLong("{over} of {total} over {limit} ({longest}, {sample})", "shorten them")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def tokenizer(tmp_path_factory):
 def load(tmp_path, *rows, field="completion", **config):
     path = tmp_path / "sft.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_demonstrations(DataConfig(train=str(path), **config), field).samples
+    return load_demonstrations(DataConfig(train=str(path), **config), field)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,12 @@ def load(tmp_path, *rows, field="completion", **config):
     ],
 )
 def test_layouts(tmp_path, row, prompt, turns):
-    (sample,) = load(tmp_path, row)
-    assert sample.prompt == prompt and sample.columns == {"demonstration": turns} and sample.sample_id == "sft.jsonl:1"
+    (sample,) = load(tmp_path, row).samples
+    assert (
+        sample.prompt == prompt
+        and sample.columns == {"completions": ((turns, 0.0),)}
+        and sample.sample_id == "sft.jsonl:1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,17 +72,18 @@ def test_what_is_wrong_with_a_row_is_said_with_its_line(tmp_path, row, message):
     assert message in str(raised.value)
 
 
-def tokenized(tokenizer, samples, source="sft.jsonl", **options):
-    processor = DataProcessor(tokenizer, DataConfig(train=source))
-    encode = demonstration_encoder(processor, source, 0)
-    return TokenizedSamples(samples, encode, drawn=False, too_long=TOO_LONG, **{"limit": None, **options})
+def tokenized(tokenizer, report, **options):
+    return TokenizedSamples(
+        report, DataProcessor(tokenizer, DataConfig(train="sft.jsonl")), "demonstrations", **options
+    )
 
 
 def test_a_conversation_trains_what_the_assistant_says_as_it_would_have_been_sampled(tmp_path, tokenizer):
     user, again = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
-    samples = load(tmp_path, {"messages": [user, again, USER, ASSISTANT]}, {"messages": [user, again]})
-    data = tokenized(tokenizer, samples)
-    rows = data.rows([("0", samples[0]), ("1", samples[1])])
+    data = tokenized(
+        tokenizer, load(tmp_path, {"messages": [user, again, USER, ASSISTANT]}, {"messages": [user, again]})
+    )
+    rows = data.rows([("0", data.samples[0]), ("1", data.samples[1])])
     eos = tokenizer.eos_token
     learned = [tokenizer.decode(tokens[mask]) for tokens, mask in zip(rows.tokens, rows.loss_mask, strict=True)]
     assert learned == [f"2{eos}4{eos}", f"2{eos}"]
@@ -94,24 +99,22 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, tokenizer, 
         "chat_template",
         "{% for m in messages %}{{ 'last ' if loop.last else '' }}{{ m.content }}{% endfor %}",
     )
-    samples = load(tmp_path, {"messages": [USER, ASSISTANT, USER, ASSISTANT]})
+    report = load(tmp_path, {"messages": [USER, ASSISTANT, USER, ASSISTANT]})
     with pytest.raises(DataError, match=r"sft.jsonl:1: the chat template writes earlier turns otherwise"):
-        tokenized(tokenizer, samples)
+        tokenized(tokenizer, report)
 
 
 def test_a_tokenized_file_takes_at_most_8_bytes_a_token(tmp_path, tokenizer):
     rows = [{"prompt": f"{k} and so on", "completion": "word " * 300, "chosen": "a " * 300, "rejected": "b " * 290}
             for k in range(300)]  # fmt: skip
-    samples = load(tmp_path, *rows)
-    pairs = load_preferences(DataConfig(train=str(tmp_path / "sft.jsonl")), PreferenceConfig()).samples
-    processor = DataProcessor(tokenizer, DataConfig(train="sft.jsonl"))
-    for found, encode in (
-        (samples, demonstration_encoder(processor, "sft.jsonl", 0)),
-        (pairs, preference_encoder(processor, "sft.jsonl", 0)),
-    ):
-        encode([("0", found[0])])
+    reports = [
+        load(tmp_path, *rows),
+        load_preferences(DataConfig(train=str(tmp_path / "sft.jsonl")), PreferenceConfig()),
+    ]
+    for report in reports:
+        tokenized(tokenizer, replace(report, samples=report.samples[:1]))
         tracemalloc.start()
-        data = TokenizedSamples(found, encode, drawn=False, limit=None, too_long=TOO_LONG)
+        data = tokenized(tokenizer, report)
         bytes_held = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         tokens = sum(int(batch.lengths.sum()) for batch in data.batches(64))
@@ -119,12 +122,13 @@ def test_a_tokenized_file_takes_at_most_8_bytes_a_token(tmp_path, tokenizer):
 
 
 def test_limits(tmp_path, tokenizer, caplog):
-    samples = load(tmp_path, {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b " * 50})
-    assert [s.sample_id for s in tokenized(tokenizer, samples, limit=30).samples] == ["sft.jsonl:1"]
-    assert "1 of 2 over 30" in caplog.text and "sft.jsonl:2) and are left out" in caplog.text
-    with pytest.raises(DataError, match="shorten them"):
-        tokenized(tokenizer, samples[1:], limit=30)
-    cut = tokenized(tokenizer, samples, max_row_tokens=12).rows([("0", samples[1])])
+    report = load(tmp_path, {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b " * 50})
+    assert [s.sample_id for s in tokenized(tokenizer, report, limit=30).samples] == ["sft.jsonl:1"]
+    assert "1 of 2 demonstrations are longer than 30 tokens" in caplog.text
+    assert "sft.jsonl:2) and are left out" in caplog.text
+    with pytest.raises(DataError, match=r"take a model with a longer context .*, or shorter data"):
+        tokenized(tokenizer, replace(report, samples=report.samples[1:]), limit=30)
+    cut = tokenized(tokenizer, report, max_row_tokens=12).rows([("0", report.samples[1])])
     assert cut.tokens.shape == (1, 12) and cut.truncated.tolist() == [True]
 
 

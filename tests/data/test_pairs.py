@@ -8,8 +8,12 @@ import pytest
 
 from atomrl.config import DataConfig, PreferenceConfig
 from atomrl.data.chain import make, pair
-from atomrl.data.pairs import load_preferences, scored_completions
+from atomrl.data.generators import task_words
+from atomrl.data.pairs import load_preferences
 from atomrl.data.problems import DataError
+from atomrl.data.processor import DataProcessor
+from atomrl.data.tokenized import TokenizedSamples
+from atomrl.models.tokenizer import make_tokenizer
 
 USER, GOOD, BAD = (
     {"role": "user", "content": "2+2="},
@@ -72,7 +76,7 @@ def load(tmp_path, *rows, fields=None, **config):
 def test_layouts(tmp_path, row, prompt, scored):
     (sample,) = load(tmp_path, row).samples
     assert sample.prompt == prompt and sample.sample_id == "pairs.jsonl:1"
-    assert scored_completions("pairs.jsonl")(sample, random.Random(0)) == scored
+    assert sample.columns == {"completions": scored}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +132,7 @@ def test_columns_can_have_other_names(tmp_path):
     row = {"question": "a", "yes": "b", "no": "c"}
     fields = {"chosen_field": "yes", "rejected_field": "no"}
     (sample,) = load(tmp_path, row, fields=fields, prompt_field="question").samples
-    assert sample.prompt == "a" and sample.columns["scored_completions"] == (("b", 1.0), ("c", 0.0))
+    assert sample.prompt == "a" and sample.columns["completions"] == (("b", 1.0), ("c", 0.0))
 
 
 def test_parquet(tmp_path):
@@ -143,14 +147,15 @@ def test_parquet(tmp_path):
     pd.DataFrame([row, row]).to_parquet(tmp_path / "p.parquet")
     report = load_preferences(DataConfig(train=str(tmp_path / "p.parquet"), train_size=1), PreferenceConfig())
     assert [sample.sample_id for sample in report.samples] == ["p.parquet:1"]
-    assert report.samples[0].columns["scored_completions"] == (("4", 2.0), ("5", 1.0))
+    assert report.samples[0].columns["completions"] == (("4", 2.0), ("5", 1.0))
 
 
 def test_pairs_of_a_task():
     report = load_preferences(DataConfig(train="chain", train_size=5), PreferenceConfig())
-    draw = scored_completions("chain")
-    scored = draw(report.samples[0], random.Random(1))
-    assert scored == draw(report.samples[0], random.Random(1)) != draw(report.samples[0], random.Random(2))
+    processor = DataProcessor(make_tokenizer(task_words("chain")), DataConfig(train="chain"))
+    data, [sample, *_] = TokenizedSamples(report, processor, "preferences"), report.samples
+    scored = data.completions("1", sample)
+    assert scored == data.completions("1", sample) != data.completions("2", sample)
     assert [score for _, score in scored] == [1.0, 0.0]
     with pytest.raises(DataError, match="'countdown' writes no pairs"):
         load_preferences(DataConfig(train="countdown", train_size=5), PreferenceConfig())

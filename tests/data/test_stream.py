@@ -74,5 +74,3 @@ def test_bad_streams():
         PromptStream([])
     with pytest.raises(DataError, match="unique: 4 samples have 2 ids"):
         PromptStream(samples(2) * 2)
-    with pytest.raises(ValueError, match="position"):
-        PromptStream(samples(2)).position = -1

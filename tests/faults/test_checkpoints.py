@@ -61,13 +61,13 @@ def test_every_file_of_a_checkpoint_is_guarded(trained, tmp_path, capsys):
         name = str(path.relative_to(newest))
         for how in DAMAGES:
             damage(path, how)
-            assert run.latest_checkpoint() == run.checkpoint_folder(3), (name, how)
+            assert run.latest_checkpoint() == (3, run.checkpoint_folder(3)), (name, how)
             said = capsys.readouterr().err
             # A byte of the manifest may be one of a file's hash: then it is that file that does not fit.
             assert "step_000004 is damaged" in said and (name in said or name == "MANIFEST.json"), (name, how, said)
             assert ("missing" in said) == (how == "deleted"), (name, how, said)
             path.write_bytes(content)
-    assert run.latest_checkpoint() == newest
+    assert run.latest_checkpoint() == (4, newest)
 
 
 def test_every_seventh_byte_of_the_manifest_counts(trained, tmp_path):
@@ -107,7 +107,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(trained, tmp_path, monkeypa
     shutil.copytree(trained / "run", tmp_path / "run", symlinks=True)
     owner, name = {
         "mkdir": (Path, "mkdir"),
-        "model": (__import__("atomrl.training.state", fromlist=["x"]), "save_model"),
+        "model": (__import__("atomrl.training.local", fromlist=["x"]), "save_model"),
         "optimizer": (__import__("safetensors.torch", fromlist=["x"]), "save_file"),
         "manifest": (checkpoints, "_write_manifest"),
         "rename": (Path, "rename"),

@@ -6,6 +6,7 @@ from atomrl.config import ConfigError, build_config, merge_trees
 from atomrl.config.names import renamed
 from atomrl.grpo import GRPOArgs
 from atomrl.grpo.arguments import NAMES as NAMES_HERE
+from atomrl.grpo.arguments import hint
 from atomrl.grpo.inputs import lora_section
 
 NAMES = {
@@ -102,3 +103,12 @@ def test_messages_name_arguments_in_place_of_keys():
     for key, name in NAMES_HERE.items():
         assert renamed(f"{key}=3 is wrong", NAMES_HERE) == f"{name}=3 is wrong"
     assert renamed("a device of the coefficient", NAMES_HERE) == "a device of the coefficient"
+
+
+def test_a_hint_of_the_doctor_names_arguments_and_says_where_there_is_none():
+    said = hint("Try: algorithm.clip.high=0.28, a lower train.learning_rate, or algorithm.kl.coefficient=0.001.")
+    assert said.startswith("Try: algorithm.clip.high=0.28, a lower lr, or beta=0.001.")
+    assert said.endswith("(no argument here, but keys of a config for `atomrl train`: algorithm.clip.high)")
+    assert hint("Try: harder problems (data.train), another reward (reward.functions).") == (
+        "Try: harder problems (train_dataset), another reward (reward_funcs)."
+    )

@@ -279,3 +279,9 @@ def test_callbacks_and_max_steps(folder):
     assert [score for _, score in seen] == [row["critic/score/mean"] for row in trainer.log_history]
     with pytest.raises(ConfigError, match="callbacks"):
         GRPOTrainer("model", reward_funcs=letters, callbacks=[3])
+
+
+def test_the_doctor_speaks_of_arguments(folder, capsys):
+    args = small(max_steps=6)
+    GRPOTrainer("model", reward_funcs=letters, args=args, train_dataset=ROWS).train()
+    assert "a larger max_generate_length (twice)" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from atomrl.algorithms.table import build_algorithm
+from atomrl.algorithms.table import objective_of
 from atomrl.config import DataConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
@@ -98,7 +98,7 @@ def make_parts(
         engine=engine,
         transfer=Transfer(engine),
         trainer=CountingTrainer(),  # type: ignore[arg-type]  # the loop uses no more of it
-        algorithm=algorithm or build_algorithm("grpo", {}),
+        algorithm=algorithm or objective_of("grpo", {}).resolved(),
         stream=PromptStream(samples, seed=0, shuffle=False),
         processor=DataProcessor(tokenizer, DataConfig(train="x.jsonl")),
         rewards=score,

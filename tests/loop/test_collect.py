@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import build_algorithm
+from atomrl.algorithms.table import objective_of
 from atomrl.data.rows import to_rows
 from atomrl.loop import sync
 from atomrl.loop.report import Stopwatch, answer_end, rollout_metrics, runs_on
@@ -18,7 +18,7 @@ from atomrl.protocols import LossOutput, ModelOutputs
 from atomrl.types import AdvantageBatch, RaggedIds, Sample, Segment, TrainingBatch, Trajectory
 from tests.loop.scripted import SCHEDULE, make_parts, train
 
-DAPO = build_algorithm("dapo", {}, max_completion_tokens=12)
+DAPO = objective_of("dapo", {}).resolved(max_completion_tokens=12)
 
 
 def by_quarters(wrong_every):
@@ -49,11 +49,12 @@ def test_dynamic_sampling_reports_on_all_that_was_drawn(tmp_path):
 def test_accuracy_is_not_that_of_the_accepted_groups(tmp_path):
     """A fifth of the groups is mixed, and three quarters right: 0.95 of all, 0.75 of what is trained on."""
     parts = make_parts(tmp_path, lambda sample, index: "x", by_quarters(2), DAPO)
-    rollouts = collect(parts, 8, 1, Stopwatch())
-    rows = to_rows([item for group in rollouts.accepted for item in group])
+    accepted, refused = collect(parts, 8, 1, Stopwatch())
+    drawn = [item for group in accepted + refused for item in group]
+    rows = to_rows([item for group in accepted for item in group])
     batch = AdvantageBatch(**vars(rows), advantages=torch.zeros(rows.tokens.shape))
-    metrics = rollout_metrics(rollouts.trajectories, batch)
-    assert metrics["train/accuracy"] == pytest.approx(1 - 8 / (4 * 32)) and len(rollouts.trajectories) == 4 * 32
+    metrics = rollout_metrics(drawn, batch)
+    assert metrics["train/accuracy"] == pytest.approx(1 - 8 / (4 * 32)) and len(drawn) == 4 * 32
     assert rows.rewards.mean().item() == 0.75
 
 
@@ -62,10 +63,9 @@ def test_a_refill_draws_what_is_missing(tmp_path):
     parts = make_parts(tmp_path, lambda sample, index: "x", by_quarters(9), DAPO)
     take = parts.stream.take
     parts.stream.take = lambda count: asked.append(count) or take(count)
-    rollouts = collect(parts, 10, 1, Stopwatch())
-    assert asked == [10, 1] and len(rollouts.trajectories) == 44 and parts.stream.position == 11
-    assert [item.prompt_id for item in rollouts.trajectories[36:40]] == ["0:10"] * 4
-    assert [item.prompt_id for item in rollouts.trajectories[40:]] == ["0:9"] * 4, "refused groups are behind"
+    accepted, refused = collect(parts, 10, 1, Stopwatch())
+    assert asked == [10, 1] and len(accepted) == 10 and len(refused) == 1 and parts.stream.position == 11
+    assert [group[0].prompt_id for group in (accepted[-1], *refused)] == ["0:10", "0:9"]
 
 
 def test_what_was_found_is_trained_on_when_refills_end(tmp_path, caplog):
@@ -108,11 +108,12 @@ def test_extra_rollouts_are_baselines_and_not_trained_on(tmp_path):
         tmp_path,
         lambda sample, index: "x" * (index + 1),
         lambda item: float(len(item.text)),
-        build_algorithm("remax", {}),
+        objective_of("remax", {}).resolved(),
     )
-    rollouts = collect(parts, 3, 1, Stopwatch())
-    assert [item.baseline_reward for item in rollouts.trajectories] == [1.0] * 12
-    assert to_rows(rollouts.trajectories).baseline_rewards.tolist() == [1.0] * 12
+    accepted, _ = collect(parts, 3, 1, Stopwatch())
+    drawn = [item for group in accepted for item in group]
+    assert [item.baseline_reward for item in drawn] == [1.0] * 12
+    assert to_rows(drawn).baseline_rewards.tolist() == [1.0] * 12
 
 
 def test_an_error_before_the_updates_saves_the_steps_before_it(tmp_path):
@@ -169,7 +170,7 @@ def test_a_trajectory_of_two_turns_becomes_a_row():
 
 def test_two_turns_through_rows_advantages_and_loss():
     """What the environment wrote has no advantage, and no influence on the loss to the last bit."""
-    algorithm = build_algorithm("grpo", {})
+    algorithm = objective_of("grpo", {}).resolved()
     short = made(("prompt", (5, 6)), ("model", (7, 2), 4), reward=0.0, index=1)
     losses = []
     for reply in ((9, 9, 9), (30, 40, 50)):
@@ -195,7 +196,7 @@ def test_groups_may_arrive_in_pieces_and_in_any_order():
         for n in range(6)
     ]
     together = sorted(mine, key=lambda item: item.prompt_id)
-    algorithm = build_algorithm("grpo", {})
+    algorithm = objective_of("grpo", {}).resolved()
     found = [
         {items[int(batch.trajectory_index[i])].trajectory_id: row[2].item() for i, row in enumerate(batch.advantages)}
         for items in (mine, together)

@@ -74,7 +74,7 @@ def test_every_figure(tokenizer):
     assert result.by_data_source["sums"]["accuracy"].mean == 0.5
     assert result.by_data_source["products"]["accuracy"].mean == 0.25
     assert result.by_data_source["sums"]["accuracy"].standard_error is None
-    assert result.accuracy == 0.375
+    assert result.overall["accuracy"].mean == 0.375
 
 
 def test_metrics_have_verls_names(tokenizer):
@@ -106,7 +106,7 @@ def test_rows_are_json_and_say_what_was_made_of_each_completion(tokenizer):
 def test_the_first_reward_decides_what_is_correct(tokenizer):
     rewards = {"functions": [{"function": "strict_format"}, {"function": "strict_math", "weight": 2.0}]}
     result, _ = run(tokenizer, rewards=rewards)
-    assert result.accuracy == 6 / 8
+    assert result.overall["accuracy"].mean == 6 / 8
     assert result.overall["reward"].mean == pytest.approx((6 + 2 * 3) / 8)
 
 
@@ -126,10 +126,10 @@ def test_response_prefix_is_given_to_the_model_and_to_the_rewards(tokenizer):
     prefix = "<think>.</think><answer>"
     result, seen = run(tokenizer, script, SAMPLES[:1], count=2, response_prefix=prefix)
     assert all(text.endswith(prefix) for text in seen)
-    assert result.accuracy == 1.0
+    assert result.overall["accuracy"].mean == 1.0
     assert result.rows[0]["completion"] == prefix + "2</answer>"
     assert result.rows[0]["completion_tokens"] == len("2</answer>")
-    assert run(tokenizer, script, SAMPLES[:1], count=2)[0].accuracy == 0.0
+    assert run(tokenizer, script, SAMPLES[:1], count=2)[0].overall["accuracy"].mean == 0.0
 
 
 def test_prompts_over_the_limit_are_counted(tokenizer):

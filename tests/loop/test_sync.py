@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import build_algorithm
+from atomrl.algorithms.table import objective_of
 from atomrl.config import DataConfig, ModelConfig, RewardConfig, TrainConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
@@ -21,6 +21,7 @@ from atomrl.types import Sample, SamplingParams
 from atomrl.weights import InProcessTransfer
 from tests.loop.scripted import Record, train
 from tests.tiny import make_tiny_model
+from tests.training.batches import weights_of
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def make_parts(model, folder, steps=4, algorithm=None, **schedule):
         engine=engine,
         transfer=InProcessTransfer(trainer, engine),
         trainer=trainer,
-        algorithm=algorithm or build_algorithm("grpo", {}, report_entropy=True),
+        algorithm=algorithm or objective_of("grpo", {}).resolved(report_entropy=True),
         stream=PromptStream(samples, seed=0),
         processor=DataProcessor(tokenizer, DataConfig(train="x.jsonl")),
         rewards=build_rewards(RewardConfig(functions=[{"function": "tests.letters.letter_reward"}])),
@@ -76,7 +77,7 @@ def saver(parts):
 
 
 def weights(parts):
-    return {name: tensor.clone() for name, tensor in parts.trainer.state().items()}
+    return {name: tensor.clone() for name, tensor in weights_of(parts.trainer).items()}
 
 
 def without_time(rows):
@@ -101,11 +102,14 @@ def test_a_run_trains_and_reports(model, tmp_path):
         "actor/grad_norm",
         "actor/lr",
         "timing_s/gen",
+        "timing_s/reward",
+        "timing_s/old_log_prob",
+        "timing_s/adv",
         "timing_s/update_actor",
         "perf/throughput",
     ):
         assert name in row, name
-    assert row["training/updates"] == 2
+    assert row["training/updates"] == 2 and "timing_s/ref" not in row
     # weights reach the engine: rollout and trainer see the same policy, on every step
     assert max(r["training/rollout_probs_diff_max"] for r in parts.record.rows) < 1e-4
     assert parts.record.saved == [4]

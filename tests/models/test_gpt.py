@@ -126,3 +126,18 @@ def test_new_gpt_refuses_shapes_that_do_not_divide():
         new_gpt(40, hidden=96, heads=3, kv_heads=2)
     with pytest.raises(ValueError, match="family"):
         new_gpt(40, family="gpt5")
+
+
+def test_a_compiled_layer_is_one_graph_for_rows_of_any_shape(monkeypatch):
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda layer: compiler(layer, fullgraph=True, backend="aot_eager"))
+    compiled, plain = (new_gpt(40, layers=2, hidden=64, heads=2, kv_heads=1, family="qwen2") for _ in range(2))
+    compiled.compile_layers()
+    for shape in [(2, 9), (3, 9), (2, 14), (4, 5)]:
+        tokens, results = torch.randint(40, shape, generator=torch.Generator().manual_seed(0)), []
+        for model in (compiled, plain):
+            model.zero_grad()
+            hidden = model.forward_hidden(tokens)
+            (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+            results.append((hidden, {name: p.grad for name, p in model.named_parameters()}))
+        torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from atomrl.models import attention
-from atomrl.models.attention import PackedAttention, Rotate
+from atomrl.models.attention import PackedAttention, rotate
 from atomrl.models.kernels import RMSNormFunction, SwiGLUFunction
 from atomrl.models.shared_prefix import row_stream
 
@@ -58,14 +58,13 @@ def cases(dtype):
     return {
         "norm": (RMSNormFunction.apply, plain_norm, (x, weight, 1e-6)),
         "swiglu": (SwiGLUFunction.apply, plain_swiglu, (x,)),
-        "rotation": (Rotate.apply, plain_rotation, (qk, *(table[:, None] for table in turn))),
+        "rotation": (rotate, plain_rotation, (qk, *(table[:, None] for table in turn))),
         "attention": (packed_attention, repeated_attention, (qkv, *turn)),
         "rows": (lambda *a: attention.row_attention(a[0], a[1:], KV_HEADS), repeated_attention, (qkv, *turn)),
-        "plain rows": (lambda *a: attention.plain_attention(a[0], a[1:], KV_HEADS), repeated_attention, (qkv, *turn)),
     }
 
 
-NAMES = ["norm", "swiglu", "rotation", "attention", "rows", "plain rows"]
+NAMES = ["norm", "swiglu", "rotation", "attention", "rows"]
 
 
 @pytest.mark.parametrize("name", NAMES)

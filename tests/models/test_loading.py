@@ -15,7 +15,6 @@ from atomrl.models.gpt import GPT, new_gpt
 from atomrl.models.loading import (
     HFModel,
     compute_dtype,
-    is_local,
     load_policy,
     load_tokenizer,
     model_config_only,
@@ -101,7 +100,6 @@ def test_logits_that_the_head_alone_does_not_make_are_refused(tmp_path):
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./nothing", "a/b/c"])
 def test_absent_folder(path):
-    assert not is_local(path)
     with pytest.raises(ConfigError, match="does not exist"):
         load_policy(path)
 
@@ -116,28 +114,25 @@ def test_hub_name_that_cannot_be_had(monkeypatch):
         raise OSError("no route to host")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    assert not is_local("nobody/nothing-of-that-name")
     with pytest.raises(ConfigError, match=r"no folder on this machine.*no route to host"):
         model_config_only("nobody/nothing-of-that-name")
 
 
-def test_a_hub_model_that_was_fetched_in_part_is_fetched_again(tmp_path, monkeypatch):
+def test_a_hub_model_is_fetched_once_for_its_tokenizer_and_once_whole(tmp_path, monkeypatch):
     """Loading the tokenizer fetches no weights, and the cache then gives that folder as it is."""
     whole, snapshot = make_tiny_model(tmp_path / "whole"), tmp_path / "snapshot"
     asked = []
 
-    def snapshot_download(name, allow_patterns, local_files_only=False):
-        if not local_files_only:
-            asked.append(name)
-            for file in whole.iterdir():
-                if any(file.match(pattern) for pattern in allow_patterns):
-                    snapshot.mkdir(exist_ok=True)
-                    shutil.copy(file, snapshot)
-        elif not snapshot.exists():
-            raise OSError("not in the cache")
+    def snapshot_download(name, allow_patterns):
+        asked.append(name)
+        for file in whole.iterdir():
+            if any(file.match(pattern) for pattern in allow_patterns):
+                snapshot.mkdir(exist_ok=True)
+                shutil.copy(file, snapshot)
         return str(snapshot)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    loading._downloaded.cache_clear()
     load_tokenizer("someone/model")
     assert not (snapshot / "model.safetensors").exists()
     assert isinstance(load_policy("someone/model", dtype="float32"), GPT)

@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, RolloutConfig
-from atomrl.models.loading import is_local, load_policy, load_tokenizer, model_config_only, policy_weights
-from atomrl.models.lora import adapter_weights, adapters_disabled, export, load_adapters, save_adapters
+from atomrl.models.loading import fill_weights, load_policy, load_tokenizer, model_config_only, model_weights
+from atomrl.models.lora import adapter_state, adapter_weights, adapters_disabled, export, save_adapters
 from atomrl.rollout.hf import HFEngine
 from atomrl.runs.build import build_engine
 from tests.models.test_loading import TOKENS, save_gpt2
@@ -50,15 +50,21 @@ def test_peft_loads_what_is_saved(base, tmp_path):
     assert names[0] == names[1]
 
 
-def test_merged_weights_without_changing_the_model(base, tmp_path):
+def test_weights_and_adapters_apart_make_the_model(base):
     policy = adapted(base)
-    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-    merged = dict(policy_weights(policy))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
+    weights, adapters = dict(model_weights(policy)), adapter_weights(policy)
     plain = AutoModelForCausalLM.from_pretrained(base).eval()
-    assert merged.keys() | {"lm_head.weight"} == plain.state_dict().keys() | {"lm_head.weight"}
-    plain.load_state_dict(merged, strict=False)
+    assert weights.keys() | {"lm_head.weight"} == plain.state_dict().keys() | {"lm_head.weight"}
+    assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in weights.items())
+    plain.load_state_dict({name: with_adapter(name, weights, adapters) for name in weights}, strict=False)
     torch.testing.assert_close(plain(TOKENS).logits, policy(TOKENS), atol=1e-4, rtol=1e-4)
+
+
+def with_adapter(name, weights, adapters):
+    if name not in adapters:
+        return weights[name]
+    delta = adapters[name].scale * adapters[name].b @ adapters[name].a
+    return weights[name] + (delta.T if adapters[name].transposed else delta)
 
 
 def test_a_folder_of_adapters_is_loaded_as_the_merged_model(base, tmp_path):
@@ -67,16 +73,15 @@ def test_a_folder_of_adapters_is_loaded_as_the_merged_model(base, tmp_path):
     load_tokenizer(make_tiny_model(tmp_path / "other")).save_pretrained(folder)
     assert model_config_only(folder).model_type == model_config_only(base).model_type
     torch.testing.assert_close(load_policy(folder, dtype="float32")(TOKENS), policy(TOKENS), atol=1e-4, rtol=1e-4)
-    merged, settings = dict(policy_weights(policy)), RolloutConfig()
+    weights, adapters, settings = dict(model_weights(policy)), adapter_weights(policy), RolloutConfig()
     model = ModelConfig(path=str(folder), dtype="float32", device="cpu")
     engine = build_engine(str(folder), load_tokenizer(base.parent / "other"), settings, model)
     if isinstance(engine, HFEngine):
         found = dict(engine.model.named_parameters())["transformer.h.0.attn.c_attn.weight"]
-        torch.testing.assert_close(found, merged["transformer.h.0.attn.c_attn.weight"])
+        torch.testing.assert_close(found, with_adapter("transformer.h.0.attn.c_attn.weight", weights, adapters))
     else:
         head = engine.model.layers[0].output.weight.t()
-        torch.testing.assert_close(head, merged["model.layers.0.self_attn.o_proj.weight"])
-    assert is_local(folder)
+        torch.testing.assert_close(head, with_adapter("model.layers.0.self_attn.o_proj.weight", weights, adapters))
 
 
 def test_export(tmp_path):
@@ -88,12 +93,22 @@ def test_export(tmp_path):
     torch.testing.assert_close(exported(TOKENS).logits, policy(TOKENS), atol=1e-4, rtol=1e-4)
 
 
-def test_export_refuses_adapters_that_it_would_scale_wrongly(base, tmp_path):
+def test_export_scales_as_peft_does(tmp_path):
+    base = make_tiny_model(tmp_path / "base")
     save_adapters(adapted(base), tmp_path)
     config = tmp_path / "adapter_config.json"
     config.write_text(config.read_text().replace('"use_rslora": false', '"use_rslora": true'))
-    with pytest.raises(ConfigError, match="use_rslora"):
-        export(tmp_path, tmp_path / "merged")
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path).eval()
+    export(tmp_path, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(TOKENS).logits, theirs(TOKENS).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_adapters_of_another_model_are_refused(tmp_path):
+    save_adapters(adapted(make_tiny_model(tmp_path / "base")), tmp_path / "adapter")
+    for other in (save_gpt2(tmp_path / "gpt2"), make_tiny_model(tmp_path / "wide", hidden_size=64)):
+        with pytest.raises(ConfigError, match="do not fit their base model"):
+            export(tmp_path / "adapter", tmp_path / "merged", base=other)
 
 
 def test_reference_is_the_model_without_adapters(base):
@@ -109,12 +124,12 @@ def test_load_back_and_refuse_others(base, tmp_path):
     policy = adapted(base)
     save_adapters(policy, tmp_path / "adapter")
     fresh = load_policy(base, dtype="float32", lora=LoraConfig(rank=4)).eval()
-    load_adapters(fresh, tmp_path / "adapter")
+    fill_weights(adapter_state(fresh), tmp_path / "adapter")
     assert torch.equal(fresh(TOKENS), policy(TOKENS))
-    with pytest.raises(ConfigError, match="do not fit"):
-        load_adapters(load_policy(base, lora=LoraConfig(rank=8)), tmp_path / "adapter")
-    with pytest.raises(ConfigError, match="holds no adapter"):
-        load_adapters(fresh, tmp_path)
+    with pytest.raises(ConfigError, match=r"adapter is of another model.*has shape"):
+        fill_weights(adapter_state(load_policy(base, lora=LoraConfig(rank=8))), tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"is of another model.*is missing"):
+        fill_weights(adapter_state(fresh), tmp_path)
 
 
 def test_frozen_weights_in_bfloat16_and_adapters_in_float32(base):

@@ -4,7 +4,6 @@ import io
 import json
 import pickle
 import string
-import sys
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from atomrl.cli.main import main
-from atomrl.models.vocabulary import byte_pair_tokenizer, char_tokenizer
+from atomrl.models.tokenizer import char_tokenizer, text_tokenizer
 from tests.models.nanogpt import Config, NanoGPT, save_checkpoint
-from tests.models.test_vocabulary import ranks_of, trained_bpe
+from tests.models.test_vocabulary import save_openai, trained_bpe
 
 CHARACTERS = string.digits + "+-= \n" + "abcde"  # 20, in no sorted order
 
@@ -187,9 +186,9 @@ def test_tokenizers_that_do_not_fit(folder, capsys):
 def test_gpt2s_vocabulary_takes_gpt2s_tokenizer(folder, capsys, monkeypatch):
     """The vocabulary that nanoGPT pads to 50304, with a tokenizer in a folder or (here without a network) by name."""
     make("ckpt.pt", vocab_size=50304, n_embd=4, n_head=1, n_layer=1)
-    byte_pair_tokenizer(ranks_of(trained_bpe("some text of some kind"))).save_pretrained("bpe")
+    text_tokenizer(str(save_openai(trained_bpe("some text of some kind"), folder / "openai"))).save_pretrained("bpe")
     assert main(["import", "nanogpt", "ckpt.pt", "out", "--tokenizer", "bpe"]) == 0
     loaded = AutoModelForCausalLM.from_pretrained("out")
     assert loaded.config.eos_token_id == AutoTokenizer.from_pretrained("out").eos_token_id is not None
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    assert "needs tiktoken" in fails(capsys, "ckpt.pt", "other")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)
+    assert "openai-community/gpt2" in fails(capsys, "ckpt.pt", "other")

@@ -1,17 +1,13 @@
 """Tokenizers for text: what they make of it, as saved and loaded by transformers; GPT-2's from each of its files."""
 
-import base64
 import json
-import sys
-import types
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from atomrl.config import ConfigError
-from atomrl.models.vocabulary import (
-    byte_pair_tokenizer,
+from atomrl.models.tokenizer import (
     char_tokenizer,
     plain_char_tokenizer,
     read_characters,
@@ -28,14 +24,6 @@ def trained_bpe(text):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator([text], trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
     return tokenizer
-
-
-def ranks_of(bpe):
-    """Its vocabulary as tiktoken has it."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in plain]
-    byte_of = {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(rest)}
-    return {bytes(byte_of[letter] for letter in token): rank for token, rank in bpe.get_vocab().items()}
 
 
 @pytest.fixture(scope="module")
@@ -63,65 +51,53 @@ def test_nanogpts_characters_have_their_ids(tmp_path):
     assert loaded("aXb")["input_ids"] == [2, 0] and loaded.eos_token_id is None and len(loaded) == 4
 
 
-def test_ranks_give_the_merges_back(bpe, tmp_path):
-    tokenizer = byte_pair_tokenizer(ranks_of(bpe))
-    for text in (TEXT, "unseen words, weird   spaces\t\n\n x ☃", "<|endoftext|>"[:5]):
-        assert tokenizer(text)["input_ids"] == bpe.encode(text).ids
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    end = len(ranks_of(bpe))
-    assert tokenizer("a<|endoftext|>")["input_ids"][-1] == end == tokenizer.eos_token_id
-
-
-def test_as_tiktoken_encodes(bpe):
-    tiktoken = pytest.importorskip("tiktoken")
-    pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-    ranks = ranks_of(bpe)
-    theirs = tiktoken.Encoding("small", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    assert byte_pair_tokenizer(ranks)(TEXT)["input_ids"] == theirs.encode(TEXT)
+def save_openai(bpe, folder):
+    """GPT-2's own two files."""
+    folder.mkdir()
+    bpe.model.save(str(folder))
+    (folder / "vocab.json").rename(folder / "encoder.json")
+    (folder / "merges.txt").rename(folder / "vocab.bpe")
+    return folder
 
 
 def test_gpt2_from_each_kind_of_file(bpe, tmp_path, monkeypatch):
-    expected = bpe.encode(TEXT).ids
-    fake = types.ModuleType("tiktoken")
-    fake.get_encoding = lambda name: types.SimpleNamespace(_mergeable_ranks=ranks_of(bpe))
-    monkeypatch.setitem(sys.modules, "tiktoken", fake)
     monkeypatch.chdir(tmp_path)
-    assert text_tokenizer("gpt2")(TEXT)["input_ids"] == expected
-    lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks_of(bpe).items()]
-    (tmp_path / "r.tiktoken").write_text("\n".join(lines))
-    assert text_tokenizer("r.tiktoken")(TEXT)["input_ids"] == expected
     bpe.model.save(str(tmp_path))  # vocab.json, merges.txt
-    assert text_tokenizer(str(tmp_path))(TEXT)["input_ids"] == expected
-    openai = tmp_path / "openai"
-    openai.mkdir()
-    (tmp_path / "vocab.json").rename(openai / "encoder.json")
-    (tmp_path / "merges.txt").rename(openai / "vocab.bpe")
-    assert text_tokenizer("openai")(TEXT)["input_ids"] == expected
+    save_openai(bpe, tmp_path / "openai")
     text_tokenizer("openai").save_pretrained("folder")
-    assert text_tokenizer("folder")(TEXT)["input_ids"] == expected
+    for name in (str(tmp_path), "openai", "folder"):
+        tokenizer = text_tokenizer(name)
+        for text in (TEXT, "unseen words, weird   spaces\t\n\n x ☃", "<|endoftext|>"[:5]):
+            assert tokenizer(text)["input_ids"] == bpe.encode(text).ids
+            assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+        assert (
+            tokenizer("a<|endoftext|>")["input_ids"][-1]
+            == bpe.get_vocab_size()
+            == tokenizer.eos_token_id
+            == tokenizer.pad_token_id
+        )
 
 
-def test_gpt2_without_a_network_says_how_to_go_on(monkeypatch, tmp_path):
-    fake = types.ModuleType("tiktoken")
+def test_gpt2_is_the_hubs_and_without_a_network_says_how_to_go_on(bpe, monkeypatch, tmp_path):
+    asked = []
 
-    def get_encoding(name):
+    def unreachable(name, **_):
+        asked.append(name)
         raise OSError("no route to host")
 
-    fake.get_encoding = get_encoding
-    monkeypatch.setitem(sys.modules, "tiktoken", fake)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"(?s)OSError.*encoder.json and vocab.bpe.*TIKTOKEN_CACHE_DIR"):
+    with pytest.raises(ConfigError, match=r"(?s)OSError.*encoder.json and vocab.bpe"):
         text_tokenizer("gpt2")
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(ConfigError, match=r"pip install 'atomrl\[pretrain\]'"):
-        text_tokenizer("gpt2")
+    assert asked == ["openai-community/gpt2"]
 
 
-@pytest.mark.parametrize("content", ["", "YQ== x", "a b c", "YQ== 0\n", "not-base64! 0"])
-def test_damaged_ranks(tmp_path, content):
-    (tmp_path / "r.tiktoken").write_text(content)
-    with pytest.raises(ConfigError, match=r"r\.tiktoken is no"):
-        text_tokenizer(str(tmp_path / "r.tiktoken"))
+@pytest.mark.parametrize("content", ["", "{}"])
+def test_damaged_files(bpe, tmp_path, content):
+    folder = save_openai(bpe, tmp_path / "openai")
+    (folder / "encoder.json").write_text(content)
+    with pytest.raises(ConfigError, match="are no GPT-2 vocabulary"):
+        text_tokenizer(str(folder))
 
 
 @pytest.mark.parametrize(

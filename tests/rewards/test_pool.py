@@ -153,15 +153,11 @@ def test_workers_are_light_and_write_to_stderr_only(capfd):
     assert captured.out == "" and "from a reward" in captured.err
 
 
-def test_idle_workers_and_the_fork_server_are_replaced_when_they_die(by_row):
+def test_idle_workers_are_replaced_when_they_die(by_row):
     by_row(rollouts({"a": ["pid"] * 40}))
     for pid in by_row.pool.pids:
         os.kill(pid, signal.SIGKILL)
     assert values(by_row(rollouts({"a": ["2"] * 40}))) == ((2.0,) * 40,)
-    server, _ = by_row.pool._fork_servers[0]
-    server.kill()
-    server.wait()
-    assert values(by_row(rollouts({"a": ["3"] * 40}))) == ((3.0,) * 40,)
 
 
 def test_several_threads_may_score(by_row):
@@ -176,6 +172,20 @@ def test_several_threads_may_score(by_row):
     for thread in threads:
         thread.join()
     assert found == {n: tuple(float(f"{n}.{k}") for k in range(30)) for n in range(4)}
+
+
+def test_workers_outlive_the_thread_that_they_were_started_for():
+    rewards = build("obey_score")
+    pids = []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: rewards(rollouts({"a": ["1"] * 40})))
+        thread.start()
+        thread.join()
+        time.sleep(0.1)
+        pids.append(rewards.pool.pids)
+        assert all(map(alive, pids[-1]))
+    rewards.close()
+    assert pids[0] == pids[1]
 
 
 def test_columns_that_cannot_be_sent_and_modules_that_a_worker_cannot_import(by_row, tmp_path, monkeypatch):
@@ -193,7 +203,7 @@ def test_columns_that_cannot_be_sent_and_modules_that_a_worker_cannot_import(by_
         rewards(rollouts({"a": ["1"]}))
     rewards.close()
     module.write_text("import os; os._exit(1)\n")
-    with pytest.raises(RewardError, match="importing it in a worker process ends the process"):
+    with pytest.raises(RewardError, match="importing it ends the worker process"):
         rewards(rollouts({"a": ["1"]}))
     rewards.close()
 
@@ -201,8 +211,8 @@ def test_columns_that_cannot_be_sent_and_modules_that_a_worker_cannot_import(by_
 def test_closing_leaves_no_process(impatient):
     impatient(rollouts({"a": ["child", "1"]}))
     impatient(rollouts({"a": ["pid"] * 40}))
-    pids = [*impatient.pool.pids, impatient.pool._fork_servers[0][0].pid]
-    assert len(pids) == 3 and all(map(alive, pids))
+    pids = impatient.pool.pids
+    assert len(pids) == 2 and all(map(alive, pids))
     impatient.close()
     assert not any(map(alive, pids)) and impatient.pool.pids == []
 
@@ -232,7 +242,7 @@ item = {"function": "tests.rewards.misbehaving.obey_score", "timeout_s": 500}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 rewards = build_rewards(RewardConfig(functions=[item]))
 rewards(rollouts({"a": ["1"] * 40}))
-print(rewards.pool._fork_servers[0][0].pid, *rewards.pool.pids, flush=True)
+print(*rewards.pool.pids, flush=True)
 if sys.argv[1] == "busy":
     rewards(rollouts({"a": ["hang", "spin"]}))
 elif sys.argv[1] == "raise":
@@ -253,7 +263,7 @@ def test_no_worker_outlives_the_process(state, number):
         [sys.executable, "-c", SCRIPT, state], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=root
     )
     pids = [int(pid) for pid in process.stdout.readline().split()]
-    assert len(pids) == 3
+    assert len(pids) == 2
     if number:
         time.sleep(0.5)
         process.send_signal(number)

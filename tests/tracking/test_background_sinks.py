@@ -43,7 +43,7 @@ def record(tmp_path, monkeypatch, kind, steps, patience_s=0.3):
         for step in range(1, steps + 1):
             recorder.log(step, {"a": 1.0})
             recorder.log_rollouts(step, make_scored(), {})
-        (sink,) = recorder.sinks._sinks
+        (sink,) = recorder.sinks
     return time.monotonic() - started, sink
 
 

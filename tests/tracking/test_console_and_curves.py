@@ -1,14 +1,16 @@
 import io
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
 from atomrl.config import ConfigError
 from atomrl.tracking.console import ProgressBar
 from atomrl.tracking.curves import draw_curves, panels
+from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
-from tests.tracking.helpers import make_config
+from tests.tracking.helpers import make_config, make_scored
 
 METRICS = {
     "critic/score/mean": 0.25,
@@ -34,7 +36,7 @@ def test_without_a_terminal_one_line_a_step():
     assert lines[0].startswith(
         "step 2/3  reward 0.250  accuracy 0.500  length 93.1  entropy 0.500  tok/s 5,120  ETA 0:"
     )
-    assert lines[1] == "saved" and lines[2] == "step 3/3  ETA 0:00"
+    assert lines[1] == "saved" and lines[2] == "step 3/3  ETA 0:00:00"
 
 
 def test_on_a_terminal_a_live_bar():
@@ -46,6 +48,29 @@ def test_on_a_terminal_a_live_bar():
     text = stream.getvalue()
     assert "quickstart" in text and "2/2" in text and "0.250" in text and "held-out [0.5]" in text
     assert "step 1/2" not in text
+
+
+def test_completions_are_shown_short_and_not_wider_than_the_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    config = make_config(tmp_path, tracking={"log_completions": 2})
+    scored = make_scored()
+    scored[0] = replace(scored[0], text="long [bold] " * 50 + "END")
+    with Recorder(config, RunDirectory.create(config)) as recorder:
+        for step in range(1, 5):
+            recorder.log_rollouts(step, scored, {0: 0.7, 1: -0.7})
+    text = capsys.readouterr().err
+    assert [line.strip() for line in text.splitlines() if "completions of step" in line] == [
+        f"completions of step {step}" for step in (1, 2, 4)
+    ]
+    assert max(map(len, text.splitlines())) <= 60 and "[bold]" in text and "END" not in text and "…" in text
+    assert all(part in text for part in ("1+1=", "user: hi", "1", "0.7", "-"))
+
+
+def test_completions_can_be_left_out(tmp_path, capsys):
+    config = make_config(tmp_path, tracking={"log_completions": False})
+    with Recorder(config, RunDirectory.create(config)) as recorder:
+        recorder.log_rollouts(1, make_scored(), {})
+    assert "completions of step" not in capsys.readouterr().err
 
 
 def test_what_is_drawn():

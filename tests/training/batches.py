@@ -47,3 +47,12 @@ def make_algorithm(**changes):
     """What a back end sees of an `Algorithm`."""
     plain = {"name": "plain", "loss": loss, "outputs": frozenset({"logprobs"}), "row_unit": "row", "update": None}
     return SimpleNamespace(**(plain | changes))
+
+
+def weights_of(backend):
+    """The trained model's weights by published name, adapters merged; not copied."""
+    update, weights = backend.weight_update(0), {}
+    for name, tensor in update.tensors:
+        adapter = update.adapters.get(name)
+        weights[name] = tensor if adapter is None else tensor + adapter.scale * adapter.b @ adapter.a
+    return weights

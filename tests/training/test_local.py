@@ -8,7 +8,7 @@ from atomrl.metrics import values
 from atomrl.training.local import LocalBackend
 from tests.models.test_loading import save_gpt2
 from tests.tiny import make_tiny_model
-from tests.training.batches import make_algorithm, make_batch
+from tests.training.batches import make_algorithm, make_batch, weights_of
 
 
 def make(folder, train=None, **model):
@@ -30,10 +30,10 @@ def folder(tmp_path):
 def test_bfloat16_trains_float32_master_weights(folder):
     """Steps far below bfloat16's resolution add up."""
     backend, batch = make(folder, {"learning_rate": 1e-5}, dtype="bfloat16"), make_batch()
-    start = {name: tensor.clone() for name, tensor in backend.state().items()}
+    start = {name: tensor.clone() for name, tensor in weights_of(backend).items()}
     for _ in range(10):
         backend.train_step(batch, make_algorithm())
-    for name, tensor in backend.state().items():
+    for name, tensor in weights_of(backend).items():
         assert tensor.dtype == torch.float32
         moved = (tensor - start[name]).abs()
         assert 0 < moved.max() < 2e-4, name
@@ -70,7 +70,7 @@ def test_gradient_checkpointing_gives_the_same_step(folder):
     steps = []
     for checkpointing in (False, True):
         backend = make(folder, gradient_checkpointing=checkpointing)
-        steps.append((values(backend.train_step(make_batch(), make_algorithm())), backend.state()))
+        steps.append((values(backend.train_step(make_batch(), make_algorithm())), weights_of(backend)))
     assert steps[0][0] == steps[1][0]
     assert all(torch.equal(tensor, steps[1][1][name]) for name, tensor in steps[0][1].items())
 
@@ -103,9 +103,9 @@ def test_a_server_finds_only_the_model_in_a_checkpoint(folder, tmp_path):
 
 def test_weight_decay_is_on_matrices_alone(folder):
     backend, batch = make(folder, {"weight_decay": 0.5, "learning_rate": 0.1}), make_batch()
-    start = {name: tensor.clone() for name, tensor in backend.state().items()}
+    start = {name: tensor.clone() for name, tensor in weights_of(backend).items()}
     # A gradient of exactly 0 would be no update at all; this one is far below Adam's eps.
     backend.train_step(make_batch(advantages=batch.advantages * 1e-20), make_algorithm())
-    for name, tensor in backend.state().items():
+    for name, tensor in weights_of(backend).items():
         expected = start[name] * (0.95 if tensor.dim() == 2 else 1.0)
         torch.testing.assert_close(tensor, expected)

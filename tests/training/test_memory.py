@@ -7,7 +7,7 @@ from atomrl.config import ConfigError, ModelConfig, TrainConfig
 from atomrl.metrics import values
 from atomrl.training.local import LocalBackend
 from tests.tiny import make_tiny_model
-from tests.training.batches import make_algorithm, make_batch
+from tests.training.batches import make_algorithm, make_batch, weights_of
 
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
@@ -91,10 +91,10 @@ def test_log_probs_come_out_of_small_memory_as_of_large(folder):
 
 def test_a_row_that_does_not_fit_names_the_settings(folder):
     backend, before = make(folder, limit=5), None
-    before = {name: tensor.clone() for name, tensor in backend.state().items()}
+    before = {name: tensor.clone() for name, tensor in weights_of(backend).items()}
     with pytest.raises(ConfigError, match=r"a single row of 14 .*gradient_checkpointing=true.*max_completion_tokens"):
         backend.train_step(make_batch(), make_algorithm())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.state().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(backend).items())
     with pytest.raises(ConfigError, match="a group of 2 rows, which stay together"):
         make(folder, limit=5).train_step(make_batch(), make_algorithm(row_unit="group"))
 

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atomrl.training.micro_batches import group_pieces, micro_batches
+from atomrl.models.batches import micro_batches
+from atomrl.training.micro_batches import group_pieces
 
 
 @given(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomrl.algorithms.table import build_algorithm
+from atomrl.algorithms.table import objective_of
 from atomrl.config import ModelConfig, TrainConfig
 from atomrl.data.rows import to_rows
 from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
@@ -15,7 +15,7 @@ from atomrl.training.local import LocalBackend
 from atomrl.training.optimizer import Diverged
 from atomrl.types import Sample, Segment, Trajectory
 from tests.tiny import make_tiny_model
-from tests.training.batches import make_algorithm, make_batch
+from tests.training.batches import make_algorithm, make_batch, weights_of
 
 NAN = float("nan")
 
@@ -86,27 +86,28 @@ def step(backend, algorithm, batch, number):
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "gdpo", "kl_cov"])
 def test_without_a_signal_nothing_moves(folder, name, case):
     """Also when Adam has momentum and weight decay is on."""
-    algorithm = build_algorithm(name, {}, report_entropy=True, max_completion_tokens=16)
+    algorithm = objective_of(name, {}).resolved(report_entropy=True, max_completion_tokens=16)
     backend = make(folder)
     batch, counted = SILENT[case]
     lively = rewarded([[FULL, CUT], [CUT, FULL]], [[1.0, 0.0], [0.5, 0.25]])
-    before_any = {key: tensor.clone() for key, tensor in backend.state().items()}
+    before_any = {key: tensor.clone() for key, tensor in weights_of(backend).items()}
     step(backend, algorithm, lively, 1)
-    before = {key: tensor.clone() for key, tensor in backend.state().items()}
+    before = {key: tensor.clone() for key, tensor in weights_of(backend).items()}
     assert any(not torch.equal(tensor, before_any[key]) for key, tensor in before.items())
     metrics = step(backend, algorithm, batch, 2)
     assert all(math.isfinite(value) for value in metrics.values()), metrics
-    assert all(torch.equal(tensor, before[key]) for key, tensor in backend.state().items())
+    assert all(torch.equal(tensor, before[key]) for key, tensor in weights_of(backend).items())
     for key, value in counted.items():
         assert metrics[key] == value, (key, metrics)
     step(backend, algorithm, lively, 3)
-    assert any(not torch.equal(tensor, before[key]) for key, tensor in backend.state().items()), "and then it goes on"
+    moved = [not torch.equal(tensor, before[key]) for key, tensor in weights_of(backend).items()]
+    assert any(moved), "and then it goes on"
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "gdpo", "kl_cov"])
 def test_the_rounding_of_old_log_probs_is_no_signal(folder, name, monkeypatch):
     """On some CPUs, and in bfloat16, a row's log-probs depend on the rows that it is computed with."""
-    algorithm = build_algorithm(name, {}, report_entropy=True, max_completion_tokens=16)
+    algorithm = objective_of(name, {}).resolved(report_entropy=True, max_completion_tokens=16)
     backend = make(folder)
     exact = backend.forward_only
 
@@ -115,21 +116,21 @@ def test_the_rounding_of_old_log_probs_is_no_signal(folder, name, monkeypatch):
         return rows if rows.old_logprobs is None else replace(rows, old_logprobs=rows.old_logprobs * (1 + 1e-6))
 
     monkeypatch.setattr(backend, "forward_only", rounded)
-    before = {key: tensor.clone() for key, tensor in backend.state().items()}
+    before = {key: tensor.clone() for key, tensor in weights_of(backend).items()}
     batch, counted = SILENT["groups of one"]
     metrics = step(backend, algorithm, batch, 1)
     assert metrics["actor/empty_updates"] == counted["actor/empty_updates"], metrics
-    assert all(torch.equal(tensor, before[key]) for key, tensor in backend.state().items())
+    assert all(torch.equal(tensor, before[key]) for key, tensor in weights_of(backend).items())
 
 
 def test_three_gradients_in_a_row_that_are_not_finite_stop_the_run(folder):
     backend, algorithm = make(folder), make_algorithm()
     poisoned = make_batch(advantages=torch.full_like(make_batch().advantages, NAN))
-    before = {key: tensor.clone() for key, tensor in backend.state().items()}
+    before = {key: tensor.clone() for key, tensor in weights_of(backend).items()}
     backend.train_step(poisoned, algorithm)
     backend.train_step(poisoned, algorithm)
     backend.train_step(make_batch(), algorithm)
-    assert any(not torch.equal(tensor, before[key]) for key, tensor in backend.state().items())
+    assert any(not torch.equal(tensor, before[key]) for key, tensor in weights_of(backend).items())
     for _ in range(2):
         assert backend.train_step(poisoned, algorithm)["actor/skipped_updates"].value == 1
     with pytest.raises(Diverged, match=r"3 updates in a row, up to update 5, had a gradient that is not finite"):

@@ -4,17 +4,39 @@ import multiprocessing
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
-from atomrl.metrics import values
+from atomrl.metrics import merge, values
 from atomrl.protocols import UpdateOutput
-from atomrl.training.collective import Collective, TorchCollective
+from atomrl.training.collective import Collective
 from atomrl.training.local import LocalBackend
 from tests.tiny import make_tiny_model
-from tests.training.batches import make_algorithm, make_batch
+from tests.training.batches import make_algorithm, make_batch, weights_of
 
 NEEDS = frozenset({"old_logprobs", "old_entropy", "ref_logprobs", "values"})
 ENTROPY = frozenset({"logprobs", "entropy"})
+
+
+class TorchCollective(Collective):
+    """The collective operations of a `torch.distributed` process group."""
+
+    def __init__(self):
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def max(self, number):
+        found = torch.tensor(number)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+    def total(self, tensor):
+        dist.all_reduce(tensor)
+        return tensor
+
+    def sum(self, metrics):
+        parts = [{} for _ in range(self.world)]
+        dist.all_gather_object(parts, metrics)
+        return merge(parts)
 
 
 class Replica(LocalBackend):
@@ -58,7 +80,7 @@ def whole_step(folder, collective, rows, unit="row", **train):
     annotated = backend.forward_only(batch, NEEDS)
     return {
         "metrics": metrics,
-        "weights": {name: tensor.clone() for name, tensor in backend.state().items()},
+        "weights": {name: tensor.clone() for name, tensor in weights_of(backend).items()},
         "outputs": {name: getattr(annotated, name) for name in NEEDS},
     }
 
@@ -73,16 +95,16 @@ def short_of_memory(folder, collective, limit):
     return {
         "metrics": metrics,
         "budget": backend.tokens_per_micro_batch,
-        "weights": {name: tensor.clone() for name, tensor in backend.state().items()},
+        "weights": {name: tensor.clone() for name, tensor in weights_of(backend).items()},
     }
 
 
 def spoiled_on_one(folder, collective):
     backend = make(folder, collective)
-    before = {name: tensor.clone() for name, tensor in backend.state().items()}
+    before = {name: tensor.clone() for name, tensor in weights_of(backend).items()}
     backend.spoiled = collective.rank == 1
     metrics = values(backend.train_step(make_batch(), make_algorithm()))
-    same = all(torch.equal(tensor, before[name]) for name, tensor in backend.state().items())
+    same = all(torch.equal(tensor, before[name]) for name, tensor in weights_of(backend).items())
     return {"skipped": metrics.get("actor/skipped_updates"), "same": same}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from atomrl.algorithms.table import build_algorithm
+from atomrl.algorithms.table import objective_of
 from atomrl.atoms.kl import distribution_kl
 from atomrl.atoms.natural_gradient import fisher_vector_product, flat
 from atomrl.config import ConfigError, CriticConfig, LoraConfig, ModelConfig, TrainConfig
@@ -16,7 +16,7 @@ from atomrl.models.loading import save_model
 from atomrl.protocols import UpdateOutput
 from atomrl.training.local import LocalBackend
 from atomrl.training.optimizer import Diverged
-from tests.training.batches import make_algorithm, make_batch
+from tests.training.batches import make_algorithm, make_batch, weights_of
 
 VOCABULARY = 9
 DISTRIBUTIONS = frozenset({"distributions"})
@@ -61,7 +61,7 @@ def small_batch(**changes):
 
 def trust_region(name="trpo", **update):
     """Without a critic unless the name brings one."""
-    return build_algorithm(name, {"advantage": "rloo", "update": {"type": "trust_region", **update}})
+    return objective_of(name, {"advantage": "rloo", "update": {"type": "trust_region", **update}}).resolved()
 
 
 def seen_by_an_update(backend, batch):
@@ -72,11 +72,11 @@ def seen_by_an_update(backend, batch):
 
 
 def snapshot(backend):
-    return {name: tensor.clone() for name, tensor in backend.state().items()}
+    return {name: tensor.clone() for name, tensor in weights_of(backend).items()}
 
 
 def same(backend, kept):
-    return all(torch.equal(tensor, kept[name]) for name, tensor in backend.state().items())
+    return all(torch.equal(tensor, kept[name]) for name, tensor in weights_of(backend).items())
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, "gpt2"])
@@ -156,8 +156,8 @@ def test_any_split_into_micro_batches_gives_the_same_step(make, split):
     algorithm = trust_region(cg_iterations=3)  # many iterations that do not converge multiply rounding errors
     expected, found = (values(backend.train_step(small_batch(), algorithm)) for backend in (whole, parts))
     assert found == pytest.approx(expected, rel=1e-10, abs=1e-12) and found["actor/accepted"] == 1.0
-    theirs = whole.state()
-    for name, tensor in parts.state().items():
+    theirs = weights_of(whole)
+    for name, tensor in weights_of(parts).items():
         assert (tensor - theirs[name]).abs().max() <= 1e-12
 
 
@@ -188,8 +188,8 @@ def test_memory_that_runs_out_anywhere_ends_in_the_same_step(make, monkeypatch, 
     found = values(backend.train_step(small_batch(), trust_region()))
     assert calls[call - 1] == 4 and calls[-1] < 4, len(calls)
     assert found.pop("actor/out_of_memory") == 1.0 and found == pytest.approx(metrics, rel=1e-7, abs=1e-12)
-    theirs = expected.state()
-    assert all((tensor - theirs[name]).abs().max() <= 1e-9 for name, tensor in backend.state().items())
+    theirs = weights_of(expected)
+    assert all((tensor - theirs[name]).abs().max() <= 1e-9 for name, tensor in weights_of(backend).items())
 
 
 def test_an_error_in_the_search_leaves_the_weights(make):
@@ -248,7 +248,7 @@ def critic_batch(seed=0):
 
 def test_a_critic_is_trained_by_its_own_optimizer(make):
     """The policy's step is the one that it is without a critic; the critic learns the returns, at its own rate."""
-    algorithm = build_algorithm("trpo", {})
+    algorithm = objective_of("trpo", {}).resolved()
     assert algorithm.update is not None and "values" in algorithm.outputs
     backend, alone = make(critic=CriticConfig(learning_rate=0.05), float64=False), make(float64=False)
     metrics = values(backend.train_step(critic_batch(), algorithm))
@@ -263,7 +263,7 @@ def test_a_critic_is_trained_by_its_own_optimizer(make):
     ("critic", "lora"), [(None, None), (CriticConfig(learning_rate=0.01), LoraConfig(rank=2))], ids=["plain", "both"]
 )
 def test_continues_bit_for_bit(make, tmp_path, critic, lora):
-    algorithm = build_algorithm("trpo", {}) if critic else trust_region()
+    algorithm = objective_of("trpo", {}).resolved() if critic else trust_region()
     batches = [critic_batch(seed=seed) for seed in range(4)]
     straight = make(float64=False, critic=critic, lora=lora)
     for batch in batches[:2]:

@@ -85,7 +85,7 @@ def opo_by_token(inputs: Values, params: Values) -> Values:
 def gpg_by_token(inputs: Values, params: Values) -> Values:
     scores = score(inputs)
     centred = centred_or_raw(scores, inputs["group_ids"])
-    return by_token(baselines.rescaled_by_nonzero_rewards(centred, scores, params["f_norm"]), inputs["mask"])
+    return by_token(baselines.rescaled_by_share(centred, scores != 0, params["f_norm"]), inputs["mask"])
 
 
 def maxrl_by_token(inputs: Values, params: Values) -> Values:

@@ -55,7 +55,7 @@ def mean_weight(weights: Tensor, mask: Tensor, by_row: bool) -> Tensor:
 def effective_sample_fraction(weights: Tensor, mask: Tensor) -> Tensor:
     """With verl's epsilons: on both counts and on the mean weight."""
     average, thin = mean(weights, mask), thinned(mask.sum())
-    exact = corrections.effective_sample_fraction(weights, mask)
+    exact = masks.masked_mean(weights, mask).square() / masks.masked_mean(weights.square(), mask)
     return exact * ((average + SMALL) / masks.masked_mean(weights, mask)).square() / thin
 
 

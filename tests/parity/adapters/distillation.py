@@ -33,16 +33,16 @@ def verl_topk(inputs: Values, params: Values) -> Values:
     student = inputs["student_logits"].log_softmax(-1).gather(-1, ids)
     floor = params.get("log_prob_min_clamp")
     floor = -math.inf if floor is None else float(floor)
-    terms = kl.kl_terms(teacher.clamp(min=floor), student.clamp(min=floor))
+    bounded = teacher.clamp(min=floor), student.clamp(min=floor)
     own = inputs["student_logits"].topk(ids.shape[-1], dim=-1).indices
     overlap = (ids[..., :, None] == own[..., None, :]).any(-1)
-    loss = masks.row_sum(terms, every(terms))
+    loss = kl.distribution_kl(*bounded)
     return {
         "loss": loss,
         "student_mass": student.exp().sum(-1),
         "teacher_mass": teacher.exp().sum(-1),
         "overlap_count": overlap.sum(-1),
-        "overlap_token_advantage": -masks.row_mean(terms, overlap),
+        "overlap_token_advantage": -masks.row_mean(bounded[0].exp() * (bounded[0] - bounded[1]), overlap),
         "objective": {"sum": masks.masked_sum(loss, every(loss))},
     }
 

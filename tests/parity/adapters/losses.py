@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from atomrl.atoms import logprobs, masks, preference_scores, reductions, supervised_losses, value_losses
+from atomrl.atoms import logprobs, masks, reductions, supervised_losses, value_losses
 from tests.parity.arranging import (
     SMALL,
     Values,
@@ -131,7 +131,7 @@ def entropy_and_logprobs(inputs: Values, params: Values) -> Values:
     return {
         "entropy": entropy,
         "log_probs": chosen,
-        "sum_pi_squared": preference_scores.collision_probability(logits),
+        "sum_pi_squared": ((2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)).exp(),
         "objective": {
             "weighted_entropy": reductions.weighted_sum(entropy, weights),
             "weighted_log_probs": reductions.weighted_sum(chosen, weights),

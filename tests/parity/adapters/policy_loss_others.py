@@ -18,7 +18,6 @@ from atomrl.atoms import (
     policy_losses,
     ratios,
     reductions,
-    sequence_losses,
     trust_region,
 )
 from tests.parity.adapters.kl import weighted_kl
@@ -70,10 +69,13 @@ def roll(inputs: Values, params: Values) -> Values:
     variant = params["variant"]
     if variant == "topr":
         positive, negative = float(params["topr_positive_weight"]), float(params["topr_negative_weight"])
-        weights = sequence_losses.topr_weights(ratio, inputs["scores"], positive, negative)
+        weights = torch.where(
+            inputs["scores"][:, None] > 0, positive, negative * corrections.truncated_weights(ratio, 1.0)
+        )
         loss = policy_losses.reinforce_loss(log_probs, advantages, mask, weights)
     elif variant == "kimi15":
-        loss = policy_losses.mirror_descent_loss(log_probs, old, advantages, mask, float(params["kimi15_tau"]))
+        loss = policy_losses.reinforce_loss(log_probs, advantages, mask)
+        loss = loss + float(params["kimi15_tau"]) * kl.k2_kl(log_probs, old, mask)
     elif variant == "tis":
         low, high = float(params["tis_lower_bound"]), float(params["tis_upper_bound"])
         weights = corrections.truncated_weights(ratio, high, low)

@@ -97,9 +97,8 @@ def gpg(inputs: Values, params: Values) -> Values:
 
 
 def dro(inputs: Values, params: Values) -> Values:
-    loss = policy_losses.mirror_descent_loss(
-        inputs["log_probs"], inputs["old_log_probs"], inputs["advantages"], inputs["mask"], float(params["dro_beta"])
-    )
+    loss = policy_losses.reinforce_loss(inputs["log_probs"], inputs["advantages"], inputs["mask"])
+    loss = loss + float(params["dro_beta"]) * kl.k2_kl(inputs["log_probs"], inputs["old_log_probs"], inputs["mask"])
     return {"loss": reduced(loss, inputs, params["loss_agg_mode"]), "metrics": {"ppo_kl": ppo_kl(inputs)}}
 
 

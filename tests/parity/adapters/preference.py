@@ -104,7 +104,7 @@ def trl_loss(
         rejected = preference_scores.length_normalised(scores[1], lengths[pairs:])
         return (preference_losses.ipo_loss if name == "ipo" else preference_losses.dpo_loss)(chosen - rejected, beta)
     better, worse = (sums[0] - sums[1], sums[2] - sums[3]) if name == "aot" else log_ratios
-    return preference_losses.dpo_loss(preference_scores.sorted_margin(better, worse), beta, smoothing)
+    return preference_losses.dpo_loss(better.sort().values - worse.sort().values, beta, smoothing)
 
 
 def openrlhf_dpo(inputs: Values, params: Values) -> Values:
@@ -221,8 +221,8 @@ def bco(inputs: Values, params: Values) -> Values:
         labels = torch.cat([torch.ones_like(chosen), torch.zeros_like(rejected)])
         weights = torch.ones_like(rewards)
         if "prob_desirable" in inputs:
-            weights[len(chosen) :] = unpaired_losses.density_ratio(
-                inputs["prob_desirable"], float(params["min_density_ratio"]), float(params["max_density_ratio"])
+            weights[len(chosen) :] = (inputs["prob_desirable"] / (1 - inputs["prob_desirable"] + 1e-8)).clamp(
+                float(params["min_density_ratio"]), float(params["max_density_ratio"])
             )
         losses = unpaired_losses.bco_loss(rewards, labels, delta, weights)
         loss = mean(losses)

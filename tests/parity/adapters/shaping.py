@@ -120,7 +120,7 @@ def flat(ragged: list[Tensor] | Tensor) -> tuple[Tensor, Tensor, list[int]]:
 
 def keep_groups_verl(inputs: Values, params: Values) -> Values:
     rewards, group_ids, firsts = flat(inputs["groups"])
-    keep = groups.groups_with_spread(rewards, group_ids) | (group_sizes(group_ids) == 1)
+    keep = (groups.group_std(rewards.double(), group_ids) > 0) | (group_sizes(group_ids) == 1)
     return {"keep": keep[firsts]}
 
 
@@ -129,15 +129,20 @@ def keep_groups_slime(inputs: Values, params: Values) -> Values:
     return {"keep": (groups.group_std(rewards.double(), group_ids) > 1e-6)[firsts]}
 
 
+def mean_inside(rewards: Tensor, group_ids: Tensor, low: float, high: float) -> Tensor:
+    mean = groups.group_mean(rewards.double(), group_ids)
+    return (mean > low) & (mean < high)
+
+
 def keep_groups_in_range(inputs: Values, params: Values) -> Values:
     rewards, group_ids, firsts = flat(inputs["groups"])
-    return {"keep": groups.groups_with_mean_inside(rewards, group_ids, *params["range"])[firsts]}
+    return {"keep": mean_inside(rewards, group_ids, *params["range"])[firsts]}
 
 
 def difficulty_mask(inputs: Values, params: Values) -> Values:
     group_ids = torch.arange(len(inputs["scores"])) // params["n_sample"]
     bounds = (params["low_threshold"], params["high_threshold"])
-    return {"keep": groups.groups_with_mean_inside(inputs["scores"], group_ids, *bounds)}
+    return {"keep": mean_inside(inputs["scores"], group_ids, *bounds)}
 
 
 ADAPTERS = {

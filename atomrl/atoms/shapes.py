@@ -1,0 +1,19 @@
+"""The shapes that atoms share: B rows (completions) of T tokens, and P pairs. `pytest` checks them at every call."""
+
+from __future__ import annotations
+
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+PerToken = Float[Tensor, "B T"]
+Mask = Bool[Tensor, "B T"]
+PerRow = Float[Tensor, " B"]
+Rewards = Shaped[Tensor, " B"]
+"""Floats, whole numbers or bools."""
+TokenRewards = Shaped[Tensor, "B T"]
+Ids = Int[Tensor, " B"]
+PerPair = Float[Tensor, " P"]
+Scalar = Float[Tensor, ""]
+AnyShape = Float[Tensor, "*shape"]
+AnyMask = Bool[Tensor, "*shape"]
+Vocabulary = Float[Tensor, "*batch V"]
