@@ -19,6 +19,7 @@ from atomrl.types import GenerationOutput, GenerationRequest
 log = logging.getLogger(__name__)
 _GATHER_S = 0.02
 _RESTARTS = 3
+_START_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,10 @@ class EngineActor:
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # weights are only read
         self.engine = build()
 
-    def about(self) -> tuple[dict[str, bool], dict[str, tuple[int, ...]]]:
-        """The engine's `seeded`, `exact` and `returns_candidates`, and its weights' shapes."""
-        names = ("seeded", "exact", "returns_candidates")
-        return {name: getattr(self.engine, name) for name in names}, dict(self.engine.weight_shapes())
+    def about(self) -> tuple[int, tuple[bool, bool, bool], dict[str, tuple[int, ...]]]:
+        """The process's id; the engine's `seeded`, `exact` and `returns_candidates`; its weights' shapes."""
+        engine = self.engine
+        return os.getpid(), (engine.seeded, engine.exact, engine.returns_candidates), dict(engine.weight_shapes())
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self.engine.submit(requests)
@@ -93,6 +94,7 @@ def _tensor(array: Any, dtype: torch.dtype) -> Tensor:
 class _Replica:
     index: int
     actor: Any
+    pid: int = 0
     held: dict[str, GenerationRequest] = field(default_factory=dict)
     polling: Any = None
     restarts: int = 0
@@ -115,7 +117,7 @@ class ReplicatedEngine:
         build: makes an engine, in the actor; must be picklable.
         resources: of each actor.
         address: of a Ray cluster; None starts one on this machine, which ends with `close`.
-        timeout_s: within which a replica must answer.
+        timeout_s: within which a replica must answer, once it has started.
 
     Raises:
         ImportError: Ray is not installed.
@@ -140,38 +142,41 @@ class ReplicatedEngine:
         try:
             check_resources(resources, [node["Resources"] for node in self.ray.nodes() if node["Alive"]])
             self.replicas = [_Replica(index, self._start()) for index in range(resources.replicas)]
-            about = [self._answer(replica, replica.actor.about.remote()) for replica in self.replicas]
+            for replica in self.replicas:
+                self._know(replica)
         except BaseException:
             self.close()
             raise
-        kind, shapes = about[0]
+
+    def _know(self, replica: _Replica) -> None:
+        """Wait until its engine is there, and ask what it is."""
+        replica.pid, kind, shapes = self._answer(replica, replica.actor.about.remote(), _START_S)
+        self.seeded, self.exact, self.returns_candidates = kind
         self.shapes: Mapping[str, tuple[int, ...]] = shapes
-        self.seeded, self.exact, self.returns_candidates = (
-            kind[name] for name in ("seeded", "exact", "returns_candidates")
-        )
 
     def _start(self) -> Any:
         cpus, gpus = self.resources.num_cpus, self.resources.num_gpus
         actor = self.ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(EngineActor)
         return actor.remote(self.build, max(1, int(cpus)))
 
-    def _answer(self, replica: _Replica, found: Any) -> Any:
-        """The result of an actor's method.
+    def _answer(self, replica: _Replica, found: Any, timeout_s: float | None = None) -> Any:
+        """The result of an actor's method; `timeout_s` in place of the engine's.
 
         Raises:
             TimeoutError: it did not answer in time.
             Exception: what the method raised.
         """
         try:
-            return self.ray.get(found, timeout=self.timeout_s)
+            return self.ray.get(found, timeout=timeout_s or self.timeout_s)
         except self.ray.exceptions.GetTimeoutError:
-            raise TimeoutError(self._silent([replica])) from None
+            raise TimeoutError(self._silent([replica], timeout_s)) from None
         except self.ray.exceptions.RayTaskError as error:
             raise error.cause from None
 
-    def _silent(self, replicas: Sequence[_Replica]) -> str:
-        names = ", ".join(str(replica.index) for replica in replicas)
-        return f"rollout replica {names} has not answered for {self.timeout_s:g} s (cluster.timeout_s)"
+    def _silent(self, replicas: Sequence[_Replica], timeout_s: float | None = None) -> str:
+        names = ", ".join(f"{replica.index} (pid {replica.pid})" for replica in replicas)
+        limit = "while it started" if timeout_s else "cluster.timeout_s"
+        return f"rollout replica {names} has not answered for {timeout_s or self.timeout_s:g} s ({limit})"
 
     def _call(self, replica: _Replica, method: str, *args: Any) -> Any:
         """An actor's method; done again by a new actor where it has died."""
@@ -187,10 +192,12 @@ class ReplicatedEngine:
         self.restarts += 1
         if replica.restarts > _RESTARTS:
             raise RuntimeError(f"rollout replica {replica.index} died {replica.restarts} times in a row") from error
-        log.warning("rollout replica %d died and is started again: %s", replica.index, str(error).splitlines()[0])
+        reason = str(error).strip().partition("\n")[0]
+        log.warning("rollout replica %d (pid %d) died and is started again: %s", replica.index, replica.pid, reason)
         self.ray.kill(replica.actor)
         replica.actor, replica.polling = self._start(), None
         try:
+            self._know(replica)
             if self.published is not None:
                 self._answer(replica, replica.actor.update_weights.remote(*self.published))
             for state, name in ((self.paused, "pause"), (self.asleep, "sleep")):

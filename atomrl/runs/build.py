@@ -10,13 +10,15 @@ from typing import Any, Literal
 
 import torch
 
-from atomrl.config import ConfigError, ModelConfig, RolloutConfig, RunConfig
+from atomrl.config import ClusterConfig, ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
 from atomrl.loop.sync import Schedule
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder, save_model
 from atomrl.models.spec import unsupported
+from atomrl.objective import PolicyObjective, PreferenceObjective
+from atomrl.objective.rollout_is import TokenTIS
 from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
@@ -179,6 +181,22 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
     )
 
 
+def actor_resources(cluster: ClusterConfig) -> ActorResources:
+    """What the replicas take of the cluster."""
+    return ActorResources(cluster.replicas, cluster.num_cpus, cluster.num_gpus)
+
+
+def corrected(
+    objective: PolicyObjective | PreferenceObjective, engine: type[RolloutEngine]
+) -> PolicyObjective | PreferenceObjective:
+    """The objective, with truncated importance sampling where the engine's log-probs are not the trainer's, unless the
+    config says something of `rollout_is`."""
+    if engine.exact or isinstance(objective, PreferenceObjective) or "rollout_is" in objective.model_fields_set:
+        return objective
+    log.info("algorithm.rollout_is=token_tis: this engine computes otherwise than the trainer; `none` turns it off")
+    return objective.model_copy(update={"rollout_is": (TokenTIS(),)})
+
+
 def build_rollout(config: RunConfig, path: str, tokenizer: Any) -> RolloutEngine:
     """The engine of a run: in this process, or replicas of it in Ray actors where there is a `cluster`.
 
@@ -188,9 +206,8 @@ def build_rollout(config: RunConfig, path: str, tokenizer: Any) -> RolloutEngine
     build, cluster = partial(build_engine, path, tokenizer, config.rollout, config.model), config.cluster
     if cluster is None:
         return build()
-    resources = ActorResources(cluster.replicas, cluster.num_cpus, cluster.num_gpus)
     try:
-        return ReplicatedEngine(build, resources, address=cluster.address, timeout_s=cluster.timeout_s)
+        return ReplicatedEngine(build, actor_resources(cluster), address=cluster.address, timeout_s=cluster.timeout_s)
     except PlacementError as error:
         raise ConfigError(f"cluster: {error}") from None
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from typing import Any
+
+import torch
 
 from atomrl.config import ConfigError, RunConfig
 from atomrl.models.loading import load_tokenizer, model_config_only, resolve_folder
 from atomrl.models.scalar import is_classifier
 from atomrl.models.spec import unsupported
-from atomrl.protocols import Algorithm
+from atomrl.protocols import Algorithm, RolloutEngine
+from atomrl.rollout.replicas import PlacementError, check_resources
 from atomrl.rollout.vllm import VLLMEngine
-from atomrl.runs.build import engine_class, needs_teacher, train_sampling
+from atomrl.runs.build import actor_resources, engine_class, needs_teacher, train_sampling
 
 
 def check_companions(config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any) -> None:
@@ -72,8 +76,8 @@ def check_critic(start: str, shape: Any) -> None:
         raise ConfigError(f"critic.path: {start} has {shape.num_labels} labels; a critic has one")
 
 
-def check_engine(config: RunConfig, path: str) -> None:
-    """That there is the engine, and that it can tell what top-p and top-k kept, where log-probs are to be over that.
+def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
+    """The class of the engine: it is installed, gives the log-probs that are asked for, and its replicas have room.
 
     Raises:
         ConfigError: there is none of this name, or it cannot.
@@ -88,3 +92,10 @@ def check_engine(config: RunConfig, path: str) -> None:
             raise ConfigError(f"{key}: {package} is not installed: pip install 'atomrl[{package}]'")
     if engine is VLLMEngine and (reason := VLLMEngine.refusal(train_sampling(config))):
         raise ConfigError(f"rollout: {reason}")
+    if config.cluster is not None and config.cluster.address is None:  # another cluster is asked when it is joined
+        here = {"CPU": float(os.cpu_count() or 1), "GPU": float(torch.cuda.device_count())}
+        try:
+            check_resources(actor_resources(config.cluster), [here])
+        except PlacementError as error:
+            raise ConfigError(f"cluster: {error}") from None
+    return engine
