@@ -44,7 +44,10 @@ ROWS_PER_STEP = 128
 MAX_STEPS = 400
 """A run that has not sampled its tokens by then is a failure."""
 CURVES = ("tokens", "reward", "length", "entropy", "kl", "seconds")
-"""What a result has of each step. `reward` is of the completions that were trained on."""
+"""What a result has of each step. `reward` and `length` are of all completions that were drawn, those in groups that
+were refused among them."""
+Drawn = tuple[Sequence[int], Sequence[int], Sequence[float]]
+"""A sampled completion: the prompt's tokens, its own, and their log-probs."""
 
 
 def sized(tree: Mapping[str, Any], model: str, seed: int, folder: Path) -> dict[str, Any]:
@@ -77,46 +80,56 @@ def counting_engine(budget: int) -> Any:
     """The native engine; when the completions drawn in training have `budget` tokens, it asks for this step to be the
     last."""
     from atomrl.rollout.native import NativeEngine
+    from atomrl.types import GenerationOutput, GenerationRequest
 
     class Counted(NativeEngine):
         tokens = 0
         by_step: ClassVar[dict[int, int]] = {}
         """step -> tokens drawn by its end"""
-        drawn: ClassVar[dict[int, list[tuple[tuple[int, ...], Any]]]] = {}
-        """step -> the sampled ones: the tokens of the prompt, and the completion"""
+        drawn: ClassVar[dict[int, list[Drawn]]] = {}
+        """step -> the sampled ones"""
+        asked: ClassVar[dict[str, GenerationRequest]] = {}
+        """Requests under way, by id."""
 
-        def generate(self, prompts: Any, sampling: Any) -> Any:
-            rollouts = super().generate(prompts, sampling)
-            if prompts.prompt_ids and prompts.prompt_ids[0].startswith("eval:"):
-                return rollouts
-            pairs = zip(prompts.prompt_token_ids, rollouts.completions, strict=True)
-            found = [(tuple(prompt), completion) for prompt, group in pairs for completion in group]
-            before, Counted.tokens = Counted.tokens, Counted.tokens + sum(len(c.token_ids) for _, c in found)
-            Counted.by_step[sampling.step] = Counted.tokens
-            if sampling.temperature > 0:
-                Counted.drawn.setdefault(sampling.step, []).extend(found)
+        def submit(self, requests: Sequence[GenerationRequest]) -> None:
+            super().submit(requests)
+            Counted.asked |= {request.request_id: request for request in requests}
+
+        def poll(self) -> list[GenerationOutput]:
+            outputs = super().poll()
+            for output in outputs:
+                request = Counted.asked.pop(output.request_id)
+                if not request.group_id.startswith("eval:"):
+                    self.count(request, output)
+            return outputs
+
+        def count(self, request: GenerationRequest, output: GenerationOutput) -> None:
+            tokens = [token for segment in output.segments for token in segment.token_ids]
+            before, Counted.tokens = Counted.tokens, Counted.tokens + len(tokens)
+            Counted.by_step[request.sampling.step] = Counted.tokens
+            if request.sampling.temperature > 0 and tokens:
+                logprobs = [value for segment in output.segments for value in segment.logprobs or ()]
+                Counted.drawn.setdefault(request.sampling.step, []).append((request.prompt_token_ids, tokens, logprobs))
             if before < budget <= Counted.tokens:
                 os.kill(os.getpid(), signal.SIGTERM)  # the loop ends the step under way and saves
-            return rollouts
 
     return Counted
 
 
-def kl_to_start(drawn: Sequence[tuple[tuple[int, ...], Any]], start: Any) -> float:
+def kl_to_start(drawn: Sequence[Drawn], start: Any) -> float:
     """Mean of log pi - log pi_start over tokens that pi drew, in nats per token."""
     import torch
 
     total, count = 0.0, 0
     with torch.inference_mode():
         for first in range(0, len(drawn), 64):
-            part = [(prompt, completion) for prompt, completion in drawn[first : first + 64] if completion.token_ids]
-            rows = [torch.tensor(prompt + tuple(completion.token_ids)) for prompt, completion in part]
+            part = drawn[first : first + 64]
+            rows = [torch.tensor([*prompt, *token_ids]) for prompt, token_ids, _ in part]
             tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
             logprobs = start(tokens).logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
-            for row, (prompt, completion) in zip(logprobs, part, strict=True):
-                own = row[len(prompt) - 1 : len(prompt) - 1 + len(completion.token_ids)]
-                total += float(torch.tensor(completion.logprobs).sum() - own.sum())
-                count += len(completion.token_ids)
+            for row, (prompt, token_ids, own) in zip(logprobs, part, strict=True):
+                total += float(torch.tensor(own).sum() - row[len(prompt) - 1 : len(prompt) - 1 + len(token_ids)].sum())
+                count += len(token_ids)
     return total / max(1, count)
 
 

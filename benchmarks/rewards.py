@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from atomrl.config import RewardConfig
 from atomrl.rewards.compute import Rewards, build_rewards
 from atomrl.rewards.table import REWARDS
+from atomrl.types import Sample, Trajectory
 from benchmarks.agreement import agreement
 from benchmarks.audited import AUDIT_LOG, PAYLOAD_MARK
 from tests.rewards.batches import rollouts
@@ -65,10 +66,8 @@ def make_rewards(function: str = "boxed", workers: int = 2, **item: Any) -> Rewa
     return build_rewards(config, patience=None)
 
 
-def scored(rewards: Rewards, rows: list[tuple[str, str, float]]) -> Any:
+def scored(rewards: Rewards, rows: list[tuple[str, str, float]]) -> list[Trajectory]:
     """The rows as prompts of one completion each."""
-    from atomrl.types import Sample
-
     samples = {str(n): Sample(sample_id=str(n), prompt="p", ground_truth=truth) for n, (_, truth, _) in enumerate(rows)}
     return rewards(rollouts({str(n): [f"\\boxed{{{answer}}}"] for n, (answer, _, _) in enumerate(rows)}, **samples))
 
@@ -85,12 +84,12 @@ def attack() -> dict[str, Any]:
     result = scored(rewards, rows)
     wall = time.perf_counter() - started
     is_bomb = [row in set(bombs) for row in rows]
-    lost = [n for n, row in enumerate(rows) if not is_bomb[n] and result.rewards[n][0] != row[2]]
+    lost = [n for n, row in enumerate(rows) if not is_bomb[n] and result[n].reward != row[2]]
     kinds: dict[str, int] = {}
-    for failure in result.reward_failures:
+    for failure in (failure for item in result for failure in item.reward_failures):
         kinds[failure.kind] = kinds.get(failure.kind, 0) + 1
     after = scored(rewards, [ordinary(n) for n in range(40)])
-    whole = all(after.rewards[n][0] == ordinary(n)[2] for n in range(40)) and len(rewards.pool.pids) == 2
+    whole = all(after[n].reward == ordinary(n)[2] for n in range(40)) and len(rewards.pool.pids) == 2
     rewards.close()
     found = {"expressions": 200, "timeout_s": TIMEOUT_S, "ended_as": kinds, "longest_call_s": round(max(lengths), 3),
              "over_limit": sum(length > TIMEOUT_S + 0.5 for length in lengths), "other_scores": 400,
@@ -123,7 +122,7 @@ def speed() -> dict[str, Any]:
     result = scored(rewards, rows)
     seconds = time.perf_counter() - started
     spent = sum(map(cpu_seconds, rewards.pool.pids)) - before
-    right = sum(result.rewards[n][0] == row[2] for n, row in enumerate(rows))
+    right = sum(result[n].reward == row[2] for n, row in enumerate(rows))
     rewards.close()
     return {
         "expressions": 1000,
@@ -171,8 +170,6 @@ def audit() -> dict[str, Any]:
 
 def audited_call(name: str, texts: list[str]) -> int:
     """How many of the texts one reward scored, in a worker with the hook."""
-    from atomrl.types import Sample
-
     columns = {"numbers": [9, 9], "reasoning_gym": {}}
     samples = {
         str(n): Sample(sample_id=str(n), prompt="p", ground_truth="18", columns=columns) for n in range(len(texts))
@@ -182,14 +179,13 @@ def audited_call(name: str, texts: list[str]) -> int:
     rewards = make_rewards(f"benchmarks.audited.{name}")
     result = rewards(rollouts({str(n): [text] for n, text in enumerate(texts)}, **samples))
     rewards.close()
-    return sum(value is not None for group in result.rewards for value in group)
+    return sum(item.reward is not None for item in result)
 
 
 def reasoning_gym_samples(count: int) -> dict[str, Any]:
     """Problems of the tasks whose own scorers evaluate answers."""
     from atomrl.data.generators import generate
     from atomrl.rewards.tasks import ARITHMETIC_TASKS, FORMULA_TASKS, LITERAL_TASKS
-    from atomrl.types import Sample
 
     names = [*ARITHMETIC_TASKS, *FORMULA_TASKS, *LITERAL_TASKS]
     rows = {name: next(iter(generate(f"reasoning_gym:{name}", 1))) for name in names}
@@ -216,8 +212,8 @@ def alignment(batches: int = 500) -> dict[str, Any]:
         }
         result = rewards(rollouts(groups))
         fails = {*bad, *lethal}
-        expected = tuple(tuple(None if text in fails else float(text) for text in texts) for texts in groups.values())
-        wrong += result.rewards != expected
+        expected = [None if text in fails else float(text) for texts in groups.values() for text in texts]
+        wrong += [item.reward for item in result] != expected
         rows += sum(sizes)
     rewards.close()
     return {"batches": batches, "completions": rows, "batches_with_a_wrong_reward": wrong}

@@ -50,7 +50,9 @@ def has_bfloat16(device_type: str) -> bool:
     """Whether a device multiplies bfloat16 by instructions of its own."""
     if device_type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+    has = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    # oneDNN, which uses them, may be held to less (ONEDNN_MAX_CPU_ISA=AVX2), and then refuses such weights.
+    return bool(has and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @cache

@@ -164,6 +164,14 @@ def test_dtype_is_bfloat16_only_where_there_are_instructions_for_it(has, monkeyp
         compute_dtype("float16")
 
 
+def test_bfloat16_instructions_count_only_where_onednn_may_use_them(monkeypatch):
+    """With ONEDNN_MAX_CPU_ISA=AVX2 its packed weights were an error when the engine loaded."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    for may in (True, False):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda may=may: may)
+        assert loading.has_bfloat16("cpu") is may
+
+
 def test_frozen_weights_are_kept_in_the_compute_dtype(tmp_path):
     folder = make_tiny_model(tmp_path)
     trained, frozen = (load_policy(folder, dtype=torch.bfloat16, trainable=trainable) for trainable in (True, False))
