@@ -1,4 +1,4 @@
-"""Engines in Ray actors: the same run as in one process, and what happens when an actor dies, hangs or finds no room."""
+"""Engines in Ray actors: the same run as in one process; actors that die, hang or find no room."""
 
 from __future__ import annotations
 
