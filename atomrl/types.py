@@ -73,8 +73,8 @@ class SamplingParams:
     """Tokens that end a completion beside the model's end-of-sequence tokens; the token is kept."""
     ignore_eos: bool = False
     """Do not stop at the model's end-of-sequence tokens (fixed-length measurements)."""
-    logprobs_over: Literal["vocabulary", "kept"] = "vocabulary"
-    """`kept`: log-probs are over the tokens that top-p and top-k keep, and completions tell which those were."""
+    logprobs_over: Literal["vocabulary", "kept", "none"] = "vocabulary"
+    """`none`: an engine may leave them out. `kept`: over what top-p and top-k keep; completions tell what that was."""
     seed: int = 0
     step: int = 0
 

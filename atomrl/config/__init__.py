@@ -7,6 +7,7 @@ from atomrl.config.files import merge_trees, nest, parse_overrides, read_yaml
 from atomrl.config.run import RunConfig, build_config, dump_config, known_keys
 from atomrl.config.schema import (
     CheckpointConfig,
+    ClusterConfig,
     CriticConfig,
     DataConfig,
     EvalConfig,

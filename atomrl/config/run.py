@@ -64,6 +64,7 @@ class RunConfig(Section):
     preference: schema.PreferenceConfig | None = None
     critic: schema.CriticConfig = schema.CriticConfig()
     teacher: schema.TeacherConfig | None = None
+    cluster: schema.ClusterConfig | None = None
 
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> RunConfig:

@@ -89,9 +89,11 @@ class RolloutConfig(Section):
     stop_token_ids: tuple[int, ...] = ()
     logprobs_over: Literal["vocabulary", "kept"] = "vocabulary"
     """`kept`: all log-probs, of the engine and of the trainer, are over the tokens that top-p and top-k kept, as they
-    were sampled. Needs the native engine, and `K` numbers for each token, of the largest number of kept ones."""
+    were sampled. The hf engine cannot tell them."""
     max_concurrent_completions: int = Field(256, ge=1)
     """Rows that an engine decodes at once."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """The share of a GPU's memory that vLLM may take."""
 
     @model_validator(mode="after")
     def _something_is_cut(self) -> RolloutConfig:
@@ -100,6 +102,21 @@ class RolloutConfig(Section):
                 "logprobs_over=kept needs a temperature above 0, and top_p below 1 or a top_k: nothing is cut"
             )
         return self
+
+
+class ClusterConfig(Section):
+    """Rollout engines in Ray actors, apart from the trainer."""
+
+    replicas: int = Field(1, ge=1)
+    """Engines; each draws whole groups."""
+    num_cpus: float = Field(1.0, gt=0)
+    """Of a replica; it computes with as many threads."""
+    num_gpus: float = Field(0.0, ge=0)
+    """Of a replica; fractions share a GPU."""
+    address: str | None = None
+    """Of a Ray cluster that is there; null starts one on this machine for the run."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Within which a replica must answer; the run ends with an error that names it."""
 
 
 class RewardRoute(Section):

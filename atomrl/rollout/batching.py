@@ -232,7 +232,7 @@ class ContinuousBatch:
         """Tokens, log-probs, and whether the token is a stop token, of rows with the same sampling."""
         rule = rows[0].rule
         banned = rule.banned(lengths)
-        if rule.sampling.logprobs_over == "vocabulary":
+        if rule.sampling.logprobs_over != "kept":
             tokens, logprobs = sample(logits, rule.sampling, seeds, lengths, banned, self.model.kernels)
         else:  # how many there are is only known when they are, so a GPU is waited for
             tokens, logprobs, candidates = sample_candidates(logits, rule.sampling, seeds, lengths, banned)

@@ -59,7 +59,7 @@ class RequestState:
                 Segment(
                     origin="model",
                     token_ids=tuple(self.token_ids[start:end]),
-                    logprobs=tuple(self.logprobs[start:end]),
+                    logprobs=tuple(self.logprobs[start:end]) if self.logprobs else None,
                     policy_version=version,
                     candidates=candidates,
                 )

@@ -5,25 +5,31 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from atomrl.config import ConfigError, ModelConfig, RolloutConfig, RunConfig
+from atomrl.config import ClusterConfig, ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder, save_model
 from atomrl.models.spec import unsupported
+from atomrl.objective import PolicyObjective, PreferenceObjective
+from atomrl.objective.rollout_is import TokenTIS
 from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
+from atomrl.rollout.replicas import ActorResources, PlacementError, ReplicatedEngine
+from atomrl.rollout.vllm import VLLMEngine
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory
 from atomrl.training.local import LocalBackend
 from atomrl.types import Sample, SamplingParams
 
 log = logging.getLogger(__name__)
-ENGINES: dict[str, type[NativeEngine] | type[HFEngine]] = {"native": NativeEngine, "hf": HFEngine}
+EngineClass = type[NativeEngine] | type[HFEngine] | type[VLLMEngine]
+ENGINES: dict[str, EngineClass] = {"native": NativeEngine, "hf": HFEngine, "vllm": VLLMEngine}
 
 
 def model_path(config: RunConfig) -> str:
@@ -99,7 +105,7 @@ def eval_sampling(config: RunConfig) -> SamplingParams:
         **settings.model_dump(include={"temperature", "top_p", "top_k"}),
         completions_per_prompt=settings.samples_per_prompt,
         max_completion_tokens=settings.max_completion_tokens or config.rollout.max_completion_tokens,
-        logprobs_over="vocabulary",
+        logprobs_over="none",
     )
 
 
@@ -117,9 +123,7 @@ def device_name(wanted: str = "auto") -> str:
     return wanted
 
 
-def engine_class(
-    rollout: RolloutConfig, path: str, model: ModelConfig
-) -> tuple[type[NativeEngine] | type[HFEngine], str | None]:
+def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> tuple[EngineClass, str | None]:
     """The class of `rollout.engine`; of a model that `native` does not know `hf`, and why.
 
     Raises:
@@ -133,7 +137,7 @@ def engine_class(
 
 
 def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: ModelConfig) -> RolloutEngine:
-    """The rollout engine of a config, with the weights of the model at `path`.
+    """The rollout engine of a config in this process, with the weights of the model at `path`.
 
     Raises:
         ConfigError: there is no engine of this name.
@@ -141,6 +145,10 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
     kind, reason = engine_class(rollout, path, model)
     if reason:
         log.warning("rollouts come from the hf engine, because native does not know this model: %s", reason)
+    options: dict[str, Any] = {}
+    if kind is VLLMEngine:
+        rank = model.lora.rank if model.lora else 0
+        options = {"lora_rank": rank, "gpu_memory_utilization": rollout.gpu_memory_utilization}
     return kind.from_pretrained(
         str(resolve_folder(path)),
         tokenizer,
@@ -148,7 +156,39 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
         device=device_name(model.device),
         max_concurrent_completions=rollout.max_concurrent_completions,
         trust_remote_code=model.trust_remote_code,
+        **options,
     )
+
+
+def actor_resources(cluster: ClusterConfig) -> ActorResources:
+    """What the replicas take of the cluster."""
+    return ActorResources(cluster.replicas, cluster.num_cpus, cluster.num_gpus)
+
+
+def corrected(
+    objective: PolicyObjective | PreferenceObjective, engine: type[RolloutEngine]
+) -> PolicyObjective | PreferenceObjective:
+    """The objective, with truncated importance sampling where the engine's log-probs are not the trainer's, unless the
+    config says something of `rollout_is`."""
+    if engine.exact or isinstance(objective, PreferenceObjective) or "rollout_is" in objective.model_fields_set:
+        return objective
+    log.info("algorithm.rollout_is=token_tis: this engine computes otherwise than the trainer; `none` turns it off")
+    return objective.model_copy(update={"rollout_is": (TokenTIS(),)})
+
+
+def build_rollout(config: RunConfig, path: str, tokenizer: Any) -> RolloutEngine:
+    """The engine of a run: in this process, or replicas of it in Ray actors where there is a `cluster`.
+
+    Raises:
+        ConfigError: there is no engine of this name, or the cluster has no room for the replicas.
+    """
+    build, cluster = partial(build_engine, path, tokenizer, config.rollout, config.model), config.cluster
+    if cluster is None:
+        return build()
+    try:
+        return ReplicatedEngine(build, actor_resources(cluster), address=cluster.address, timeout_s=cluster.timeout_s)
+    except PlacementError as error:
+        raise ConfigError(f"cluster: {error}") from None
 
 
 def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -> str:

@@ -38,13 +38,13 @@ class RLRun(Run):
         self.path = path = build.model_path(config)
         objective = config.algorithm
         assert not isinstance(objective, RewardModelObjective), "the kind of run is chosen by the algorithm"
+        objective = build.corrected(objective, check_engine(config, path))
         self.algorithm = objective.resolved(
             max_completion_tokens=config.rollout.max_completion_tokens, report_entropy=config.train.report_entropy
         )
         device, trusted = build.device_name(config.model.device), config.model.trust_remote_code
         self.rewards = build_rewards(config.reward, local_rewards, device=device, trust_remote_code=trusted)
         self.tokenizer = build.policy_tokenizer(config)
-        check_engine(config, path)
         check_companions(config, self.algorithm, path, self.tokenizer)
         self.processor = DataProcessor(self.tokenizer, config.data, build.prompt_limit(config, path))
         self.held_out = build.load_split(config, self.processor, "eval")
@@ -93,7 +93,7 @@ class RLRun(Run):
     def open(self, stack: ExitStack) -> None:
         config = self.config
         stack.callback(self.rewards.close)
-        self.engine = build.build_engine(self.path, self.tokenizer, config.rollout, config.model)
+        self.engine = build.build_rollout(config, self.path, self.tokenizer)
         stack.callback(self.engine.close)
         self.parts = Parts(
             engine=self.engine,

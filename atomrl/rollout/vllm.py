@@ -1,0 +1,281 @@
+"""`VLLMEngine`: vLLM in this process, stepped by whoever polls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from atomrl.models.loading import base_path, model_config_only, read_weights, resolve_folder
+from atomrl.protocols import Adapter, WeightUpdate
+from atomrl.rollout.requests import RequestEngine, RequestState
+from atomrl.rollout.stopping import StopRule, eos_token_ids
+from atomrl.types import FinishReason, SamplingParams
+
+_MOST_CPU_CACHE, _SPARE_CACHE = 4 * 2**30, 2**26
+
+
+class VLLMEngine(RequestEngine):
+    """Draws completions with vLLM's `LLMEngine` in this process (https://docs.vllm.ai).
+
+    Requests enter its batch between any two tokens, and new weights too: the cache of completions under way is then
+    computed again, so that each token is of its version's policy. vLLM's kernels are not the trainer's, so log-probs
+    differ by rounding; hence not `exact`.
+
+    Log-probs are of the distribution that is drawn from (`processed_logprobs`); those over the whole vocabulary are not
+    to be had where top-p, top-k or a minimum length cuts it.
+
+    Its random generator has a state for each request, so a completion depends on its seed alone, but cannot go on in
+    another engine where it was.
+
+    Args:
+        llm: the engine.
+        shapes: of the published weights.
+        tied: the head has no weight of its own.
+        eos: the end-of-sequence tokens.
+        tokenizer: of the model.
+    """
+
+    seeded, exact, returns_candidates = True, False, True
+
+    def __init__(
+        self,
+        llm: Any,
+        shapes: Mapping[str, tuple[int, ...]],
+        tied: bool,
+        eos: tuple[int, ...],
+        tokenizer: Any,
+    ) -> None:
+        super().__init__(tokenizer, llm.vllm_config.model_config.max_model_len)
+        self.llm, self.shapes, self.tied, self.eos = llm, shapes, tied, eos
+        self.folder = tempfile.TemporaryDirectory(prefix="atomrl-adapters-")
+        self.adapters: Any = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str,
+        tokenizer: Any,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        max_concurrent_completions: int,
+        trust_remote_code: bool = False,
+        max_model_tokens: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        lora_rank: int = 0,
+    ) -> VLLMEngine:
+        """Load a model.
+
+        Args:
+            path: a folder in Hugging Face layout, or a hub name.
+            tokenizer: of the model; decodes completions.
+            dtype: of weights and computation.
+            device: `cpu` or `cuda`, which the installed vLLM must be made for.
+            max_concurrent_completions: rows decoded at once.
+            trust_remote_code: let the folder's own code make the model.
+            max_model_tokens: of prompt and completion; None: the model's context.
+            gpu_memory_utilization: share of the GPU's memory that vLLM may use. On a CPU the cache has what all rows
+                may need, and at most 4 GiB.
+            lora_rank: of adapters that updates bring; 0: none.
+
+        Raises:
+            ImportError: vLLM is not installed.
+        """
+        # Its engine runs here and not in a process of its own, so that weights need not travel.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm import EngineArgs, LLMEngine
+        from vllm.config.lora import MaxLoRARanks
+
+        folder = str(resolve_folder(base_path(path)))
+        on_cpu = torch.device(device).type == "cpu"
+        config = model_config_only(path, trust_remote_code)
+        rows = max_concurrent_completions * (max_model_tokens or config.max_position_embeddings)
+        cache_bytes = min(_MOST_CPU_CACHE, rows * _cache_bytes_per_token(config, dtype) + _SPARE_CACHE)
+        llm = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=folder,
+                tokenizer=tokenizer.name_or_path or folder,
+                dtype=str(dtype).removeprefix("torch."),
+                max_model_len=max_model_tokens,
+                max_num_seqs=max_concurrent_completions,
+                trust_remote_code=trust_remote_code,
+                logprobs_mode="processed_logprobs",
+                max_logprobs=-1,
+                # A CPU's generator has no offset to go on from, which seeds with chunks of prompts would need.
+                enable_chunked_prefill=not on_cpu,
+                enforce_eager=on_cpu,
+                enable_sleep_mode=not on_cpu,
+                gpu_memory_utilization=gpu_memory_utilization,
+                kv_cache_memory_bytes=cache_bytes if on_cpu else None,
+                enable_lora=lora_rank > 0,
+                max_lora_rank=min(rank for rank in get_args(MaxLoRARanks) if rank >= lora_rank),
+                disable_log_stats=True,
+            )
+        )
+        shapes = {name: tuple(tensor.shape) for name, tensor in read_weights(folder)}
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        if tied:
+            shapes.pop("lm_head.weight", None)
+        return cls(llm, shapes, tied, eos_token_ids(folder, config, tokenizer), tokenizer)
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every weight that an update may bring, by its published name; a tied head has none."""
+        return self.shapes
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Take new weights in place. Completions under way go on with them, from a cache that is computed again."""
+        tensors = list(update.tensors)
+        if tensors:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._loaded(tensors)})
+        self.adapters = self._load_adapters(update.adapters, update.version) if update.adapters else None
+        self.llm.reset_prefix_cache(reset_running_requests=True)
+        self.version = update.version
+        for state in self.held.values():
+            state.set_version(update.version)
+
+    def _loaded(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """What vLLM reads. It takes a tied head's weight from nothing but its own name."""
+        for name, tensor in tensors:
+            yield name, tensor
+            if self.tied and name == "model.embed_tokens.weight":
+                yield "lm_head.weight", tensor
+
+    def _load_adapters(self, adapters: Mapping[str, Adapter], version: int) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        folder = Path(self.folder.name) / str(version)
+        _write_adapters(adapters, folder)
+        request = LoRARequest("policy", 1, str(folder), load_inplace=True)
+        self.llm.add_lora(request)
+        return request
+
+    @staticmethod
+    def refusal(sampling: SamplingParams) -> str | None:
+        """Why vLLM cannot give the log-probs that are asked for; None where it can."""
+        cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_completion_tokens > 0
+        if sampling.logprobs_over != "vocabulary" or not cut or sampling.temperature == 0:
+            return None
+        return (
+            "vLLM gives log-probs over what is drawn from, after top_p, top_k and min_completion_tokens: ask for "
+            "logprobs_over=kept, cut nothing, or take the native engine"
+        )
+
+    def _make_rule(self, sampling: SamplingParams) -> StopRule:
+        if reason := self.refusal(sampling):
+            raise ValueError(reason)
+        vocab = self.llm.vllm_config.model_config.get_vocab_size()
+        return StopRule(sampling, self.eos, self.tokenizer, vocab, torch.device("cpu"))
+
+    def _params(self, state: RequestState) -> Any:
+        from vllm import SamplingParams as VLLMSampling
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = state.rule.sampling
+        ranked = (sampling.top_k or -1) if sampling.logprobs_over == "kept" and sampling.temperature > 0 else 0
+        return VLLMSampling(
+            max_tokens=sampling.max_completion_tokens,
+            min_tokens=sampling.min_completion_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
+            stop=list(sampling.stop),
+            stop_token_ids=state.rule.is_stop.nonzero()[:, 0].tolist(),
+            include_stop_str_in_output=True,
+            ignore_eos=True,  # `stop_token_ids` has those that count
+            detokenize=bool(sampling.stop),
+            skip_special_tokens=False,
+            seed=state.request.seed,
+            logprobs=None if sampling.logprobs_over == "none" else ranked,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def _advance(self) -> list[tuple[RequestState, FinishReason]]:
+        from vllm import TokensPrompt
+
+        while self.waiting:
+            state = self.waiting.popleft()
+            state.set_version(self.version)
+            prompt = TokensPrompt(prompt_token_ids=list(state.request.prompt_token_ids))
+            self.llm.add_request(state.request.request_id, prompt, self._params(state), lora_request=self.adapters)
+        finished: list[tuple[RequestState, FinishReason]] = []
+        while not finished:
+            # It draws from the process's generator too, although every request has a seed.
+            with torch.random.fork_rng(devices=[]):
+                outputs = self.llm.step()
+            for output in outputs:
+                state, (delta,) = self.held[output.request_id], output.outputs
+                self._take(state, delta)
+                if output.finished:
+                    finished.append((state, "length" if delta.finish_reason == "length" else "stop"))
+        return finished
+
+    def _take(self, state: RequestState, delta: Any) -> None:
+        """Keep the tokens of a step, their log-probs and, where they are asked for, what they were drawn from."""
+        sampling = state.rule.sampling
+        state.token_ids += delta.token_ids
+        if sampling.logprobs_over == "none":
+            return
+        drawn = list(zip(delta.token_ids, delta.logprobs, strict=True))
+        if sampling.logprobs_over == "vocabulary":
+            state.logprobs += [found[token].logprob for token, found in drawn]
+            return
+        for token, found in drawn:
+            ranked = [token] if sampling.temperature == 0 else sorted(found, key=lambda other: -found[other].logprob)
+            kept = [other for other in ranked if found[other].logprob > -torch.inf]
+            state.logprobs.append(0.0 if sampling.temperature == 0 else found[token].logprob)
+            state.candidate_counts.append(len(kept))
+            state.candidate_ids.extend(kept)
+
+    def _withdraw(self, states: Sequence[RequestState]) -> None:
+        self.llm.abort_request([state.request.request_id for state in states])
+
+    def sleep(self) -> None:
+        """Give back the GPU memory of weights and cache; on a CPU there is none to give.
+
+        Raises:
+            RuntimeError: there are requests.
+        """
+        super().sleep()
+        if self.llm.vllm_config.model_config.enable_sleep_mode:
+            self.llm.sleep(level=1)
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        if self._asleep and self.llm.vllm_config.model_config.enable_sleep_mode:
+            self.llm.wake_up()
+        super().wake()
+
+    def close(self) -> None:
+        """Free what vLLM holds."""
+        self.folder.cleanup()
+        self.llm.engine_core.shutdown()
+        del self.llm
+
+
+def _cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * int(config.num_hidden_layers) * int(heads) * int(width) * dtype.itemsize
+
+
+def _write_adapters(adapters: Mapping[str, Adapter], folder: Path) -> None:
+    """As peft does; the scale is in B, since vLLM knows one scale for all."""
+    folder.mkdir()
+    (rank,) = {len(adapter.a) for adapter in adapters.values()}
+    tensors: dict[str, Tensor] = {}
+    for name, adapter in adapters.items():
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors[f"{layer}.lora_A.weight"] = adapter.a.contiguous()
+        tensors[f"{layer}.lora_B.weight"] = (adapter.b * adapter.scale).contiguous()
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    targets = sorted({name.split(".")[-2] for name in adapters})
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, "bias": "none"}), encoding="utf-8")

@@ -1,0 +1,150 @@
+"""Engines in Ray actors: the same run as in one process; actors that die, hang or find no room."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from atomrl.cli.main import main
+from atomrl.protocols import WeightUpdate
+from atomrl.rollout.generate import generate, requests_of
+from atomrl.rollout.native import NativeEngine
+from atomrl.rollout.replicas import ActorResources, PlacementError, ReplicatedEngine
+from atomrl.types import SamplingParams
+from tests.engines import prompts_of
+from tests.tiny import make_tiny_model
+
+pytest.importorskip("ray", reason="Ray is not installed; `make distributed` has it")
+SAMPLING = SamplingParams(completions_per_prompt=8, max_completion_tokens=400, ignore_eos=True, seed=1)
+PROMPTS = prompts_of([5, 6, 7], [8, 9], [10, 11, 12, 13], [14])
+
+
+def build(path: str) -> NativeEngine:
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    options = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": 4}
+    return NativeEngine.from_pretrained(path, tokenizer, use_kernel=False, **options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), scale=0.2)
+
+
+@pytest.fixture
+def engine(folder):
+    engine = ReplicatedEngine(partial(build, str(folder)), ActorResources(replicas=2, num_cpus=0.1), timeout_s=60)
+    yield engine
+    engine.close()
+
+
+def later(seconds: float, pid: int, name: signal.Signals) -> threading.Timer:
+    timer = threading.Timer(seconds, os.kill, (pid, name))
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.3])
+def test_a_replica_that_dies_loses_no_completion(engine, seconds):
+    undisturbed = generate(engine, PROMPTS, SAMPLING)
+    timer = later(seconds, engine.replicas[0].pid, signal.SIGKILL)
+    found = generate(engine, PROMPTS, SAMPLING)
+    timer.join()
+    assert found == undisturbed
+    assert generate(engine, PROMPTS, SAMPLING) == undisturbed  # also where it died after its last completion
+    assert engine.restarts == 1
+
+
+def test_it_comes_back_with_the_current_weights(engine, folder):
+    old = generate(engine, PROMPTS, SAMPLING)
+    tensors = [(name, torch.full(shape, 0.01)) for name, shape in engine.weight_shapes().items()]
+    engine.update_weights(WeightUpdate(version=3, tensors=tensors))
+    new = generate(engine, PROMPTS, SAMPLING)
+    assert [t.segments[1].token_ids for t in new] != [t.segments[1].token_ids for t in old]
+    os.kill(engine.replicas[1].pid, signal.SIGKILL)
+    again = generate(engine, PROMPTS, SAMPLING)
+    assert again == new and {t.segments[1].policy_version for t in again} == {3}
+
+
+def test_one_that_died_takes_weights(engine):
+    for replica in engine.replicas:
+        os.kill(replica.pid, signal.SIGKILL)
+    tensors = [(name, torch.zeros(shape)) for name, shape in engine.weight_shapes().items()]
+    engine.update_weights(WeightUpdate(version=1, tensors=tensors))
+    assert {t.segments[1].policy_version for t in generate(engine, PROMPTS, SAMPLING)} == {1}
+
+
+def test_one_that_hangs_is_named(folder):
+    engine = ReplicatedEngine(partial(build, str(folder)), ActorResources(num_cpus=0.1), timeout_s=30)
+    try:
+        engine.timeout_s, pid, began = 2.0, engine.replicas[0].pid, time.monotonic()
+        engine.submit(requests_of(PROMPTS[0], SAMPLING))
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(TimeoutError, match=rf"replica 0 \(pid {pid}\) has not answered for 2 s"):
+            while engine.poll():
+                pass
+        assert time.monotonic() - began < 10
+    finally:
+        engine.close()
+
+
+def test_what_finds_no_room_is_refused(folder):
+    with pytest.raises(PlacementError, match="there is room for 0 of 1 replicas"):
+        ReplicatedEngine(partial(build, str(folder)), ActorResources(num_cpus=10_000))
+
+
+def test_an_error_of_the_engine_is_its_own(engine):
+    tensors = [(name, torch.full(shape, torch.nan)) for name, shape in engine.weight_shapes().items()]
+    engine.update_weights(WeightUpdate(version=1, tensors=tensors))
+    with pytest.raises(ValueError, match="weights have diverged"):
+        generate(engine, PROMPTS, SAMPLING)
+
+
+def config(folder: Path, name: str) -> list[str]:
+    settings = {
+        "run_name": name,
+        "output_dir": str(folder.parent / "runs"),
+        "model.path": str(folder),
+        "model.dtype": "float32",
+        "data.train": "arithmetic",
+        "data.train_size": 64,
+        "rollout.prompts_per_step": 4,
+        "rollout.completions_per_prompt": 4,
+        "rollout.max_completion_tokens": 24,
+        "reward.functions": "[{function: tests.distributed.test_replicas.even_tokens}]",
+        "train.steps": 4,
+        "train.learning_rate": 0.001,
+    }
+    path = folder.parent / f"{name}.yaml"
+    path.write_text("data: {train: arithmetic}\nrun_name: x\n")
+    return [str(path), *(f"{key}={value}" for key, value in settings.items())]
+
+
+def even_tokens(data_source, solution_str, ground_truth, extra_info=None) -> float:
+    """Something that differs within a group."""
+    return float(sum(map(ord, solution_str)) % 7)
+
+
+def weights(folder: Path, name: str) -> bytes:
+    return (folder.parent / "runs" / name / "model" / "model.safetensors").read_bytes()
+
+
+def test_a_run_is_the_same_as_in_one_process(folder):
+    assert main(["train", *config(folder, "here")]) == 0
+    assert main(["train", *config(folder, "there"), "cluster.replicas=1"]) == 0
+    assert weights(folder, "there") == weights(folder, "here")
+    summary = json.loads((folder.parent / "runs" / "there" / "summary.json").read_text())
+    assert summary["finished"]
+
+
+def test_a_dry_run_says_what_finds_no_room(folder, capsys):
+    assert main(["train", *config(folder, "much"), "cluster.replicas=100000", "--dry-run"]) == 2
+    assert "cluster: there is room for" in capsys.readouterr().err
