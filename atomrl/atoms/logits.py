@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,17 +37,32 @@ def head_logits(hidden: Float[Tensor, "*batch H"], head_weight: Float[Tensor, "V
     if hidden.is_cuda and not torch.is_grad_enabled():
         wide: Tensor = torch.mm(hidden.flatten(0, -2), head.T, out_dtype=torch.float32)
         return wide.view(*hidden.shape[:-1], len(head))
-    with bfloat16_products() if hidden.dtype == torch.bfloat16 and not hidden.is_cuda else nullcontext():
-        return F.linear(hidden.float(), head.float())
+    return bfloat16_matmul(hidden, head.T) if hidden.dtype == torch.bfloat16 else hidden.float() @ head.float().T
+
+
+def bfloat16_matmul(left: Float[Tensor, "*batch H"], right: Float[Tensor, "H V"]) -> Vocabulary:
+    """Product of matrices of bfloat16 numbers on a CPU, with float32 sums and a float32 result.
+
+    oneDNN multiplies float32 matrices as bfloat16 ones, by the CPU's instructions for it, if it is told to. Nothing is
+    rounded where the numbers are bfloat16's own, and it takes a quarter to two thirds of a float32 product's time.
+
+    Args:
+        left: bfloat16 numbers, in bfloat16 or float32.
+        right: bfloat16 numbers, in bfloat16 or float32.
+
+    Returns:
+        Float32, differentiable in both.
+
+    Example:
+        >>> bfloat16_matmul(torch.ones(1, 2, dtype=torch.bfloat16), torch.tensor([[1.0], [2**-9]]))
+        tensor([[1.0020]])
+    """
+    with _products_of_bfloat16():
+        return left.float() @ right.float()
 
 
 @contextmanager
-def bfloat16_products() -> Iterator[None]:
-    """Here CPUs multiply float32 matrices as bfloat16 ones, and sum in float32.
-
-    Nothing is rounded where the numbers are bfloat16's own: the one way to a float32 product of them, and up to four
-    times as fast as float32's where there are instructions for it.
-    """
+def _products_of_bfloat16() -> Iterator[None]:
     settings: Any = getattr(torch.backends.mkldnn, "matmul", None)  # of torch 2.9 and newer
     if settings is None:
         yield

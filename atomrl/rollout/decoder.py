@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from atomrl.atoms.logits import bfloat16_products
+from atomrl.atoms.logits import bfloat16_matmul
 from atomrl.models.loading import has_bfloat16
 from atomrl.models.spec import DecoderSpec
 from atomrl.protocols import Adapter
@@ -107,8 +107,7 @@ class StackedLinear:
             y = torch.mm(x, self.weight, out_dtype=torch.float32)
             y = y if self.bias is None else y + self.bias
         elif self.wide and x.dtype == torch.bfloat16:
-            with bfloat16_products():
-                y = torch.mm(x.float(), self.weight)
+            y = bfloat16_matmul(x, self.weight)
             y = y if self.bias is None else y + self.bias
         else:
             x = x.to(self.weight.dtype)
