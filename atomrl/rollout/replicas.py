@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atomrl.config import ClusterConfig
 from atomrl.protocols import RolloutEngine, WeightUpdate
 from atomrl.types import GenerationOutput, GenerationRequest
 
@@ -20,16 +21,6 @@ log = logging.getLogger(__name__)
 _GATHER_S = 0.02
 _RESTARTS = 3
 _START_S = 600.0
-
-
-@dataclass(frozen=True)
-class ActorResources:
-    """What one replica has of the cluster."""
-
-    replicas: int = 1
-    num_cpus: float = 1.0
-    num_gpus: float = 0.0
-    """Fractions share a GPU."""
 
 
 class EngineActor:
@@ -115,33 +106,25 @@ class ReplicatedEngine:
 
     Args:
         build: makes an engine, in the actor; must be picklable.
-        resources: of each actor.
-        address: of a Ray cluster; None starts one on this machine, which ends with `close`.
-        timeout_s: within which a replica must answer, once it has started.
+        cluster: the replicas, what each has of the cluster, and within which time it must answer once it has started.
+            A cluster without an address is started on this machine, and ends with `close`.
 
     Raises:
         ImportError: Ray is not installed.
         PlacementError: the cluster has not the resources.
     """
 
-    def __init__(
-        self,
-        build: Callable[[], RolloutEngine],
-        resources: ActorResources,
-        *,
-        address: str | None = None,
-        timeout_s: float = 600.0,
-    ) -> None:
-        self.ray, self.owns_cluster = connect(address)
-        self.build, self.resources, self.timeout_s = build, resources, timeout_s
+    def __init__(self, build: Callable[[], RolloutEngine], cluster: ClusterConfig) -> None:
+        self.ray, self.owns_cluster = connect(cluster.address)
+        self.build, self.cluster, self.timeout_s = build, cluster, cluster.timeout_s
         self.version, self.restarts = 0, 0
         self.published: Any = None
         self.paused = self.asleep = False
         self.finished: list[GenerationOutput] = []
         """Outputs that came beside another answer; the next `poll` gives them."""
         try:
-            check_resources(resources, [node["Resources"] for node in self.ray.nodes() if node["Alive"]])
-            self.replicas = [_Replica(index, self._start()) for index in range(resources.replicas)]
+            check_resources(cluster, [node["Resources"] for node in self.ray.nodes() if node["Alive"]])
+            self.replicas = [_Replica(index, self._start()) for index in range(cluster.replicas)]
             for replica in self.replicas:
                 self._know(replica)
         except BaseException:
@@ -155,7 +138,7 @@ class ReplicatedEngine:
         self.shapes: Mapping[str, tuple[int, ...]] = shapes
 
     def _start(self) -> Any:
-        cpus, gpus = self.resources.num_cpus, self.resources.num_gpus
+        cpus, gpus = self.cluster.num_cpus, self.cluster.num_gpus
         actor = self.ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(EngineActor)
         return actor.remote(self.build, max(1, int(cpus)))
 
@@ -344,7 +327,8 @@ def connect(address: str | None) -> tuple[Any, bool]:
     if ray.is_initialized():
         return ray, False
     if address is None:
-        ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
+        # Its ports take whatever asks, so they are this machine's alone.
+        ray.init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, logging_level=logging.WARNING)
     else:
         ray.init(address=address, logging_level=logging.WARNING)
     return ray, address is None
@@ -354,14 +338,14 @@ class PlacementError(ValueError):
     """The cluster has no room for what is wanted; it could only wait for ever."""
 
 
-def check_resources(wanted: ActorResources, nodes: Sequence[Mapping[str, float]]) -> None:
+def check_resources(wanted: ClusterConfig, nodes: Sequence[Mapping[str, float]]) -> None:
     """That every replica finds a place.
 
     Raises:
         PlacementError: says what is missing.
 
     Example:
-        >>> check_resources(ActorResources(replicas=3), [{"CPU": 2.0}])
+        >>> check_resources(ClusterConfig(replicas=3), [{"CPU": 2.0}])
         Traceback (most recent call last):
         ...
         atomrl.rollout.replicas.PlacementError: there is room for 2 of 3 replicas (1 CPUs, 0 GPUs each): [{'CPU': 2.0}]

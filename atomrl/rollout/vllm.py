@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -68,7 +69,6 @@ class VLLMEngine(RequestEngine):
         device: str,
         max_concurrent_completions: int,
         trust_remote_code: bool = False,
-        max_model_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
         lora_rank: int = 0,
     ) -> VLLMEngine:
@@ -81,7 +81,6 @@ class VLLMEngine(RequestEngine):
             device: `cpu` or `cuda`, which the installed vLLM must be made for.
             max_concurrent_completions: rows decoded at once.
             trust_remote_code: let the folder's own code make the model.
-            max_model_tokens: of prompt and completion; None: the model's context.
             gpu_memory_utilization: share of the GPU's memory that vLLM may use. On a CPU the cache has what all rows
                 may need, and at most 4 GiB.
             lora_rank: of adapters that updates bring; 0: none.
@@ -97,14 +96,13 @@ class VLLMEngine(RequestEngine):
         folder = str(resolve_folder(base_path(path)))
         on_cpu = torch.device(device).type == "cpu"
         config = model_config_only(path, trust_remote_code)
-        rows = max_concurrent_completions * (max_model_tokens or config.max_position_embeddings)
+        rows = max_concurrent_completions * config.max_position_embeddings
         cache_bytes = min(_MOST_CPU_CACHE, rows * _cache_bytes_per_token(config, dtype) + _SPARE_CACHE)
         llm = LLMEngine.from_engine_args(
             EngineArgs(
                 model=folder,
                 tokenizer=tokenizer.name_or_path or folder,
                 dtype=str(dtype).removeprefix("torch."),
-                max_model_len=max_model_tokens,
                 max_num_seqs=max_concurrent_completions,
                 trust_remote_code=trust_remote_code,
                 logprobs_mode="processed_logprobs",
@@ -153,9 +151,11 @@ class VLLMEngine(RequestEngine):
 
         folder = Path(self.folder.name) / str(version)
         _write_adapters(adapters, folder)
-        request = LoRARequest("policy", 1, str(folder), load_inplace=True)
-        self.llm.add_lora(request)
-        return request
+        self.llm.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
+        for earlier in folder.parent.iterdir():
+            if earlier != folder:
+                shutil.rmtree(earlier)
+        return LoRARequest("policy", 1, str(folder))  # loaded: requests must not read it again
 
     @staticmethod
     def refusal(sampling: SamplingParams) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from atomrl.config import ClusterConfig, ConfigError, ModelConfig, RolloutConfig, RunConfig
+from atomrl.config import ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
 from atomrl.models.gpt import new_gpt
@@ -21,7 +21,7 @@ from atomrl.objective.rollout_is import TokenTIS
 from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.replicas import ActorResources, PlacementError, ReplicatedEngine
+from atomrl.rollout.replicas import PlacementError, ReplicatedEngine
 from atomrl.rollout.vllm import VLLMEngine
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory
 from atomrl.training.local import LocalBackend
@@ -160,11 +160,6 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
     )
 
 
-def actor_resources(cluster: ClusterConfig) -> ActorResources:
-    """What the replicas take of the cluster."""
-    return ActorResources(cluster.replicas, cluster.num_cpus, cluster.num_gpus)
-
-
 def corrected(
     objective: PolicyObjective | PreferenceObjective, engine: type[RolloutEngine]
 ) -> PolicyObjective | PreferenceObjective:
@@ -186,7 +181,7 @@ def build_rollout(config: RunConfig, path: str, tokenizer: Any) -> RolloutEngine
     if cluster is None:
         return build()
     try:
-        return ReplicatedEngine(build, actor_resources(cluster), address=cluster.address, timeout_s=cluster.timeout_s)
+        return ReplicatedEngine(build, cluster)
     except PlacementError as error:
         raise ConfigError(f"cluster: {error}") from None
 

@@ -18,7 +18,7 @@ from atomrl.models.spec import unsupported
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
 from atomrl.rollout.replicas import PlacementError, check_resources
 from atomrl.rollout.vllm import VLLMEngine
-from atomrl.runs.build import actor_resources, engine_class, train_sampling
+from atomrl.runs.build import engine_class, train_sampling
 
 
 def check_companions(config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any) -> None:
@@ -117,7 +117,7 @@ def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
     if config.cluster is not None and config.cluster.address is None:  # another cluster is asked when it is joined
         here = {"CPU": float(os.cpu_count() or 1), "GPU": float(torch.cuda.device_count())}
         try:
-            check_resources(actor_resources(config.cluster), [here])
+            check_resources(config.cluster, [here])
         except PlacementError as error:
             raise ConfigError(f"cluster: {error}") from None
     return engine

@@ -13,12 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from atomrl.config import ClusterConfig
 from atomrl.models.loading import read_weights
 from atomrl.protocols import Adapter, WeightUpdate
 from atomrl.rollout.generate import generate, requests_of
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.replicas import ActorResources, ReplicatedEngine
+from atomrl.rollout.replicas import ReplicatedEngine
 from atomrl.rollout.vllm import VLLMEngine
 from atomrl.types import SamplingParams
 from atomrl.weights import InProcessTransfer
@@ -56,7 +57,7 @@ def vllm(path, tokenizer):
 def started_replicas(path, tokenizer):
     """Two of the native engine for each model."""
     build = partial(native, path, tokenizer, 5, False)
-    return ReplicatedEngine(build, ActorResources(replicas=2, num_cpus=0.1))
+    return ReplicatedEngine(build, ClusterConfig(replicas=2, num_cpus=0.1))
 
 
 def as_new(engine, path):

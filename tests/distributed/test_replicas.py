@@ -15,10 +15,11 @@ import torch
 from transformers import AutoTokenizer
 
 from atomrl.cli.main import main
+from atomrl.config import ClusterConfig
 from atomrl.protocols import WeightUpdate
 from atomrl.rollout.generate import generate, requests_of
 from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.replicas import ActorResources, PlacementError, ReplicatedEngine
+from atomrl.rollout.replicas import PlacementError, ReplicatedEngine
 from atomrl.types import SamplingParams
 from tests.engines import prompts_of
 from tests.tiny import make_tiny_model
@@ -41,7 +42,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def engine(folder):
-    engine = ReplicatedEngine(partial(build, str(folder)), ActorResources(replicas=2, num_cpus=0.1), timeout_s=60)
+    engine = ReplicatedEngine(partial(build, str(folder)), ClusterConfig(replicas=2, num_cpus=0.1, timeout_s=60))
     yield engine
     engine.close()
 
@@ -83,7 +84,7 @@ def test_one_that_died_takes_weights(engine):
 
 
 def test_one_that_hangs_is_named(folder):
-    engine = ReplicatedEngine(partial(build, str(folder)), ActorResources(num_cpus=0.1), timeout_s=30)
+    engine = ReplicatedEngine(partial(build, str(folder)), ClusterConfig(num_cpus=0.1, timeout_s=30))
     try:
         engine.timeout_s, pid, began = 2.0, engine.replicas[0].pid, time.monotonic()
         engine.submit(requests_of(PROMPTS[0], SAMPLING))
@@ -98,7 +99,7 @@ def test_one_that_hangs_is_named(folder):
 
 def test_what_finds_no_room_is_refused(folder):
     with pytest.raises(PlacementError, match="there is room for 0 of 1 replicas"):
-        ReplicatedEngine(partial(build, str(folder)), ActorResources(num_cpus=10_000))
+        ReplicatedEngine(partial(build, str(folder)), ClusterConfig(num_cpus=10_000))
 
 
 def test_an_error_of_the_engine_is_its_own(engine):
