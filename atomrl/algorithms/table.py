@@ -41,7 +41,7 @@ def objective_of(name: str, axes: Mapping[str, Any]) -> Objective:
 
     Example:
         >>> objective_of("dapo", {"clip": {"high": 0.3}}).clip
-        PPOClip(type='ppo', low=0.2, high=0.3, dual=None)
+        PPOClip(low=0.2, high=0.3, dual=None)
     """
     named: dict[str, Objective] = {**ALGORITHMS, **PREFERENCES, "reward_model": RewardModelObjective()}
     check_name("algorithm.name", name, list(named))

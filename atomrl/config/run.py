@@ -18,6 +18,7 @@ from atomrl.config import schema
 from atomrl.config.base import ConfigError, Section
 from atomrl.config.names import foreign_names, suggestion
 from atomrl.objective import PolicyObjective, PreferenceObjective
+from atomrl.objective.choice import Choice
 
 Kind = Literal["train", "sft", "dpo", "reward-model", "pretrain"]
 """What a config is for: the command that takes it."""
@@ -173,7 +174,7 @@ def _problem(item: Mapping[str, Any]) -> str:
 
 def known_keys(section: type[BaseModel] | None = None, prefix: str = "") -> list[str]:
     """All keys with dots, sections before their keys."""
-    keys = []
+    keys = [f"{prefix}type"] if section is not None and issubclass(section, Choice) else []
     for name, info in (section or RunConfig).model_fields.items():
         keys.append(prefix + name)
         parts = () if get_origin(info.annotation) is dict else get_args(info.annotation)  # a table has keys of its own

@@ -36,7 +36,7 @@ class GroupAdvantage(AdvantageChoice):
         return found
 
 
-class RawAdvantage(GroupAdvantage):
+class RawAdvantage(GroupAdvantage, type="raw"):
     r"""REINFORCE: the reward itself.
 
         A_i = r_i
@@ -44,12 +44,11 @@ class RawAdvantage(GroupAdvantage):
     LaTeX: \hat A_i = r_i
     """
 
-    type: Literal["raw"] = "raw"
     atom = staticmethod(advantages.raw_reward)
     group_baseline = False
 
 
-class GRPOAdvantage(GroupAdvantage):
+class GRPOAdvantage(GroupAdvantage, type="grpo"):
     r"""GRPO: the reward standardised within the group.
 
         A_i = (r_i - mean_group r) / (std_group r + eps)
@@ -57,7 +56,6 @@ class GRPOAdvantage(GroupAdvantage):
     LaTeX: \hat A_i = \frac{r_i - \operatorname{mean}_{g(i)} r}{\operatorname{std}_{g(i)} r + \epsilon}
     """
 
-    type: Literal["grpo"] = "grpo"
     eps: NonNegativeFloat = 1e-6
     atom = staticmethod(group_zscore)
 
@@ -66,7 +64,7 @@ class GRPOAdvantage(GroupAdvantage):
         yield "biased: division by the group's deviation weighs prompts that are nearly always or never solved more"
 
 
-class GRPONoStdAdvantage(GroupAdvantage):
+class GRPONoStdAdvantage(GroupAdvantage, type="grpo_no_std"):
     r"""Dr. GRPO: the reward minus the group's mean.
 
         A_i = r_i - mean_group r
@@ -74,11 +72,10 @@ class GRPONoStdAdvantage(GroupAdvantage):
     LaTeX: \hat A_i = r_i - \operatorname{mean}_{g(i)} r
     """
 
-    type: Literal["grpo_no_std"] = "grpo_no_std"
     atom = staticmethod(advantages.group_mean_baseline)
 
 
-class RLOOAdvantage(GroupAdvantage):
+class RLOOAdvantage(GroupAdvantage, type="rloo"):
     r"""RLOO: the reward minus the mean of the other completions of the group.
 
         A_i = r_i - mean_{j in group, j != i} r_j
@@ -86,11 +83,10 @@ class RLOOAdvantage(GroupAdvantage):
     LaTeX: \hat A_i = r_i - \operatorname{mean}_{j \in g(i), j \neq i} r_j
     """
 
-    type: Literal["rloo"] = "rloo"
     atom = staticmethod(advantages.leave_one_out_baseline)
 
 
-class OPOAdvantage(AdvantageChoice):
+class OPOAdvantage(AdvantageChoice, type="opo"):
     r"""OPO: the reward minus the group's mean weighted by length.
 
         A_i = r_i - sum_j l_j r_j / sum_j l_j,   j in the group
@@ -98,14 +94,13 @@ class OPOAdvantage(AdvantageChoice):
     LaTeX: \hat A_i = r_i - \frac{\sum_{j \in g(i)} l_j r_j}{\sum_{j \in g(i)} l_j}
     """
 
-    type: Literal["opo"] = "opo"
     group_baseline = True
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         return baselines.length_weighted_baseline(inputs.totals, given(inputs.mask).sum(1), inputs.group_ids)
 
 
-class GPGAdvantage(AdvantageChoice):
+class GPGAdvantage(AdvantageChoice, type="gpg"):
     r"""GPG: the reward minus the group's mean, rescaled by alpha for groups without a signal.
 
     `alpha: paper` counts the completions of groups whose rewards are not all equal; `verl` those with a reward.
@@ -115,7 +110,6 @@ class GPGAdvantage(AdvantageChoice):
     LaTeX: \hat A_i = \frac{\alpha}{F} (r_i - \operatorname{mean}_{g(i)} r)
     """
 
-    type: Literal["gpg"] = "gpg"
     alpha: Literal["paper", "verl"] = "paper"
     normaliser: Annotated[float, Field(gt=0)] = 1.0
     group_baseline = True
@@ -134,7 +128,7 @@ class GPGAdvantage(AdvantageChoice):
         return (Formula(f"alpha = {counted}", rf"\alpha = {latex}"),)
 
 
-class PassAtKAdvantage(AdvantageChoice):
+class PassAtKAdvantage(AdvantageChoice, type="pass_at_k"):
     r"""Pass@k: the group's best completion alone, by how much it beats the second best.
 
         A_i = r_i - max_{j != i} r_j   for the group's single best,   0 elsewhere
@@ -142,7 +136,6 @@ class PassAtKAdvantage(AdvantageChoice):
     LaTeX: \hat A_i = [r_i = \max_{g(i)} r]\,(r_i - \max_{j \in g(i), j \neq i} r_j)
     """
 
-    type: Literal["pass_at_k"] = "pass_at_k"
     divide_by_std: bool = False
     eps: NonNegativeFloat = 1e-6
     switches: ClassVar = dict.fromkeys((advantages.standardised, group_std), lambda self: self.divide_by_std)
@@ -154,7 +147,7 @@ class PassAtKAdvantage(AdvantageChoice):
         return advantages.standardised(best, std, self.eps) if self.divide_by_std else best
 
 
-class PassAtKAnalyticAdvantage(GroupAdvantage):
+class PassAtKAnalyticAdvantage(GroupAdvantage, type="pass_at_k_analytic"):
     r"""Pass@k training: the marginal contribution of a completion to the expected best of k, over all k-subsets S.
 
         A_i = (mean_{S with i} R(S) - mean_S R(S)) / std_S R(S),   R(S) = max_{j in S} r_j
@@ -163,7 +156,6 @@ class PassAtKAnalyticAdvantage(GroupAdvantage):
         \quad R(S) = \max_{j \in S} r_j, \quad S \subseteq g(i), |S| = k
     """
 
-    type: Literal["pass_at_k_analytic"] = "pass_at_k_analytic"
     k: PositiveInt = 4
     atom = staticmethod(baselines.best_of_k)
 
@@ -174,7 +166,7 @@ class PassAtKAnalyticAdvantage(GroupAdvantage):
             yield f"no effect: with k={self.k} of {n} completions per prompt every subset has the same best"
 
 
-class MaxRLAdvantage(GroupAdvantage):
+class MaxRLAdvantage(GroupAdvantage, type="maxrl"):
     r"""MaxRL: deviation from the group's mean in units of that mean.
 
         A_i = (r_i - mean_group r) / (mean_group r + eps)
@@ -182,7 +174,6 @@ class MaxRLAdvantage(GroupAdvantage):
     LaTeX: \hat A_i = \frac{r_i - \operatorname{mean}_{g(i)} r}{\operatorname{mean}_{g(i)} r + \epsilon}
     """
 
-    type: Literal["maxrl"] = "maxrl"
     eps: NonNegativeFloat = 0.0
     atom = staticmethod(advantages.maxrl_advantage)
 
@@ -193,7 +184,7 @@ class MaxRLAdvantage(GroupAdvantage):
             yield "biased: maxrl divides by the mean reward, which penalties may bring to 0 or below (then left out)"
 
 
-class GDPOAdvantage(AdvantageChoice):
+class GDPOAdvantage(AdvantageChoice, type="gdpo"):
     r"""GDPO: each part of the reward standardised within the group, then their weighted sum within the batch.
 
         A_i = zscore_batch( sum_k w_k zscore_group(r_k)_i )
@@ -201,7 +192,6 @@ class GDPOAdvantage(AdvantageChoice):
     LaTeX: \hat A_i = \operatorname{zscore}_{B}\Big(\sum_k w_k \operatorname{zscore}_{g(i)} r_k\Big)
     """
 
-    type: Literal["gdpo"] = "gdpo"
     eps: NonNegativeFloat = 1e-4
     group_baseline = True
 
@@ -219,7 +209,7 @@ class GDPOAdvantage(AdvantageChoice):
             yield "no effect: gdpo with one reward is grpo, standardised over the batch once more"
 
 
-class ReMaxAdvantage(AdvantageChoice):
+class ReMaxAdvantage(AdvantageChoice, type="remax"):
     r"""ReMax: the reward minus that of the prompt's greedy completion.
 
         A_i = r_i - r(greedy completion of the same prompt)
@@ -227,7 +217,6 @@ class ReMaxAdvantage(AdvantageChoice):
     LaTeX: \hat A_i = r_i - r(x_i, \arg\max \pi_\theta)
     """
 
-    type: Literal["remax"] = "remax"
     extra_rollouts: ClassVar[Mapping[str, Any]] = {"temperature": 0.0, "completions_per_prompt": 1}
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -238,7 +227,7 @@ class ReMaxAdvantage(AdvantageChoice):
         return baselines.return_minus_baseline(per_token(totals, mask), per_token(baseline, mask), mask)
 
 
-class ReinforcePPAdvantage(AdvantageChoice):
+class ReinforcePPAdvantage(AdvantageChoice, type="reinforce_pp"):
     r"""REINFORCE++: the return of each token, whitened over all tokens of the batch.
 
         A_{i,t} = whiten_batch( sum_{s >= t} gamma^{s-t} r_{i,s} )
@@ -246,7 +235,6 @@ class ReinforcePPAdvantage(AdvantageChoice):
     LaTeX: \hat A_{i,t} = \operatorname{whiten}_B\Big(\sum_{s \ge t} \gamma^{s-t} r_{i,s}\Big)
     """
 
-    type: Literal["reinforce_pp"] = "reinforce_pp"
     gamma: Discount = 1.0
     eps: NonNegativeFloat = 1e-8
     by_token = True
@@ -259,7 +247,7 @@ class ReinforcePPAdvantage(AdvantageChoice):
         yield from self.discounted_away(self.gamma, setting)
 
 
-class ReinforcePPBaselineAdvantage(AdvantageChoice):
+class ReinforcePPBaselineAdvantage(AdvantageChoice, type="reinforce_pp_baseline"):
     r"""REINFORCE++-baseline: the reward minus the group's mean, whitened over all tokens of the batch.
 
         A_{i,t} = whiten_batch( r_i - mean_group r )
@@ -267,7 +255,6 @@ class ReinforcePPBaselineAdvantage(AdvantageChoice):
     LaTeX: \hat A_{i,t} = \operatorname{whiten}_B(r_i - \operatorname{mean}_{g(i)} r)
     """
 
-    type: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
     eps: NonNegativeFloat = 1e-8
     group_baseline = True
 
@@ -277,7 +264,7 @@ class ReinforcePPBaselineAdvantage(AdvantageChoice):
         return masked_whiten(per_token(centred, mask), mask, eps=self.eps)
 
 
-class GAEAdvantage(AdvantageChoice):
+class GAEAdvantage(AdvantageChoice, type="gae"):
     r"""Generalised advantage estimation, with a critic; tokens that the model did not write are left out.
 
     With `length_alpha` lambda grows with a completion's length, 1 - 1 / (length_alpha |o_i|), in the place of `lam`.
@@ -288,7 +275,6 @@ class GAEAdvantage(AdvantageChoice):
         V_{i,t+1} - V_{i,t}
     """
 
-    type: Literal["gae"] = "gae"
     gamma: Discount = 1.0
     lam: Discount = 0.95
     whiten: bool = True
@@ -320,7 +306,7 @@ class GAEAdvantage(AdvantageChoice):
             yield f"biased: with lam={self.lam} {what}, the rest is the critic's word (length_alpha mends it)"
 
 
-class ReverseKLAdvantage(AdvantageChoice):
+class ReverseKLAdvantage(AdvantageChoice, type="reverse_kl"):
     r"""Reverse KL to the teacher on the sampled token, as its advantage; rewards have no part in it.
 
         A_{i,t} = - (log pi_old(a_t) - log p_teacher(a_t))
@@ -328,17 +314,14 @@ class ReverseKLAdvantage(AdvantageChoice):
     LaTeX: \hat A_{i,t} = -\big(\log \pi_{\mathrm{old}}(a_{i,t}) - \log p_{\mathrm{teacher}}(a_{i,t})\big)
     """
 
-    type: Literal["reverse_kl"] = "reverse_kl"
     needs = frozenset({"old_logprobs", "teacher_logprobs"})
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         return -k1_kl(given(inputs.old_logprobs), given(inputs.teacher_logprobs), given(inputs.mask))
 
 
-class NoAdvantage(AdvantageChoice):
+class NoAdvantage(AdvantageChoice, type="none"):
     """None: nothing is learned from rewards."""
-
-    type: Literal["none"] = "none"
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         return torch.zeros_like(inputs.rewards)
@@ -348,10 +331,9 @@ class NoAdvantage(AdvantageChoice):
             yield "no effect: advantage none learns nothing from rewards, and there is no distillation beside it"
 
 
-class CustomAdvantage(Custom, AdvantageChoice):
+class CustomAdvantage(Custom, AdvantageChoice, type="custom"):
     """Your own function: `AdvantageInputs` -> [B] or [B, T], or `AdvantagesAndReturns` where it reads `values`."""
 
-    type: Literal["custom"] = "custom"
     text = "A = "
     latex = r"\hat A = "
     by_row = True
@@ -368,4 +350,4 @@ Centred = GRPONoStdAdvantage | RLOOAdvantage | OPOAdvantage | GPGAdvantage | ReM
 Scaled = GRPOAdvantage | MaxRLAdvantage | GDPOAdvantage
 PassAtK = PassAtKAdvantage | PassAtKAnalyticAdvantage
 ByToken = ReinforcePPAdvantage | ReinforcePPBaselineAdvantage | GAEAdvantage | ReverseKLAdvantage
-Advantage = Annotated[Plain | Centred | Scaled | PassAtK | ByToken | CustomAdvantage, Field(discriminator="type")]
+Advantage = Plain | Centred | Scaled | PassAtK | ByToken | CustomAdvantage

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atomrl.atoms.masks import row_sum
 from atomrl.atoms.shaping import kl_penalised_reward, reward_at_last_token
-from atomrl.objective.choice import Choice, Setting, type_of
+from atomrl.objective.choice import Choice, Setting
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class AdvantageChoice(Choice):
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if self.group_baseline and setting.completions_per_prompt == 1:
-            what = type_of(self)
+            what = self.type
             yield f"no effect: one completion per prompt has nothing to be compared with; {what} is always 0"
 
     def discounted_away(self, gamma: float, setting: Setting) -> Iterator[str]:

@@ -7,7 +7,7 @@ loss and the policy's terms share no gradient.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
@@ -55,7 +55,7 @@ class ValueLoss(Choice):
             yield f"no effect: {advantage.type} reads no values, so there is no critic for the settings of value"
 
 
-class ClippedValue(ValueLoss):
+class ClippedValue(ValueLoss, type="clipped"):
     r"""Half the squared error, no gradient to a value that has moved `clip` towards its return or past it.
 
         max((v - R)^2, (clip(v, V - clip, V + clip) - R)^2) / 2
@@ -64,7 +64,6 @@ class ClippedValue(ValueLoss):
         \epsilon_v) - R_{i,t})^2\big)
     """
 
-    type: Literal["clipped"] = "clipped"
     clip: NonNegativeFloat = 0.2
 
     def warnings(self, setting: Setting) -> Iterator[str]:
@@ -73,7 +72,7 @@ class ClippedValue(ValueLoss):
             yield "no effect: with one update in a step no value has moved yet, and the clip of values never acts"
 
 
-class SquaredValue(ValueLoss):
+class SquaredValue(ValueLoss, type="squared"):
     r"""Half the squared error.
 
         (v - R)^2 / 2
@@ -81,13 +80,11 @@ class SquaredValue(ValueLoss):
     LaTeX: \tfrac12 (v_{i,t} - R_{i,t})^2
     """
 
-    type: Literal["squared"] = "squared"
+
+Value = ClippedValue | SquaredValue
 
 
-Value = Annotated[ClippedValue | SquaredValue, Field(discriminator="type")]
-
-
-class Entropy(Choice):
+class Entropy(Choice, type="bonus"):
     r"""An entropy bonus: of the distribution that each token was drawn from, in nats.
 
         H_{i,t} = - sum_v pi(v) log pi(v)
@@ -95,7 +92,6 @@ class Entropy(Choice):
     LaTeX: \mathcal{H}_{i,t} = -\sum_v \pi_\theta(v) \log \pi_\theta(v)
     """
 
-    type: Literal["bonus"] = "bonus"
     coefficient: NonNegativeFloat = 0.0
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> tuple[Tensor, Metrics]:
@@ -108,7 +104,7 @@ class Entropy(Choice):
             yield "unstable: nothing bounds the bonus; over a large vocabulary entropy has exploded (arXiv:2505.22617)"
 
 
-class Distillation(Choice):
+class Distillation(Choice, type="jsd"):
     r"""Generalised Jensen-Shannon divergence of the policy's distributions from a teacher's (p): GKD.
 
     beta = 0 is the forward KL(p, pi), which covers what the teacher does, beta = 1 the reverse KL(pi, p), which settles
@@ -120,7 +116,6 @@ class Distillation(Choice):
         \beta_D\, p + (1 - \beta_D)\, \pi_\theta
     """
 
-    type: Literal["jsd"] = "jsd"
     coefficient: NonNegativeFloat = 0.0
     beta: Annotated[float, Field(ge=0, le=1)] = 0.5
 

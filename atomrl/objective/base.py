@@ -52,7 +52,7 @@ class Objective(BaseModel):
         Example:
             >>> from atomrl.objective import PolicyObjective
             >>> PolicyObjective().override({"clip": {"high": 0.28}, "advantage": "raw"}).clip
-            PPOClip(type='ppo', low=0.2, high=0.28, dual=None)
+            PPOClip(low=0.2, high=0.28, dual=None)
         """
         fields = {field.alias or name: (name, field) for name, field in type(self).model_fields.items()}
         values = {key: getattr(self, name) for key, (name, _) in fields.items()}

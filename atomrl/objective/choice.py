@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 from pydantic.fields import FieldInfo
 from torch import Tensor
 
@@ -38,6 +38,8 @@ class Choice(BaseModel):
 
     model_config = FROZEN
 
+    type: ClassVar[str] = ""
+    """What a config calls it: `class PPOClip(Choice, type="ppo")`."""
     text: ClassVar[str] = ""
     """Its equation; empty where it adds nothing to the objective. It may stand in the docstring, indented."""
     latex: ClassVar[str] = ""
@@ -51,8 +53,9 @@ class Choice(BaseModel):
     keeps_fields: ClassVar[bool] = False
     """Whether another type of the axis keeps the fields that are set, since all types have the same."""
 
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, type: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.type = type
         before, _, after = inspect.cleandoc(cls.__doc__ or "").partition("LaTeX:")
         indented = re.findall(r"^    (\S.*)$", before, re.MULTILINE)
         if indented and "text" not in vars(cls):
@@ -64,10 +67,14 @@ class Choice(BaseModel):
         """`needs`, with what its fields ask for."""
         return self.needs
 
+    @model_serializer(mode="wrap")
+    def _with_type(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {"type": self.type, **fields(self)}
+
     @property
     def settings(self) -> dict[str, Any]:
         """The fields, as keywords of an atom. A weight is of a sum, and no atom's."""
-        return self.model_dump(exclude={"type", "weight"})
+        return {name: value for name, value in self if name != "weight"}
 
     def equation(self) -> Formula:
         """`text` and `latex`, with what its fields make of them."""
@@ -164,22 +171,10 @@ class Off:
         self.name = name
 
 
-def type_of(choice: Choice | type[Choice]) -> str:
-    """What a config calls it.
-
-    Example:
-        >>> from atomrl.objective.clip import PPOClip
-        >>> type_of(PPOClip), type_of(PPOClip(low=0.1))
-        ('ppo', 'ppo')
-    """
-    kind = choice if isinstance(choice, type) else type(choice)
-    return str(kind.model_fields["type"].default)
-
-
 def choices_of(annotation: Any) -> dict[str, type[Choice]]:
     """The classes of an axis by type, from a field's annotation; empty where it is no axis."""
     if isinstance(annotation, type) and issubclass(annotation, Choice):
-        return {type_of(annotation): annotation}
+        return {annotation.type: annotation}
     return {name: kind for part in get_args(annotation) for name, kind in choices_of(part).items()}
 
 
@@ -211,19 +206,18 @@ def _changed_one(
     values = {"type": change} if isinstance(change, str) else change
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} takes a type or a mapping of parameters, got {change!r}")
-    type_name = values.get("type", type_of(current) if current else None)
+    type_name = values.get("type", current.type if current else None)
     if type_name is None:
         raise ValueError(f"{where}.type is missing; valid are {', '.join(kinds)}")
     check_name(f"{where}.type", type_name, [*kinds, *off])
     if type_name not in kinds:  # `off`, with fields of another type beside it
         raise ValueError(f"{where} of type {type_name} has no parameters, got {dict(values)}; give {where}={type_name}")
     kind = kinds[type_name]
-    for key in values:
-        check_name(f"{where} of type {type_name}", key, ["type", *(key for key in kind.model_fields if key != "type")])
-    kept: dict[str, Any] = {}
-    if current is not None and (isinstance(current, kind) or kind.keeps_fields):
-        kept = {name: getattr(current, name) for name in type(current).model_fields if name != "type"}
-    choice = validated(kind, where, kept | dict(values))
+    given = {key: value for key, value in values.items() if key != "type"}
+    for key in given:
+        check_name(f"{where} of type {type_name}", key, list(kind.model_fields))
+    kept = dict(current) if current is not None and (isinstance(current, kind) or kind.keeps_fields) else {}
+    choice = validated(kind, where, kept | given)
     if isinstance(choice, Custom):
         try:
             choice.check_arguments()
@@ -252,5 +246,5 @@ def validated(kind: type[Model], where: str, values: Mapping[str, Any]) -> Model
 def check_name(where: str, name: object, valid: Sequence[str]) -> None:
     """Raises ValueError, with the nearest valid name, where `name` is not valid."""
     if name not in valid:
-        hint = did_you_mean(str(name), valid, "valid are", cutoff=0.4) if valid != ["type"] else "it has no parameters"
+        hint = did_you_mean(str(name), valid, "valid are", cutoff=0.4) if valid else "it has no parameters"
         raise ValueError(f"{where}: unknown name {name!r}; {hint}")

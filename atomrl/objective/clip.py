@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Literal, NamedTuple
+from typing import NamedTuple
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from atomrl.atoms import policy_losses, trust_region
 from atomrl.atoms.advantages import per_token
 from atomrl.atoms.masks import row_mean
 from atomrl.atoms.sequence_losses import geometric_mean_loss, sequence_clipped_log_ratio
-from atomrl.objective.choice import Choice, Custom, Formula, Setting, type_of
+from atomrl.objective.choice import Choice, Custom, Formula, Setting
 
 
 class PolicyInputs(NamedTuple):
@@ -39,10 +39,10 @@ class TrustRegionClip(Choice):
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         if setting.updates_per_step == 1:
-            yield f"no effect: with one update in a step the ratio is 1, and {type_of(self)} is plain REINFORCE"
+            yield f"no effect: with one update in a step the ratio is 1, and {self.type} is plain REINFORCE"
 
 
-class PPOClip(TrustRegionClip):
+class PPOClip(TrustRegionClip, type="ppo"):
     r"""PPO's clip: no gradient beyond the bound on the advantage's side.
 
         min(rho A, clip(rho, 1 - low, 1 + high) A)
@@ -51,7 +51,6 @@ class PPOClip(TrustRegionClip):
         A_{i,t}\big)
     """
 
-    type: Literal["ppo"] = "ppo"
     low: NonNegativeFloat = 0.2
     high: NonNegativeFloat = 0.2
     dual: NonNegativeFloat | None = None
@@ -78,7 +77,7 @@ class PPOClip(TrustRegionClip):
             yield "unstable: token ratios move by more than this; nearly every token is clipped after the first update"
 
 
-class CISPOClip(Choice):
+class CISPOClip(Choice, type="cispo"):
     r"""CISPO: the clipped ratio is a weight without gradient, so that a clipped token still learns.
 
         sg[clip(rho, 1 - low, 1 + high)] A log pi(a_t)
@@ -87,7 +86,6 @@ class CISPOClip(Choice):
         \pi_\theta(a_{i,t})
     """
 
-    type: Literal["cispo"] = "cispo"
     low: NonNegativeFloat = 1.0
     high: NonNegativeFloat = 4.0
 
@@ -97,7 +95,7 @@ class CISPOClip(Choice):
         return loss, policy_losses.out_of_bounds(ratio, 1 - self.low, 1 + self.high)
 
 
-class SAPOClip(TrustRegionClip):
+class SAPOClip(TrustRegionClip, type="sapo"):
     r"""SAPO: a sigmoid in the place of the clip, with a temperature by the sign of the advantage.
 
         (4 / tau) sigmoid(tau (rho - 1)) A,   tau by the sign of A
@@ -105,7 +103,6 @@ class SAPOClip(TrustRegionClip):
     LaTeX: \frac{4}{\tau} \sigma(\tau (\rho_{i,t} - 1)) \hat A_{i,t}
     """
 
-    type: Literal["sapo"] = "sapo"
     tau_positive: PositiveFloat = 1.0
     tau_negative: PositiveFloat = 1.05
 
@@ -113,7 +110,7 @@ class SAPOClip(TrustRegionClip):
         return policy_losses.sapo_loss(inputs.log_ratio.exp(), inputs.advantages, **self.settings)
 
 
-class GMPOClip(TrustRegionClip):
+class GMPOClip(TrustRegionClip, type="gmpo"):
     r"""GMPO: the geometric mean of a completion's ratios, each clipped in log space on the advantage's side.
 
         A_i exp(mean_t clip_A(log rho_t, -low, high))
@@ -122,7 +119,6 @@ class GMPOClip(TrustRegionClip):
         \epsilon_h)\Big)
     """
 
-    type: Literal["gmpo"] = "gmpo"
     low: NonNegativeFloat = 0.4
     high: NonNegativeFloat = 0.4
 
@@ -149,7 +145,7 @@ class DPPOClip(TrustRegionClip):
         return policy_losses.reinforce_loss(inputs.logprobs, inputs.advantages, inputs.mask, weights), ~keep
 
 
-class DPPOTVClip(DPPOClip):
+class DPPOTVClip(DPPOClip, type="dppo_tv"):
     r"""DPPO by total variation: no gradient where the probability has moved too far on the advantage's side.
 
         sg[min(rho, cap)] [|pi - pi_old| within bounds] A log pi(a_t)
@@ -158,11 +154,10 @@ class DPPOTVClip(DPPOClip):
         \pi_\theta(a_{i,t})
     """
 
-    type: Literal["dppo_tv"] = "dppo_tv"
     atom = staticmethod(trust_region.probability_change)
 
 
-class DPPOKLClip(DPPOClip):
+class DPPOKLClip(DPPOClip, type="dppo_kl"):
     r"""DPPO by binary KL: no gradient where the two-outcome KL has grown too large on the advantage's side.
 
         sg[min(rho, cap)] [KL_binary(pi_old, pi) within bounds] A log pi(a_t)
@@ -171,21 +166,18 @@ class DPPOKLClip(DPPOClip):
         \delta\,]\,\hat A_{i,t} \log \pi_\theta(a_{i,t})
     """
 
-    type: Literal["dppo_kl"] = "dppo_kl"
     low: NonNegativeFloat = 0.05
     high: NonNegativeFloat = 0.05
     atom = staticmethod(trust_region.binary_kl)
 
 
-class NoClip(Choice):
+class NoClip(Choice, type="none"):
     r"""The ratio as it is.
 
         rho A
 
     LaTeX: \rho_{i,t} \hat A_{i,t}
     """
-
-    type: Literal["none"] = "none"
 
     def __call__(self, inputs: PolicyInputs) -> Tensor:
         return policy_losses.clipped_policy_loss(inputs.log_ratio.exp(), inputs.advantages, math.inf, math.inf)
@@ -196,15 +188,13 @@ class NoClip(Choice):
             yield "unstable: nothing bounds the ratio over several updates"
 
 
-class ReinforceClip(Choice):
+class ReinforceClip(Choice, type="reinforce"):
     r"""REINFORCE: the log-prob in the place of a ratio.
 
         A log pi(a_t)
 
     LaTeX: \hat A_{i,t} \log \pi_\theta(a_{i,t})
     """
-
-    type: Literal["reinforce"] = "reinforce"
 
     def __call__(self, inputs: PolicyInputs) -> Tensor:
         return policy_losses.reinforce_loss(inputs.logprobs, inputs.advantages, inputs.mask)
@@ -215,13 +205,8 @@ class ReinforceClip(Choice):
             yield f"biased: {updates} updates in a step without a ratio; all but the first are off-policy"
 
 
-class CustomClip(Custom):
+class CustomClip(Custom, type="custom"):
     """Your own function: `PolicyInputs` -> loss per token [B, T], or that and the tokens on which it acts."""
 
-    type: Literal["custom"] = "custom"
 
-
-Clip = Annotated[
-    PPOClip | CISPOClip | SAPOClip | GMPOClip | DPPOTVClip | DPPOKLClip | NoClip | ReinforceClip | CustomClip,
-    Field(discriminator="type"),
-]
+Clip = PPOClip | CISPOClip | SAPOClip | GMPOClip | DPPOTVClip | DPPOKLClip | NoClip | ReinforceClip | CustomClip

@@ -16,7 +16,7 @@ from atomrl.atoms.reductions import weighted_sum
 from atomrl.metrics import Mean, Metrics, Sum
 from atomrl.objective.advantage_inputs import given
 from atomrl.objective.base import SupervisedObjective
-from atomrl.objective.choice import Formula, Off, Setting, type_of
+from atomrl.objective.choice import Formula, Off, Setting
 from atomrl.objective.formulation import MINIMISE, Formulation, Goal
 from atomrl.objective.pairing import complete, labels_of, pair_rows, ranked, row_keys
 from atomrl.objective.preference_loss import (
@@ -56,14 +56,14 @@ class PreferenceObjective(SupervisedObjective):
 
     @model_validator(mode="after")
     def _choices_that_go_together(self) -> Self:
-        alone = [type_of(loss) for loss in self.losses if loss.unpaired or loss.ranked]
+        alone = [loss.type for loss in self.losses if loss.unpaired or loss.ranked]
         if alone and len(self.losses) > 1:
             raise ValueError(f"loss: {', '.join(alone)} cannot be one of several; what it compares are not the pairs")
         for loss in self.losses:
             if reason := loss.refusal(self.score):
                 raise ValueError(f"score: {reason}")
         if self.unpaired and self.nll.coefficient:
-            raise ValueError(f"nll: {type_of(self.losses[0])} has no pairs, and so no chosen completion to imitate")
+            raise ValueError(f"nll: {self.losses[0].type} has no pairs, and so no chosen completion to imitate")
         return self
 
     def off_axes(self) -> set[str]:

@@ -14,7 +14,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from atomrl.objective.base import Objective
-from atomrl.objective.choice import Choice, Custom, Setting, imported, type_of
+from atomrl.objective.choice import Choice, Custom, Setting, imported
 from atomrl.objective.formulation import Goal
 
 ROOT = Path(__file__).parents[2]
@@ -109,8 +109,8 @@ def table(objective: Objective) -> str:
         lines += [] if choices else [f"{axis}: none"]
         for choice in choices:
             defaults = changed_fields(choice)
-            shown = ", ".join(f"{k}={v}{'*' if k in defaults else ''}" for k, v in choice if k != "type")
-            lines.append(f"{axis}: {type_of(choice)}{f' ({shown})' if shown else ''}")
+            shown = ", ".join(f"{k}={v}{'*' if k in defaults else ''}" for k, v in choice)
+            lines.append(f"{axis}: {choice.type}{f' ({shown})' if shown else ''}")
             lines.append(f"    {summary(choice)}")
             own = [imported(choice.function)] if isinstance(choice, Custom) else []
             places = dict.fromkeys(atom_place(atom) for atom in [*own, *used_atoms(choice)] if inspect.isfunction(atom))
@@ -127,7 +127,7 @@ def summary(choice: Choice) -> str:
 def changed_fields(choice: Choice) -> dict[str, Any]:
     """The fields that are not the type's default."""
     fields = type(choice).model_fields
-    return {name: value for name, value in choice if name != "type" and value != fields[name].default}
+    return {name: value for name, value in choice if value != fields[name].default}
 
 
 def atom_place(atom: Callable[..., Any]) -> AtomPlace:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import NonNegativeFloat
 from torch import Tensor
 
 from atomrl.atoms import kl as estimators
@@ -48,7 +48,7 @@ class KLPenalty(Choice):
             yield f"biased: {self.fault}"
 
 
-class K1(KLPenalty):
+class K1(KLPenalty, type="k1"):
     r"""k1: the difference of log-probs. Unbiased, of high variance.
 
         k1 = log pi - log pi_ref
@@ -56,12 +56,11 @@ class K1(KLPenalty):
     LaTeX: k_1 = \log \pi_\theta - \log \pi_{\mathrm{ref}}
     """
 
-    type: Literal["k1"] = "k1"
     atom = staticmethod(estimators.k1_kl)
     fault = "k1 in the loss has a gradient of mean 0; use k2 or k3, or k2_gradient"
 
 
-class K2(KLPenalty):
+class K2(KLPenalty, type="k2"):
     r"""k2: half the squared difference of log-probs. Its gradient is that of the KL.
 
         k2 = (log pi - log pi_ref)^2 / 2
@@ -69,11 +68,10 @@ class K2(KLPenalty):
     LaTeX: k_2 = \tfrac12 (\log \pi_\theta - \log \pi_{\mathrm{ref}})^2
     """
 
-    type: Literal["k2"] = "k2"
     atom = staticmethod(estimators.k2_kl)
 
 
-class K3(KLPenalty):
+class K3(KLPenalty, type="k3"):
     r"""k3: GRPO's estimator. Unbiased and never negative.
 
         k3 = pi_ref / pi - 1 - log(pi_ref / pi)
@@ -81,12 +79,11 @@ class K3(KLPenalty):
     LaTeX: k_3 = \frac{\pi_{\mathrm{ref}}}{\pi_\theta} - 1 - \log \frac{\pi_{\mathrm{ref}}}{\pi_\theta}
     """
 
-    type: Literal["k3"] = "k3"
     atom = staticmethod(estimators.k3_kl)
     fault = "k3's value is the reverse KL, its gradient is that of the forward KL; k2_gradient mends it"
 
 
-class AbsKL(KLPenalty):
+class AbsKL(KLPenalty, type="abs"):
     r"""The absolute difference of log-probs.
 
         abs = |log pi - log pi_ref|
@@ -94,9 +91,8 @@ class AbsKL(KLPenalty):
     LaTeX: |\log \pi_\theta - \log \pi_{\mathrm{ref}}|
     """
 
-    type: Literal["abs"] = "abs"
     atom = staticmethod(estimators.abs_kl)
     fault = "abs in the loss has the gradient of no KL; use k2 or k3, or k2_gradient"
 
 
-KL = Annotated[K1 | K2 | K3 | AbsKL, Field(discriminator="type")]
+KL = K1 | K2 | K3 | AbsKL

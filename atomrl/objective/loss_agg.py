@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 from torch import Tensor
 
 from atomrl.atoms import reductions
@@ -29,7 +29,7 @@ def one_ratio_per_row(setting: Setting) -> bool:
     return bool(setting.axes["ratio"].type == "sequence" or setting.axes["clip"].type == "gmpo")
 
 
-class TokenMean(LossAggChoice):
+class TokenMean(LossAggChoice, type="token_mean"):
     r"""The mean over all tokens of the optimizer step.
 
         w_{i,t} = 1 / sum_j |o_j|
@@ -37,7 +37,6 @@ class TokenMean(LossAggChoice):
     LaTeX: \frac{1}{\sum_j |o_j|} \sum_{i,t}
     """
 
-    type: Literal["token_mean"] = "token_mean"
     atom = staticmethod(reductions.token_mean)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
@@ -45,7 +44,7 @@ class TokenMean(LossAggChoice):
             yield "biased: a completion's one ratio is counted once a token, so long completions weigh more"
 
 
-class SequenceMean(LossAggChoice):
+class SequenceMean(LossAggChoice, type="sequence_mean"):
     r"""The mean over completions of their means over tokens.
 
         w_{i,t} = 1 / (N |o_i|)
@@ -53,7 +52,6 @@ class SequenceMean(LossAggChoice):
     LaTeX: \frac{1}{N} \sum_i \frac{1}{|o_i|} \sum_t
     """
 
-    type: Literal["sequence_mean"] = "sequence_mean"
     atom = staticmethod(reductions.sequence_mean)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
@@ -61,7 +59,7 @@ class SequenceMean(LossAggChoice):
             yield "biased: a sequence mean weighs a token of a long completion less, so long wrong answers cost little"
 
 
-class ConstantLength(LossAggChoice):
+class ConstantLength(LossAggChoice, type="constant_length"):
     r"""The mean over completions of their sums over tokens divided by a constant: Dr. GRPO.
 
     `length` is in tokens, the rollout's limit unless given.
@@ -71,12 +69,11 @@ class ConstantLength(LossAggChoice):
     LaTeX: \frac{1}{N L} \sum_{i,t}
     """
 
-    type: Literal["constant_length"] = "constant_length"
     length: PositiveInt | None = None
     atom = staticmethod(reductions.constant_length)
 
 
-class PromptMean(LossAggChoice):
+class PromptMean(LossAggChoice, type="prompt_mean"):
     r"""The mean over prompts of their means over all tokens of their completions. A prompt's rows stay in one update.
 
         w_{i,t} = 1 / (P sum_{j in group} |o_j|)
@@ -84,11 +81,10 @@ class PromptMean(LossAggChoice):
     LaTeX: \frac{1}{P} \sum_{g} \frac{1}{\sum_{j \in g} |o_j|} \sum_{i \in g, t}
     """
 
-    type: Literal["prompt_mean"] = "prompt_mean"
     row_unit = "group"
 
     def __call__(self, mask: Tensor, group_ids: Tensor) -> Tensor:
         return reductions.group_token_mean(mask, group_ids)
 
 
-LossAgg = Annotated[TokenMean | SequenceMean | ConstantLength | PromptMean, Field(discriminator="type")]
+LossAgg = TokenMean | SequenceMean | ConstantLength | PromptMean

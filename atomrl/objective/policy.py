@@ -19,7 +19,7 @@ from atomrl.objective.advantage import Advantage, GRPOAdvantage
 from atomrl.objective.advantage_inputs import AdvantageInputs, AdvantagesAndReturns, given
 from atomrl.objective.auxiliary import ClippedValue, Distillation, Entropy, Value
 from atomrl.objective.base import Objective
-from atomrl.objective.choice import Formula, Off, Setting, type_of
+from atomrl.objective.choice import Formula, Off, Setting
 from atomrl.objective.clip import Clip, PolicyInputs, PPOClip
 from atomrl.objective.formulation import MAXIMISE, Formulation, Goal, product
 from atomrl.objective.kl import K3, KL
@@ -83,7 +83,7 @@ class PolicyObjective(Objective):
             changes["shaping"] = {"max_completion_tokens": max_completion_tokens}
         for axis, (field,) in changes.items():
             if max_completion_tokens is None:
-                raise ValueError(f"algorithm.{axis}.{field}: {type_of(getattr(self, axis))} needs a length in tokens")
+                raise ValueError(f"algorithm.{axis}.{field}: {getattr(self, axis).type} needs a length in tokens")
         return super(PolicyObjective, self.override(changes)).resolved(report_entropy=report_entropy)
 
     @property

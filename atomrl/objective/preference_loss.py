@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from atomrl.atoms import preference_losses as losses
 from atomrl.atoms.preference_scores import implicit_reward, log_odds_ratio
 from atomrl.atoms.unpaired_losses import bco_loss, kto_loss, kto_reference, running_mean
-from atomrl.objective.choice import Choice, Setting, type_of
+from atomrl.objective.choice import Choice, Setting
 from atomrl.objective.preference_score import AnySign, AtLeast0, LogprobScore, LogRatioScore, PreferenceScore
 
 REFERENCE, COUNT = "reference", "reference_count"
@@ -40,9 +40,9 @@ class PreferenceLoss(Choice):
     def refusal(self, score: PreferenceScore) -> str | None:
         """Why it cannot be taken of such scores."""
         if score.ld_alpha != 1 and not self.paired:
-            return f"ld_alpha: {type_of(self)} has no pairs, and so no length that two share"
+            return f"ld_alpha: {self.type} has no pairs, and so no length that two share"
         if (self.unpaired or self.ranked) and not isinstance(score, LogRatioScore):
-            return f"{type_of(self)} compares with a reference; score must be log_ratio"
+            return f"{self.type} compares with a reference; score must be log_ratio"
         return None
 
     def warnings(self, setting: Setting) -> Iterator[str]:
@@ -81,7 +81,7 @@ class SmoothedLoss(PairLoss):
             yield "biased: label_smoothing above 0.5 says that most preferences are wrong, and learns their opposite"
 
 
-class SigmoidLoss(SmoothedLoss):
+class SigmoidLoss(SmoothedLoss, type="sigmoid"):
     r"""The likelihood of the preference; with label smoothing e it is cDPO, with a target margin gamma SimPO's.
 
         L = -(1 - e) log sigmoid(beta (s_c - s_r) - gamma) - e log sigmoid(gamma - beta (s_c - s_r))
@@ -90,7 +90,6 @@ class SigmoidLoss(SmoothedLoss):
         s_r)\big)
     """
 
-    type: Literal["sigmoid"] = "sigmoid"
     target_margin: AtLeast0 = 0.0
     atom = staticmethod(losses.dpo_loss)
 
@@ -105,7 +104,7 @@ class SigmoidLoss(SmoothedLoss):
             )
 
 
-class RobustLoss(SmoothedLoss):
+class RobustLoss(SmoothedLoss, type="robust"):
     r"""Unbiased under labels that are flipped at a known rate e.
 
         L = (-(1 - e) log sigmoid(beta (s_c - s_r)) + e log sigmoid(-beta (s_c - s_r))) / (1 - 2 e)
@@ -113,12 +112,11 @@ class RobustLoss(SmoothedLoss):
     LaTeX: L = \frac{-(1 - e) \log \sigma(\beta (s_c - s_r)) + e \log \sigma(-\beta (s_c - s_r))}{1 - 2e}
     """
 
-    type: Literal["robust"] = "robust"
     label_smoothing: Annotated[AtLeast0, Field(lt=0.5)] = 0.1
     atom = staticmethod(losses.robust_dpo_loss)
 
 
-class HingeLoss(PairLoss):
+class HingeLoss(PairLoss, type="hinge"):
     r"""Nothing to gain beyond a margin of 1 / beta.
 
         L = max(0, 1 - beta (s_c - s_r))
@@ -126,12 +124,11 @@ class HingeLoss(PairLoss):
     LaTeX: L = \max\big(0, 1 - \beta (s_c - s_r)\big)
     """
 
-    type: Literal["hinge"] = "hinge"
     bounded = True
     atom = staticmethod(losses.hinge_preference_loss)
 
 
-class IpoLoss(PairLoss):
+class IpoLoss(PairLoss, type="ipo"):
     r"""The squared distance of the margin from 1 / (2 beta).
 
         L = (s_c - s_r - 1 / (2 beta))^2
@@ -139,12 +136,11 @@ class IpoLoss(PairLoss):
     LaTeX: L = \Big(s_c - s_r - \frac{1}{2\beta}\Big)^2
     """
 
-    type: Literal["ipo"] = "ipo"
     bounded = True
     atom = staticmethod(losses.ipo_loss)
 
 
-class ExoPairLoss(SmoothedLoss):
+class ExoPairLoss(SmoothedLoss, type="exo_pair"):
     r"""The reverse KL of the model's preference from the smoothed label.
 
         L = q log(q / (1 - e)) + (1 - q) log((1 - q) / e),   q = sigmoid(beta (s_c - s_r))
@@ -152,12 +148,11 @@ class ExoPairLoss(SmoothedLoss):
     LaTeX: L = q \log \frac{q}{1 - e} + (1 - q) \log \frac{1 - q}{e}, \quad q = \sigma(\beta (s_c - s_r))
     """
 
-    type: Literal["exo_pair"] = "exo_pair"
     label_smoothing: Annotated[AnySign, Field(gt=0, lt=1)] = 1e-3
     atom = staticmethod(losses.exo_loss)
 
 
-class NcaPairLoss(ScoreLoss):
+class NcaPairLoss(ScoreLoss, type="nca_pair"):
     r"""Noise contrast: raises the chosen completion's likelihood itself.
 
         L = -log sigmoid(beta s_c) - (log sigmoid(-beta s_c) + log sigmoid(-beta s_r)) / 2
@@ -165,12 +160,11 @@ class NcaPairLoss(ScoreLoss):
     LaTeX: L = -\log \sigma(\beta s_c) - \tfrac12 \big(\log \sigma(-\beta s_c) + \log \sigma(-\beta s_r)\big)
     """
 
-    type: Literal["nca_pair"] = "nca_pair"
     anchored = True
     atom = staticmethod(losses.nca_loss)
 
 
-class BcoPairLoss(ScoreLoss):
+class BcoPairLoss(ScoreLoss, type="bco_pair"):
     r"""A binary classifier of each completion.
 
         L = -log sigmoid(beta s_c) - log sigmoid(-beta s_r)
@@ -178,12 +172,11 @@ class BcoPairLoss(ScoreLoss):
     LaTeX: L = -\log \sigma(\beta s_c) - \log \sigma(-\beta s_r)
     """
 
-    type: Literal["bco_pair"] = "bco_pair"
     anchored = True
     atom = staticmethod(losses.bco_pair_loss)
 
 
-class SppoHardLoss(ScoreLoss):
+class SppoHardLoss(ScoreLoss, type="sppo_hard"):
     r"""Self-play with hard labels: each score has a target of its own.
 
         L = (s_c - 1 / (2 beta))^2 + (s_r + 1 / (2 beta))^2
@@ -191,7 +184,6 @@ class SppoHardLoss(ScoreLoss):
     LaTeX: L = \Big(s_c - \frac{1}{2\beta}\Big)^2 + \Big(s_r + \frac{1}{2\beta}\Big)^2
     """
 
-    type: Literal["sppo_hard"] = "sppo_hard"
     anchored = bounded = True
     atom = staticmethod(losses.sppo_loss)
 
@@ -204,7 +196,7 @@ class RankedLoss(SmoothedLoss):
     atom = staticmethod(losses.dpo_loss)
 
 
-class AotLoss(RankedLoss):
+class AotLoss(RankedLoss, type="aot"):
     r"""The policy's margins against the reference's of the same rank in the whole step.
 
         L = -(1 - e) log sigmoid(beta D_k) - e log sigmoid(-beta D_k),   D_k = policy margin_(k) - reference margin_(k)
@@ -213,15 +205,13 @@ class AotLoss(RankedLoss):
         m^{\mathrm{ref}}_{(k)}
     """
 
-    type: Literal["aot"] = "aot"
-
     def refusal(self, score: PreferenceScore) -> str | None:
         if isinstance(score, LogRatioScore) and (score.divergence != "reverse_kl" or score.length_normalised):
             return "aot ranks sums of log-ratios: reverse_kl, and not length_normalised"
         return super().refusal(score)
 
 
-class AotUnpairedLoss(RankedLoss):
+class AotUnpairedLoss(RankedLoss, type="aot_unpaired"):
     r"""The scores of chosen completions against those of rejected ones of the same rank in the whole step.
 
         L = -(1 - e) log sigmoid(beta D_k) - e log sigmoid(-beta D_k),   D_k = s_c(k) - s_r(k)
@@ -230,11 +220,10 @@ class AotUnpairedLoss(RankedLoss):
         s_{r,(k)}
     """
 
-    type: Literal["aot_unpaired"] = "aot_unpaired"
     paired = False
 
 
-class ApoZeroLoss(ScoreLoss):
+class ApoZeroLoss(ScoreLoss, type="apo_zero"):
     r"""Anchored: chosen up, rejected down; for a model worse than the chosen completions.
 
         L = 1 - sigmoid(beta s_c) + sigmoid(beta s_r)
@@ -242,12 +231,11 @@ class ApoZeroLoss(ScoreLoss):
     LaTeX: L = 1 - \sigma(\beta s_c) + \sigma(\beta s_r)
     """
 
-    type: Literal["apo_zero"] = "apo_zero"
     anchored = True
     atom = staticmethod(losses.apo_zero_loss)
 
 
-class ApoDownLoss(ScoreLoss):
+class ApoDownLoss(ScoreLoss, type="apo_down"):
     r"""Anchored: both down, rejected more; for a model better than the chosen completions.
 
         L = sigmoid(beta s_c) + 1 - sigmoid(beta (s_c - s_r))
@@ -255,11 +243,10 @@ class ApoDownLoss(ScoreLoss):
     LaTeX: L = \sigma(\beta s_c) + 1 - \sigma(\beta (s_c - s_r))
     """
 
-    type: Literal["apo_down"] = "apo_down"
     atom = staticmethod(losses.apo_down_loss)
 
 
-class DiscopopLoss(PairLoss):
+class DiscopopLoss(PairLoss, type="discopop"):
     r"""A blend, found by search, of the logistic and the exponential loss.
 
         L = -(1 - w) log sigmoid(x) + w exp(-x),   x = beta (s_c - s_r), w = sigmoid(x / tau)
@@ -267,12 +254,11 @@ class DiscopopLoss(PairLoss):
     LaTeX: L = -(1 - w) \log \sigma(x) + w e^{-x}, \quad x = \beta (s_c - s_r),\ w = \sigma(x / \tau)
     """
 
-    type: Literal["discopop"] = "discopop"
     tau: Annotated[AnySign, Field(gt=0)] = 0.05
     atom = staticmethod(losses.discopop_loss)
 
 
-class OddsRatioLoss(PairLoss):
+class OddsRatioLoss(PairLoss, type="odds_ratio"):
     r"""The logistic loss of the odds of mean log-probs.
 
         L = -beta log sigmoid(log odds(s_c) - log odds(s_r)),   odds(s) = exp(s) / (1 - exp(s))
@@ -280,7 +266,6 @@ class OddsRatioLoss(PairLoss):
     LaTeX: L = -\beta \log \sigma\Big(\log \frac{e^{s_c}}{1 - e^{s_c}} - \log \frac{e^{s_r}}{1 - e^{s_r}}\Big)
     """
 
-    type: Literal["odds_ratio"] = "odds_ratio"
     anchored = True
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -318,7 +303,7 @@ class WeightedLabelLoss(LabelLoss):
         return kto_loss(scores, desirable, reference, **self.settings)
 
 
-class ApoZeroUnpairedLoss(WeightedLabelLoss):
+class ApoZeroUnpairedLoss(WeightedLabelLoss, type="apo_zero_unpaired"):
     r"""KTO with a reference point of 0.
 
         L = w (1 - sigmoid(beta s)) if good, w (1 - sigmoid(-beta s)) if bad
@@ -326,10 +311,8 @@ class ApoZeroUnpairedLoss(WeightedLabelLoss):
     LaTeX: L = w_y \big(1 - \sigma(\pm\beta s)\big)
     """
 
-    type: Literal["apo_zero_unpaired"] = "apo_zero_unpaired"
 
-
-class KtoLoss(WeightedLabelLoss):
+class KtoLoss(WeightedLabelLoss, type="kto"):
     r"""Good completions above a reference point, the KL as completions of other prompts tell it, and bad ones below.
 
         L = w (1 - sigmoid(beta (s - z_0))) if good, w (1 - sigmoid(beta (z_0 - s))) if bad,   z_0 = max(0, mean s')
@@ -337,7 +320,6 @@ class KtoLoss(WeightedLabelLoss):
     LaTeX: L = w_y \big(1 - \sigma(\pm\beta (s - z_0))\big), \quad z_0 = \max\big(0, \overline{s'}\big)
     """
 
-    type: Literal["kto"] = "kto"
     needs = frozenset({"old_logprobs", "ref_logprobs"})
     needs_mismatched = True
 
@@ -347,7 +329,7 @@ class KtoLoss(WeightedLabelLoss):
         return {**state, REFERENCE: kto_reference(mismatched).item()}
 
 
-class BcoLoss(LabelLoss):
+class BcoLoss(LabelLoss, type="bco"):
     r"""A binary classifier: good completions above the running mean of rewards, bad ones below.
 
         L = -log sigmoid(beta s - delta) if good, -log sigmoid(delta - beta s) if bad,   delta = running mean of beta s
@@ -355,7 +337,6 @@ class BcoLoss(LabelLoss):
     LaTeX: L = -\log \sigma\big(\pm(\beta s - \delta)\big), \quad \delta = \text{running mean of } \beta s
     """
 
-    type: Literal["bco"] = "bco"
     needs = frozenset({"old_logprobs", "ref_logprobs"})
 
     def __call__(self, scores: Tensor, desirable: Tensor, reference: Tensor) -> Tensor:
@@ -374,4 +355,4 @@ MarginLosses = SigmoidLoss | RobustLoss | HingeLoss | IpoLoss | ExoPairLoss | Di
 ScoreLosses = NcaPairLoss | BcoPairLoss | SppoHardLoss | ApoZeroLoss | ApoDownLoss
 RankedLosses = AotLoss | AotUnpairedLoss
 LabelLosses = ApoZeroUnpairedLoss | KtoLoss | BcoLoss
-PreferenceLosses = Annotated[MarginLosses | ScoreLosses | RankedLosses | LabelLosses, Field(discriminator="type")]
+PreferenceLosses = MarginLosses | ScoreLosses | RankedLosses | LabelLosses

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import Tensor
@@ -54,7 +54,7 @@ class PreferenceScore(Choice):
         return tuple(lines)
 
 
-class LogRatioScore(PreferenceScore):
+class LogRatioScore(PreferenceScore, type="log_ratio"):
     r"""The log-ratio to the reference, which holds the policy: the implicit reward is beta times it.
 
         s(y) = log pi(y) - log pi_ref(y)
@@ -62,7 +62,6 @@ class LogRatioScore(PreferenceScore):
     LaTeX: s(y) = \log \frac{\pi_\theta(y)}{\pi_{\mathrm{ref}}(y)}
     """
 
-    type: Literal["log_ratio"] = "log_ratio"
     divergence: scores.Divergence = "reverse_kl"
     """Another than the reverse KL is f-DPO."""
     alpha: AnySign = 1.0
@@ -83,7 +82,7 @@ class LogRatioScore(PreferenceScore):
         yield "note: a frozen copy of the start is loaded as the reference (none with model.lora)"
 
 
-class LogprobScore(PreferenceScore):
+class LogprobScore(PreferenceScore, type="logprob"):
     r"""The log-prob itself: no reference is loaded, and none holds the policy.
 
         s(y) = log pi(y)
@@ -91,7 +90,6 @@ class LogprobScore(PreferenceScore):
     LaTeX: s(y) = \log \pi_\theta(y)
     """
 
-    type: Literal["logprob"] = "logprob"
     shape: AnySign = 0.0
     """Bends the log-prob (AlphaPO)."""
     switches = PreferenceScore.switches | {scores.alpha_score: lambda self: self.shape}
@@ -113,7 +111,7 @@ class LogprobScore(PreferenceScore):
             yield "unstable: neither a reference nor a likelihood holds the policy; a small learning rate has to"
 
 
-Score = Annotated[LogRatioScore | LogprobScore, Field(discriminator="type")]
+Score = LogRatioScore | LogprobScore
 
 
 class ChosenNll(Choice):
@@ -126,7 +124,7 @@ class ChosenNll(Choice):
         raise NotImplementedError
 
 
-class TokenMeanNll(ChosenNll):
+class TokenMeanNll(ChosenNll, type="token_mean"):
     r"""The negative log-likelihood of chosen completions, every token weighing the same.
 
         NLL = -log pi(y_c) / mean |y_c|
@@ -134,13 +132,11 @@ class TokenMeanNll(ChosenNll):
     LaTeX: \mathrm{NLL} = -\log \pi_\theta(y_c) / \overline{|y_c|}
     """
 
-    type: Literal["token_mean"] = "token_mean"
-
     def __call__(self, logprobs: Tensor, mask: Tensor, mean_tokens: float) -> Tensor:
         return row_sum(nll_loss(logprobs, mask), mask) / mean_tokens
 
 
-class SequenceMeanNll(ChosenNll):
+class SequenceMeanNll(ChosenNll, type="sequence_mean"):
     r"""The negative log-likelihood per token of chosen completions, every completion weighing the same.
 
         NLL = -log pi(y_c) / |y_c|
@@ -148,10 +144,8 @@ class SequenceMeanNll(ChosenNll):
     LaTeX: \mathrm{NLL} = -\log \pi_\theta(y_c) / |y_c|
     """
 
-    type: Literal["sequence_mean"] = "sequence_mean"
-
     def __call__(self, logprobs: Tensor, mask: Tensor, mean_tokens: float) -> Tensor:
         return row_mean(nll_loss(logprobs, mask), mask)
 
 
-Nll = Annotated[TokenMeanNll | SequenceMeanNll, Field(discriminator="type")]
+Nll = TokenMeanNll | SequenceMeanNll

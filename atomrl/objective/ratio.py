@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from pydantic import Field, NonNegativeFloat
+from pydantic import NonNegativeFloat
 from torch import Tensor
 
 from atomrl.atoms.advantages import per_token
@@ -20,7 +18,7 @@ class RatioChoice(Choice):
         return per_token(found, mask) if found.dim() == 1 else found
 
 
-class TokenRatio(RatioChoice):
+class TokenRatio(RatioChoice, type="token"):
     r"""The ratio of each token.
 
         rho_{i,t} = pi(a_t) / pi_old(a_t)
@@ -28,12 +26,11 @@ class TokenRatio(RatioChoice):
     LaTeX: \rho_{i,t} = \frac{\pi_\theta(a_{i,t})}{\pi_{\mathrm{old}}(a_{i,t})}
     """
 
-    type: Literal["token"] = "token"
     clamp: NonNegativeFloat | None = None
     atom = staticmethod(token_log_ratio)
 
 
-class SequenceRatio(RatioChoice):
+class SequenceRatio(RatioChoice, type="sequence"):
     r"""The ratio of the whole completion, the same for all its tokens, which share the gradient: GSPO.
 
         rho_{i,t} = (pi(o_i) / pi_old(o_i))^(1 / |o_i|)
@@ -41,13 +38,12 @@ class SequenceRatio(RatioChoice):
     LaTeX: \rho_{i,t} = \Big(\frac{\pi_\theta(o_i)}{\pi_{\mathrm{old}}(o_i)}\Big)^{1/|o_i|}
     """
 
-    type: Literal["sequence"] = "sequence"
     length_normalised: bool = True
     clamp: NonNegativeFloat | None = None
     atom = staticmethod(sequence_log_ratio)
 
 
-class SequenceTokenRatio(RatioChoice):
+class SequenceTokenRatio(RatioChoice, type="sequence_token"):
     r"""The ratio of the whole completion in value, with the gradient of each token's own log-prob: GSPO-token.
 
         rho_{i,t} = sg[(pi(o_i) / pi_old(o_i))^(1 / |o_i|)] pi(a_t) / sg[pi(a_t)]
@@ -56,9 +52,8 @@ class SequenceTokenRatio(RatioChoice):
         \frac{\pi_\theta(a_{i,t})}{\operatorname{sg}[\pi_\theta(a_{i,t})]}
     """
 
-    type: Literal["sequence_token"] = "sequence_token"
     ceiling: NonNegativeFloat | None = None
     atom = staticmethod(sequence_token_log_ratio)
 
 
-Ratio = Annotated[TokenRatio | SequenceRatio | SequenceTokenRatio, Field(discriminator="type")]
+Ratio = TokenRatio | SequenceRatio | SequenceTokenRatio

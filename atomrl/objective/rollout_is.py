@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import Field, NonNegativeFloat
+from pydantic import NonNegativeFloat
 from torch import Tensor
 
 from atomrl.atoms import corrections
@@ -84,7 +84,7 @@ class TruncatedWeights(ImportanceWeights):
         return corrections.normalised_weights(weights, inputs.mask, not self.by_token) if self.normalised else weights
 
 
-class TokenTIS(TruncatedWeights):
+class TokenTIS(TruncatedWeights, type="token_tis"):
     r"""Truncated importance sampling by token; where `normalised`, divided by the mean weight of the step's tokens.
 
         min(pi_old(a_t) / mu(a_t), high)
@@ -92,11 +92,10 @@ class TokenTIS(TruncatedWeights):
     LaTeX: \min\Big(\frac{\pi_{\mathrm{old}}(a_{i,t})}{\mu(a_{i,t})}, c\Big)
     """
 
-    type: Literal["token_tis"] = "token_tis"
     by_token = True
 
 
-class SequenceTIS(TruncatedWeights):
+class SequenceTIS(TruncatedWeights, type="sequence_tis"):
     r"""Truncated importance sampling by completion; where `normalised`, divided by the mean weight of the step's rows.
 
         min(pi_old(o_i) / mu(o_i), high)
@@ -104,10 +103,8 @@ class SequenceTIS(TruncatedWeights):
     LaTeX: \min\Big(\frac{\pi_{\mathrm{old}}(o_i)}{\mu(o_i)}, c\Big)
     """
 
-    type: Literal["sequence_tis"] = "sequence_tis"
 
-
-class TokenMIS(ImportanceWeights):
+class TokenMIS(ImportanceWeights, type="token_mis"):
     r"""Masked importance sampling by token: a weight beyond the bounds is 0.
 
         w [low <= w <= high],   w = pi_old(a_t) / mu(a_t)
@@ -115,12 +112,11 @@ class TokenMIS(ImportanceWeights):
     LaTeX: w_{i,t}\,\mathbb{1}[c_l \le w_{i,t} \le c_h], \quad w_{i,t} = \pi_{\mathrm{old}}(a_{i,t}) / \mu(a_{i,t})
     """
 
-    type: Literal["token_mis"] = "token_mis"
     atom = staticmethod(corrections.masked_weights)
     by_token = True
 
 
-class SequenceMIS(ImportanceWeights):
+class SequenceMIS(ImportanceWeights, type="sequence_mis"):
     r"""Masked importance sampling by completion: a weight beyond the bounds is 0.
 
         w [low <= w <= high],   w = pi_old(o_i) / mu(o_i)
@@ -128,19 +124,17 @@ class SequenceMIS(ImportanceWeights):
     LaTeX: w_i\,\mathbb{1}[c_l \le w_i \le c_h], \quad w_i = \pi_{\mathrm{old}}(o_i) / \mu(o_i)
     """
 
-    type: Literal["sequence_mis"] = "sequence_mis"
     atom = staticmethod(corrections.masked_weights)
 
 
-class IcePop(TokenMIS):
+class IcePop(TokenMIS, type="icepop"):
     """IcePop: masked importance sampling by token with two bounds."""
 
-    type: Literal["icepop"] = "icepop"  # type: ignore[assignment]  # another name for other defaults
     high: NonNegativeFloat = 5.0
     low: NonNegativeFloat = 0.5
 
 
-class SequenceMask(RolloutISChoice):
+class SequenceMask(RolloutISChoice, type="sequence_mask"):
     r"""Keeps completions whose geometric mean of the weights is within bounds; `weighted` keeps the weights as well.
 
         [low <= (pi_old(o_i) / mu(o_i))^(1 / |o_i|) <= high]
@@ -148,7 +142,6 @@ class SequenceMask(RolloutISChoice):
     LaTeX: \mathbb{1}\big[c_l \le (\pi_{\mathrm{old}}(o_i) / \mu(o_i))^{1/|o_i|} \le c_h\big]
     """
 
-    type: Literal["sequence_mask"] = "sequence_mask"
     high: NonNegativeFloat = 1.001
     low: NonNegativeFloat = 0.999
     weighted: bool = False
@@ -163,7 +156,7 @@ class SequenceMask(RolloutISChoice):
 STATISTICS = {"mean": row_mean, "sum": row_sum, "max": row_max}
 
 
-class KLRejection(RolloutISChoice):
+class KLRejection(RolloutISChoice, type="kl_rejection"):
     r"""Keeps tokens, or whole completions by a statistic of their tokens, whose KL of mu from pi_old is small.
 
         [KL(mu, pi_old) <= bound]
@@ -171,7 +164,6 @@ class KLRejection(RolloutISChoice):
     LaTeX: \mathbb{1}[\widehat{\mathrm{KL}}(\mu \,\|\, \pi_{\mathrm{old}}) \le c]
     """
 
-    type: Literal["kl_rejection"] = "kl_rejection"
     bound: NonNegativeFloat = 0.01
     level: Literal["token", "mean", "sum", "max"] = "mean"
     estimator: Literal["k1", "k3"] = "k3"
@@ -186,7 +178,7 @@ class KLRejection(RolloutISChoice):
         return keep[:, None].expand_as(mask).to(kl.dtype)
 
 
-class OffPolicySequences(RolloutISChoice):
+class OffPolicySequences(RolloutISChoice, type="off_policy_sequences"):
     r"""Off-policy sequence masking: bad completions that the policy has left are not learned from (DeepSeek-V3.2).
 
         [A_{i,t} >= 0 or mean_t (log mu - log pi) <= bound]
@@ -195,7 +187,6 @@ class OffPolicySequences(RolloutISChoice):
         \delta\big]
     """
 
-    type: Literal["off_policy_sequences"] = "off_policy_sequences"
     bound: NonNegativeFloat = 0.05
 
     def __call__(self, inputs: RolloutInputs) -> Tensor:
@@ -204,7 +195,7 @@ class OffPolicySequences(RolloutISChoice):
         return keep.to(inputs.logprobs.dtype)
 
 
-class SecondMoment(RolloutISChoice):
+class SecondMoment(RolloutISChoice, type="second_moment"):
     r"""M2PO: drops the step's tokens furthest from the policy until the second moment of the rest is below a bound.
 
         [t in the largest set of least d_t^2 with mean d_t^2 < bound],   d_t = log pi_old(a_t) - log mu(a_t)
@@ -213,7 +204,6 @@ class SecondMoment(RolloutISChoice):
         \frac{\pi_{\mathrm{old}}(a_{i,t})}{\mu(a_{i,t})}
     """
 
-    type: Literal["second_moment"] = "second_moment"
     bound: NonNegativeFloat = 0.04
 
     @property
@@ -225,15 +215,13 @@ class SecondMoment(RolloutISChoice):
         return corrections.second_moment_tokens(log_ratio, inputs.mask, self.bound).to(log_ratio.dtype)
 
 
-class CustomRolloutIS(Custom, RolloutISChoice):
+class CustomRolloutIS(Custom, RolloutISChoice, type="custom"):
     """Your own function: `RolloutInputs` -> factor [B, T], made by row."""
-
-    type: Literal["custom"] = "custom"
 
 
 Weights = TokenTIS | SequenceTIS | TokenMIS | SequenceMIS | IcePop
 Masks = SequenceMask | KLRejection | OffPolicySequences | SecondMoment
-RolloutIS = Annotated[Weights | Masks | CustomRolloutIS, Field(discriminator="type")]
+RolloutIS = Weights | Masks | CustomRolloutIS
 
 
 def product(parts: Sequence[RolloutIS], inputs: RolloutInputs, *, whole_step: bool) -> Tensor | None:

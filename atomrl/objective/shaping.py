@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 import torch
 from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
@@ -14,14 +14,13 @@ from atomrl.objective.choice import Choice, Formula, Setting
 from atomrl.types import RowBatch
 
 
-class Shaping(Choice):
+class Shaping(Choice, type="penalties"):
     """Reward shaping: penalties for length and repetition, then bounds.
 
     `mask_truncated` is DAPO's overlong filtering: no loss on completions cut off. The buffer of `soft_overlong` is a
     fifth of `max_completion_tokens` unless given, and that is the rollout's.
     """
 
-    type: Literal["penalties"] = "penalties"
     soft_overlong: bool = False
     max_completion_tokens: PositiveInt | None = None
     overlong_buffer_tokens: PositiveInt | None = None
@@ -89,15 +88,13 @@ class Shaping(Choice):
             yield "partly without effect: completions cut off have no loss, so the penalty only moves baselines"
 
 
-class MixedOutcomes(Choice):
+class MixedOutcomes(Choice, type="mixed_outcomes"):
     r"""Dynamic sampling: groups whose rewards, before shaping, are all equal are refused, and others drawn instead.
 
         over groups with min_group r < max_group r
 
     LaTeX: \text{over groups with } \min_{g} r < \max_{g} r
     """
-
-    type: Literal["mixed_outcomes"] = "mixed_outcomes"
 
     def __call__(self, rewards: Sequence[float]) -> bool:
         """Rewards of a group -> whether it is trained on.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
@@ -48,7 +48,7 @@ class _Share(TokenFilterChoice):
         yield "note: the loss is still divided by all tokens, so the gradient is that much smaller"
 
 
-class HighEntropy(_Share):
+class HighEntropy(_Share, type="high_entropy"):
     r"""High-entropy tokens: the fraction at which the old policy was least sure, or a number of them.
 
         [H_{i,t} >= quantile_{1 - fraction}(H)]
@@ -56,7 +56,6 @@ class HighEntropy(_Share):
     LaTeX: \mathbb{1}[H_{i,t} \ge \operatorname{quantile}_{1-\rho}(H)]
     """
 
-    type: Literal["high_entropy"] = "high_entropy"
     needs = frozenset({"old_entropy"})
     switches: ClassVar = {
         token_selection.high_entropy_tokens: lambda self: self.tokens is None,
@@ -69,7 +68,7 @@ class HighEntropy(_Share):
         return token_selection.high_entropy_tokens(inputs.old_entropy, inputs.mask, self.fraction)
 
 
-class RandomTokens(_Share):
+class RandomTokens(_Share, type="random"):
     r"""Random tokens, as many: the control of `high_entropy`.
 
         [t in a random sample]
@@ -77,14 +76,12 @@ class RandomTokens(_Share):
     LaTeX: \mathbb{1}[t \in \text{random sample}]
     """
 
-    type: Literal["random"] = "random"
-
     def __call__(self, inputs: FilterInputs) -> Tensor:
         count = round(self.fraction * int(inputs.mask.sum())) if self.tokens is None else self.tokens
         return token_selection.random_tokens(inputs.mask, count, inputs.generator)
 
 
-class ClipCov(TokenFilterChoice):
+class ClipCov(TokenFilterChoice, type="clip_cov"):
     r"""Clip-Cov: all but some tokens, at random, of high covariance between advantage and log-prob.
 
         [t not in a random sample of {t : low < cov_t < high}],   cov_t = (A_t - mean A)(log pi_old - mean log pi_old)
@@ -92,7 +89,6 @@ class ClipCov(TokenFilterChoice):
     LaTeX: \mathbb{1}[t \notin \text{sample of } \{t : c_l < \operatorname{cov}_t < c_h\}]
     """
 
-    type: Literal["clip_cov"] = "clip_cov"
     fraction: Fraction = 2e-4
     low: NonNegativeFloat = 1.0
     high: NonNegativeFloat = 5.0
@@ -106,7 +102,7 @@ class ClipCov(TokenFilterChoice):
         )
 
 
-class KLCov(TokenFilterChoice):
+class KLCov(TokenFilterChoice, type="kl_cov"):
     r"""KL-Cov: a KL penalty on the tokens of highest covariance between advantage and log-prob; all are kept.
 
         coefficient [t in the highest covariances] |log pi - log pi_old|
@@ -114,7 +110,6 @@ class KLCov(TokenFilterChoice):
     LaTeX: c\,\mathbb{1}[t \in \text{top } \operatorname{cov}]\,|\log \pi_\theta - \log \pi_{\mathrm{old}}|
     """
 
-    type: Literal["kl_cov"] = "kl_cov"
     fraction: Fraction = 2e-3
     coefficient: NonNegativeFloat = 1.0
     needs = frozenset({"old_logprobs"})
@@ -129,10 +124,8 @@ class KLCov(TokenFilterChoice):
         return loss + self.coefficient * distance.masked_fill(~chosen, 0.0)
 
 
-class CustomFilter(Custom, TokenFilterChoice):
+class CustomFilter(Custom, TokenFilterChoice, type="custom"):
     """Your own function: `FilterInputs` -> [B, T] bool."""
 
-    type: Literal["custom"] = "custom"
 
-
-TokenFilter = Annotated[HighEntropy | RandomTokens | ClipCov | KLCov | CustomFilter, Field(discriminator="type")]
+TokenFilter = HighEntropy | RandomTokens | ClipCov | KLCov | CustomFilter

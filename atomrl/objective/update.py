@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -21,7 +21,7 @@ from atomrl.types import TrainingBatch
 DISTRIBUTIONS: frozenset[Output] = frozenset({"distributions"})
 
 
-class TrustRegion(Choice):
+class TrustRegion(Choice, type="trust_region"):
     r"""TRPO: the natural gradient's step, the longest whose measured KL from the policy before it is within the bound.
 
     `kl_bound` is in nats per token, over the whole vocabulary and weighted as the loss is; `damping` is added to the
@@ -34,7 +34,6 @@ class TrustRegion(Choice):
         \nabla_\theta L, \quad \mathrm{KL}(\pi_{\mathrm{before}} \Vert \pi_\theta) \le \delta
     """
 
-    type: Literal["trust_region"] = "trust_region"
     kl_bound: PositiveFloat = 0.01
     cg_iterations: PositiveInt = 10
     damping: NonNegativeFloat = 0.1

@@ -16,7 +16,7 @@ import pytest
 
 from atomrl.algorithms.table import ALGORITHMS, objective_of
 from atomrl.config import read_yaml
-from atomrl.objective.choice import Choice, type_of
+from atomrl.objective.choice import Choice
 from atomrl.objective.explain import changed_fields, latex, used_atoms
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def cell(choices: tuple[Choice, ...]) -> str:
     if not choices:
         return "-"
     changed = ", ".join(f"{key}={value}" for key, value in changed_fields(choices[0]).items())
-    name = type_of(choices[0])
+    name = choices[0].type
     return changed if name == "penalties" else f"{name}{f' ({changed})' if changed else ''}"
 
 
