@@ -13,9 +13,8 @@ from torch import Tensor
 from atomrl.atoms.preference_losses import bradley_terry_loss, reward_centring_loss
 from atomrl.metrics import Mean, Sum
 from atomrl.objective.advantage_inputs import given
-from atomrl.objective.base import SupervisedObjective
+from atomrl.objective.base import MINIMISE, Formulation, Goal, SupervisedObjective
 from atomrl.objective.choice import Formula
-from atomrl.objective.formulation import MINIMISE, Formulation, Goal
 from atomrl.objective.pairing import complete, labels_of, pair_rows
 from atomrl.objective.preference_score import AtLeast0
 from atomrl.protocols import NOTHING, LossOutput, ModelOutputs, Output, RowUnit

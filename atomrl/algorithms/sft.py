@@ -14,9 +14,8 @@ from atomrl.atoms.reductions import token_mean, weighted_sum
 from atomrl.atoms.supervised_losses import nll_loss
 from atomrl.metrics import Mean
 from atomrl.objective.advantage_inputs import given
-from atomrl.objective.base import SupervisedObjective
+from atomrl.objective.base import MINIMISE, Formulation, Goal, SupervisedObjective
 from atomrl.objective.choice import Formula
-from atomrl.objective.formulation import MINIMISE, Formulation, Goal
 from atomrl.protocols import LossOutput, ModelOutputs
 from atomrl.types import TrainingBatch
 

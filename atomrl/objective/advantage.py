@@ -32,8 +32,7 @@ class GroupAdvantage(AdvantageChoice):
     group_baseline = True
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        found: Tensor = self.atom(inputs.totals, inputs.group_ids, **self.settings)
-        return found
+        return self.atom(inputs.totals, inputs.group_ids, **self.settings)
 
 
 class RawAdvantage(GroupAdvantage, type="raw"):

@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
 from atomrl.atoms.reductions import sequence_mean
-from atomrl.objective.choice import FROZEN, Choice, Setting, changed, check_name, choices_of, validated
-from atomrl.objective.formulation import Formulation
+from atomrl.objective.choice import FROZEN, Choice, Formula, Setting, changed, check_name, choices_of, validated
 from atomrl.protocols import NOTHING, ModelInput, Output, RowUnit, Update
 from atomrl.types import AdvantageBatch, RowBatch
+
+
+class Goal(NamedTuple):
+    """What is maximised or minimised."""
+
+    verb: Formula
+    over: Formula
+    """The sum or the mean that is taken of the terms."""
+    terms: tuple[Formula, ...]
+    """Of a sum; one that is taken off begins with a minus."""
+
+
+class Formulation(NamedTuple):
+    """An objective as an equation: goals, each a sum of terms, and the lines that say what its symbols are.
+
+    Written once; `explain.py` renders it for the terminal and for print, and leaves out of either what is empty.
+    """
+
+    goals: tuple[Goal, ...]
+    where: tuple[Formula, ...]
+
+
+MINIMISE = Formula("minimise", r"\min_\theta")
 
 
 class Objective(BaseModel):

@@ -44,7 +44,7 @@ class Choice(BaseModel):
     """Its equation; empty where it adds nothing to the objective. It may stand in the docstring, indented."""
     latex: ClassVar[str] = ""
     """For print. It may stand in the docstring, after `LaTeX:`."""
-    atom: ClassVar[Callable[..., Any]]
+    atom: ClassVar[Callable[..., Tensor]]
     """Where one atom is the whole of it: that atom, which takes the fields as keywords."""
     switches: ClassVar[Mapping[Callable[..., Any], Callable[[Any], Any]]] = {}
     """Atoms that its methods name and not every choice of fields uses: whether this one does."""

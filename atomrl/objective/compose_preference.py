@@ -15,9 +15,8 @@ from atomrl.atoms.preference_scores import implicit_reward
 from atomrl.atoms.reductions import weighted_sum
 from atomrl.metrics import Mean, Metrics, Sum
 from atomrl.objective.advantage_inputs import given
-from atomrl.objective.base import SupervisedObjective
+from atomrl.objective.base import MINIMISE, Formulation, Goal, SupervisedObjective
 from atomrl.objective.choice import Formula, Off, Setting
-from atomrl.objective.formulation import MINIMISE, Formulation, Goal
 from atomrl.objective.pairing import complete, labels_of, pair_rows, ranked, row_keys
 from atomrl.objective.preference_loss import (
     REFERENCE,

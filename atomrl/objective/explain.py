@@ -13,9 +13,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
-from atomrl.objective.base import Objective
+from atomrl.objective.base import Goal, Objective
 from atomrl.objective.choice import Choice, Custom, Setting, imported
-from atomrl.objective.formulation import Goal
 
 ROOT = Path(__file__).parents[2]
 BRACKETS = (r"\Big[ ", r" \Big]")

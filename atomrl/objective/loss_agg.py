@@ -20,8 +20,7 @@ class LossAggChoice(Choice):
     """What a split into updates or micro-batches keeps together."""
 
     def __call__(self, mask: Tensor, group_ids: Tensor) -> Tensor:
-        weights: Tensor = self.atom(mask, **self.settings)
-        return weights
+        return self.atom(mask, **self.settings)
 
 
 def one_ratio_per_row(setting: Setting) -> bool:

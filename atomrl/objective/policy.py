@@ -18,10 +18,9 @@ from atomrl.metrics import Max, Mean, Metrics, Sum
 from atomrl.objective.advantage import Advantage, GRPOAdvantage
 from atomrl.objective.advantage_inputs import AdvantageInputs, AdvantagesAndReturns, given
 from atomrl.objective.auxiliary import ClippedValue, Distillation, Entropy, Value
-from atomrl.objective.base import Objective
+from atomrl.objective.base import Formulation, Goal, Objective
 from atomrl.objective.choice import Formula, Off, Setting
 from atomrl.objective.clip import Clip, PolicyInputs, PPOClip
-from atomrl.objective.formulation import MAXIMISE, Formulation, Goal, product
 from atomrl.objective.kl import K3, KL
 from atomrl.objective.loss_agg import ConstantLength, LossAgg, TokenMean
 from atomrl.objective.pairing import row_keys
@@ -230,18 +229,12 @@ class PolicyObjective(Objective):
             metrics["actor/teacher_kl"] = Mean(k1_kl(old, batch.teacher_logprobs, mask).sum(), tokens)
         if outputs.entropy is not None:
             metrics["actor/entropy"] = Mean(masked_sum(outputs.entropy.detach(), mask), tokens)
-        for term, seen in self._auxiliary_losses(outputs, batch):
+        parts: list[Value | Entropy | Distillation] = [self.value] if outputs.values is not None else []
+        for part in (*parts, *(part for part in (self.entropy, self.distillation) if part.coefficient)):
+            term, seen = part.loss(outputs, batch)
             loss = loss + term
             metrics |= seen
         return LossOutput(loss=loss, metrics=metrics)
-
-    def _auxiliary_losses(self, outputs: ModelOutputs, batch: TrainingBatch) -> Iterator[tuple[Tensor, Metrics]]:
-        if self.has_critic and outputs.values is not None:  # a step of the policy alone asks for no values
-            yield self.value.loss(outputs, batch)
-        if self.entropy.coefficient:
-            yield self.entropy.loss(outputs, batch)
-        if self.distillation.coefficient:
-            yield self.distillation.loss(outputs, batch)
 
     def off_axes(self) -> set[str]:
         learns = self.advantage.type != "none"
@@ -260,26 +253,29 @@ class PolicyObjective(Objective):
         used = self.used_axes()
         weights = self.loss_agg.equation()
         over, where = Formula("sum_{i,t} w_{i,t}", weights.latex), [Formula(weights.text, "")]
-        factors, terms = [], []
-        for choice in used["token_filter"]:
-            found = choice.equation()
-            if not getattr(choice, "adds", False):
-                factors, where = [Formula("s_{i,t}", found.latex)], [*where, Formula(f"s_{{i,t}} = {found.text}", "")]
+        factors, terms, added = [], [], []
+        if self.token_filter:
+            text, latex = self.token_filter.equation()
+            if self.token_filter.adds:
+                added = [Formula(f"- {text}", f"- {latex}")]
+            else:
+                factors, where = [Formula("s_{i,t}", latex)], [*where, Formula(f"s_{{i,t}} = {text}", "")]
         if used["rollout_is"]:
             parts = [part.equation() for part in used["rollout_is"]]
             joined = " * ".join(f"({part.text})" for part in parts) if len(parts) > 1 else parts[0].text
             factors.insert(0, Formula("c_{i,t}", r" \cdot ".join(part.latex for part in parts)))
             where.append(Formula(f"c_{{i,t}} = {joined}", ""))
-        terms += [product([*factors, choice.equation()]) for choice in used["clip"]]
-        added = [choice.equation() for choice in used["token_filter"] if getattr(choice, "adds", False)]
-        terms += [Formula(f"- {item.text}", f"- {item.latex}") for item in added]
+        for choice in used["clip"]:
+            texts, printed = zip(*factors, choice.equation(), strict=True)
+            terms.append(Formula(" ".join(texts), r"\, ".join(printed)))
+        terms += added
         terms += [Formula("- beta KL_{i,t}", r"- \beta\, \mathrm{KL}_{i,t}")] if self.kl.place == "loss" else []
         terms += [Formula("eta H_{i,t}", r"\eta\, \mathcal{H}_{i,t}") for _ in used["entropy"]]
         terms += [Formula("- alpha D_{i,t}", r"- \alpha\, D_{i,t}") for _ in used["distillation"]]
-        goals = [Goal(MAXIMISE, over, tuple(terms))]
+        goals = [Goal(Formula("maximise", r"\max_\theta"), over, tuple(terms))]
         for choice in used["value"]:
-            critic = Formula("minimise", r"\min_\phi")
-            goals.append(Goal(critic, over, (product([Formula("c_v", "c_v"), choice.equation()]),)))
+            loss = Formula(f"c_v {choice.text}", rf"c_v\, {choice.latex}")
+            goals.append(Goal(Formula("minimise", r"\min_\phi"), over, (loss,)))
         rho = used["ratio"] if any("rho" in term.text for term in terms) else ()
         for choice in (*used["entropy"], *used["distillation"], *rho, self.advantage):
             where += [choice.equation(), *choice.where()]

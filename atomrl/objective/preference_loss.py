@@ -56,16 +56,14 @@ class PairLoss(PreferenceLoss):
     """The loss of a pair: scores of the chosen and of the rejected completions [P] -> [P]."""
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        loss: Tensor = self.atom(chosen - rejected, **self.settings)
-        return loss
+        return self.atom(chosen - rejected, **self.settings)
 
 
 class ScoreLoss(PairLoss):
     """The loss of a pair that is not of its margin alone."""
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        loss: Tensor = self.atom(chosen, rejected, **self.settings)
-        return loss
+        return self.atom(chosen, rejected, **self.settings)
 
 
 class SmoothedLoss(PairLoss):
@@ -284,9 +282,6 @@ class LabelLoss(PreferenceLoss):
     paired = False
     needs_mismatched: ClassVar[bool] = False
     """Whether prompts with the completions of other prompts are scored beside those that are trained on."""
-
-    def __call__(self, scores: Tensor, desirable: Tensor, reference: Tensor) -> Tensor:
-        raise NotImplementedError
 
     def measure(self, scores: Tensor, mismatched: Tensor, state: Mapping[str, float]) -> dict[str, float]:
         """The state with what the scores of a whole step, and of its mismatched rows, say of the reference point."""

@@ -41,9 +41,6 @@ class PreferenceScore(Choice):
         shared = shared_lengths(mask, rows.pair_ids)
         return scores.length_desensitised_logprob(given(logprobs), mask, shared, self.ld_alpha)
 
-    def __call__(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
-        raise NotImplementedError
-
     def where(self) -> tuple[Formula, ...]:
         lines = []
         if self.ld_alpha != 1:
@@ -115,13 +112,12 @@ Score = LogRatioScore | LogprobScore
 
 
 class ChosenNll(Choice):
-    """Supervised training on the chosen completions beside the preference (`sft` in TRL's losses; RPO)."""
+    """Supervised training on the chosen completions beside the preference (`sft` in TRL's losses; RPO).
+
+    Log-probs and mask [P, T], and the mean length of chosen completions in the whole step -> [P].
+    """
 
     coefficient: AtLeast0 = 0.0
-
-    def __call__(self, logprobs: Tensor, mask: Tensor, mean_tokens: float) -> Tensor:
-        """Of chosen completions [P, T], whose mean length in the whole step is `mean_tokens` -> [P]."""
-        raise NotImplementedError
 
 
 class TokenMeanNll(ChosenNll, type="token_mean"):
