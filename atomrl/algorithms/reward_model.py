@@ -3,8 +3,6 @@
 L = sum_i w_i [ -log sigmoid(r_c - r_r - m_i) + centring (r_c + r_r)^2 ],    w = pair mean
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -5,8 +5,6 @@
 Paper: InstructGPT, arXiv:2203.02155, section 3.5. Pretraining is the same on windows of plain text.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from atomrl.atoms.masks import masked_sum

@@ -1,7 +1,5 @@
 """Algorithms by name: the objectives of the pages in this folder. To add one: its page."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ those of `groups`: float64, a missing reward (NaN) in none of them. The only com
 "zero", or "nan" for a further statistic that must know.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

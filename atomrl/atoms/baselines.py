@@ -3,8 +3,6 @@
 Those of a completion take rewards `[B]` and group ids `[B]`, as in `advantages`; those of a token take `[B, T]`.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ A correction is a factor per token without gradient: a weight (truncated or mask
 (the token's, or the row's sum, mean or maximum: `row_sum`, `row_mean`, `row_max`), and a rule with bounds.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

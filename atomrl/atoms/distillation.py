@@ -1,7 +1,5 @@
 """Distillation losses between a student's and a teacher's next-token distributions, per position."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float

@@ -9,8 +9,6 @@ a full one, with rewards and values of 0 in the gaps, makes each observed token 
 Right padding is a gap that is never left. Rewards belong to the token at which they stand; nothing follows the last.
 """
 
-from __future__ import annotations
-
 from typing import TypedDict
 
 import torch

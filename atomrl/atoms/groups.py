@@ -7,8 +7,6 @@ float64, and a group of equal rewards has exactly that mean and a standard devia
 cannot pass for signal.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -9,8 +9,6 @@ The estimators are not clamped, as in TRL. verl, SkyRL and NeMo-RL bound |d_t| b
 `k3_kl(token_log_ratio(logprobs, ref_logprobs, mask, clamp=20.0), zeros, mask).clamp(max=10.0)`.
 """
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Float
 from torch import Tensor

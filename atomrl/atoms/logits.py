@@ -1,7 +1,5 @@
 """Logits of the output matrix, in float32 whatever is multiplied."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@
 large vocabulary never exist at once; `row_logprobs` does so for the masked positions of right-padded rows.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

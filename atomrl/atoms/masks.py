@@ -1,7 +1,5 @@
 """Masked sums, means and maxima, over all tokens and by row. What is off the mask, NaN included, has no influence."""
 
-from __future__ import annotations
-
 import torch
 
 from atomrl.atoms.shapes import AnyMask, AnyShape, Mask, PerRow, PerToken, Scalar

@@ -3,8 +3,6 @@
 A vector of all trained weights is flat, [D], in the order of the list of parameters (`flat`, `parts`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import TypedDict

@@ -5,8 +5,6 @@ weighted by something without gradient (REINFORCE, CISPO, mirror descent). Small
 see `reductions`.
 """
 
-from __future__ import annotations
-
 import torch
 
 from atomrl.atoms.shapes import AnyMask, AnyShape, Mask, PerToken

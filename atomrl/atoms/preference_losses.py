@@ -5,8 +5,6 @@ gives one number per pair; beta is the strength of the pull to the reference. Wi
 losses take log-probs. `preference_scores` has what may be put in the place of z and D.
 """
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 
 from atomrl.atoms.shapes import PerPair

@@ -1,7 +1,5 @@
 """Preference scores and weights: implicit rewards, f-divergences, length normalisation, WPO, LD-DPO, AOT."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal, get_args
 

@@ -4,8 +4,6 @@ Three levels to choose from: by token (PPO), by completion (GSPO), and by comple
 its own (GSPO-token). The ratio is the exponential of each.
 """
 
-from __future__ import annotations
-
 from atomrl.atoms.masks import row_mean, row_sum
 from atomrl.atoms.shapes import Mask, PerRow, PerToken
 

@@ -6,8 +6,6 @@ divided by can be given where a process sees only a part of the step, or counts 
 `total_rows`). Weights have torch's default dtype.
 """
 
-from __future__ import annotations
-
 import torch
 
 from atomrl.atoms.shapes import Ids, Mask, PerToken, Scalar

@@ -1,7 +1,5 @@
 """Sequence-level policy losses and weights: GMPO, TOPR, VESPO."""
 
-from __future__ import annotations
-
 import math
 
 import torch

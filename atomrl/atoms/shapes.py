@@ -1,7 +1,5 @@
 """The shapes that atoms share: B rows (completions) of T tokens, and P pairs. `pytest` checks them at every call."""
 
-from __future__ import annotations
-
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Reward shaping: weighted sums, length and repetition penalties, clipping, KL in the reward."""
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor

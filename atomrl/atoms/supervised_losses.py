@@ -1,7 +1,5 @@
 """Supervised losses per token: negative log-likelihood and DFT. Reduce as any other loss."""
 
-from __future__ import annotations
-
 import torch
 
 from atomrl.atoms.policy_losses import reinforce_loss

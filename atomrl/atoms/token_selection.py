@@ -3,8 +3,6 @@
 A filter is a factor of `weighted_sum`: what the loss is divided by stays as it was.
 """
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Int
 from torch import Tensor

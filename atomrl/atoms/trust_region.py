@@ -4,8 +4,6 @@ A ratio overstates the move of an unlikely token and understates that of a likel
 token's probability, or the divergence of the two-outcome distribution "this token or another", decides.
 """
 
-from __future__ import annotations
-
 from atomrl.atoms.shapes import Mask, PerToken
 
 

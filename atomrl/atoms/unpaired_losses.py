@@ -1,7 +1,5 @@
 """Unpaired preference losses, of completions labelled good or bad: KTO and BCO."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float

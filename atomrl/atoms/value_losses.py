@@ -1,7 +1,5 @@
 """Value losses of a critic, per token."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Whitening over all tokens under a mask."""
 
-from __future__ import annotations
-
 import torch
 
 from atomrl.atoms.masks import masked_mean

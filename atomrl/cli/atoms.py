@@ -4,8 +4,6 @@ atomrl atoms
 atomrl atoms k3_kl
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import difflib

@@ -7,8 +7,6 @@ atomrl data prepare input.txt --tokenizer char --out data/shakespeare
 atomrl data prepare books/*.txt --tokenizer gpt2 --val-fraction 0.01 --out data/books
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 atomrl export runs/quickstart/checkpoints/step_000100 my_model
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from pathlib import Path

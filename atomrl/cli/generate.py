@@ -4,8 +4,6 @@ atomrl generate runs/quickstart/model --prompt "2 + 2 * 3 = ?"
 echo "2 + 2 * 3 = ?" | atomrl generate MODEL --prompt - --n 4 --temperature 0.7
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

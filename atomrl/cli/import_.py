@@ -5,8 +5,6 @@ atomrl import nanogpt out/ckpt.pt gpt2-small --tokenizer FOLDER_WITH_GPT2S_TOKEN
 atomrl import nanogpt out-shakespeare-char/ckpt.pt shakespeare --text data/shakespeare_char/input.txt
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The `atomrl` command. A command's module is imported when it is called, so that help does not wait for torch."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -4,8 +4,6 @@ atomrl plot runs/quickstart
 atomrl plot runs/quickstart runs/no-std --out compared.png
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The configuration: its schema, files and overrides, and errors that name the key."""
 
-from __future__ import annotations
-
 from atomrl.config.base import ConfigError, Section
 from atomrl.config.files import merge_trees, nest, parse_overrides, read_yaml
 from atomrl.config.run import RunConfig, build_config, dump_config, known_keys

@@ -5,8 +5,6 @@ The sections are `model_config`, `generation_config`, `advantage_config`, `train
 absent or null keeps AtomRL's own default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal

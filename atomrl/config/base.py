@@ -1,7 +1,5 @@
 """What every part of the config is made of."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, ConfigDict
 
 

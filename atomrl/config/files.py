@@ -1,7 +1,5 @@
 """Configs as plain dicts, before they are validated: YAML files, `key=value` overrides, and merging."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What an unknown key may mean: the nearest key, or the one that other libraries' users know by that name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache

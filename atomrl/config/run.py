@@ -3,11 +3,9 @@
 Nothing is written into a config after it is loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
@@ -68,7 +66,7 @@ class RunConfig(Section):
     cluster: schema.ClusterConfig | None = None
 
     @model_validator(mode="after")
-    def _batch_arithmetic(self) -> RunConfig:
+    def _batch_arithmetic(self) -> Self:
         rollout, rows = self.rollout, self.train.rows_per_update
         total = rollout.prompts_per_step * rollout.completions_per_prompt
         kinds = [name for name in ("sft", "pretrain", "preference") if getattr(self, name) is not None]

@@ -1,7 +1,5 @@
 """What a rule says, and the small statistics that rules are made of."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

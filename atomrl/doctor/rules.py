@@ -6,8 +6,6 @@ steps. Where it holds, it yields (what is wrong, what to try); a metric that it 
 (docs/benchmarks.md) stay far from them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import fmean, median

@@ -1,7 +1,5 @@
 """The doctor at a run's side: it sees one row of metrics after another and says what is new."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import suppress
 

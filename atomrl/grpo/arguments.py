@@ -1,7 +1,5 @@
 """The arguments of `GRPOTrainer`, checked as they are set, and what each becomes in a config."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

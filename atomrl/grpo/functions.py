@@ -4,8 +4,6 @@ Axes: P prompts, G completions of each, B = P * G rows (prompt and completion, r
 row. A tensor `[B, T]` is indexed by the token itself: `logprobs[b, t] = log p(tokens[b, t] | tokens[b, <t])`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

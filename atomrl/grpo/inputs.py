@@ -1,7 +1,5 @@
 """What `GRPOTrainer` is given as objects, turned into what a config can name: files and reward names."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`GRPOTrainer`: a config made of Python objects, and `atomrl train` on it. There is no second loop here."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence

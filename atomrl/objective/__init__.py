@@ -6,8 +6,6 @@ atoms. `PolicyObjective` (`policy.py`) has an axis for each of `advantage`, `rat
 name; `PreferenceObjective` has those of preferences. `explain.py` reads any of them back as an equation.
 """
 
-from __future__ import annotations
-
 from atomrl.objective.advantage_inputs import AdvantageInputs, AdvantagesAndReturns
 from atomrl.objective.choice import Setting
 from atomrl.objective.clip import PolicyInputs

@@ -4,8 +4,6 @@ To add one: a class here (or in a file of its own) with its equation, and its na
 One's own function needs neither: `advantage: {type: custom, function: "my_module:my_advantage"}`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """What advantages are made of: rewards of a whole step, by completion and by token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple

@@ -4,8 +4,6 @@ A critic is there where the advantage reads `values`; its weights and its optimi
 loss and the policy's terms share no gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """What objectives have in common: axes that a config changes, and the parts of an `Algorithm` that most leave out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 

@@ -5,8 +5,6 @@ as text and as LaTeX, the atoms it is made of, what it reads, and what is known 
 written in one place.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re
@@ -31,6 +29,24 @@ class Formula(NamedTuple):
 
     text: str
     latex: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a choice is made beside: the other axes, and what the config says beside the objective."""
+
+    axes: Mapping[str, Any]
+    """Every axis of the objective by its name."""
+    completions_per_prompt: int = 8
+    updates_per_step: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    logprobs_over: str = "vocabulary"
+    """The tokens that log-probs are over: `kept` are those that top-p and top-k keep."""
+    reward_parts: int = 1
+    """Parts that enter the sum."""
+    max_completion_tokens: int = 48
 
 
 class Choice(BaseModel):
@@ -87,24 +103,6 @@ class Choice(BaseModel):
     def warnings(self, setting: Setting) -> Iterator[str]:
         """What is known to be biased, unstable or without effect, of this choice in its setting."""
         return iter(())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What a choice is made beside: the other axes, and what the config says beside the objective."""
-
-    axes: Mapping[str, Any]
-    """Every axis of the objective by its name."""
-    completions_per_prompt: int = 8
-    updates_per_step: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    logprobs_over: str = "vocabulary"
-    """The tokens that log-probs are over: `kept` are those that top-p and top-k keep."""
-    reward_parts: int = 1
-    """Parts that enter the sum."""
-    max_completion_tokens: int = 48
 
 
 class Custom(Choice):

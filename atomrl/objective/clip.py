@@ -4,8 +4,6 @@ To add one: a class here with its equation, and its name in the union `Clip` at 
 neither: `clip: {type: custom, function: "my_module:my_clip"}`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import NamedTuple

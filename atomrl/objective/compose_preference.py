@@ -1,7 +1,5 @@
 """A preference objective: one choice on each axis, and the algorithm that they make."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Self

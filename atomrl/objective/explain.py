@@ -4,8 +4,6 @@ Nothing here knows an algorithm: a policy, a preference, a demonstration's or a 
 to it. Equations and warnings are the choices' own; papers are in the atoms' docstrings.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

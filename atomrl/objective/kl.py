@@ -1,7 +1,5 @@
 """KL penalties: estimators of the KL to the reference, [B, T], in the loss or in the reward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Loss aggregation, what the loss is a mean of: mask [B, T] and group ids [B] of an update -> weights [B, T]."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import ClassVar
 

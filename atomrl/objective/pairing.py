@@ -1,7 +1,5 @@
 """Which completions a preference loss compares, over all rows of a step."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

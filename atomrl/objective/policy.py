@@ -1,7 +1,5 @@
 """A policy-gradient objective: one choice on each axis. It is the algorithm that the loop and the back ends know."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Self

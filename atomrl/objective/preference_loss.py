@@ -1,7 +1,5 @@
 """Preference losses of pairs, and of completions that are labelled one by one: an axis of a preference objective."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar
 

@@ -1,7 +1,5 @@
 """The scores of completions, and the likelihood of the chosen ones: axes of a preference objective."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, ClassVar
 

@@ -1,7 +1,5 @@
 """The likelihood ratio to the old policy, by token or by completion: log-probs [B, T] -> log-ratio [B, T]."""
 
-from __future__ import annotations
-
 from pydantic import NonNegativeFloat
 from torch import Tensor
 

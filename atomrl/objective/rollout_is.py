@@ -5,8 +5,6 @@ trainer's at the start of the step (pi_old). Most are made by row, as the loss i
 over all rows are made once, with the advantages. So no split of a step changes them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal, NamedTuple

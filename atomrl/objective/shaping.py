@@ -1,7 +1,5 @@
 """What comes before the advantages: reward shaping, and the filter of groups (dynamic sampling)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Self
 

@@ -1,7 +1,5 @@
 """Token filters: which tokens the policy term is taken over, chosen over all rows of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, NamedTuple
 

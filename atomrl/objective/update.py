@@ -1,7 +1,5 @@
 """Updates that replace the optimizer's step of the policy: a natural-gradient step within a trust region."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated

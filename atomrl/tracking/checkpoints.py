@@ -5,8 +5,6 @@ that is killed while it saves leaves nothing that could be taken for a checkpoin
 removed is renamed first, so that a kill leaves no half of a checkpoint either.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,12 +1,10 @@
 """Progress of a run on the terminal: a live bar where it is one, else one line a step; and some of its completions."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
@@ -63,7 +61,7 @@ class ProgressBar:
         self._started = time.monotonic()
         self._first: tuple[int, float] | None = None
 
-    def __enter__(self) -> ProgressBar:
+    def __enter__(self) -> Self:
         self._started = time.monotonic()
         self._bar.start()
         return self

@@ -1,7 +1,5 @@
 """The picture of a run, or of several: what it is judged by over the steps, from `metrics.jsonl` alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

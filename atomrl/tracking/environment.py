@@ -1,7 +1,5 @@
 """What a run ran on: versions, hardware, commit, command. Environment variables are never recorded."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

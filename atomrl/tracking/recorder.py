@@ -1,9 +1,7 @@
 """Everything a run writes while it runs, behind one object: the run folder, the sinks and the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from atomrl.config import RunConfig
 from atomrl.doctor.watch import Doctor
@@ -32,7 +30,7 @@ class Recorder:
             self.doctor.observe(row)  # of a resumed run: what was found then is not said again
         directory.write_findings(self.doctor.findings)
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> Self:
         self.progress.__enter__()
         return self
 

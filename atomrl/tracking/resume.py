@@ -1,7 +1,5 @@
 """What may differ between a run and its resumption: the config, and what the config's paths lead to."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

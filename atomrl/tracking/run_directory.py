@@ -12,8 +12,6 @@ runs/NAME/
   .lock                                     held by the process that writes the run
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging
@@ -26,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config, read_yaml
 from atomrl.doctor.findings import Finding, is_evaluation
@@ -71,7 +69,7 @@ class RunDirectory:
         resume: bool = False,
         allow_changes: bool = False,
         identity: Mapping[str, str] = MappingProxyType({}),
-    ) -> RunDirectory:
+    ) -> Self:
         """Open `output_dir/run_name`: a new folder, or with `resume` an existing one.
 
         Resuming cuts metrics and rollouts that are later than the newest whole checkpoint (all of them if there is

@@ -1,7 +1,5 @@
 """Where metrics and samples go beside the run folder. Each library is imported only by the sink that wraps it."""
 
-from __future__ import annotations
-
 import queue
 import sys
 import threading
