@@ -227,8 +227,11 @@ class PolicyObjective(Objective):
             metrics["actor/teacher_kl"] = Mean(k1_kl(old, batch.teacher_logprobs, mask).sum(), tokens)
         if outputs.entropy is not None:
             metrics["actor/entropy"] = Mean(masked_sum(outputs.entropy.detach(), mask), tokens)
-        parts: list[Value | Entropy | Distillation] = [self.value] if outputs.values is not None else []
-        for part in (*parts, *(part for part in (self.entropy, self.distillation) if part.coefficient)):
+        parts: list[Value | Entropy | Distillation]
+        parts = [part for part in (self.entropy, self.distillation) if part.coefficient]
+        if self.has_critic and outputs.values is not None:  # a step of the policy alone asks for no values
+            parts.insert(0, self.value)
+        for part in parts:
             term, seen = part.loss(outputs, batch)
             loss = loss + term
             metrics |= seen
