@@ -2,16 +2,14 @@
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
-from torch import Tensor
 
 from atomrl.atoms.kl import distribution_kl
-from atomrl.atoms.shapes import Vocabulary
+from atomrl.atoms.shapes import PerPosition, Vocabulary
 
 
 def generalised_jsd(
     student_logits: Vocabulary, teacher_logits: Vocabulary, beta: float = 0.5, temperature: float = 1.0
-) -> Float[Tensor, "*batch"]:
+) -> PerPosition:
     """Generalised Jensen-Shannon divergence of GKD, between the forward and the reverse KL.
 
         beta KL(p || m) + (1 - beta) KL(q || m),   m = beta p + (1 - beta) q

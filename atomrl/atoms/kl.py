@@ -10,11 +10,9 @@ The estimators are not clamped, as in TRL. verl, SkyRL and NeMo-RL bound |d_t| b
 """
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from atomrl.atoms.ratios import token_log_ratio
-from atomrl.atoms.shapes import Mask, PerToken, Vocabulary
+from atomrl.atoms.shapes import Mask, PerPosition, PerToken, Vocabulary
 
 
 def k1_kl(logprobs: PerToken, ref_logprobs: PerToken, mask: Mask) -> PerToken:
@@ -132,7 +130,7 @@ def k2_gradient(estimate: PerToken, logprobs: PerToken, ref_logprobs: PerToken, 
     return estimate.detach() + surrogate - surrogate.detach()
 
 
-def distribution_kl(logprobs: Vocabulary, other_logprobs: Vocabulary) -> Float[Tensor, "*batch"]:
+def distribution_kl(logprobs: Vocabulary, other_logprobs: Vocabulary) -> PerPosition:
     """KL divergence of two distributions, summed over the vocabulary (or over the part of it that is given).
 
         KL(p || q) = sum_v p_v (log p_v - log q_v)

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from atomrl.atoms.logits import head_logits
-from atomrl.atoms.shapes import Mask, PerToken, Vocabulary
+from atomrl.atoms.shapes import Mask, PerPosition, PerToken, Vocabulary
 
 CHUNK_ELEMENTS = 2**25
 """Logits held at a time: 128 MB in float32."""
@@ -21,9 +21,7 @@ VOCABULARY_BLOCK = 2**15
 """Rows of the output matrix whose gradient is added at a time."""
 
 
-def token_logprobs(
-    logits: Vocabulary, tokens: Int[Tensor, "*batch"], temperature: float = 1.0
-) -> Float[Tensor, "*batch"]:
+def token_logprobs(logits: Vocabulary, tokens: Int[Tensor, "*batch"], temperature: float = 1.0) -> PerPosition:
     """Log-probability of each token under its own logits.
 
         log p(x) = z_x - log sum_v exp(z_v),   z = logits / temperature
@@ -47,7 +45,7 @@ def token_logprobs(
     return scaled.gather(-1, tokens[..., None])[..., 0] - scaled.logsumexp(-1)
 
 
-def token_entropy(logits: Vocabulary, temperature: float = 1.0) -> Float[Tensor, "*batch"]:
+def token_entropy(logits: Vocabulary, temperature: float = 1.0) -> PerPosition:
     """Entropy of each distribution.
 
         H = - sum_v p_v log p_v,   p = softmax(logits / temperature)

@@ -9,8 +9,9 @@ from typing import TypedDict
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from jaxtyping import Float
 from torch import Tensor
+
+from atomrl.atoms.shapes import Flat, PerItem
 
 LONGEST = 2.0
 """A step is made at most this many times as long as the quadratic model of the KL says."""
@@ -18,7 +19,7 @@ Product = Callable[[Tensor], Tensor]
 """[D] -> [D]: a symmetric matrix that is never written down."""
 
 
-def flat(tensors: Sequence[Tensor]) -> Float[Tensor, " D"]:
+def flat(tensors: Sequence[Tensor]) -> Flat:
     """All elements in one vector.
 
     Args:
@@ -34,7 +35,7 @@ def flat(tensors: Sequence[Tensor]) -> Float[Tensor, " D"]:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
-def parts(tensors: Sequence[Tensor], vector: Float[Tensor, " D"]) -> list[Tensor]:
+def parts(tensors: Sequence[Tensor], vector: Flat) -> list[Tensor]:
     """A vector in pieces of the tensors' shapes: the inverse of `flat`.
 
     Args:
@@ -52,9 +53,7 @@ def parts(tensors: Sequence[Tensor], vector: Float[Tensor, " D"]) -> list[Tensor
     return [piece.view_as(tensor) for tensor, piece in zip(tensors, pieces, strict=True)]
 
 
-def flat_gradient(
-    output: Tensor, parameters: Sequence[Tensor], cotangents: Tensor | None = None
-) -> Float[Tensor, " D"]:
+def flat_gradient(output: Tensor, parameters: Sequence[Tensor], cotangents: Tensor | None = None) -> Flat:
     """The gradient of an output as one vector: parameters that have no part in it get 0.
 
         g = J^T c
@@ -77,11 +76,8 @@ def flat_gradient(
 
 
 def fisher_vector_product(
-    distributions: Callable[[bool], Tensor],
-    weights: Float[Tensor, " N"],
-    parameters: Sequence[Tensor],
-    vector: Float[Tensor, " D"],
-) -> Float[Tensor, " D"]:
+    distributions: Callable[[bool], Tensor], weights: PerItem, parameters: Sequence[Tensor], vector: Flat
+) -> Flat:
     """The Fisher matrix of a policy times a vector, without the matrix.
 
         F v = sum_n w_n sum_a pi_n(a) grad log pi_n(a) (grad log pi_n(a) . v)
@@ -119,9 +115,7 @@ def fisher_vector_product(
         return flat_gradient(distributions(False), parameters, cotangents)
 
 
-def conjugate_gradient(
-    product: Product, b: Float[Tensor, " D"], iterations: int = 10, tolerance: float = 1e-5
-) -> tuple[Float[Tensor, " D"], float]:
+def conjugate_gradient(product: Product, b: Flat, iterations: int = 10, tolerance: float = 1e-5) -> tuple[Flat, float]:
     """Solve A x = b for a symmetric positive definite A that is known by its products alone.
 
         x' = x + alpha d,   alpha = r . r / d . A d,   d' = r' + (r' . r' / r . r) d,   r = b - A x
@@ -160,7 +154,7 @@ def conjugate_gradient(
     return x, math.sqrt(square / start) if start else 0.0
 
 
-def natural_step(direction: Float[Tensor, " D"], product: Product, kl_bound: float) -> Float[Tensor, " D"] | None:
+def natural_step(direction: Flat, product: Product, kl_bound: float) -> Flat | None:
     """The longest step along a direction whose KL is the bound, in the quadratic model of the KL.
 
         s = sqrt(2 delta / x^T F x) x,   KL(pi_old || pi) ~ s^T F s / 2 = delta

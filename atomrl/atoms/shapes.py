@@ -10,8 +10,13 @@ Rewards = Shaped[Tensor, " B"]
 """Floats, whole numbers or bools."""
 TokenRewards = Shaped[Tensor, "B T"]
 Ids = Int[Tensor, " B"]
+PerItem = Float[Tensor, " N"]
+"""What belongs to no step's rows: single completions, states."""
 PerPair = Float[Tensor, " P"]
 Scalar = Float[Tensor, ""]
 AnyShape = Float[Tensor, "*shape"]
 AnyMask = Bool[Tensor, "*shape"]
+PerPosition = Float[Tensor, "*batch"]
 Vocabulary = Float[Tensor, "*batch V"]
+Flat = Float[Tensor, " D"]
+"""All trained weights in one vector."""

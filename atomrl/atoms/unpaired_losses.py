@@ -2,20 +2,18 @@
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
-from torch import Tensor
 
-from atomrl.atoms.shapes import Scalar
+from atomrl.atoms.shapes import PerItem, Scalar
 
 
 def kto_loss(
-    log_ratio: Float[Tensor, " N"],
-    desirable: Float[Tensor, " N"],
+    log_ratio: PerItem,
+    desirable: PerItem,
     reference: Scalar,
     beta: float = 0.1,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
-) -> Float[Tensor, " N"]:
+) -> PerItem:
     """KTO loss of completions that are labelled good or bad, against a reference point.
 
         L = w_d (1 - sigmoid(beta (z - z_0)))   where good
@@ -43,12 +41,7 @@ def kto_loss(
     return torch.where(desirable > 0, good, undesirable_weight * (1 - (-gap).sigmoid()))
 
 
-def bco_loss(
-    rewards: Float[Tensor, " N"],
-    desirable: Float[Tensor, " N"],
-    delta: Scalar,
-    weights: Float[Tensor, " N"] | None = None,
-) -> Float[Tensor, " N"]:
+def bco_loss(rewards: PerItem, desirable: PerItem, delta: Scalar, weights: PerItem | None = None) -> PerItem:
     """BCO loss, a binary classifier over unpaired completions: good ones above the mean reward, bad ones below.
 
         L = -w log sigmoid(r - delta) where good,    -w log sigmoid(-(r - delta)) where bad
@@ -73,7 +66,7 @@ def bco_loss(
     return loss if weights is None else loss * weights.detach()
 
 
-def kto_reference(log_ratio: Float[Tensor, " N"]) -> Scalar:
+def kto_reference(log_ratio: PerItem) -> Scalar:
     """KTO's reference point: an estimate of the KL from completions of other prompts.
 
         z_0 = max(0, mean z')
@@ -93,7 +86,7 @@ def kto_reference(log_ratio: Float[Tensor, " N"]) -> Scalar:
     return log_ratio.detach().mean().clamp(min=0)
 
 
-def running_mean(mean: Scalar, count: float, values: Float[Tensor, " N"]) -> tuple[Scalar, float]:
+def running_mean(mean: Scalar, count: float, values: PerItem) -> tuple[Scalar, float]:
     """Running mean: of all values seen so far, after some more.
 
         mean' = mean + (mean(x) - mean) N / (count + N)
