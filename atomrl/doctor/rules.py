@@ -1,8 +1,9 @@
 """The rules: pure functions of a window of metrics, and the table of them.
 
 A rule gets the training rows of a run, oldest first: all of a short run, of a long one the first 20 and the last 100
-steps. Where it holds, it yields (what is wrong, what to try); a metric that it needs and that is not there silences it
-(`findings.NotLogged`). Thresholds that have a source name it; all others are set so that healthy runs
+steps. Where it holds, it yields what is wrong; what to try stands in its docstring after `Try:`, or where that depends
+on what is wrong, is said with it. A metric that a rule needs and that is not there silences it (`findings.NotLogged`).
+Thresholds that have a source name it; all others are set so that healthy runs
 (docs/benchmarks.md) stay far from them.
 """
 
@@ -12,7 +13,7 @@ from statistics import fmean, median
 
 from atomrl.doctor.findings import MetricRows, Row, Severity, column, recent, shift
 
-Verdict = Iterator[tuple[str, str]]
+Verdict = Iterator[str]
 SHORT, MEDIUM, LONG = 3, 5, 10
 """Steps that have to agree before a rule speaks: the longer, the noisier its metrics."""
 
@@ -30,31 +31,42 @@ class Rule:
     def id(self) -> str:
         return self.holds.__name__
 
+    def findings(self, rows: MetricRows) -> Iterator[tuple[str, str]]:
+        """What is wrong and what to try.
+
+        Raises:
+            NotLogged: the rows lack a metric.
+        """
+        usual = " ".join((self.holds.__doc__ or "").partition("Try: ")[2].split())
+        for said in self.holds(rows):
+            what, _, own = said.partition(" Try: ")
+            yield what, own or usual
+
 
 def skipped_updates(rows: MetricRows) -> Verdict:
-    """An update was left out because its gradient was not finite."""
+    """An update was left out because its gradient was not finite.
+
+    Try: a lower train.learning_rate; model.dtype=float32; and look for extreme rewards in rollouts/.
+    """
     if skipped := sum(column(rows, "actor/skipped_updates")):
-        yield (
-            f"{skipped:.0f} update(s) were left out because the gradient was NaN or infinite.",
-            "a lower train.learning_rate; model.dtype=float32; and look for extreme rewards in rollouts/.",
-        )
+        yield f"{skipped:.0f} update(s) were left out because the gradient was NaN or infinite."
 
 
 FAILURES = ("/timeouts", "/errors", "/crashes", "/invalid")
 
 
 def reward_failures(rows: MetricRows) -> Verdict:
-    """Completions got no reward at all: they are left out, and the batch is smaller than it looks."""
+    """Completions got no reward at all: they are left out, and the batch is smaller than it looks.
+
+    Try: `atomrl reward NAME rollouts/step_.../train.jsonl` with your function, to see the exception; make it return a
+    number for every completion.
+    """
     [share] = recent(rows, "reward/missing_ratio", 1)
     if share >= 0.01:
         failures = {name: value for name, value in rows[-1].items() if name.endswith(FAILURES) and value}
         counts = ", ".join(f"{name.removeprefix('reward/')} {value:.0f}" for name, value in failures.items())
-        yield (
-            f"{share:.0%} of the completions have no reward{f' ({counts})' * bool(counts)}: they are left out of "
-            "training.",
-            "`atomrl reward NAME rollouts/step_.../train.jsonl` with your function, to see the exception; make it "
-            "return a number for every completion.",
-        )
+        left_out = "they are left out of training."
+        yield f"{share:.0%} of the completions have no reward{f' ({counts})' * bool(counts)}: {left_out}"
 
 
 def learning_rate_too_high(rows: MetricRows) -> Verdict:
@@ -67,14 +79,14 @@ def learning_rate_too_high(rows: MetricRows) -> Verdict:
     """
     now = "".join(f" (now {rate:.1e})" for rate in column(rows[-1:], "actor/lr"))
     advice = (
-        f"a train.learning_rate ten times lower{now}, a longer train.warmup_ratio, a smaller train.max_grad_norm, or a "
-        "KL penalty (algorithm.kl.coefficient)."
+        f"Try: a train.learning_rate ten times lower{now}, a longer train.warmup_ratio, a smaller train.max_grad_norm, "
+        "or a KL penalty (algorithm.kl.coefficient)."
     )
     kl = recent(rows, "actor/ppo_kl", SHORT, default=0.0)
     clipped = recent(rows, "actor/pg_clipfrac", SHORT, default=0.0)
     moved = min(map(abs, kl))
     if moved > 0.2 or (moved > 0.02 and min(clipped) > 0.5):
-        yield f"Each step moves the policy too far (KL {kl[-1]:.2g}, {clipped[-1]:.0%} clipped).", advice
+        yield f"Each step moves the policy too far (KL {kl[-1]:.2g}, {clipped[-1]:.0%} clipped). {advice}"
         return
     scores, low = recent(rows, "critic/score/mean", SHORT), column(rows, "critic/score/min")
     top, best = max(
@@ -87,7 +99,7 @@ def learning_rate_too_high(rows: MetricRows) -> Verdict:
         changed = _changes(best, rows[-SHORT:])
         if changed:
             said = ", ".join(changed)
-            yield f"The policy has collapsed: the reward fell from {top:.3g} to {scores[-1]:.3g}, {said}.", advice
+            yield f"The policy has collapsed: the reward fell from {top:.3g} to {scores[-1]:.3g}, {said}. {advice}"
 
 
 CHANGES: tuple[tuple[str, str, Callable[[float, float], bool]], ...] = (
@@ -111,29 +123,31 @@ def _changes(before: Row, rows: MetricRows) -> list[str]:
 
 def missing_stop_token(rows: MetricRows) -> Verdict:
     """Nearly all completions run to the limit although they had come to an end before it: an answer was closed, or an
-    end-of-sequence token written, and sampling went on."""
+    end-of-sequence token written, and sampling went on.
+
+    Try: rollout.stop_token_ids=[ID] with the tokenizer's end token (or rollout.stop=['TEXT']), and eos_token_id in the
+    model's generation_config.json; a base model may need some steps of `atomrl sft` to learn to stop.
+    """
     cut = recent(rows, "response_length/clip_ratio", SHORT)
     ran_on = recent(rows, "response_length/ran_on_ratio", SHORT)
     if min(cut) >= 0.9 and min(ran_on) >= 0.5:
         yield (
             f"{cut[-1]:.0%} of the completions run to the limit, and {ran_on[-1]:.0%} go on after their end: the token "
-            "that ends a completion is not among those at which sampling stops.",
-            "rollout.stop_token_ids=[ID] with the tokenizer's end token (or rollout.stop=['TEXT']), and eos_token_id "
-            "in the model's generation_config.json; a base model may need some steps of `atomrl sft` to learn to stop.",
+            "that ends a completion is not among those at which sampling stops."
         )
 
 
 def length_limit(rows: MetricRows) -> Verdict:
     """Many completions are cut at the limit: what they would have earned is never seen (DAPO, arXiv:2503.14476,
-    section 3.4, on the noise that this puts into rewards)."""
+    section 3.4, on the noise that this puts into rewards).
+
+    Try: a larger rollout.max_completion_tokens (twice), or a prompt that asks for less. If the texts in rollouts/ are
+    complete and then run on, see docs/failures/missing_stop_token.md.
+    """
     cut = median(recent(rows, "response_length/clip_ratio", MEDIUM))
     if cut >= 0.15:
         limit = "".join(f" of {longest:.0f} tokens" for longest in column(rows[-1:], "response_length/max"))
-        yield (
-            f"{cut:.0%} of the completions are cut at the limit{limit} (median of {MEDIUM} steps).",
-            "a larger rollout.max_completion_tokens (twice), or a prompt that asks for less. If the texts in rollouts/ "
-            "are complete and then run on, see docs/failures/missing_stop_token.md.",
-        )
+        yield f"{cut:.0%} of the completions are cut at the limit{limit} (median of {MEDIUM} steps)."
 
 
 def no_updates(rows: MetricRows) -> Verdict:
@@ -141,13 +155,13 @@ def no_updates(rows: MetricRows) -> Verdict:
     if not any(recent(rows, "rollout/groups_accepted", SHORT, default=1.0)):
         yield (
             f"No group was accepted in the last {SHORT} steps, so there was no update: all completions of a group "
-            "earn the same.",
-            "harder problems where train/accuracy is near 1, easier ones where it is near 0 (data.train).",
+            "earn the same. "
+            "Try: harder problems where train/accuracy is near 1, easier ones where it is near 0 (data.train)."
         )
     elif not any(recent(rows, "train/rows", SHORT, default=1.0)):
         yield (
-            f"There was no update in the last {SHORT} steps: no completion became a row.",
-            "a larger train.max_row_tokens; look into rollouts/ for completions without a reward or without a token.",
+            f"There was no update in the last {SHORT} steps: no completion became a row. Try: a larger "
+            "train.max_row_tokens; look into rollouts/ for completions without a reward or without a token."
         )
     else:
         given = [recent(rows, f"critic/advantages/{end}", SHORT) for end in ("min", "max")]
@@ -155,9 +169,9 @@ def no_updates(rows: MetricRows) -> Verdict:
         varied = all(row.get("critic/score/min") != row.get("critic/score/max") for row in rows[-SHORT:])
         if varied and not any([*given[0], *given[1], *moved]) and not column(rows, "by_group/frac_mixed"):
             yield (
-                f"Every advantage of the last {SHORT} steps is 0, although the rewards differ: nothing is learned.",
-                "rollout.completions_per_prompt of at least 2 (the mean of a group of one is its own reward), or an "
-                "algorithm.advantage that does not compare within groups.",
+                f"Every advantage of the last {SHORT} steps is 0, although the rewards differ: nothing is learned. "
+                "Try: rollout.completions_per_prompt of at least 2 (the mean of a group of one is its own reward), or "
+                "an algorithm.advantage that does not compare within groups."
             )
 
 
@@ -169,14 +183,14 @@ def constant_reward(rows: MetricRows) -> Verdict:
         return
     if low[0] > 0:
         yield (
-            f"{what} is left to learn.",
-            "harder problems (data.train), or a stricter reward (reward.functions), if this is not what you wanted.",
+            f"{what} is left to learn. Try: harder problems (data.train), or a stricter reward (reward.functions), if "
+            "this is not what you wanted."
         )
     else:
         yield (
-            f"{what} can be learned.",
-            "read rollouts/: is the answer right but in another form than the reward expects (tags, \\boxed)? Is "
-            "ground_truth what the reward compares with? `atomrl reward NAME FILE` scores a file without training.",
+            f"{what} can be learned. Try: read rollouts/: is the answer right but in another form than the reward "
+            "expects (tags, \\boxed)? Is ground_truth what the reward compares with? `atomrl reward NAME FILE` scores "
+            "a file without training."
         )
 
 
@@ -190,43 +204,44 @@ def no_mixed_groups(rows: MetricRows) -> Verdict:
     if max(mixed) > 0:
         return
     if min(recent(rows, "by_group/frac_identical", MEDIUM, default=0.0)) > 0.9:
-        yield f"{what}: the completions of a group are the same text.", "rollout.temperature=1 (0 takes no chances)."
+        yield f"{what}: the completions of a group are the same text. Try: rollout.temperature=1 (0 takes no chances)."
     elif bad > 0.5:
-        yield f"{what}: the problems are too hard.", f"easier problems, a better start (`atomrl sft`), {many}."
+        yield f"{what}: the problems are too hard. Try: easier problems, a better start (`atomrl sft`), {many}."
     else:
-        yield f"{what}: the problems are too easy.", f"harder problems (data.train), {many}."
+        yield f"{what}: the problems are too easy. Try: harder problems (data.train), {many}."
 
 
 def dead_reward_part(rows: MetricRows) -> Verdict:
     """One of several reward functions has given 0 to everything for long, which the total hides. (Of a function with
-    "penalty" in its name, 0 is the best value.)"""
+    "penalty" in its name, 0 is the best value.)
+
+    Try: `atomrl reward NAME rollouts/step_.../train.jsonl`, to see whether it is the function, the ground truth or the
+    model.
+    """
     means = [name for name in rows[-1] if name.startswith("reward/") and name.endswith("/mean")]
     parts = [name for name in means if "penalty" not in name]
     dead = [name for name in parts if not any(recent(rows, name, LONG, default=1.0))]
     if dead and len(parts) > 1:
         names = " and ".join(name.removeprefix("reward/").removesuffix("/mean") for name in dead)
-        yield (
-            f"The reward function {names} has given 0 to every completion for {LONG} steps; the sum hides it.",
-            "`atomrl reward NAME rollouts/step_.../train.jsonl`, to see whether it is the function, the ground truth "
-            "or the model.",
-        )
+        yield f"The reward function {names} has given 0 to every completion for {LONG} steps; the sum hides it."
 
 
 def pays_for_length(rows: MetricRows) -> Verdict:
     """Among completions of a group that are equally correct the longer earn more; or length alone decides the reward;
-    or both rise together while accuracy does not (on length and reward: Dr. GRPO, arXiv:2503.20783)."""
-    advice = "the reward without its dependence on length (reward.functions); compare reward/NAME/mean by part."
+    or both rise together while accuracy does not (on length and reward: Dr. GRPO, arXiv:2503.20783).
+
+    Try: the reward without its dependence on length (reward.functions); compare reward/NAME/mean by part.
+    """
     tied = recent(rows, "reward/length_correlation_equally_correct", MEDIUM, default=0.0)
     every = recent(rows, "reward/length_correlation", MEDIUM, default=0.0)
     both = fmean(tied) > 0.5 and fmean(every) > 0.9
     if min(tied) > 0.9:
         yield (
             "The reward pays for length: among equally correct completions of a group the longer earn more "
-            f"(correlation {fmean(tied):.2f}).",
-            advice,
+            f"(correlation {fmean(tied):.2f})."
         )
     elif both or min(every) > 0.99:
-        yield f"The reward is little else than length: their correlation within groups is {fmean(every):.2f}.", advice
+        yield f"The reward is little else than length: their correlation within groups is {fmean(every):.2f}."
     else:
         score, accuracy = shift(rows, "critic/score/mean"), shift(rows, "train/accuracy")
         length = shift(rows, "response_length/mean")
@@ -236,20 +251,21 @@ def pays_for_length(rows: MetricRows) -> Verdict:
             yield (
                 f"Reward ({score.early:.3g} to {score.late:.3g}) and length ({length.early:.0f} to {length.late:.0f} "
                 f"tokens) rise while accuracy does not ({accuracy.early:.3g} to {accuracy.late:.3g}): the reward pays "
-                "for length.",
-                advice,
+                "for length."
             )
 
 
 def reward_without_accuracy(rows: MetricRows) -> Verdict:
     """The reward rises while accuracy (the first reward function's) falls: what is paid is not what is wanted
-    (reward hacking; Gao et al., arXiv:2210.10760)."""
+    (reward hacking; Gao et al., arXiv:2210.10760).
+
+    Try: lower weights of the other reward.functions; sort rollouts/ by reward and read the best paid.
+    """
     score, accuracy = shift(rows, "critic/score/mean"), shift(rows, "train/accuracy")
     if score.change > 0 and score.clear and accuracy.change <= -0.05 and accuracy.clear:
         yield (
             f"The reward rises ({score.early:.3g} to {score.late:.3g}) while accuracy falls ({accuracy.early:.3g} to "
-            f"{accuracy.late:.3g}): the policy earns with something else than being right.",
-            "lower weights of the other reward.functions; sort rollouts/ by reward and read the best paid.",
+            f"{accuracy.late:.3g}): the policy earns with something else than being right."
         )
 
 
@@ -261,14 +277,15 @@ def stale_weights(rows: MetricRows) -> Verdict:
     weights, and has grown many times since: the engine does not get the new ones.
 
     Seen elsewhere as a jump from 0.015 to 0.2 (huggingface/trl#5312); without that fault it stays within twice.
+
+    Try: another rollout.engine (`hf` is the reference), to see whether it is the engine: weights must reach it after
+    every step. An engine of your own: does its update_weights copy all tensors?
     """
     [first], now = recent(rows[:1], GAP, 1), recent(rows[1:], GAP, SHORT)
     if min(now) >= max(8 * first, 1e-4):
         yield (
             f"The engine's weights are stale: its probabilities were within {first:.1e} of the trainer's at first and "
-            f"are {now[-1]:.1e} away now.",
-            "another rollout.engine (`hf` is the reference), to see whether it is the engine: weights must reach it "
-            "after every step. An engine of your own: does its update_weights copy all tensors?",
+            f"are {now[-1]:.1e} away now."
         )
 
 
@@ -276,18 +293,21 @@ def rollout_gap(rows: MetricRows) -> Verdict:
     """Engine and trainer give clearly different probabilities to the same tokens, so the gradient is off-policy.
 
     Healthy: 1e-6 in float32, about 0.01 in bfloat16 with another engine (vllm-project/vime#64, huggingface/trl#5312).
+
+    Try: model.dtype=float32; rollout.engine=hf, to compare; rollout.top_p=1 and rollout.top_k=0.
     """
     now = recent(rows, GAP, SHORT)
     if min(now) >= 0.03:
-        yield (
-            f"Engine and trainer differ by {now[-1]:.2g} in the probability of a token, on average.",
-            "model.dtype=float32; rollout.engine=hf, to compare; rollout.top_p=1 and rollout.top_k=0.",
-        )
+        yield f"Engine and trainer differ by {now[-1]:.2g} in the probability of a token, on average."
 
 
 def entropy_collapse(rows: MetricRows) -> Verdict:
     """Entropy has fallen to a tenth of the start's while much is still wrong and most groups are all alike: the policy
-    repeats itself and no longer explores (arXiv:2505.22617 finds that reward stops rising where entropy is used up)."""
+    repeats itself and no longer explores (arXiv:2505.22617 finds that reward stops rising where entropy is used up).
+
+    Try: algorithm.clip.high=0.28 (clip-higher), a lower train.learning_rate, rollout.temperature=1, or a KL penalty
+    (algorithm.kl.coefficient=0.001).
+    """
     start = fmean(recent(rows[:3], "actor/entropy", 3))
     now = fmean(recent(rows[3:], "actor/entropy", MEDIUM))
     accuracy = fmean(recent(rows, "train/accuracy", MEDIUM))
@@ -295,26 +315,23 @@ def entropy_collapse(rows: MetricRows) -> Verdict:
     if now <= 0.1 * start and accuracy <= 0.85 and mixed <= 0.5:
         yield (
             f"Entropy fell from {start:.2g} to {now:.2g} nats per token, with accuracy at {accuracy:.2f}: the policy "
-            "hardly explores any more.",
-            "algorithm.clip.high=0.28 (clip-higher), a lower train.learning_rate, rollout.temperature=1, or a KL "
-            "penalty (algorithm.kl.coefficient=0.001).",
+            "hardly explores any more."
         )
 
 
 def gradient_spikes(rows: MetricRows) -> Verdict:
     """A gradient norm ten times the usual one, and three times the largest of the first steps. One is clipped; several
-    undo learning."""
+    undo learning.
+
+    Try: a smaller train.max_grad_norm or train.learning_rate; look at this step's rollouts/ for odd texts or rewards.
+    """
     [now] = recent(rows, "actor/grad_norm", 1)
     before = [norm for norm in column(rows[:-1], "actor/grad_norm") if norm > 0]
     if len(before) < LONG:
         return
     usual = median(before[-LONG:])
     if now >= 10 * usual and now >= 3 * max(before[:LONG]):
-        yield (
-            f"The gradient norm jumped to {now:.3g}; {usual:.3g} is usual.",
-            "a smaller train.max_grad_norm or train.learning_rate; look at this step's rollouts/ for odd texts or "
-            "rewards.",
-        )
+        yield f"The gradient norm jumped to {now:.3g}; {usual:.3g} is usual."
 
 
 NO_SIGNAL = frozenset({"no_updates", "missing_stop_token", "length_limit", "learning_rate_too_high", "constant_reward"})

@@ -45,7 +45,7 @@ class Doctor:
             if rule.id in known or rule.explained_by & known:
                 continue
             with suppress(NotLogged):
-                for what, advice in rule.holds(self._rows):
+                for what, advice in rule.findings(self._rows):
                     step = int(row["step"] or 0)
                     new.append(Finding(id=rule.id, severity=rule.severity, step=step, what=what, advice=advice))
         self.findings += new
