@@ -48,12 +48,11 @@ def setting_in(config: RunConfig, objective: Objective) -> Setting:
     """What the config says beside the objective."""
     from atomrl.objective import Setting
 
-    rollout = config.rollout
-    names = [field.name for field in fields(Setting) if hasattr(rollout, field.name)]
+    names = {field.name for field in fields(Setting)}
     weights = [item.weight for item in config.reward.functions if item.weight]
     return Setting(
         axes=objective.axes,
         updates_per_step=config.updates_per_step,
         reward_parts=len(weights) + bool(config.reward.by_data_source),
-        **{name: getattr(rollout, name) for name in names},
+        **config.rollout.model_dump(include=names),
     )

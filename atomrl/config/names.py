@@ -46,7 +46,8 @@ def suggestion(path: Sequence[str], keys: Sequence[str]) -> str | None:
         return f"did you mean {key!r}{f' {unit}' if unit else ''}?"
     near = nearest_key(path, keys)
     *parents, leaf = path
-    if ".".join([*(part for part in parents if not part.isdigit()), "args"]) in keys and not _beside(path, near):
+    beside = near is not None and near.rpartition(".")[0] == ".".join(parents)
+    if ".".join([*(part for part in parents if not part.isdigit()), "args"]) in keys and not beside:
         near = ".".join([*parents, "args", leaf])  # of the function that is named there
     return None if near is None else f"did you mean {near!r}?"
 
@@ -60,11 +61,6 @@ def nearest_key(path: Sequence[str], keys: Sequence[str]) -> str | None:
     leaves = {key.rpartition(".")[2]: key for key in reversed(keys)}  # the first section counts
     near = nearest(path[-1], leaves)
     return leaves[near] if near else None
-
-
-def _beside(path: Sequence[str], key: str | None) -> bool:
-    """Whether a key is of the section that `path` is in."""
-    return key is not None and key.rpartition(".")[0] == ".".join(path[:-1])
 
 
 def renamed(message: str, names: Mapping[str, str]) -> str:

@@ -15,7 +15,6 @@ from atomrl.objective.base import Goal, Objective
 from atomrl.objective.choice import Choice, Custom, Setting, imported
 
 ROOT = Path(__file__).parents[2]
-BRACKETS = (r"\Big[ ", r" \Big]")
 
 
 def used_atoms(choice: Choice) -> list[Callable[..., Any]]:
@@ -88,8 +87,8 @@ def latex(objective: Objective) -> str:
         >>> print(latex(PolicyObjective()).splitlines()[-2])
         & \hat A_i = \frac{r_i - \operatorname{mean}_{g(i)} r}{\operatorname{std}_{g(i)} r + \epsilon}
     """
-    found = objective.formulation()
-    lines = [rf"{goal.verb.latex} \;& {goal.over.latex} {_sum(goal, 1, *BRACKETS)}" for goal in found.goals]
+    found, left, right = objective.formulation(), r"\Big[ ", r" \Big]"
+    lines = [rf"{goal.verb.latex} \;& {goal.over.latex} {_sum(goal, 1, left, right)}" for goal in found.goals]
     lines += [f"& {line.latex}" for line in found.where if line.latex]
     return "\\begin{aligned}\n" + " \\\\\n".join(lines) + "\n\\end{aligned}"
 
