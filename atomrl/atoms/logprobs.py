@@ -245,10 +245,18 @@ class _Fused(torch.autograd.Function):
             if kept is not None and entropy is None and grad_logprobs is not None:
                 delta = kept * (-grad_logprobs / total)[:, None]
             else:
-                scaled = kept
-                if kept is None:
-                    scaled = _scaled_logits(hidden[part], head, ctx.temperature)
-                delta = _delta(scaled, log_norm, entropy, grad_logprobs, grad_entropy, part, in_place=kept is None)
+                scaled = _scaled_logits(hidden[part], head, ctx.temperature) if kept is None else kept
+                delta = torch.sub(scaled, log_norm[part, None], out=scaled if kept is None else None)
+                if grad_entropy is None:
+                    assert grad_logprobs is not None
+                    delta.exp_().mul_(-grad_logprobs[part, None])
+                else:
+                    shares = delta.exp()
+                    delta.add_(entropy[part, None]).mul_(-grad_entropy[part, None])
+                    if grad_logprobs is not None:
+                        delta.sub_(grad_logprobs[part, None])
+                    delta.mul_(shares)
+                    del shares
                 del scaled
             if grad_logprobs is not None:
                 delta.scatter_add_(1, tokens[part, None], grad_logprobs[part, None])
@@ -261,27 +269,6 @@ class _Fused(torch.autograd.Function):
                 _add_outer(grad_weight, delta, hidden[part])
             del delta
         return grad_hidden, grad_weight, None, None, None, None
-
-
-def _delta(
-    scaled: Tensor,
-    log_norm: Tensor,
-    entropy: Tensor | None,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    part: slice,
-    in_place: bool,
-) -> Tensor:
-    """The gradient of a chunk's scaled logits, but for that of the picked ones."""
-    logs = torch.sub(scaled, log_norm[part, None], out=scaled if in_place else None)
-    if grad_entropy is None or entropy is None:
-        assert grad_logprobs is not None
-        return logs.exp_().mul_(-grad_logprobs[part, None])
-    shares = logs.exp()
-    delta = logs.add_(entropy[part, None]).mul_(-grad_entropy[part, None])
-    if grad_logprobs is not None:
-        delta.sub_(grad_logprobs[part, None])
-    return delta.mul_(shares)
 
 
 def _add_outer(total: Tensor, delta: Tensor, hidden: Tensor) -> None:
