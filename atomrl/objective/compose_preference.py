@@ -132,19 +132,15 @@ class PreferenceObjective(SupervisedObjective):
         now = {**state}
         if isinstance(loss := self.losses[0], LabelLoss):
             if rows.rows and loss.needs:
-                now = self._measure(loss, rows, kept, now)
+                none = rows.loss_mask.new_zeros(rows.rows)
+                others = none if rows.mismatched is None else rows.mismatched & rows.loss_mask.any(1)
+                parts = kept, select_rows(rows, others.nonzero()[:, 0])
+                trained, mismatched = (self.score(part.old_logprobs, part) for part in parts)
+                now = loss.measure(trained, mismatched, now)
         elif kept.rows:
             now[MEAN_TOKENS] = kept.loss_mask[kept.labels == 1].sum(1).double().mean().item()
         ranks = self._ranks(kept) if self.losses[0].ranked and kept.rows else {}
         return AdvantageBatch(**{**vars(kept), **ranks}, advantages=torch.zeros(kept.loss_mask.shape), state=now)
-
-    def _measure(self, loss: LabelLoss, rows: RowBatch, kept: RowBatch, state: dict[str, float]) -> dict[str, float]:
-        """The state with the reference point of scores that are labelled one by one."""
-        none = rows.loss_mask.new_zeros(rows.rows)
-        others = none if rows.mismatched is None else rows.mismatched & rows.loss_mask.any(1)
-        parts = kept, select_rows(rows, others.nonzero()[:, 0])
-        trained, mismatched = (self.score(part.old_logprobs, part) for part in parts)
-        return loss.measure(trained, mismatched, state)
 
     def _ranks(self, rows: RowBatch) -> dict[str, Tensor]:
         """AOT: by the scores at the start of the step, the k-th smallest is compared with the k-th smallest. Unpaired,
