@@ -1,7 +1,7 @@
 """Pieces of a decoder layer whose backward pass is written by hand.
 
 Autograd's own version of each reads and writes large tensors several times more often, which on a CPU costs as much
-as the matrix products. In float32 on a CPU, norm and SwiGLU run in C++ where it can be built (`cpp`).
+as the matrix products. On a CPU, norm and SwiGLU run in C++ where it can be built (`cpp`).
 `tests/models/test_kernels.py` holds each against the plain formula and finite differences.
 
 A backward pass written by hand is differentiated in one way only. Within `plain_formulas()` a decoder is made of
@@ -116,7 +116,7 @@ class RMSNormFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.fast = cpp.usable(x)
         if ctx.fast:
-            x, scale = x.contiguous(), x.new_empty(x.shape[:-1])
+            x, scale = x.contiguous(), x.new_empty(x.shape[:-1], dtype=torch.float32)
             normed = torch.empty_like(x)
             cpp.call("norm_forward", x, weight, normed, scale, scale.numel(), x.shape[-1], eps)
         else:
@@ -131,9 +131,9 @@ class RMSNormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         if ctx.fast:
-            grad_x, parts = torch.empty_like(x), x.new_zeros(torch.get_num_threads(), x.shape[-1])
+            grad_x, parts = torch.empty_like(x), scale.new_zeros(torch.get_num_threads(), x.shape[-1])
             cpp.call("norm_backward", x, weight, scale, grad.contiguous(), grad_x, parts, scale.numel(), x.shape[-1])
-            return grad_x, parts.sum(0), None
+            return grad_x, parts.sum(0).to(weight.dtype), None
         normed = x * scale
         along = grad * normed
         grad_weight = along.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
