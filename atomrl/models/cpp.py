@@ -76,7 +76,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def usable(x: Tensor) -> bool:
-    """Whether the kernels compute on this tensor: float32 or bfloat16 on a CPU, not compiled, and they could be built."""
+    """Whether the kernels compute on this tensor: float32 or bfloat16 on a CPU, not compiled, and there is a build."""
     on_cpu = x.dtype in (torch.float32, torch.bfloat16) and x.device.type == "cpu"
     return on_cpu and not torch.compiler.is_compiling() and _library() is not None
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from atomrl.models import cpp
 
 _plain = False
+_rounded: dict[tuple[int, ...], tuple[list[int], Tensor]] | None = None
 
 
 @contextmanager
@@ -56,11 +57,34 @@ def stacked(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return cast_to[0] if len(cast_to) == 1 else torch.cat(cast_to)
 
 
+@contextmanager
+def round_once() -> Iterator[None]:
+    """Within it, weights are rounded to the dtype of computation once for all micro-batches, and not at each use.
+
+    What is kept is a copy of the decoder's linear weights in that dtype, until the end or until they change.
+    """
+    global _rounded
+    before, _rounded = _rounded, {}
+    try:
+        yield
+    finally:
+        _rounded = before
+
+
+def _round(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    if _rounded is None:
+        return stacked(tensors, dtype)
+    key, versions = tuple(map(id, tensors)), [tensor._version for tensor in tensors]
+    if key not in _rounded or _rounded[key][0] != versions:
+        _rounded[key] = versions, stacked(tensors, dtype)
+    return _rounded[key][1]
+
+
 class CastLinear(torch.autograd.Function):
     """Linear layers side by side, by weights that are rounded to the dtype of x.
 
     What autograd would save is the rounded weights, half a copy of the model until the backward pass; here it is the
-    weights themselves, which the backward pass rounds again.
+    weights themselves, which the backward pass rounds again, unless within `round_once`.
     """
 
     @staticmethod
@@ -69,14 +93,14 @@ class CastLinear(torch.autograd.Function):
         ctx.save_for_backward(x, *parameters)
         ctx.count = count
         weights, biases = parameters[:count], parameters[count:]
-        return F.linear(x, stacked(weights, x.dtype), stacked(biases, x.dtype) if biases else None)
+        return F.linear(x, _round(weights, x.dtype), stacked(biases, x.dtype) if biases else None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *parameters = ctx.saved_tensors
         weights, biases = parameters[: ctx.count], parameters[ctx.count :]
         sizes = [len(weight) for weight in weights]
-        grad_x = grad @ stacked(weights, grad.dtype) if ctx.needs_input_grad[0] else None
+        grad_x = grad @ _round(weights, grad.dtype) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[2:]):
             return grad_x, None, *(None for _ in parameters)
         grads, flat = grad.flatten(0, -2), x.flatten(0, -2)
