@@ -1,8 +1,8 @@
 """The decoder of Llama, Qwen2 and Qwen3 in plain PyTorch: to read, to train from scratch, and to train fast.
 
 Parameters have the names of the Hugging Face state dict, so a `GPT` is saved and loaded in that layout as it is.
-Weights may be kept in float32 while the forward pass computes in `compute_dtype`. Each use rounds them again, in the
-backward pass too (`CastLinear`), so gradients arrive in float32 and no second copy of the weights is kept.
+Weights may be kept in float32 while the forward pass computes in `compute_dtype`. They are rounded at each use, in the
+backward pass too (`CastLinear`), or once for all micro-batches (`round_once`); gradients arrive in float32.
 """
 
 from __future__ import annotations
