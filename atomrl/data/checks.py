@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomrl.data.demonstrations import demonstration_reader
+from atomrl.data.completions import demonstration_reader, preference_reader
 from atomrl.data.files import RawRow
 from atomrl.data.generators import normalise_content
-from atomrl.data.pairs import preference_reader
 from atomrl.data.problems import DataError, problem_list
 from atomrl.data.sources import COMPLETIONS, problem_reader, read_source, to_samples
 from atomrl.types import Sample

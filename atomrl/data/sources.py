@@ -148,16 +148,6 @@ def to_samples(rows: Iterable[RawRow], convert: Convert) -> tuple[list[Sample], 
     return samples, problems
 
 
-def completions_reader(read: Callable[[Mapping[str, Any]], tuple[PromptContent, Scored]]) -> Convert:
-    """Reads a row as a prompt with its completions."""
-
-    def convert(place: str, row: Mapping[str, Any]) -> Sample:
-        prompt, completions = read(row)
-        return Sample(sample_id=place, prompt=prompt, ground_truth=None, columns={COMPLETIONS: completions})
-
-    return convert
-
-
 def problem_reader(config: DataConfig) -> Convert:
     """Reads a row as a problem with the fields that a config names.
 
@@ -212,10 +202,15 @@ def _lookup(row: Mapping[str, Any], name: str, required: bool = True) -> Any:
         if isinstance(node, Mapping) and part in node:
             node = node[part]
         elif required:
-            raise DataError(f"field {name!r} is missing (has {', '.join(map(repr, row)) or 'no keys'})")
+            raise missing(name, row)
         else:
             return None
     return node
+
+
+def missing(name: str, row: Mapping[str, Any]) -> DataError:
+    """That a row lacks a field."""
+    return DataError(f"field {name!r} is missing (has {', '.join(map(repr, row)) or 'no keys'})")
 
 
 def _extract(answer: Any, name: str, pattern: re.Pattern[str]) -> str:
@@ -244,30 +239,28 @@ def check_prompt(prompt: Any) -> PromptContent:
     return check_messages(prompt)
 
 
-def check_messages(prompt: Any) -> tuple[Message, ...]:
+def check_messages(messages: Any, what: str = "the prompt") -> tuple[Message, ...]:
     """Messages as a tuple.
+
+    Args:
+        what: how errors name them.
 
     Raises:
         DataError: they are no messages, or all empty.
     """
-    if not isinstance(prompt, list):
-        raise DataError(f"the prompt must be text or a list of messages, not {type(prompt).__name__}")
-    if not prompt:
-        raise DataError("the prompt is an empty list of messages")
-    for number, message in enumerate(prompt, start=1):
+    if not isinstance(messages, list):
+        raise DataError(f"{what} must be text or a list of messages, not {type(messages).__name__}")
+    if not messages:
+        raise DataError(f"{what} is an empty list of messages")
+    for number, message in enumerate(messages, start=1):
+        place = f"{what}: message {number}"
         if not isinstance(message, Mapping):
-            raise DataError(f"message {number} must be an object with role and content, not {type(message).__name__}")
+            raise DataError(f"{place} must be an object with role and content, not {type(message).__name__}")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise DataError(f"message {number}: {key!r} must be text")
+                raise DataError(f"{place}: {key!r} must be text")
         if message["role"] not in ROLES:
-            raise DataError(f"message {number}: unknown role {message['role']!r} (known: {', '.join(ROLES)})")
-    if not any(message["content"].strip() for message in prompt):
-        raise DataError("the prompt's messages are all empty")
-    return tuple(prompt)
-
-
-def as_content(messages: tuple[Message, ...]) -> PromptContent:
-    """The beginning of a conversation as a prompt: text where it is one message of the user, which needs no chat
-    template."""
-    return messages[0]["content"] if len(messages) == 1 and messages[0]["role"] == "user" else messages
+            raise DataError(f"{place}: unknown role {message['role']!r} (known: {', '.join(ROLES)})")
+    if not any(message["content"].strip() for message in messages):
+        raise DataError(f"{what}: its messages are all empty")
+    return tuple(messages)
