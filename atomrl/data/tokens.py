@@ -95,9 +95,7 @@ def _write_splits(
     counts = {"train": Counter[str](), "val": Counter[str]()}
     with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
         for text, ids in _encoded(paths, tokenizer, min(CHUNK_CHARACTERS, 1 + total // PIECES)):
-            split, file = (
-                ("train", train) if counts["train"]["bytes"] < train_bytes else ("val", val)
-            )
+            split, file = ("train", train) if counts["train"]["bytes"] < train_bytes else ("val", val)
             file.write(np.asarray(ids, dtype=np.dtype(dtype).newbyteorder("<")).tobytes())
             counts[split].update(tokens=len(ids), characters=len(text), bytes=len(text.encode()))
     for split, found in counts.items():

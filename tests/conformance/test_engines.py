@@ -139,7 +139,7 @@ def make_engine(request):
 @pytest.fixture
 def make_seeded(make_engine, request):
     if request.node.callspec.params["make_engine"] == "hf":
-        pytest.skip("generate draws from one stream for the whole batch")
+        pytest.skip("generate runs a batch to its end, and pads it on the left")
     return make_engine
 
 
