@@ -185,11 +185,12 @@ def load_decoder(
     """
     with torch.device("meta"):
         model = kind(config)
-    found, shapes = list(weights), {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    try:
-        state = fitting_weights(found, shapes, {"lm_head.weight"} if model.spec.tied_head else ())
-    except ValueError as error:
-        raise ConfigError(f"the weights in {path} do not fit its config.json: {error}") from None
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    unused, what = (
+        {"lm_head.weight"} if model.spec.tied_head else (),
+        f"the weights in {path} do not fit its config.json",
+    )
+    state = fitting_weights(weights, shapes, unused, what)
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()}, assign=True)
     return model.requires_grad_(True)
 
@@ -280,12 +281,12 @@ def fill_weights(own: Mapping[str, Tensor], folder: str | Path) -> None:
     Raises:
         ConfigError: they are another model's.
     """
-    found, shapes = list(read_safetensors(folder)), {name: tuple(tensor.shape) for name, tensor in own.items()}
-    try:
-        for name, tensor in fitting_weights(found, shapes).items():
-            own[name].copy_(tensor)
-    except ValueError as error:
-        raise ConfigError(f"checkpoint {folder} is of another model: {error}") from None
+    shapes, what = (
+        {name: tuple(tensor.shape) for name, tensor in own.items()},
+        f"checkpoint {folder} is of another model",
+    )
+    for name, tensor in fitting_weights(read_safetensors(folder), shapes, what=what).items():
+        own[name].copy_(tensor)
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False, model: str | Path | None = None) -> Any:
@@ -342,38 +343,28 @@ def model_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     return weights if inner is None else iter(published_weights(inner, weights).items())
 
 
-def save_model(model: Policy, tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+def save_model(
+    model: Any, tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None, **settings: Any
+) -> None:
     """Write a folder that transformers and serving engines load: config, safetensors, tokenizer; no adapters.
 
     Args:
+        model: a policy, critic or reward model.
         tokenizer: None leaves it out.
         dtype: of the written weights; None keeps theirs.
+        settings: what the written config has otherwise than the model's.
     """
-    write_folder(folder, dict(model_weights(model)), model.config, tokenizer, dtype, use_cache=True)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
-
-
-def write_folder(
-    folder: str | Path,
-    weights: Mapping[str, Tensor],
-    config: Any,
-    tokenizer: Any,
-    dtype: torch.dtype | None,
-    **settings: Any,
-) -> None:
-    """Write weights as safetensors, the config with other settings, and the tokenizer."""
     from huggingface_hub import save_torch_state_dict
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in weights.items()}
+    state = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in model_weights(model)}
     # Each with memory of its own, as safetensors wants it.
     state = {name: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for name, t in state.items()}
     save_torch_state_dict(state, folder, metadata={"format": "pt"})
-    config = config.__class__.from_dict(config.to_dict())
-    for name, value in {**settings, "dtype": next(iter(state.values())).dtype}.items():
+    config = model.config.__class__.from_dict(model.config.to_dict())
+    for name, value in {"use_cache": True, **settings, "dtype": next(iter(state.values())).dtype}.items():
         setattr(config, name, value)
-    config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    for part in (config, tokenizer, model.generation_config):
+        if part is not None:
+            part.save_pretrained(folder)
