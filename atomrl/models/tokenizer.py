@@ -42,7 +42,6 @@ def make_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.add_tokens([AddedToken(word, normalized=False, special=False) for word in words])
     return chat_tokenizer(tokenizer)
 

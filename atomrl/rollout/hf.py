@@ -104,13 +104,6 @@ class HFEngine(RequestEngine):
         rule = self.waiting[0].rule
         alike = [state for state in self.waiting if state.rule is rule]
         states = alike[: self.max_concurrent_completions]
-        stopped = self._generate(states, rule)
-        for state in states:
-            self.waiting.remove(state)
-        return [(state, "stop" if stop else "length") for state, stop in zip(states, stopped, strict=True)]
-
-    def _generate(self, states: list[RequestState], rule: StopRule) -> list[bool]:
-        """Draw whole completions into `states`; which of them stopped by themselves."""
         rows = [state.request.prompt_token_ids for state in states]
         device, width = self.model.device, max(len(row) for row in rows)
         tokens = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
@@ -132,7 +125,8 @@ class HFEngine(RequestEngine):
             length = length or sequences.shape[1] - width
             state.set_version(self.version)
             state.token_ids, state.logprobs = row[:length], own[:length]
-        return [length > 0 for length in stopped]
+            self.waiting.remove(state)
+        return [(state, "stop" if stop else "length") for state, stop in zip(states, stopped, strict=True)]
 
     def close(self) -> None:
         """Free the weights."""
