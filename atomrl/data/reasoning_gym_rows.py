@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from atomrl.data.problems import DataError
-from atomrl.hints import did_you_mean
+from atomrl.hints import did_you_mean, said_as
 
 CHUNK = 500
 """Problems of one data set object: some tasks prepare all of them when they are made."""
@@ -35,12 +35,10 @@ def draw_rows(name: str, seed: int, args: dict[str, Any]) -> Iterator[dict[str, 
         raise DataError("seed and size are given apart, not among the arguments of the task")
     while True:
         seed %= 2**31
-        try:
+        with said_as(DataError, f"reasoning_gym:{name} with {args}", AssertionError, TypeError, ValueError):
             dataset = create_dataset(name, seed=seed, size=CHUNK, **args)
             for index in range(len(dataset)):
                 yield _row(name, args, dataset[index])
-        except (AssertionError, TypeError, ValueError) as error:
-            raise DataError(f"reasoning_gym:{name} with {args}: {error}") from error
         seed += CHUNK  # a problem's own seed is the data set's plus its index
 
 

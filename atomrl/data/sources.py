@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from atomrl.data.files import RawRow, read_rows
 from atomrl.data.generators import GENERATORS, Draw, find_completions, generate, is_generator
 from atomrl.data.problems import DataError, problem_list
-from atomrl.hints import did_you_mean
+from atomrl.hints import did_you_mean, said_as
 from atomrl.types import Message, Sample
 
 if TYPE_CHECKING:
@@ -156,11 +156,9 @@ def problem_reader(config: DataConfig) -> Convert:
     """
     pattern = None
     if config.answer_pattern is not None:
-        try:
+        message = f"data.answer_pattern {config.answer_pattern!r} is not a regular expression"
+        with said_as(DataError, message, re.error):
             pattern = re.compile(config.answer_pattern)
-        except re.error as error:
-            text = f"data.answer_pattern {config.answer_pattern!r} is not a regular expression: {error}"
-            raise DataError(text) from None
         if pattern.groups < 1:
             raise DataError(f"data.answer_pattern {pattern.pattern!r} has no group; put parentheses around the answer")
         if config.answer_field is None:

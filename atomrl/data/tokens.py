@@ -24,6 +24,7 @@ from torch import Tensor
 from atomrl.data.problems import DataError
 from atomrl.data.text import CHUNK_CHARACTERS, text_chunks
 from atomrl.files import new_folder, sha256
+from atomrl.hints import said_as
 
 META, TOKENIZER = "meta.json", "tokenizer"
 Split = Literal["train", "val"]
@@ -132,10 +133,8 @@ class TokenFolder:
         if not (self.path / META).is_file():
             what = "has no meta.json" if self.path.is_dir() else "is no folder"
             raise DataError(f"{path} {what}; make it of text files with: atomrl data prepare FILE... --out {path}")
-        try:
+        with said_as(DataError, f"{self.path / META} is damaged; prepare the text again", ValueError):
             self.meta = TokenMeta.model_validate_json((self.path / META).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataError(f"{self.path / META} is damaged; prepare the text again ({error})") from None
         item = np.dtype(self.meta.dtype).newbyteorder("<")
         self._maps: dict[str, np.ndarray] = {}
         for name, split in (("train", self.meta.train), ("val", self.meta.val)):

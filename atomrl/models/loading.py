@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from atomrl.config import ConfigError, LoraConfig
+from atomrl.hints import said_as
 from atomrl.models import lora as adapters
 from atomrl.models.gpt import GPT
 from atomrl.models.spec import fitting_weights, unsupported
@@ -122,10 +123,8 @@ def model_config_only(path: str | Path, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
     folder = resolve_folder(base_path(path), weights=False)
-    try:
+    with said_as(ConfigError, f"config of model {path}", ValueError, OSError, KeyError):
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError) as error:
-        raise ConfigError(f"config of model {path}: {error}") from None
 
 
 def load_policy(
@@ -217,10 +216,8 @@ def load_transformers(
     auto, labels = (AutoModelForSequenceClassification, {"num_labels": 1}) if scalar else (AutoModelForCausalLM, {})
     folder = resolve_folder(path)
     stored_files(folder)
-    try:
+    with said_as(ConfigError, f"transformers cannot load {folder}", ValueError, OSError, RuntimeError):
         inner = auto.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code, **labels)
-    except (ValueError, OSError, RuntimeError) as error:
-        raise ConfigError(f"transformers cannot load {folder}: {error}") from None
     switch_dropout_off(inner)
     return inner
 
@@ -242,11 +239,9 @@ def stored_files(folder: str | Path) -> list[Path]:
     else:
         files = list(folder.glob("model.safetensors")) or sorted(folder.glob("*.safetensors"))
     for file in files:
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{file} is missing, damaged or cut short ({error}): copy or download it again") from None
+        message = f"{file} is missing, damaged or cut short; copy or download it again"
+        with said_as(ConfigError, message, SafetensorError, OSError), safe_open(file, framework="pt"):
+            pass
     return files
 
 
@@ -307,10 +302,9 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False, model: str
     folder = Path(path) if own else resolve_folder(base_path(path), weights=False)
     if not any(file for pattern in ("tokenizer*", "*.model", "vocab*") for file in folder.glob(pattern)):
         raise ConfigError(f"model {path} has no tokenizer")  # transformers would make up an empty one
-    try:
+    message = f"model {path} has no tokenizer that transformers can load"
+    with said_as(ConfigError, message, ValueError, OSError, KeyError):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError) as error:
-        raise ConfigError(f"model {path} has no tokenizer that transformers can load: {error}") from None
     if model is not None or (folder / "config.json").is_file():
         _fit_tokenizer(tokenizer, model_config_only(model or path, trust_remote_code), f"{path}", f"{model or path}")
     if tokenizer.pad_token_id is None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from atomrl.config import ConfigError, LoraConfig
+from atomrl.hints import said_as
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Adapter
 
@@ -62,10 +63,8 @@ def add_adapters(model: Any, config: LoraConfig, base: str) -> None:
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
-    try:
+    with said_as(ConfigError, f"model.lora.target_modules={config.target_modules}", ValueError):
         peft.inject_adapter_in_model(settings, inner, adapter_name=ADAPTER)
-    except ValueError as error:
-        raise ConfigError(f"model.lora.target_modules={config.target_modules}: {error}") from None
     for name, parameter in inner.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.float()
@@ -145,10 +144,9 @@ def merge_adapters(inner: nn.Module, folder: str | Path) -> Any:
     Raises:
         ConfigError: peft is missing, or they are damaged or do not fit the model.
     """
-    try:
+    message = f"the adapters in {folder} do not fit their base model"
+    with said_as(ConfigError, message, ValueError, RuntimeError, OSError, KeyError):
         return _peft().PeftModel.from_pretrained(inner, folder).merge_and_unload()
-    except (ValueError, RuntimeError, OSError, KeyError) as error:
-        raise ConfigError(f"the adapters in {folder} do not fit their base model: {error}") from None
 
 
 def export(adapter_folder: str | Path, folder: str | Path, base: str | Path | None = None) -> None:

@@ -156,7 +156,7 @@ class DecoderModel:
         """Norms and the embedding, by name."""
         with torch.device("meta"):
             plain = Decoder(spec)  # names and shapes
-        self.names = {weight: name for name, weight in plain.named_parameters("model")}
+        self.names: dict[Tensor, str] = {weight: name for name, weight in plain.named_parameters("model")}
         self.head = StackedLinear([spec.vocab], spec.hidden, False, dtype, self.dtype, device, wide=True)
         self.linears["model.embed_tokens.weight" if spec.tied_head else "lm_head.weight"] = (self.head, 0)
         if spec.tied_head and device.type != "cpu":
@@ -172,8 +172,8 @@ class DecoderModel:
                 mlp_norm=self._vector(layer.post_attention_layernorm),
                 gate_up=self._linear(layer.mlp.gate_proj, layer.mlp.up_proj),
                 down=self._linear(layer.mlp.down_proj),
-                q_norm=layer.self_attn.q_norm and self._vector(layer.self_attn.q_norm),
-                k_norm=layer.self_attn.k_norm and self._vector(layer.self_attn.k_norm),
+                q_norm=self._vector(layer.self_attn.q_norm) if layer.self_attn.q_norm else None,
+                k_norm=self._vector(layer.self_attn.k_norm) if layer.self_attn.k_norm else None,
             )
             for layer in plain.layers
         ]
