@@ -25,10 +25,8 @@ def draw_rows(name: str, seed: int, args: dict[str, Any]) -> Iterator[dict[str, 
     Raises:
         DataError: the package is absent, the task is unknown, or the arguments are not the task's.
     """
-    try:
+    with said_as(DataError, "reasoning_gym tasks need the extra: pip install 'atomrl[tasks]'", ImportError):
         from reasoning_gym.factory import DATASETS, create_dataset
-    except ImportError:
-        raise DataError("reasoning_gym tasks need the extra: pip install 'atomrl[tasks]'") from None
     if name not in DATASETS:
         raise DataError(f"reasoning-gym has no task {name!r}; {did_you_mean(name, DATASETS)}")
     if {"seed", "size"} & set(args):

@@ -41,7 +41,7 @@ class Example(NamedTuple):
         return int(self.learned.argmax())
 
 
-def demonstration(prompt: Sequence[int], completion: Sequence[int], label: int = 0, margin: float = 0.0) -> Example:
+def demonstration(prompt: Sequence[int], completion: Sequence[int], label: int = 0) -> Example:
     """A completion that is trained on, after a prompt that is not.
 
     Example:
@@ -49,7 +49,7 @@ def demonstration(prompt: Sequence[int], completion: Sequence[int], label: int =
         [False, False, True, True]
     """
     tokens = np.array([*prompt, *completion], dtype=np.int32)
-    return Example(tokens, np.arange(len(tokens)) >= len(prompt), label, margin)
+    return Example(tokens, np.arange(len(tokens)) >= len(prompt), label)
 
 
 def rows_from_tokens(

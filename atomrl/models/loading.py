@@ -333,7 +333,9 @@ def model_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     Args:
         model: a policy, critic or reward model.
     """
-    weights, inner = adapters.base_weights(model), getattr(model, "inner", None)
+    inner = getattr(model, "inner", None)
+    state = (model if inner is None else inner).state_dict().items()
+    weights = ((name.replace(".base_layer.", "."), tensor) for name, tensor in state if ".lora_" not in name)
     return weights if inner is None else iter(published_weights(inner, weights).items())
 
 

@@ -26,10 +26,8 @@ ADAPTER = "default"
 
 
 def _peft() -> Any:
-    try:
+    with said_as(ConfigError, "low-rank adapters need peft: pip install 'atomrl[lora]'", ImportError):
         import peft
-    except ImportError:
-        raise ConfigError("low-rank adapters need peft: pip install 'atomrl[lora]'") from None
     return peft
 
 
@@ -91,12 +89,6 @@ def adapters_disabled(model: Any) -> Iterator[None]:
 
 def _lora_layers(inner: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, m) for name, m in inner.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer"))
-
-
-def base_weights(model: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Every weight but the adapters', under its name without them."""
-    state = _inner(model).state_dict().items()
-    return ((name.replace(".base_layer.", "."), tensor) for name, tensor in state if ".lora_" not in name)
 
 
 def adapter_weights(model: Policy) -> dict[str, Adapter]:

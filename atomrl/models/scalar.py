@@ -128,12 +128,11 @@ def load_scalar(
     return model.to(device).requires_grad_(trainable)
 
 
-def save_scalar(model: ScalarModel, tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+def save_scalar(model: ScalarModel, tokenizer: Any, folder: str | Path) -> None:
     """Write a folder that `AutoModelForSequenceClassification` loads: config, safetensors, tokenizer.
 
     Args:
         tokenizer: None leaves it out.
-        dtype: of the written weights; None keeps theirs.
     """
     config = model.config
     settings: dict[str, Any] = {"num_labels": 1}
@@ -142,4 +141,4 @@ def save_scalar(model: ScalarModel, tokenizer: Any, folder: str | Path, dtype: t
         settings["architectures"] = [family + CLASSIFIER]
         if config.pad_token_id is None:  # transformers finds the last token by it
             settings["pad_token_id"] = getattr(tokenizer, "pad_token_id", None) or 0
-    save_model(model, tokenizer, folder, dtype, **settings)
+    save_model(model, tokenizer, folder, **settings)
