@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from atomrl.models.loading import base_path, model_config_only, read_weights, resolve_folder
-from atomrl.protocols import Adapter, WeightUpdate
+from atomrl.protocols import Adapter, WeightHash, WeightUpdate
 from atomrl.rollout.requests import RequestEngine, RequestState
 from atomrl.rollout.stopping import StopRule, eos_token_ids
+from atomrl.rollout.vllm_worker import WORKER_EXTENSION
 from atomrl.types import FinishReason, SamplingParams
 
 _MOST_CPU_CACHE, _SPARE_CACHE = 4 * 2**30, 2**26
@@ -58,6 +59,7 @@ class VLLMEngine(RequestEngine):
         self.llm, self.shapes, self.tied, self.eos = llm, shapes, tied, eos
         self.folder = tempfile.TemporaryDirectory(prefix="atomrl-adapters-")
         self.adapters: Any = None
+        self.ranks: dict[str, int] = {}
 
     @classmethod
     def from_pretrained(
@@ -116,6 +118,7 @@ class VLLMEngine(RequestEngine):
                 enable_lora=lora_rank > 0,
                 max_lora_rank=min(rank for rank in get_args(MaxLoRARanks) if rank >= lora_rank),
                 disable_log_stats=True,
+                worker_extension_cls=WORKER_EXTENSION,
             )
         )
         shapes = {name: tuple(tensor.shape) for name, tensor in read_weights(folder)}
@@ -134,10 +137,18 @@ class VLLMEngine(RequestEngine):
         if tensors:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._loaded(tensors)})
         self.adapters = self._load_adapters(update.adapters, update.version) if update.adapters else None
+        self.ranks = {name: len(adapter.a) for name, adapter in update.adapters.items()}
         self.llm.reset_prefix_cache(reset_running_requests=True)
         self.version = update.version
         for state in self.held.values():
             state.set_version(update.version)
+
+    def weight_hashes(self) -> list[WeightHash]:
+        """Of the stacked matrices in the worker, cut again; of those that vLLM packs on a CPU by their product with the
+        identity, which costs as much as a forward pass over as many tokens as the matrix has inputs. Fused experts
+        cannot be read back."""
+        (found,) = self.llm.collective_rpc("published_hashes", args=(self.shapes, self.tied, self.ranks))
+        return [WeightHash(name, getattr(torch, dtype), value) for name, dtype, value in found]
 
     def _loaded(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """What vLLM reads. It takes a tied head's weight from nothing but its own name."""

@@ -22,7 +22,7 @@ from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.replicas import ReplicatedEngine
 from atomrl.rollout.vllm import VLLMEngine
 from atomrl.types import SamplingParams
-from atomrl.weights import InProcessTransfer
+from atomrl.weights import InProcessTransfer, tensor_hash
 from tests.engines import logprobs_of, prompts_of, response
 from tests.tiny import make_tiny_model
 
@@ -680,3 +680,15 @@ def test_weights_that_have_diverged_are_named(make_engine, plain_folder, tempera
         engine.update_weights(WeightUpdate(version=1, tensors=tensors))
         with pytest.raises(ValueError, match="diverged"):
             generate(engine, prompts_of((5, 6)), sampling)
+
+
+def test_hashes_are_of_what_it_computes_with(make_engine, folder, changed_folder):
+    """Read back by name, so they are the same in every engine, and other ones after other weights."""
+    engine, trainer = make_engine(folder), Trainer(load(folder))
+    InProcessTransfer(trainer, engine)(version=1)
+    before = engine.weight_hashes()
+    assert {found.name for found in before} == engine.weight_shapes().keys()
+    expected = {name: tensor_hash(trainer.state[name], torch.float32) for name in engine.weight_shapes()}
+    assert all(found.value == expected[found.name] and found.dtype == torch.float32 for found in before)
+    InProcessTransfer(Trainer(load(changed_folder)), engine)(version=2)
+    assert not {found.value for found in before} & {found.value for found in engine.weight_hashes()}
