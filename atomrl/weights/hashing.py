@@ -31,9 +31,9 @@ def _lanes(device: torch.device) -> Tensor:
 def tensor_hash(tensor: Tensor, dtype: torch.dtype) -> int:
     """A 64-bit hash of a tensor's values as `dtype` holds them, whatever its layout in memory.
 
-    Values and places count: a flipped bit always changes it (but for the sign of a zero), and any other change is missed in one of 2^32 (in one of
-    2^16 where all values differ in their upper 16 bits alone, as bfloat16 numbers in float32 do). It finds accidents;
-    against an attacker it is no protection.
+    Values and places count: a flipped bit always changes it (but for the sign of a zero), and any other change is
+    missed in one of 2^32 (in one of 2^16 where all values differ in their upper 16 bits alone, as bfloat16 numbers in
+    float32 do). It finds accidents; against an attacker it is no protection.
 
     It is a sum of the values' bits, each times an odd number of its place, modulo 2^32 in rows of 16,384 and modulo
     2^64 over the rows: integers alone, so that the order of the sum does not matter, on the tensor's own device, in

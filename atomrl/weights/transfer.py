@@ -107,9 +107,11 @@ def compare(held: Iterable[WeightHash], expected: Mapping[tuple[str, torch.dtype
     for holder, own in (by_holder or {"the engine": []}).items():
         problems = {}
         for name, dtype, value, _ in own:
+            if value is None:
+                continue
             if name not in wanted:
                 problems[name] = f"{name} is unexpected"
-            elif value is not None and value != expected.get((name, dtype)):
+            elif value != expected.get((name, dtype)):
                 problems[name] = f"{name} differs"
         problems |= {name: f"{name} is missing" for name in wanted - {found.name for found in own}}
         if problems:
