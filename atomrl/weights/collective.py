@@ -29,12 +29,13 @@ def _join(store: Any, name: str, rank: int, size: int, backend: str, host: str, 
     """A group of its own, beside whatever groups the process is in; waits until all are there."""
     prefixed = c10d.PrefixStore(name, store)
     if backend == "nccl":
-        options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return c10d.ProcessGroupNCCL(prefixed, rank, size, options)
-    options: Any = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout, options._devices = timeout, [c10d.ProcessGroupGloo.create_device(hostname=host)]
-    return c10d.ProcessGroupGloo(prefixed, rank, size, options)
+        on_gpu = c10d.ProcessGroupNCCL.Options()
+        on_gpu._timeout = timeout
+        return c10d.ProcessGroupNCCL(prefixed, rank, size, on_gpu)
+    gloo: Any = c10d.ProcessGroupGloo  # its type stubs lack the options
+    options = gloo._Options()
+    options._timeout, options._devices = timeout, [gloo.create_device(hostname=host)]
+    return gloo(prefixed, rank, size, options)
 
 
 def _broadcast(group: Any, tensor: Tensor) -> None:

@@ -40,16 +40,9 @@ def folder(tmp_path_factory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), scale=0.2)
 
 
-@pytest.fixture(params=["shared_memory", "files", "collective"])
-def way(request):
-    return request.param
-
-
 @pytest.fixture
-def engine(folder, way, tmp_path):
-    settings = {"weight_transfer": way, "weight_folder": str(tmp_path / "weights")}
-    cluster = ClusterConfig(replicas=2, num_cpus=0.1, timeout_s=60, **settings)
-    engine = ReplicatedEngine(partial(build, str(folder)), cluster)
+def engine(folder):
+    engine = ReplicatedEngine(partial(build, str(folder)), ClusterConfig(replicas=2, num_cpus=0.1, timeout_s=60))
     yield engine
     engine.close()
 
