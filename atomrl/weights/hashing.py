@@ -6,38 +6,35 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-_LANES = 2**14
 _AT_ONCE = 2**17  # elements, which stay in a core's cache
 
 
-def _odd(count: int, salt: int) -> Tensor:
-    """Odd numbers [count] int64 without a pattern: places, mixed in the manner of splitmix64
-    (doi:10.1145/2660193.2660195)."""
-    mixed = torch.arange(1, count + 1) * 0x1E3779B97F4A7C15 + salt
-    mixed = (mixed ^ (mixed >> 30)) * 0x3F58476D1CE4E5B9
-    mixed = (mixed ^ (mixed >> 27)) * 0x14D049BB133111EB
-    return (mixed ^ (mixed >> 31)) | 1
-
-
-@lru_cache(maxsize=8)
-def _lanes(device: torch.device) -> Tensor:
+@lru_cache(maxsize=64)
+def _odd(count: int, salt: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Odd numbers [count] without a pattern: places, mixed as in splitmix64 (doi:10.1145/2660193.2660195)."""
     with torch.inference_mode(False):
-        return _odd(_LANES, 1).to(torch.int32).to(device)
+        mixed = torch.arange(1, count + 1) * 0x1E3779B97F4A7C15 + salt
+        mixed = (mixed ^ (mixed >> 30)) * 0x3F58476D1CE4E5B9
+        mixed = (mixed ^ (mixed >> 27)) * 0x14D049BB133111EB
+        return ((mixed ^ (mixed >> 31)) | 1).to(dtype).to(device)
+
+
+def _bits(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """As integers, those of -0 being those of 0."""
+    return values.to(dtype).add(0).view(torch.int32 if dtype.itemsize == 4 else torch.int16)
 
 
 @torch.no_grad()
 def tensor_hash(tensor: Tensor, dtype: torch.dtype) -> int:
-    """A 64-bit hash of a tensor's values as `dtype` holds them, whatever its layout in memory.
+    """A 64-bit hash of a tensor's values as `dtype` (of 2 or 4 bytes) holds them, whatever its layout in memory.
 
     Values and places count: a flipped bit always changes it (but for the sign of a zero), and any other change is
-    missed in one of 2^32 (in one of 2^16 where all values differ in their upper 16 bits alone, as bfloat16 numbers in
-    float32 do). It finds accidents; against an attacker it is no protection.
+    missed in about one of 2^32. It finds accidents; against an attacker it is no protection.
 
-    It is a sum of the values' bits, each times an odd number of its place, modulo 2^32 in rows of 16,384 and modulo
-    2^64 over the rows: integers alone, so that the order of the sum does not matter, on the tensor's own device, in
-    pieces of half a megabyte.
+    It is the sum of the values' bits, each times an odd number of its column, modulo 2^32, and of a row's sum times an
+    odd number of the row, modulo 2^64. These are integers, so the order of the sums does not matter, and a matrix that
+    is held as its transpose is read as it lies. It is computed on the tensor's own device, in pieces.
 
     Example:
         >>> weight = torch.arange(6.0).view(2, 3)
@@ -46,15 +43,16 @@ def tensor_hash(tensor: Tensor, dtype: torch.dtype) -> int:
         >>> tensor_hash(weight, torch.float32) == tensor_hash(weight.flip(0), torch.float32)
         False
     """
-    rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
-    at_once = max(1, _AT_ONCE * len(rows) // max(1, rows.numel()))
-    lanes, sums = _lanes(tensor.device), []
-    for piece in rows.split(at_once):
-        if piece.dim() == 2 and piece.stride(0) == 1:
-            piece = piece.t().contiguous().t()  # of such a block alone torch has a fast transposition
-        values = piece.to(dtype).add(0).reshape(-1)  # -0 + 0 is 0
-        if short := -len(values) % (4 * _LANES // dtype.itemsize):
-            values = F.pad(values, (0, short))
-        sums.append((values.view(torch.int32).view(-1, _LANES) * lanes).sum(1, dtype=torch.int32))
-    total = torch.cat(sums).cpu().long()
-    return int((total * _odd(len(total), 2)).sum()) % 2**64
+    values = tensor.detach()
+    matrix = values.flatten(1) if values.dim() > 1 else values.reshape(1, -1)
+    rows, columns = matrix.shape
+    factors = _odd(columns, 1, torch.int32, tensor.device)
+    if matrix.stride(0) == 1 and rows > 1:
+        at_once = max(1, _AT_ONCE // rows)
+        sums = torch.zeros(rows, dtype=torch.int32, device=tensor.device)
+        for piece, own in zip(matrix.t().split(at_once), factors.split(at_once), strict=True):
+            sums += (_bits(piece, dtype) * own[:, None]).sum(0, dtype=torch.int32)
+    else:
+        pieces = matrix.split(max(1, _AT_ONCE // max(1, columns)))
+        sums = torch.cat([(_bits(piece, dtype) * factors).sum(1, dtype=torch.int32) for piece in pieces])
+    return int((sums.long() * _odd(rows, 2, torch.int64, tensor.device)).sum()) % 2**64

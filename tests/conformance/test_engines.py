@@ -718,7 +718,8 @@ def test_other_adapters_than_the_trainers_are_found(make_engine, folder):
     engine = make_engine(folder)
     trainer = Trainer(load(folder), random_adapters(engine.weight_shapes()))
     InProcessTransfer(trainer, engine)(version=1)
-    sent = WeightUpdate(1, [(name, trainer.state[name]) for name in engine.weight_shapes()], trainer.adapters)
+    base = [(name, trainer.state[name]) for name in engine.weight_shapes()]
+    sent = WeightUpdate(1, base, dict(trainer.adapters))
     name = "model.layers.0.mlp.down_proj.weight"
     other = replace(trainer.adapters[name], scale=0.25)
     engine.update_weights(WeightUpdate(2, (), trainer.adapters | {name: other}))

@@ -187,23 +187,3 @@ def test_files_are_whole_and_old_ones_go(engine, way, place):
         transfer(version)
         if way == "files":
             assert [found.name.split("-")[1] for found in (place / "weights").iterdir()] == [str(version)]
-
-
-def test_nothing_listens_beyond_this_machine(engine, way):
-    InProcessTransfer(Trainer(engine.weight_shapes()), engine)(1)
-    pids = {os.getpid(), *(replica.pid for replica in engine.replicas)} if way == "collective" else {os.getpid()}
-    addresses = {address for pid in pids for address in listening(pid)}
-    assert addresses <= {"127.0.0.1"} and ("127.0.0.1" in addresses or way != "collective"), addresses
-
-
-def listening(pid: int) -> list[str]:
-    """The addresses on which a process accepts connections."""
-    sockets = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()}
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                raw = bytes.fromhex(fields[1].split(":")[0])
-                found.append(".".join(str(byte) for byte in raw[:4][::-1]) if table == "tcp" else raw.hex())
-    return found

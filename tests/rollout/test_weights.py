@@ -1,6 +1,8 @@
 """Weights on their way to an engine: in place, without a second copy, and without rounding adapters away."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
 from atomrl.types import SamplingParams
 from atomrl.weights import InProcessTransfer, WeightMismatch, checked_update, tensor_hash
+from atomrl.weights.channels import TransferBroken
+from atomrl.weights.collective import CollectiveChannel
 from atomrl.weights.files import FileChannel
 from tests.engines import logprobs_of, prompts_of
 from tests.tiny import make_tiny_model
@@ -284,3 +288,42 @@ def test_files_hold_tied_weights_and_adapters(tmp_path):
     channel.publish(WeightUpdate(4, tensors), readers=1)
     channel.close()
     assert not list((tmp_path / "weights").iterdir())
+
+
+def listening() -> set[str]:
+    """Addresses and ports on which this process accepts connections."""
+    sockets = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for fields in map(str.split, Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]):
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(fields[1])
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads Linux's table of sockets")
+def test_a_broadcast_is_whole_and_stays_on_this_machine():
+    before, weight = listening(), torch.randn(300, 20)
+    channel = CollectiveChannel("127.0.0.1", "gloo", timeout_s=60)
+    adapter = Adapter(a=torch.ones(2, 20), b=torch.ones(300, 2), scale=0.5)
+    for update in (WeightUpdate(1, [("w", weight)]), WeightUpdate(2, (), {"w": adapter})):
+        found = channel.publish(update, readers=1).open()
+        tensors = dict(found.tensors)
+        assert found.version == update.version and tensors.keys() == dict(update.tensors).keys()
+        assert all(torch.equal(tensor, weight) for tensor in tensors.values())
+    assert torch.equal(found.adapters["w"].b, adapter.b * 0.5)
+    weight.zero_()  # what is kept is a copy
+    again = channel.again().open()
+    assert dict(again.tensors)["w"].abs().sum() > 0 and again.adapters.keys() == {"w"}
+    opened = listening() - before
+    assert opened and {address.split(":")[0] for address in opened} == {"0100007F"}, opened  # 127.0.0.1
+    channel.close()
+
+
+def test_a_broadcast_without_readers_ends():
+    channel = CollectiveChannel("127.0.0.1", "gloo", timeout_s=1)
+    reference = channel.publish(WeightUpdate(1, [("w", torch.ones(3))]), readers=2)
+    with pytest.raises(TransferBroken, match="weights of version 1 broke off"):
+        list(reference.open().tensors)
+    assert torch.equal(dict(channel.again().open().tensors)["w"], torch.ones(3))
+    channel.close()
