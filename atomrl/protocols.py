@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from atomrl.metrics import Metrics
@@ -78,6 +79,11 @@ class RolloutEngine(Protocol):
     def update_weights(self, update: WeightUpdate) -> None:
         """Take new weights, in place, and their version. Called by a weight transfer, which has checked them."""
 
+    def weight_hashes(self) -> list[WeightHash]:
+        """Hashes of all that it computes with, read back now: every published weight under its name, and adapters as
+        `WeightUpdate.parts` names them. A weight that is held twice (a tied head beside its embedding, replicas) comes
+        twice under the same name."""
+
     def close(self) -> None:
         """Free what the engine holds."""
 
@@ -106,11 +112,32 @@ class WeightUpdate:
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     """By the name of the layer's weight (`model.layers.0.self_attn.q_proj.weight`). They replace those from before."""
 
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Everything that travels, by name: the weights, then A and scale x B of each adapter, as `NAME.lora_A` and
+        `NAME.lora_B`."""
+        yield from self.tensors
+        for name, adapter in self.adapters.items():
+            yield f"{name}.lora_A", adapter.a
+            yield f"{name}.lora_B", adapter.b * adapter.scale
+
+
+class WeightHash(NamedTuple):
+    """What an engine has read back of one weight."""
+
+    name: str
+    dtype: torch.dtype
+    """What it rounds the weight to."""
+    value: int | None
+    """`tensor_hash` of the values in that dtype; None: this engine cannot read the weight back."""
+    holder: str = "the engine"
+    """Which of several engines."""
+
 
 WeightTransfer = Callable[[int], None]
-"""Brings a trainer's weights as they are now to an engine, with their version.
+"""Brings a trainer's weights as they are now to an engine, with their version, and makes sure that they are there.
 
-It raises ValueError where names or shapes do not fit; the engine then keeps what it has.
+It raises ValueError where names or shapes do not fit; the engine then keeps what it has. It raises
+`atomrl.weights.WeightMismatch` where the engine has other weights afterwards.
 """
 
 

@@ -117,6 +117,10 @@ class ClusterConfig(Section):
     """Of a Ray cluster that is there; null starts one on this machine for the run."""
     timeout_s: float = Field(600.0, gt=0)
     """Within which a replica must answer; the run ends with an error that names it."""
+    weight_transfer: Literal["shared_memory", "files", "collective"] = "shared_memory"
+    """How weights come to the replicas: Ray's object store, safetensors files, or a broadcast (NCCL, or gloo)."""
+    weight_folder: str | None = None
+    """Of `files`, which all machines must see; null is a folder in the run's."""
 
 
 class RewardRoute(Section):

@@ -6,7 +6,7 @@ fastest, and new ones are copied into them. The attention itself is the cache's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -78,7 +78,8 @@ class StackedLinear:
         self.weight = torch.empty(0 if self.packed else shape, dtype=compute, device=device)
         if not on_cpu:
             self.weight = self.weight.t()
-        self.adapters: list[tuple[slice, Tensor, Tensor]] = []
+        self.adapters: dict[int, tuple[Tensor, Tensor]] = {}
+        """By projection: A^T and scale x B^T, float32."""
 
     def load(self, part: int, weight: Tensor) -> None:
         """Take a projection's weight [out, in] or bias [out], in place."""
@@ -98,7 +99,12 @@ class StackedLinear:
     def set_adapter(self, part: int, adapter: Adapter) -> None:
         """Add a projection's adapter."""
         a, b = (tensor.to(self.weight.device, torch.float32).t().contiguous() for tensor in (adapter.a, adapter.b))
-        self.adapters.append((self.parts[part], a, b * adapter.scale))
+        self.adapters[part] = a, b * adapter.scale
+
+    def weight_of(self, part: int) -> Tensor:
+        """A projection's weight [out, in] as it is multiplied, read back from its layout."""
+        stacked = self.weight.to_dense() if self.packed else self.weight.t()
+        return stacked[self.parts[part]]
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed:
@@ -110,8 +116,8 @@ class StackedLinear:
         else:
             x = x.to(self.weight.dtype)
             y = torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
-        for part, a, b in self.adapters:
-            y[:, part] += (x.float() @ a) @ b
+        for part, (a, b) in self.adapters.items():
+            y[:, self.parts[part]] += (x.float() @ a) @ b
         return y
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
@@ -207,6 +213,18 @@ class DecoderModel:
         for name, adapter in adapters.items():
             linear, part = self.linears[name]
             linear.set_adapter(part, adapter)
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """All that is computed with, by its published name: a tied head beside the embedding comes under that name too.
+        Adapters as in `WeightUpdate.parts`."""
+        yield from self.vectors.items()
+        for name, (linear, part) in self.linears.items():
+            yield name, linear.weight_of(part)
+            if linear.bias is not None:
+                yield f"{name.removesuffix('weight')}bias", linear.bias[linear.parts[part]]
+            if part in linear.adapters:
+                a, b = linear.adapters[part]
+                yield from ((f"{name}.lora_A", a.t()), (f"{name}.lora_B", b.t()))
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Over the last axis."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from atomrl.protocols import WeightUpdate
+from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.rollout.requests import RequestEngine, RequestState
 from atomrl.rollout.stopping import StopRule
 from atomrl.types import FinishReason, SamplingParams
+from atomrl.weights.hashing import tensor_hash
 
 
 class FakeEngine(RequestEngine):
@@ -40,6 +42,7 @@ class FakeEngine(RequestEngine):
         self.complete, self.at_once = complete, at_once
         self.shapes: Mapping[str, tuple[int, ...]] = {}
         self.updates: list[tuple[list[str], int]] = []
+        self.weights: dict[str, torch.Tensor] = {}
         self.closed = False
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
@@ -63,9 +66,17 @@ class FakeEngine(RequestEngine):
         return self.shapes
 
     def update_weights(self, update: WeightUpdate) -> None:
-        """Remember the names and the version."""
-        self.updates.append(([name for name, _ in update.tensors], update.version))
+        """Keep copies of everything, and remember names and version."""
+        tensors = list(update.tensors)
+        parts = {name: part.detach().clone() for name, part in replace(update, tensors=tensors).parts()}
+        kept = {name: tensor for name, tensor in self.weights.items() if ".lora_" not in name}
+        self.weights = kept | parts
+        self.updates.append(([name for name, _ in tensors], update.version))
         self.version = update.version
+
+    def weight_hashes(self) -> list[WeightHash]:
+        """Of its copies."""
+        return [WeightHash(name, kept.dtype, tensor_hash(kept, kept.dtype)) for name, kept in self.weights.items()]
 
     def close(self) -> None:
         """Remember that it was called."""

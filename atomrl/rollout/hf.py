@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from transformers import (
 from atomrl.atoms.logits import head_logits
 from atomrl.models.loading import base_path, load_transformers
 from atomrl.models.transformers_model import published_weights
-from atomrl.protocols import Adapter, WeightUpdate
+from atomrl.protocols import Adapter, WeightHash, WeightUpdate
 from atomrl.rollout.requests import DIVERGED, RequestEngine, RequestState
 from atomrl.rollout.sampling import sample
 from atomrl.rollout.stopping import StopRule, eos_token_ids
 from atomrl.types import FinishReason, SamplingParams
+from atomrl.weights.hashing import tensor_hash
 
 
 class HFEngine(RequestEngine):
@@ -44,6 +46,7 @@ class HFEngine(RequestEngine):
         super().__init__(tokenizer, getattr(model.config, "max_position_embeddings", 2**31))
         self.model, self.eos, self.max_concurrent_completions = model, eos, max_concurrent_completions
         self.hooks: list[Any] = []
+        self.adapters: dict[str, Adapter] = {}
         head = model.get_output_embeddings()
         if head.weight.dtype.itemsize < 4:
             head.forward = _wide_forward(head)
@@ -87,11 +90,26 @@ class HFEngine(RequestEngine):
             own[name].copy_(tensor)
         for hook in self.hooks:
             hook.remove()
+        device = self.model.device
+        self.adapters = {  # copies: the trainer goes on changing its own
+            name: replace(
+                adapter,
+                a=adapter.a.to(device, torch.float32, copy=True),
+                b=(adapter.b * adapter.scale).to(device, torch.float32),
+                scale=1.0,
+            )
+            for name, adapter in update.adapters.items()
+        }
         self.hooks = [
             self.model.get_submodule(name.removesuffix(".weight")).register_forward_hook(_adapter_hook(adapter))
-            for name, adapter in update.adapters.items()
+            for name, adapter in self.adapters.items()
         ]
         self.version = update.version
+
+    def weight_hashes(self) -> list[WeightHash]:
+        """Of the model's own parameters and the adapters beside them."""
+        held = WeightUpdate(self.version, published_weights(self.model).items(), self.adapters).parts()
+        return [WeightHash(name, tensor.dtype, tensor_hash(tensor, tensor.dtype)) for name, tensor in held]
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
         if sampling.logprobs_over == "kept":
@@ -144,7 +162,7 @@ def _wide_forward(head: torch.nn.Module) -> Callable[[Tensor], Tensor]:
 def _adapter_hook(adapter: Adapter) -> Callable[[torch.nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
     def add(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         x = inputs[0].float()
-        return (output + (x @ adapter.a.to(x.device).T) @ adapter.b.to(x.device).T * adapter.scale).to(output.dtype)
+        return (output + (x @ adapter.a.T) @ adapter.b.T).to(output.dtype)
 
     return add
 

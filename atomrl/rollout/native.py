@@ -17,7 +17,7 @@ from torch import Tensor
 from atomrl.models.gpt import check_weights, weight_shapes
 from atomrl.models.loading import base_path, model_config_only, read_weights
 from atomrl.models.spec import read_spec, rope_table
-from atomrl.protocols import WeightUpdate
+from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.rollout.attention import KernelKVCache, KVCache
 from atomrl.rollout.batching import ContinuousBatch
 from atomrl.rollout.decoder import DecoderModel
@@ -25,6 +25,7 @@ from atomrl.rollout.kernel import load_kernels
 from atomrl.rollout.requests import RequestEngine, RequestState
 from atomrl.rollout.stopping import StopRule, eos_token_ids
 from atomrl.types import FinishReason, GenerationRequest, SamplingParams
+from atomrl.weights.hashing import tensor_hash
 
 _GPU_CHECK_EVERY = 8
 
@@ -101,6 +102,18 @@ class NativeEngine(RequestEngine):
             self.model.load(update.tensors)
             self.model.set_adapters(update.adapters)
         self.version = update.version
+
+    def weight_hashes(self) -> list[WeightHash]:
+        """Of the fused and packed matrices that it multiplies, cut and unpacked again."""
+        with torch.inference_mode():
+            return [
+                WeightHash(
+                    name,
+                    dtype := torch.float32 if ".lora_" in name else self.model.weight_dtype,
+                    tensor_hash(tensor, dtype),
+                )
+                for name, tensor in self.model.held()
+            ]
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
         return StopRule(sampling, self.eos, self.tokenizer, self.model.spec.vocab, self.model.device)

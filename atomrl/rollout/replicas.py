@@ -11,11 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from atomrl.config import ClusterConfig
-from atomrl.protocols import RolloutEngine, WeightUpdate
+from atomrl.protocols import RolloutEngine, WeightHash, WeightUpdate
 from atomrl.types import GenerationOutput, GenerationRequest
+from atomrl.weights import WeightMismatch
+from atomrl.weights.channels import TransferBroken, WeightReference
+from atomrl.weights.transfer import compare
+from atomrl.weights.ways import open_channel
 
 log = logging.getLogger(__name__)
 _GATHER_S = 0.02
@@ -63,22 +66,13 @@ class EngineActor:
             "wake": self.engine.wake,
         }[name]()
 
-    def update_weights(self, update: WeightUpdate, arrays: Mapping[str, Any]) -> int:
-        """The update with its tensors as numpy arrays, which all actors of a machine read from one place; the version
-        that the engine then has."""
-        tensors = ((name, _tensor(array, dtype)) for name, (array, dtype) in arrays.items())
-        self.engine.update_weights(replace(update, tensors=tensors))
+    def update_weights(self, reference: WeightReference) -> int:
+        """Take the update that lies there; the version that the engine then has."""
+        self.engine.update_weights(reference.open())
         return self.engine.version
 
-
-def _array(tensor: Tensor) -> tuple[Any, torch.dtype]:
-    """As numpy, which knows no bfloat16."""
-    tensor = tensor.detach().cpu().contiguous()
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy(), tensor.dtype
-
-
-def _tensor(array: Any, dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(array).view(dtype)
+    def weight_hashes(self) -> list[WeightHash]:
+        return self.engine.weight_hashes()
 
 
 @dataclass(eq=False)
@@ -90,6 +84,10 @@ class _Replica:
     polling: Any = None
     restarts: int = 0
     """Since it last finished a request."""
+
+    @property
+    def name(self) -> str:
+        return f"rollout replica {self.index} (pid {self.pid})"
 
     def finish(self, outputs: Iterable[GenerationOutput]) -> list[GenerationOutput]:
         """The outputs of requests that it held."""
@@ -118,11 +116,15 @@ class ReplicatedEngine:
         self.ray, self.owns_cluster = connect(cluster.address)
         self.build, self.cluster, self.timeout_s = build, cluster, cluster.timeout_s
         self.version, self.restarts = 0, 0
-        self.published: Any = None
+        self.published = False
+        self.confirmed: dict[tuple[str, torch.dtype], int] | None = None
+        """Hashes of the weights that were published last, once they have been read back."""
+        self.dtypes: dict[str, torch.dtype] = {}
         self.paused = self.asleep = False
         self.finished: list[GenerationOutput] = []
         """Outputs that came beside another answer; the next `poll` gives them."""
         try:
+            self.channel = open_channel(cluster, self.ray)
             check_resources(cluster, [node["Resources"] for node in self.ray.nodes() if node["Alive"]])
             self.replicas = [_Replica(index, self._start()) for index in range(cluster.replicas)]
             for replica in self.replicas:
@@ -181,8 +183,14 @@ class ReplicatedEngine:
         replica.actor, replica.polling = self._start(), None
         try:
             self._know(replica)
-            if self.published is not None:
-                self._answer(replica, replica.actor.update_weights.remote(*self.published))
+            if self.published:
+                self._take(replica, replica.actor.update_weights.remote(self.channel.again()))
+            if self.confirmed is not None:
+                compare(
+                    self._hashes_of(replica, self._answer(replica, replica.actor.weight_hashes.remote())),
+                    self.confirmed,
+                    self.version,
+                )
             for state, name in ((self.paused, "pause"), (self.asleep, "sleep")):
                 if state:
                     self._answer(replica, replica.actor.set_state.remote(name))
@@ -267,7 +275,16 @@ class ReplicatedEngine:
         return found
 
     def _all(self, method: str, *args: Any) -> list[Any]:
-        return [self._call(replica, method, *args) for replica in self.replicas]
+        """A method of all actors at once; done again by those that were started again."""
+        started = [(replica, getattr(replica.actor, method).remote(*args)) for replica in self.replicas]
+        found = []
+        for replica, answer in started:
+            try:
+                found.append(self._answer(replica, answer))
+            except self.ray.exceptions.RayActorError as error:
+                self._revive(replica, error)
+                found.append(self._call(replica, method, *args))
+        return found
 
     def pause(self) -> None:
         """Draw no token until `resume`; requests stay."""
@@ -298,22 +315,47 @@ class ReplicatedEngine:
         return self.shapes
 
     def update_weights(self, update: WeightUpdate) -> None:
-        """Bring new weights to all replicas, through Ray's object store.
+        """Bring new weights to all replicas, by the way of `cluster.weight_transfer`, rounded as they round them.
 
         Raises:
-            RuntimeError: a replica has another version afterwards.
+            WeightMismatch: a replica has another version afterwards.
         """
-        arrays = self.ray.put({name: _array(tensor) for name, tensor in update.tensors})
-        self.published = (replace(update, tensors=()), arrays)
-        self.version = update.version
-        versions = self._all("update_weights", *self.published)
-        if set(versions) != {update.version}:
-            raise RuntimeError(f"the replicas have weights of versions {versions}, not {update.version}")
+        self._all("about")  # one that has died meanwhile starts again before the others wait for it
+        tensors = [(name, tensor.to(self.dtypes.get(name, tensor.dtype))) for name, tensor in update.tensors]
+        self.version, self.confirmed = update.version, None
+        reference = self.channel.publish(replace(update, tensors=tensors), len(self.replicas))
+        self.published = True
+        started = [(replica, replica.actor.update_weights.remote(reference)) for replica in self.replicas]
+        for replica, answer in started:
+            try:
+                try:
+                    self._take(replica, answer)
+                except TransferBroken:  # another one has died
+                    self._take(replica, replica.actor.update_weights.remote(self.channel.again()))
+            except self.ray.exceptions.RayActorError as error:
+                self._revive(replica, error)
+
+    def _take(self, replica: _Replica, answer: Any) -> None:
+        if (version := self._answer(replica, answer)) != self.version:
+            raise WeightMismatch(f"{replica.name} has weights of version {version}, not {self.version}")
+
+    def weight_hashes(self) -> list[WeightHash]:
+        """Of every replica."""
+        answers = self._all("weight_hashes")
+        self.dtypes = {found.name: found.dtype for found in answers[0]}
+        self.confirmed = {(f.name, f.dtype): f.value for f in answers[0] if f.value is not None}
+        pairs = zip(self.replicas, answers, strict=True)
+        return [found for replica, answer in pairs for found in self._hashes_of(replica, answer)]
+
+    def _hashes_of(self, replica: _Replica, found: Iterable[WeightHash]) -> list[WeightHash]:
+        return [hashed._replace(holder=replica.name) for hashed in found]
 
     def close(self) -> None:
         """End the actors, and the cluster where it was started here."""
         for replica in getattr(self, "replicas", []):
             self.ray.kill(replica.actor)
+        if hasattr(self, "channel"):
+            self.channel.close()
         if self.owns_cluster:
             self.ray.shutdown()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -11,14 +10,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from atomrl.models.loading import base_path, model_config_only, read_weights, resolve_folder
-from atomrl.protocols import Adapter, WeightUpdate
+from atomrl.protocols import Adapter, WeightHash, WeightUpdate
 from atomrl.rollout.requests import RequestEngine, RequestState
 from atomrl.rollout.stopping import StopRule, eos_token_ids
+from atomrl.rollout.vllm_worker import WORKER_EXTENSION
 from atomrl.types import FinishReason, SamplingParams
+from atomrl.weights.files import write_adapters
 
 _MOST_CPU_CACHE, _SPARE_CACHE = 4 * 2**30, 2**26
 
@@ -58,6 +58,7 @@ class VLLMEngine(RequestEngine):
         self.llm, self.shapes, self.tied, self.eos = llm, shapes, tied, eos
         self.folder = tempfile.TemporaryDirectory(prefix="atomrl-adapters-")
         self.adapters: Any = None
+        self.ranks: dict[str, int] = {}
 
     @classmethod
     def from_pretrained(
@@ -116,6 +117,7 @@ class VLLMEngine(RequestEngine):
                 enable_lora=lora_rank > 0,
                 max_lora_rank=min(rank for rank in get_args(MaxLoRARanks) if rank >= lora_rank),
                 disable_log_stats=True,
+                worker_extension_cls=WORKER_EXTENSION,
             )
         )
         shapes = {name: tuple(tensor.shape) for name, tensor in read_weights(folder)}
@@ -134,10 +136,18 @@ class VLLMEngine(RequestEngine):
         if tensors:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._loaded(tensors)})
         self.adapters = self._load_adapters(update.adapters, update.version) if update.adapters else None
+        self.ranks = {name: len(adapter.a) for name, adapter in update.adapters.items()}
         self.llm.reset_prefix_cache(reset_running_requests=True)
         self.version = update.version
         for state in self.held.values():
             state.set_version(update.version)
+
+    def weight_hashes(self) -> list[WeightHash]:
+        """Of the stacked matrices in the worker, cut again; of those that vLLM packs on a CPU by their product with the
+        identity, which costs as much as a forward pass over as many tokens as the matrix has inputs. Fused experts
+        cannot be read back."""
+        (found,) = self.llm.collective_rpc("published_hashes", args=(self.shapes, self.tied, self.ranks))
+        return [WeightHash(name, getattr(torch, dtype), value) for name, dtype, value in found]
 
     def _loaded(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """What vLLM reads. It takes a tied head's weight from nothing but its own name."""
@@ -150,7 +160,8 @@ class VLLMEngine(RequestEngine):
         from vllm.lora.request import LoRARequest
 
         folder = Path(self.folder.name) / str(version)
-        _write_adapters(adapters, folder)
+        folder.mkdir()
+        write_adapters(adapters, folder)
         self.llm.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
         for earlier in folder.parent.iterdir():
             if earlier != folder:
@@ -264,18 +275,3 @@ def _cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * int(config.num_hidden_layers) * int(heads) * int(width) * dtype.itemsize
-
-
-def _write_adapters(adapters: Mapping[str, Adapter], folder: Path) -> None:
-    """As peft does; the scale is in B, since vLLM knows one scale for all."""
-    folder.mkdir()
-    (rank,) = {len(adapter.a) for adapter in adapters.values()}
-    tensors: dict[str, Tensor] = {}
-    for name, adapter in adapters.items():
-        layer = f"base_model.model.{name.removesuffix('.weight')}"
-        tensors[f"{layer}.lora_A.weight"] = adapter.a.contiguous()
-        tensors[f"{layer}.lora_B.weight"] = (adapter.b * adapter.scale).contiguous()
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    targets = sorted({name.split(".")[-2] for name in adapters})
-    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "target_modules": targets}
-    (folder / "adapter_config.json").write_text(json.dumps({**settings, "bias": "none"}), encoding="utf-8")

@@ -180,6 +180,8 @@ def build_rollout(config: RunConfig, path: str, tokenizer: Any) -> RolloutEngine
     build, cluster = partial(build_engine, path, tokenizer, config.rollout, config.model), config.cluster
     if cluster is None:
         return build()
+    if cluster.weight_folder is None:
+        cluster = cluster.model_copy(update={"weight_folder": f"{config.output_dir}/{config.run_name}/weights"})
     try:
         return ReplicatedEngine(build, cluster)
     except PlacementError as error:

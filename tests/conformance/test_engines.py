@@ -22,7 +22,8 @@ from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.replicas import ReplicatedEngine
 from atomrl.rollout.vllm import VLLMEngine
 from atomrl.types import SamplingParams
-from atomrl.weights import InProcessTransfer
+from atomrl.weights import InProcessTransfer, WeightMismatch, tensor_hash
+from atomrl.weights.transfer import compare, expected_hashes
 from tests.engines import logprobs_of, prompts_of, response
 from tests.tiny import make_tiny_model
 
@@ -680,3 +681,53 @@ def test_weights_that_have_diverged_are_named(make_engine, plain_folder, tempera
         engine.update_weights(WeightUpdate(version=1, tensors=tensors))
         with pytest.raises(ValueError, match="diverged"):
             generate(engine, prompts_of((5, 6)), sampling)
+
+
+def test_hashes_are_of_what_it_computes_with(make_engine, folder, changed_folder):
+    """Read back by name, so they are the same in every engine, and other ones after other weights."""
+    engine, trainer = make_engine(folder), Trainer(load(folder))
+    InProcessTransfer(trainer, engine)(version=1)
+    before = engine.weight_hashes()
+    assert {found.name for found in before} == engine.weight_shapes().keys()
+    expected = {name: tensor_hash(trainer.state[name], torch.float32) for name in engine.weight_shapes()}
+    assert all(found.value == expected[found.name] and found.dtype == torch.float32 for found in before)
+    InProcessTransfer(Trainer(load(changed_folder)), engine)(version=2)
+    assert not {found.value for found in before} & {found.value for found in engine.weight_hashes()}
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"]
+)
+@pytest.mark.parametrize("change", ["bit", "rows"])
+def test_other_weights_than_the_trainers_are_found(make_engine, folder, name, change):
+    """One flipped bit, or two swapped rows, of what the engine holds."""
+    engine, sent = make_engine(folder), load(folder).state_dict()
+    held = {key: sent[key].clone() for key in engine.weight_shapes()}
+    if change == "bit":
+        held[name].view(torch.int32).view(-1)[5] ^= 1
+    else:
+        held[name][[1, 3]] = held[name][[3, 1]] if held[name].dim() == 2 else held[name][[3, 1]] * torch.tensor([1, 2])
+    engine.update_weights(WeightUpdate(version=1, tensors=held.items()))
+    found = engine.weight_hashes()
+    wanted = ((key, sent[key]) for key in engine.weight_shapes())
+    with pytest.raises(WeightMismatch, match=rf"not the weights of version 1: {name} differs$"):
+        compare(found, expected_hashes(wanted, found), version=1)
+
+
+def test_other_adapters_than_the_trainers_are_found(make_engine, folder):
+    engine = make_engine(folder)
+    trainer = Trainer(load(folder), random_adapters(engine.weight_shapes()))
+    InProcessTransfer(trainer, engine)(version=1)
+    base = [(name, trainer.state[name]) for name in engine.weight_shapes()]
+    sent = WeightUpdate(1, base, dict(trainer.adapters))
+    name = "model.layers.0.mlp.down_proj.weight"
+    other = replace(trainer.adapters[name], scale=0.25)
+    engine.update_weights(WeightUpdate(2, (), trainer.adapters | {name: other}))
+    held = engine.weight_hashes()
+    with pytest.raises(WeightMismatch, match=rf": {name}.lora_B differs$"):
+        compare(held, expected_hashes(sent.parts(), held), version=2)
+    del trainer.adapters[name]
+    engine.update_weights(WeightUpdate(3, (), trainer.adapters))
+    held = engine.weight_hashes()
+    with pytest.raises(WeightMismatch, match=rf": {name}.lora_A is missing, {name}.lora_B is missing$"):
+        compare(held, expected_hashes(sent.parts(), held), version=3)

@@ -1,5 +1,9 @@
 """Weights on their way to an engine: in place, without a second copy, and without rounding adapters away."""
 
+import os
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -13,7 +17,10 @@ from atomrl.rollout.generate import generate
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
 from atomrl.types import SamplingParams
-from atomrl.weights import InProcessTransfer, checked_update
+from atomrl.weights import InProcessTransfer, WeightMismatch, checked_update, tensor_hash
+from atomrl.weights.channels import TransferBroken
+from atomrl.weights.collective import CollectiveChannel
+from atomrl.weights.files import FileChannel
 from tests.engines import logprobs_of, prompts_of
 from tests.tiny import make_tiny_model
 
@@ -198,3 +205,125 @@ def test_bfloat16_computed_in_bfloat16(large_folder, monkeypatch):
     for engine in (packed, plain):
         sampling = SamplingParams(max_completion_tokens=5)
         assert all(len(logprobs_of(t)) <= 5 for t in generate(engine, prompts_of((5, 6), (7,)), sampling))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7,), (513, 129), (3, 40_000), (1,), (4, 5, 6)])
+def test_a_hash_sees_every_bit_and_every_place(shape, dtype):
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(shape, generator=generator).to(dtype)
+    whole, bits = tensor_hash(tensor, dtype), torch.int32 if dtype == torch.float32 else torch.int16
+    for place in {0, tensor.numel() // 2, tensor.numel() - 1}:
+        for bit in range(8 * dtype.itemsize - 1):
+            changed = tensor.clone()
+            changed.view(bits).view(-1)[place] ^= 1 << bit
+            assert tensor_hash(changed, dtype) != whole
+    if tensor.numel() > 1:
+        assert tensor_hash(tensor.flip(0), dtype) != whole
+    assert tensor_hash(tensor.float(), dtype) == whole  # what is rounded to it already
+    assert 0 <= whole < 2**64
+
+
+def test_a_hash_does_not_depend_on_the_layout():
+    tensor = torch.randn(700, 300, generator=torch.Generator().manual_seed(0))
+    for layout in (tensor.t().contiguous().t(), torch.stack([tensor, tensor], -1)[..., 0], tensor.t().clone().t()[:]):
+        assert tensor_hash(layout, torch.float32) == tensor_hash(tensor, torch.float32)
+    wide = torch.cat([tensor, tensor + 1]).t().contiguous()
+    assert tensor_hash(wide[:, :700].t(), torch.float32) == tensor_hash(tensor, torch.float32)
+
+
+@pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
+def test_a_stale_head_is_found(large_folder, computed, monkeypatch):
+    """The head of a tied model is a copy of its own on a CPU; a layer may be packed."""
+    compute_in(monkeypatch, computed)
+    engine = open_engine(large_folder, dtype=torch.bfloat16)
+    state = AutoModelForCausalLM.from_pretrained(large_folder, dtype=torch.float32).state_dict()
+    source = Source({name: state[name] * 1.5 for name in engine.weight_shapes()})
+    old = engine.model.head.weight.clone()
+    transfer = InProcessTransfer(source, engine)
+    transfer(version=1)
+    monkeypatch.setattr(type(engine.model), "load", lambda *_: engine.model.head.weight.copy_(old))
+    with pytest.raises(WeightMismatch, match=r"the engine has not the weights of version 2: model.embed_tokens.weight"):
+        transfer(version=2)
+
+
+def test_a_version_that_is_not_the_trainers_is_found(large_folder):
+    engine = open_engine(large_folder)
+    transfer = InProcessTransfer(
+        Source({name: torch.ones(shape) for name, shape in engine.weight_shapes().items()}), engine
+    )
+    load = engine.update_weights
+    engine.update_weights = lambda update: load(replace(update, version=5))
+    with pytest.raises(WeightMismatch, match="version 5, not 4"):
+        transfer(4)
+
+
+def test_a_base_that_changes_beneath_its_adapters_is_found(large_folder):
+    engine = open_engine(large_folder, "hf")
+    state = {name: torch.ones(shape) for name, shape in engine.weight_shapes().items()}
+    adapter = Adapter(a=torch.ones(2, 384), b=torch.ones(384, 2), scale=0.5)
+    transfer = InProcessTransfer(Source(state, {"model.layers.0.self_attn.q_proj.weight": adapter}), engine)
+    transfer(1)
+    adapter.a.add_(1)  # the trainer's own: the engine has copies
+    transfer(2)
+    with torch.no_grad():
+        engine.model.get_parameter("model.layers.3.mlp.up_proj.weight")[0, 0] += 1
+    with pytest.raises(WeightMismatch, match=r"version 3: model.layers.3.mlp.up_proj.weight differs$"):
+        transfer(3)
+
+
+def test_files_hold_tied_weights_and_adapters(tmp_path):
+    weight, adapter = torch.randn(3, 2), Adapter(a=torch.ones(2, 2), b=torch.ones(3, 2), scale=0.5)
+    channel = FileChannel(tmp_path / "weights")
+    tensors = [("embed.weight", weight), ("lm_head.weight", weight), ("norm.weight", weight.bfloat16())]
+    channel.publish(WeightUpdate(1, tensors), readers=1)
+    found = channel.publish(WeightUpdate(2, (), {"layers.0.up.weight": adapter}), readers=1).open()
+    assert not list(found.tensors) and found.version == 2
+    whole = channel.again().open()
+    assert {name: tensor.tolist() for name, tensor in whole.tensors} == {n: t.tolist() for n, t in tensors}
+    assert torch.equal(whole.adapters["layers.0.up.weight"].b, adapter.b * 0.5)
+    (tmp_path / "weights" / ".weights-3-3.partial").mkdir()  # as a kill in the middle leaves it
+    FileChannel(tmp_path / "weights")
+    assert not list((tmp_path / "weights").iterdir())
+    channel.publish(WeightUpdate(4, tensors), readers=1)
+    channel.close()
+    assert not list((tmp_path / "weights").iterdir())
+
+
+def listening() -> set[str]:
+    """Addresses and ports on which this process accepts connections."""
+    sockets = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for fields in map(str.split, Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]):
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(fields[1])
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads Linux's table of sockets")
+def test_a_broadcast_is_whole_and_stays_on_this_machine():
+    before, weight = listening(), torch.randn(300, 20)
+    channel = CollectiveChannel("127.0.0.1", "gloo", timeout_s=60)
+    adapter = Adapter(a=torch.ones(2, 20), b=torch.ones(300, 2), scale=0.5)
+    for update in (WeightUpdate(1, [("w", weight)]), WeightUpdate(2, (), {"w": adapter})):
+        found = channel.publish(update, readers=1).open()
+        tensors = dict(found.tensors)
+        assert found.version == update.version and tensors.keys() == dict(update.tensors).keys()
+        assert all(torch.equal(tensor, weight) for tensor in tensors.values())
+    assert torch.equal(found.adapters["w"].b, adapter.b * 0.5)
+    weight.zero_()  # what is kept is a copy
+    again = channel.again().open()
+    assert dict(again.tensors)["w"].abs().sum() > 0 and again.adapters.keys() == {"w"}
+    opened = listening() - before
+    assert opened and {address.split(":")[0] for address in opened} == {"0100007F"}, opened  # 127.0.0.1
+    channel.close()
+
+
+def test_a_broadcast_without_readers_ends():
+    channel = CollectiveChannel("127.0.0.1", "gloo", timeout_s=1)
+    reference = channel.publish(WeightUpdate(1, [("w", torch.ones(3))]), readers=2)
+    with pytest.raises(TransferBroken, match="weights of version 1 broke off"):
+        list(reference.open().tensors)
+    assert torch.equal(dict(channel.again().open().tensors)["w"], torch.ones(3))
+    channel.close()

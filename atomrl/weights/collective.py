@@ -1,0 +1,174 @@
+"""Weights by a broadcast from the trainer to all engines: NCCL between GPUs, gloo between CPUs (torch.distributed)."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from atomrl.protocols import WeightUpdate
+from atomrl.weights.channels import TransferBroken, adapters_of
+
+log = logging.getLogger(__name__)
+LOOPBACK = "127.0.0.1"
+Part = tuple[str, torch.dtype, tuple[int, ...]]
+"""Name, dtype and shape of a tensor on its way."""
+_joined: dict[str, Any] = {}
+"""The group that this process reads from, by its name."""
+
+
+def _join(store: Any, name: str, rank: int, size: int, backend: str, host: str, timeout: timedelta) -> Any:
+    """A group of its own, beside whatever groups the process is in; waits until all are there."""
+    prefixed = c10d.PrefixStore(name, store)
+    if backend == "nccl":
+        on_gpu = c10d.ProcessGroupNCCL.Options()
+        on_gpu._timeout = timeout
+        return c10d.ProcessGroupNCCL(prefixed, rank, size, on_gpu)
+    gloo: Any = c10d.ProcessGroupGloo  # its type stubs lack the options
+    options = gloo._Options()
+    options._timeout, options._devices = timeout, [gloo.create_device(hostname=host)]
+    return gloo(prefixed, rank, size, options)
+
+
+def _broadcast(group: Any, tensor: Tensor) -> None:
+    options = c10d.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    group.broadcast([tensor], options).wait()
+
+
+class CollectiveChannel:
+    """Broadcasts each update from the trainer to all engines at once.
+
+    The group stays from update to update. When a member dies, the others' broadcast ends with an error (at once, or
+    within the time-out where it hangs), the group is given up, and each engine that lacks the update gets it by a group
+    of its own; the next update makes a new one. For that, and for engines that start again, the update is kept in the
+    trainer's memory on the CPU.
+
+    Args:
+        host: of the trainer, at which the engines reach it. Nothing listens on any other address.
+        backend: `gloo`, or `nccl` where trainer and engines have GPUs of their own.
+        timeout_s: of a broadcast, and of the making of a group.
+    """
+
+    def __init__(self, host: str, backend: str, timeout_s: float) -> None:
+        self.host, self.backend, self.timeout_s = host, backend, timeout_s
+        listener = socket.socket()
+        listener.bind((host, 0))
+        listener.listen()
+        self.port, timeout = listener.getsockname()[1], timedelta(seconds=timeout_s)
+        self.store = c10d.TCPStore(
+            host, self.port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+        )
+        self.groups = 0
+        self.group: tuple[str, Any, int] | None = None
+        """Name, group and number of readers, while it works."""
+        self.sender: Thread | None = None
+        self.version = 0
+        self.kept: dict[str, Tensor] = {}
+
+    def publish(self, update: WeightUpdate, readers: int) -> CollectiveReference:
+        """Begin to broadcast; it ends when all readers have opened the reference, or one fails."""
+        parts = {name: tensor.detach() for name, tensor in update.parts()}
+        base = {name: tensor for name, tensor in self.kept.items() if ".lora_" not in name}
+        whole = any(".lora_" not in name for name in parts)
+        self.version = update.version
+        self.kept = ({} if whole else base) | {name: tensor.to("cpu", copy=True) for name, tensor in parts.items()}
+        return self._send(parts, readers)
+
+    def again(self) -> CollectiveReference:
+        """Begin to send what is kept to one engine."""
+        self.group = None  # the one that was has lost a member
+        reference = self._send(self.kept, 1)
+        self.group = None
+        return reference
+
+    def _send(self, parts: dict[str, Tensor], readers: int) -> CollectiveReference:
+        if self.sender is not None:
+            self.sender.join()
+        if self.group is None or self.group[2] != readers:
+            self.groups += 1
+            self.group = (f"weights-{self.groups}", None, readers)
+        # Adapters first: an update has them all when its first tensor is read.
+        ordered = dict(sorted(parts.items(), key=lambda part: ".lora_" not in part[0]))
+        self.sender = Thread(target=self._run, args=(self.group, ordered.values()), daemon=True)
+        self.sender.start()
+        shapes = tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered.items())
+        name = self.group[0]
+        return CollectiveReference(
+            self.version, shapes, (self.host, self.port), name, readers + 1, self.backend, self.timeout_s
+        )
+
+    def _run(self, group: tuple[str, Any, int], tensors: Iterable[Tensor]) -> None:
+        name, members, readers = group
+        device = torch.device("cuda" if self.backend == "nccl" else "cpu")
+        try:
+            if members is None:
+                timeout = timedelta(seconds=self.timeout_s)
+                members = _join(self.store, name, 0, readers + 1, self.backend, self.host, timeout)
+                if self.group is group:
+                    self.group = (name, members, readers)
+            for tensor in tensors:
+                _broadcast(members, tensor.to(device).contiguous())
+        except RuntimeError as error:
+            log.warning("a broadcast of weights failed: %s", str(error).partition("\n")[0])
+            self.group = None
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.group, self.kept = None, {}
+        del self.store
+
+
+@dataclass(frozen=True)
+class CollectiveReference:
+    """A broadcast that waits for its readers."""
+
+    version: int
+    parts: tuple[Part, ...]
+    address: tuple[str, int]
+    group: str
+    size: int
+    backend: str
+    timeout_s: float
+
+    def open(self) -> WeightUpdate:
+        """The update, whose tensors arrive as they are read.
+
+        Raises:
+            TransferBroken: it ended before all had come; reading its tensors may raise it too.
+        """
+        adapters = [part for part in self.parts if ".lora_" in part[0]]
+        tensors = self._receive(self.parts[len(adapters) :])
+        return WeightUpdate(self.version, tensors, adapters_of(dict(self._receive(adapters))))
+
+    def _receive(self, parts: Iterable[Part]) -> Iterator[tuple[str, Tensor]]:
+        device = torch.device("cuda" if self.backend == "nccl" else "cpu")
+        try:
+            for name, dtype, shape in parts:
+                tensor = torch.empty(shape, dtype=dtype, device=device)
+                _broadcast(self._members(), tensor)
+                yield name, tensor
+        except RuntimeError as error:
+            _joined.clear()
+            raise TransferBroken(f"the broadcast of weights of version {self.version} broke off: {error}") from None
+
+    def _members(self) -> Any:
+        if self.group not in _joined:
+            _joined.clear()
+            timeout, host = timedelta(seconds=self.timeout_s), LOOPBACK
+            store = c10d.TCPStore(*self.address, is_master=False, wait_for_workers=False, timeout=timeout)
+            if self.address[0] != LOOPBACK:
+                import ray
+
+                host = ray.util.get_node_ip_address()
+            rank = store.add(f"{self.group}/rank", 1)
+            _joined[self.group] = _join(store, self.group, rank, self.size, self.backend, host, timeout)
+        return _joined[self.group]

@@ -1,0 +1,152 @@
+"""A transfer from trainer to engine: checked before, verified after."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from atomrl.models.spec import fitting_weights
+from atomrl.protocols import RolloutEngine, TrainingBackend, WeightHash, WeightUpdate
+from atomrl.weights.hashing import tensor_hash
+
+log = logging.getLogger(__name__)
+Expected = dict[tuple[str, torch.dtype], int]
+"""(name, what the engine rounds it to) -> the hash that it must have."""
+
+
+class WeightMismatch(RuntimeError):
+    """An engine has other weights than the trainer thinks; nothing that it draws may be trained on."""
+
+
+class InProcessTransfer:
+    """Brings a trainer's weights to an engine: names and shapes are checked before the engine sees a tensor, and hashes
+    of what it then computes with are compared with those of what was sent.
+
+    The engine copies out of the trainer's own tensors into its own; there is no copy between them. (Engines in other
+    processes send them on by a channel.) Where the policy has adapters, the base is sent once and the adapters alone
+    from then on; it is verified each time.
+
+    Args:
+        trainer: gives the weights.
+        engine: takes them.
+    """
+
+    def __init__(self, trainer: TrainingBackend, engine: RolloutEngine) -> None:
+        self.trainer, self.engine = trainer, engine
+        self.base: Expected | None = None
+        """Of the weights beneath the adapters, once they are sent."""
+        self.unread: set[str] = set()
+
+    def __call__(self, version: int) -> None:
+        """Hand over the trainer's weights as they are now; `version` is how many updates they have seen.
+
+        Raises:
+            ValueError: names or shapes do not fit; the engine keeps what it has.
+            WeightMismatch: the engine has another version or other weights afterwards.
+        """
+        update = self.trainer.weight_update(version, adapters_alone=self.base is not None)
+        update = checked_update(update, self.engine.weight_shapes())
+        self.engine.update_weights(update)
+        if self.engine.version != version:
+            raise WeightMismatch(f"the engine has weights of version {self.engine.version}, not {version}")
+        held = self.engine.weight_hashes()
+        expected = expected_hashes(update.parts(), held) | (self.base or {})
+        self._report_unread(held)
+        compare(held, expected, version)
+        base = {key: value for key, value in expected.items() if ".lora_" not in key[0]}
+        self.base = base if update.adapters else None
+
+    def _report_unread(self, held: Iterable[WeightHash]) -> None:
+        unread = {found.name for found in held if found.value is None}
+        if unread - self.unread:
+            log.warning("%d weights cannot be read back from the engine, such as %s", len(unread), min(unread))
+        self.unread |= unread
+
+
+def expected_hashes(parts: Iterable[tuple[str, Tensor]], held: Iterable[WeightHash]) -> Expected:
+    """The hashes that an engine must have after it was sent `parts`, rounded as it says that it rounds."""
+    dtypes: dict[str, set[torch.dtype]] = {}
+    for found in held:
+        dtypes.setdefault(found.name, set()).add(found.dtype)
+    # One that the engine does not hold is expected all the same, to be missed.
+    return {
+        (name, dtype): tensor_hash(tensor, dtype)
+        for name, tensor in parts
+        for dtype in dtypes.get(name, {tensor.dtype})
+    }
+
+
+def compare(held: Iterable[WeightHash], expected: Mapping[tuple[str, torch.dtype], int], version: int) -> None:
+    """That every engine holds exactly what is expected.
+
+    Args:
+        held: as engines have read it back; weights that they cannot read back are left out of it.
+        expected: hash of each weight.
+        version: of the weights, for the message.
+
+    Raises:
+        WeightMismatch: names engine, version and weights.
+
+    Example:
+        >>> import torch
+        >>> held = [WeightHash("a", torch.float32, 1), WeightHash("b", torch.float32, 3, "replica 2")]
+        >>> compare(held[:1], {("a", torch.float32): 1}, version=7)
+        >>> compare(held[1:], {("b", torch.float32): 2}, version=7)
+        Traceback (most recent call last):
+        ...
+        atomrl.weights.transfer.WeightMismatch: replica 2 has not the weights of version 7: b differs
+    """
+    by_holder: dict[str, list[WeightHash]] = {}
+    for found in held:
+        by_holder.setdefault(found.holder, []).append(found)
+    wanted = {name for name, _ in expected}
+    for holder, own in (by_holder or {"the engine": []}).items():
+        problems = {}
+        for name, dtype, value, _ in own:
+            if value is None:
+                continue
+            if name not in wanted:
+                problems[name] = f"{name} is unexpected"
+            elif value != expected.get((name, dtype)):
+                problems[name] = f"{name} differs"
+        problems |= {name: f"{name} is missing" for name in wanted - {found.name for found in own}}
+        if problems:
+            shown = [problems[name] for name in sorted(problems)[:4]]
+            more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
+            raise WeightMismatch(f"{holder} has not the weights of version {version}: {', '.join(shown)}{more}")
+
+
+def checked_update(update: WeightUpdate, shapes: Mapping[str, tuple[int, ...]]) -> WeightUpdate:
+    """The update, once every weight is there exactly once and everything in it fits the engine's `shapes`.
+
+    A tied weight that comes under its second name too is left out. Only an update with adapters may bring no weights.
+
+    Raises:
+        ValueError: names what is missing, unexpected, repeated or of a wrong shape.
+
+    Example:
+        >>> import torch
+        >>> checked_update(WeightUpdate(version=1, tensors=[("a", torch.ones(2))]), {"a": (3,)})
+        Traceback (most recent call last):
+        ...
+        atomrl.config.base.ConfigError: the weights were refused: a has shape (2,), not (3,)
+    """
+    tensors = list(update.tensors)
+    for name, adapter in update.adapters.items():
+        (rank, inputs), (outputs, same_rank), shape = adapter.a.shape, adapter.b.shape, shapes.get(name)
+        # GPT-2 stores its linear layers as [in, out].
+        if rank != same_rank or shape not in ((outputs, inputs), (inputs, outputs)):
+            there = f"the weight has shape {shape}" if shape else "there is no such weight"
+            raise ValueError(
+                f"the weights were refused: adapter of {name} has shapes {tuple(adapter.a.shape)} and "
+                f"{tuple(adapter.b.shape)}; {there}"
+            )
+    if tensors or not update.adapters:
+        known = {tensor.data_ptr() for name, tensor in tensors if name in shapes}
+        tied = [name for name, tensor in tensors if name not in shapes and tensor.data_ptr() in known]
+        tensors = list(fitting_weights(tensors, shapes, tied).items())
+    return replace(update, tensors=tensors)
