@@ -93,7 +93,7 @@ class RLRun(Run):
     def open(self, stack: ExitStack) -> None:
         config = self.config
         stack.callback(self.rewards.close)
-        self.engine = build.build_rollout(config, self.path, self.tokenizer)
+        self.engine = build.build_rollout(config, self.path, self.tokenizer, self.cluster)
         stack.callback(self.engine.close)
         self.parts = Parts(
             engine=self.engine,
@@ -105,6 +105,7 @@ class RLRun(Run):
             rewards=self.rewards,
             sampling=build.train_sampling(config),
             record=self.record,
+            takes_turns=config.cluster is not None and config.cluster.placement == "colocated",
         )
         self.stream.position = self.progress.position
         if self.engine.version != self.progress.step:
