@@ -224,7 +224,9 @@ class RayCluster:
                 raise PlacementError(f"cluster.address={address}: {str(error).partition(chr(10))[0]}") from error
             return ray, True
         # Two runs share no folder; a short name, since sockets in it may have 107 letters.
-        self.folder = tempfile.mkdtemp(prefix="atomrl-ray-", dir="/tmp" if os.path.isdir("/tmp") else None)
+        self.folder = tempfile.mkdtemp(
+            prefix=f"atomrl-ray-{os.getpid()}-", dir="/tmp" if os.path.isdir("/tmp") else None
+        )
         try:
             with _on_loopback():
                 ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _temp_dir=self.folder)

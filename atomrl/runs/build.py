@@ -207,7 +207,8 @@ def cluster_roles(config: RunConfig, algorithm: Algorithm) -> list[ClusterRole]:
     remote = cluster.placement is not None or "trainer" in resources
     if not remote and set(roles) - {"reward"}:
         raise ConfigError(f"cluster.resources.{roles[0]}: give cluster.resources.trainer too, which calls it")
-    roles += [*(["trainer"] if remote else []), *(["rollout"] if drawn else [])]
+    roles += ["trainer"] if remote else []
+    roles += ["rollout"] if drawn else []
     if not roles:
         raise ConfigError("cluster: this run draws no rollouts; cluster.resources.trainer puts its trainer there")
     return roles
