@@ -149,11 +149,11 @@ def undisturbed(folder: Path) -> tuple[TrainingRun, float]:
 
 
 def kill(folder: Path, name: str, whole: TrainingRun, seconds: float, rng: random.Random) -> dict[str, Any]:
-    """Kill a rollout actor at a random point."""
+    """Kill a rollout actor at a random point of a random step."""
     run = TrainingRun(folder, name)
     try:
-        run.until_step(1)
-        time.sleep(rng.uniform(0, 0.8 * seconds))
+        run.until_step(rng.randint(1, STEPS - 4))
+        time.sleep(rng.uniform(0, seconds / STEPS))
         at, pid = run.steps, rng.choice(run.actors("rollout"))
         os.kill(pid, signal.SIGKILL)
         code = run.process.wait(900)

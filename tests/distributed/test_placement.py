@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from atomrl.cli.main import main
+from atomrl.cluster import RayCluster
+from atomrl.config import ClusterConfig
+from benchmarks.faults import TrainingRun, prepare
 from tests.distributed.test_replicas import config, weights
 from tests.tiny import make_tiny_model
 
