@@ -269,9 +269,9 @@ class RayCluster:
             self.places |= {(role, index): places([Wanted(role, 1, need.cpus, need.gpus)], nodes)[role, 0]}
         place = self.places[role, index]
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(place.name, soft=False)
-        hosted = self.ray.remote(num_cpus=need.cpus, num_gpus=need.gpus, max_restarts=0, scheduling_strategy=strategy)(
-            Hosted
-        )
+        kind = type(role, (Hosted,), {})  # the name that `ps` and Ray show
+        options = {"num_cpus": need.cpus, "num_gpus": need.gpus, "max_restarts": 0, "scheduling_strategy": strategy}
+        hosted = self.ray.remote(**options)(kind)
         actor = Actor(role, index, hosted.remote(build, max(1, int(need.cpus)), _identity(os.getpid())), place)
         self.actors.append(actor)
         return actor
