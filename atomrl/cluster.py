@@ -272,7 +272,8 @@ class RayCluster:
         kind = type(role, (Hosted,), {})  # the name that `ps` and Ray show
         options = {"num_cpus": need.cpus, "num_gpus": need.gpus, "max_restarts": 0, "scheduling_strategy": strategy}
         hosted = self.ray.remote(**options)(kind)
-        actor = Actor(role, index, hosted.remote(build, max(1, int(need.cpus)), _identity(os.getpid())), place)
+        handle = hosted.remote(build, max(1, int(need.cpus)), need.gpus > 0, _identity(os.getpid()))
+        actor = Actor(role, index, handle, place)
         self.actors.append(actor)
         return actor
 
@@ -362,11 +363,14 @@ class Hosted:
     Args:
         build: makes the object.
         threads: that it computes with.
+        gpus: whether it may see those that Ray gave it, or none.
         owner: the process that it ends with, as `_identity` names it.
     """
 
-    def __init__(self, build: Callable[[], Any], threads: int, owner: tuple[str, int]) -> None:
+    def __init__(self, build: Callable[[], Any], threads: int, gpus: bool, owner: tuple[str, int]) -> None:
         end_with(owner)
+        if not gpus:  # Ray shows all of them to who asked for none
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.set_num_threads(threads)
         send_tensors_as_arrays()
         self.inner = build()
