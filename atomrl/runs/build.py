@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from atomrl.cluster import RayCluster
+from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterRole, ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples

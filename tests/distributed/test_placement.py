@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from atomrl.cli.main import main
-from atomrl.cluster import RayCluster
+from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
 from benchmarks.faults import TrainingRun, prepare
 from tests.distributed.test_replicas import config, weights
