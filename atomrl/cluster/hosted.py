@@ -22,21 +22,21 @@ class Hosted:
     """A process of its own, with an object whose methods are called from outside.
 
     Args:
-        build: makes the object.
         threads: that it computes with.
         gpus: whether it may see those that Ray gave it, or none.
         owner: the process that it ends with, as `identity` names it.
     """
 
-    def __init__(self, build: Callable[[], Any], threads: int, gpus: bool, owner: tuple[str, int]) -> None:
+    def __init__(self, threads: int, gpus: bool, owner: tuple[str, int]) -> None:
         end_with(owner)
         if not gpus:  # Ray shows all of them to who asked for none
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.set_num_threads(threads)
         send_tensors_as_arrays()
-        self.inner = build()
 
-    def pid(self) -> int:
+    def make(self, build: Callable[[], Any]) -> int:
+        """Build the object. Returns the id of this process."""
+        self.inner = build()
         return os.getpid()
 
     def call(self, method: str, *args: Any) -> Any:

@@ -96,11 +96,10 @@ def places(actors: Sequence[Wanted], nodes: Sequence[Node]) -> dict[tuple[str, i
         PlacementError: says for which there is none.
 
     Example:
-        >>> places([Wanted("rollout", 3, 1, 0)], [Node("a", "a", cpus=2)])
+        >>> places([Wanted("rollout", 3, 1, 0)], [Node("a", "a", cpus=2)])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        atomrl.cluster.places.PlacementError: cluster: there is room for 2 of 3 rollout actors (1 CPUs, 0 GPUs each): a \
-with 2 CPUs and 0 GPUs
+        atomrl.cluster.places.PlacementError: cluster: there is room for 2 of 3 rollout actors (1 CPUs, 0 GPUs each): ...
     """
     machines = [Node(node.name, node.address, node.cpus, [*node.gpus]) for node in nodes]
     found: dict[tuple[str, int], Node] = {}

@@ -40,6 +40,8 @@ class Actor:
     index: int
     handle: Any
     node: Node
+    making: Any
+    """Its process id, once it holds what it was started for."""
     pid: int = 0
 
     def __str__(self) -> str:
@@ -144,14 +146,14 @@ class RayCluster:
         kind = type(role, (Hosted,), {})  # the name that `ps` and Ray show
         options = {"num_cpus": need.cpus, "num_gpus": need.gpus, "max_restarts": 0, "scheduling_strategy": strategy}
         hosted = self.ray.remote(**options)(kind)
-        handle = hosted.remote(build, max(1, int(need.cpus)), need.gpus > 0, identity(os.getpid()))
-        actor = Actor(role, index, handle, place)
+        handle = hosted.remote(max(1, int(need.cpus)), need.gpus > 0, identity(os.getpid()))
+        actor = Actor(role, index, handle, place, handle.make.remote(build))
         self.actors.append(actor)
         return actor
 
     def know(self, actor: Actor) -> None:
-        """Wait until it is there, with what it holds."""
-        actor.pid = self.get(actor, actor.handle.pid.remote(), START_S)
+        """Wait until it is there, with what it holds; errors as in `get`, and those of `build`."""
+        actor.pid = self.get(actor, actor.making, START_S)
 
     def call(self, actor: Actor, method: str, *args: Any) -> Any:
         """The result of a method of what an actor holds, within `cluster.timeout_s`; errors as in `get`."""
