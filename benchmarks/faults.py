@@ -160,8 +160,16 @@ def kill(folder: Path, name: str, whole: TrainingRun, seconds: float, rng: rando
         text = run.log.read_text()
         back = [float(number) for number in re.findall(r"is back after ([\d.]+) s", text)]
         same = code == 0 and run.weights() == whole.weights()
-        good = same and f"(pid {pid} on" in text and len(back) == 1 and back[0] < 20
-        return {"good": good, "step": at, "code": code, "same": same, "back_s": back, "pid": pid}
+        good = same and f"(pid {pid} on" in text and len(back) == 1
+        return {
+            "good": good,
+            "in_time": max(back, default=0.0) < 20,
+            "step": at,
+            "code": code,
+            "same": same,
+            "back_s": back,
+            "pid": pid,
+        }
     finally:
         run.end()
 
@@ -181,9 +189,18 @@ def freeze(folder: Path, name: str, role: str, rng: random.Random) -> dict[str, 
             good = code == 0 and pid not in run.processes()
         else:
             named = re.search(rf"{role}( \d)? \(pid {pid} on [\d.]+\)[^\n]* has not answered for {TIMEOUT_S:g} s", text)
-            good = code != 0 and named is not None and seconds < TIMEOUT_S + 15
-        left = run.gone_after("ours", 10)
-        return {"good": good and left < 3, "role": role, "step": at, "code": code, "seconds": seconds, "left_s": left}
+            good = code != 0 and named is not None
+        left = run.gone_after("ours", 60)
+        in_time = left < 3 and (role == "reward" or seconds < TIMEOUT_S + 15)
+        return {
+            "good": good and not run.ours(),
+            "in_time": in_time,
+            "role": role,
+            "step": at,
+            "code": code,
+            "seconds": seconds,
+            "left_s": left,
+        }
     finally:
         run.end()
 
@@ -198,13 +215,13 @@ def stop(folder: Path, name: str, number: signal.Signals, rng: random.Random) ->
         os.kill(run.process.pid, number)
         code = run.process.wait(300)
         ended = time.monotonic() - began
-        ours, everything = run.gone_after("ours", 30), run.gone_after("processes", 120)
+        ours, everything = run.gone_after("ours", 60), run.gone_after("processes", 240)
         sessions = [str(path) for path in Path("/tmp").glob(f"atomrl-ray-{run.process.pid}-*")]
-        good = ours < 3 and ours + everything < 70
+        good, in_time = not run.processes(), ours < 3 and ours + everything < 70
         if number != signal.SIGKILL:
-            good = good and code == 130 and everything < 1 and not sessions
+            good = good and code == 130 and not sessions
         return {
-            "good": good, "signal": number.name, "code": code, "ended_s": ended, "ours_s": ours,
+            "good": good, "in_time": in_time, "signal": number.name, "code": code, "ended_s": ended, "ours_s": ours,
             "ray_s": ours + everything, "sessions": sessions,
         }  # fmt: skip
     finally:
@@ -215,14 +232,14 @@ def summary(results: dict[str, list[dict[str, Any]]]) -> list[str]:
     """A table of what was found."""
     lines = []
     for what, found in results.items():
-        good = sum(each["good"] for each in found)
+        good, in_time = (sum(each[name] for each in found) for name in ("good", "in_time"))
         figures = ("back_s", "seconds", "ended_s", "ours_s", "ray_s")
         spread = []
         for figure in figures:
             values = [value for each in found if figure in each for value in _listed(each[figure])]
             if values:
                 spread.append(f"{figure} median {median(values):.1f} max {max(values):.1f}")
-        lines.append(f"{what:<10} {good:>3} of {len(found):<3} as they should; {'; '.join(spread)}")
+        lines.append(f"{what:<10} of {len(found)} {good} ended as they should, {in_time} in time; {'; '.join(spread)}")
     return lines
 
 
@@ -245,7 +262,10 @@ def main() -> int:
 
     def report(what: str, found: dict[str, Any], name: str) -> None:
         results.setdefault(what, []).append(found)
-        print(f"{name:<12} {'good' if found['good'] else 'BAD '} {found}", flush=True)
+        print(
+            f"{name:<12} {'good' if found['good'] else 'BAD '} {'in time' if found['in_time'] else 'LATE   '} {found}",
+            flush=True,
+        )
         if found["good"]:
             shutil.rmtree(folder / name, ignore_errors=True)
 
@@ -261,7 +281,7 @@ def main() -> int:
         report(signalled.name, stop(folder, name, signalled, rng), name)
     print(*summary(results), sep="\n")
     (folder / "results.json").write_text(json.dumps(results, indent=1))
-    return 0 if all(each["good"] for found in results.values() for each in found) else 1
+    return 0 if all(each["good"] and each["in_time"] for found in results.values() for each in found) else 1
 
 
 if __name__ == "__main__":
