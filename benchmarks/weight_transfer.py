@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from atomrl.config import ClusterConfig
+from atomrl.cluster.ray_cluster import RayCluster
+from atomrl.config import ClusterConfig, ResourceConfig
 from atomrl.protocols import RolloutEngine, WeightUpdate
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.replicas import ReplicatedEngine
@@ -69,8 +70,9 @@ def open_engine(way: str, path: Path, dtype: torch.dtype, replicas: int, folder:
     if way == "in_process":
         return build(str(path), dtype)
     where = str(Path(folder or path) / "weights")
-    cluster = ClusterConfig(replicas=replicas, num_cpus=0.1, weight_transfer=way, weight_folder=where)
-    return ReplicatedEngine(partial(build, str(path), dtype), cluster)
+    resources = {"rollout": ResourceConfig(num_cpus=0.1)}
+    config = ClusterConfig(replicas=replicas, resources=resources, weight_transfer=way, weight_folder=where)
+    return ReplicatedEngine(partial(build, str(path), dtype), RayCluster(config, ["rollout"]))
 
 
 def copied(tensors: list[Tensor], dtype: torch.dtype) -> float:
@@ -150,6 +152,8 @@ def main() -> None:
                         plain = [torch.randn(shape) for shape in engine.weight_shapes().values()]
                     finally:
                         engine.close()
+                        if isinstance(engine, ReplicatedEngine):
+                            engine.cluster.close()
                     row |= {"way": way, "dtype": str(dtype).removeprefix("torch.")}
                     row |= {"copy_s": copied(plain, dtype), "posix_shm_s": posix_shm(plain, dtype)}
                     rows.append(row)

@@ -6,6 +6,7 @@ from atomrl.config.run import RunConfig, build_config, dump_config, known_keys
 from atomrl.config.schema import (
     CheckpointConfig,
     ClusterConfig,
+    ClusterRole,
     CriticConfig,
     DataConfig,
     EvalConfig,
@@ -14,6 +15,7 @@ from atomrl.config.schema import (
     ModelConfig,
     PreferenceConfig,
     PretrainConfig,
+    ResourceConfig,
     RewardConfig,
     RewardItem,
     RewardRoute,

@@ -94,7 +94,7 @@ class RLRun(Run):
     def open(self, stack: ExitStack) -> None:
         config = self.config
         stack.callback(self.rewards.close)
-        self.engine = build.build_rollout(config, self.path, self.tokenizer)
+        self.engine = build.build_rollout(config, self.path, self.tokenizer, self.cluster)
         stack.callback(self.engine.close)
         source = EngineSource(
             engine=self.engine,
@@ -112,6 +112,7 @@ class RLRun(Run):
             algorithm=self.algorithm,
             processor=self.processor,
             record=self.record,
+            sleeper=self.engine if config.cluster and config.cluster.placement == "colocated" else None,
         )
         self.stream.position = self.progress.position
         if self.engine.version != self.progress.step:

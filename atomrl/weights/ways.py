@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from atomrl.config import ClusterConfig
+from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.weights.channels import ObjectStoreChannel, WeightChannel
 from atomrl.weights.collective import LOOPBACK, CollectiveChannel
 from atomrl.weights.files import FileChannel
 
 
-def open_channel(cluster: ClusterConfig, ray: Any) -> WeightChannel:
-    """The channel of `cluster.weight_transfer`.
-
-    Args:
-        cluster: of the config.
-        ray: the module, initialized.
-    """
-    if cluster.weight_transfer == "files":
-        assert cluster.weight_folder is not None, "a run puts its own folder there"
-        return FileChannel(Path(cluster.weight_folder).resolve())
-    if cluster.weight_transfer == "collective":
-        host = LOOPBACK if cluster.address is None else ray.util.get_node_ip_address()
-        return CollectiveChannel(host, "nccl" if cluster.num_gpus >= 1 else "gloo", cluster.timeout_s)
+def open_channel(cluster: RayCluster) -> WeightChannel:
+    """The channel of `cluster.weight_transfer`, which the actors of the role `rollout` read."""
+    config, ray = cluster.config, cluster.ray
+    if config.weight_transfer == "files":
+        assert config.weight_folder is not None, "a run puts its own folder there"
+        return FileChannel(Path(config.weight_folder).resolve())
+    if config.weight_transfer == "collective":
+        host = LOOPBACK if config.address is None else ray.util.get_node_ip_address()
+        return CollectiveChannel(host, "nccl" if cluster.wanted["rollout"].gpus >= 1 else "gloo", config.timeout_s)
     return ObjectStoreChannel(ray)

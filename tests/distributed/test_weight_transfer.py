@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
 from atomrl.protocols import Adapter, WeightUpdate
 from atomrl.rollout.native import NativeEngine
@@ -89,17 +91,22 @@ def place(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def started(way, folder, place):
     """Two replicas; each way's are started once, since that takes seconds."""
-    cluster = ClusterConfig(
-        replicas=2, num_cpus=0.1, timeout_s=60, weight_transfer=way, weight_folder=str(place / "weights")
+    config = ClusterConfig(
+        replicas=2,
+        resources={"rollout": {"num_cpus": 0.1}},
+        timeout_s=60,
+        weight_transfer=way,
+        weight_folder=str(place / "weights"),
     )
-    engine = ReplicatedEngine(partial(build, str(folder), place / "flag", DTYPES[way]), cluster)
-    yield engine
-    engine.close()
+    with closing(RayCluster(config, ["rollout"])) as cluster:
+        engine = ReplicatedEngine(partial(build, str(folder), place / "flag", DTYPES[way]), cluster)
+        yield engine
+        engine.close()
 
 
 @pytest.fixture
 def engine(started, place):
-    started.timeout_s, started.restarts = 60.0, 0
+    started.cluster.config, started.restarts = started.cluster.config.model_copy(update={"timeout_s": 60.0}), 0
     yield started
     (place / "flag").unlink(missing_ok=True)
     for replica in started.replicas:
@@ -136,7 +143,7 @@ def test_adapters_travel_alone_and_come_back_with_their_base(engine, way):
         transfer(version)
     assert trainer.sent.tensors == ()
     assert list(held_by(engine).values()) == whole(trainer, DTYPES[way])
-    os.kill(engine.replicas[1].pid, signal.SIGKILL)
+    os.kill(engine.replicas[1].actor.pid, signal.SIGKILL)
     assert list(held_by(engine).values()) == whole(trainer, DTYPES[way])
     assert engine.restarts == 1
     transfer(4)
@@ -146,7 +153,7 @@ def test_a_damaged_weight_is_found_and_named(engine, place):
     transfer = InProcessTransfer(Trainer(engine.weight_shapes()), engine)
     transfer(1)
     (place / "flag").write_text("damages")
-    message = r"replica \d \(pid \d+\) has not the weights of version 2: model.norm.weight differs"
+    message = r"rollout \d \(pid \d+ on 127.0.0.1\) has not the weights of version 2: model.norm.weight differs"
     with pytest.raises(WeightMismatch, match=message):
         transfer(2)
 
@@ -154,7 +161,7 @@ def test_a_damaged_weight_is_found_and_named(engine, place):
 def test_one_that_comes_back_with_other_weights_is_found(engine, place):
     InProcessTransfer(Trainer(engine.weight_shapes()), engine)(1)
     (place / "flag").write_text("damages")
-    os.kill(engine.replicas[1].pid, signal.SIGKILL)
+    os.kill(engine.replicas[1].actor.pid, signal.SIGKILL)
     with pytest.raises(WeightMismatch, match=r"replica 1 .* of version 1: model.norm.weight differs"):
         engine.pause()
     engine.resume()
@@ -175,8 +182,8 @@ def test_one_that_freezes_is_named(engine, place):
     transfer = InProcessTransfer(Trainer(engine.weight_shapes()), engine)
     transfer(1)
     (place / "flag").write_text("freezes")
-    engine.timeout_s = 5.0
-    with pytest.raises(TimeoutError, match=r"rollout replica [01] .* has not answered for 5 s") as caught:
+    engine.cluster.config = engine.cluster.config.model_copy(update={"timeout_s": 5.0})
+    with pytest.raises(TimeoutError, match=r"rollout [01] .* has not answered for 5 s") as caught:
         transfer(2)
     os.kill(int(re.findall(r"pid (\d+)", str(caught.value))[0]), signal.SIGKILL)
 

@@ -44,8 +44,8 @@ class Replica(LocalBackend):
 
     limit, spoiled = 10**9, False
 
-    def _outputs(self, micro, names, of=None):
-        given = super()._outputs(micro, names, of)
+    def _outputs(self, micro, names):
+        given = super()._outputs(micro, names)
         if micro.tokens.numel() > self.limit:
             raise torch.OutOfMemoryError("out of memory")
         return given

@@ -1,0 +1,268 @@
+"""A Ray cluster for one run, and the actors in it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from atomrl.cluster.hosted import Hosted, identity, send_tensors_as_arrays
+from atomrl.cluster.places import Node, PlacementError, Wanted, places, plan, this_machine
+from atomrl.config import ClusterConfig, ClusterRole
+
+START_S = 600.0
+"""For loading a model in a new process; no part of `cluster.timeout_s`."""
+_REACH_S = 5.0
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # else it writes a token into the home folder
+    "RAY_worker_niceness": "0",  # else whatever runs on the machine goes before trainer and engines
+}
+
+
+class ActorDied(RuntimeError):
+    """A process that cannot be replaced has ended: the trainer's, or that of a model beside it."""
+
+
+@dataclass(eq=False)
+class Actor:
+    """A process of the run, known by its role."""
+
+    role: str
+    index: int
+    handle: Any
+    node: Node
+    making: Any
+    """Its process id, once it holds what it was started for."""
+    pid: int = 0
+
+    def __str__(self) -> str:
+        name = f"{self.role} {self.index}" if self.role == "rollout" else self.role
+        return f"{name} (pid {self.pid} on {self.node.address})" if self.pid else name
+
+
+class RayCluster:
+    """A Ray cluster that is joined, or started on this machine and ended by `close`.
+
+    Every actor is put where `places` says, so that what a dry run prints is what happens. An actor ends with this
+    process, however that ends.
+
+    Args:
+        config: of the cluster.
+        roles: that will have actors.
+        device: `model.device`: on `cpu`, or where `auto` finds no GPU, `placement` gives none.
+
+    Raises:
+        ImportError: Ray is not installed.
+        PlacementError: there is no room for the actors, or no cluster at the address.
+    """
+
+    def __init__(self, config: ClusterConfig, roles: Sequence[ClusterRole], device: str = "auto") -> None:
+        self.config = config
+        self.folder: str | None = None
+        self.actors: list[Actor] = []
+        if config.address is None:
+            plan(config, roles, device, [this_machine()])  # before anything is started
+        handler = signal.getsignal(signal.SIGTERM)
+        self.ray, self.owned = self._connect(config.address)
+        with suppress(ValueError):  # not the main thread, where Ray leaves it alone
+            signal.signal(signal.SIGTERM, handler)
+        send_tensors_as_arrays()
+        try:
+            self.wanted, self.places = plan(config, roles, device, self.nodes())
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, address: str | None) -> tuple[Any, bool]:
+        """Ray, and whether this process is its only user."""
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
+        import ray
+
+        if ray.is_initialized():
+            return ray, False
+        if address is not None:
+            check_reachable(address)
+            try:
+                ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise PlacementError(f"cluster.address={address}: {str(error).partition(chr(10))[0]}") from error
+            return ray, True
+        # Two runs share no folder; a short name, since sockets in it may have 107 letters.
+        self.folder = tempfile.mkdtemp(
+            prefix=f"atomrl-ray-{os.getpid()}-", dir="/tmp" if os.path.isdir("/tmp") else None
+        )
+        try:
+            with _on_loopback():
+                ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _temp_dir=self.folder)
+            if (host := ray.nodes()[0]["NodeManagerAddress"]) != "127.0.0.1":
+                ray.shutdown()
+                raise RuntimeError(f"this version of Ray would listen on {host}, for the whole network")
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        return ray, True
+
+    def nodes(self) -> list[Node]:
+        """The machines of the cluster and what they have free, the one of this process first."""
+        from ray._private.state import available_resources_per_node
+
+        free, here = available_resources_per_node(), self.ray.get_runtime_context().get_node_id()
+        found = []
+        for node in self.ray.nodes():
+            left = free.get(node["NodeID"])
+            if node["Alive"] and left is not None:
+                whole, part = divmod(left.get("GPU", 0.0), 1)
+                gpus = [1.0] * int(whole) + ([part] if part else [])
+                found.append(Node(node["NodeID"], node["NodeManagerAddress"], left.get("CPU", 0.0), gpus))
+        return sorted(found, key=lambda node: node.name != here)
+
+    def start(self, role: str, index: int, build: Callable[[], Any]) -> Actor:
+        """Start a process that holds what `build` makes there; `know` waits for it.
+
+        Args:
+            role: one of those wanted.
+            index: among the actors of the role.
+            build: must be picklable.
+
+        Raises:
+            PlacementError: its machine is gone, and no other has room.
+        """
+        need = self.wanted[role]
+        nodes = self.nodes()
+        if self.places[role, index].name not in {node.name for node in nodes}:
+            self.places |= {(role, index): places([Wanted(role, 1, need.cpus, need.gpus)], nodes)[role, 0]}
+        place = self.places[role, index]
+        strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(place.name, soft=False)
+        kind = type(role, (Hosted,), {})  # the name that `ps` and Ray show
+        options = {"num_cpus": need.cpus, "num_gpus": need.gpus, "max_restarts": 0, "scheduling_strategy": strategy}
+        hosted = self.ray.remote(**options)(kind)
+        handle = hosted.remote(max(1, int(need.cpus)), need.gpus > 0, identity(os.getpid()))
+        actor = Actor(role, index, handle, place, handle.make.remote(build))
+        self.actors.append(actor)
+        return actor
+
+    def know(self, actor: Actor) -> None:
+        """Wait until it is there, with what it holds; errors as in `get`, and those of `build`."""
+        actor.pid = self.get(actor, actor.making, START_S)
+
+    def call(self, actor: Actor, method: str, *args: Any) -> Any:
+        """The result of a method of what an actor holds, within `cluster.timeout_s`; errors as in `get`."""
+        return self.get(actor, self.submit(actor, method, *args))
+
+    def submit(self, actor: Actor, method: str, *args: Any) -> Any:
+        """The same without waiting: for `get`."""
+        return actor.handle.call.remote(method, *args)
+
+    def get(self, actor: Actor, found: Any, timeout_s: float | None = None) -> Any:
+        """What an actor answers.
+
+        Raises:
+            TimeoutError: it did not answer in time; names it.
+            Exception: what the method raised.
+            ray.exceptions.RayError: it died (`died` says which are meant).
+        """
+        try:
+            return self.ray.get(found, timeout=timeout_s or self.config.timeout_s)
+        except self.ray.exceptions.GetTimeoutError:
+            raise TimeoutError(self.silent([actor], timeout_s)) from None
+        except self.ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+
+    def wait(self, asked: Sequence[tuple[Actor, Any]]) -> None:
+        """Until all have answered, or died.
+
+        Raises:
+            TimeoutError: some did not answer within `cluster.timeout_s`; names them.
+        """
+        found = [each for _, each in asked]
+        _, late = self.ray.wait(found, num_returns=len(found), timeout=self.config.timeout_s, fetch_local=False)
+        if late:
+            raise TimeoutError(self.silent([actor for actor, each in asked if each in late]))
+
+    @property
+    def died(self) -> tuple[type[Exception], ...]:
+        """The errors of a process, or its machine, that is gone."""
+        errors = self.ray.exceptions
+        return errors.RayActorError, errors.ActorUnschedulableError, errors.ObjectLostError
+
+    def silent(self, actors: Sequence[Actor], timeout_s: float | None = None) -> str:
+        """That actors do not answer, for an error."""
+        limit = "while starting" if timeout_s else "cluster.timeout_s"
+        names = ", ".join(map(str, actors))
+        return f"{names} has not answered for {timeout_s or self.config.timeout_s:g} s ({limit})"
+
+    def end(self, actor: Actor) -> None:
+        """Kill its process, if that is not done."""
+        if actor in self.actors:
+            self.actors.remove(actor)
+            self.ray.kill(actor.handle)
+
+    def close(self) -> None:
+        """End the actors, and the cluster where it was started here."""
+        for actor in [*self.actors]:
+            self.end(actor)
+        if self.owned:
+            self.owned = False
+            self.ray.shutdown()
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let Ray take this machine for 127.0.0.1, as it does on systems where it has no clusters: its ports take whatever
+    asks, and it refuses that address as an argument."""
+    from ray._private import ray_constants
+
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def check_reachable(address: str) -> None:
+    """That something listens at `host:port`; Ray itself would try for a minute.
+
+    Raises:
+        PlacementError: nothing does, or it is no such address.
+    """
+    if address in ("auto", "local"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise PlacementError(f"cluster.address={address}: must be auto, or HOST:PORT of a cluster (`ray start --head`)")
+    try:
+        socket.create_connection((host, int(port)), _REACH_S).close()
+    except OSError as error:
+        raise PlacementError(f"cluster.address={address}: no cluster can be reached there: {error}") from error
+
+
+def describe(config: ClusterConfig, roles: Sequence[ClusterRole], device: str = "auto") -> list[str]:
+    """Who goes where, a line for each role; of a dry run. Nothing is started; a cluster at an address is asked.
+
+    Raises:
+        PlacementError: there is no room, or no cluster at the address.
+    """
+    if config.address is None:
+        found = plan(config, roles, device, [this_machine()])
+    else:
+        cluster = RayCluster(config, roles, device)
+        found = cluster.wanted, cluster.places
+        cluster.close()
+    lines = []
+    for each in found[0].values():
+        hosts = Counter(found[1][each.role, index].address for index in range(each.count))
+        where = ", ".join(host if count == each.count else f"{host} (x{count})" for host, count in hosts.items())
+        lines.append(f"{each.role:<10} x{each.count}  {each.cpus:g} CPUs, {each.gpus:g} GPUs each, on {where}")
+    return lines
