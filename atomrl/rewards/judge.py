@@ -61,6 +61,7 @@ class LLMJudge(Service):
     _cost: float = PrivateAttr(0.0)
     _set_aside: float = PrivateAttr(0.0)
     """The most that requests under way can cost."""
+    _under_way: int = PrivateAttr(0)
     _known: dict[bytes, asyncio.Future[float]] = PrivateAttr(default_factory=dict)
     """request -> judgement, also while it is under way."""
     _warned: bool = PrivateAttr(False)
@@ -184,7 +185,10 @@ class LLMJudge(Service):
     async def attempt(self, content: bytes) -> bytes:
         """As of any service, within the budget."""
         most = self._price(len(content) + TEMPLATE_TOKENS, self.max_tokens)  # a token has a byte at least
+        while self._set_aside and self._passes(most):  # what is under way may turn out cheaper
+            await asyncio.sleep(0.02)
         self._refuse_if_too_much(most)
+        self._under_way += 1
         self._set_aside += most
         cost = most
         try:
@@ -198,17 +202,21 @@ class LLMJudge(Service):
             cost = 0.0 if problem.kind == "error" else most
             raise
         finally:
-            self._set_aside -= most
+            self._under_way -= 1
+            self._set_aside = self._set_aside - most if self._under_way else 0.0
             self._cost += cost
 
     def _refuse_if_too_much(self, most: float) -> None:
         if self.max_requests is not None and self._counts["requests"] >= self.max_requests:
             raise RewardStop(f"reward 'llm_judge': max_requests={self.max_requests} have been sent; raise it to go on")
-        if self.max_cost is not None and self._cost + self._set_aside + most > self.max_cost:
+        if self._passes(most):
             raise RewardStop(
-                f"reward 'llm_judge': max_cost={self.max_cost:g} could be passed: {self._cost:.6g} is spent, requests "
-                f"under way may cost {self._set_aside:.6g}, and the next one {most:.6g}; raise it to go on"
+                f"reward 'llm_judge': max_cost={self.max_cost:g} could be passed: {self._cost:.6g} is spent, and the "
+                f"next request may cost {most:.6g}; raise it to go on"
             )
+
+    def _passes(self, most: float) -> bool:
+        return self.max_cost is not None and self._cost + self._set_aside + most > self.max_cost
 
     def _price(self, input_tokens: float, output_tokens: float) -> float:
         prices = self.price_per_million_input_tokens, self.price_per_million_output_tokens
