@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.config import RunConfig
 from atomrl.data.checks import repetitions
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
+from atomrl.files import write_text
 from atomrl.loop.evaluate import evaluate
 from atomrl.loop.groups import EngineSource
 from atomrl.loop.preflight import check_group_size, check_row_limit
@@ -25,6 +27,9 @@ from atomrl.runs.checks import check_companions, check_engine
 from atomrl.tracking.resume import model_identity
 from atomrl.types import Sample
 from atomrl.weights import InProcessTransfer
+
+REWARD_TOTALS = "reward_totals.json"
+"""In the run's folder: what services were asked for rewards, and what it cost, whatever checkpoint is gone on from."""
 
 
 class RLRun(Run):
@@ -114,18 +119,34 @@ class RLRun(Run):
             record=self.record,
         )
         self.stream.position = self.progress.position
+        if (kept := self.record.directory.path / REWARD_TOTALS).exists():
+            self.rewards.restore(json.loads(kept.read_text(encoding="utf-8")))
         if self.engine.version != self.progress.step:
             self.parts.transfer(self.progress.step)
 
     def step(self, number: int) -> dict[str, float]:
-        metrics = run_step(self.parts, self.config, number, self.progress)
+        with self._counted():
+            metrics = run_step(self.parts, self.config, number, self.progress)
         self.progress.position = self.stream.position
-        return metrics
+        return metrics | self.totals()
+
+    def totals(self) -> dict[str, float]:
+        return self.rewards.totals()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Keep what services were asked, also where it ends in an error: it was spent."""
+        try:
+            yield
+        finally:
+            if totals := self.totals():
+                write_text(self.record.directory.path / REWARD_TOTALS, json.dumps(totals, indent=1) + "\n")
 
     def evaluate(self) -> Evaluation | None:
         if not self.held_out:
             return None
-        found = evaluate(self.engine, self.held_out, self.processor, self.rewards, build.eval_sampling(self.config))
+        with self._counted():
+            found = evaluate(self.engine, self.held_out, self.processor, self.rewards, build.eval_sampling(self.config))
         headline = {name: found.overall[name].mean for name in ("accuracy", "format", "reasoning_tokens")}
         return Evaluation(found.metrics(), headline, found.rows)
 
