@@ -182,7 +182,7 @@ class LLMJudge(Service):
             raise NoScore("invalid", f"the judge's score {score:g} is not {self.lowest:g} to {self.highest:g}")
         return score
 
-    async def attempt(self, content: bytes) -> bytes:
+    async def attempt(self, content: bytes, again: bool) -> bytes:
         """As of any service, within the budget."""
         most = self._price(len(content) + TEMPLATE_TOKENS, self.max_tokens)  # a token has a byte at least
         while self._set_aside and self._passes(most):  # what is under way may turn out cheaper
@@ -192,7 +192,7 @@ class LLMJudge(Service):
         self._set_aside += most
         cost = most
         try:
-            answer = await super().attempt(content)
+            answer = await super().attempt(content, again)
             cost = self._counted(answer, most)
             return answer
         except Again as problem:

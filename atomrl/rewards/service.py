@@ -207,35 +207,34 @@ class Service(BaseModel, ABC):
         async with self._link.slots:
             for sent in range(1, self.retries + 2):
                 try:
-                    return await self._admitted(content)
+                    return await self._admitted(content, again=sent > 1)
                 except Again as problem:
                     wait_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (sent - 1)) * self._random.uniform(0.5, 1.0)
                     wait_s = wait_s if problem.wait_s is None else problem.wait_s
                     if sent > self.retries or wait_s > MAX_WAIT_S:
                         asked = f", and asks to wait for {wait_s:g} s" if wait_s > MAX_WAIT_S else ""
                         raise NoScore("error", f"{problem} ({sent} requests{asked})") from None
-                self._counts["retries"] += 1
                 await asyncio.sleep(wait_s)
         raise AssertionError("unreachable")
 
-    async def _admitted(self, content: bytes) -> bytes:
+    async def _admitted(self, content: bytes, again: bool) -> bytes:
         """One request, if the breaker lets it through; while one probes, the others wait for what it finds."""
         assert self._link is not None
         breaker = self._breaker
         if breaker.state == "half-open":
             async with self._link.probe:
                 if breaker.state == "half-open":
-                    return await self.attempt(content)
+                    return await self.attempt(content, again)
         if breaker.state == "open":
             raise NoScore(
                 "error",
                 f"the circuit breaker of {self.endpoint} is open for another {breaker.open_for:.1f} s, after "
                 f"{breaker.failures} failures in a row, the last: {breaker.reason}",
             )
-        return await self.attempt(content)
+        return await self.attempt(content, again)
 
-    async def attempt(self, content: bytes) -> bytes:
-        """The answer to one request.
+    async def attempt(self, content: bytes, again: bool) -> bytes:
+        """The answer to one request; `again`: it was sent before.
 
         Raises:
             Again: it may be sent again.
@@ -244,7 +243,7 @@ class Service(BaseModel, ABC):
         import httpx
 
         assert self._link is not None
-        self._counts["requests"] += 1
+        self._counts.update(requests=1, retries=int(again))
         try:
             async with asyncio.timeout(self.timeout_s):
                 async with self._link.client.stream("POST", self.endpoint, content=content) as response:
