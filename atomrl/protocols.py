@@ -228,6 +228,9 @@ def needs_teacher(algorithm: Algorithm) -> bool:
 class TrainingBackend(Protocol):
     """Holds the policy that is trained, its optimizer and its reference."""
 
+    concurrent: bool
+    """Whether its models compute at the same time, so that what they give is best asked for at once."""
+
     def forward_only(self, rows: RowBatch, needs: frozenset[ModelInput]) -> RowBatch:
         """The rows with the log-probs, entropies, values or scores that are asked for, computed without gradient."""
 

@@ -42,6 +42,7 @@ ADVICE = {
     "model.gradient_checkpointing=true; atomrl train CONFIG --dry-run estimates the memory.",
     "Diverged": "Lower train.learning_rate; model.dtype=float32 does not overflow so soon; RUN/rollouts has the "
     "rewards that it happened with. --resume --allow-changes goes on from the checkpoint before, with other settings.",
+    "ActorDied": "--resume goes on from the newest checkpoint.",
     "NoSignal": "With other settings, --resume goes on from the newest checkpoint.",
 }
 """What to do about errors of a run that are no mistakes in the config."""

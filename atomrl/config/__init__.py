@@ -16,6 +16,8 @@ from atomrl.config.schema import (
     ModelConfig,
     PreferenceConfig,
     PretrainConfig,
+    ResourceConfig,
+    ResourcesConfig,
     RewardConfig,
     RewardItem,
     RewardRoute,

@@ -104,19 +104,47 @@ class RolloutConfig(Section):
         return self
 
 
-class ClusterConfig(Section):
-    """Rollout engines in Ray actors, apart from the trainer."""
+class ResourceConfig(Section):
+    """What an actor has of the cluster."""
 
+    num_cpus: float = Field(1.0, gt=0)
+    """It computes with as many threads."""
+    num_gpus: float | None = Field(None, ge=0)
+    """A share of one, or a whole number. null: what `placement` says, and 0 without."""
+
+    @model_validator(mode="after")
+    def _whole_gpus(self) -> ResourceConfig:
+        if (gpus := self.num_gpus or 0) > 1 and gpus % 1:
+            raise ValueError(f"num_gpus={gpus:g}: an actor has a share of one GPU, or whole ones")
+        return self
+
+
+class ResourcesConfig(Section):
+    """Who is in actors of its own, and what they have; null: in the trainer's process."""
+
+    rollout: ResourceConfig = ResourceConfig()
+    """Each of the replicas."""
+    trainer: ResourceConfig | None = None
+    """null without `placement`: the process that you start."""
+    reference: ResourceConfig | None = None
+    critic: ResourceConfig | None = None
+    teacher: ResourceConfig | None = None
+    reward: ResourceConfig | None = None
+
+
+class ClusterConfig(Section):
+    """Rollout engines, and the trainer with its models, in Ray actors."""
+
+    placement: Literal["colocated", "split"] | None = None
+    """`colocated`: trainer and engines have half of one GPU each, and the engines sleep while the trainer works.
+    `split`: everyone in an actor has a GPU. null: the engines alone are in actors, but for `resources`."""
     replicas: int = Field(1, ge=1)
     """Engines; each draws whole groups."""
-    num_cpus: float = Field(1.0, gt=0)
-    """Of a replica; it computes with as many threads."""
-    num_gpus: float = Field(0.0, ge=0)
-    """Of a replica; fractions share a GPU."""
+    resources: ResourcesConfig = ResourcesConfig()
     address: str | None = None
     """Of a Ray cluster that is there; null starts one on this machine for the run."""
     timeout_s: float = Field(600.0, gt=0)
-    """Within which a replica must answer; the run ends with an error that names it."""
+    """Within which an actor must answer; the run ends with an error that names it."""
 
 
 class RewardRoute(Section):

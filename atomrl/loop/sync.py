@@ -52,6 +52,8 @@ class Parts:
     algorithm: Algorithm
     processor: DataProcessor
     record: Recorder
+    takes_turns: bool = False
+    """Engine and trainer share the memory of a GPU: the engine sleeps while the trainer works."""
 
 
 @dataclass
@@ -154,6 +156,8 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
     progress.idle_steps = 0 if accepted else progress.idle_steps + 1
     drawn = [*chain(*accepted), *chain(*refused)]
     rows = to_rows(list(chain(*accepted)), config.train.max_row_tokens)
+    if parts.takes_turns:
+        parts.engine.sleep()
     batch, results = learn(
         parts.trainer,
         parts.algorithm,
@@ -165,6 +169,8 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
         seed=config.seed,
         step=step,
     )
+    if parts.takes_turns:
+        parts.engine.wake()
     with watch("sync_weights"):
         parts.transfer(step)
     parts.record.log_rollouts(step, drawn, mean_advantages(batch))
@@ -204,7 +210,8 @@ def learn(
     needs = algorithm.needs
     if updates * epochs == 1:  # the policy still is the one of the start of the step: no need to compute it twice
         needs = algorithm.advantage_inputs | (needs - {"old_logprobs"})
-    for phase, names in PHASES.items():
+    phases = {"forward": needs} if trainer.concurrent else PHASES
+    for phase, names in phases.items():
         if asked := needs & names:
             with watch(phase):
                 rows = trainer.forward_only(rows, asked)

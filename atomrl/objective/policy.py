@@ -193,7 +193,9 @@ class PolicyObjective(Objective):
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
         """The objective on one micro-batch: weighted sums, so that micro-batches add up to the whole step."""
-        mask, logprobs = batch.loss_mask, given(outputs.logprobs)
+        if outputs.logprobs is None:  # a step of the critic alone
+            return LossOutput(*self.value.loss(outputs, batch))
+        mask, logprobs = batch.loss_mask, outputs.logprobs
         # On a step with one update the policy still is the old one, so its own log-probs serve, without gradient.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         inputs = PolicyInputs(self.ratio(logprobs, old, mask), batch.advantages, logprobs, old, mask)

@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from atomrl.config import ClusterConfig
+from atomrl.cluster import Actor, RayCluster
 from atomrl.protocols import RolloutEngine, WeightUpdate
 from atomrl.types import GenerationOutput, GenerationRequest
 
 log = logging.getLogger(__name__)
 _GATHER_S = 0.02
 _RESTARTS = 3
-_START_S = 600.0
 
 
-class EngineActor:
-    """An engine in a process of its own, as a Ray actor.
+class ServedEngine:
+    """An engine in a process of its own, as `ReplicatedEngine` calls it.
 
     Args:
         build: makes the engine, there.
-        threads: that it computes with.
     """
 
-    def __init__(self, build: Callable[[], RolloutEngine], threads: int) -> None:
-        torch.set_num_threads(threads)
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # weights are only read
+    def __init__(self, build: Callable[[], RolloutEngine]) -> None:
         self.engine = build()
 
-    def about(self) -> tuple[int, tuple[bool, bool, bool], dict[str, tuple[int, ...]]]:
-        """The process's id; the engine's `seeded`, `exact` and `returns_candidates`; its weights' shapes."""
+    def about(self) -> tuple[tuple[bool, bool, bool], dict[str, tuple[int, ...]]]:
+        """The engine's `seeded`, `exact` and `returns_candidates`; its weights' shapes."""
         engine = self.engine
-        return os.getpid(), (engine.seeded, engine.exact, engine.returns_candidates), dict(engine.weight_shapes())
+        return (engine.seeded, engine.exact, engine.returns_candidates), dict(engine.weight_shapes())
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self.engine.submit(requests)
@@ -83,11 +78,12 @@ def _tensor(array: Any, dtype: torch.dtype) -> Tensor:
 
 @dataclass(eq=False)
 class _Replica:
-    index: int
-    actor: Any
-    pid: int = 0
+    actor: Actor
     held: dict[str, GenerationRequest] = field(default_factory=dict)
     polling: Any = None
+    """What it was last asked to draw, until it answers."""
+    asked: float = 0.0
+    """When that was."""
     restarts: int = 0
     """Since it last finished a request."""
 
@@ -106,88 +102,61 @@ class ReplicatedEngine:
 
     Args:
         build: makes an engine, in the actor; must be picklable.
-        cluster: the replicas, what each has of the cluster, and within which time it must answer once it has started.
-            A cluster without an address is started on this machine, and ends with `close`.
-
-    Raises:
-        ImportError: Ray is not installed.
-        PlacementError: the cluster has not the resources.
+        cluster: where the actors of the role `rollout` run.
     """
 
-    def __init__(self, build: Callable[[], RolloutEngine], cluster: ClusterConfig) -> None:
-        self.ray, self.owns_cluster = connect(cluster.address)
-        self.build, self.cluster, self.timeout_s = build, cluster, cluster.timeout_s
+    def __init__(self, build: Callable[[], RolloutEngine], cluster: RayCluster) -> None:
+        self.build, self.cluster, self.ray = partial(ServedEngine, build), cluster, cluster.ray
         self.version, self.restarts = 0, 0
         self.published: Any = None
         self.paused = self.asleep = False
         self.finished: list[GenerationOutput] = []
         """Outputs that came beside another answer; the next `poll` gives them."""
-        try:
-            check_resources(cluster, [node["Resources"] for node in self.ray.nodes() if node["Alive"]])
-            self.replicas = [_Replica(index, self._start()) for index in range(cluster.replicas)]
-            for replica in self.replicas:
-                self._know(replica)
-        except BaseException:
-            self.close()
-            raise
+        self.replicas = [_Replica(self._start(index)) for index in range(cluster.wanted["rollout"].count)]
+        for replica in self.replicas:
+            self._know(replica)
+
+    def _start(self, index: int) -> Actor:
+        return self.cluster.start("rollout", index, self.build)
 
     def _know(self, replica: _Replica) -> None:
         """Wait until its engine is there, and ask what it is."""
-        replica.pid, kind, shapes = self._answer(replica, replica.actor.about.remote(), _START_S)
+        self.cluster.know(replica.actor)
+        kind, shapes = self.cluster.call(replica.actor, "about")
         self.seeded, self.exact, self.returns_candidates = kind
         self.shapes: Mapping[str, tuple[int, ...]] = shapes
 
-    def _start(self) -> Any:
-        cpus, gpus = self.cluster.num_cpus, self.cluster.num_gpus
-        actor = self.ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(EngineActor)
-        return actor.remote(self.build, max(1, int(cpus)))
-
-    def _answer(self, replica: _Replica, found: Any, timeout_s: float | None = None) -> Any:
-        """The result of an actor's method; `timeout_s` in place of the engine's.
-
-        Raises:
-            TimeoutError: it did not answer in time.
-            Exception: what the method raised.
-        """
-        try:
-            return self.ray.get(found, timeout=timeout_s or self.timeout_s)
-        except self.ray.exceptions.GetTimeoutError:
-            raise TimeoutError(self._silent([replica], timeout_s)) from None
-        except self.ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-
-    def _silent(self, replicas: Sequence[_Replica], timeout_s: float | None = None) -> str:
-        names = ", ".join(f"{replica.index} (pid {replica.pid})" for replica in replicas)
-        limit = "while it started" if timeout_s else "cluster.timeout_s"
-        return f"rollout replica {names} has not answered for {timeout_s or self.timeout_s:g} s ({limit})"
-
     def _call(self, replica: _Replica, method: str, *args: Any) -> Any:
         """An actor's method; done again by a new actor where it has died."""
+        return self._answer(replica, method, args, self.cluster.submit(replica.actor, method, *args))
+
+    def _answer(self, replica: _Replica, method: str, args: Sequence[Any], found: Any) -> Any:
         while True:
             try:
-                return self._answer(replica, getattr(replica.actor, method).remote(*args))
-            except self.ray.exceptions.RayActorError as error:
+                return self.cluster.get(replica.actor, found)
+            except self.cluster.died as error:
                 self._revive(replica, error)
+                found = self.cluster.submit(replica.actor, method, *args)
 
     def _revive(self, replica: _Replica, error: Exception) -> None:
         """Start a replica again, with the current weights and the requests that it held."""
         replica.restarts += 1
         self.restarts += 1
         if replica.restarts > _RESTARTS:
-            raise RuntimeError(f"rollout replica {replica.index} died {replica.restarts} times in a row") from error
+            raise RuntimeError(f"{replica.actor} died {replica.restarts} times in a row") from error
         reason = str(error).strip().partition("\n")[0]
-        log.warning("rollout replica %d (pid %d) died and is started again: %s", replica.index, replica.pid, reason)
-        self.ray.kill(replica.actor)
-        replica.actor, replica.polling = self._start(), None
+        log.warning("%s died and is started again: %s", replica.actor, reason)
+        self.cluster.end(replica.actor)
         try:
+            replica.actor, replica.polling = self._start(replica.actor.index), None
             self._know(replica)
             if self.published is not None:
-                self._answer(replica, replica.actor.update_weights.remote(*self.published))
+                self.cluster.call(replica.actor, "update_weights", *self.published)
             for state, name in ((self.paused, "pause"), (self.asleep, "sleep")):
                 if state:
-                    self._answer(replica, replica.actor.set_state.remote(name))
-            self._answer(replica, replica.actor.submit.remote(list(replica.held.values())))
-        except self.ray.exceptions.RayActorError as again:
+                    self.cluster.call(replica.actor, "set_state", name)
+            self.cluster.call(replica.actor, "submit", list(replica.held.values()))
+        except self.cluster.died as again:
             self._revive(replica, again)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -201,18 +170,18 @@ class ReplicatedEngine:
             id(replica): sum(request.sampling.max_completion_tokens for request in replica.held.values())
             for replica in self.replicas
         }
-        parts: dict[int, list[GenerationRequest]] = {replica.index: [] for replica in self.replicas}
+        parts: dict[int, list[GenerationRequest]] = {id(replica): [] for replica in self.replicas}
         for request in requests:
             if any(request.request_id in replica.held for replica in self.replicas):
                 raise ValueError(f"request {request.request_id!r} is there already")
             owner = owners.get(request.group_id) or min(self.replicas, key=lambda replica: load[id(replica)])
             owners[request.group_id] = owner
             load[id(owner)] += request.sampling.max_completion_tokens
-            parts[owner.index].append(request)
+            parts[id(owner)].append(request)
         taken: list[str] = []
         try:
             for replica in self.replicas:
-                if part := parts[replica.index]:
+                if part := parts[id(replica)]:
                     self._call(replica, "submit", part)
                     replica.held |= {request.request_id: request for request in part}
                     taken += [request.request_id for request in part]
@@ -234,20 +203,34 @@ class ReplicatedEngine:
             return outputs
         while working := [replica for replica in self.replicas if replica.held]:
             for replica in working:
-                replica.polling = replica.polling or replica.actor.poll.remote()
-            ready, _ = self.ray.wait([replica.polling for replica in working], timeout=self.timeout_s)
+                if replica.polling is None:
+                    replica.polling, replica.asked = self.cluster.submit(replica.actor, "poll"), time.monotonic()
+            oldest = min(replica.asked for replica in working) + self.cluster.config.timeout_s
+            patience = max(0.0, oldest - time.monotonic())
+            ready, _ = self.ray.wait([replica.polling for replica in working], timeout=patience)
+            self._check_silent(working)
             if not ready:
-                raise TimeoutError(self._silent(working))
+                continue
             (replica,) = [replica for replica in working if replica.polling == ready[0]]
             replica.polling = None
             try:
-                found = self._answer(replica, ready[0])
-            except self.ray.exceptions.RayActorError as error:
+                found = self.cluster.get(replica.actor, ready[0])
+            except self.cluster.died as error:
                 self._revive(replica, error)
                 continue
             if outputs := replica.finish(found):
                 return outputs
         return []
+
+    def _check_silent(self, working: Sequence[_Replica]) -> None:
+        """Raise TimeoutError of replicas that have not answered in time, whatever others do."""
+        late = time.monotonic() - self.cluster.config.timeout_s
+        overdue = [replica for replica in working if replica.asked <= late]
+        if overdue:
+            asked = [replica.polling for replica in overdue]
+            _, silent = self.ray.wait(asked, num_returns=len(asked), timeout=0)
+            if silent:
+                raise TimeoutError(self.cluster.silent([r.actor for r in overdue if r.polling in silent]))
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
         """Give up requests (None: all), and return what they have so far."""
@@ -258,7 +241,7 @@ class ReplicatedEngine:
             if gone:
                 found += self._call(replica, "abort", gone)
                 if replica.polling is not None:  # it ended before the actor took the next call
-                    self.finished += replica.finish(self._answer(replica, replica.polling))
+                    self.finished += replica.finish(self.cluster.get(replica.actor, replica.polling))
                     replica.polling = None
                 for name in gone:
                     replica.held.pop(name, None)
@@ -267,7 +250,12 @@ class ReplicatedEngine:
         return found
 
     def _all(self, method: str, *args: Any) -> list[Any]:
-        return [self._call(replica, method, *args) for replica in self.replicas]
+        """A method of all replicas, which work at it at the same time."""
+        asked = [(replica.actor, self.cluster.submit(replica.actor, method, *args)) for replica in self.replicas]
+        self.cluster.wait(asked)
+        return [
+            self._answer(replica, method, args, found) for replica, (_, found) in zip(self.replicas, asked, strict=True)
+        ]
 
     def pause(self) -> None:
         """Draw no token until `resume`; requests stay."""
@@ -311,53 +299,6 @@ class ReplicatedEngine:
             raise RuntimeError(f"the replicas have weights of versions {versions}, not {update.version}")
 
     def close(self) -> None:
-        """End the actors, and the cluster where it was started here."""
-        for replica in getattr(self, "replicas", []):
-            self.ray.kill(replica.actor)
-        if self.owns_cluster:
-            self.ray.shutdown()
-
-
-def connect(address: str | None) -> tuple[Any, bool]:
-    """Ray, and whether a cluster was started for it here."""
-    for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_AUTH_MODE", "disabled")):
-        os.environ.setdefault(name, value)
-    import ray
-
-    if ray.is_initialized():
-        return ray, False
-    if address is None:
-        # Its ports take whatever asks, so they are this machine's alone.
-        ray.init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, logging_level=logging.WARNING)
-    else:
-        ray.init(address=address, logging_level=logging.WARNING)
-    return ray, address is None
-
-
-class PlacementError(ValueError):
-    """The cluster has no room for what is wanted; it could only wait for ever."""
-
-
-def check_resources(wanted: ClusterConfig, nodes: Sequence[Mapping[str, float]]) -> None:
-    """That every replica finds a place.
-
-    Raises:
-        PlacementError: says what is missing.
-
-    Example:
-        >>> check_resources(ClusterConfig(replicas=3), [{"CPU": 2.0}])
-        Traceback (most recent call last):
-        ...
-        atomrl.rollout.replicas.PlacementError: there is room for 2 of 3 replicas (1 CPUs, 0 GPUs each): [{'CPU': 2.0}]
-    """
-    needs = {"CPU": wanted.num_cpus, "GPU": wanted.num_gpus}
-    places = sum(
-        min((int(node.get(name, 0.0) / need + 1e-9) for name, need in needs.items() if need), default=wanted.replicas)
-        for node in nodes
-    )
-    if places < wanted.replicas:
-        shown = [{name: node.get(name, 0.0) for name in needs if name in node} for node in nodes]
-        raise PlacementError(
-            f"there is room for {places} of {wanted.replicas} replicas ({wanted.num_cpus:g} CPUs, "
-            f"{wanted.num_gpus:g} GPUs each): {shown}"
-        )
+        """End the actors."""
+        for replica in self.replicas:
+            self.cluster.end(replica.actor)

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atomrl.cluster import RayCluster, describe
 from atomrl.config import RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
@@ -19,7 +20,7 @@ from atomrl.loop.sync import Progress, run_steps
 from atomrl.models.loading import resolve_folder
 from atomrl.models.memory import memory_estimate
 from atomrl.protocols import Algorithm, TrainingBackend
-from atomrl.runs.build import build_trainer, starting_model
+from atomrl.runs.build import build_trainer, cluster_roles, open_cluster, starting_model
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.resume import model_identity, tokenizer_identity
 from atomrl.tracking.run_directory import RunDirectory
@@ -58,6 +59,7 @@ class Run(ABC):
     # These are there from `open` on.
     start: str
     """The folder or hub name of the policy that training starts from."""
+    cluster: RayCluster | None
     trainer: TrainingBackend
     record: Recorder
     progress: Progress
@@ -78,6 +80,9 @@ class Run(ABC):
     def describe(self) -> Sequence[tuple[str, Sequence[str]]]:
         """What a dry run prints: titles with their lines."""
         sections = [("data", self.describe_data()), ("batch", self.describe_batch())]
+        if (cluster := self.config.cluster) is not None:
+            roles = cluster_roles(self.config, self.algorithm)
+            sections.append(("cluster", describe(cluster, roles, self.config.model.device)))
         if self.config.gpt is not None:
             return sections
         parts = memory_estimate(self.config, self.algorithm)
@@ -122,14 +127,17 @@ class Run(ABC):
             What is in the run's `summary.json`.
         """
         started, config = time.perf_counter(), self.config
-        directory = RunDirectory.create(config, resume, allow_changes, self.identity)
-        newest = directory.checkpoint_folder(directory.first_step - 1) if directory.first_step > 1 else None
-        stored = json.loads((newest / STATE).read_text(encoding="utf-8")) if newest else {}
-        self.progress = progress = Progress(**stored)
-        earlier_s = progress.wall_s
         with ExitStack() as stack:
+            self.cluster = open_cluster(config, self.algorithm, stack)  # before there is a folder
+            directory = RunDirectory.create(config, resume, allow_changes, self.identity)
+            newest = directory.checkpoint_folder(directory.first_step - 1) if directory.first_step > 1 else None
+            stored = json.loads((newest / STATE).read_text(encoding="utf-8")) if newest else {}
+            self.progress = progress = Progress(**stored)
+            earlier_s = progress.wall_s
             self.start = starting_model(config, self.tokenizer, directory)
-            self.trainer = trainer = build_trainer(config, self.algorithm, self.start, self.tokenizer, self.temperature)
+            self.trainer = trainer = build_trainer(
+                config, self.algorithm, self.start, self.tokenizer, self.temperature, self.cluster
+            )
             stack.callback(trainer.close)
             if newest:
                 trainer.load(newest)

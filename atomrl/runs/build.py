@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Collection
+from contextlib import ExitStack, closing
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Literal
+from importlib.util import find_spec
+from typing import Any, Literal, get_args
 
 import torch
 
+from atomrl.cluster import RayCluster
 from atomrl.config import ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
@@ -18,13 +22,15 @@ from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_on
 from atomrl.models.spec import unsupported
 from atomrl.objective import PolicyObjective, PreferenceObjective
 from atomrl.objective.rollout_is import TokenTIS
-from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend
+from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend, needs_teacher
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.replicas import PlacementError, ReplicatedEngine
+from atomrl.rollout.replicas import ReplicatedEngine
 from atomrl.rollout.vllm import VLLMEngine
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory
 from atomrl.training.local import LocalBackend
+from atomrl.training.remote import RemoteBackend
+from atomrl.training.roles import RoleName
 from atomrl.types import Sample, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -171,19 +177,69 @@ def corrected(
     return objective.model_copy(update={"rollout_is": (TokenTIS(),)})
 
 
-def build_rollout(config: RunConfig, path: str, tokenizer: Any) -> RolloutEngine:
+def cluster_roles(config: RunConfig, algorithm: Algorithm) -> list[str]:
+    """The roles of a run that have actors of their own; none without a `cluster`.
+
+    Raises:
+        ConfigError: Ray is not installed, or a role is given resources that the run does not have, or cannot have apart
+            from the trainer.
+    """
+    if (cluster := config.cluster) is None:
+        return []
+    if find_spec("ray") is None:
+        raise ConfigError("cluster: ray is not installed: pip install 'atomrl[ray]'")
+    resources, drawn, lora = cluster.resources, config.kind == "train", config.model.lora is not None
+    judges = [*config.reward.functions, *config.reward.by_data_source.values()] if drawn else []
+    reasons = {
+        "reference": None if "ref_logprobs" in algorithm.needs else "has no reference",
+        "critic": None if "values" in algorithm.needs else "has no critic",
+        "teacher": None if needs_teacher(algorithm) else "has no teacher",
+        "reward": None if any(use.function == "reward_model" for use in judges) else "has no reward_model as a reward",
+    }
+    if lora and reasons["reference"] is None:
+        reasons["reference"] = "has the policy without its adapters (model.lora) as its reference"
+    if "teacher_distributions" in algorithm.outputs:
+        reasons["teacher"] = "compares whole distributions with the teacher, which stays with the trainer"
+    roles = [role for role in reasons if getattr(resources, role) is not None]
+    for role in roles:
+        if reasons[role]:
+            raise ConfigError(f"cluster.resources.{role}: this run ({algorithm.name}) {reasons[role]}; remove it")
+    remote = cluster.placement is not None or resources.trainer is not None
+    if not remote and set(roles) - {"reward"}:
+        raise ConfigError(f"cluster.resources.{roles[0]}: give cluster.resources.trainer too, which calls it")
+    roles += ["trainer"] * remote + ["rollout"] * drawn
+    if not roles:
+        raise ConfigError("cluster: this run draws no rollouts; cluster.resources.trainer puts its trainer there")
+    return roles
+
+
+def open_cluster(config: RunConfig, algorithm: Algorithm, stack: ExitStack) -> RayCluster | None:
+    """The Ray cluster of a run, until the stack is closed; None where everything is in this process.
+
+    Raises:
+        ConfigError: as in `cluster_roles`, or there is no room.
+    """
+    if not (roles := cluster_roles(config, algorithm)):
+        return None
+    assert config.cluster is not None, "roles are a cluster's"
+    return stack.enter_context(closing(RayCluster(config.cluster, roles, config.model.device)))
+
+
+def actor_model(model: ModelConfig) -> ModelConfig:
+    """Of an actor, which sees the GPUs that Ray gave it, numbered from 0."""
+    return model.model_copy(update={"device": model.device.partition(":")[0]})
+
+
+def build_rollout(config: RunConfig, path: str, tokenizer: Any, cluster: RayCluster | None) -> RolloutEngine:
     """The engine of a run: in this process, or replicas of it in Ray actors where there is a `cluster`.
 
     Raises:
-        ConfigError: there is no engine of this name, or the cluster has no room for the replicas.
+        ConfigError: there is no engine of this name.
     """
-    build, cluster = partial(build_engine, path, tokenizer, config.rollout, config.model), config.cluster
     if cluster is None:
-        return build()
-    try:
-        return ReplicatedEngine(build, cluster)
-    except PlacementError as error:
-        raise ConfigError(f"cluster: {error}") from None
+        return build_engine(path, tokenizer, config.rollout, config.model)
+    model = actor_model(config.model)
+    return ReplicatedEngine(partial(build_engine, path, tokenizer, config.rollout, model), cluster)
 
 
 def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -> str:
@@ -200,14 +256,31 @@ def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -
 
 
 def build_trainer(
-    config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any, temperature: float
+    config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any, temperature: float, cluster: RayCluster | None
 ) -> TrainingBackend:
-    """The training back end, with the models that the algorithm needs beside the policy.
+    """The training back end, with the models that the algorithm needs beside the policy: in this process, or in Ray
+    actors where the cluster has a role `trainer`.
 
     Args:
         path: the policy that training starts from.
         temperature: at which log-probs are taken.
     """
+    if cluster is None or "trainer" not in cluster.wanted:
+        return local_trainer(config, algorithm, path, tokenizer, temperature)
+    there = config.model_copy(update={"model": actor_model(config.model)})
+    build = partial(local_trainer, there, algorithm, path, tokenizer, temperature)
+    return RemoteBackend(build, cluster, [role for role in get_args(RoleName) if role in cluster.wanted])
+
+
+def local_trainer(
+    config: RunConfig,
+    algorithm: Algorithm,
+    path: str,
+    tokenizer: Any,
+    temperature: float,
+    roles: Collection[RoleName] | None = None,
+) -> TrainingBackend:
+    """A training back end in this process, with the models of all roles, or of some."""
     return LocalBackend(
         config.model.model_copy(update={"path": path}),
         config.train,
@@ -219,4 +292,5 @@ def build_trainer(
         critic=config.critic,
         teacher=config.teacher.path if config.teacher else None,
         seed=config.seed,
+        roles=roles,
     )

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-
-import torch
 
 from atomrl.config import ConfigError, RunConfig
 from atomrl.models.loading import load_tokenizer, model_config_only, resolve_folder
 from atomrl.models.scalar import is_classifier
 from atomrl.models.spec import unsupported
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
-from atomrl.rollout.replicas import PlacementError, check_resources
 from atomrl.rollout.vllm import VLLMEngine
 from atomrl.runs.build import engine_class, train_sampling
 
@@ -99,7 +95,7 @@ def check_fresh_tokenizer(config: RunConfig, tokenizer: Any) -> None:
 
 
 def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
-    """The class of the engine: it is installed, gives the log-probs that are asked for, and its replicas have room.
+    """The class of the engine: it is installed, and gives the log-probs that are asked for.
 
     Raises:
         ConfigError: there is none of this name, or it cannot.
@@ -108,16 +104,9 @@ def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
     if config.rollout.logprobs_over == "kept" and not engine.returns_candidates:
         raise ConfigError(f"rollout.logprobs_over=kept: {engine.__name__} does not tell which tokens were kept")
     needed = {"vllm": "rollout.engine=vllm"} if engine is VLLMEngine else {}
-    needed |= {"ray": "cluster"} if config.cluster else {}
     for package, key in needed.items():
         if find_spec(package) is None:
             raise ConfigError(f"{key}: {package} is not installed: pip install 'atomrl[{package}]'")
     if engine is VLLMEngine and (reason := VLLMEngine.refusal(train_sampling(config))):
         raise ConfigError(f"rollout: {reason}")
-    if config.cluster is not None and config.cluster.address is None:  # another cluster is asked when it is joined
-        here = {"CPU": float(os.cpu_count() or 1), "GPU": float(torch.cuda.device_count())}
-        try:
-            check_resources(config.cluster, [here])
-        except PlacementError as error:
-            raise ConfigError(f"cluster: {error}") from None
     return engine

@@ -99,7 +99,7 @@ class RLRun(Run):
     def open(self, stack: ExitStack) -> None:
         config = self.config
         stack.callback(self.rewards.close)
-        self.engine = build.build_rollout(config, self.path, self.tokenizer)
+        self.engine = build.build_rollout(config, self.path, self.tokenizer, self.cluster)
         stack.callback(self.engine.close)
         source = EngineSource(
             engine=self.engine,
@@ -117,6 +117,7 @@ class RLRun(Run):
             algorithm=self.algorithm,
             processor=self.processor,
             record=self.record,
+            takes_turns=config.cluster is not None and config.cluster.placement == "colocated",
         )
         self.stream.position = self.progress.position
         if (kept := self.record.directory.path / REWARD_TOTALS).exists():

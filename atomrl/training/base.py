@@ -23,7 +23,7 @@ from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUni
 from atomrl.training.collective import Collective, check_launcher
 from atomrl.training.micro_batches import group_pieces, is_out_of_memory, padded_tokens, zero_weight_row
 from atomrl.training.optimizer import Optimizer
-from atomrl.training.roles import TRAINED, Role, RoleName, check_forward_mode, sources
+from atomrl.training.roles import SOURCES, TRAINED, Role, RoleName, check_forward_mode, sources
 from atomrl.types import RaggedIds, RowBatch, Rows, TrainingBatch, select_rows, unit_ids
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class BaseBackend(ABC):
         critic: where it starts, and its learning rate.
         teacher: a model's folder or hub name.
         seed: of adapters' first weights and of dropout.
+        roles: those of the algorithm's models that are here, where others are in back ends of their own; None: all.
         collective: what the ranks agree through.
 
     Raises:
@@ -71,6 +72,7 @@ class BaseBackend(ABC):
         critic: CriticConfig | None = None,
         teacher: str | None = None,
         seed: int = 0,
+        roles: Collection[RoleName] | None = None,
         collective: Collective | None = None,
     ) -> None:
         self.device, self.collective = torch.device(device), collective or Collective()
@@ -81,6 +83,7 @@ class BaseBackend(ABC):
         self.tokens_per_micro_batch = train.micro_batch_tokens(self.device.type)  # halved where memory runs out
         self._out_of_memory = 0  # how often, since the last update
         self.roles: dict[RoleName, Role] = {}
+        self.here = roles
         needs, critic = algorithm.needs | algorithm.outputs, critic or CriticConfig()
         paths: dict[RoleName, str | None] = {
             "reward_model" if "scores" in needs else "policy": model.path,
@@ -89,7 +92,7 @@ class BaseBackend(ABC):
             "critic": (critic.path or model.path) if "values" in needs else None,
         }
         for name, path in paths.items():
-            if path is not None:
+            if path is not None and (roles is None or name in roles):
                 loaded, optimizer = self.load_model(name, path, model), None
                 if name in TRAINED:
                     rate = critic.learning_rate if name == "critic" else train.learning_rate
@@ -97,11 +100,14 @@ class BaseBackend(ABC):
                 self.roles[name] = Role(loaded, optimizer)
         self.trained = {name: role.optimizer for name, role in self.roles.items() if role.optimizer}
         self.policy = next(iter(self.roles.values()))
-        """Or the reward model in its place."""
-        if model.lora is not None:
+        """Or what is in its place: the reward model; of a back end without either, its first model."""
+        if model.lora is not None and "policy" in self.roles:
             self.roles["reference"] = Role(self.policy.model, without_adapters=True)
-        if algorithm.update is not None:
+        if algorithm.update is not None and "policy" in self.roles:
             check_forward_mode(self.policy, self.device)
+
+    concurrent = False
+    """Its models compute one after the other."""
 
     @abstractmethod
     def load_model(self, name: RoleName, path: str, config: ModelConfig) -> torch.nn.Module:
@@ -164,8 +170,8 @@ class BaseBackend(ABC):
         """
         if not batch.rows:
             raise ValueError(f"{algorithm.name}: the batch has no rows")
-        if algorithm.update is None:
-            metrics = [self.gradients(batch, algorithm)]
+        if algorithm.update is None or "policy" not in self.roles:
+            metrics = [self.gradients(batch, algorithm, self.here)]
             metrics += [optimizer.step(self.updates, self.collective.any) for optimizer in self.trained.values()]
         else:
             metrics = self._own_update(batch, algorithm)
@@ -176,17 +182,20 @@ class BaseBackend(ABC):
         return merge(metrics)
 
     def gradients(self, batch: TrainingBatch, algorithm: Algorithm, of: Collection[RoleName] | None = None) -> Metrics:
-        """Add the gradient of the loss to the weights of the roles that are trained, or of those in `of` alone.
+        """Add the gradient of the loss to the weights of the roles that are trained; with `of`, of the part of the loss
+        that the outputs of those roles make.
 
         Returns:
             The loss's metrics, of all ranks.
         """
 
+        wanted = {name for name in algorithm.outputs if of is None or SOURCES[name][0] in of}
+
         def accumulate(split: list[Tensor]) -> list[Metrics]:
             parts = []
             for index in split:
                 micro = self._micro(batch, index)
-                outputs = ModelOutputs(**self._outputs(micro, algorithm.outputs, of))
+                outputs = ModelOutputs(**self._outputs(micro, wanted))
                 result = algorithm.loss(outputs, micro)
                 torch.autograd.backward(result.loss)
                 parts += [result.metrics] * (len(index) > 0)
@@ -195,17 +204,14 @@ class BaseBackend(ABC):
         return self.collective.sum(merge(self._in_micro_batches(batch, algorithm.row_unit, accumulate)))
 
     def _own_update(self, batch: TrainingBatch, algorithm: Algorithm) -> list[Metrics]:
-        """The algorithm's step of the policy, and before it the critic's: of `critic/` metrics alone, as the policy's
-        part of the loss is counted by its own step."""
+        """The algorithm's step of the policy, and before it the critic's."""
         assert algorithm.update is not None
         if self.collective.world > 1:
             raise ConfigError(f"algorithm.update: that of {algorithm.name} runs in one process, not in several ranks")
         update, parts = algorithm.update, []
         actor = self.trained["policy"]
         if "critic" in self.trained and "values" in algorithm.outputs:
-            found = self.gradients(batch, algorithm, of={"critic"})
-            parts = [{name: metric for name, metric in found.items() if name.startswith("critic/")}]
-            parts.append(self.trained["critic"].step(self.updates))
+            parts = [self.gradients(batch, algorithm, {"critic"}), self.trained["critic"].step(self.updates)]
 
         def outputs(micro: TrainingBatch, wanted: frozenset[Output], plain: bool = False) -> ModelOutputs:
             with plain_formulas() if plain else nullcontext():
@@ -219,14 +225,11 @@ class BaseBackend(ABC):
         actor.count_finite(self.updates, done.finite)
         return [*parts, done.metrics]
 
-    def _outputs(
-        self, micro: RowBatch, names: Collection[str], of: Collection[RoleName] | None = None
-    ) -> dict[str, Tensor]:
-        """Outputs of all roles for a micro-batch, by name; with gradient of those in `of` alone where it is given."""
+    def _outputs(self, micro: RowBatch, names: Collection[str]) -> dict[str, Tensor]:
+        """Outputs of all roles for a micro-batch, by name."""
         found: dict[str, Tensor] = {}
         for role, asked in sources(names, self.roles).items():
-            with nullcontext() if of is None or role in of else torch.no_grad():
-                outputs = self.roles[role].outputs(micro, asked.values(), self.temperature)
+            outputs = self.roles[role].outputs(micro, asked.values(), self.temperature)
             found |= {name: outputs[output] for name, output in asked.items()}
         return found
 

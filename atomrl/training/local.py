@@ -80,13 +80,15 @@ class LocalBackend(BaseBackend):
         random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
-        save_file(random, state / "random.safetensors")
+        own = _prefix(next(iter(self.trained)), "_")
+        save_file(random, state / f"{own}random.safetensors")
         skipped = {name: optimizer.skipped_in_a_row for name, optimizer in self.trained.items()}
         text = json.dumps({"updates": self.updates, "skipped_in_a_row": skipped}) + "\n"
-        (state / "trainer.json").write_text(text, encoding="utf-8")
+        (state / f"{own}trainer.json").write_text(text, encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Continue exactly from `save`.
+        """Continue exactly from `save`, also where policy and critic were in one back end then and are not now, or the
+        other way round.
 
         Raises:
             ConfigError: the folder holds no such state, or it is another model's.
@@ -98,7 +100,10 @@ class LocalBackend(BaseBackend):
             raise ConfigError(f"{folder} holds no {STATE_FOLDER}/trainer.json: it is no checkpoint of this back end")
         trainer = json.loads((state / "trainer.json").read_text(encoding="utf-8"))
         skipped = trainer["skipped_in_a_row"]
-        if skipped.keys() != self.trained.keys():
+        if (apart := state / "critic_trainer.json").is_file():
+            skipped |= json.loads(apart.read_text(encoding="utf-8"))["skipped_in_a_row"]
+        missing, unknown = self.trained.keys() - skipped.keys(), skipped.keys() - self.trained.keys()
+        if missing or (unknown and self.here is None):
             raise ConfigError(f"checkpoint {folder} was written with{'' if 'critic' in skipped else 'out'} a critic")
         for name, optimizer in self.trained.items():
             model = self.roles[name].model
@@ -106,7 +111,8 @@ class LocalBackend(BaseBackend):
             fill_weights(own, folder / _prefix(name))
             optimizer.load(load_file(state / f"{_prefix(name, '_')}optimizer.safetensors"), self.device)
             optimizer.skipped_in_a_row = skipped[name]
-        random = load_file(state / "random.safetensors")
+        saved = state / f"{_prefix(next(iter(self.trained)), '_')}random.safetensors"
+        random = load_file(saved if saved.is_file() else state / "random.safetensors")
         torch.set_rng_state(random["cpu"])
         if "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"], self.device)

@@ -19,7 +19,7 @@ LAYERS = [
     {"objective"},
     {"algorithms"},
     {"config"},
-    {"doctor"},
+    {"doctor", "cluster"},
     {"data", "models", "rewards", "tracking"},
     {"rollout", "training", "weights"},
     {"loop"},

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from atomrl.cluster import RayCluster
 from atomrl.config import ClusterConfig
 from atomrl.models.loading import read_weights
 from atomrl.protocols import Adapter, WeightUpdate
@@ -57,7 +58,8 @@ def vllm(path, tokenizer):
 def started_replicas(path, tokenizer):
     """Two of the native engine for each model."""
     build = partial(native, path, tokenizer, 5, False)
-    return ReplicatedEngine(build, ClusterConfig(replicas=2, num_cpus=0.1))
+    resources = {"rollout": {"num_cpus": 0.1}}
+    return ReplicatedEngine(build, RayCluster(ClusterConfig(replicas=2, resources=resources), ["rollout"]))
 
 
 def as_new(engine, path):

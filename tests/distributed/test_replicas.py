@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +16,12 @@ import torch
 from transformers import AutoTokenizer
 
 from atomrl.cli.main import main
+from atomrl.cluster import PlacementError, RayCluster
 from atomrl.config import ClusterConfig
 from atomrl.protocols import WeightUpdate
 from atomrl.rollout.generate import generate, requests_of
 from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.replicas import PlacementError, ReplicatedEngine
+from atomrl.rollout.replicas import ReplicatedEngine
 from atomrl.types import SamplingParams
 from tests.engines import prompts_of
 from tests.tiny import make_tiny_model
@@ -40,11 +42,14 @@ def folder(tmp_path_factory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), scale=0.2)
 
 
+def cluster(**settings) -> RayCluster:
+    return RayCluster(ClusterConfig(resources={"rollout": {"num_cpus": 0.1}}, **settings), ["rollout"])
+
+
 @pytest.fixture
 def engine(folder):
-    engine = ReplicatedEngine(partial(build, str(folder)), ClusterConfig(replicas=2, num_cpus=0.1, timeout_s=60))
-    yield engine
-    engine.close()
+    with closing(cluster(replicas=2, timeout_s=60)) as started:
+        yield ReplicatedEngine(partial(build, str(folder)), started)
 
 
 def later(seconds: float, pid: int, name: signal.Signals) -> threading.Timer:
@@ -56,7 +61,7 @@ def later(seconds: float, pid: int, name: signal.Signals) -> threading.Timer:
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.3])
 def test_a_replica_that_dies_loses_no_completion(engine, seconds):
     undisturbed = generate(engine, PROMPTS, SAMPLING)
-    timer = later(seconds, engine.replicas[0].pid, signal.SIGKILL)
+    timer = later(seconds, engine.replicas[0].actor.pid, signal.SIGKILL)
     found = generate(engine, PROMPTS, SAMPLING)
     timer.join()
     assert found == undisturbed
@@ -70,36 +75,35 @@ def test_it_comes_back_with_the_current_weights(engine, folder):
     engine.update_weights(WeightUpdate(version=3, tensors=tensors))
     new = generate(engine, PROMPTS, SAMPLING)
     assert [t.segments[1].token_ids for t in new] != [t.segments[1].token_ids for t in old]
-    os.kill(engine.replicas[1].pid, signal.SIGKILL)
+    os.kill(engine.replicas[1].actor.pid, signal.SIGKILL)
     again = generate(engine, PROMPTS, SAMPLING)
     assert again == new and {t.segments[1].policy_version for t in again} == {3}
 
 
 def test_one_that_died_takes_weights(engine):
     for replica in engine.replicas:
-        os.kill(replica.pid, signal.SIGKILL)
+        os.kill(replica.actor.pid, signal.SIGKILL)
     tensors = [(name, torch.zeros(shape)) for name, shape in engine.weight_shapes().items()]
     engine.update_weights(WeightUpdate(version=1, tensors=tensors))
     assert {t.segments[1].policy_version for t in generate(engine, PROMPTS, SAMPLING)} == {1}
 
 
-def test_one_that_hangs_is_named(folder):
-    engine = ReplicatedEngine(partial(build, str(folder)), ClusterConfig(num_cpus=0.1, timeout_s=30))
-    try:
-        engine.timeout_s, pid, began = 2.0, engine.replicas[0].pid, time.monotonic()
-        engine.submit(requests_of(PROMPTS[0], SAMPLING))
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_one_that_hangs_is_named(folder, replicas):
+    with closing(cluster(replicas=replicas, timeout_s=3)) as started:
+        engine = ReplicatedEngine(partial(build, str(folder)), started)
+        pid, began = engine.replicas[0].actor.pid, time.monotonic()
+        engine.submit([request for prompt in PROMPTS for request in requests_of(prompt, SAMPLING)])
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(TimeoutError, match=rf"replica 0 \(pid {pid}\) has not answered for 2 s"):
+        with pytest.raises(TimeoutError, match=rf"^rollout 0 \(pid {pid} on 127.0.0.1\) has not answered for 3 s"):
             while engine.poll():
                 pass
-        assert time.monotonic() - began < 10
-    finally:
-        engine.close()
+        assert time.monotonic() - began < 3 + 15
 
 
-def test_what_finds_no_room_is_refused(folder):
-    with pytest.raises(PlacementError, match="there is room for 0 of 1 replicas"):
-        ReplicatedEngine(partial(build, str(folder)), ClusterConfig(num_cpus=10_000))
+def test_what_finds_no_room_is_refused():
+    with pytest.raises(PlacementError, match="there is room for 0 of 1 rollout actors"):
+        RayCluster(ClusterConfig(resources={"rollout": {"num_cpus": 10_000}}), ["rollout"])
 
 
 def test_an_error_of_the_engine_is_its_own(engine):
