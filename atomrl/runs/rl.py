@@ -20,6 +20,7 @@ from atomrl.loop.preflight import check_group_size, check_row_limit
 from atomrl.loop.sync import Parts, run_step
 from atomrl.models.loading import resolve_folder
 from atomrl.protocols import RewardFunction
+from atomrl.rewards.actor import move_models
 from atomrl.rewards.compute import build_rewards
 from atomrl.runs import build
 from atomrl.runs.base import Evaluation, Run, identity
@@ -49,6 +50,8 @@ class RLRun(Run):
             max_completion_tokens=config.rollout.max_completion_tokens, report_entropy=config.train.report_entropy
         )
         device, trusted = build.device_name(config.model.device), config.model.trust_remote_code
+        if config.cluster is not None and config.cluster.resources.reward is not None:
+            device = build.actor_model(config.model).device
         self.rewards = build_rewards(config.reward, local_rewards, device=device, trust_remote_code=trusted)
         self.tokenizer = build.policy_tokenizer(config)
         check_companions(config, self.algorithm, path, self.tokenizer)
@@ -99,6 +102,8 @@ class RLRun(Run):
     def open(self, stack: ExitStack) -> None:
         config = self.config
         stack.callback(self.rewards.close)
+        if self.cluster is not None and "reward" in self.cluster.wanted:
+            move_models(self.rewards, self.cluster)
         self.engine = build.build_rollout(config, self.path, self.tokenizer, self.cluster)
         stack.callback(self.engine.close)
         source = EngineSource(

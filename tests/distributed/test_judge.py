@@ -16,7 +16,7 @@ import pytest
 from atomrl.cli.main import main
 from atomrl.rewards.judge import LLMJudge
 from tests.rewards.batches import rollouts
-from tests.tiny import make_tiny_model
+from tests.tiny import make_tiny_model, make_tiny_tokenizer
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make distributed` has it")
 SECRET = "hush-60303ae22b99"
@@ -96,9 +96,12 @@ def test_scores_tokens_and_cost(build):
 
 
 def test_a_schema_holds_the_judge_to_json(build):
-    for score in build(lowest=0, highest=5)(rollouts({"a": ["x", "yy", "zzz"]})):
-        # a random model may write digits until it is cut off, but never anything else
-        assert (isinstance(score, float) and 0 <= score <= 5) or "cut at max_tokens: '{" in str(score)
+    # a random model would write blanks and decimals until it is cut off, which a schema allows
+    endless = {
+        str(token): -100 for token in make_tiny_tokenizer().convert_tokens_to_ids(["Ġ", "ĉ", "Ċ", ".", "e", "E"])
+    }
+    for score in build(highest=5, extra={"logit_bias": endless})(rollouts({"a": ["x", "yy", "zzz"]})):
+        assert isinstance(score, float) and 0 <= score <= 5
 
 
 @pytest.mark.parametrize(
