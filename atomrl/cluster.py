@@ -15,24 +15,24 @@ import tempfile
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from atomrl.config import ClusterConfig, ConfigError
+from atomrl.config import ClusterConfig, ClusterRole, ConfigError, ResourceConfig
 
 log = logging.getLogger(__name__)
 START_S = 600.0
 """For loading a model in a new process; no part of `cluster.timeout_s`."""
 _REACH_S = 5.0
-_LOCAL_SETTINGS = {
+_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # else it writes a token into the home folder
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on Linux too: a node is 127.0.0.1, and its ports are no one else's
+    "RAY_worker_niceness": "0",  # else whatever runs on the machine goes before trainer and engines
 }
 _PR_SET_PDEATHSIG = 1
 
@@ -91,7 +91,7 @@ class Node:
         return f"{self.address} with {self.cpus:g} CPUs and {len(self.gpus)} GPUs{f' ({free} free)' if free else ''}"
 
 
-def wanted(config: ClusterConfig, roles: Collection[str], gpus: bool) -> list[Wanted]:
+def wanted(config: ClusterConfig, roles: Sequence[ClusterRole], gpus: bool) -> list[Wanted]:
     """What the actors of a run take; the largest first, since that is how they find room.
 
     Args:
@@ -112,10 +112,9 @@ def wanted(config: ClusterConfig, roles: Collection[str], gpus: bool) -> list[Wa
         shares = dict.fromkeys(roles, 1.0)
     found = []
     for role in roles:
-        own = getattr(config.resources, role)
-        cpus, share = (own.num_cpus, own.num_gpus) if own else (1.0, None)
-        count = config.replicas if role == "rollout" else 1
-        found.append(Wanted(role, count, cpus, shares.get(role, 0.0) if share is None else share))
+        own = config.resources.get(role, ResourceConfig())
+        gpus_each = shares.get(role, 0.0) if own.num_gpus is None else own.num_gpus
+        found.append(Wanted(role, config.replicas if role == "rollout" else 1, own.num_cpus, gpus_each))
     return sorted(found, key=lambda each: (-each.gpus, -each.cpus))
 
 
@@ -148,7 +147,7 @@ machine with 2 CPUs and 0 GPUs
 
 
 def plan(
-    config: ClusterConfig, roles: Sequence[str], device: str, nodes: Sequence[Node]
+    config: ClusterConfig, roles: Sequence[ClusterRole], device: str, nodes: Sequence[Node]
 ) -> tuple[dict[str, Wanted], dict[tuple[str, int], Node]]:
     """What each role's actors take, and where each goes; arguments as of `RayCluster`."""
     gpus = device != "cpu" and (device != "auto" or any(node.gpus for node in nodes))
@@ -192,7 +191,7 @@ class RayCluster:
         PlacementError: there is no room for the actors, or no cluster at the address.
     """
 
-    def __init__(self, config: ClusterConfig, roles: Sequence[str], device: str = "auto") -> None:
+    def __init__(self, config: ClusterConfig, roles: Sequence[ClusterRole], device: str = "auto") -> None:
         self.config = config
         self.folder: str | None = None
         self.actors: list[Actor] = []
@@ -211,9 +210,8 @@ class RayCluster:
 
     def _connect(self, address: str | None) -> tuple[Any, bool]:
         """Ray, and whether this process is its only user."""
-        for name, value in _LOCAL_SETTINGS.items():
-            if address is None or name != "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER":
-                os.environ.setdefault(name, value)
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
         import ray
 
         if ray.is_initialized():
@@ -228,14 +226,11 @@ class RayCluster:
         # Two runs share no folder; a short name, since sockets in it may have 107 letters.
         self.folder = tempfile.mkdtemp(prefix="atomrl-ray-", dir="/tmp" if os.path.isdir("/tmp") else None)
         try:
-            ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _temp_dir=self.folder)
-            host = ray.nodes()[0]["NodeManagerAddress"]
-            if host != "127.0.0.1":
+            with _on_loopback():
+                ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _temp_dir=self.folder)
+            if (host := ray.nodes()[0]["NodeManagerAddress"]) != "127.0.0.1":
                 ray.shutdown()
-                raise PlacementError(
-                    f"cluster: Ray was imported before the run, and would listen on {host} for the whole network: set "
-                    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before, or start a cluster and give cluster.address"
-                )
+                raise RuntimeError(f"this version of Ray would listen on {host}, for the whole network")
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
@@ -346,6 +341,19 @@ class RayCluster:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let Ray take this machine for 127.0.0.1, as it does on systems where it has no clusters: its ports take whatever
+    asks, and it refuses that address as an argument."""
+    from ray._private import ray_constants
+
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
 class Hosted:
     """A process of its own, with an object whose methods are called from outside.
 
@@ -441,7 +449,7 @@ def check_reachable(address: str) -> None:
         raise PlacementError(f"cluster.address={address}: no cluster can be reached there: {error}") from error
 
 
-def describe(config: ClusterConfig, roles: Sequence[str], device: str = "auto") -> list[str]:
+def describe(config: ClusterConfig, roles: Sequence[ClusterRole], device: str = "auto") -> list[str]:
     """Who goes where, a line for each role; of a dry run. Nothing is started; a cluster at an address is asked.
 
     Raises:

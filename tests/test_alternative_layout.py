@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import torch
 
 from atomrl.config import ConfigError, build_config
 from atomrl.config.alternative_layout import TABLE, is_six_section_layout, translate
@@ -49,6 +50,7 @@ EFFECTS = {
     "loss_config.loss_level": ("sequence", "algorithm.loss_agg.type", "sequence_mean"),
     "loss_config.clip_range_left": (0.11, "algorithm.clip.low", 0.11),
     "loss_config.clip_range_right": (0.31, "algorithm.clip.high", 0.31),
+    "model_config.gpu_memory_utilization": (0.5, "rollout.gpu_memory_utilization", 0.5),
     "wandb_config.enabled": (True, "tracking.sinks", ["wandb"]),
     "wandb_config.project": ("p", "tracking.wandb_project", "p"),
     "wandb_config.entity": ("e", "tracking.wandb_entity", "e"),
@@ -58,7 +60,7 @@ EFFECTS = {
     "wandb_config.eval_interval": (5, "eval.every_steps", 5),
     "wandb_config.save_interval": (6, "checkpoint.every_steps", 6),
 }
-PLACEMENT = {"model_num_gpus": 2, "rollout_num_gpus": 1, "gpu_memory_utilization": 0.5}
+PLACEMENT = {"model_num_gpus": 1, "rollout_num_gpus": 2}
 
 
 def changed(key, value):
@@ -128,21 +130,39 @@ def test_the_effect_reaches_what_the_run_is_made_of():
 
 
 @pytest.mark.parametrize("name", PLACEMENT)
-def test_placement_keys_are_answered_with_one_line(name):
+def test_gpus_that_are_not_there_are_answered_with_one_line(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     config, notes = load(changed(f"model_config.{name}", PLACEMENT[name]))
-    assert config == load(BASE)[0]
+    assert config == load(BASE)[0] and load(BASE)[1] == []
     (note,) = notes
-    assert name in note and "without effect" in note and "\n" not in note
+    assert name in note and "no GPU" in note and "\n" not in note
     with pytest.raises(ConfigError, match=rf"model_config\.{name}: .*got -1"):
         load(changed(f"model_config.{name}", -1))
 
 
-def test_all_placement_keys_make_one_line_and_none_makes_none():
+@pytest.mark.parametrize(
+    ("model", "rollout", "trainer", "replicas", "device"),
+    [
+        (1, 2, 1, 2, "auto"),
+        (0, 1, 0, 1, "auto"),
+        (None, 3, 1, 3, "auto"),
+        (1, 0, None, None, "cuda"),
+        (0, None, None, None, "cpu"),
+        (None, None, None, None, "auto"),
+    ],
+)
+def test_gpus_are_given_to_trainer_and_engines(model, rollout, trainer, replicas, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     tree = copy.deepcopy(BASE)
-    tree["model_config"] |= PLACEMENT
-    (note,) = load(tree)[1]
-    assert all(name in note for name in PLACEMENT)
-    assert load(BASE)[1] == []
+    tree["model_config"] |= {"model_num_gpus": model, "rollout_num_gpus": rollout}
+    config, notes = load(tree)
+    assert notes == [] and config.model.device == device
+    if replicas is None:
+        assert config.cluster is None
+    else:
+        resources = config.cluster.resources
+        assert (resources["trainer"].num_gpus, config.cluster.replicas) == (trainer, replicas)
+        assert resources["rollout"].num_gpus == 1
 
 
 def test_absent_and_null_keys_keep_the_defaults():

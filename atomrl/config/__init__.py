@@ -8,6 +8,7 @@ from atomrl.config.run import RunConfig, build_config, dump_config, known_keys
 from atomrl.config.schema import (
     CheckpointConfig,
     ClusterConfig,
+    ClusterRole,
     CriticConfig,
     DataConfig,
     EvalConfig,
@@ -17,7 +18,6 @@ from atomrl.config.schema import (
     PreferenceConfig,
     PretrainConfig,
     ResourceConfig,
-    ResourcesConfig,
     RewardConfig,
     RewardItem,
     RewardRoute,

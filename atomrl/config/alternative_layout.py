@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atomrl.config.base import ConfigError
@@ -22,7 +23,7 @@ from atomrl.config.schema import RolloutConfig
 SECTIONS: dict[str, dict[str, str | None]] = read_yaml(Path(__file__).with_name("six_sections.yaml"))
 TABLE = {f"{section}.{name}": target for section, keys in SECTIONS.items() for name, target in keys.items()}
 """Key -> the one that takes its value as it is; None: see `_Worked`."""
-PLACEMENT = ("model_num_gpus", "rollout_num_gpus", "gpu_memory_utilization")
+PLACEMENT = ("model_num_gpus", "rollout_num_gpus")
 
 
 class _Worked(BaseModel):
@@ -31,9 +32,10 @@ class _Worked(BaseModel):
     model_config = ConfigDict(alias_generator={key.partition(".")[2]: key for key in TABLE}.__getitem__, frozen=True)
 
     use_lora: bool = False
-    model_num_gpus: int | None = Field(None, ge=0)
+    model_num_gpus: Literal[0, 1] | None = None
+    """Of the trainer, which computes on one; null: 1."""
     rollout_num_gpus: int | None = Field(None, ge=0)
-    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    """An engine on each; null or 0: they share the trainer's."""
     group_size: int = Field(RolloutConfig().completions_per_prompt, ge=1)
     stop_tokens: list[str] | list[int] = []
     """Texts, or token ids."""
@@ -91,8 +93,9 @@ def translate(tree: Mapping[str, Any], source: str, default_run_name: str) -> tu
         build_config(result, source)
     except ConfigError as error:
         raise ConfigError(renamed(str(error), {target: key for key, target in TABLE.items() if target})) from None
-    placed = ", ".join(f"model_config.{name}" for name in PLACEMENT if getattr(worked, name) is not None)
-    note = f"note: {placed}: valid, but without effect so far: trainer and rollout engine share one device"
+    placed = any(getattr(worked, name) for name in PLACEMENT) and not torch.cuda.device_count()
+    keys = " and ".join(f"model_config.{name}" for name in PLACEMENT)
+    note = f"note: {keys}: this machine has no GPU, so trainer and rollout engine share its processors"
     return result, [note] if placed else []
 
 
@@ -131,6 +134,7 @@ def _worked_out(worked: _Worked, source: str) -> Iterator[tuple[str, Any]]:
         if worked.micro_train_batch_size is not None:
             # Rows alone limit a forward pass: this layout has no limit in tokens.
             yield "train.tokens_per_micro_batch", worked.micro_train_batch_size * longest
+    yield from _placed(worked)
     if worked.use_lora:
         yield "model.lora", {}
     if worked.stop_tokens:
@@ -139,3 +143,15 @@ def _worked_out(worked: _Worked, source: str) -> Iterator[tuple[str, Any]]:
     yield "algorithm.loss_agg.type", f"{worked.loss_level}_mean"
     if worked.enabled:
         yield "tracking.sinks", ["wandb"]
+
+
+def _placed(worked: _Worked) -> Iterator[tuple[str, Any]]:
+    """Trainer and engines on GPUs of their own, on a machine that has any."""
+    trainer, engines = worked.model_num_gpus, worked.rollout_num_gpus
+    if not torch.cuda.device_count():
+        return
+    if engines:
+        yield "cluster.replicas", engines
+        yield "cluster.resources", {"trainer": {"num_gpus": 0 if trainer == 0 else 1}, "rollout": {"num_gpus": 1}}
+    elif trainer is not None:
+        yield "model.device", "cuda" if trainer else "cpu"

@@ -104,6 +104,10 @@ class RolloutConfig(Section):
         return self
 
 
+ClusterRole = Literal["rollout", "trainer", "reference", "critic", "teacher", "reward"]
+"""What an actor of a cluster is there for."""
+
+
 class ResourceConfig(Section):
     """What an actor has of the cluster."""
 
@@ -119,28 +123,17 @@ class ResourceConfig(Section):
         return self
 
 
-class ResourcesConfig(Section):
-    """Who is in actors of its own, and what they have; null: in the trainer's process."""
-
-    rollout: ResourceConfig = ResourceConfig()
-    """Each of the replicas."""
-    trainer: ResourceConfig | None = None
-    """null without `placement`: the process that you start."""
-    reference: ResourceConfig | None = None
-    critic: ResourceConfig | None = None
-    teacher: ResourceConfig | None = None
-    reward: ResourceConfig | None = None
-
-
 class ClusterConfig(Section):
     """Rollout engines, and the trainer with its models, in Ray actors."""
 
     placement: Literal["colocated", "split"] | None = None
     """`colocated`: trainer and engines have half of one GPU each, and the engines sleep while the trainer works.
-    `split`: everyone in an actor has a GPU. null: the engines alone are in actors, but for `resources`."""
+    `split`: everyone in an actor has a GPU. null: the engines and who is in `resources` are in actors."""
     replicas: int = Field(1, ge=1)
     """Engines; each draws whole groups."""
-    resources: ResourcesConfig = ResourcesConfig()
+    resources: dict[ClusterRole, ResourceConfig] = {}
+    """What an actor of a role has, each of the replicas of `rollout`. Trainer and models that are not named are in the
+    process that you start, or with `placement`, in the trainer's."""
     address: str | None = None
     """Of a Ray cluster that is there; null starts one on this machine for the run."""
     timeout_s: float = Field(600.0, gt=0)

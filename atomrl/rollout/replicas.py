@@ -146,6 +146,7 @@ class ReplicatedEngine:
             raise RuntimeError(f"{replica.actor} died {replica.restarts} times in a row") from error
         reason = str(error).strip().partition("\n")[0]
         log.warning("%s died and is started again: %s", replica.actor, reason)
+        began = time.monotonic()
         self.cluster.end(replica.actor)
         try:
             replica.actor, replica.polling = self._start(replica.actor.index), None
@@ -156,6 +157,7 @@ class ReplicatedEngine:
                 if state:
                     self.cluster.call(replica.actor, "set_state", name)
             self.cluster.call(replica.actor, "submit", list(replica.held.values()))
+            log.warning("%s is back after %.1f s", replica.actor, time.monotonic() - began)
         except self.cluster.died as again:
             self._revive(replica, again)
 

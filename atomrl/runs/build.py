@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from atomrl.cluster import RayCluster
-from atomrl.config import ConfigError, ModelConfig, RolloutConfig, RunConfig
+from atomrl.config import ClusterRole, ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
 from atomrl.models.gpt import new_gpt
@@ -177,7 +177,7 @@ def corrected(
     return objective.model_copy(update={"rollout_is": (TokenTIS(),)})
 
 
-def cluster_roles(config: RunConfig, algorithm: Algorithm) -> list[str]:
+def cluster_roles(config: RunConfig, algorithm: Algorithm) -> list[ClusterRole]:
     """The roles of a run that have actors of their own; none without a `cluster`.
 
     Raises:
@@ -190,7 +190,7 @@ def cluster_roles(config: RunConfig, algorithm: Algorithm) -> list[str]:
         raise ConfigError("cluster: ray is not installed: pip install 'atomrl[ray]'")
     resources, drawn, lora = cluster.resources, config.kind == "train", config.model.lora is not None
     judges = [*config.reward.functions, *config.reward.by_data_source.values()] if drawn else []
-    reasons = {
+    reasons: dict[ClusterRole, str | None] = {
         "reference": None if "ref_logprobs" in algorithm.needs else "has no reference",
         "critic": None if "values" in algorithm.needs else "has no critic",
         "teacher": None if needs_teacher(algorithm) else "has no teacher",
@@ -200,14 +200,14 @@ def cluster_roles(config: RunConfig, algorithm: Algorithm) -> list[str]:
         reasons["reference"] = "has the policy without its adapters (model.lora) as its reference"
     if "teacher_distributions" in algorithm.outputs:
         reasons["teacher"] = "compares whole distributions with the teacher, which stays with the trainer"
-    roles = [role for role in reasons if getattr(resources, role) is not None]
+    roles: list[ClusterRole] = [role for role in reasons if role in resources]
     for role in roles:
         if reasons[role]:
             raise ConfigError(f"cluster.resources.{role}: this run ({algorithm.name}) {reasons[role]}; remove it")
-    remote = cluster.placement is not None or resources.trainer is not None
+    remote = cluster.placement is not None or "trainer" in resources
     if not remote and set(roles) - {"reward"}:
         raise ConfigError(f"cluster.resources.{roles[0]}: give cluster.resources.trainer too, which calls it")
-    roles += ["trainer"] * remote + ["rollout"] * drawn
+    roles += [*(["trainer"] if remote else []), *(["rollout"] if drawn else [])]
     if not roles:
         raise ConfigError("cluster: this run draws no rollouts; cluster.resources.trainer puts its trainer there")
     return roles

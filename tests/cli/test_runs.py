@@ -381,5 +381,5 @@ def test_the_six_section_config_is_clean_and_answers_the_placement_keys(folder, 
     assert main(["train", *arguments, *given]) == 0
     output = capsys.readouterr()
     (note,) = [line for line in output.err.splitlines() if "model_num_gpus" in line]
-    assert "without effect" in note
+    assert "no GPU" in note
     assert "128 rows, each of at most 140 tokens" in output.out
