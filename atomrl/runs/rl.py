@@ -50,7 +50,7 @@ class RLRun(Run):
             max_completion_tokens=config.rollout.max_completion_tokens, report_entropy=config.train.report_entropy
         )
         device, trusted = build.device_name(config.model.device), config.model.trust_remote_code
-        if config.cluster is not None and config.cluster.resources.reward is not None:
+        if config.cluster is not None and "reward" in config.cluster.resources:
             device = build.actor_model(config.model).device
         self.rewards = build_rewards(config.reward, local_rewards, device=device, trust_remote_code=trusted)
         self.tokenizer = build.policy_tokenizer(config)

@@ -134,7 +134,7 @@ def train(folder: Path, name: str, *more: str) -> int:
 
 
 def test_a_run_is_the_same_as_in_one_process(folder):
-    own = ("cluster.resources.rollout.num_cpus=0.5", "cluster.resources.reward.num_cpus=0.5")
+    own = ("cluster.resources.rollout={num_cpus: 0.5}", "cluster.resources.reward={num_cpus: 0.5}")
     assert train(folder, "here") == 0
     assert train(folder, "there", *own) == 0
     here, there = (folder.parent / "runs" / name for name in ("here", "there"))
@@ -143,8 +143,8 @@ def test_a_run_is_the_same_as_in_one_process(folder):
 
 
 def test_a_dry_run_says_where_it_goes_and_what_finds_no_room(folder, capsys):
-    assert train(folder, "dry", "cluster.resources.reward.num_cpus=1", "--dry-run") == 0
+    assert train(folder, "dry", "cluster.resources.reward={num_cpus: 1}", "--dry-run") == 0
     shown = capsys.readouterr()
     assert "reward" in shown.out + shown.err
-    assert train(folder, "much", "cluster.resources.reward.num_cpus=10000", "--dry-run") == 2
+    assert train(folder, "much", "cluster.resources.reward={num_cpus: 10000}", "--dry-run") == 2
     assert "there is room for 0 of 1 reward actors" in capsys.readouterr().err
