@@ -24,7 +24,7 @@ from atomrl.loop.groups import GroupSource
 from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
 from atomrl.metrics import Metrics
 from atomrl.objective.advantage_inputs import given
-from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightTransfer
+from atomrl.protocols import Algorithm, ModelInput, RolloutEngine, TrainingBackend, WeightTransfer
 from atomrl.tracking.recorder import Recorder
 from atomrl.types import AdvantageBatch, RowBatch
 
@@ -52,8 +52,8 @@ class Parts:
     algorithm: Algorithm
     processor: DataProcessor
     record: Recorder
-    takes_turns: bool = False
-    """Engine and trainer share the memory of a GPU: the engine sleeps while the trainer works."""
+    sleeper: RolloutEngine | None = None
+    """The engine where it shares a GPU with the trainer: it sleeps while that works, for its memory."""
 
 
 @dataclass
@@ -156,8 +156,8 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
     progress.idle_steps = 0 if accepted else progress.idle_steps + 1
     drawn = [*chain(*accepted), *chain(*refused)]
     rows = to_rows(list(chain(*accepted)), config.train.max_row_tokens)
-    if parts.takes_turns:
-        parts.engine.sleep()
+    if parts.sleeper:
+        parts.sleeper.sleep()
     batch, results = learn(
         parts.trainer,
         parts.algorithm,
@@ -169,8 +169,8 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
         seed=config.seed,
         step=step,
     )
-    if parts.takes_turns:
-        parts.engine.wake()
+    if parts.sleeper:
+        parts.sleeper.wake()
     with watch("sync_weights"):
         parts.transfer(step)
     parts.record.log_rollouts(step, drawn, mean_advantages(batch))

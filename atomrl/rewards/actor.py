@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from atomrl.cluster import Actor, RayCluster
+from atomrl.cluster.ray_cluster import Actor, RayCluster
 from atomrl.rewards.compute import Rewards
 from atomrl.rewards.errors import NoScore, RewardStop
 from atomrl.rewards.table import LOADING, AnyReward

@@ -42,8 +42,8 @@ class _Worker:
     pending: deque[Task] = field(default_factory=deque)
     """What it was given and has not answered; the first is under way."""
     loading: bool = False
-    loaded: set[str] = field(default_factory=set)
-    """The rewards that it has answered for before."""
+    loaded: set[int] = field(default_factory=set)
+    """The rewards (their `id`) that it has answered for before."""
     deadline: float = 0.0
 
     def end(self) -> None:
@@ -134,7 +134,7 @@ class WorkerPool:
                     f"reward {scorer.name!r}: the columns cannot be sent to a worker process: {error!r}"
                 ) from error
             worker.pending.extend(queue.popleft() for _ in chunk)
-            limit = scorer.timeout_s if scorer.name in worker.loaded else LOAD_LIMIT_S
+            limit = scorer.timeout_s if id(scorer) in worker.loaded else LOAD_LIMIT_S
             worker.loading, worker.deadline = True, self._clock + limit
 
     def _collect(self, queue: deque[Task]) -> Iterator[tuple[Task, Outcome]]:
@@ -155,7 +155,7 @@ class WorkerPool:
                 else:
                     yield from self._take(worker, answer)
             elif self._clock >= worker.deadline:
-                if worker.loading and task.scorer.name not in worker.loaded:
+                if worker.loading and id(task.scorer) not in worker.loaded:
                     name = task.scorer.name
                     raise RewardError(f"reward {name!r}: importing it took over {LOAD_LIMIT_S:.0f} s")
                 completions = f" for {len(task.rows)} completions" if len(task.rows) > 1 else ""
@@ -172,7 +172,7 @@ class WorkerPool:
         elif answer is not None:
             raise RewardError(f"reward {task.scorer.name!r} cannot be loaded in a worker process: {answer}")
         worker.loading, self._ended_loading = False, 0
-        worker.loaded.add(task.scorer.name)
+        worker.loaded.add(id(task.scorer))
         worker.deadline = self._clock + task.scorer.timeout_s
 
     def _lost(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomrl.cluster import Actor, RayCluster
+from atomrl.cluster.ray_cluster import Actor, RayCluster
 from atomrl.protocols import RolloutEngine, WeightUpdate
 from atomrl.types import GenerationOutput, GenerationRequest
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atomrl.cluster import RayCluster, describe
+from atomrl.cluster.ray_cluster import RayCluster, describe
 from atomrl.config import RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from atomrl.cluster import RayCluster
+from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterRole, ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
@@ -207,7 +207,8 @@ def cluster_roles(config: RunConfig, algorithm: Algorithm) -> list[ClusterRole]:
     remote = cluster.placement is not None or "trainer" in resources
     if not remote and set(roles) - {"reward"}:
         raise ConfigError(f"cluster.resources.{roles[0]}: give cluster.resources.trainer too, which calls it")
-    roles += [*(["trainer"] if remote else []), *(["rollout"] if drawn else [])]
+    roles += ["trainer"] if remote else []
+    roles += ["rollout"] if drawn else []
     if not roles:
         raise ConfigError("cluster: this run draws no rollouts; cluster.resources.trainer puts its trainer there")
     return roles

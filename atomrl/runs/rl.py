@@ -122,7 +122,7 @@ class RLRun(Run):
             algorithm=self.algorithm,
             processor=self.processor,
             record=self.record,
-            takes_turns=config.cluster is not None and config.cluster.placement == "colocated",
+            sleeper=self.engine if config.cluster and config.cluster.placement == "colocated" else None,
         )
         self.stream.position = self.progress.position
         if (kept := self.record.directory.path / REWARD_TOTALS).exists():

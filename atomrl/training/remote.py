@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from atomrl.cluster import Actor, ActorDied, RayCluster
+from atomrl.cluster.ray_cluster import Actor, ActorDied, RayCluster
 from atomrl.config import ConfigError
 from atomrl.metrics import Metrics, merge
 from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightUpdate

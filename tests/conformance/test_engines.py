@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from atomrl.cluster import RayCluster
+from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
 from atomrl.models.loading import read_weights
 from atomrl.protocols import Adapter, WeightUpdate

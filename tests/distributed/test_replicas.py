@@ -16,7 +16,8 @@ import torch
 from transformers import AutoTokenizer
 
 from atomrl.cli.main import main
-from atomrl.cluster import PlacementError, RayCluster
+from atomrl.cluster.places import PlacementError
+from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
 from atomrl.protocols import WeightUpdate
 from atomrl.rollout.generate import generate, requests_of

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from atomrl.cli.main import main
-from atomrl.cluster import RayCluster
+from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig, RewardConfig
 from atomrl.models.loading import load_tokenizer
 from atomrl.models.scalar import load_scalar, save_scalar

@@ -1,31 +1,23 @@
-"""A Ray cluster for one run: who goes where in it, and processes that never outlive the run."""
+"""A Ray cluster for one run, and the actors in it."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import math
 import os
-import select
 import shutil
 import signal
 import socket
-import sys
 import tempfile
-import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
+from atomrl.cluster.hosted import Hosted, identity, send_tensors_as_arrays
+from atomrl.cluster.places import Node, PlacementError, Wanted, places, plan, this_machine
+from atomrl.config import ClusterConfig, ClusterRole
 
-from atomrl.config import ClusterConfig, ClusterRole, ConfigError, ResourceConfig
-
-log = logging.getLogger(__name__)
 START_S = 600.0
 """For loading a model in a new process; no part of `cluster.timeout_s`."""
 _REACH_S = 5.0
@@ -34,130 +26,10 @@ _SETTINGS = {
     "RAY_AUTH_MODE": "disabled",  # else it writes a token into the home folder
     "RAY_worker_niceness": "0",  # else whatever runs on the machine goes before trainer and engines
 }
-_PR_SET_PDEATHSIG = 1
-
-
-class PlacementError(ConfigError):
-    """The cluster has no room for what is wanted, or is not there; a run could only wait for ever."""
 
 
 class ActorDied(RuntimeError):
     """A process that cannot be replaced has ended: the trainer's, or that of a model beside it."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The actors of a role."""
-
-    role: str
-    count: int
-    cpus: float
-    gpus: float
-    """Of each."""
-
-    def __str__(self) -> str:
-        return f"{self.role} x{self.count} ({self.cpus:g} CPUs, {self.gpus:g} GPUs each)"
-
-
-@dataclass
-class Node:
-    """What a machine has left.
-
-    Example:
-        >>> node = Node("a", "10.0.0.1", cpus=2, gpus=[1.0])
-        >>> [node.take(cpus=1, gpus=0.5), node.take(cpus=0.5, gpus=0.6), node.take(cpus=1, gpus=0.5), node.gpus]
-        [True, False, True, [0.0]]
-    """
-
-    name: str
-    address: str
-    cpus: float
-    gpus: list[float] = field(default_factory=list)
-    """The free share of each GPU: a part of one is never put together from several."""
-
-    def take(self, cpus: float, gpus: float) -> bool:
-        """Set resources aside; whether there were enough."""
-        fitting = sorted((free, index) for index, free in enumerate(self.gpus) if free >= min(gpus, 1) - 1e-9)
-        count = math.ceil(gpus)
-        if cpus > self.cpus + 1e-9 or len(fitting) < count:
-            return False
-        self.cpus -= cpus
-        for _, index in fitting[:count]:
-            self.gpus[index] = round(self.gpus[index] - min(gpus, 1), 6)
-        return True
-
-    def __str__(self) -> str:
-        free = ", ".join(f"{share:g}" for share in self.gpus)
-        return f"{self.address} with {self.cpus:g} CPUs and {len(self.gpus)} GPUs{f' ({free} free)' if free else ''}"
-
-
-def wanted(config: ClusterConfig, roles: Sequence[ClusterRole], gpus: bool) -> list[Wanted]:
-    """What the actors of a run take; the largest first, since that is how they find room.
-
-    Args:
-        config: of the cluster.
-        roles: those that the run has in actors.
-        gpus: whether `placement` gives any.
-
-    Example:
-        >>> for each in wanted(ClusterConfig(placement="colocated", replicas=2), ["trainer", "rollout"], gpus=True):
-        ...     print(each)
-        trainer x1 (1 CPUs, 0.5 GPUs each)
-        rollout x2 (1 CPUs, 0.25 GPUs each)
-    """
-    shares: dict[str, float] = {}
-    if gpus and config.placement == "colocated":
-        shares = {"trainer": 0.5, "rollout": 0.5 / config.replicas}
-    elif gpus and config.placement == "split":
-        shares = dict.fromkeys(roles, 1.0)
-    found = []
-    for role in roles:
-        own = config.resources.get(role, ResourceConfig())
-        gpus_each = shares.get(role, 0.0) if own.num_gpus is None else own.num_gpus
-        found.append(Wanted(role, config.replicas if role == "rollout" else 1, own.num_cpus, gpus_each))
-    return sorted(found, key=lambda each: (-each.gpus, -each.cpus))
-
-
-def places(actors: Sequence[Wanted], nodes: Sequence[Node]) -> dict[tuple[str, int], Node]:
-    """Where every actor goes: the first machine with room.
-
-    Raises:
-        PlacementError: says for which there is none.
-
-    Example:
-        >>> places([Wanted("rollout", 3, 1, 0)], [Node("a", "this machine", cpus=2)])
-        Traceback (most recent call last):
-        ...
-        atomrl.cluster.PlacementError: cluster: there is room for 2 of 3 rollout actors (1 CPUs, 0 GPUs each): this \
-machine with 2 CPUs and 0 GPUs
-    """
-    machines = [Node(node.name, node.address, node.cpus, [*node.gpus]) for node in nodes]
-    found: dict[tuple[str, int], Node] = {}
-    for each in actors:
-        for index in range(each.count):
-            room = next((node for node in machines if node.take(each.cpus, each.gpus)), None)
-            if room is None:
-                others = ", ".join(str(other) for other in actors if other is not each)
-                raise PlacementError(
-                    f"cluster: there is room for {index} of {each.count} {each.role} actors ({each.cpus:g} CPUs, "
-                    f"{each.gpus:g} GPUs each){f' beside {others}' if others else ''}: {'; '.join(map(str, nodes))}"
-                )
-            found[each.role, index] = room
-    return found
-
-
-def plan(
-    config: ClusterConfig, roles: Sequence[ClusterRole], device: str, nodes: Sequence[Node]
-) -> tuple[dict[str, Wanted], dict[tuple[str, int], Node]]:
-    """What each role's actors take, and where each goes; arguments as of `RayCluster`."""
-    gpus = device != "cpu" and (device != "auto" or any(node.gpus for node in nodes))
-    actors = wanted(config, roles, gpus)
-    return {each.role: each for each in actors}, places(actors, nodes)
-
-
-def this_machine() -> Node:
-    """What a cluster has that is started here."""
-    return Node("", "this machine", float(os.cpu_count() or 1), [1.0] * torch.cuda.device_count())
 
 
 @dataclass(eq=False)
@@ -168,6 +40,8 @@ class Actor:
     index: int
     handle: Any
     node: Node
+    making: Any
+    """Its process id, once it holds what it was started for."""
     pid: int = 0
 
     def __str__(self) -> str:
@@ -224,7 +98,9 @@ class RayCluster:
                 raise PlacementError(f"cluster.address={address}: {str(error).partition(chr(10))[0]}") from error
             return ray, True
         # Two runs share no folder; a short name, since sockets in it may have 107 letters.
-        self.folder = tempfile.mkdtemp(prefix="atomrl-ray-", dir="/tmp" if os.path.isdir("/tmp") else None)
+        self.folder = tempfile.mkdtemp(
+            prefix=f"atomrl-ray-{os.getpid()}-", dir="/tmp" if os.path.isdir("/tmp") else None
+        )
         try:
             with _on_loopback():
                 ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _temp_dir=self.folder)
@@ -267,16 +143,17 @@ class RayCluster:
             self.places |= {(role, index): places([Wanted(role, 1, need.cpus, need.gpus)], nodes)[role, 0]}
         place = self.places[role, index]
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(place.name, soft=False)
-        hosted = self.ray.remote(num_cpus=need.cpus, num_gpus=need.gpus, max_restarts=0, scheduling_strategy=strategy)(
-            Hosted
-        )
-        actor = Actor(role, index, hosted.remote(build, max(1, int(need.cpus)), _identity(os.getpid())), place)
+        kind = type(role, (Hosted,), {})  # the name that `ps` and Ray show
+        options = {"num_cpus": need.cpus, "num_gpus": need.gpus, "max_restarts": 0, "scheduling_strategy": strategy}
+        hosted = self.ray.remote(**options)(kind)
+        handle = hosted.remote(max(1, int(need.cpus)), need.gpus > 0, identity(os.getpid()))
+        actor = Actor(role, index, handle, place, handle.make.remote(build))
         self.actors.append(actor)
         return actor
 
     def know(self, actor: Actor) -> None:
-        """Wait until it is there, with what it holds."""
-        actor.pid = self.get(actor, actor.handle.pid.remote(), START_S)
+        """Wait until it is there, with what it holds; errors as in `get`, and those of `build`."""
+        actor.pid = self.get(actor, actor.making, START_S)
 
     def call(self, actor: Actor, method: str, *args: Any) -> Any:
         """The result of a method of what an actor holds, within `cluster.timeout_s`; errors as in `get`."""
@@ -352,84 +229,6 @@ def _on_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
-
-
-class Hosted:
-    """A process of its own, with an object whose methods are called from outside.
-
-    Args:
-        build: makes the object.
-        threads: that it computes with.
-        owner: the process that it ends with, as `_identity` names it.
-    """
-
-    def __init__(self, build: Callable[[], Any], threads: int, owner: tuple[str, int]) -> None:
-        end_with(owner)
-        torch.set_num_threads(threads)
-        send_tensors_as_arrays()
-        self.inner = build()
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def call(self, method: str, *args: Any) -> Any:
-        """The result of a method of the object."""
-        return getattr(self.inner, method)(*args)
-
-
-def end_with(owner: tuple[str, int]) -> None:
-    """Be killed when a process of this machine ends, and when Ray's on it does; leave signals of the terminal to it.
-
-    Ray's processes see for themselves when the owner is on another machine.
-    """
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # Ray's raylet is the parent
-    machine, pid = owner
-    if _identity(pid)[0] != machine:
-        return
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        os._exit(1)
-
-    def watch() -> None:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        poll.poll()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _identity(pid: int) -> tuple[str, int]:
-    """Where a process id means something, and the id."""
-    if sys.platform != "linux":
-        return "", pid
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}", pid
-
-
-def send_tensors_as_arrays() -> None:
-    """Let Ray share the memory of tensors, as it does of numpy arrays; torch's own way copies them twice."""
-    from ray.util import register_serializer
-
-    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # what came is only read
-    for kind in (Tensor, torch.nn.Parameter):
-        register_serializer(kind, serializer=_to_array, deserializer=_from_array)
-
-
-def _to_array(tensor: Tensor) -> tuple[Any, torch.dtype, tuple[int, ...]]:
-    """As bytes, since numpy knows no bfloat16."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
-
-
-def _from_array(sent: tuple[Any, torch.dtype, tuple[int, ...]]) -> Tensor:
-    array, dtype, shape = sent
-    return torch.from_numpy(array).view(dtype).reshape(shape)
 
 
 def check_reachable(address: str) -> None:

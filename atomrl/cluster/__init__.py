@@ -1,0 +1,1 @@
+"""A Ray cluster for one run: who goes where in it, and processes that end with the run."""

@@ -1,0 +1,130 @@
+"""Who goes where in a cluster: what each role's actors take, and the machines that have it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from atomrl.config import ClusterConfig, ClusterRole, ConfigError, ResourceConfig
+
+
+class PlacementError(ConfigError):
+    """The cluster has no room for what is wanted, or is not there; a run could only wait for ever."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The actors of a role."""
+
+    role: str
+    count: int
+    cpus: float
+    gpus: float
+    """Of each."""
+
+    def __str__(self) -> str:
+        return f"{self.role} x{self.count} ({self.cpus:g} CPUs, {self.gpus:g} GPUs each)"
+
+
+@dataclass
+class Node:
+    """What a machine has left.
+
+    Example:
+        >>> node = Node("a", "10.0.0.1", cpus=2, gpus=[1.0])
+        >>> [node.take(cpus=1, gpus=0.5), node.take(cpus=0.5, gpus=0.6), node.take(cpus=1, gpus=0.5), node.gpus]
+        [True, False, True, [0.0]]
+    """
+
+    name: str
+    address: str
+    cpus: float
+    gpus: list[float] = field(default_factory=list)
+    """The free share of each GPU: a part of one is never put together from several."""
+
+    def take(self, cpus: float, gpus: float) -> bool:
+        """Set resources aside; whether there were enough."""
+        fitting = sorted((free, index) for index, free in enumerate(self.gpus) if free >= min(gpus, 1) - 1e-9)
+        count = math.ceil(gpus)
+        if cpus > self.cpus + 1e-9 or len(fitting) < count:
+            return False
+        self.cpus -= cpus
+        for _, index in fitting[:count]:
+            self.gpus[index] = round(self.gpus[index] - min(gpus, 1), 6)
+        return True
+
+    def __str__(self) -> str:
+        free = ", ".join(f"{share:g}" for share in self.gpus)
+        return f"{self.address} with {self.cpus:g} CPUs and {len(self.gpus)} GPUs{f' ({free} free)' if free else ''}"
+
+
+def wanted(config: ClusterConfig, roles: Sequence[ClusterRole], gpus: bool) -> list[Wanted]:
+    """What the actors of a run take; the largest first, since that is how they find room.
+
+    Args:
+        config: of the cluster.
+        roles: those that the run has in actors.
+        gpus: whether `placement` gives any.
+
+    Example:
+        >>> for each in wanted(ClusterConfig(placement="colocated", replicas=2), ["trainer", "rollout"], gpus=True):
+        ...     print(each)
+        trainer x1 (1 CPUs, 0.5 GPUs each)
+        rollout x2 (1 CPUs, 0.25 GPUs each)
+    """
+    shares: dict[str, float] = {}
+    if gpus and config.placement == "colocated":
+        shares = {"trainer": 0.5, "rollout": 0.5 / config.replicas}
+    elif gpus and config.placement == "split":
+        shares = dict.fromkeys(roles, 1.0)
+    found = []
+    for role in roles:
+        own = config.resources.get(role, ResourceConfig())
+        gpus_each = shares.get(role, 0.0) if own.num_gpus is None else own.num_gpus
+        found.append(Wanted(role, config.replicas if role == "rollout" else 1, own.num_cpus, gpus_each))
+    return sorted(found, key=lambda each: (-each.gpus, -each.cpus))
+
+
+def places(actors: Sequence[Wanted], nodes: Sequence[Node]) -> dict[tuple[str, int], Node]:
+    """Where every actor goes: the first machine with room.
+
+    Raises:
+        PlacementError: says for which there is none.
+
+    Example:
+        >>> places([Wanted("rollout", 3, 1, 0)], [Node("a", "a", cpus=2)])  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        atomrl.cluster.places.PlacementError: cluster: there is room for 2 of 3 rollout actors (1 CPUs, 0 GPUs ...
+    """
+    machines = [Node(node.name, node.address, node.cpus, [*node.gpus]) for node in nodes]
+    found: dict[tuple[str, int], Node] = {}
+    for each in actors:
+        for index in range(each.count):
+            room = next((node for node in machines if node.take(each.cpus, each.gpus)), None)
+            if room is None:
+                others = ", ".join(str(other) for other in actors if other is not each)
+                raise PlacementError(
+                    f"cluster: there is room for {index} of {each.count} {each.role} actors ({each.cpus:g} CPUs, "
+                    f"{each.gpus:g} GPUs each){f' beside {others}' if others else ''}: {'; '.join(map(str, nodes))}"
+                )
+            found[each.role, index] = room
+    return found
+
+
+def plan(
+    config: ClusterConfig, roles: Sequence[ClusterRole], device: str, nodes: Sequence[Node]
+) -> tuple[dict[str, Wanted], dict[tuple[str, int], Node]]:
+    """What each role's actors take, and where each goes; arguments as of `RayCluster`."""
+    gpus = device != "cpu" and (device != "auto" or any(node.gpus for node in nodes))
+    actors = wanted(config, roles, gpus)
+    return {each.role: each for each in actors}, places(actors, nodes)
+
+
+def this_machine() -> Node:
+    """What a cluster has that is started here."""
+    return Node("", "this machine", float(os.cpu_count() or 1), [1.0] * torch.cuda.device_count())
