@@ -3,6 +3,7 @@
 atomrl reward boxed completions.jsonl --out scored.jsonl
 atomrl reward gsm8k,my_rewards.mine runs/NAME/rollouts/step_000010/train.jsonl --out scored.jsonl
 atomrl reward exact_match completions.jsonl --out scored.jsonl format_score=0.1
+atomrl reward http completions.jsonl --out scored.jsonl url=http://127.0.0.1:8000/score
 
 A line of the file has `prompt`, `completion`, `ground_truth` (where the reward needs one) and any other columns. Each
 comes out with `reward` (the sum), `reward_parts`, and `reward_failures` where a reward gave no usable value. With two
@@ -53,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     write_jsonl([with_rewards(row, one) for (row, _), one in zip(rows, scored, strict=True)], arguments.out)
     print(summary(scored, rewards.seconds, seconds))
+    if totals := rewards.totals():
+        print("\n" + "\n".join(f"{name}: {value:g}" for name, value in totals.items()))
     print(f"\n{arguments.out}")
     return 0
 

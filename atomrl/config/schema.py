@@ -152,7 +152,8 @@ class RewardRoute(Section):
     that is called with trajectories."""
     args: dict[str, Any] = {}
     timeout_s: float = Field(10.0, gt=0)
-    """For one completion, in rewards that run in worker processes (all but the cheap built-in ones)."""
+    """For one completion, in rewards that run in worker processes (all but the cheap built-in ones); for one request,
+    in rewards that ask a service."""
 
     @model_validator(mode="before")
     @classmethod

@@ -34,7 +34,7 @@ class RewardModel:
     Args:
         path: a folder in the layout of `AutoModelForSequenceClassification` with its tokenizer (`atomrl reward-model`
             writes such folders), or a hub name.
-        device: as torch names it; a run gives its own.
+        device: as torch names it; a run gives its own. auto: a GPU, where the process that computes has one.
         dtype: what the model computes in: auto, float32 or bfloat16.
         tokens_per_batch: padded tokens in one forward pass.
         trust_remote_code: let the folder's own code run; a run gives its own `model.trust_remote_code`.
@@ -70,6 +70,8 @@ class RewardModel:
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float]:
         """The score of each trajectory, whatever else there is."""
         if self.model is None:
+            if self.device == "auto":
+                self.device = self.options["device"] = "cuda" if torch.cuda.is_available() else "cpu"
             self.model = load_scalar(self.path, trainable=False, **self.options).eval()
         rows = self.reader.token_ids(trajectories)
         lengths, scores = torch.tensor([len(row) for row in rows]), torch.zeros(len(rows))

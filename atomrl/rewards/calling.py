@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
-from atomrl.rewards.errors import RewardError, require
-from atomrl.rewards.table import LOADING, POOLED, REWARDS, AnyReward, find_reward, importable_name
+from pydantic import ValidationError
+
+from atomrl.rewards.errors import NoScore, RewardError, RewardStop, require
+from atomrl.rewards.table import CLASSES, POOLED, REWARDS, AnyReward, find_reward, importable_name
 from atomrl.types import FailureKind, Trajectory
 
 Style = Literal["columns", "compute_score", "compute_scores", "trajectories"]
@@ -76,6 +78,18 @@ class Task:
         }
 
 
+def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """What rewards get by name beside prompts and completions; a column that some samples lack is None for them."""
+    samples = [item.sample for item in trajectories]
+    names = dict.fromkeys(name for sample in samples for name in sample.columns)
+    return {
+        **{name: [sample.columns.get(name) for sample in samples] for name in names},
+        "ground_truth": [sample.ground_truth for sample in samples],
+        "data_source": [sample.data_source for sample in samples],
+        "completion_tokens": [item.response_tokens for item in trajectories],
+    }
+
+
 class Score(NamedTuple):
     """What a reward gave one completion."""
 
@@ -132,7 +146,7 @@ def find_scorer(
         args=dict(args),
         in_process=(local and built_in is None)
         or (built_in is not None and built_in not in POOLED)
-        or importable_name(function) in LOADING.values(),
+        or importable_name(function) in CLASSES.values(),
         by_row=(style == "compute_score" and not _is_async(function)) or built_in is not None,
         timeout_s=timeout_s,
     )
@@ -187,19 +201,33 @@ def _check_signature(name: str, function: AnyReward, style: Style, args: Mapping
 
 
 def instantiate(scorer: Scorer) -> Scorer:
-    """A reward that is a class, as an instance made with its args; any other as it is."""
+    """A reward that is a class, as an instance made with its args; any other as it is.
+
+    Raises:
+        RewardError: an argument is none that it can have.
+    """
     if scorer.style != "trajectories":
         return scorer
-    return replace(scorer, function=scorer.function(**scorer.args), args={})
+    try:
+        return replace(scorer, function=scorer.function(**scorer.args), args={})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(("args", *map(str, first["loc"])))
+        reason = (
+            f"{first['msg'].removeprefix('Value error, ')} (got {first['input']!r})" if first["loc"] else first["msg"]
+        )
+        raise RewardError(f"reward {scorer.name!r}: {key}: {reason}") from None
 
 
 def call(scorer: Scorer, payload: Mapping[str, Any]) -> Outcome:
-    """One call of a reward, guarded and checked. It never raises but for Ctrl-C."""
+    """One call of a reward, guarded and checked. It raises nothing but Ctrl-C and `RewardStop`."""
     started = time.perf_counter()
     size = len(payload["trajectories"] if scorer.style == "trajectories" else payload["completions"])
     try:
         result = _ask(scorer, payload)
         outcome = _listed(asyncio.run(_waited(result)) if inspect.isawaitable(result) else result, size)
+    except RewardStop:
+        raise
     except (Exception, SystemExit) as error:
         outcome = failed(size, "error", _describe(error))
     return outcome._replace(seconds=time.perf_counter() - started)
@@ -257,6 +285,8 @@ def _listed(result: Any, size: int) -> Outcome:
 
 def _read(value: Any) -> Score:
     """What a reward gave one completion: a number, None, verl's dict with `score`, or a trajectory with its reward."""
+    if isinstance(value, NoScore):
+        return Score(failure=value.kind, message=str(value)[:MAX_MESSAGE])
     if isinstance(value, Exception):
         return Score(failure="error", message=_describe(value)[:MAX_MESSAGE])
     parts: dict[str, float | None] = {}

@@ -9,10 +9,11 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from atomrl.rewards.calling import Outcome, Score, Scorer, Task, call, find_scorer, instantiate
+from atomrl.rewards.calling import Outcome, Score, Scorer, Task, call, columns_of, find_scorer, instantiate
 from atomrl.rewards.errors import RewardError
 from atomrl.rewards.pool import WorkerPool
-from atomrl.rewards.table import LOADING, AnyReward, importable_name
+from atomrl.rewards.service import Service
+from atomrl.rewards.table import LOADING, SERVICES, AnyReward, importable_name
 from atomrl.types import RewardFailure, Sample, Trajectory
 
 if TYPE_CHECKING:
@@ -72,18 +73,47 @@ class Rewards:
         self._warned: set[tuple[str, str]] = set()
 
     def close(self) -> None:
-        """End the worker processes; another batch starts new ones."""
+        """End the worker processes and the connections to services; another batch starts new ones."""
         self.pool.close()
+        for service in self.services.values():
+            service.close()
+
+    @property
+    def services(self) -> dict[str, Service]:
+        """The rewards that ask a service, by the name of their part (and data source)."""
+        return {
+            "/".join(filter(None, (part.name, source))): scorer.function
+            for part in self.parts
+            for source, scorer in part.scorers.items()
+            if isinstance(scorer.function, Service)
+        }
+
+    def totals(self) -> dict[str, float]:
+        """`reward/NAME/...`: what services were asked, and what they cost, since the run began."""
+        return {
+            f"reward/{name}/{key}": value
+            for name, service in self.services.items()
+            for key, value in service.totals().items()
+        }
+
+    def restore(self, totals: Mapping[str, float]) -> None:
+        """Go on from the `totals` of a run that is resumed."""
+        for name, service in self.services.items():
+            start = f"reward/{name}/"
+            service.restore({key.removeprefix(start): totals[key] for key in totals if key.startswith(start)})
 
     def check_sources(self, samples: Iterable[Sample]) -> None:
         """Whether every sample has a reward.
 
         Raises:
-            RewardError: the table of data sources lacks one; it names the sample and the sources that it has.
+            RewardError: the table of data sources lacks one; it names the sample and the sources that it has. Or a
+                service would be sent what the sample has not.
         """
         for sample in samples:
             for part in self.parts:
-                part.scorer(sample)
+                function = part.scorer(sample).function
+                if isinstance(function, Service):
+                    function.check(sample)
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The same with their rewards, in the same order.
@@ -92,7 +122,7 @@ class Rewards:
             RewardError: a reward fails on everything, none gives a value for several batches in a row, or one cannot
                 be called at all (see `build_rewards`).
         """
-        columns = _columns(trajectories)
+        columns = columns_of(trajectories)
         scores = {part.name: [Score()] * len(trajectories) for part in self.parts}
         self.seconds = [0.0] * len(trajectories)
         for task, outcome in self._run([task for part in self.parts for task in _tasks(part, trajectories, columns)]):
@@ -268,20 +298,10 @@ def _unused(name: str, taken: Sequence[str]) -> str:
 def _scorer(route: RewardRoute, local: Mapping[str, AnyReward], loading: Mapping[str, object]) -> Scorer:
     function = local.get(route.function)
     defaults = loading if function is None and route.function in LOADING else {}
+    if function is None and route.function in SERVICES:
+        defaults = {"timeout_s": route.timeout_s}
     scorer = find_scorer(route.function, {**defaults, **route.args}, function, route.timeout_s)
     return instantiate(scorer) if scorer.in_process else scorer
-
-
-def _columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
-    """What rewards get by name beside prompts and completions; a column that some samples lack is None for them."""
-    samples = [item.sample for item in trajectories]
-    names = dict.fromkeys(name for sample in samples for name in sample.columns)
-    return {
-        **{name: [sample.columns.get(name) for sample in samples] for name in names},
-        "ground_truth": [sample.ground_truth for sample in samples],
-        "data_source": [sample.data_source for sample in samples],
-        "completion_tokens": [item.response_tokens for item in trajectories],
-    }
 
 
 def _tasks(part: _Part, trajectories: Sequence[Trajectory], columns: Mapping[str, list[Any]]) -> list[Task]:

@@ -1,12 +1,31 @@
-"""The error of this package, and packages that not everyone has."""
+"""The errors of this package, and packages that not everyone has."""
 
 from __future__ import annotations
 
 import importlib.util
 
+from atomrl.types import FailureKind
+
 
 class RewardError(ValueError):
     """A reward that cannot be built or gave no usable value; the message names it and the sample."""
+
+
+class RewardStop(RewardError):
+    """What ends the run at once, whatever its patience: going on would do what the config forbids."""
+
+
+class NoScore(Exception):
+    """That there is no score for a completion. A reward returns it in the score's place.
+
+    Args:
+        kind: of the failure.
+        message: what happened.
+    """
+
+    def __init__(self, kind: FailureKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 def require(reward: str, package: str, extra: str) -> None:

@@ -24,6 +24,16 @@ LOADING: dict[str, str] = {"reward_model": "atomrl.models.reward_model.RewardMod
 this process, on the run's device, and are loaded once."""
 
 
+SERVICES: dict[str, str] = {
+    "http": "atomrl.rewards.http.HttpReward",
+    "llm_judge": "atomrl.rewards.judge.LLMJudge",
+}
+"""Built-in rewards that ask a service, by their dotted path. They wait in a thread of this process and not in workers,
+since their circuit breaker and their budget are one for the run."""
+
+CLASSES = LOADING | SERVICES
+
+
 @dataclass(frozen=True)
 class Pooled:
     """A built-in reward that runs in worker processes: the package that it calls may hang or end its process."""
@@ -54,11 +64,11 @@ def find_reward(name: str) -> AnyReward:
     """
     if name in REWARDS:
         return REWARDS[name]
-    if "." not in name and ":" not in name and name not in LOADING:
-        hint = did_you_mean(name, [*REWARDS, *LOADING], "built in are")
+    if "." not in name and ":" not in name and name not in CLASSES:
+        hint = did_you_mean(name, [*REWARDS, *CLASSES], "built in are")
         raise RewardError(f"unknown reward {name!r}; {hint} (your own is named my_module.f or ./my_file.py:f)")
     try:
-        return find_function(LOADING.get(name, name))
+        return find_function(CLASSES.get(name, name))
     except ValueError as error:
         raise RewardError(f"reward {error}") from error
 

@@ -299,8 +299,8 @@ class ReplicatedEngine:
         self.version, self.confirmed = update.version, None
         reference = self.channel.publish(replace(update, tensors=tensors), len(self.replicas))
         self.published = True
-        asked = [(replica, self.cluster.submit(replica.actor, "update_weights", reference)) for replica in self.replicas]
-        for replica, found in asked:
+        asked = [self.cluster.submit(each.actor, "update_weights", reference) for each in self.replicas]
+        for replica, found in zip(self.replicas, asked, strict=True):
             try:
                 try:
                     self._take(replica, found)

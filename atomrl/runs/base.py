@@ -100,6 +100,10 @@ class Run(ABC):
             Its metrics.
         """
 
+    def totals(self) -> dict[str, float]:
+        """What the run has used so far beside time, for the summary."""
+        return {}
+
     @abstractmethod
     def evaluate(self) -> Evaluation | None:
         """Evaluate on what is held out, if anything is."""
@@ -179,6 +183,7 @@ class Run(ABC):
             "wall_s": round(seconds, 2),
             **{f"{name}_before": value for name, value in before.items()},
             **{f"{name}_after": value for name, value in after.items()},
+            **self.totals(),
             "model": str(directory.path / "model") if progress.step else None,
         }
         directory.finish(summary)

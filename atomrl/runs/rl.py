@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.config import RunConfig
 from atomrl.data.checks import repetitions
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
+from atomrl.files import write_text
 from atomrl.loop.evaluate import evaluate
 from atomrl.loop.groups import EngineSource
 from atomrl.loop.preflight import check_group_size, check_row_limit
 from atomrl.loop.sync import Parts, run_step
 from atomrl.models.loading import resolve_folder
 from atomrl.protocols import RewardFunction
+from atomrl.rewards.actor import move_models
 from atomrl.rewards.compute import build_rewards
 from atomrl.runs import build
 from atomrl.runs.base import Evaluation, Run, identity
@@ -25,6 +28,9 @@ from atomrl.runs.checks import check_companions, check_engine
 from atomrl.tracking.resume import model_identity
 from atomrl.types import Sample
 from atomrl.weights import InProcessTransfer
+
+REWARD_TOTALS = "reward_totals.json"
+"""In the run's folder: what services were asked for rewards, and what it cost, whatever checkpoint is gone on from."""
 
 
 class RLRun(Run):
@@ -44,6 +50,8 @@ class RLRun(Run):
             max_completion_tokens=config.rollout.max_completion_tokens, report_entropy=config.train.report_entropy
         )
         device, trusted = build.device_name(config.model.device), config.model.trust_remote_code
+        if config.cluster is not None and "reward" in config.cluster.resources:
+            device = build.actor_model(config.model).device
         self.rewards = build_rewards(config.reward, local_rewards, device=device, trust_remote_code=trusted)
         self.tokenizer = build.policy_tokenizer(config)
         check_companions(config, self.algorithm, path, self.tokenizer)
@@ -94,6 +102,8 @@ class RLRun(Run):
     def open(self, stack: ExitStack) -> None:
         config = self.config
         stack.callback(self.rewards.close)
+        if self.cluster is not None and "reward" in self.cluster.wanted:
+            move_models(self.rewards, self.cluster)
         self.engine = build.build_rollout(config, self.path, self.tokenizer, self.cluster)
         stack.callback(self.engine.close)
         source = EngineSource(
@@ -115,18 +125,34 @@ class RLRun(Run):
             sleeper=self.engine if config.cluster and config.cluster.placement == "colocated" else None,
         )
         self.stream.position = self.progress.position
+        if (kept := self.record.directory.path / REWARD_TOTALS).exists():
+            self.rewards.restore(json.loads(kept.read_text(encoding="utf-8")))
         if self.engine.version != self.progress.step:
             self.parts.transfer(self.progress.step)
 
     def step(self, number: int) -> dict[str, float]:
-        metrics = run_step(self.parts, self.config, number, self.progress)
+        with self._counted():
+            metrics = run_step(self.parts, self.config, number, self.progress)
         self.progress.position = self.stream.position
-        return metrics
+        return metrics | self.totals()
+
+    def totals(self) -> dict[str, float]:
+        return self.rewards.totals()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Keep what services were asked, also where it ends in an error: it was spent."""
+        try:
+            yield
+        finally:
+            if totals := self.totals():
+                write_text(self.record.directory.path / REWARD_TOTALS, json.dumps(totals, indent=1) + "\n")
 
     def evaluate(self) -> Evaluation | None:
         if not self.held_out:
             return None
-        found = evaluate(self.engine, self.held_out, self.processor, self.rewards, build.eval_sampling(self.config))
+        with self._counted():
+            found = evaluate(self.engine, self.held_out, self.processor, self.rewards, build.eval_sampling(self.config))
         headline = {name: found.overall[name].mean for name in ("accuracy", "format", "reasoning_tokens")}
         return Evaluation(found.metrics(), headline, found.rows)
 

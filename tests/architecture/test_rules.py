@@ -28,7 +28,7 @@ LAYERS = [
     {"cli", "grpo"},
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
-OPTIONAL = {"peft", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang"}
+OPTIONAL = {"peft", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang", "httpx"}
 MAX_FILE_LINES = 400
 MAX_BODY_LINES = 60
 

@@ -1,0 +1,109 @@
+"""Reward models in a process of their own, with its share of a GPU."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from atomrl.cluster.ray_cluster import Actor, RayCluster
+from atomrl.rewards.compute import Rewards
+from atomrl.rewards.errors import NoScore, RewardStop
+from atomrl.rewards.table import LOADING, AnyReward
+from atomrl.types import Trajectory
+
+log = logging.getLogger(__name__)
+_DEATHS = 4
+"""In a row, after which the run ends."""
+
+
+class ServedRewards:
+    """Rewards in a process of their own, as `RewardActor` calls them."""
+
+    def __init__(self, rewards: Sequence[AnyReward]) -> None:
+        self.rewards = rewards
+
+    def score(self, index: int, trajectories: Sequence[Trajectory]) -> Any:
+        return self.rewards[index](trajectories)
+
+
+class RewardActor:
+    """Rewards in the Ray actor of the role `reward`.
+
+    When it dies it is started again and asked again. When it does not answer within `cluster.timeout_s`, what it was
+    asked for has no score (`timeout`), and another takes its place.
+
+    Args:
+        rewards: that are called with trajectories; must be picklable.
+        cluster: where it runs, and whose end is its end.
+    """
+
+    def __init__(self, rewards: Sequence[AnyReward], cluster: RayCluster) -> None:
+        self.cluster, self.build = cluster, partial(ServedRewards, list(rewards))
+        self._actor: Actor | None = None
+        self._lock = threading.Lock()
+        self.current()
+
+    def current(self) -> Actor:
+        """The actor, started where there is none."""
+        with self._lock:
+            if self._actor is None:
+                actor = self.cluster.start("reward", 0, self.build)
+                try:
+                    self.cluster.know(actor)
+                except BaseException:
+                    self.cluster.end(actor)
+                    raise
+                self._actor = actor
+            return self._actor
+
+    def score(self, index: int, trajectories: Sequence[Trajectory]) -> list[Any]:
+        """What the reward of this index gives.
+
+        Raises:
+            RewardStop: the actor died again and again.
+            Exception: what the reward raised.
+        """
+        for _ in range(_DEATHS):
+            actor = None
+            try:
+                actor = self.current()
+                scores: list[Any] = self.cluster.call(actor, "score", index, trajectories)
+                return scores
+            except TimeoutError as error:
+                self._give_up(actor, str(error))
+                return [NoScore("timeout", str(error))] * len(trajectories)
+            except self.cluster.died as error:
+                reason = str(error).strip().partition("\n")[0]
+                self._give_up(actor, f"{actor or 'reward'} died: {reason}")
+        raise RewardStop(f"the actor of the reward model died {_DEATHS} times in a row: {reason}")
+
+    def _give_up(self, actor: Actor | None, reason: str) -> None:
+        log.warning("%s; another one is started", reason)
+        with self._lock:
+            if actor is not None and actor is self._actor:  # and no other thread has seen to it
+                self.cluster.end(actor)
+                self._actor = None
+
+
+def move_models(rewards: Rewards, cluster: RayCluster) -> None:
+    """Let the rewards with weights of their own compute in the actor of the role `reward`. Their weights are not loaded
+    yet."""
+    models = [scorer for part in rewards.parts for scorer in part.scorers.values() if scorer.name in LOADING]
+    actor = RewardActor([scorer.function for scorer in models], cluster)
+    moved: dict[int, Callable[[Sequence[Trajectory]], list[Any]]] = {
+        id(scorer): partial(actor.score, index) for index, scorer in enumerate(models)
+    }
+    rewards.parts = [
+        replace(
+            part,
+            scorers={
+                source: replace(scorer, function=moved.get(id(scorer), scorer.function))
+                for source, scorer in part.scorers.items()
+            },
+        )
+        for part in rewards.parts
+    ]
