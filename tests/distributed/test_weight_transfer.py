@@ -162,7 +162,7 @@ def test_one_that_comes_back_with_other_weights_is_found(engine, place):
     InProcessTransfer(Trainer(engine.weight_shapes()), engine)(1)
     (place / "flag").write_text("damages")
     os.kill(engine.replicas[1].actor.pid, signal.SIGKILL)
-    with pytest.raises(WeightMismatch, match=r"replica 1 .* of version 1: model.norm.weight differs"):
+    with pytest.raises(WeightMismatch, match=r"rollout 1 .* of version 1: model.norm.weight differs"):
         engine.pause()
     engine.resume()
 
