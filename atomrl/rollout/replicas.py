@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,6 +90,10 @@ class _Replica:
     def name(self) -> str:
         return f"rollout replica {self.index} (pid {self.pid})"
 
+    def own(self, hashes: Iterable[WeightHash]) -> list[WeightHash]:
+        """Hashes with its name."""
+        return [found._replace(holder=self.name) for found in hashes]
+
     def finish(self, outputs: Iterable[GenerationOutput]) -> list[GenerationOutput]:
         """The outputs of requests that it held."""
         found = [output for output in outputs if self.held.pop(output.request_id, None)]
@@ -119,7 +124,6 @@ class ReplicatedEngine:
         self.published = False
         self.confirmed: dict[tuple[str, torch.dtype], int] | None = None
         """Hashes of the weights that were published last, once they have been read back."""
-        self.dtypes: dict[str, torch.dtype] = {}
         self.paused = self.asleep = False
         self.finished: list[GenerationOutput] = []
         """Outputs that came beside another answer; the next `poll` gives them."""
@@ -159,9 +163,8 @@ class ReplicatedEngine:
             raise error.cause from None
 
     def _silent(self, replicas: Sequence[_Replica], timeout_s: float | None = None) -> str:
-        names = ", ".join(f"{replica.index} (pid {replica.pid})" for replica in replicas)
-        limit = "while it started" if timeout_s else "cluster.timeout_s"
-        return f"rollout replica {names} has not answered for {timeout_s or self.timeout_s:g} s ({limit})"
+        limit, names = "while it started" if timeout_s else "cluster.timeout_s", ", ".join(r.name for r in replicas)
+        return f"{names} has not answered for {timeout_s or self.timeout_s:g} s ({limit})"
 
     def _call(self, replica: _Replica, method: str, *args: Any) -> Any:
         """An actor's method; done again by a new actor where it has died."""
@@ -178,7 +181,7 @@ class ReplicatedEngine:
         if replica.restarts > _RESTARTS:
             raise RuntimeError(f"rollout replica {replica.index} died {replica.restarts} times in a row") from error
         reason = str(error).strip().partition("\n")[0]
-        log.warning("rollout replica %d (pid %d) died and is started again: %s", replica.index, replica.pid, reason)
+        log.warning("%s died and is started again: %s", replica.name, reason)
         self.ray.kill(replica.actor)
         replica.actor, replica.polling = self._start(), None
         try:
@@ -187,7 +190,7 @@ class ReplicatedEngine:
                 self._take(replica, replica.actor.update_weights.remote(self.channel.again()))
             if self.confirmed is not None:
                 compare(
-                    self._hashes_of(replica, self._answer(replica, replica.actor.weight_hashes.remote())),
+                    replica.own(self._answer(replica, replica.actor.weight_hashes.remote())),
                     self.confirmed,
                     self.version,
                 )
@@ -297,11 +300,7 @@ class ReplicatedEngine:
         self.paused = False
 
     def sleep(self) -> None:
-        """Free what can be made again, in every replica.
-
-        Raises:
-            RuntimeError: there are requests.
-        """
+        """Free what can be made again, in every replica, or raise RuntimeError where there are requests."""
         self._all("set_state", "sleep")
         self.asleep = True
 
@@ -321,17 +320,18 @@ class ReplicatedEngine:
             WeightMismatch: a replica has another version afterwards.
         """
         self._all("about")  # one that has died meanwhile starts again before the others wait for it
-        tensors = [(name, tensor.to(self.dtypes.get(name, tensor.dtype))) for name, tensor in update.tensors]
+        dtypes = dict(self.confirmed or ())
+        tensors = [(name, tensor.to(dtypes.get(name, tensor.dtype))) for name, tensor in update.tensors]
         self.version, self.confirmed = update.version, None
         reference = self.channel.publish(replace(update, tensors=tensors), len(self.replicas))
         self.published = True
-        started = [(replica, replica.actor.update_weights.remote(reference)) for replica in self.replicas]
-        for replica, answer in started:
+        for replica, answer in [(replica, replica.actor.update_weights.remote(reference)) for replica in self.replicas]:
             try:
-                try:
+                with suppress(TransferBroken):
                     self._take(replica, answer)
-                except TransferBroken:  # another one has died
-                    self._take(replica, replica.actor.update_weights.remote(self.channel.again()))
+                    continue
+                # Another one has died.
+                self._take(replica, replica.actor.update_weights.remote(self.channel.again()))
             except self.ray.exceptions.RayActorError as error:
                 self._revive(replica, error)
 
@@ -342,13 +342,8 @@ class ReplicatedEngine:
     def weight_hashes(self) -> list[WeightHash]:
         """Of every replica."""
         answers = self._all("weight_hashes")
-        self.dtypes = {found.name: found.dtype for found in answers[0]}
         self.confirmed = {(f.name, f.dtype): f.value for f in answers[0] if f.value is not None}
-        pairs = zip(self.replicas, answers, strict=True)
-        return [found for replica, answer in pairs for found in self._hashes_of(replica, answer)]
-
-    def _hashes_of(self, replica: _Replica, found: Iterable[WeightHash]) -> list[WeightHash]:
-        return [hashed._replace(holder=replica.name) for hashed in found]
+        return [found for replica, answer in zip(self.replicas, answers, strict=True) for found in replica.own(answer)]
 
     def close(self) -> None:
         """End the actors, and the cluster where it was started here."""
