@@ -106,7 +106,6 @@ class ReplicatedEngine:
         self.published = False
         self.confirmed: dict[tuple[str, torch.dtype], int] | None = None
         """Hashes of the weights that were published last, once they have been read back."""
-        self.dtypes: dict[str, torch.dtype] = {}
         self.paused = self.asleep = False
         self.finished: list[GenerationOutput] = []
         """Outputs that came beside another answer; the next `poll` gives them."""
@@ -271,11 +270,7 @@ class ReplicatedEngine:
         self.paused = False
 
     def sleep(self) -> None:
-        """Free what can be made again, in every replica.
-
-        Raises:
-            RuntimeError: there are requests.
-        """
+        """Free what can be made again, in every replica, or raise RuntimeError where there are requests."""
         self._all("set_state", "sleep")
         self.asleep = True
 
@@ -295,7 +290,8 @@ class ReplicatedEngine:
             WeightMismatch: a replica has another version afterwards.
         """
         self._all("about")  # one that has died meanwhile starts again before the others wait for it
-        tensors = [(name, tensor.to(self.dtypes.get(name, tensor.dtype))) for name, tensor in update.tensors]
+        dtypes = dict((self.confirmed or {}).keys())
+        tensors = [(name, tensor.to(dtypes.get(name, tensor.dtype))) for name, tensor in update.tensors]
         self.version, self.confirmed = update.version, None
         reference = self.channel.publish(replace(update, tensors=tensors), len(self.replicas))
         self.published = True
@@ -316,7 +312,6 @@ class ReplicatedEngine:
     def weight_hashes(self) -> list[WeightHash]:
         """Of every replica."""
         answers = self._all("weight_hashes")
-        self.dtypes = {found.name: found.dtype for found in answers[0]}
         self.confirmed = {(f.name, f.dtype): f.value for f in answers[0] if f.value is not None}
         pairs = zip(self.replicas, answers, strict=True)
         return [found for replica, answer in pairs for found in self._hashes_of(replica, answer)]

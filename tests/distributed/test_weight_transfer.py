@@ -178,7 +178,16 @@ def test_one_that_dies_in_the_middle_holds_nobody_up(engine, way, place):
     transfer(3)
 
 
+def test_files_are_whole_and_old_ones_go(engine, way, place):
+    transfer = InProcessTransfer(Trainer(engine.weight_shapes()), engine)
+    for version in (1, 2, 3):
+        transfer(version)
+        if way == "files":
+            assert [found.name.split("-")[1] for found in (place / "weights").iterdir()] == [str(version)]
+
+
 def test_one_that_freezes_is_named(engine, place):
+    """The last test of each engine: a run ends there."""
     transfer = InProcessTransfer(Trainer(engine.weight_shapes()), engine)
     transfer(1)
     (place / "flag").write_text("freezes")
@@ -186,11 +195,3 @@ def test_one_that_freezes_is_named(engine, place):
     with pytest.raises(TimeoutError, match=r"rollout [01] .* has not answered for 5 s") as caught:
         transfer(2)
     os.kill(int(re.findall(r"pid (\d+)", str(caught.value))[0]), signal.SIGKILL)
-
-
-def test_files_are_whole_and_old_ones_go(engine, way, place):
-    transfer = InProcessTransfer(Trainer(engine.weight_shapes()), engine)
-    for version in (1, 2, 3):
-        transfer(version)
-        if way == "files":
-            assert [found.name.split("-")[1] for found in (place / "weights").iterdir()] == [str(version)]
