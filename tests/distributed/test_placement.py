@@ -151,35 +151,47 @@ def test_a_trainer_that_dies_ends_the_run_which_goes_on(tmp_path):
         whole.end()
 
 
-def test_two_nodes_of_which_one_goes(tmp_path):
-    """Its engine is started on another machine; where there is none, the run ends, and goes on when there is."""
+@pytest.fixture
+def nodes(tmp_path):
+    """A cluster of two machines, of which one alone has no room for all."""
     from ray.cluster_utils import Cluster
 
     prepare(tmp_path)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    runs = []
     try:
-        other = cluster.add_node(num_cpus=2)
-        larger = "cluster.resources.rollout.num_cpus=1.5"  # too much for one of them
-        runs.append(TrainingRun(tmp_path, "two", f"cluster.address={cluster.address}", larger))
-        runs[0].until_step(2)
-        third = cluster.add_node(num_cpus=2)
-        cluster.remove_node(other)
-        assert runs[0].process.wait(300) == 0
-        assert "is back after" in runs[0].log.read_text()
-        runs.append(TrainingRun(tmp_path, "lost", f"cluster.address={cluster.address}", larger))
-        runs[1].until_step(2)
-        cluster.remove_node(third)
-        assert runs[1].process.wait(300) == 2
-        assert "there is room for 0 of 1 rollout actors" in runs[1].log.read_text()
-        cluster.add_node(num_cpus=2)
-        runs.append(TrainingRun(tmp_path, "lost", f"cluster.address={cluster.address}", larger, "--resume"))
-        assert runs[2].process.wait(300) == 0
-        assert runs[2].weights() == runs[0].weights()
+        yield cluster, [f"cluster.address={cluster.address}", "cluster.resources.rollout.num_cpus=1.5"]
     finally:
-        for run in runs:
-            run.end()
         cluster.shutdown()
+
+
+def test_a_node_goes_and_its_engine_is_started_on_another(tmp_path, nodes):
+    cluster, arguments = nodes
+    going = cluster.add_node(num_cpus=2)
+    run = TrainingRun(tmp_path, "run", *arguments)
+    try:
+        run.until_step(2)
+        cluster.add_node(num_cpus=2)
+        cluster.remove_node(going)
+        assert run.process.wait(300) == 0
+        assert "is back after" in run.log.read_text()
+    finally:
+        run.end()
+
+
+def test_a_node_goes_and_the_run_ends_and_goes_on(tmp_path, nodes):
+    cluster, arguments = nodes
+    going = cluster.add_node(num_cpus=2)
+    run = TrainingRun(tmp_path, "run", *arguments)
+    try:
+        run.until_step(2)
+        cluster.remove_node(going)
+        assert run.process.wait(300) == 2
+        assert "there is room for 0 of 1 rollout actors" in run.log.read_text()
+        cluster.add_node(num_cpus=2)
+        run = TrainingRun(tmp_path, "run", *arguments, "--resume")
+        assert run.process.wait(300) == 0
+    finally:
+        run.end()
 
 
 def test_faults_by_chance(tmp_path):
