@@ -17,7 +17,6 @@ from atomrl.models.scalar import is_classifier
 from atomrl.models.spec import unsupported
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
 from atomrl.rollout.replicas import PlacementError, check_resources
-from atomrl.rollout.vllm import VLLMEngine
 from atomrl.runs.build import engine_class, train_sampling
 
 
@@ -105,15 +104,14 @@ def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
         ConfigError: there is none of this name, or it cannot.
     """
     engine, _ = engine_class(config.rollout, path, config.model)
-    if config.rollout.logprobs_over == "kept" and not engine.returns_candidates:
-        raise ConfigError(f"rollout.logprobs_over=kept: {engine.__name__} does not tell which tokens were kept")
-    needed = {"vllm": "rollout.engine=vllm"} if engine is VLLMEngine else {}
-    needed |= {"ray": "cluster"} if config.cluster else {}
+    if reason := engine.refusal(train_sampling(config)):
+        raise ConfigError(f"rollout.{reason}")
+    needed = {"ray": "cluster"} if config.cluster else {}
+    if engine.package is not None and not config.rollout.server:
+        needed[engine.package] = f"rollout.engine={config.rollout.engine}"
     for package, key in needed.items():
         if find_spec(package) is None:
             raise ConfigError(f"{key}: {package} is not installed: pip install 'atomrl[{package}]'")
-    if engine is VLLMEngine and (reason := VLLMEngine.refusal(train_sampling(config))):
-        raise ConfigError(f"rollout: {reason}")
     if config.cluster is not None and config.cluster.address is None:  # another cluster is asked when it is joined
         here = {"CPU": float(os.cpu_count() or 1), "GPU": float(torch.cuda.device_count())}
         try:
