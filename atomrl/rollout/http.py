@@ -105,7 +105,7 @@ class ServerEngine(RequestEngine):
     """
 
     server: ClassVar[bool] = True
-    health: ClassVar[str] = "/health"
+    health_path: ClassVar[str] = "/health"
 
     def __init__(
         self, folder: str, config: PretrainedConfig, eos: tuple[int, ...], tokenizer: Any, options: EngineOptions
@@ -219,7 +219,7 @@ class ServerEngine(RequestEngine):
 
     async def _healthy(self, server: Server) -> bool:
         try:
-            found = await self.client.get(server.url + self.health, timeout=min(10.0, self.options.server_timeout_s))
+            found = await self.client.get(server.url + self.health_path, timeout=min(10.0, self.options.server_timeout_s))
         except httpx.HTTPError:
             return False
         return found.status_code == 200

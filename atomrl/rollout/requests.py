@@ -102,6 +102,10 @@ class RequestEngine:
     """What must be installed for it beside AtomRL; the extra that brings it has the same name."""
     server: ClassVar[bool] = False
     """Whether it draws in a server, which may be there already (`EngineOptions.server`)."""
+    probe: ClassVar[str] = ""
+    """Statements that import the package and put the architectures it knows into `archs`."""
+    health_path: ClassVar[str] = ""
+    """Of a server: what says that it is well."""
     seeded = exact = returns_candidates = False
 
     @classmethod

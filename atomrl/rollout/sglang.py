@@ -29,6 +29,10 @@ class SGLangEngine(ServerEngine):
     """
 
     package = "sglang"
+    probe = (
+        "import sglang.srt.entrypoints.http_server\n"
+        "from sglang.srt.models.registry import ModelRegistry; archs = ModelRegistry.get_supported_archs()"
+    )
     returns_candidates = True
 
     @classmethod
@@ -43,7 +47,7 @@ class SGLangEngine(ServerEngine):
         words = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port)]
         words += ["--model-path", self.folder, "--tokenizer-path", self.tokenizer.name_or_path or self.folder]
         words += ["--dtype", str(options.dtype).removeprefix("torch."), "--log-level", "warning"]
-        words += ["--max-running-requests", str(options.max_concurrent_completions)]
+        words += ["--max-running-requests", str(options.max_concurrent_completions), "--sleep-on-idle"]
         # A completion may fill the model's context; SGLang keeps its last two places free.
         words += ["--context-length", str(self.max_positions + 2)]
         if self.on_cpu:

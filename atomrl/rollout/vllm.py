@@ -56,6 +56,7 @@ class VLLMEngine(RequestEngine):
     """
 
     package = "vllm"
+    probe = "from vllm import ModelRegistry; archs = ModelRegistry.get_supported_archs()"
     seeded = returns_candidates = True
 
     def __init__(

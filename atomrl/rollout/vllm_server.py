@@ -10,7 +10,7 @@ from typing import Any
 from atomrl.rollout.checkpoints import cpu_cache_bytes
 from atomrl.rollout.http import Answer, Server, ServerEngine, logprob_of
 from atomrl.rollout.requests import RequestState
-from atomrl.rollout.vllm import cut_refusal
+from atomrl.rollout.vllm import VLLMEngine, cut_refusal
 from atomrl.types import SamplingParams
 
 _ADAPTERS = "policy"
@@ -27,7 +27,7 @@ class VLLMServerEngine(ServerEngine):
     Log-probs are of the distribution that is drawn from, as with vLLM in process, and not `exact` for the same reason.
     """
 
-    package = "vllm"
+    package, probe = VLLMEngine.package, VLLMEngine.probe
     seeded = returns_candidates = True
 
     @classmethod
