@@ -21,13 +21,14 @@ def examine_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, s
     Raises:
         ConfigError: there is no engine of this name, or the config is none.
     """
-    from atomrl.config import ConfigError, build_config, read_yaml
+    from atomrl.cli.config_arguments import load_config
+    from atomrl.config import ConfigError
     from atomrl.runs.build import ENGINES, model_path
 
     if name not in ENGINES:
         raise ConfigError(f"--engine: unknown engine {name!r}; there are {', '.join(ENGINES)}")
     engine = ENGINES[name]
-    config = build_config(read_yaml(config_path), str(config_path)) if config_path else None
+    config = load_config(config_path) if config_path else None
     servers = config.rollout.server if config else ()
     if servers:
         for url in servers:

@@ -127,7 +127,7 @@ class FakeSGLang:
                 for adapter in {request.adapter for request in self.running} if self.alive else ():
                     self.step([request for request in self.running if request.adapter == adapter])
                 self.running = [request for request in self.running if request.reason is None]
-            time.sleep(0)  # another thread may have the lock now
+            time.sleep(0.001)  # else no other thread would ever have the lock
 
     @torch.inference_mode()
     def step(self, requests: list[Request]) -> None:
@@ -155,7 +155,7 @@ class FakeSGLang:
         kept = logprobs[order[:top_k] if top_k > 0 else order].exp()
         kept = kept[(logprobs[order].exp().cumsum(-1) - logprobs[order].exp())[: len(kept)] < params.get("top_p", 1.0)]
         generator = torch.Generator().manual_seed((request.seed * 1_000_003 + place) % 2**63)
-        if kept.isnan().any():
+        if logprobs.isnan().any():
             token = 0
         else:
             token = int(order[torch.multinomial(kept, 1, generator=generator)])
