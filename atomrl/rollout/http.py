@@ -76,7 +76,10 @@ class Server:
     """Since it last finished a request."""
     life: int = 0
     """How often it has been found well again."""
-    repair: asyncio.Lock = field(default_factory=asyncio.Lock)
+    under_way: int = 0
+    """Requests that it has not answered."""
+    change: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while its weights change or it is repaired: no request may reach it with half of them."""
 
     @property
     def load(self) -> int:
@@ -181,6 +184,10 @@ class ServerEngine(RequestEngine):
         server holds still, or has nothing to do."""
         raise NotImplementedError
 
+    def _adapter_name(self) -> str | None:
+        """What the adapters that there are now are called in a server."""
+        return self.adapters and self.adapters.name
+
     async def _name_version(self, server: Server) -> None:
         """Have the tokens from here on marked with `version`."""
         raise NotImplementedError
@@ -219,7 +226,9 @@ class ServerEngine(RequestEngine):
 
     async def _healthy(self, server: Server) -> bool:
         try:
-            found = await self.client.get(server.url + self.health_path, timeout=min(10.0, self.options.server_timeout_s))
+            found = await self.client.get(
+                server.url + self.health_path, timeout=min(10.0, self.options.server_timeout_s)
+            )
         except httpx.HTTPError:
             return False
         return found.status_code == 200
@@ -257,7 +266,7 @@ class ServerEngine(RequestEngine):
 
     async def _repair(self, server: Server, life: int, error: ServerGone) -> None:
         """Have a server that failed up again with the current weights, once for all who noticed in its `life`."""
-        async with server.repair:
+        async with server.change:
             if server.life != life:
                 return
             server.restarts += 1
@@ -305,12 +314,10 @@ class ServerEngine(RequestEngine):
             self.answers.put((state, error))
 
     async def _drawn(self, server: Server, state: RequestState) -> Answer:
-        request_id = state.request.request_id
-        while server.held.get(request_id) is state:
-            life, name = server.life, f"atomrl-{id(self):x}-{next(self.names)}"
-            server.wire_ids[request_id] = name
+        while server.held.get(state.request.request_id) is state:
+            life = server.life
             try:
-                answer = await self._generate(server, state, name)
+                answer = await self._attempt(server, state)
             except ServerGone as error:
                 await self._repair(server, life, error)
                 continue
@@ -318,11 +325,23 @@ class ServerEngine(RequestEngine):
                 if not self._paused:
                     raise
                 continue
-            # Aborted by the server for its own reasons, such as other adapters: once more.
-            if answer.reason != "abort" or server.held.get(request_id) is not state:
+            # What the server gave up for other adapters is drawn once more.
+            if answer.reason != "abort" or server.held.get(state.request.request_id) is not state:
                 server.restarts = 0
                 return answer
         return Answer((), (), (), "abort")
+
+    async def _attempt(self, server: Server, state: RequestState) -> Answer:
+        name = f"atomrl-{id(self):x}-{next(self.names)}"
+        async with server.change:
+            if server.held.get(state.request.request_id) is not state:
+                return Answer((), (), (), "abort")
+            server.under_way += 1
+            server.wire_ids[state.request.request_id] = name
+        try:
+            return await self._generate(server, state, name)
+        finally:
+            server.under_way -= 1
 
     def _advance(self) -> list[tuple[RequestState, FinishReason]]:
         finished: list[tuple[RequestState, FinishReason]] = []
@@ -454,15 +473,23 @@ class ServerEngine(RequestEngine):
             shutil.rmtree(folder)
 
     async def _exchange(self, server: Server) -> None:
-        """Take the weights that there are now, between two tokens."""
-        if not self._paused:
-            await self._hold(server)
-        await self._take(server)
-        if not self._paused:
-            await self._go_on(server)
+        """Take the weights that there are now, between two tokens.
+
+        Under other adapters what is under way begins again: a completion has one name for them from first to last.
+        """
+        async with server.change:
+            while server.under_way and self._adapter_name() != server.adapters:
+                await self._abort_all([(server, name) for name in server.wire_ids.values()])
+                await asyncio.sleep(_ABORT_S)
+            if not self._paused:
+                await self._hold(server)
+            await self._take(server)
+            if not self._paused:
+                await self._go_on(server)
 
     async def _take(self, server: Server) -> None:
         await self._load(server, self.weights, self.adapters)
+        server.adapters = self._adapter_name()
         await self._name_version(server)
 
     def sleep(self) -> None:
@@ -491,7 +518,6 @@ class ServerEngine(RequestEngine):
         self.thread.join()
         self.loop.close()
         self.files.cleanup()
-
 
     async def _end(self) -> None:
         """Let no task of the loop outlive it."""

@@ -132,15 +132,12 @@ class SGLangEngine(ServerEngine):
         if weights is not None:
             named = {"model_path": str(weights), "weight_version": str(self.version), "flush_cache": True}
             await self._post(server, "/update_weights_from_disk", named)
-        if server.adapters == (adapters and adapters.name):
+        if server.adapters == self._adapter_name():
             return
-        # One that is in use is not taken away: what is under way begins again, when the server goes on.
-        await self._abort_all([(server, name) for name in server.wire_ids.values()])
         if server.adapters is not None:
             await self._post(server, "/unload_lora_adapter", {"lora_name": server.adapters})
         if adapters is not None:
             await self._post(server, "/load_lora_adapter", {"lora_name": adapters.name, "lora_path": str(adapters)})
-        server.adapters = adapters and adapters.name
 
     async def _name_version(self, server: Server) -> None:
         label = {"new_version": str(self.version), "abort_all_requests": False}

@@ -19,6 +19,7 @@ from atomrl.rollout.requests import EngineOptions, RequestEngine, RequestState
 from atomrl.rollout.stopping import StopRule, eos_token_ids
 from atomrl.types import FinishReason, SamplingParams
 
+
 def cut_refusal(name: str, sampling: SamplingParams, cuts: bool) -> str | None:
     """Why an engine that gives log-probs over what is drawn from cannot give those over the vocabulary, if so.
 

@@ -130,12 +130,12 @@ class VLLMServerEngine(ServerEngine):
         if adapters is not None:
             named = {"lora_name": _ADAPTERS, "lora_path": str(adapters), "load_inplace": True}
             await self._post(server, "/v1/load_lora_adapter", named)
-        if bool(adapters) != bool(server.adapters):  # what is under way began with other adapters, or none
-            server.adapters = _ADAPTERS if adapters else None
-            await self._abort_all([(server, name) for name in server.wire_ids.values()])
         found = await self._post(server, "/reset_prefix_cache", params={"reset_running_requests": True})
         if not found["success"]:
             raise RuntimeError(f"{server.name} keeps its cache, which is of the weights before")
+
+    def _adapter_name(self) -> str | None:
+        return _ADAPTERS if self.adapters else None  # new ones take the old ones' place
 
     async def _name_version(self, server: Server) -> None:
         await self._post(server, "/update_weight_version", {"new_version": str(self.version)})

@@ -101,8 +101,7 @@ class FakeSGLang:
         self.wakes = threading.Condition()
         self.seeds = 0
         handler = type("Handler", (Handler,), {"fake": self})
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), handler)
-        self.server.daemon_threads = True
+        self.server = Listener(("127.0.0.1", port), handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         self.threads = [threading.Thread(target=run, daemon=True) for run in (self.server.serve_forever, self.work)]
         for thread in self.threads:
@@ -303,6 +302,11 @@ class FakeSGLang:
                 "max_lora_rank": 4, "model_path": self.path,
             }  # fmt: skip
         raise FileNotFoundError(path)
+
+
+class Listener(ThreadingHTTPServer):
+    request_queue_size = 1024
+    daemon_threads = True
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -20,8 +20,8 @@ from atomrl.models.loading import read_weights
 from atomrl.protocols import Adapter, WeightUpdate
 from atomrl.rollout.generate import generate, requests_of
 from atomrl.rollout.hf import HFEngine
-from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.http import ServerEngine
+from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.replicas import ReplicatedEngine
 from atomrl.rollout.requests import EngineOptions
 from atomrl.rollout.sglang import SGLangEngine
