@@ -1,4 +1,4 @@
-"""`ServerEngine`: what engines behind an HTTP server share. Requests go to servers, outputs come back as they finish."""
+"""`ServerEngine`: what engines behind an HTTP server share."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class ServerEngine(RequestEngine):
 
     def _adapter_name(self) -> str | None:
         """What the adapters that there are now are called in a server."""
-        return self.adapters and self.adapters.name
+        return self.adapters.name if self.adapters else None
 
     async def _name_version(self, server: Server) -> None:
         """Have the tokens from here on marked with `version`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 
 _GRACE_S = 10.0
 _TAIL_LINES = 15
-# Linux ends it with the process that asked for it, also when that was killed. It stays alone where that is already gone.
+# Linux ends it with the process that asked for it, also when that was killed.
 _LAUNCH = (
     "import ctypes, os, signal, sys\n"
     "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
@@ -64,14 +65,10 @@ class ServerProcess:
         """End it and all that it has started."""
         if self.process.poll() is None:
             self.process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:
-                pass
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
         self.folder.cleanup()
 

@@ -68,8 +68,8 @@ class SGLangEngine(ServerEngine):
         found = await self._get(server, "/server_info")
         if self.options.lora_rank and not found["enable_lora"]:
             raise RuntimeError(
-                f"{server.name} takes no adapters: start it with --enable-lora --max-lora-rank {self.options.lora_rank} "
-                "--lora-target-modules all, which wants a GPU; or train all weights (no model.lora)"
+                f"{server.name} takes no adapters: start it with --enable-lora --lora-target-modules all "
+                f"--max-lora-rank {self.options.lora_rank}, which wants a GPU; or train all weights (no model.lora)"
             )
         self.seeded = bool(found["enable_deterministic_inference"]) and (self.seeded or server is self.servers[0])
 

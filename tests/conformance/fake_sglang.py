@@ -1,5 +1,6 @@
-"""SGLang's HTTP interface (0.5.23) on a small model, for tests: it refuses what SGLang does not know, and what goes wrong
-there without a word.
+"""SGLang's HTTP interface (0.5.23) on a small model, for tests.
+
+It refuses what SGLang does not know, and what goes wrong there without a word.
 
 It shares no code with the engines: each token is a forward pass of transformers over all that came before.
 """
@@ -154,10 +155,8 @@ class FakeSGLang:
         kept = logprobs[order[:top_k] if top_k > 0 else order].exp()
         kept = kept[(logprobs[order].exp().cumsum(-1) - logprobs[order].exp())[: len(kept)] < params.get("top_p", 1.0)]
         generator = torch.Generator().manual_seed((request.seed * 1_000_003 + place) % 2**63)
-        if logprobs.isnan().any():
-            token = 0
-        else:
-            token = int(order[torch.multinomial(kept, 1, generator=generator)])
+        finite = not logprobs.isnan().any()
+        token = int(order[torch.multinomial(kept, 1, generator=generator)]) if finite else 0
         request.drawn.append(token)
         request.labels.append(self.label)
         request.logprobs.append(float(logprobs[token]))

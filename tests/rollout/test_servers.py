@@ -27,7 +27,7 @@ from tests.conformance.fake_sglang import FakeSGLang
 from tests.engines import prompts_of, response
 from tests.tiny import make_tiny_model
 
-LONG = SamplingParams(completions_per_prompt=4, max_completion_tokens=60, ignore_eos=True)
+LONG = SamplingParams(completions_per_prompt=4, max_completion_tokens=30, ignore_eos=True)
 SHORT = SamplingParams(completions_per_prompt=3, max_completion_tokens=8)
 PROMPTS = prompts_of((5, 6, 7), (20, 21), (40,))
 
@@ -55,7 +55,7 @@ def fakes(folder):
 def connect(folder):
     made: list[SGLangEngine] = []
 
-    def make(*fakes: FakeSGLang, timeout_s: float = 30.0, **options) -> SGLangEngine:
+    def make(*fakes: FakeSGLang, timeout_s: float = 200.0, **options) -> SGLangEngine:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         urls = tuple(fake.url for fake in fakes)
         options = EngineOptions(torch.float32, "cpu", 64, server=urls, server_timeout_s=timeout_s, **options)
@@ -141,7 +141,7 @@ def test_requests_of_a_server_that_comes_back_are_done_again_with_the_current_we
 def test_weights_change_between_two_tokens_and_each_token_knows_which_drew_it(fakes, connect, folder):
     fake = fakes()
     engine = connect(fake)
-    long = SamplingParams(completions_per_prompt=2, max_completion_tokens=400, ignore_eos=True)
+    long = SamplingParams(completions_per_prompt=2, max_completion_tokens=150, ignore_eos=True)
     engine.submit(requests_of(PROMPTS[0], long))
     while not fake.running or len(fake.running[0].drawn) < 5:
         time.sleep(0.005)
@@ -158,7 +158,7 @@ def test_weights_change_between_two_tokens_and_each_token_knows_which_drew_it(fa
         for segment in output.segments:
             with torch.no_grad():
                 logits = models[segment.policy_version](torch.tensor([[5, 6, 7, *ids]])).logits[0, 2:-1].log_softmax(-1)
-            expected = logits[torch.arange(400), torch.tensor(ids)][begin : begin + len(segment.token_ids)]
+            expected = logits[torch.arange(150), torch.tensor(ids)][begin : begin + len(segment.token_ids)]
             assert (expected - torch.tensor(segment.logprobs)).abs().max() < 5e-5
             begin += len(segment.token_ids)
 
@@ -171,13 +171,13 @@ def test_new_adapters_have_what_is_under_way_begin_again(fakes, connect, folder)
     adapter = Adapter(a=torch.full((2, 32), 0.1), b=torch.full((32, 2), 0.1), scale=0.5)
     layer = "model.layers.0.self_attn.q_proj.weight"
     engine.update_weights(WeightUpdate(version=1, adapters={layer: adapter}))
-    engine.submit(requests_of(PROMPTS[0], SamplingParams(max_completion_tokens=300, ignore_eos=True)))
+    engine.submit(requests_of(PROMPTS[0], SamplingParams(max_completion_tokens=120, ignore_eos=True)))
     while not fake.running or len(fake.running[0].drawn) < 5:
         time.sleep(0.005)
     engine.update_weights(WeightUpdate(version=2, adapters={layer: adapter}))
     (output,) = engine.poll()
     assert [segment.policy_version for segment in output.segments] == [2]
-    assert len(output.segments[0].token_ids) == 300 and len(fake.adapters) == 1
+    assert len(output.segments[0].token_ids) == 120 and len(fake.adapters) == 1
 
 
 def test_a_server_without_adapters_is_refused_for_a_config_with_some(fakes, connect, monkeypatch):
