@@ -4,7 +4,7 @@
     python tools/sglang_cpu.py prepare                               # in the environment that then has it
 
 The wheel itself, and torchvision, are installed with `--no-deps`. `prepare` puts an `sgl_kernel` there that has every
-name and no kernel, so that SGLang can be imported, and empties the part of torchvision that wants its compiled operators.
+name and no kernel, so that SGLang can be imported, and empties the part of torchvision that wants compiled operators.
 """
 
 from __future__ import annotations
@@ -16,12 +16,45 @@ import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
 
-UNUSED = """
-anthropic apache-tvm-ffi av blobfile build cuda-python datasets decord2 deepseek-recipe flash-attn-4 flashinfer_python
-humming-kernels kernels mistral_common modelscope ninja nvidia-cutlass-dsl nvidia-mathdx nvidia-ml-py nvshmem4py-cu13
-openai-harmony py-spy quack-kernels sgl-deep-ep sgl-deep-gemm sgl-flash-mla sglang-kernel smg-grpc-servicer tilelang
-timm tml-renderers torch torch_memory_saver torchaudio torchcodec torchvision watchfiles
-""".split()
+UNUSED = [
+    "anthropic",
+    "apache-tvm-ffi",
+    "av",
+    "blobfile",
+    "build",
+    "cuda-python",
+    "datasets",
+    "decord2",
+    "deepseek-recipe",
+    "flash-attn-4",
+    "flashinfer_python",
+    "humming-kernels",
+    "kernels",
+    "mistral_common",
+    "modelscope",
+    "ninja",
+    "nvidia-cutlass-dsl",
+    "nvidia-mathdx",
+    "nvidia-ml-py",
+    "nvshmem4py-cu13",
+    "openai-harmony",
+    "py-spy",
+    "quack-kernels",
+    "sgl-deep-ep",
+    "sgl-deep-gemm",
+    "sgl-flash-mla",
+    "sglang-kernel",
+    "smg-grpc-servicer",
+    "tilelang",
+    "timm",
+    "tml-renderers",
+    "torch",
+    "torch_memory_saver",
+    "torchaudio",
+    "torchcodec",
+    "torchvision",
+    "watchfiles",
+]
 """Kernels for GPUs, pictures and sound, other services; torch is the project's."""
 ALSO = ("dill", "cffi")
 """Imported, and asked for by packages that are left out."""

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.rollout.checkpoints import cpu_cache_tokens
-from atomrl.rollout.http import Answer, Server, ServerEngine, logprob_of
+from atomrl.rollout.http import Answer, Server, logprob_of
 from atomrl.rollout.requests import RequestState
+from atomrl.rollout.servers import ServerEngine
 from atomrl.rollout.vllm import cut_refusal
 from atomrl.types import SamplingParams
 
@@ -65,7 +66,7 @@ class SGLangEngine(ServerEngine):
         return words, environment | ({"SGLANG_USE_CPU_ENGINE": "1"} if self.on_cpu else {})
 
     async def _check(self, server: Server) -> None:
-        found = await self._get(server, "/server_info")
+        found = await self.client.get(server, "/server_info")
         if self.options.lora_rank and not found["enable_lora"]:
             raise RuntimeError(
                 f"{server.name} takes no adapters: start it with --enable-lora --lora-target-modules all "
@@ -101,7 +102,7 @@ class SGLangEngine(ServerEngine):
             body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
         if server.adapters:
             body["lora_path"] = server.adapters
-        return self._read(await self._post(server, "/generate", body), sampling)
+        return self._read(await self.client.post(server, "/generate", body), sampling)
 
     def _read(self, found: Mapping[str, Any], sampling: SamplingParams) -> Answer:
         tokens, meta = found["output_ids"], found["meta_info"]
@@ -119,32 +120,34 @@ class SGLangEngine(ServerEngine):
         return Answer(tokens, logprobs, meta["weight_versions"], meta["finish_reason"]["type"], candidates)
 
     async def _abort(self, server: Server, name: str) -> None:
-        await self._post(server, "/abort_request", {"rid": name})
+        await self.client.post(server, "/abort_request", {"rid": name})
 
     async def _hold(self, server: Server) -> None:
         # Not `in_place`, which goes on with the cache of the weights before.
-        await self._post(server, "/pause_generation", {"mode": "retract"})
+        await self.client.post(server, "/pause_generation", {"mode": "retract"})
 
     async def _go_on(self, server: Server) -> None:
-        await self._post(server, "/continue_generation", {"torch_empty_cache": False})
+        await self.client.post(server, "/continue_generation", {"torch_empty_cache": False})
 
     async def _load(self, server: Server, weights: Path | None, adapters: Path | None) -> None:
         if weights is not None:
             named = {"model_path": str(weights), "weight_version": str(self.version), "flush_cache": True}
-            await self._post(server, "/update_weights_from_disk", named)
+            await self.client.post(server, "/update_weights_from_disk", named)
         if server.adapters == self._adapter_name():
             return
         if server.adapters is not None:
-            await self._post(server, "/unload_lora_adapter", {"lora_name": server.adapters})
+            await self.client.post(server, "/unload_lora_adapter", {"lora_name": server.adapters})
         if adapters is not None:
-            await self._post(server, "/load_lora_adapter", {"lora_name": adapters.name, "lora_path": str(adapters)})
+            await self.client.post(
+                server, "/load_lora_adapter", {"lora_name": adapters.name, "lora_path": str(adapters)}
+            )
 
     async def _name_version(self, server: Server) -> None:
         label = {"new_version": str(self.version), "abort_all_requests": False}
-        await self._post(server, "/update_weight_version", label)
-        found = (await self._get(server, "/model_info"))["weight_version"]
+        await self.client.post(server, "/update_weight_version", label)
+        found = (await self.client.get(server, "/model_info"))["weight_version"]
         if found != str(self.version):
             raise RuntimeError(f"{server.name} has weights of version {found}, not {self.version}")
 
     async def _set_memory(self, server: Server, asleep: bool) -> None:
-        await self._post(server, "/release_memory_occupation" if asleep else "/resume_memory_occupation", {})
+        await self.client.post(server, "/release_memory_occupation" if asleep else "/resume_memory_occupation", {})

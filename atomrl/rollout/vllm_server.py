@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.rollout.checkpoints import cpu_cache_bytes
-from atomrl.rollout.http import Answer, Server, ServerEngine, logprob_of
+from atomrl.rollout.http import Answer, Server, logprob_of
 from atomrl.rollout.requests import RequestState
+from atomrl.rollout.servers import ServerEngine
 from atomrl.rollout.vllm import VLLMEngine, cut_refusal
 from atomrl.types import SamplingParams
 
@@ -59,7 +60,7 @@ class VLLMServerEngine(ServerEngine):
 
     async def _check(self, server: Server) -> None:
         try:
-            config = (await self._get(server, "/server_info", params={"config_format": "json"}))["vllm_config"]
+            config = (await self.client.get(server, "/server_info", params={"config_format": "json"}))["vllm_config"]
         except RuntimeError:
             raise RuntimeError(f"{server.name} takes no new weights: start it with VLLM_SERVER_DEV_MODE=1") from None
         model, lora = config["model_config"], config["lora_config"]
@@ -74,8 +75,10 @@ class VLLMServerEngine(ServerEngine):
                 f"--max-lora-rank {self.options.lora_rank} and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             )
         probe = {"token_ids": [0], "sampling_params": {"max_tokens": 1}}
-        if (await self.client.post(f"{server.url}/inference/v1/generate", json=probe)).status_code == 403:
-            raise RuntimeError(f"{server.name} gives no tokens: start it with --enable-scale-out")
+        try:
+            await self.client.post(server, "/inference/v1/generate", probe)
+        except RuntimeError:
+            raise RuntimeError(f"{server.name} gives no tokens: start it with --enable-scale-out") from None
 
     async def _generate(self, server: Server, state: RequestState, name: str) -> Answer:
         sampling, request = state.rule.sampling, state.request
@@ -101,7 +104,7 @@ class VLLMServerEngine(ServerEngine):
         }
         if server.adapters:
             body["model"] = server.adapters
-        (choice,) = (await self._post(server, "/inference/v1/generate", body))["choices"]
+        (choice,) = (await self.client.post(server, "/inference/v1/generate", body))["choices"]
         tokens = choice["token_ids"]
         drawn = ((choice["logprobs"] or {}).get("content") or []) if sampling.logprobs_over != "none" else []
         logprobs = [logprob_of(token["logprob"]) for token in drawn]
@@ -115,22 +118,22 @@ class VLLMServerEngine(ServerEngine):
         return Answer(tokens, logprobs, choice["weight_versions"] or [], choice["finish_reason"], candidates)
 
     async def _abort(self, server: Server, name: str) -> None:
-        await self._post(server, "/abort_requests", {"request_ids": [f"generate-tokens-{name}"]})
+        await self.client.post(server, "/abort_requests", {"request_ids": [f"generate-tokens-{name}"]})
 
     async def _hold(self, server: Server) -> None:
-        await self._post(server, "/pause", params={"mode": "keep"})
+        await self.client.post(server, "/pause", params={"mode": "keep"})
 
     async def _go_on(self, server: Server) -> None:
-        await self._post(server, "/resume")
+        await self.client.post(server, "/resume")
 
     async def _load(self, server: Server, weights: Path | None, adapters: Path | None) -> None:
         if weights is not None:
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
-            await self._post(server, "/collective_rpc", call)
+            await self.client.post(server, "/collective_rpc", call)
         if adapters is not None:
             named = {"lora_name": _ADAPTERS, "lora_path": str(adapters), "load_inplace": True}
-            await self._post(server, "/v1/load_lora_adapter", named)
-        found = await self._post(server, "/reset_prefix_cache", params={"reset_running_requests": True})
+            await self.client.post(server, "/v1/load_lora_adapter", named)
+        found = await self.client.post(server, "/reset_prefix_cache", params={"reset_running_requests": True})
         if not found["success"]:
             raise RuntimeError(f"{server.name} keeps its cache, which is of the weights before")
 
@@ -138,10 +141,12 @@ class VLLMServerEngine(ServerEngine):
         return _ADAPTERS if self.adapters else None  # new ones take the old ones' place
 
     async def _name_version(self, server: Server) -> None:
-        await self._post(server, "/update_weight_version", {"new_version": str(self.version)})
-        found = (await self._get(server, "/weight_info"))["weight_version"]
+        await self.client.post(server, "/update_weight_version", {"new_version": str(self.version)})
+        found = (await self.client.get(server, "/weight_info"))["weight_version"]
         if found != str(self.version):
             raise RuntimeError(f"{server.name} has weights of version {found}, not {self.version}")
 
     async def _set_memory(self, server: Server, asleep: bool) -> None:
-        await self._post(server, "/sleep" if asleep else "/wake_up", **({"params": {"level": 1}} if asleep else {}))
+        await self.client.post(
+            server, "/sleep" if asleep else "/wake_up", **({"params": {"level": 1}} if asleep else {})
+        )

@@ -20,10 +20,10 @@ from atomrl.models.loading import read_weights
 from atomrl.protocols import Adapter, WeightUpdate
 from atomrl.rollout.generate import generate, requests_of
 from atomrl.rollout.hf import HFEngine
-from atomrl.rollout.http import ServerEngine
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.replicas import ReplicatedEngine
 from atomrl.rollout.requests import EngineOptions
+from atomrl.rollout.servers import ServerEngine
 from atomrl.rollout.sglang import SGLangEngine
 from atomrl.rollout.vllm import VLLMEngine
 from atomrl.rollout.vllm_server import VLLMServerEngine
