@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,30 +121,17 @@ def die_on_call(owner: Any, name: str, number: int, where: Callable[..., bool] =
 
 def announce_phases(pipe: int) -> None:
     """Write a line to the pipe as each phase begins and ends."""
-    from atomrl.loop import sync
+    from atomrl.loop import groups, sync
+    from atomrl.rewards.compute import Rewards
     from atomrl.training.local import LocalBackend
 
     def say(phase: str, what: str) -> Callable[..., None]:
         return lambda *arguments: (os.write(pipe, f"{phase} {what}\n".encode()), None)[1]
 
-    wrap(sync, "generate", say("rollout", "begins"), say("rollout", "ends"))
+    wrap(groups, "generate", say("rollout", "begins"), say("rollout", "ends"))
     wrap(LocalBackend, "train_step", say("update", "begins"), say("update", "ends"))
     wrap(sync, "save_checkpoint", say("save", "begins"), say("save", "ends"))
-    collect = sync.collect
-
-    def with_reward_phase(parts: Any, *rest: Any) -> Any:
-        inner = parts.rewards
-
-        def rewards(rollouts: Any) -> Any:
-            say("reward", "begins")()
-            try:
-                return inner(rollouts)
-            finally:
-                say("reward", "ends")()
-
-        return collect(replace(parts, rewards=rewards), *rest)
-
-    sync.collect = with_reward_phase
+    wrap(Rewards, "__call__", say("reward", "begins"), say("reward", "ends"))
 
 
 def set_trap(point: str, saves: int) -> None:

@@ -60,6 +60,7 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
     from atomrl.config import build_config
     from atomrl.data.processor import DataProcessor
     from atomrl.data.stream import PromptStream
+    from atomrl.loop.groups import EngineSource
     from atomrl.loop.sync import Parts, Progress, run_step
     from atomrl.models.loading import load_tokenizer
     from atomrl.rewards.compute import build_rewards
@@ -96,15 +97,21 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
         tokenizer=tokenizer,
         device=device_name(),
     )
-    parts = Parts(
+    processor = DataProcessor(tokenizer, config.data)
+    source = EngineSource(
         engine=engine,
+        algorithm=algorithm,
+        stream=PromptStream(samples, shuffle=False),
+        processor=processor,
+        rewards=build_rewards(config.reward),
+        sampling=SamplingParams(completions_per_prompt=MEMBERS, **lengths, **sampling),
+    )
+    parts = Parts(
+        source=source,
         transfer=InProcessTransfer(trainer, engine),
         trainer=trainer,
         algorithm=algorithm,
-        stream=PromptStream(samples, shuffle=False),
-        processor=DataProcessor(tokenizer, config.data),
-        rewards=build_rewards(config.reward),
-        sampling=SamplingParams(completions_per_prompt=MEMBERS, **lengths, **sampling),
+        processor=processor,
         record=type("Record", (), {"log_rollouts": staticmethod(lambda *_: None)})(),
     )
 

@@ -1,34 +1,32 @@
-"""The synchronous loop: collect, learn, hand the weights over, report; then again.
+"""The loop: collect, learn, hand the weights over, report; then again.
 
-It knows types and protocols, no engine, back end or algorithm by name.
+Where the groups come from is the source's business (`loop/groups.py`). It knows types and protocols, no engine, back
+end or algorithm by name.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
 from types import FrameType
 from typing import Any
 
 from atomrl.config import RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows, to_training_batches
-from atomrl.data.stream import PromptStream
+from atomrl.loop.groups import GroupSource
 from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
 from atomrl.metrics import Metrics
 from atomrl.objective.advantage_inputs import given
-from atomrl.protocols import Algorithm, ModelInput, RewardComputer, RolloutEngine, TrainingBackend, WeightTransfer
-from atomrl.rollout.generate import generate
+from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightTransfer
 from atomrl.tracking.recorder import Recorder
-from atomrl.types import AdvantageBatch, RowBatch, SamplingParams, Trajectory, by_group
+from atomrl.types import AdvantageBatch, RowBatch
 
 log = logging.getLogger(__name__)
 PHASES: Mapping[str, frozenset[ModelInput]] = {
@@ -40,8 +38,6 @@ PHASES: Mapping[str, frozenset[ModelInput]] = {
 }
 """What a back end computes before the advantages, by the name of its `timing_s/` (verl's): a forward pass of one model
 each."""
-MAX_ROUNDS = 20
-"""Of a step's rollouts: each draws as many groups as are still missing."""
 MAX_IDLE_STEPS = 3
 """Steps in a row without a group that the algorithm accepts, after which a run ends."""
 
@@ -50,14 +46,11 @@ MAX_IDLE_STEPS = 3
 class Parts:
     """What a step of reinforcement learning is made of."""
 
-    engine: RolloutEngine
+    source: GroupSource
     transfer: WeightTransfer
     trainer: TrainingBackend
     algorithm: Algorithm
-    stream: PromptStream
     processor: DataProcessor
-    rewards: RewardComputer
-    sampling: SamplingParams
     record: Recorder
 
 
@@ -157,7 +150,7 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
     """One step: rollouts, rewards, rows, advantages, updates, weights."""
     watch = Stopwatch()
     with before_updates():
-        accepted, refused = collect(parts, config.items_per_step, step, watch)
+        accepted, refused = parts.source.collect(config.items_per_step, step, watch)
     progress.idle_steps = 0 if accepted else progress.idle_steps + 1
     drawn = [*chain(*accepted), *chain(*refused)]
     rows = to_rows(list(chain(*accepted)), config.train.max_row_tokens)
@@ -183,7 +176,7 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
         metrics["rollout/groups_missing"] = float(config.items_per_step - len(accepted))
         metrics["rollout/acceptance_rate"] = len(accepted) / max(1, groups)
     tokens = sum(item.prompt_tokens + item.response_tokens for item in drawn)
-    return metrics | update_metrics(results) | watch.metrics(tokens)
+    return metrics | update_metrics(results) | parts.source.metrics() | watch.metrics(tokens)
 
 
 def learn(
@@ -221,60 +214,6 @@ def learn(
     with watch("update_actor"):
         parts = to_training_batches(batch, algorithm, updates=updates, epochs=epochs, seed=seed, step=step)
         return batch, [trainer.train_step(part, algorithm) for part in parts]
-
-
-Groups = list[list[Trajectory]]
-
-
-def collect(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
-    """Rollouts and rewards of `prompts` prompts; where the algorithm refuses groups, of as many others in their place.
-
-    After `MAX_ROUNDS` the step goes on with what was found, with a warning (dynamic sampling: DAPO, arXiv:2503.14476,
-    section 3.2).
-
-    Returns:
-        The groups that are trained on, and those that the algorithm refused.
-    """
-    accepted: Groups = []
-    refused: Groups = []
-    for _ in range(MAX_ROUNDS):
-        for group in by_group(draw(parts, prompts - len(accepted), step, watch)).values():
-            (accepted if is_accepted(parts.algorithm, group) else refused).append(group)
-        if len(accepted) >= prompts:
-            break
-    else:
-        log.warning(
-            "step %d: %s accepted %d of %d groups, and %d were wanted: the step goes on with those",
-            step, parts.algorithm.name, len(accepted), len(accepted) + len(refused), prompts,
-        )  # fmt: skip
-    return accepted, refused
-
-
-def draw(parts: Parts, prompts: int, step: int, watch: Stopwatch) -> list[Trajectory]:
-    """Trajectories of the next prompts, with their rewards and those of the algorithm's `extra_rollouts`."""
-    batch = parts.processor.to_prompts(parts.stream.take(prompts))
-
-    def scored(**changes: Any) -> list[Trajectory]:
-        with watch("gen"):
-            drawn = generate(parts.engine, batch, replace(parts.sampling, step=step, **changes))
-        with watch("reward"):
-            return list(parts.rewards(drawn))
-
-    trajectories = scored()
-    if parts.algorithm.extra_rollouts is None:
-        return trajectories
-    groups = by_group([item for item in scored(**parts.algorithm.extra_rollouts) if item.reward is not None])
-    baselines = {prompt_id: fmean(item.reward or 0.0 for item in group) for prompt_id, group in groups.items()}
-    # NaN, not None: it was drawn, also where it earned nothing that counts.
-    return [replace(item, baseline_reward=baselines.get(item.prompt_id, math.nan)) for item in trajectories]
-
-
-def is_accepted(algorithm: Algorithm, group: Sequence[Trajectory]) -> bool:
-    """Whether a group is trained on. What the model wrote no token of becomes no row: its reward is no signal."""
-    written = [item for item in group if any(part.origin == "model" and part.token_ids for part in item.segments)]
-    given = [(item.reward, item.token_rewards) for item in written if item.reward is not None]
-    rewards = [outcome + sum(reward for _, reward in by_token) for outcome, by_token in given]
-    return algorithm.accepts_group is None or algorithm.accepts_group(rewards)
 
 
 def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:

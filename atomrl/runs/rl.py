@@ -13,6 +13,7 @@ from atomrl.data.checks import repetitions
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
 from atomrl.loop.evaluate import evaluate
+from atomrl.loop.groups import EngineSource
 from atomrl.loop.preflight import check_group_size, check_row_limit
 from atomrl.loop.sync import Parts, run_step
 from atomrl.models.loading import resolve_folder
@@ -95,15 +96,21 @@ class RLRun(Run):
         stack.callback(self.rewards.close)
         self.engine = build.build_rollout(config, self.path, self.tokenizer)
         stack.callback(self.engine.close)
-        self.parts = Parts(
+        source = EngineSource(
             engine=self.engine,
-            transfer=InProcessTransfer(self.trainer, self.engine),
-            trainer=self.trainer,
             algorithm=self.algorithm,
             stream=self.stream,
             processor=self.processor,
             rewards=self.rewards,
             sampling=build.train_sampling(config),
+        )
+        stack.callback(source.close)
+        self.parts = Parts(
+            source=source,
+            transfer=InProcessTransfer(self.trainer, self.engine),
+            trainer=self.trainer,
+            algorithm=self.algorithm,
+            processor=self.processor,
             record=self.record,
         )
         self.stream.position = self.progress.position

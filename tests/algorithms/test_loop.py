@@ -85,7 +85,7 @@ def test_an_adaptive_coefficient_survives_a_restart(model, tmp_path):
         parts, _ = make_parts(model, folder, algorithm=algorithm)
         trainer = type(parts.trainer)
         trainer = with_reference(trainer, model, algorithm)
-        parts = replace(parts, trainer=trainer, transfer=InProcessTransfer(trainer, parts.engine))
+        parts = replace(parts, trainer=trainer, transfer=InProcessTransfer(trainer, parts.source.engine))
         if checkpoint is not None:
             parts.trainer.load(checkpoint)
         train(parts, planned(steps=steps, updates_per_epoch=2, save=1), progress, saver(parts))

@@ -12,6 +12,7 @@ from atomrl.algorithms.table import objective_of
 from atomrl.config import DataConfig, RunConfig, build_config
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
+from atomrl.loop.groups import EngineSource
 from atomrl.loop.sync import Parts, Progress, Save, run_step, run_steps
 from atomrl.metrics import Count, Metrics
 from atomrl.rollout.fake import FakeEngine
@@ -106,28 +107,35 @@ def make_parts(
         ]
 
     engine = FakeEngine(complete, tokenizer)
+    algorithm = algorithm or objective_of("grpo", {}).resolved()
+    processor = DataProcessor(tokenizer, DataConfig(train="x.jsonl"))
     return Parts(
-        engine=engine,
+        source=EngineSource(
+            engine=engine,
+            algorithm=algorithm,
+            stream=PromptStream(samples, seed=0, shuffle=False),
+            processor=processor,
+            rewards=score,
+            sampling=SamplingParams(**{"completions_per_prompt": 4, "max_completion_tokens": 12} | sampling),
+        ),
         transfer=Transfer(engine),
         trainer=CountingTrainer(),  # type: ignore[arg-type]  # the loop uses no more of it
-        algorithm=algorithm or objective_of("grpo", {}).resolved(),
-        stream=PromptStream(samples, seed=0, shuffle=False),
-        processor=DataProcessor(tokenizer, DataConfig(train="x.jsonl")),
-        rewards=score,
-        sampling=SamplingParams(**{"completions_per_prompt": 4, "max_completion_tokens": 12} | sampling),
+        algorithm=algorithm,
+        processor=processor,
         record=Record(folder),
     )
 
 
 def train(parts: Parts, config: RunConfig, progress: Progress, save: Save) -> bool:
     """The remaining steps of a run."""
-    parts.stream.position = progress.position
-    if parts.engine.version != progress.step:
+    source = parts.source
+    source.stream.position = progress.position
+    if source.engine.version != progress.step:
         parts.transfer(progress.step)
 
     def one_step(step: int) -> dict[str, float]:
         metrics = run_step(parts, config, step, progress)
-        progress.position = parts.stream.position
+        progress.position = source.stream.position
         return metrics
 
     return run_steps(one_step, parts.record, progress, save, config)

@@ -11,9 +11,9 @@ import torch
 
 from atomrl.algorithms.table import objective_of
 from atomrl.data.rows import to_rows
-from atomrl.loop import sync
+from atomrl.loop import groups, sync
 from atomrl.loop.report import Stopwatch, answer_end, rollout_metrics, runs_on
-from atomrl.loop.sync import MAX_IDLE_STEPS, Progress, StepFailed, collect, learn, run_step, run_steps
+from atomrl.loop.sync import MAX_IDLE_STEPS, Progress, StepFailed, learn, run_step, run_steps
 from atomrl.objective.pairing import best_and_worst
 from atomrl.protocols import LossOutput, ModelOutputs
 from atomrl.types import AdvantageBatch, RaggedIds, Sample, Segment, TrainingBatch, Trajectory
@@ -50,7 +50,7 @@ def test_dynamic_sampling_reports_on_all_that_was_drawn(tmp_path):
 def test_accuracy_is_not_that_of_the_accepted_groups(tmp_path):
     """A fifth of the groups is mixed, and three quarters right: 0.95 of all, 0.75 of what is trained on."""
     parts = make_parts(tmp_path, lambda sample, index: "x", by_quarters(2), DAPO)
-    accepted, refused = collect(parts, 8, 1, Stopwatch())
+    accepted, refused = parts.source.collect(8, 1, Stopwatch())
     drawn = [item for group in accepted + refused for item in group]
     rows = to_rows([item for group in accepted for item in group])
     batch = AdvantageBatch(**vars(rows), advantages=torch.zeros(rows.tokens.shape))
@@ -62,10 +62,10 @@ def test_accuracy_is_not_that_of_the_accepted_groups(tmp_path):
 def test_a_refill_draws_what_is_missing(tmp_path):
     asked = []
     parts = make_parts(tmp_path, lambda sample, index: "x", by_quarters(9), DAPO)
-    take = parts.stream.take
-    parts.stream.take = lambda count: asked.append(count) or take(count)
-    accepted, refused = collect(parts, 10, 1, Stopwatch())
-    assert asked == [10, 1] and len(accepted) == 10 and len(refused) == 1 and parts.stream.position == 11
+    take = parts.source.stream.take
+    parts.source.stream.take = lambda count: asked.append(count) or take(count)
+    accepted, refused = parts.source.collect(10, 1, Stopwatch())
+    assert asked == [10, 1] and len(accepted) == 10 and len(refused) == 1 and parts.source.stream.position == 11
     assert [group[0].prompt_id for group in (accepted[-1], *refused)] == ["0:10", "0:9"]
 
 
@@ -111,7 +111,7 @@ def test_extra_rollouts_are_baselines_and_not_trained_on(tmp_path):
         lambda item: float(len(item.text)),
         objective_of("remax", {}).resolved(),
     )
-    accepted, _ = collect(parts, 3, 1, Stopwatch())
+    accepted, _ = parts.source.collect(3, 1, Stopwatch())
     drawn = [item for group in accepted for item in group]
     assert [item.baseline_reward for item in drawn] == [1.0] * 12
     assert to_rows(drawn).baseline_rewards.tolist() == [1.0] * 12
@@ -133,10 +133,10 @@ def test_baselines_that_have_no_reward_leave_a_step_without_advantages(tmp_path)
 def test_what_an_environment_gave_tells_completions_apart(tmp_path):
     """Their outcomes are the same."""
     parts = make_parts(tmp_path, lambda sample, index: "x", lambda item: 1.0, DAPO)
-    drawn = parts.rewards(sync.generate(parts.engine, parts.processor.to_prompts(parts.stream.take(1)), parts.sampling))
-    assert not sync.is_accepted(DAPO, drawn)
+    drawn = parts.source.draw(1, 1, Stopwatch())
+    assert not groups.is_accepted(DAPO, drawn)
     paid = [replace(item, token_rewards=((item.prompt_tokens, float(item.index)),)) for item in drawn]
-    assert sync.is_accepted(DAPO, paid)
+    assert groups.is_accepted(DAPO, paid)
     assert best_and_worst(to_rows(paid)).tolist() == [-1, 0, 0, 1]
 
 

@@ -12,6 +12,7 @@ from atomrl.algorithms.table import objective_of
 from atomrl.config import DataConfig, ModelConfig, RewardConfig, TrainConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
+from atomrl.loop.groups import EngineSource
 from atomrl.loop.sync import Parts, Progress
 from atomrl.models.loading import load_tokenizer
 from atomrl.rewards.compute import build_rewards
@@ -45,15 +46,21 @@ def make_parts(model, folder, steps=4, algorithm=None, **schedule):
         total_updates=steps * plan.updates_per_step,
         tokenizer=tokenizer,
     )
-    parts = Parts(
+    processor = DataProcessor(tokenizer, DataConfig(train="x.jsonl"))
+    source = EngineSource(
         engine=engine,
+        algorithm=algorithm,
+        stream=PromptStream(samples, seed=0),
+        processor=processor,
+        rewards=build_rewards(RewardConfig(functions=[{"function": "tests.letters.letter_reward"}])),
+        sampling=SamplingParams(completions_per_prompt=4, max_completion_tokens=12),
+    )
+    parts = Parts(
+        source=source,
         transfer=InProcessTransfer(trainer, engine),
         trainer=trainer,
         algorithm=algorithm,
-        stream=PromptStream(samples, seed=0),
-        processor=DataProcessor(tokenizer, DataConfig(train="x.jsonl")),
-        rewards=build_rewards(RewardConfig(functions=[{"function": "tests.letters.letter_reward"}])),
-        sampling=SamplingParams(completions_per_prompt=4, max_completion_tokens=12),
+        processor=processor,
         record=Record(folder),
     )
     return parts, plan
