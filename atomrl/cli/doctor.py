@@ -80,7 +80,7 @@ def show(parts: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> int:
     broken = 0
     for title, lines in parts:
         for index, (name, text) in enumerate(lines):
-            print(f"{title if index == 0 else '':<14}{name:<16}{text}")
+            print(f"{title if index == 0 else '':<14}{name:<15} {text}")
             broken += text.startswith("broken")
     return FOUND if broken else 0
 
