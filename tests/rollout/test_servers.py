@@ -266,3 +266,21 @@ def test_a_process_is_ended_with_all_it_has_started():
     process.end()
     time.sleep(0.2)
     assert not alive(child)
+
+
+def test_a_run_trains_with_servers_that_are_there(fakes, tmp_path, folder):
+    from atomrl.cli.main import main
+
+    one, two = fakes(), fakes()
+    settings = {
+        "run_name": "served", "output_dir": str(tmp_path), "model.path": str(folder), "model.dtype": "float32",
+        "data.train": "chain", "data.train_size": 40, "rollout.engine": "sglang", "rollout.server": f"[{one.url},{two.url}]",
+        "rollout.prompts_per_step": 2, "rollout.completions_per_prompt": 4, "rollout.max_completion_tokens": 6,
+        "train.steps": 2, "reward.functions": "[strict_math]",
+    }  # fmt: skip
+    config = tmp_path / "config.yaml"
+    config.write_text("{}\n")
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    assert main(["train", str(config), *overrides]) == 0
+    assert one.label == two.label == "2"  # the weights of the last update
+    assert {one.calls.count("/update_weights_from_disk"), two.calls.count("/update_weights_from_disk")} == {3}
