@@ -14,12 +14,24 @@ from pathlib import Path
 
 _GRACE_S = 10.0
 _TAIL_LINES = 15
-# Linux ends it with the process that asked for it, also when that was killed.
-_LAUNCH = (
-    "import ctypes, os, signal, sys\n"
-    "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
-    "if os.getppid() == int(sys.argv[1]): os.execv(sys.argv[2], sys.argv[2:])"
-)
+# Stands between us and the server, which may not listen while it starts, nor its own children ever. Linux tells it when
+# the process that asked for it has gone, also when that was killed; then all of the group go.
+_LAUNCH = """
+import ctypes, os, signal, subprocess, sys
+def end(*_):
+    server.terminate()
+    try:
+        server.wait(2)
+    except subprocess.TimeoutExpired:
+        pass
+    os.killpg(0, signal.SIGKILL)
+server = subprocess.Popen(sys.argv[2:])
+signal.signal(signal.SIGTERM, end)
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    end()
+sys.exit(server.wait() % 256)
+"""
 
 
 class ServerProcess:

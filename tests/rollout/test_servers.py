@@ -220,8 +220,11 @@ def test_a_tied_head_is_written_under_its_own_name(tmp_path):
 SLEEPER = """
 import sys, time
 from atomrl.rollout.server_process import ServerProcess
-process = ServerProcess(lambda port: ([sys.executable, "-c", "import time; time.sleep(100)"], {}))
-print(process.pid, flush=True)
+deaf = "import os, signal as s, time; s.signal(15, s.SIG_IGN); print(os.getpid(), flush=True); time.sleep(100)"
+process = ServerProcess(lambda port: ([sys.executable, "-c", deaf], {}))
+while not process.tail():
+    time.sleep(0.05)
+print(process.tail(), flush=True)
 time.sleep(100)
 """
 
@@ -237,10 +240,9 @@ def test_a_server_that_was_started_here_ends_with_its_driver_also_when_that_is_k
     driver = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, text=True)
     pid = int(driver.stdout.readline())
     assert alive(pid)
-    time.sleep(1.0)  # the launcher has asked for it by then
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 15  # it is deaf to SIGTERM, as vLLM is while it starts
     while alive(pid) and time.monotonic() < end:
         time.sleep(0.05)
     assert not alive(pid)
