@@ -276,7 +276,8 @@ def test_a_run_trains_with_servers_that_are_there(fakes, tmp_path, folder):
     one, two = fakes(), fakes()
     settings = {
         "run_name": "served", "output_dir": str(tmp_path), "model.path": str(folder), "model.dtype": "float32",
-        "data.train": "chain", "data.train_size": 40, "rollout.engine": "sglang", "rollout.server": f"[{one.url},{two.url}]",
+        "data.train": "chain", "data.train_size": 40, "rollout.engine": "sglang",
+        "rollout.server": f"[{one.url},{two.url}]",
         "rollout.prompts_per_step": 2, "rollout.completions_per_prompt": 4, "rollout.max_completion_tokens": 6,
         "train.steps": 2, "reward.functions": "[strict_math]",
     }  # fmt: skip
