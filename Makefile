@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CHECKED := tests/atoms tests/architecture tests/training tests/rollout tests/test_config.py
 
-.PHONY: install quickstart distributed test-distributed check test test-cpus coverage gpu-check wheels lint clean
+.PHONY: install quickstart distributed test-distributed test-sglang check test test-cpus coverage gpu-check wheels lint clean
 
 install: .venv/installed
 
@@ -46,6 +46,24 @@ distributed: $(APART)/installed
 test-distributed: $(APART)/installed
 	VLLM_LOGGING_LEVEL=ERROR $(APART)/bin/python -m pytest -q tests/distributed
 	VLLM_LOGGING_LEVEL=ERROR $(APART)/bin/python -m pytest -q tests/conformance/test_engines.py -k "vllm or replicas"
+
+# SGLang is made for GPUs and wants another torch, so it has an environment of its own, with a stub for its kernels.
+SGLANG := .venv-sglang
+
+$(SGLANG)/installed: pyproject.toml tools/sglang_cpu.py
+	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(SGLANG)/wheels sglang==0.5.23
+	$(SGLANG)/bin/python tools/sglang_cpu.py requirements $(SGLANG)/wheels/sglang-0.5.23-*.whl > $(SGLANG)/requirements.txt
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check -r $(SGLANG)/requirements.txt \
+		"torch==2.13.0" "transformers==5.19.0" jaxtyping peft rich beartype hypothesis pytest
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		torchvision $(SGLANG)/wheels/sglang-0.5.23-*.whl -e .
+	$(SGLANG)/bin/python tools/sglang_cpu.py prepare
+	touch $@
+
+# The suite of engines with SGLang's own server, on a CPU.
+test-sglang: $(SGLANG)/installed
+	$(SGLANG)/bin/python -m pytest -q tests/conformance/test_engines.py -k sglang
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest -n 2

@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from atomrl.cli.main import main as atomrl
 from atomrl.protocols import WeightUpdate
 from atomrl.rollout.generate import requests_of
+from atomrl.rollout.requests import EngineOptions
 from atomrl.rollout.vllm import VLLMEngine
 from atomrl.types import GenerationOutput, Prompt, Sample, SamplingParams
 from atomrl.weights import InProcessTransfer
@@ -98,8 +99,8 @@ def float32(updates: int) -> bool:
         with tempfile.TemporaryDirectory() as folder:
             path = make_model(Path(folder), tied)
             tokenizer = AutoTokenizer.from_pretrained(path)
-            options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": 16}
-            engine = VLLMEngine.from_pretrained(str(path), tokenizer, **options)
+            options = EngineOptions(torch.float32, "cpu", max_concurrent_completions=16)
+            engine = VLLMEngine.from_pretrained(str(path), tokenizer, options)
             policies = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)]
             trainer = Source(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
             transfer = InProcessTransfer(trainer, engine)  # type: ignore[arg-type]

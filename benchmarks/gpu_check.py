@@ -120,10 +120,11 @@ def native(folder, ids, members, device, dtype):
     from atomrl.models.loading import load_tokenizer
     from atomrl.rollout.generate import generate as complete
     from atomrl.rollout.native import NativeEngine
+    from atomrl.rollout.requests import EngineOptions
     from atomrl.types import Prompt, Sample, SamplingParams
 
-    settings = {"dtype": dtype, "device": device, "max_concurrent_completions": len(ids) * members}
-    engine = NativeEngine.from_pretrained(str(folder), load_tokenizer(str(folder)), **settings)
+    options = EngineOptions(dtype, device, max_concurrent_completions=len(ids) * members)
+    engine = NativeEngine.from_pretrained(str(folder), load_tokenizer(str(folder)), options)
     prompts = [
         Prompt(prompt_id=str(n), sample=Sample(sample_id=str(n), prompt="", ground_truth=""), token_ids=tuple(row))
         for n, row in enumerate(ids.tolist())

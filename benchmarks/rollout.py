@@ -168,14 +168,13 @@ def make_runners(arguments: argparse.Namespace, folders: dict[str, Path]) -> dic
 
     from atomrl.rollout.hf import HFEngine
     from atomrl.rollout.native import NativeEngine
+    from atomrl.rollout.requests import EngineOptions
 
     def maker(engine_type: type, **options: bool) -> Callable[[Path], object]:
         return lambda folder: engine_type.from_pretrained(
             str(folder),
             AutoTokenizer.from_pretrained(folder),
-            dtype=getattr(torch, arguments.dtype),
-            device="cpu",
-            max_concurrent_completions=PROMPTS * MEMBERS,
+            EngineOptions(getattr(torch, arguments.dtype), "cpu", max_concurrent_completions=PROMPTS * MEMBERS),
             **options,
         )
 

@@ -31,6 +31,7 @@ from atomrl.config import ClusterConfig, ResourceConfig
 from atomrl.protocols import RolloutEngine, WeightUpdate
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.replicas import ReplicatedEngine
+from atomrl.rollout.requests import EngineOptions
 from atomrl.weights.transfer import checked_update, compare, expected_hashes
 
 VOCABULARY = 4096
@@ -61,8 +62,8 @@ def make_model(folder: Path, megabytes: float) -> Path:
 
 def build(path: str, dtype: torch.dtype) -> NativeEngine:
     """The engine, here or in an actor."""
-    options: dict[str, Any] = {"dtype": dtype, "device": "cpu", "max_concurrent_completions": 4}
-    return NativeEngine.from_pretrained(path, AutoTokenizer.from_pretrained(path), **options)
+    options = EngineOptions(dtype, "cpu", max_concurrent_completions=4)
+    return NativeEngine.from_pretrained(path, AutoTokenizer.from_pretrained(path), options)
 
 
 def open_engine(way: str, path: Path, dtype: torch.dtype, replicas: int, folder: str | None) -> RolloutEngine:

@@ -11,6 +11,7 @@ from atomrl.metrics import values
 from atomrl.rollout.generate import generate
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
+from atomrl.rollout.requests import EngineOptions
 from atomrl.types import SamplingParams
 from tests.conformance.test_backends import make_local
 from tests.engines import logprobs_of, prompts_of, response
@@ -43,7 +44,7 @@ def test_updates_are_those_of_the_cpu(folder):
 def test_rollouts_and_trainer_agree(folder, engine):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     settings = {"dtype": torch.float32, "device": "cuda", "max_concurrent_completions": 8}
-    rollout = engine.from_pretrained(str(folder), tokenizer, **settings)
+    rollout = engine.from_pretrained(str(folder), tokenizer, EngineOptions(**settings))
     prompts = prompts_of((7, 8, 9), (20,), (30, 31, 32, 33, 34, 35))
     drawn = generate(rollout, prompts, SamplingParams(completions_per_prompt=4, max_completion_tokens=20))
     backend = make_local(folder, device="cuda")

@@ -2,6 +2,7 @@
 
 atomrl doctor runs/quickstart     a run that is finished, under way, or was killed
 atomrl doctor                     this machine
+atomrl doctor --engine sglang     whether an engine works here, and what it lacks; with a config, for its model too
 
 Exit code 1 where the doctor finds something.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,14 @@ CORE = ("torch", "transformers", "tokenizers", "safetensors", "pydantic", "pyyam
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="the folder of a run; none: this machine")
+    parser.add_argument("--engine", metavar="NAME", help="whether this rollout engine works here; RUN may be a config")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.engine is not None:
+        from atomrl.cli.engines import examine_engine
+
+        return show([(arguments.engine, examine_engine(arguments.engine, arguments.run))])
     return examine_machine() if arguments.run is None else examine_run(arguments.run)
 
 
@@ -66,10 +72,15 @@ def is_row(row: Any) -> bool:
 
 def examine_machine() -> int:
     """Print what is installed, the hardware and what will be used; environment variables are never printed."""
+    return show((("installed", installed()), ("hardware", hardware()), ("will be used", used())))
+
+
+def show(parts: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> int:
+    """Print names and texts under their titles; the exit status, by whether a text begins with `broken`."""
     broken = 0
-    for title, lines in (("installed", installed()), ("hardware", hardware()), ("will be used", used())):
+    for title, lines in parts:
         for index, (name, text) in enumerate(lines):
-            print(f"{title if index == 0 else '':<14}{name:<16}{text}")
+            print(f"{title if index == 0 else '':<14}{name:<15} {text}")
             broken += text.startswith("broken")
     return FOUND if broken else 0
 

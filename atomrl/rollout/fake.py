@@ -33,7 +33,7 @@ class FakeEngine(RequestEngine):
         ['5 6 0', '5 6 1']
     """
 
-    seeded, exact, returns_candidates = True, True, False
+    seeded = exact = True
 
     def __init__(
         self, complete: Callable[[tuple[int, ...], int], Sequence[int]], tokenizer: Any, at_once: int = 2**31

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from atomrl.atoms.logits import head_logits
 from atomrl.models.loading import base_path, load_transformers
 from atomrl.models.transformers_model import published_weights
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
-from atomrl.rollout.requests import DIVERGED, RequestEngine, RequestState
+from atomrl.rollout.requests import DIVERGED, EngineOptions, RequestEngine, RequestState
 from atomrl.rollout.sampling import sample
 from atomrl.rollout.stopping import StopRule, eos_token_ids
 from atomrl.types import FinishReason, SamplingParams
@@ -40,7 +40,7 @@ class HFEngine(RequestEngine):
         max_concurrent_completions: rows of one call of `generate`.
     """
 
-    seeded, exact, returns_candidates = False, True, False
+    exact = True
 
     def __init__(self, model: Any, eos: tuple[int, ...], tokenizer: Any, max_concurrent_completions: int) -> None:
         super().__init__(tokenizer, getattr(model.config, "max_position_embeddings", 2**31))
@@ -52,31 +52,13 @@ class HFEngine(RequestEngine):
             head.forward = _wide_forward(head)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        path: str,
-        tokenizer: Any,
-        *,
-        dtype: torch.dtype,
-        device: str,
-        max_concurrent_completions: int,
-        trust_remote_code: bool = False,
-    ) -> HFEngine:
-        """Load a model.
-
-        Args:
-            path: a folder in Hugging Face layout or of adapters, which are merged, or a hub name.
-            tokenizer: of the model; decodes completions and stop strings.
-            dtype: of weights and computation.
-            device: such as `cpu` or `cuda:0`.
-            max_concurrent_completions: rows of one call of `generate`.
-            trust_remote_code: let the folder's own code make the model.
-        """
-        model = load_transformers(path, dtype, trust_remote_code).to(device).eval()
+    def from_pretrained(cls, path: str, tokenizer: Any, options: EngineOptions) -> Self:
+        """Load a model; any that transformers knows."""
+        model = load_transformers(path, options.dtype, options.trust_remote_code).to(options.device).eval()
         eos = eos_token_ids(base_path(path), model.config, tokenizer)
         # The folder's own sampling settings (Qwen's repetition penalty and top-k) must not mix with ours.
         model.generation_config = GenerationConfig()
-        return cls(model, eos, tokenizer, max_concurrent_completions)
+        return cls(model, eos, tokenizer, options.max_concurrent_completions)
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every weight that an update may bring, by its published name; tied ones once."""
@@ -112,8 +94,6 @@ class HFEngine(RequestEngine):
         return [WeightHash(name, tensor.dtype, tensor_hash(tensor, tensor.dtype)) for name, tensor in held]
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
-        if sampling.logprobs_over == "kept":
-            raise ValueError("logprobs_over=kept: the hf engine does not tell which tokens top-p and top-k kept")
         vocab = self.model.get_output_embeddings().weight.shape[0]
         return StopRule(sampling, self.eos, self.tokenizer, vocab, self.model.device)
 

@@ -9,7 +9,7 @@ the batch can change a completion (beyond the rounding of the floating-point sum
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from atomrl.rollout.attention import KernelKVCache, KVCache
 from atomrl.rollout.batching import ContinuousBatch
 from atomrl.rollout.decoder import DecoderModel
 from atomrl.rollout.kernel import load_kernels
-from atomrl.rollout.requests import RequestEngine, RequestState
+from atomrl.rollout.requests import EngineOptions, RequestEngine, RequestState
 from atomrl.rollout.stopping import StopRule, eos_token_ids
 from atomrl.types import FinishReason, GenerationRequest, SamplingParams
 from atomrl.weights.hashing import tensor_hash
@@ -38,12 +38,12 @@ class NativeEngine(RequestEngine):
     tokens and cuts what was drawn beyond the end, so that it is not waited for at each token.
 
     Example:
-        >>> engine = NativeEngine.from_pretrained("model", tokenizer, dtype=torch.float32, device="cpu",
-        ...     max_concurrent_completions=256)  # doctest: +SKIP
+        >>> options = EngineOptions(torch.float32, "cpu", max_concurrent_completions=256)
+        >>> engine = NativeEngine.from_pretrained("model", tokenizer, options)  # doctest: +SKIP
         >>> generate(engine, prompts, SamplingParams(max_completion_tokens=64))  # doctest: +SKIP
     """
 
-    seeded, exact, returns_candidates = True, True, True
+    seeded = exact = returns_candidates = True
 
     def __init__(
         self, model: DecoderModel, rope: tuple[Tensor, Tensor], eos: tuple[int, ...], tokenizer: Any, max_rows: int
@@ -55,41 +55,29 @@ class NativeEngine(RequestEngine):
         self.batch = ContinuousBatch(cache, max_rows, self.waiting, check_every)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        path: str,
-        tokenizer: Any,
-        *,
-        dtype: torch.dtype,
-        device: str,
-        max_concurrent_completions: int,
-        trust_remote_code: bool = False,
-        use_kernel: bool = True,
-    ) -> NativeEngine:
-        """Load a model.
+    def from_pretrained(cls, path: str, tokenizer: Any, options: EngineOptions, use_kernel: bool = True) -> Self:
+        """Load a model. On CPUs without bfloat16 instructions, bfloat16 weights are multiplied in float32.
 
         Args:
             path: a folder in Hugging Face layout or of adapters, which are merged, or a hub name.
             tokenizer: of the model; decodes completions and stop strings.
-            dtype: of the weights. On CPUs without bfloat16 instructions, bfloat16 weights are multiplied in float32.
-            device: such as `cpu` or `cuda:0`.
-            max_concurrent_completions: rows decoded at once.
-            trust_remote_code: let the folder's own code make its config.
+            options: how.
             use_kernel: run the C++ kernels on a CPU, where a compiler is there to build them.
 
         Raises:
             Unsupported: the architecture is none that this engine knows.
             ValueError: the weights do not fit the config.
         """
-        config = model_config_only(path, trust_remote_code)
+        dtype = options.dtype
+        config = model_config_only(path, options.trust_remote_code)
         spec = read_spec(config)
-        place = torch.device(device)
+        place = torch.device(options.device)
         known = place.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and spec.head_dim % 2 == 0
         with torch.inference_mode():
             model = DecoderModel(spec, dtype, place, load_kernels() if use_kernel and known else None)
             model.load(check_weights(read_weights(path), spec).items())
             eos = eos_token_ids(base_path(path), config, tokenizer)
-            return cls(model, rope_table(config, place), eos, tokenizer, max_concurrent_completions)
+            return cls(model, rope_table(config, place), eos, tokenizer, options.max_concurrent_completions)
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every weight that an update may bring; a tied head follows the embedding and has no name of its own."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 
+from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.rollout.stopping import StopRule
 from atomrl.types import FinishReason, GenerationOutput, GenerationRequest, RaggedIds, SamplingParams, Segment
 
@@ -18,6 +19,28 @@ DIVERGED = (
     "the model's logits are NaN or infinite: its weights have diverged; go on from an earlier checkpoint with a lower "
     "train.learning_rate"
 )
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine is made. Each reads what it has a use for."""
+
+    dtype: torch.dtype
+    """Of weights and computation."""
+    device: str
+    """Such as `cpu` or `cuda:0`."""
+    max_concurrent_completions: int
+    """Rows decoded at once."""
+    trust_remote_code: bool = False
+    """Let the folder's own code make the model."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that vLLM and SGLang may use."""
+    lora_rank: int = 0
+    """Of adapters that updates bring; 0: none."""
+    server: tuple[str, ...] = ()
+    """Addresses of servers that are there; none: the engine starts its own."""
+    server_timeout_s: float = 600.0
+    """Within which a server must answer."""
 
 
 @dataclass(eq=False)
@@ -75,6 +98,37 @@ class RequestEngine:
         max_positions: tokens of prompt and completion that the model can read.
     """
 
+    package: ClassVar[str | None] = None
+    """What must be installed for it beside AtomRL; the extra that brings it has the same name."""
+    server: ClassVar[bool] = False
+    """Whether it draws in a server, which may be there already (`EngineOptions.server`)."""
+    probe: ClassVar[str] = ""
+    """Statements that import the package and put the architectures it knows into `archs`."""
+    health_path: ClassVar[str] = ""
+    """Of a server: what says that it is well."""
+    seeded = exact = returns_candidates = False
+
+    @classmethod
+    def from_pretrained(cls, path: str, tokenizer: Any, options: EngineOptions) -> Self:
+        """Load a model.
+
+        Args:
+            path: a folder in Hugging Face layout or of adapters, which are merged, or a hub name.
+            tokenizer: of the model; decodes completions and stop strings.
+            options: how.
+
+        Raises:
+            ImportError: its package is not installed.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def refusal(cls, sampling: SamplingParams) -> str | None:
+        """Why completions cannot be drawn like that, beginning with the key that asks for it; None where they can."""
+        if sampling.logprobs_over == "kept" and not cls.returns_candidates:
+            return f"logprobs_over=kept: {cls.__name__} does not tell which tokens were kept"
+        return None
+
     def __init__(self, tokenizer: Any, max_positions: int = 2**31):
         self.tokenizer, self.max_positions = tokenizer, max_positions
         self.version = 0
@@ -88,13 +142,30 @@ class RequestEngine:
         raise NotImplementedError
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
-        """When completions end; ValueError where the engine cannot draw like that."""
+        """When completions end."""
         raise NotImplementedError
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every weight that an update may bring, by its published name."""
+        raise NotImplementedError
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Take new weights, in place, and their version."""
+        raise NotImplementedError
+
+    def weight_hashes(self) -> list[WeightHash]:
+        """Of every weight that the engine computes with, read back."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free what the engine holds."""
 
     def rule_of(self, sampling: SamplingParams) -> StopRule:
         """When completions with a sampling end; one for all that differ in number, seed and step alone."""
         key = replace(sampling, completions_per_prompt=1, seed=0, step=0)
         if key not in self._rules:
+            if reason := self.refusal(key):
+                raise ValueError(reason)
             self._rules[key] = self._make_rule(key)
         return self._rules[key]
 

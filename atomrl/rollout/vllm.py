@@ -7,20 +7,34 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
 
-from atomrl.models.loading import base_path, model_config_only, read_weights, resolve_folder
+from atomrl.models.loading import base_path, model_config_only, resolve_folder
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
-from atomrl.rollout.requests import RequestEngine, RequestState
+from atomrl.rollout.checkpoints import EMBEDDING, HEAD, cpu_cache_bytes, is_tied, published_shapes
+from atomrl.rollout.requests import EngineOptions, RequestEngine, RequestState
 from atomrl.rollout.stopping import StopRule, eos_token_ids
 from atomrl.rollout.vllm_worker import WORKER_EXTENSION
 from atomrl.types import FinishReason, SamplingParams
 from atomrl.weights.files import write_adapters
 
-_MOST_CPU_CACHE, _SPARE_CACHE = 4 * 2**30, 2**26
+
+def cut_refusal(name: str, sampling: SamplingParams, cuts: bool) -> str | None:
+    """Why an engine that gives log-probs over what is drawn from cannot give those over the vocabulary, if so.
+
+    Args:
+        name: of the engine's package.
+        cuts: whether something is left out of what is drawn from.
+    """
+    if sampling.logprobs_over != "vocabulary" or not cuts or sampling.temperature == 0:
+        return None
+    return (
+        f"logprobs_over=vocabulary: {name} gives log-probs over what is drawn from, after top_p, top_k and "
+        "min_completion_tokens: ask for logprobs_over=kept, cut nothing, or take the native engine"
+    )
 
 
 class VLLMEngine(RequestEngine):
@@ -44,7 +58,9 @@ class VLLMEngine(RequestEngine):
         tokenizer: of the model.
     """
 
-    seeded, exact, returns_candidates = True, False, True
+    package = "vllm"
+    probe = "from vllm import ModelRegistry; archs = ModelRegistry.get_supported_archs()"
+    seeded = returns_candidates = True
 
     def __init__(
         self,
@@ -61,30 +77,9 @@ class VLLMEngine(RequestEngine):
         self.ranks: dict[str, int] = {}
 
     @classmethod
-    def from_pretrained(
-        cls,
-        path: str,
-        tokenizer: Any,
-        *,
-        dtype: torch.dtype,
-        device: str,
-        max_concurrent_completions: int,
-        trust_remote_code: bool = False,
-        gpu_memory_utilization: float = 0.9,
-        lora_rank: int = 0,
-    ) -> VLLMEngine:
-        """Load a model.
-
-        Args:
-            path: a folder in Hugging Face layout, or a hub name.
-            tokenizer: of the model; decodes completions.
-            dtype: of weights and computation.
-            device: `cpu` or `cuda`, which the installed vLLM must be made for.
-            max_concurrent_completions: rows decoded at once.
-            trust_remote_code: let the folder's own code make the model.
-            gpu_memory_utilization: share of the GPU's memory that vLLM may use. On a CPU the cache has what all rows
-                may need, and at most 4 GiB.
-            lora_rank: of adapters that updates bring; 0: none.
+    def from_pretrained(cls, path: str, tokenizer: Any, options: EngineOptions) -> Self:
+        """Load a model. `options.device` is one that the installed vLLM is made for; on a CPU the cache has what all
+        rows may need, and at most 4 GiB.
 
         Raises:
             ImportError: vLLM is not installed.
@@ -95,36 +90,32 @@ class VLLMEngine(RequestEngine):
         from vllm.config.lora import MaxLoRARanks
 
         folder = str(resolve_folder(base_path(path)))
-        on_cpu = torch.device(device).type == "cpu"
-        config = model_config_only(path, trust_remote_code)
-        rows = max_concurrent_completions * config.max_position_embeddings
-        cache_bytes = min(_MOST_CPU_CACHE, rows * _cache_bytes_per_token(config, dtype) + _SPARE_CACHE)
+        on_cpu = torch.device(options.device).type == "cpu"
+        config = model_config_only(path, options.trust_remote_code)
+        cache_bytes = cpu_cache_bytes(config, options.max_concurrent_completions, options.dtype)
         llm = LLMEngine.from_engine_args(
             EngineArgs(
                 model=folder,
                 tokenizer=tokenizer.name_or_path or folder,
-                dtype=str(dtype).removeprefix("torch."),
-                max_num_seqs=max_concurrent_completions,
-                trust_remote_code=trust_remote_code,
+                dtype=str(options.dtype).removeprefix("torch."),
+                max_num_seqs=options.max_concurrent_completions,
+                trust_remote_code=options.trust_remote_code,
                 logprobs_mode="processed_logprobs",
                 max_logprobs=-1,
                 # A CPU's generator has no offset to go on from, which seeds with chunks of prompts would need.
                 enable_chunked_prefill=not on_cpu,
                 enforce_eager=on_cpu,
                 enable_sleep_mode=not on_cpu,
-                gpu_memory_utilization=gpu_memory_utilization,
+                gpu_memory_utilization=options.gpu_memory_utilization,
                 kv_cache_memory_bytes=cache_bytes if on_cpu else None,
-                enable_lora=lora_rank > 0,
-                max_lora_rank=min(rank for rank in get_args(MaxLoRARanks) if rank >= lora_rank),
+                enable_lora=options.lora_rank > 0,
+                max_lora_rank=min(rank for rank in get_args(MaxLoRARanks) if rank >= options.lora_rank),
                 disable_log_stats=True,
                 worker_extension_cls=WORKER_EXTENSION,
             )
         )
-        shapes = {name: tuple(tensor.shape) for name, tensor in read_weights(folder)}
-        tied = bool(getattr(config, "tie_word_embeddings", False))
-        if tied:
-            shapes.pop("lm_head.weight", None)
-        return cls(llm, shapes, tied, eos_token_ids(folder, config, tokenizer), tokenizer)
+        eos = eos_token_ids(folder, config, tokenizer)
+        return cls(llm, published_shapes(folder, config), is_tied(config), eos, tokenizer)
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every weight that an update may bring, by its published name; a tied head has none."""
@@ -153,8 +144,8 @@ class VLLMEngine(RequestEngine):
         """What vLLM reads. It takes a tied head's weight from nothing but its own name."""
         for name, tensor in tensors:
             yield name, tensor
-            if self.tied and name == "model.embed_tokens.weight":
-                yield "lm_head.weight", tensor
+            if self.tied and name == EMBEDDING:
+                yield HEAD, tensor
 
     def _load_adapters(self, adapters: Mapping[str, Adapter], version: int) -> Any:
         from vllm.lora.request import LoRARequest
@@ -168,20 +159,13 @@ class VLLMEngine(RequestEngine):
                 shutil.rmtree(earlier)
         return LoRARequest("policy", 1, str(folder))  # loaded: requests must not read it again
 
-    @staticmethod
-    def refusal(sampling: SamplingParams) -> str | None:
+    @classmethod
+    def refusal(cls, sampling: SamplingParams) -> str | None:
         """Why vLLM cannot give the log-probs that are asked for; None where it can."""
-        cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_completion_tokens > 0
-        if sampling.logprobs_over != "vocabulary" or not cut or sampling.temperature == 0:
-            return None
-        return (
-            "vLLM gives log-probs over what is drawn from, after top_p, top_k and min_completion_tokens: ask for "
-            "logprobs_over=kept, cut nothing, or take the native engine"
-        )
+        cuts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_completion_tokens > 0
+        return super().refusal(sampling) or cut_refusal("vLLM", sampling, cuts)
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
-        if reason := self.refusal(sampling):
-            raise ValueError(reason)
         vocab = self.llm.vllm_config.model_config.get_vocab_size()
         return StopRule(sampling, self.eos, self.tokenizer, vocab, torch.device("cpu"))
 
@@ -269,9 +253,3 @@ class VLLMEngine(RequestEngine):
         self.folder.cleanup()
         self.llm.engine_core.shutdown()
         del self.llm
-
-
-def _cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * int(config.num_hidden_layers) * int(heads) * int(width) * dtype.itemsize

@@ -26,7 +26,10 @@ from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend, needs_te
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.replicas import ReplicatedEngine
+from atomrl.rollout.requests import EngineOptions, RequestEngine
+from atomrl.rollout.sglang import SGLangEngine
 from atomrl.rollout.vllm import VLLMEngine
+from atomrl.rollout.vllm_server import VLLMServerEngine
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory
 from atomrl.training.local import LocalBackend
 from atomrl.training.remote import RemoteBackend
@@ -34,8 +37,13 @@ from atomrl.training.roles import RoleName
 from atomrl.types import Sample, SamplingParams
 
 log = logging.getLogger(__name__)
-EngineClass = type[NativeEngine] | type[HFEngine] | type[VLLMEngine]
-ENGINES: dict[str, EngineClass] = {"native": NativeEngine, "hf": HFEngine, "vllm": VLLMEngine}
+ENGINES: dict[str, type[RequestEngine]] = {
+    "native": NativeEngine,
+    "hf": HFEngine,
+    "vllm": VLLMEngine,
+    "vllm-server": VLLMServerEngine,
+    "sglang": SGLangEngine,
+}
 
 
 def model_path(config: RunConfig) -> str:
@@ -129,17 +137,21 @@ def device_name(wanted: str = "auto") -> str:
     return wanted
 
 
-def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> tuple[EngineClass, str | None]:
+def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> tuple[type[RequestEngine], str | None]:
     """The class of `rollout.engine`; of a model that `native` does not know `hf`, and why.
 
     Raises:
-        ConfigError: there is no engine of this name.
+        ConfigError: there is no engine of this name, or it is none that draws in a server, and one is given.
     """
     name = rollout.engine
     if name not in ENGINES:
         raise ConfigError(f"rollout.engine: unknown engine {name!r}; there are {', '.join(ENGINES)}")
+    kind = ENGINES[name]
+    if rollout.server and not kind.server:
+        servers = " or ".join(other for other, engine in ENGINES.items() if engine.server)
+        raise ConfigError(f"rollout.server: the engine {name} draws in this process; take rollout.engine={servers}")
     reason = unsupported(model_config_only(path, model.trust_remote_code)) if name == "native" else None
-    return ENGINES["hf" if reason else name], reason
+    return (HFEngine if reason else kind), reason
 
 
 def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: ModelConfig) -> RolloutEngine:
@@ -151,19 +163,17 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
     kind, reason = engine_class(rollout, path, model)
     if reason:
         log.warning("rollouts come from the hf engine, because native does not know this model: %s", reason)
-    options: dict[str, Any] = {}
-    if kind is VLLMEngine:
-        rank = model.lora.rank if model.lora else 0
-        options = {"lora_rank": rank, "gpu_memory_utilization": rollout.gpu_memory_utilization}
-    return kind.from_pretrained(
-        str(resolve_folder(path)),
-        tokenizer,
-        dtype=compute_dtype(model.dtype, device_name(model.device)),
-        device=device_name(model.device),
-        max_concurrent_completions=rollout.max_concurrent_completions,
+    device = device_name(model.device)
+    options = EngineOptions(
+        dtype=compute_dtype(model.dtype, device),
+        device=device,
         trust_remote_code=model.trust_remote_code,
-        **options,
+        lora_rank=model.lora.rank if model.lora else 0,
+        **rollout.model_dump(
+            include={"max_concurrent_completions", "gpu_memory_utilization", "server", "server_timeout_s"}
+        ),
     )
+    return kind.from_pretrained(str(resolve_folder(path)), tokenizer, options)
 
 
 def corrected(

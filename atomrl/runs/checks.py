@@ -13,7 +13,6 @@ from atomrl.models.loading import load_tokenizer, model_config_only, resolve_fol
 from atomrl.models.scalar import is_classifier
 from atomrl.models.spec import unsupported
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
-from atomrl.rollout.vllm import VLLMEngine
 from atomrl.runs.build import engine_class, train_sampling
 
 
@@ -101,12 +100,9 @@ def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
         ConfigError: there is none of this name, or it cannot.
     """
     engine, _ = engine_class(config.rollout, path, config.model)
-    if config.rollout.logprobs_over == "kept" and not engine.returns_candidates:
-        raise ConfigError(f"rollout.logprobs_over=kept: {engine.__name__} does not tell which tokens were kept")
-    needed = {"vllm": "rollout.engine=vllm"} if engine is VLLMEngine else {}
-    for package, key in needed.items():
-        if find_spec(package) is None:
-            raise ConfigError(f"{key}: {package} is not installed: pip install 'atomrl[{package}]'")
-    if engine is VLLMEngine and (reason := VLLMEngine.refusal(train_sampling(config))):
-        raise ConfigError(f"rollout: {reason}")
+    if reason := engine.refusal(train_sampling(config)):
+        raise ConfigError(f"rollout.{reason}")
+    if engine.package and not config.rollout.server and find_spec(engine.package) is None:
+        key = f"rollout.engine={config.rollout.engine}"
+        raise ConfigError(f"{key}: {engine.package} is not installed: pip install 'atomrl[{engine.package}]'")
     return engine

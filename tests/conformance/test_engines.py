@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache, lru_cache, partial
@@ -21,10 +23,15 @@ from atomrl.rollout.generate import generate, requests_of
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.replicas import ReplicatedEngine
+from atomrl.rollout.requests import EngineOptions
+from atomrl.rollout.servers import ServerEngine
+from atomrl.rollout.sglang import SGLangEngine
 from atomrl.rollout.vllm import VLLMEngine
+from atomrl.rollout.vllm_server import VLLMServerEngine
 from atomrl.types import SamplingParams
 from atomrl.weights import InProcessTransfer, WeightMismatch, tensor_hash
 from atomrl.weights.transfer import compare, expected_hashes
+from tests.conformance.fake_sglang import FakeSGLang
 from tests.engines import logprobs_of, prompts_of, response
 from tests.tiny import make_tiny_model
 
@@ -32,27 +39,48 @@ EOS = 2
 STORY = ", there was a little girl named Lily. She loved to play outside in the park."
 
 
+def options(concurrent, **others):
+    return EngineOptions(torch.float32, "cpu", max_concurrent_completions=concurrent, **others)
+
+
 def native(path, tokenizer, concurrent, use_kernel):
-    options = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": concurrent}
-    engine = NativeEngine.from_pretrained(path, tokenizer, use_kernel=use_kernel, **options)
+    engine = NativeEngine.from_pretrained(path, tokenizer, options(concurrent), use_kernel=use_kernel)
     if use_kernel and engine.model.kernels is None:
         pytest.skip("no C++ compiler to build the kernel with")
     return engine
 
 
-@cache
-def started_vllm(path, tokenizer):
-    """One for each model: starting it takes seconds."""
-    options = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": 256, "lora_rank": 4}
-    return VLLMEngine.from_pretrained(path, tokenizer, **options)
-
-
-def vllm(path, tokenizer):
-    """As new, and closed with the process."""
+def skip_heads(path):
     config = json.loads((Path(path) / "config.json").read_text())
     if config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) % 32:
         pytest.skip("vLLM's attention on CPUs wants heads of 32, 64, ...")
-    return as_new(started_vllm(path, tokenizer), path)
+
+
+@cache
+def started(kind, path, tokenizer, **others):
+    """One for each model, closed with the process: starting it takes seconds."""
+    engine = kind.from_pretrained(path, tokenizer, options(256, **others))
+    atexit.register(engine.close)
+    return engine
+
+
+def vllm(kind, path, tokenizer):
+    skip_heads(path)
+    return as_new(started(kind, path, tokenizer, lora_rank=4), path)
+
+
+def sglang(path, tokenizer, lora_rank=4):
+    """A server of ours that speaks as SGLang does, or SGLang itself (`make test-sglang`), which has no LoRA on CPUs."""
+    if find_spec("sglang") is None:
+        return as_new(started(SGLangEngine, path, tokenizer, lora_rank=lora_rank, server=(fake_server(path),)), path)
+    return as_new(started(SGLangEngine, path, tokenizer), path)
+
+
+@cache
+def fake_server(path):
+    server = FakeSGLang(path)
+    atexit.register(server.close)
+    return server.url
 
 
 @cache
@@ -74,13 +102,18 @@ def as_new(engine, path):
 
 ENGINES = {
     "replicas": lambda path, tokenizer, concurrent: as_new(started_replicas(path, tokenizer), path),
-    "vllm": lambda path, tokenizer, concurrent: vllm(path, tokenizer),
-    "hf": lambda path, tokenizer, concurrent: HFEngine.from_pretrained(
-        path, tokenizer, dtype=torch.float32, device="cpu", max_concurrent_completions=concurrent
-    ),
+    "vllm": lambda path, tokenizer, concurrent: vllm(VLLMEngine, path, tokenizer),
+    "vllm-server": lambda path, tokenizer, concurrent: vllm(VLLMServerEngine, path, tokenizer),
+    "sglang": lambda path, tokenizer, concurrent: sglang(path, tokenizer),
+    "hf": lambda path, tokenizer, concurrent: HFEngine.from_pretrained(path, tokenizer, options(concurrent)),
     "native": lambda path, tokenizer, concurrent: native(path, tokenizer, concurrent, False),
     "native+kernel": lambda path, tokenizer, concurrent: native(path, tokenizer, concurrent, True),
 }
+NEEDS = {"vllm": "vllm", "vllm-server": "vllm", "replicas": "ray"}
+SHARED = {"vllm", "vllm-server", "sglang", "replicas"}
+"""Those that tests share, since starting one takes seconds."""
+COMPUTE_ALONE = (ReplicatedEngine, ServerEngine)
+"""They draw between two polls too, so completions may have ended by themselves."""
 # Both head layouts, odd sizes, biases, a scaled rope, one key-value head for all and one for each.
 MODELS = {
     "llama": {"architecture": "llama", "head_dim": 24, "num_hidden_layers": 1, "tie_word_embeddings": False},
@@ -123,14 +156,14 @@ def tokenizer_of(path: str):
 @pytest.fixture(params=ENGINES)
 def make_engine(request):
     """folder, rows at once -> engine"""
-    needs = {"vllm": "vllm", "replicas": "ray"}.get(request.param)
+    needs = NEEDS.get(request.param)
     if needs and find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed; `make distributed` has it")
     made = []
 
     def make(path: Path, concurrent: int = 64):
         engine = ENGINES[request.param](str(path), tokenizer_of(str(path)), concurrent)
-        if not needs:
+        if request.param not in SHARED:
             made.append(engine)
         return engine
 
@@ -140,17 +173,32 @@ def make_engine(request):
 
 
 @pytest.fixture
-def make_seeded(make_engine, request):
-    if request.node.callspec.params["make_engine"] == "hf":
-        pytest.skip("generate runs a batch to its end, and pads it on the left")
-    return make_engine
+def make_seeded(make_engine):
+    def make(path: Path, concurrent: int = 64):
+        engine = make_engine(path, concurrent)
+        if not engine.seeded:
+            pytest.skip("what shares a batch can change a completion")
+        return engine
+
+    return make
 
 
-@pytest.fixture
-def make_whole(make_engine, request):
-    if request.node.callspec.params["make_engine"] == "vllm":
-        pytest.skip("vLLM gives log-probs of what is drawn from alone")
-    return make_engine
+def skip_refused(engine, sampling):
+    """Each engine says itself which log-probs it cannot give."""
+    if reason := getattr(engine, "refusal", lambda _: None)(sampling):
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            generate(engine, prompts_of([5]), sampling)
+        pytest.skip(reason)
+
+
+def check_same(engine, before, after):
+    """Equal, but for rounding where the engine computes alone: what shares a batch is then left to chance."""
+    if isinstance(engine, ServerEngine):
+        assert not engine.seeded or tokens(after) == tokens(before)
+        pairs = zip(before, after, strict=True) if engine.seeded else ()
+        assert all(logprobs_of(one) == pytest.approx(logprobs_of(other), abs=1e-5) for one, other in pairs)
+    else:
+        assert after == before
 
 
 def random_prompts(count: int, longest: int = 40) -> list[list[int]]:
@@ -198,9 +246,12 @@ def test_logprobs_are_the_models_at_the_sampling_temperature(make_engine, folder
     assert largest_logprob_error(folder, rollouts, temperature) < 1e-5
 
 
-def test_logprobs_of_cut_distributions_are_of_the_whole_vocabulary(make_whole, plain_folder):
-    sampling = SamplingParams(max_completion_tokens=20, top_p=0.8, top_k=10, min_completion_tokens=10)
-    rollouts = generate(make_whole(plain_folder), prompts_of(*random_prompts(6)), sampling)
+@pytest.mark.parametrize("minimum", [0, 10])
+def test_logprobs_of_cut_distributions_are_of_the_whole_vocabulary(make_engine, plain_folder, minimum):
+    sampling = SamplingParams(max_completion_tokens=20, top_p=0.8, top_k=10, min_completion_tokens=minimum)
+    engine = make_engine(plain_folder)
+    skip_refused(engine, sampling)
+    rollouts = generate(engine, prompts_of(*random_prompts(6)), sampling)
     assert largest_logprob_error(plain_folder, rollouts, 1.0) < 1e-5
 
 
@@ -293,13 +344,14 @@ def test_stop_string_over_several_tokens_of_a_real_tokenizer(make_engine, shared
     assert completion.finish_reason == "stop"
 
 
-def test_nothing_stops_before_the_minimum(make_whole, plain_folder):
+def test_nothing_stops_before_the_minimum(make_engine, plain_folder):
     stop = tuple(range(40, 60))
     shared = {"completions_per_prompt": 16, "max_completion_tokens": 40, "stop_token_ids": stop}
-    engine = make_whole(plain_folder)
+    engine = make_engine(plain_folder)
     free = generate(engine, prompts_of(*random_prompts(4)), SamplingParams(**shared))
     assert any(len(response(completion)) < 20 for completion in free)
     held = SamplingParams(**shared, min_completion_tokens=20, stop=("a", "b", "c"))
+    skip_refused(engine, held)
     for completion in generate(engine, prompts_of(*random_prompts(4)), held):
         assert len(response(completion)) >= 20
         assert not {*stop, EOS} & set(response(completion)[:20])
@@ -312,10 +364,12 @@ def test_ignore_eos_goes_on(make_engine, plain_folder):
     assert any(EOS in response(completion) for completion in found)
 
 
-def test_top_k_of_one_is_greedy(make_whole, plain_folder):
-    engine, prompts = make_whole(plain_folder), prompts_of(*random_prompts(4))
+def test_top_k_of_one_is_greedy(make_engine, plain_folder):
+    engine, prompts = make_engine(plain_folder), prompts_of(*random_prompts(4))
     greedy = generate(engine, prompts, SamplingParams(max_completion_tokens=30, temperature=0))
-    one = generate(engine, prompts, SamplingParams(max_completion_tokens=30, top_k=1))
+    sampling = SamplingParams(max_completion_tokens=30, top_k=1)
+    skip_refused(engine, sampling)
+    one = generate(engine, prompts, sampling)
     assert tokens(one) == tokens(greedy)
 
 
@@ -325,14 +379,16 @@ def first_tokens(engine, prompt, draws: int = 4096, **sampling) -> Counter:
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.7}, {"top_k": 7}, {"top_p": 0.9, "top_k": 20, "temperature": 2.0}])
-def test_cut_sampling_draws_the_kept_set_in_proportion(make_whole, plain_folder, cut):
+def test_cut_sampling_draws_the_kept_set_in_proportion(make_engine, plain_folder, cut):
+    engine = make_engine(plain_folder, concurrent=4096)
+    skip_refused(engine, SamplingParams(**cut))
     prompt = random_prompts(1)[0]
     scores = reference_logits(plain_folder, prompt, [5])[0] / cut.get("temperature", 1.0)
     order = scores.argsort(descending=True)[: cut.get("top_k", len(scores))]
     probabilities = scores[order].softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
     order = order[before < cut.get("top_p", 1.0)]
-    drawn = first_tokens(make_whole(plain_folder, concurrent=4096), prompt, **cut)
+    drawn = first_tokens(engine, prompt, **cut)
     assert set(drawn) <= set(order.tolist())
     check_frequencies(drawn, order, scores[order].softmax(-1))
 
@@ -362,6 +418,8 @@ def check_frequencies(drawn: Counter, order: torch.Tensor, probabilities: torch.
 
 def test_same_seed_and_step_same_completions(make_engine, plain_folder):
     engine, prompts = make_engine(plain_folder), prompts_of(*random_prompts(3))
+    if isinstance(engine, ServerEngine) and not engine.seeded:
+        pytest.skip("it ignores seeds here")
 
     def draw(**changes):
         shared = {"completions_per_prompt": 4, "max_completion_tokens": 20, "seed": 1, "step": 1}
@@ -488,7 +546,7 @@ def test_bad_weights_are_refused_and_change_nothing(make_engine, folder):
             InProcessTransfer(trainer, engine)(version=1)
     after = generate(engine, prompts, sampling)
     assert engine.version == 0
-    assert after == before
+    check_same(engine, before, after)
 
 
 def random_adapters(shapes, scale=0.5):
@@ -549,7 +607,7 @@ def test_abort_gives_what_there_is(make_engine, plain_folder):
     assert {output.request_id for output in first} <= {"p0/0", "p0/1"}
     aborted = engine.abort(["q/0", "q/5", "unknown"])
     assert sorted(output.request_id for output in aborted) == ["q/0", "q/5"]
-    computes_alone = isinstance(engine, ReplicatedEngine)  # so they may have ended by themselves
+    computes_alone = isinstance(engine, COMPUTE_ALONE)
     assert computes_alone or {output.finish_reason for output in aborted} == {"abort"}
     others = all_outputs(engine)
     assert {output.request_id for output in first} | others.keys() == {"p0/0", "p0/1", *(f"q/{i}" for i in range(1, 5))}
@@ -570,6 +628,8 @@ def test_abort_gives_what_there_is(make_engine, plain_folder):
 def test_pause_and_resume_change_nothing(make_engine, plain_folder):
     engine = make_engine(plain_folder, concurrent=5)
     prompts, sampling = prompts_of(*random_prompts(3)), SamplingParams(completions_per_prompt=3, seed=2)
+    if isinstance(engine, ServerEngine) and not engine.seeded:
+        pytest.skip("it ignores seeds here")
     expected = {t.trajectory_id: response(t) for t in generate(engine, prompts, sampling)}
     engine.submit([request for prompt in prompts for request in requests_of(prompt, sampling)])
     found = {output.request_id: output for output in engine.poll()}
@@ -588,7 +648,7 @@ def test_sleep_and_wake(make_engine, plain_folder):
     with pytest.raises(RuntimeError, match="asleep"):
         generate(engine, prompts, sampling)
     engine.wake()
-    assert generate(engine, prompts, sampling) == before
+    check_same(engine, before, generate(engine, prompts, sampling))
     engine.submit(requests_of(prompts[0], sampling))
     with pytest.raises(RuntimeError, match="holds 2 requests"):
         engine.sleep()
@@ -629,7 +689,7 @@ def test_new_weights_in_the_middle_of_completions(make_engine, folder, changed_f
     outputs += all_outputs(engine).values()
     assert {output.request_id for output in outputs} == {f"p{i}/{j}" for i in range(3) for j in range(4)}
     versions = [segment.policy_version for output in outputs for segment in output.segments]
-    computes_alone = isinstance(engine, ReplicatedEngine)  # so it may have ended some version's all
+    computes_alone = isinstance(engine, COMPUTE_ALONE)
     assert set(versions) == {0, 1, 2} or (computes_alone and set(versions) <= {0, 1, 2})
     if engine.seeded and not computes_alone:
         assert max(len(output.segments) for output in outputs) >= 2
@@ -651,10 +711,7 @@ def test_new_weights_in_the_middle_of_completions(make_engine, folder, changed_f
 def test_candidates_are_what_each_token_was_drawn_from(make_engine, plain_folder, cut):
     engine, prompts = make_engine(plain_folder, concurrent=5), prompts_of(*random_prompts(3))
     sampling = SamplingParams(completions_per_prompt=3, max_completion_tokens=30, logprobs_over="kept", **cut)
-    if not engine.returns_candidates:
-        with pytest.raises(ValueError, match="does not tell"):
-            generate(engine, prompts, sampling)
-        return
+    skip_refused(engine, sampling)
     for trajectory in generate(engine, prompts, sampling):
         (segment,) = trajectory.segments[1:]
         scores = reference_logits(plain_folder, trajectory.segments[0].token_ids, segment.token_ids)

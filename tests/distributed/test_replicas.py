@@ -23,6 +23,7 @@ from atomrl.protocols import WeightUpdate
 from atomrl.rollout.generate import generate, requests_of
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.replicas import ReplicatedEngine
+from atomrl.rollout.requests import EngineOptions
 from atomrl.types import SamplingParams
 from tests.engines import prompts_of
 from tests.tiny import make_tiny_model
@@ -35,7 +36,7 @@ PROMPTS = prompts_of([5, 6, 7], [8, 9], [10, 11, 12, 13], [14])
 def build(path: str) -> NativeEngine:
     tokenizer = AutoTokenizer.from_pretrained(path)
     options = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": 4}
-    return NativeEngine.from_pretrained(path, tokenizer, use_kernel=False, **options)
+    return NativeEngine.from_pretrained(path, tokenizer, EngineOptions(**options), use_kernel=False)
 
 
 @pytest.fixture(scope="module")

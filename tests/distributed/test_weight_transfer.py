@@ -19,6 +19,7 @@ from atomrl.config import ClusterConfig
 from atomrl.protocols import Adapter, WeightUpdate
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.replicas import ReplicatedEngine
+from atomrl.rollout.requests import EngineOptions
 from atomrl.weights import InProcessTransfer, WeightMismatch, tensor_hash
 from tests.tiny import make_tiny_model
 
@@ -51,8 +52,8 @@ class Faulty(NativeEngine):
 
 
 def build(path: str, flag: Path, dtype: torch.dtype) -> NativeEngine:
-    options = {"dtype": dtype, "device": "cpu", "max_concurrent_completions": 4}
-    engine = Faulty.from_pretrained(path, AutoTokenizer.from_pretrained(path), use_kernel=False, **options)
+    options = EngineOptions(dtype, "cpu", max_concurrent_completions=4)
+    engine = Faulty.from_pretrained(path, AutoTokenizer.from_pretrained(path), options, use_kernel=False)
     engine.flag = flag
     return engine
 

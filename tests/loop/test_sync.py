@@ -17,6 +17,7 @@ from atomrl.loop.sync import Parts, Progress
 from atomrl.models.loading import load_tokenizer
 from atomrl.rewards.compute import build_rewards
 from atomrl.rollout.native import NativeEngine
+from atomrl.rollout.requests import EngineOptions
 from atomrl.training.local import LocalBackend
 from atomrl.types import Sample, SamplingParams
 from atomrl.weights import InProcessTransfer
@@ -36,7 +37,7 @@ def make_parts(model, folder, steps=4, algorithm=None, **schedule):
     plan = planned(**{"steps": steps, "updates_per_epoch": 2} | schedule)
     samples = [Sample(sample_id=str(i), prompt=f"write {i}", ground_truth="") for i in range(5)]
     settings = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": 8}
-    engine = NativeEngine.from_pretrained(model, tokenizer, **settings)
+    engine = NativeEngine.from_pretrained(model, tokenizer, EngineOptions(**settings))
     algorithm = algorithm or objective_of("grpo", {}).resolved(report_entropy=True)
     trainer = LocalBackend(
         ModelConfig(path=model, dtype="float32"),

@@ -24,6 +24,7 @@ from atomrl.models.loading import (
 )
 from atomrl.models.memory import memory_estimate
 from atomrl.rollout.native import NativeEngine
+from atomrl.rollout.requests import EngineOptions
 from atomrl.runs.build import build_engine
 from tests.tiny import make_tiny_model
 
@@ -195,7 +196,7 @@ def test_a_stray_file_beside_the_index_does_not_matter(tmp_path):
     save_file({"model.norm.weight": torch.zeros(32)}, folder / "model.safetensors")
     assert torch.equal(load_policy(folder, dtype="float32")(TOKENS), expected)
     settings = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": 2}
-    engine = NativeEngine.from_pretrained(str(folder), load_tokenizer(folder), **settings)
+    engine = NativeEngine.from_pretrained(str(folder), load_tokenizer(folder), EngineOptions(**settings))
     assert torch.equal(engine.model.norm, dict(load_policy(folder).named_parameters())["model.norm.weight"])
 
 

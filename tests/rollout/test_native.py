@@ -10,6 +10,7 @@ from atomrl.models.spec import Unsupported, unsupported
 from atomrl.protocols import WeightUpdate
 from atomrl.rollout.generate import generate, requests_of
 from atomrl.rollout.native import NativeEngine
+from atomrl.rollout.requests import EngineOptions
 from atomrl.types import SamplingParams
 from tests.engines import logprobs_of, prompts_of, response
 from tests.tiny import make_tiny_model
@@ -22,8 +23,8 @@ def folder(tmp_path_factory):
 
 def load(folder, *, concurrent=64, dtype=torch.float32, use_kernel=True):
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    options = {"max_concurrent_completions": concurrent, "use_kernel": use_kernel}
-    return NativeEngine.from_pretrained(str(folder), tokenizer, dtype=dtype, device="cpu", **options)
+    options = EngineOptions(dtype, "cpu", max_concurrent_completions=concurrent)
+    return NativeEngine.from_pretrained(str(folder), tokenizer, options, use_kernel=use_kernel)
 
 
 PROMPTS = prompts_of(*[tuple(range(5 + index, 15 + 3 * index)) for index in range(6)])
@@ -46,7 +47,7 @@ def test_what_is_not_supported_is_refused_with_the_reason(config, reason, tmp_pa
     config.save_pretrained(tmp_path)
     with pytest.raises(Unsupported, match=f"{reason}.*use the hf engine"):
         NativeEngine.from_pretrained(
-            str(tmp_path), None, dtype=torch.float32, device="cpu", max_concurrent_completions=1
+            str(tmp_path), None, EngineOptions(torch.float32, "cpu", max_concurrent_completions=1)
         )
 
 

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from atomrl.models.loading import load_policy, model_weights
 from atomrl.protocols import WeightUpdate
 from atomrl.rollout.native import NativeEngine
+from atomrl.rollout.requests import EngineOptions
 from atomrl.rollout.sampling import sample, sample_candidates
 from atomrl.types import GenerationRequest, SamplingParams
 from tests.tiny import make_tiny_model
@@ -152,8 +153,8 @@ def ended_at(sampling, drawn, tokenizer, reason):
 def test_whatever_happens_each_completion_is_as_if_drawn_alone(models, use_kernel, seed):
     chance, tokenizer = random.Random(seed), AutoTokenizer.from_pretrained(models[0][0])
     engine = NativeEngine.from_pretrained(
-        str(models[0][0]), tokenizer, dtype=torch.float32, device="cpu",
-        max_concurrent_completions=chance.choice((1, 2, 5, 9, 40)), use_kernel=use_kernel,
+        str(models[0][0]), tokenizer, EngineOptions(torch.float32, "cpu", chance.choice((1, 2, 5, 9, 40))),
+        use_kernel=use_kernel,
     )  # fmt: skip
     engine.batch.check_every = chance.choice((1, 8))
     caller = Caller(engine, models, chance)

@@ -16,6 +16,7 @@ from atomrl.rollout import decoder
 from atomrl.rollout.generate import generate
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
+from atomrl.rollout.requests import EngineOptions
 from atomrl.types import SamplingParams
 from atomrl.weights import InProcessTransfer, WeightMismatch, checked_update, tensor_hash
 from atomrl.weights.channels import TransferBroken
@@ -28,11 +29,11 @@ ENGINES = {"native": NativeEngine, "hf": HFEngine}
 
 
 def open_engine(folder, name="native", dtype=torch.float32):
-    options = {"dtype": dtype, "device": "cpu", "max_concurrent_completions": 8}
+    options = EngineOptions(dtype, "cpu", max_concurrent_completions=8)
     packs = name == "native" and decoder.compute_dtype(dtype, torch.device("cpu")) == torch.bfloat16
     if packs and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("oneDNN multiplies no bfloat16 on this CPU, not even by emulation")
-    return ENGINES[name].from_pretrained(str(folder), AutoTokenizer.from_pretrained(folder), **options)
+    return ENGINES[name].from_pretrained(str(folder), AutoTokenizer.from_pretrained(folder), options)
 
 
 def compute_in(monkeypatch, dtype):

@@ -14,6 +14,7 @@ from atomrl.models.loading import load_tokenizer
 from atomrl.rollout.generate import generate
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
+from atomrl.rollout.requests import EngineOptions
 from atomrl.runs import prepare_run, rl
 from atomrl.runs.checks import check_engine
 from atomrl.training.local import LocalBackend
@@ -33,7 +34,7 @@ def folder(tmp_path_factory):
 
 def rolled_out(folder, **sampling):
     settings = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": 7}
-    engine = NativeEngine.from_pretrained(str(folder), load_tokenizer(folder), **settings)
+    engine = NativeEngine.from_pretrained(str(folder), load_tokenizer(folder), EngineOptions(**settings))
     params = SamplingParams(
         completions_per_prompt=4, max_completion_tokens=12, temperature=0.8, logprobs_over="kept", **sampling
     )
@@ -162,7 +163,7 @@ def test_what_cannot_be_done_is_said_before_there_is_a_run(folder, tmp_path):
     with pytest.raises(ValueError, match="neither top_p nor top_k cuts anything"):
         SamplingParams(logprobs_over="kept")
     engine = HFEngine.from_pretrained(
-        str(folder), load_tokenizer(folder), dtype=torch.float32, device="cpu", max_concurrent_completions=4
+        str(folder), load_tokenizer(folder), EngineOptions(torch.float32, "cpu", max_concurrent_completions=4)
     )
     with pytest.raises(ValueError, match="does not tell which tokens"):
         generate(engine, prompts_of((5,)), SamplingParams(logprobs_over="kept", top_k=5))

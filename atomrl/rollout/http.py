@@ -1,0 +1,159 @@
+"""`Client`: speaks to rollout servers by HTTP; and what there is to say of such a server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from atomrl.rollout.requests import RequestState
+from atomrl.rollout.server_process import ServerProcess
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server drew for a request."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    spans: Sequence[Mapping[str, Any]]
+    """`version`, `start`, `end`: which tokens were drawn by the weights of which version."""
+    reason: str
+    """`stop`, `length` or `abort`."""
+    candidates: Sequence[Sequence[int]] = ()
+    """Of each token, what it was drawn from, the likeliest first."""
+
+
+class ServerGone(Exception):
+    """A server could not be reached, or failed; it may come back."""
+
+
+@dataclass(eq=False)
+class Server:
+    """A server, and what it has to do.
+
+    Args:
+        kind: of the engine, for messages.
+        slots: how many requests it is sent at once.
+        process: where it was started here.
+    """
+
+    kind: str
+    url: str
+    slots: asyncio.Semaphore
+    process: ServerProcess | None = None
+    adapters: str | None = None
+    """What the adapters that it has are called there."""
+    held: dict[str, RequestState] = field(default_factory=dict)
+    wire_ids: dict[str, str] = field(default_factory=dict)
+    """What its requests are called there: each attempt has a name of its own."""
+    restarts: int = 0
+    """Since it last finished a request."""
+    life: int = 0
+    """How often it has been found well again."""
+    under_way: int = 0
+    """Requests that it has not answered."""
+    change: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while its weights change or it is repaired: no request may reach it with half of them."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        started = f"started at {self.url} (pid {self.process.pid})" if self.process else f"at {self.url}"
+        return f"{self.kind} {started}"
+
+    @property
+    def load(self) -> int:
+        """Tokens that it may have to draw."""
+        return sum(state.request.sampling.max_completion_tokens for state in self.held.values())
+
+
+class Client:
+    """Speaks to servers, in a thread of its own with an event loop.
+
+    Args:
+        timeout_s: within which a server must answer.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.http = httpx.AsyncClient(
+            timeout=httpx.Timeout(timeout_s, pool=None),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,  # a proxy has no place between a trainer and its engine
+        )
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="rollout servers", daemon=True)
+        self.thread.start()
+
+    def start(self, task: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Have a task done."""
+        return asyncio.run_coroutine_threadsafe(task, self.loop)
+
+    def run(self, task: Coroutine[Any, Any, Any]) -> Any:
+        """What a task gives, once it is done."""
+        return self.start(task).result()
+
+    async def healthy(self, server: Server, path: str) -> bool:
+        """Whether a server says that it is well."""
+        try:
+            found = await self.http.get(server.url + path, timeout=min(10.0, self.timeout_s))
+        except httpx.HTTPError:
+            return False
+        return found.status_code == 200
+
+    async def post(self, server: Server, path: str, body: Mapping[str, Any] | None = None, **options: Any) -> Any:
+        """A server's answer to a request, from JSON.
+
+        Raises:
+            TimeoutError: it did not answer in time.
+            RuntimeError: it refuses.
+            ServerGone: it cannot be reached, or has failed.
+        """
+        return await self._ask(server, "POST", path, json=body, **options)
+
+    async def get(self, server: Server, path: str, **options: Any) -> Any:
+        """What a server says of itself; raises as `post`."""
+        return await self._ask(server, "GET", path, **options)
+
+    async def _ask(self, server: Server, method: str, path: str, **options: Any) -> Any:
+        try:
+            found = await self.http.request(method, server.url + path, **options)
+        except httpx.TimeoutException:
+            raise TimeoutError(f"{server.name} has not answered {path} within {self.timeout_s:g} s") from None
+        except httpx.TransportError as error:
+            raise ServerGone(f"{path}: {type(error).__name__} {error}") from None
+        if found.status_code >= 500:
+            raise ServerGone(f"{path}: status {found.status_code}, {found.text[:300]}")
+        if found.status_code != 200:
+            raise RuntimeError(f"{server.name} refused {path} with status {found.status_code}: {found.text[:500]}")
+        try:
+            return found.json()
+        except ValueError:  # some say no more than that it is done
+            return None
+
+    def close(self) -> None:
+        """Give up what is under way, and end the thread."""
+        self.run(self._end())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    async def _end(self) -> None:
+        """Let no task of the loop outlive it."""
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+        await self.http.aclose()
+
+
+def logprob_of(sent: float | None) -> float:
+    """A log-prob as servers send it: JSON has no NaN, for which SGLang sends nothing and vLLM -9999."""
+    return math.nan if sent is None or sent <= -9999.0 else float(sent)

@@ -1,0 +1,92 @@
+"""`ServerProcess`: a server that is started here, on 127.0.0.1, and ends with this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+_GRACE_S = 10.0
+_TAIL_LINES = 15
+# Stands between us and the server, which may not listen while it starts, nor its own children ever. Linux tells it when
+# the process that asked for it has gone, also when that was killed; then all of the group go.
+_LAUNCH = """
+import ctypes, os, signal, subprocess, sys
+def end(*_):
+    server.terminate()
+    try:
+        server.wait(2)
+    except subprocess.TimeoutExpired:
+        pass
+    os.killpg(0, signal.SIGKILL)
+server = subprocess.Popen(sys.argv[2:])
+signal.signal(signal.SIGTERM, end)
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    end()
+sys.exit(server.wait() % 256)
+"""
+
+
+class ServerProcess:
+    """A server in a process group of its own; what it says goes into a file.
+
+    It is started by the thread that calls, and ends with that thread.
+
+    Args:
+        command: of a port: what to run, and its environment beside ours.
+    """
+
+    def __init__(self, command: Callable[[int], tuple[Sequence[str], Mapping[str, str]]]) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        words, environment = command(port)
+        self.folder = tempfile.TemporaryDirectory(prefix="atomrl-server-")
+        self.output = Path(self.folder.name) / "output.txt"
+        launcher = [sys.executable, "-c", _LAUNCH, str(os.getpid()), *words]
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                launcher,
+                env=os.environ | dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the run, which ends it
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def ended(self) -> int | None:
+        """Its exit status; None while it runs."""
+        return self.process.poll()
+
+    def tail(self) -> str:
+        """The last lines that it has written."""
+        lines = self.output.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(line[:500] for line in lines[-_TAIL_LINES:])
+
+    def end(self) -> None:
+        """End it and all that it has started."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_GRACE_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.folder.cleanup()
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

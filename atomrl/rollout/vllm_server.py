@@ -1,0 +1,166 @@
+"""`VLLMServerEngine`: vLLM behind its OpenAI-compatible server, by that server's interface of tokens in, tokens out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atomrl.protocols import WeightHash
+from atomrl.rollout.checkpoints import cpu_cache_bytes
+from atomrl.rollout.http import Answer, Server, logprob_of
+from atomrl.rollout.requests import RequestState
+from atomrl.rollout.servers import ServerEngine
+from atomrl.rollout.vllm import VLLMEngine, cut_refusal
+from atomrl.rollout.vllm_worker import WORKER_EXTENSION
+from atomrl.types import SamplingParams
+
+_ADAPTERS = "policy"
+_LOADED: dict[str, str] = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+
+
+class VLLMServerEngine(ServerEngine):
+    """Draws completions with a vLLM server (0.32 or later; https://docs.vllm.ai), its own or such as are there.
+
+    A server that is there must have been started with `VLLM_SERVER_DEV_MODE=1` and
+    `vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs --max-logprobs -1`, and where there are
+    adapters with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`, `--enable-lora` and `--max-lora-rank`. Its weights can be read
+    back where it has `--worker-extension-cls atomrl.rollout.vllm_worker.WeightReader`.
+
+    Log-probs are of the distribution that is drawn from, as with vLLM in process, and not `exact` for the same reason.
+    """
+
+    package, probe = VLLMEngine.package, VLLMEngine.probe
+    seeded = returns_candidates = True
+
+    @classmethod
+    def refusal(cls, sampling: SamplingParams) -> str | None:
+        """Why vLLM cannot give the log-probs that are asked for; None where it can."""
+        cuts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_completion_tokens > 0
+        return super().refusal(sampling) or cut_refusal("vLLM", sampling, cuts)
+
+    def _command(self, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
+        options = self.options
+        words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+        words += ["--model", self.folder, "--tokenizer", self.tokenizer.name_or_path or self.folder]
+        words += ["--dtype", str(options.dtype).removeprefix("torch."), "--enable-scale-out", "--max-logprobs", "-1"]
+        words += ["--worker-extension-cls", WORKER_EXTENSION]
+        words += ["--logprobs-mode", "processed_logprobs", "--max-num-seqs", str(options.max_concurrent_completions)]
+        if self.on_cpu:
+            # A CPU's generator has no offset to go on from, which seeds with chunks of prompts would need.
+            cache = cpu_cache_bytes(self.config, options.max_concurrent_completions, options.dtype)
+            words += ["--enforce-eager", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(cache)]
+        else:
+            words += ["--enable-sleep-mode", "--gpu-memory-utilization", str(options.gpu_memory_utilization)]
+        if options.lora_rank:
+            from vllm.config.lora import MaxLoRARanks  # those that it has kernels for
+
+            rank = min(rank for rank in MaxLoRARanks.__args__ if rank >= options.lora_rank)
+            words += ["--enable-lora", "--max-lora-rank", str(rank)]
+        if options.trust_remote_code:
+            words.append("--trust-remote-code")
+        return words, _LOADED | {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+    async def _check(self, server: Server) -> None:
+        try:
+            config = (await self.client.get(server, "/server_info", params={"config_format": "json"}))["vllm_config"]
+        except RuntimeError:
+            raise RuntimeError(f"{server.name} takes no new weights: start it with VLLM_SERVER_DEV_MODE=1") from None
+        model, lora = config["model_config"], config["lora_config"]
+        if model["logprobs_mode"] != "processed_logprobs" or model["max_logprobs"] != -1:
+            raise RuntimeError(
+                f"{server.name} gives other log-probs than those of what is drawn from: start it with "
+                "--logprobs-mode processed_logprobs --max-logprobs -1"
+            )
+        if self.options.lora_rank and (lora is None or lora["max_lora_rank"] < self.options.lora_rank):
+            raise RuntimeError(
+                f"{server.name} takes no adapters of rank {self.options.lora_rank}: start it with --enable-lora "
+                f"--max-lora-rank {self.options.lora_rank} and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            )
+        probe = {"token_ids": [0], "sampling_params": {"max_tokens": 1}}
+        try:
+            await self.client.post(server, "/inference/v1/generate", probe)
+        except RuntimeError:
+            raise RuntimeError(f"{server.name} gives no tokens: start it with --enable-scale-out") from None
+
+    async def _generate(self, server: Server, state: RequestState, name: str) -> Answer:
+        sampling, request = state.rule.sampling, state.request
+        kept = sampling.logprobs_over == "kept" and sampling.temperature > 0
+        body: dict[str, Any] = {
+            "request_id": name,
+            "token_ids": list(request.prompt_token_ids),
+            "sampling_params": {
+                "max_tokens": sampling.max_completion_tokens,
+                "min_tokens": sampling.min_completion_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k or -1,
+                "stop": list(sampling.stop),
+                "stop_token_ids": state.rule.is_stop.nonzero()[:, 0].tolist(),
+                "include_stop_str_in_output": True,
+                "ignore_eos": True,  # `stop_token_ids` has those that count
+                "detokenize": bool(sampling.stop),
+                "skip_special_tokens": False,
+                "seed": request.seed,
+                "logprobs": None if sampling.logprobs_over == "none" else (sampling.top_k or -1) if kept else 0,
+            },
+        }
+        if server.adapters:
+            body["model"] = server.adapters
+        (choice,) = (await self.client.post(server, "/inference/v1/generate", body))["choices"]
+        tokens = choice["token_ids"]
+        drawn = ((choice["logprobs"] or {}).get("content") or []) if sampling.logprobs_over != "none" else []
+        logprobs = [logprob_of(token["logprob"]) for token in drawn]
+        candidates: list[list[int]] = []
+        if sampling.logprobs_over == "kept":
+            if not kept:  # greedy: drawn from itself
+                candidates, logprobs = [[token] for token in tokens], [0.0] * len(tokens)
+            for token in drawn if kept else ():
+                ranked = sorted(token["top_logprobs"], key=lambda other: -other["logprob"])
+                candidates.append([other["token_id"] for other in ranked if other["logprob"] > -9999.0])
+        return Answer(tokens, logprobs, choice["weight_versions"] or [], choice["finish_reason"], candidates)
+
+    async def _abort(self, server: Server, name: str) -> None:
+        await self.client.post(server, "/abort_requests", {"request_ids": [f"generate-tokens-{name}"]})
+
+    async def _hold(self, server: Server) -> None:
+        await self.client.post(server, "/pause", params={"mode": "keep"})
+
+    async def _go_on(self, server: Server) -> None:
+        await self.client.post(server, "/resume")
+
+    async def _load(self, server: Server, weights: Path | None, adapters: Path | None) -> None:
+        if weights is not None:
+            call = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
+            await self.client.post(server, "/collective_rpc", call)
+        if adapters is not None:
+            named = {"lora_name": _ADAPTERS, "lora_path": str(adapters), "load_inplace": True}
+            await self.client.post(server, "/v1/load_lora_adapter", named)
+        found = await self.client.post(server, "/reset_prefix_cache", params={"reset_running_requests": True})
+        if not found["success"]:
+            raise RuntimeError(f"{server.name} keeps its cache, which is of the weights before")
+
+    def _adapter_name(self) -> str | None:
+        return _ADAPTERS if self.adapters else None  # new ones take the old ones' place
+
+    async def _name_version(self, server: Server) -> None:
+        await self.client.post(server, "/update_weight_version", {"new_version": str(self.version)})
+        found = (await self.client.get(server, "/weight_info"))["weight_version"]
+        if found != str(self.version):
+            raise RuntimeError(f"{server.name} has weights of version {found}, not {self.version}")
+
+    async def _hashes(self, server: Server) -> list[WeightHash]:
+        call = {"method": "published_hashes", "args": [self.shapes, self.tied, self.ranks]}
+        try:
+            (found,) = (await self.client.post(server, "/collective_rpc", call))["results"]
+        except RuntimeError:  # one that is there, and was started without our class in its workers
+            return await super()._hashes(server)
+        return [WeightHash(name, getattr(torch, dtype), value) for name, dtype, value in found]
+
+    async def _set_memory(self, server: Server, asleep: bool) -> None:
+        await self.client.post(
+            server, "/sleep" if asleep else "/wake_up", **({"params": {"level": 1}} if asleep else {})
+        )

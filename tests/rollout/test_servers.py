@@ -1,0 +1,289 @@
+"""Engines behind servers: servers that hang, die, come back or are the wrong ones; and what is written for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from atomrl.models.loading import read_weights
+from atomrl.protocols import WeightUpdate
+from atomrl.rollout.checkpoints import write_weights
+from atomrl.rollout.generate import generate, requests_of
+from atomrl.rollout.requests import EngineOptions
+from atomrl.rollout.server_process import ServerProcess
+from atomrl.rollout.sglang import SGLangEngine
+from atomrl.types import SamplingParams
+from tests.conformance.fake_sglang import FakeSGLang
+from tests.engines import prompts_of, response
+from tests.tiny import make_tiny_model
+
+LONG = SamplingParams(completions_per_prompt=4, max_completion_tokens=30, ignore_eos=True)
+SHORT = SamplingParams(completions_per_prompt=3, max_completion_tokens=8)
+PROMPTS = prompts_of((5, 6, 7), (20, 21), (40,))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "llama", seed=3, scale=0.2)
+
+
+@pytest.fixture
+def fakes(folder):
+    made: list[FakeSGLang] = []
+
+    def make(**options) -> FakeSGLang:
+        made.append(FakeSGLang(str(folder), **options))
+        return made[-1]
+
+    yield make
+    for fake in made:
+        if fake.alive:
+            fake.close()
+
+
+@pytest.fixture
+def connect(folder):
+    made: list[SGLangEngine] = []
+
+    def make(*fakes: FakeSGLang, timeout_s: float = 200.0, **options) -> SGLangEngine:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        urls = tuple(fake.url for fake in fakes)
+        options = EngineOptions(torch.float32, "cpu", 64, server=urls, server_timeout_s=timeout_s, **options)
+        made.append(SGLangEngine.from_pretrained(str(folder), tokenizer, options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def drawn(engine, sampling=SHORT):
+    return [response(trajectory) for trajectory in generate(engine, PROMPTS, sampling)]
+
+
+def scaled(folder, factor):
+    return [(name, tensor * factor) for name, tensor in read_weights(folder)]
+
+
+def test_a_server_that_is_there_gets_the_weights_before_it_draws(fakes, connect, folder):
+    fake = fakes()
+    with torch.no_grad():
+        for parameter in fake.model.parameters():
+            parameter.mul_(0.5)  # it was started with another checkpoint
+    connect(fake)
+    ours = dict(read_weights(folder))
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in fake.model.named_parameters())
+    assert fake.label == "0"
+
+
+def test_two_servers_share_the_groups_and_draw_what_one_draws(fakes, connect):
+    one, two = fakes(), fakes()
+    alone, both = connect(fakes()), connect(one, two)
+    assert drawn(both) == drawn(alone)
+    assert {one.calls.count("/generate"), two.calls.count("/generate")} == {3, 6}  # whole groups
+
+
+def test_seeds_are_said_to_be_ignored_where_one_server_ignores_them(fakes, connect):
+    assert connect(fakes(), fakes()).seeded
+    assert not connect(fakes(), fakes(deterministic=False)).seeded
+    assert not connect(fakes(deterministic=False), fakes()).seeded
+
+
+def test_a_server_that_hangs_is_named_within_its_time(fakes, connect):
+    fake = fakes()
+    engine = connect(fake, timeout_s=1.0)
+    fake.hangs = True
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=rf"SGLangEngine at {fake.url} has not answered /generate within 1 s"):
+        engine.submit(requests_of(PROMPTS[0], SHORT))
+        engine.poll()
+    assert time.monotonic() - start < 16
+    fake.hangs = False
+
+
+def test_a_server_that_is_not_there_is_named(connect):
+    class Nowhere:
+        url = "http://127.0.0.1:9"
+
+    with pytest.raises(TimeoutError, match=r"SGLangEngine at http://127\.0\.0\.1:9 was not up within 0\.5 s"):
+        connect(Nowhere(), timeout_s=0.5)
+
+
+def test_requests_of_a_server_that_comes_back_are_done_again_with_the_current_weights(fakes, connect, folder):
+    fake = fakes()
+    engine = connect(fake)
+    engine.update_weights(WeightUpdate(version=4, tensors=scaled(folder, 0.9)))
+    expected = drawn(engine, LONG)
+    engine.submit([request for prompt in PROMPTS for request in requests_of(prompt, LONG)])
+    while not fake.running:
+        time.sleep(0.01)
+    fake.close()
+    again = fakes(port=fake.server.server_port)  # with the weights of the folder
+    found = {}
+    while len(found) < 12:
+        found |= {output.request_id: output for output in engine.poll()}
+    again_drawn = [found[request.request_id].segments for prompt in PROMPTS for request in requests_of(prompt, LONG)]
+    assert [segments[0].token_ids for segments in again_drawn] == expected
+    assert {segment.policy_version for segments in again_drawn for segment in segments} == {4}
+    assert again.label == "4"
+
+
+def test_weights_change_between_two_tokens_and_each_token_knows_which_drew_it(fakes, connect, folder):
+    fake = fakes()
+    engine = connect(fake)
+    long = SamplingParams(completions_per_prompt=2, max_completion_tokens=150, ignore_eos=True)
+    engine.submit(requests_of(PROMPTS[0], long))
+    while not fake.running or len(fake.running[0].drawn) < 5:
+        time.sleep(0.005)
+    engine.update_weights(WeightUpdate(version=1, tensors=scaled(folder, 0.8)))
+    outputs = []
+    while len(outputs) < 2:
+        outputs += engine.poll()
+    models = {version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for version in (0, 1)}
+    models[1].load_state_dict({name: t.double() for name, t in scaled(folder, 0.8)}, strict=False)
+    models[1].tie_weights()
+    for output in outputs:
+        assert [segment.policy_version for segment in output.segments] == [0, 1]
+        ids, begin = [token for segment in output.segments for token in segment.token_ids], 0
+        for segment in output.segments:
+            with torch.no_grad():
+                logits = models[segment.policy_version](torch.tensor([[5, 6, 7, *ids]])).logits[0, 2:-1].log_softmax(-1)
+            expected = logits[torch.arange(150), torch.tensor(ids)][begin : begin + len(segment.token_ids)]
+            assert (expected - torch.tensor(segment.logprobs)).abs().max() < 5e-5
+            begin += len(segment.token_ids)
+
+
+def test_new_adapters_have_what_is_under_way_begin_again(fakes, connect, folder):
+    from atomrl.protocols import Adapter
+
+    fake = fakes()
+    engine = connect(fake, lora_rank=2)
+    adapter = Adapter(a=torch.full((2, 32), 0.1), b=torch.full((32, 2), 0.1), scale=0.5)
+    layer = "model.layers.0.self_attn.q_proj.weight"
+    engine.update_weights(WeightUpdate(version=1, adapters={layer: adapter}))
+    engine.submit(requests_of(PROMPTS[0], SamplingParams(max_completion_tokens=120, ignore_eos=True)))
+    while not fake.running or len(fake.running[0].drawn) < 5:
+        time.sleep(0.005)
+    engine.update_weights(WeightUpdate(version=2, adapters={layer: adapter}))
+    (output,) = engine.poll()
+    assert [segment.policy_version for segment in output.segments] == [2]
+    assert len(output.segments[0].token_ids) == 120 and len(fake.adapters) == 1
+
+
+def test_a_server_without_adapters_is_refused_for_a_config_with_some(fakes, connect, monkeypatch):
+    fake = fakes()
+    about = fake.about
+    monkeypatch.setattr(fake, "about", lambda path: about(path) | {"enable_lora": False})
+    with pytest.raises(RuntimeError, match="takes no adapters: start it with --enable-lora"):
+        connect(fake, lora_rank=2)
+
+
+def test_the_fake_refuses_what_sglang_does_not_know(fakes):
+    import httpx
+
+    fake = fakes()
+    post = httpx.Client(base_url=fake.url).post
+    bad = [
+        ("/generate", {"input_ids": [5], "sampling_params": {"max_tokens": 3}}),
+        ("/generate", {"input_ids": [5], "sampling_params": {}, "seed": 3}),
+        ("/generate", {"input_ids": ["a"], "sampling_params": {}}),
+        ("/generate", {"input_ids": [5], "sampling_params": {"ignore_eos": 1}}),
+        ("/pause_generation", {"mode": "keep"}),
+        ("/continue_generation", {}),
+        ("/update_weights_from_disk", {"model_path": fake.path, "flush_cache": False}),
+        ("/update_weights_from_disk", {"model_path": fake.path}),  # a tied head has no name of its own there
+    ]
+    for path, body in bad:
+        assert post(path, json=body).status_code == 400, (path, body)
+
+
+def test_a_tied_head_is_written_under_its_own_name(tmp_path):
+    embedding = torch.ones(3, 2, dtype=torch.bfloat16)
+    tensors = [("model.embed_tokens.weight", embedding), ("model.norm.weight", torch.zeros(2))]
+    found = load_file(
+        write_weights(WeightUpdate(1, tensors), tmp_path / "1", torch.float32, True) / "model.safetensors"
+    )
+    assert torch.equal(found["lm_head.weight"], embedding.float()) and len(found) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+SLEEPER = """
+import sys, time
+from atomrl.rollout.server_process import ServerProcess
+deaf = "import os, signal as s, time; s.signal(15, s.SIG_IGN); print(os.getpid(), flush=True); time.sleep(100)"
+process = ServerProcess(lambda port: ([sys.executable, "-c", deaf], {}))
+while not process.tail():
+    time.sleep(0.05)
+print(process.tail(), flush=True)
+time.sleep(100)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_a_server_that_was_started_here_ends_with_its_driver_also_when_that_is_killed():
+    driver = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, text=True)
+    pid = int(driver.stdout.readline())
+    assert alive(pid)
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    end = time.monotonic() + 15  # it is deaf to SIGTERM, as vLLM is while it starts
+    while alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+def test_a_server_that_ends_while_it_starts_is_named_with_its_last_words(folder, monkeypatch):
+    words = [sys.executable, "-c", "print('no kernels for this machine'); raise SystemExit(3)"]
+    monkeypatch.setattr(SGLangEngine, "_command", lambda self, port: (words, {}))
+    options = EngineOptions(torch.float32, "cpu", 8)
+    with pytest.raises(RuntimeError, match=r"started at .* ended with status 3; .*\nno kernels for this machine"):
+        SGLangEngine.from_pretrained(str(folder), AutoTokenizer.from_pretrained(folder), options)
+    assert not any("rollout servers" in thread.name for thread in threading.enumerate())
+
+
+def test_a_process_is_ended_with_all_it_has_started():
+    code = "import subprocess as s, sys; p = s.Popen([sys.executable, '-c', 'import time; time.sleep(99)']);"
+    code += "print(p.pid, flush=True); p.wait()"
+    process = ServerProcess(lambda port: ([sys.executable, "-c", code], {}))
+    while not process.tail():
+        time.sleep(0.05)
+    child = int(process.tail())
+    assert alive(child)
+    process.end()
+    time.sleep(0.2)
+    assert not alive(child)
+
+
+def test_a_run_trains_with_servers_that_are_there(fakes, tmp_path, folder):
+    from atomrl.cli.main import main
+
+    one, two = fakes(), fakes()
+    settings = {
+        "run_name": "served", "output_dir": str(tmp_path), "model.path": str(folder), "model.dtype": "float32",
+        "data.train": "chain", "data.train_size": 40, "rollout.engine": "sglang",
+        "rollout.server": f"[{one.url},{two.url}]",
+        "rollout.prompts_per_step": 2, "rollout.completions_per_prompt": 4, "rollout.max_completion_tokens": 6,
+        "train.steps": 2, "reward.functions": "[strict_math]",
+    }  # fmt: skip
+    config = tmp_path / "config.yaml"
+    config.write_text("{}\n")
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    assert main(["train", str(config), *overrides]) == 0
+    assert one.label == two.label == "2"  # the weights of the last update
+    assert {one.calls.count("/update_weights_from_disk"), two.calls.count("/update_weights_from_disk")} == {3}
