@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.config import RunConfig
@@ -13,11 +14,12 @@ from atomrl.data.checks import repetitions
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
 from atomrl.loop.evaluate import evaluate
-from atomrl.loop.groups import EngineSource
+from atomrl.loop.groups import EngineSource, GroupSource
 from atomrl.loop.preflight import check_group_size, check_row_limit
+from atomrl.loop.scheduler import Scheduler
 from atomrl.loop.sync import Parts, run_step
 from atomrl.models.loading import resolve_folder
-from atomrl.protocols import RewardFunction
+from atomrl.protocols import RewardFunction, WeightTransfer
 from atomrl.rewards.compute import build_rewards
 from atomrl.runs import build
 from atomrl.runs.base import Evaluation, Run, identity
@@ -39,7 +41,8 @@ class RLRun(Run):
         self.path = path = build.model_path(config)
         objective = config.algorithm
         assert not isinstance(objective, RewardModelObjective), "the kind of run is chosen by the algorithm"
-        objective = build.corrected(objective, check_engine(config, path))
+        stale = config.asynchronous.max_staleness if config.asynchronous else 0
+        objective = build.corrected(objective, check_engine(config, path), stale)
         self.algorithm = objective.resolved(
             max_completion_tokens=config.rollout.max_completion_tokens, report_entropy=config.train.report_entropy
         )
@@ -96,36 +99,50 @@ class RLRun(Run):
         stack.callback(self.rewards.close)
         self.engine = build.build_rollout(config, self.path, self.tokenizer)
         stack.callback(self.engine.close)
-        source = EngineSource(
-            engine=self.engine,
-            algorithm=self.algorithm,
-            stream=self.stream,
-            processor=self.processor,
-            rewards=self.rewards,
-            sampling=build.train_sampling(config),
-        )
+        self.stream.position = self.progress.position
+        transfer: WeightTransfer = InProcessTransfer(self.trainer, self.engine)
+        shared: Any = {
+            "engine": self.engine,
+            "algorithm": self.algorithm,
+            "stream": self.stream,
+            "processor": self.processor,
+            "rewards": self.rewards,
+            "sampling": build.train_sampling(config),
+        }
+        source: GroupSource = EngineSource(**shared)
+        if config.asynchronous is not None:
+            source = scheduler = Scheduler(
+                **shared,
+                transfer=transfer,
+                settings=config.asynchronous,
+                groups=config.items_per_step,
+                steps=config.train.steps,
+                done=self.progress.step,
+                pending=self.progress.pending,
+            )
+            transfer = scheduler.update
         stack.callback(source.close)
         self.parts = Parts(
             source=source,
-            transfer=InProcessTransfer(self.trainer, self.engine),
+            transfer=transfer,
             trainer=self.trainer,
             algorithm=self.algorithm,
             processor=self.processor,
             record=self.record,
         )
-        self.stream.position = self.progress.position
         if self.engine.version != self.progress.step:
             self.parts.transfer(self.progress.step)
 
     def step(self, number: int) -> dict[str, float]:
         metrics = run_step(self.parts, self.config, number, self.progress)
-        self.progress.position = self.stream.position
+        self.progress.position, self.progress.pending = self.parts.source.state()
         return metrics
 
     def evaluate(self) -> Evaluation | None:
         if not self.held_out:
             return None
-        found = evaluate(self.engine, self.held_out, self.processor, self.rewards, build.eval_sampling(self.config))
+        with self.parts.source.quiet():
+            found = evaluate(self.engine, self.held_out, self.processor, self.rewards, build.eval_sampling(self.config))
         headline = {name: found.overall[name].mean for name in ("accuracy", "format", "reasoning_tokens")}
         return Evaluation(found.metrics(), headline, found.rows)
 
