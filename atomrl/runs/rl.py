@@ -43,6 +43,7 @@ class RLRun(Run):
         assert not isinstance(objective, RewardModelObjective), "the kind of run is chosen by the algorithm"
         stale = config.asynchronous.max_staleness if config.asynchronous else 0
         objective = build.corrected(objective, check_engine(config, path), stale)
+        config = config.model_copy(update={"algorithm": objective})  # as it is written down, and compared on resuming
         self.algorithm = objective.resolved(
             max_completion_tokens=config.rollout.max_completion_tokens, report_entropy=config.train.report_entropy
         )
