@@ -314,7 +314,7 @@ def best_share(model: Model, gpus: int, policy: Policy, steps: int) -> tuple[int
 def scaling(model: Model, steps: int, sizes: Sequence[int]) -> str:
     """Idle shares by number of GPUs, each with the best division into trainer and engines."""
     lines = [
-        f"| GPUs, {model.name} | staleness | train | steps an hour | each, of the fewest | trainer idle | engines idle |",
+        f"| GPUs, {model.name} | staleness | train | steps an hour | of the fewest | trainer idle | engines idle |",
         "|---|---|---|---|---|---|---|",
     ]
     fitting = [gpus for gpus in sizes if gpus >= least_trainers(model) + model.tensor_parallel]

@@ -71,7 +71,7 @@ class Scheduler:
     A group is submitted, drawn, scored as soon as it is complete, and waits for the trainer, which takes the oldest
     groups there are: a slow completion or reward holds up its own group alone. Open groups (all that are not trained
     on yet) are at most those of the step that the trainer waits for and of `max_staleness` steps more; so what is
-    trained on in the order it was submitted is within the bound, as in AReaL (arXiv:2505.24298, section 5.1). What
+    trained on in the order it was submitted is within the bound, as in AReaL (arXiv:2505.24298). What
     does not come in time is dropped when the weights change, and drawn again with newer ones: every token that is
     trained on was drawn by weights at most `max_staleness` versions behind the trainer's.
 
