@@ -157,6 +157,8 @@ def one_run(tree: Mapping[str, Any], name: str, seed: int, reward_s: float, tail
         summary = prepare_run(config, {"waiting": WaitingReward(reward_s)}).execute()
     finally:
         rl.build.build_rollout = build
+    if not summary["finished"]:
+        raise KeyboardInterrupt  # a run takes the signal for itself, and saves
     text = (config.run_dir / "metrics.jsonl").read_text(encoding="utf-8")
     rows = [row for row in map(json.loads, text.splitlines()) if "timing_s/step" in row]
     return measured(rows) | {"variant": name, "seed": seed, "accuracy": summary.get("accuracy_after")}

@@ -102,7 +102,7 @@ NEARLY = {
                                                          "train_accuracy": lambda step: min(0.98, 0.4 + 0.05 * step),
                                                          "response_length_mean": lambda step: min(27, 12 + step)},
     "bfloat16": {"training_rollout_probs_diff_mean": lambda step: 0.008 + 0.0001 * step},
-    "rollouts of older weights": {"training_rollout_probs_diff_mean": lambda step: 3e-7 if step == 1 else 1e-3 * step,
+    "rollouts of older weights": {"training_rollout_probs_diff_mean": late(3e-7, 0.02, start=2),
                                   "staleness": lambda step: float(step > 1)},
     "bounds that are made to act on most tokens": {"actor_pg_clipfrac": 0.75, "actor_ppo_kl": 0.0003},
     "right answers are longer": {"correlation": 0.95},
