@@ -64,6 +64,7 @@ class RunConfig(Section):
     critic: schema.CriticConfig = schema.CriticConfig()
     teacher: schema.TeacherConfig | None = None
     cluster: schema.ClusterConfig | None = None
+    asynchronous: schema.AsynchronousConfig | None = None
 
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> Self:
@@ -88,6 +89,14 @@ class RunConfig(Section):
                 "model.path: is required (a folder or a hub name)"
                 if self.model.path is None
                 else f"model.path and {'sft' if self.sft else 'pretrain'}.gpt are two places to start from; give one"
+            )
+        if self.asynchronous and self.kind != "train":
+            raise ValueError("asynchronous: this kind of run draws no rollouts; remove the section")
+        least = self.asynchronous.min_completions if self.asynchronous else None
+        if least is not None and least > rollout.completions_per_prompt:
+            raise ValueError(
+                f"asynchronous.min_completions={least} is larger than rollout.completions_per_prompt="
+                f"{rollout.completions_per_prompt}"
             )
         if rollout.min_completion_tokens > rollout.max_completion_tokens:
             raise ValueError("rollout.min_completion_tokens is larger than rollout.max_completion_tokens")

@@ -154,6 +154,21 @@ class ClusterConfig(Section):
     """Of `files`, which all machines must see; null is a folder in the run's."""
 
 
+class AsynchronousConfig(Section):
+    """Rollouts that go on while the trainer learns; 0 and the defaults are the synchronous order."""
+
+    max_staleness: int = Field(1, ge=0)
+    """By how many versions of the weights a token that is trained on may be behind the trainer's: 1 is one step off."""
+    on_update: Literal["keep", "abort", "wait"] = "keep"
+    """Completions under way when new weights come: go on with them, begin anew, or are finished before."""
+    oversampling: float = Field(1.0, ge=1)
+    """So many times the groups that are needed are drawn at once; the first that are complete are trained on."""
+    min_completions: int | None = Field(None, ge=1)
+    """While the trainer waits, a group with so many completions goes without its others; null: it waits for all."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Within which engine or rewards must finish something; the run ends with an error that says what they hold."""
+
+
 class RewardRoute(Section):
     """A reward and how it is called."""
 

@@ -46,13 +46,15 @@ class PromptStream:
 
     def take(self, count: int) -> list[tuple[str, Sample]]:
         """The next `count` samples, each with its prompt id `epoch:sample_id`; a batch may cross epochs."""
-        taken = []
-        for position in range(self.position, self.position + count):
-            epoch, index = divmod(position, len(self.samples))
-            sample = self.samples[self._epoch_order(epoch)[index]]
-            taken.append((f"{epoch}:{sample.sample_id}", sample))
+        taken = [self.at(position) for position in range(self.position, self.position + count)]
         self.position += count
         return taken
+
+    def at(self, position: int) -> tuple[str, Sample]:
+        """The sample at a position since the start of the run, with its prompt id."""
+        epoch, index = divmod(position, len(self.samples))
+        sample = self.samples[self._epoch_order(epoch)[index]]
+        return f"{epoch}:{sample.sample_id}", sample
 
     def _epoch_order(self, epoch: int) -> list[int]:
         if self._order[0] != epoch:

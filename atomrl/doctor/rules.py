@@ -276,11 +276,13 @@ def stale_weights(rows: MetricRows) -> Verdict:
     """The gap between the engine's and the trainer's probabilities was small at the first step, when both had the same
     weights, and has grown many times since: the engine does not get the new ones.
 
-    Seen elsewhere as a jump from 0.015 to 0.2 (huggingface/trl#5312); without that fault it stays within twice.
+    Seen elsewhere as a jump from 0.015 to 0.2 (huggingface/trl#5312); without that fault it stays within twice. In
+    asynchronous runs steps count that trained on no older weights' tokens.
 
     Try: another rollout.engine (`hf` is the reference), to see whether it is the engine: weights must reach it after
     every step. An engine of your own: does its update_weights copy all tensors?
     """
+    rows = [row for row in rows if not row.get("async/staleness_max")]
     [first], now = recent(rows[:1], GAP, 1), recent(rows[1:], GAP, SHORT)
     if min(now) >= max(8 * first, 1e-4):
         yield (
@@ -294,7 +296,8 @@ def rollout_gap(rows: MetricRows) -> Verdict:
 
     Healthy: 1e-6 in float32, about 0.01 in bfloat16 with another engine (vllm-project/vime#64, huggingface/trl#5312).
 
-    Try: model.dtype=float32; rollout.engine=hf, to compare; rollout.top_p=1 and rollout.top_k=0.
+    Try: model.dtype=float32; rollout.engine=hf, to compare; rollout.top_p=1 and rollout.top_k=0; in asynchronous runs a
+    lower asynchronous.max_staleness.
     """
     now = recent(rows, GAP, SHORT)
     if min(now) >= 0.03:

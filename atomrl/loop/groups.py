@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Protocol
@@ -36,6 +37,13 @@ class GroupSource(Protocol):
         Returns:
             Those that are trained on, and those that the algorithm refused on the way.
         """
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """A time in which the engine, if there is one, draws nothing for the source: for evaluation."""
+
+    def state(self) -> tuple[int, list[tuple[int, int]]]:
+        """What a checkpoint has to remember: the position in the stream of prompts; and position and step of each group
+        before it that is still to be trained on."""
 
     def metrics(self) -> dict[str, float]:
         """What there is to say of the last `collect` beside the groups themselves."""
@@ -89,10 +97,15 @@ class EngineSource:
         trajectories = scored()
         if self.algorithm.extra_rollouts is None:
             return trajectories
-        groups = by_group([item for item in scored(**self.algorithm.extra_rollouts) if item.reward is not None])
-        baselines = {prompt_id: fmean(item.reward or 0.0 for item in group) for prompt_id, group in groups.items()}
-        # NaN, not None: it was drawn, also where it earned nothing that counts.
-        return [replace(item, baseline_reward=baselines.get(item.prompt_id, math.nan)) for item in trajectories]
+        return with_baselines(trajectories, scored(**self.algorithm.extra_rollouts))
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """The engine holds no request between two calls of `collect`."""
+        return nullcontext()
+
+    def state(self) -> tuple[int, list[tuple[int, int]]]:
+        """The position of the stream; nothing is under way."""
+        return self.stream.position, []
 
     def metrics(self) -> dict[str, float]:
         """Nothing beside what the groups themselves say."""
@@ -100,6 +113,14 @@ class EngineSource:
 
     def close(self) -> None:
         """Nothing was started."""
+
+
+def with_baselines(trajectories: Sequence[Trajectory], extra: Sequence[Trajectory]) -> list[Trajectory]:
+    """Each trajectory with the mean reward of the extra ones of its prompt."""
+    groups = by_group([item for item in extra if item.reward is not None])
+    baselines = {prompt_id: fmean(item.reward or 0.0 for item in group) for prompt_id, group in groups.items()}
+    # NaN, not None: it was drawn, also where it earned nothing that counts.
+    return [replace(item, baseline_reward=baselines.get(item.prompt_id, math.nan)) for item in trajectories]
 
 
 def is_accepted(algorithm: Algorithm, group: Sequence[Trajectory]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -62,6 +62,9 @@ class Progress:
 
     step: int = 0
     position: int = 0
+    """In the stream of prompts."""
+    pending: Sequence[tuple[int, int]] = ()
+    """Position and step of groups before it that are still to be trained on (`GroupSource.state`)."""
     wall_s: float = 0.0
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     """step -> metrics of the evaluation after it; "0" is before training."""

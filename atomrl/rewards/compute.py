@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ PATIENCE = 3
 MIN_FAILURES = 8
 """A reward that never gave a value stops the run once it failed on this many completions."""
 MAX_HANGS = 16
-"""...or, within a batch, once this many calls hung or ended their process: each of them takes its time-out."""
+"""...or, before the end of a batch, once this many calls hung or ended their process: each takes its time-out."""
 
 
 COUNTERS = {"timeout": "timeouts", "error": "errors", "crash": "crashes", "invalid": "invalid"}
@@ -57,6 +58,9 @@ class _Part:
 class Rewards:
     """Scores trajectories with all rewards of a config: see `build_rewards`. Close it to end its worker processes.
 
+    `score` may be called from several threads at once: for the groups of a step as they come. `judge` then says of all
+    of them whether the run can go on.
+
     Attributes:
         seconds: what each trajectory of the last call took in all rewards together.
     """
@@ -66,7 +70,12 @@ class Rewards:
         self.patience = patience
         self.seconds: list[float] = []
         self.pool = WorkerPool(workers)
+        # one call at a time, where a reward computes in this process; one that only waits says that it is `concurrent`
+        scorers = [scorer for part in self.parts for scorer in part.scorers.values()]
+        serial = [scorer for scorer in scorers if not getattr(scorer.function, "concurrent", False)]
+        self._locks = {scorer: threading.Lock() for scorer in serial}
         self._gave_values: set[str] = set()
+        self._hangs: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._failed_batches: Counter[str] = Counter()
         self._empty_batches = 0
@@ -122,13 +131,37 @@ class Rewards:
             RewardError: a reward fails on everything, none gives a value for several batches in a row, or one cannot
                 be called at all (see `build_rewards`).
         """
+        scored, self.seconds = self._score(trajectories)
+        self.judge(scored)
+        return scored
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The same with their rewards, in the same order, without a judgement of failures.
+
+        Raises:
+            RewardError: a reward cannot be called at all.
+        """
+        return self._score(trajectories)[0]
+
+    def judge(self, scored: Sequence[Trajectory]) -> None:
+        """Warn of new kinds of failures in a batch.
+
+        Raises:
+            RewardError: a reward fails on everything, or none gives a value for several batches in a row.
+        """
+        columns = columns_of(scored)
+        for part in self.parts:
+            self._judge(part.name, scored, columns)
+        self._judge_total(scored)
+
+    def _score(self, trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[float]]:
         columns = columns_of(trajectories)
         scores = {part.name: [Score()] * len(trajectories) for part in self.parts}
-        self.seconds = [0.0] * len(trajectories)
+        seconds = [0.0] * len(trajectories)
         for task, outcome in self._run([task for part in self.parts for task in _tasks(part, trajectories, columns)]):
             for row, score in zip(task.rows, outcome.scores, strict=True):
                 scores[task.part][row] = score
-                self.seconds[row] += outcome.seconds / len(task.rows)
+                seconds[row] += outcome.seconds / len(task.rows)
         names = {name: dict.fromkeys(key for score in given for key in score.parts) for name, given in scores.items()}
         weights = {part.name: part.weight for part in self.parts}
         scored = []
@@ -150,10 +183,7 @@ class Rewards:
                     reward_failures=failures,
                 )
             )
-        for part in self.parts:
-            self._judge(part.name, scored, columns)
-        self._judge_total(scored)
-        return scored
+        return scored, seconds
 
     def _run(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
         """The outcomes; a call that failed as a whole is done again, one completion at a time."""
@@ -163,20 +193,23 @@ class Rewards:
 
     def _run_once(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
         found: list[tuple[Task, Outcome]] = []
-        hangs: Counter[str] = Counter()
         with closing(self.pool.run([task for task in tasks if not task.scorer.in_process])) as outcomes:
             for task, outcome in outcomes:
                 found.append((task, outcome))
                 score = outcome.scores[0]
                 if any(score.value is not None for score in outcome.scores):
                     self._gave_values.add(task.part)
-                hangs[task.part] += score.failure in ("timeout", "crash")
-                if self.patience is not None and task.part not in self._gave_values and hangs[task.part] >= MAX_HANGS:
+                self._hangs[task.part] += score.failure in ("timeout", "crash")
+                never = task.part not in self._gave_values
+                if self.patience is not None and never and self._hangs[task.part] >= MAX_HANGS:
                     raise RewardError(
                         f"reward {task.part!r}: the first {MAX_HANGS} calls all hung or ended their process, the last "
                         f"on {_shown(task.items[0])}: {score.failure}: {score.message}"
                     )
-        return found + [(task, call(task.scorer, task.payload())) for task in tasks if task.scorer.in_process]
+        for task in [task for task in tasks if task.scorer.in_process]:
+            with self._locks.get(task.scorer, nullcontext()):
+                found.append((task, call(task.scorer, task.payload())))
+        return found
 
     def _judge(self, name: str, scored: Sequence[Trajectory], columns: Iterable[str]) -> None:
         """Warn of new kinds of failures, and stop where a reward fails on everything."""

@@ -177,13 +177,18 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
 
 
 def corrected(
-    objective: PolicyObjective | PreferenceObjective, engine: type[RolloutEngine]
+    objective: PolicyObjective | PreferenceObjective, engine: type[RolloutEngine], max_staleness: int = 0
 ) -> PolicyObjective | PreferenceObjective:
-    """The objective, with truncated importance sampling where the engine's log-probs are not the trainer's, unless the
-    config says something of `rollout_is`."""
-    if engine.exact or isinstance(objective, PreferenceObjective) or "rollout_is" in objective.model_fields_set:
+    """The objective, with truncated importance sampling where the engine's log-probs are not the trainer's, or its
+    weights may be older, unless the config says something of `rollout_is`."""
+    if (
+        (engine.exact and not max_staleness)
+        or isinstance(objective, PreferenceObjective)
+        or "rollout_is" in objective.model_fields_set
+    ):
         return objective
-    log.info("algorithm.rollout_is=token_tis: this engine computes otherwise than the trainer; `none` turns it off")
+    reason = "asynchronous.max_staleness" if max_staleness else "this engine computes otherwise than the trainer"
+    log.info("algorithm.rollout_is=token_tis: %s; `none` turns it off", reason)
     return objective.model_copy(update={"rollout_is": (TokenTIS(),)})
 
 

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.config import RunConfig
@@ -15,11 +16,12 @@ from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
 from atomrl.files import write_text
 from atomrl.loop.evaluate import evaluate
-from atomrl.loop.groups import EngineSource
+from atomrl.loop.groups import EngineSource, GroupSource
 from atomrl.loop.preflight import check_group_size, check_row_limit
+from atomrl.loop.scheduler import Scheduler
 from atomrl.loop.sync import Parts, run_step
 from atomrl.models.loading import resolve_folder
-from atomrl.protocols import RewardFunction
+from atomrl.protocols import RewardFunction, WeightTransfer
 from atomrl.rewards.actor import move_models
 from atomrl.rewards.compute import build_rewards
 from atomrl.runs import build
@@ -45,7 +47,9 @@ class RLRun(Run):
         self.path = path = build.model_path(config)
         objective = config.algorithm
         assert not isinstance(objective, RewardModelObjective), "the kind of run is chosen by the algorithm"
-        objective = build.corrected(objective, check_engine(config, path))
+        stale = config.asynchronous.max_staleness if config.asynchronous else 0
+        objective = build.corrected(objective, check_engine(config, path), stale)
+        config = config.model_copy(update={"algorithm": objective})  # as it is written down, and compared on resuming
         self.algorithm = objective.resolved(
             max_completion_tokens=config.rollout.max_completion_tokens, report_entropy=config.train.report_entropy
         )
@@ -106,25 +110,38 @@ class RLRun(Run):
             move_models(self.rewards, self.cluster)
         self.engine = build.build_rollout(config, self.path, self.tokenizer, self.cluster)
         stack.callback(self.engine.close)
-        source = EngineSource(
-            engine=self.engine,
-            algorithm=self.algorithm,
-            stream=self.stream,
-            processor=self.processor,
-            rewards=self.rewards,
-            sampling=build.train_sampling(config),
-        )
+        self.stream.position = self.progress.position
+        transfer: WeightTransfer = InProcessTransfer(self.trainer, self.engine)
+        shared: Any = {
+            "engine": self.engine,
+            "algorithm": self.algorithm,
+            "stream": self.stream,
+            "processor": self.processor,
+            "rewards": self.rewards,
+            "sampling": build.train_sampling(config),
+        }
+        source: GroupSource = EngineSource(**shared)
+        if config.asynchronous is not None:
+            source = scheduler = Scheduler(
+                **shared,
+                transfer=transfer,
+                settings=config.asynchronous,
+                groups=config.items_per_step,
+                steps=config.train.steps,
+                done=self.progress.step,
+                pending=self.progress.pending,
+            )
+            transfer = scheduler.update
         stack.callback(source.close)
         self.parts = Parts(
             source=source,
-            transfer=InProcessTransfer(self.trainer, self.engine),
+            transfer=transfer,
             trainer=self.trainer,
             algorithm=self.algorithm,
             processor=self.processor,
             record=self.record,
             sleeper=self.engine if config.cluster and config.cluster.placement == "colocated" else None,
         )
-        self.stream.position = self.progress.position
         if (kept := self.record.directory.path / REWARD_TOTALS).exists():
             self.rewards.restore(json.loads(kept.read_text(encoding="utf-8")))
         if self.engine.version != self.progress.step:
@@ -133,7 +150,7 @@ class RLRun(Run):
     def step(self, number: int) -> dict[str, float]:
         with self._counted():
             metrics = run_step(self.parts, self.config, number, self.progress)
-        self.progress.position = self.stream.position
+        self.progress.position, self.progress.pending = self.parts.source.state()
         return metrics | self.totals()
 
     def totals(self) -> dict[str, float]:
@@ -151,7 +168,7 @@ class RLRun(Run):
     def evaluate(self) -> Evaluation | None:
         if not self.held_out:
             return None
-        with self._counted():
+        with self.parts.source.quiet(), self._counted():
             found = evaluate(self.engine, self.held_out, self.processor, self.rewards, build.eval_sampling(self.config))
         headline = {name: found.overall[name].mean for name in ("accuracy", "format", "reasoning_tokens")}
         return Evaluation(found.metrics(), headline, found.rows)

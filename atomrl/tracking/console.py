@@ -21,6 +21,7 @@ SHOWN = {
     "margin": ("rewards/margins", "{:.3f}"),
     "pairs in order": ("rewards/accuracies", "{:.3f}"),
     "entropy": ("actor/entropy", "{:.3f}"),
+    "staleness": ("async/staleness_mean", "{:.1f}"),
     "tok/s": ("perf/throughput", "{:,.0f}"),
 }
 """What is shown: label -> metric and format."""

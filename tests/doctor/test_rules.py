@@ -46,6 +46,7 @@ NAMES = {name.replace("/", "_").replace("@", "_"): name for name in HEALTHY} | {
     "skipped": "actor/skipped_updates", "bonus": "reward/bonus/mean",
     "penalty": "reward/length_penalty/mean", "trained": "train/rows", "accepted": "rollout/groups_accepted",
     "low": "critic/advantages/min", "high": "critic/advantages/max", "identical": "by_group/frac_identical",
+    "staleness": "async/staleness_max",
 }  # fmt: skip
 
 
@@ -101,6 +102,8 @@ NEARLY = {
                                                          "train_accuracy": lambda step: min(0.98, 0.4 + 0.05 * step),
                                                          "response_length_mean": lambda step: min(27, 12 + step)},
     "bfloat16": {"training_rollout_probs_diff_mean": lambda step: 0.008 + 0.0001 * step},
+    "rollouts of older weights": {"training_rollout_probs_diff_mean": late(3e-7, 0.02, start=2),
+                                  "staleness": lambda step: float(step > 1)},
     "bounds that are made to act on most tokens": {"actor_pg_clipfrac": 0.75, "actor_ppo_kl": 0.0003},
     "right answers are longer": {"correlation": 0.95},
     "a form that takes some words is paid too": {"correlation": 0.8, "equally": 0.7},

@@ -135,7 +135,7 @@ def train(parts: Parts, config: RunConfig, progress: Progress, save: Save) -> bo
 
     def one_step(step: int) -> dict[str, float]:
         metrics = run_step(parts, config, step, progress)
-        progress.position = source.stream.position
+        progress.position, progress.pending = source.state()
         return metrics
 
     return run_steps(one_step, parts.record, progress, save, config)

@@ -273,3 +273,74 @@ def test_no_worker_outlives_the_process(state, number):
         process.kill()
     process.stdout.close()
     assert wait_until(lambda: not any(map(alive, pids)))
+
+
+def test_a_slow_group_holds_up_no_other():
+    """One of two workers takes its calls one after another; the other one is free for other groups."""
+    rewards = build("obey_score", timeout_s=2.0, workers=2, patience=None)
+    rewards(rollouts({"a": ["1"] * 4}))
+    ended = {}
+
+    def score(name, texts):
+        found = values(rewards.score(rollouts({name: texts})))
+        ended[name] = (time.monotonic(), found)
+
+    slow = threading.Thread(target=score, args=("slow", ["hang"] * 3))
+    slow.start()
+    time.sleep(0.3)
+    fast = [threading.Thread(target=score, args=(f"fast{n}", [f"{n}.{k}" for k in range(8)])) for n in range(3)]
+    for thread in fast:
+        thread.start()
+    for thread in [*fast, slow]:
+        thread.join()
+    assert ended.pop("slow")[0] - max(when for when, _ in ended.values()) > 1.0
+    assert [found for _, found in ended.values()] == [
+        (tuple(float(f"{name[4:]}.{k}") for k in range(8)),) for name in ended
+    ]
+    rewards.close()
+
+
+def test_closing_ends_the_calls_under_way():
+    rewards = build("obey_score", timeout_s=60.0)
+    errors = []
+
+    def score():
+        try:
+            rewards.score(rollouts({"a": ["hang", "hang"]}))
+        except RewardError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=score)
+    thread.start()
+    assert wait_until(lambda: len(rewards.pool.pids) == 2)
+    rewards.close()
+    thread.join(20)
+    assert errors == ["the rewards were closed while they were computed"] and rewards.pool.pids == []
+
+
+def test_a_reward_in_this_process_is_called_by_one_thread_at_a_time():
+    inside, most = [], []
+
+    def alone(prompts, completions, **columns):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.02)
+        inside.pop()
+        return [1.0] * len(completions)
+
+    class Waits:
+        concurrent = True
+
+        def __call__(self, prompts, completions, **columns):
+            return alone(prompts, completions, **columns)
+
+    for function, expected in ((alone, 1), (Waits(), 4)):
+        rewards = build_rewards(RewardConfig(functions=[{"function": "local"}]), {"local": function})
+        threads = [threading.Thread(target=rewards.score, args=(rollouts({"a": ["x"]}),)) for _ in range(4)]
+        most.clear()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert max(most) == expected
+        rewards.close()

@@ -1,0 +1,396 @@
+"""Rollouts beside training: an engine draws and rewards are computed while the trainer learns."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from atomrl.config import AsynchronousConfig
+from atomrl.data.processor import DataProcessor
+from atomrl.data.stream import PromptStream
+from atomrl.loop.groups import MAX_ROUNDS, Groups, is_accepted, with_baselines
+from atomrl.loop.report import Stopwatch
+from atomrl.loop.staleness import staleness
+from atomrl.protocols import Algorithm, RolloutEngine, WeightTransfer
+from atomrl.rewards.compute import Rewards
+from atomrl.rollout.generate import requests_of, to_trajectory
+from atomrl.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, Trajectory
+
+log = logging.getLogger(__name__)
+TICK_S = 0.5
+JOIN_S = 10.0
+EXTRA = "extra:"
+"""In front of the ids of requests that are an algorithm's `extra_rollouts`."""
+
+
+@dataclass(eq=False)
+class _Group:
+    """A prompt from its submission until it is trained on, refused or dropped."""
+
+    position: int
+    """In the stream of prompts."""
+    step: int
+    """That its seeds are made of."""
+    prompt: Prompt
+    version: int
+    """Of the weights when what is under way was submitted."""
+    waiting: dict[str, GenerationRequest]
+    """Under way in the engine."""
+    outputs: dict[str, GenerationOutput] = field(default_factory=dict)
+    scored: list[Trajectory] | None = None
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version of the weights that may have drawn a token of it."""
+        parts = [part for output in self.outputs.values() for part in output.segments]
+        drawn = [part.policy_version for part in parts if part.policy_version is not None]
+        return min([*drawn, *([self.version] if self.waiting or not drawn else [])])
+
+    @property
+    def finished(self) -> list[str]:
+        """Of the completions to train on."""
+        return [name for name in self.outputs if not name.startswith(EXTRA)]
+
+    def trajectories(self) -> tuple[list[Trajectory], list[Trajectory]]:
+        """Those to train on and the extra ones, in the order of their index."""
+        names = sorted(self.outputs, key=lambda name: int(name.rpartition("/")[2]))
+        found = [(to_trajectory(self.prompt, int(n.rpartition("/")[2]), self.outputs[n]), n) for n in names]
+        extra = [item for item, name in found if name.startswith(EXTRA)]
+        return [item for item, name in found if not name.startswith(EXTRA)], extra
+
+
+class Scheduler:
+    """A `GroupSource` whose engine runs on a thread of its own: it draws groups ahead of the trainer.
+
+    A group is submitted, drawn, scored as soon as it is complete, and waits for the trainer, which takes the oldest
+    groups there are: a slow completion or reward holds up its own group alone. Open groups (all that are not trained
+    on yet) are at most those of the step that the trainer waits for and of `max_staleness` steps more; so what is
+    trained on in the order it was submitted is within the bound, as in AReaL (arXiv:2505.24298). What
+    does not come in time is dropped when the weights change, and drawn again with newer ones: every token that is
+    trained on was drawn by weights at most `max_staleness` versions behind the trainer's.
+
+    With `max_staleness` 0 nothing is drawn while the trainer learns, and the groups are those of `EngineSource`.
+
+    A group's seeds are made of the step that it would be trained in if all came in order, so its requests depend on the
+    arrival of others only where the algorithm refuses groups; a group that is drawn again has those of a later step.
+
+    Args:
+        engine: used by the thread alone, but while `update` or `quiet` hold the thread between two polls.
+        transfer: brings the trainer's weights to the engine.
+        algorithm, stream, processor, sampling: as for `EngineSource`.
+        rewards: scores one group at a time, several at once.
+        settings: the section `asynchronous`.
+        groups, steps: of a step; of the run, beyond which nothing is drawn.
+        done: steps that were done before.
+        pending: what `state` said then.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: RolloutEngine,
+        transfer: WeightTransfer,
+        algorithm: Algorithm,
+        stream: PromptStream,
+        processor: DataProcessor,
+        rewards: Rewards,
+        sampling: SamplingParams,
+        settings: AsynchronousConfig,
+        groups: int,
+        steps: int,
+        done: int = 0,
+        pending: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self.engine, self.transfer, self.algorithm, self.stream = engine, transfer, algorithm, stream
+        self.processor, self.rewards, self.sampling, self.settings = processor, rewards, sampling, settings
+        self.groups, self.steps, self.step = groups, steps, done
+        self._again = [(position, step) for position, step in pending]
+        self._open: dict[int, _Group] = {}
+        self._requests: dict[str, _Group] = {}
+        self._refused: Groups = []
+        self._unjudged: Groups = []
+        self._wanted = 0
+        self._thread: threading.Thread | None = None
+        self._scorers = ThreadPoolExecutor(self._limit(groups, settings.max_staleness), "rewards of a group")
+        self._changed = threading.Condition()
+        self._hold = self._drain = self._stands = self._closing = False
+        self._error: Exception | None = None
+        self._moved = 0
+        self._idle_s, self._since = 0.0, time.monotonic()
+        self._dropped = self._cut = 0
+        self._metrics: dict[str, float] = {}
+
+    # ---- The trainer's side ----
+
+    def collect(self, groups: int, step: int, watch: Stopwatch) -> tuple[Groups, Groups]:
+        """The `groups` oldest of those that are there, once there are as many; those refused since the last call.
+
+        Raises:
+            TimeoutError: neither engine nor rewards have finished anything for `timeout_s`.
+            Exception: what failed on another thread, as it was raised there.
+        """
+        began = time.monotonic()
+        with self._changed, watch("wait"):
+            self.step, self._wanted = step, groups
+            self._start()
+            self._changed.notify_all()
+            self._wait(lambda: len(self._ready()) >= groups or len(self._refused) >= MAX_ROUNDS * groups)
+            self._wanted = 0
+            found = sorted(self._ready(), key=lambda group: (group.oldest, group.position))[:groups]
+            found.sort(key=lambda group: group.position)
+            for group in found:
+                del self._open[group.position]
+            accepted = [group.scored or [] for group in found]
+            refused, self._refused = self._refused, []
+            self._measure(accepted, step - 1, time.monotonic() - began)
+            self._changed.notify_all()
+        if len(accepted) < groups:
+            log.warning(
+                "step %d: %s refused %d groups, and %d of %d were accepted: the step goes on with those",
+                step, self.algorithm.name, len(refused), len(accepted), groups,
+            )  # fmt: skip
+        return accepted, refused
+
+    def update(self, version: int) -> None:
+        """Bring the trainer's weights to the engine between two polls, and drop what is too old for them.
+
+        Requests under way go on with the new weights (`keep`), begin anew (`abort`), or are finished before (`wait`).
+
+        Raises:
+            ValueError, TimeoutError, Exception: as `transfer` and `collect`.
+        """
+        with self._still(drain=self.settings.on_update == "wait"):
+            self.transfer(version)
+            with self._changed:
+                if self.settings.on_update == "abort" and self._requests:
+                    requests = [group.waiting[name] for name, group in self._requests.items()]
+                    self.engine.abort(list(self._requests))
+                    self.engine.submit(requests)
+                    for group in self._requests.values():
+                        group.version = version
+                for group in [*self._open.values()]:
+                    if group.oldest < version - self.settings.max_staleness:
+                        self._abort(list(group.waiting))
+                        del self._open[group.position]
+                        self._again.append((group.position, 0))
+                        self._dropped += 1
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """A time in which the engine holds no request and is the caller's."""
+        with self._still(drain=True):
+            yield
+
+    def state(self) -> tuple[int, list[tuple[int, int]]]:
+        """Position of the stream; position and step of each group before it that is neither trained on nor refused,
+        the step 0 where it is to be drawn anew."""
+        with self._changed:
+            opened = [(group.position, group.step) for group in self._open.values()]
+            return self.stream.position, sorted([*self._again, *opened])
+
+    def metrics(self) -> dict[str, float]:
+        """`async/...` of the last `collect`, and since the one before."""
+        return self._metrics
+
+    def close(self) -> None:
+        """End the thread, at the end of the poll that it is in."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._scorers.shutdown(wait=False, cancel_futures=True)
+        if self._thread is not None:
+            self._thread.join(JOIN_S)
+            if self._thread.is_alive():
+                log.warning("the engine is still drawing after %g s; the run ends without it", JOIN_S)
+
+    def _ready(self) -> list[_Group]:
+        return [group for group in self._open.values() if group.scored is not None]
+
+    def _measure(self, accepted: Groups, version: int, waited_s: float) -> None:
+        now = time.monotonic()
+        passed, self._since = max(now - self._since, 1e-9), now
+        idle_s, self._idle_s = self._idle_s, 0.0
+        self._metrics = staleness(accepted, version) | {
+            "async/trainer_idle": waited_s / passed,
+            "async/engine_idle": min(1.0, idle_s / passed),
+            "async/groups_ready": float(len(self._ready())),
+            "async/groups_open": float(len(self._open)),
+            "async/groups_dropped": float(self._dropped),
+            "async/groups_cut": float(self._cut),
+            "async/groups_per_hour": 3600 * len(accepted) / passed,
+        }
+        self._dropped = self._cut = 0
+
+    def _wait(self, there: Callable[[], bool]) -> None:
+        """Until it is so; the lock is held. Time in which this process itself stood still does not count."""
+        silent_s, moved = 0.0, self._moved
+        while True:
+            if self._error is not None:
+                raise self._error
+            if there():
+                return
+            began = time.monotonic()
+            self._changed.wait(TICK_S)
+            waited = min(time.monotonic() - began, 2 * TICK_S)
+            silent_s, moved = (silent_s + waited if moved == self._moved else 0.0), self._moved
+            if silent_s > self.settings.timeout_s:
+                scoring = sum(not group.waiting and group.scored is None for group in self._open.values())
+                raise TimeoutError(
+                    f"nothing has come from engine or rewards for {self.settings.timeout_s:g} s "
+                    f"(asynchronous.timeout_s): the engine ({type(self.engine).__name__}) holds {len(self._requests)} "
+                    f"requests, and the rewards of {scoring} groups are being computed"
+                )
+
+    @contextmanager
+    def _still(self, drain: bool) -> Iterator[None]:
+        """The thread stands between two polls; where it is to `drain`, the engine has finished what it held."""
+        if self._thread is None:
+            yield
+            return
+        with self._changed:
+            self._hold, self._drain = True, drain
+            self._changed.notify_all()
+            try:
+                self._wait(lambda: self._stands)
+            except BaseException:
+                self._hold = False
+                raise
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._hold = self._stands = False
+                self._changed.notify_all()
+
+    # ---- The thread's side ----
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            while self._may_go_on():
+                outputs = self.engine.poll()
+                with self._changed:
+                    if not outputs:
+                        raise RuntimeError("the engine holds requests and finishes none: it is paused or asleep")
+                    for output in outputs:
+                        self._take(output)
+                    self._cut_groups()
+        except Exception as error:
+            self._fail(error)
+
+    def _may_go_on(self) -> bool:
+        """Submit what may be submitted; wait where there is nothing to draw, or someone holds the engine."""
+        with self._changed:
+            while not self._closing:
+                if self._hold and not (self._drain and self._requests):
+                    self._stands = True
+                    self._changed.notify_all()
+                elif not self._hold:
+                    self._submit(self._limit(self._wanted, min(self.settings.max_staleness, self.steps - self.step)))
+                if self._requests and not self._stands:
+                    return True
+                began = time.monotonic()
+                self._changed.wait()
+                self._idle_s += time.monotonic() - began
+            return False
+
+    def _limit(self, wanted: int, ahead: int) -> int:
+        """How many groups may be open where `wanted` are waited for and some steps may be drawn ahead."""
+        return math.ceil(self.settings.oversampling * (wanted + ahead * self.groups))
+
+    def _submit(self, limit: int) -> None:
+        """Open groups up to the limit: those that are to be drawn again, then the next ones of the stream."""
+        current = self.step if self._wanted else self.step + 1
+        requests: list[GenerationRequest] = []
+        while len(self._open) < limit:
+            position, step = self._again.pop(0) if self._again else (self.stream.position, 0)
+            self.stream.position = max(self.stream.position, position + 1)
+            step = step or current + len(self._open) // self.groups
+            (prompt,) = self.processor.to_prompts([self.stream.at(position)])
+            sampling = replace(self.sampling, step=step)
+            waiting = {request.request_id: request for request in requests_of(prompt, sampling)}
+            if self.algorithm.extra_rollouts is not None:
+                for extra in requests_of(prompt, replace(sampling, **self.algorithm.extra_rollouts)):
+                    name = EXTRA + extra.request_id
+                    waiting[name] = replace(extra, request_id=name)
+            group = _Group(position, step, prompt, self.engine.version, waiting)
+            self._open[position] = group
+            self._requests |= dict.fromkeys(waiting, group)
+            requests += waiting.values()
+        if requests:
+            self.engine.submit(requests)
+
+    def _take(self, output: GenerationOutput) -> None:
+        group = self._requests.pop(output.request_id, None)
+        if group is None:
+            raise RuntimeError(f"the engine finished {output.request_id!r}, submitted elsewhere")
+        self._moved += 1
+        del group.waiting[output.request_id]
+        group.outputs[output.request_id] = output
+        if not group.waiting:
+            self._scorers.submit(self._score, group)
+
+    def _cut_groups(self) -> None:
+        """Where the trainer waits and too few groups are complete, go on with those that have `min_completions`."""
+        least = self.settings.min_completions
+        if least is None or not self._wanted:
+            return
+        drawing = [group for group in self._open.values() if group.waiting]
+        missing = self._wanted - (len(self._open) - len(drawing))
+        enough = [
+            group for group in drawing
+            if len(group.finished) >= least and not any(name.startswith(EXTRA) for name in group.waiting)
+        ]  # fmt: skip
+        for group in sorted(enough, key=lambda group: -len(group.finished))[: max(0, missing)]:
+            self._abort(list(group.waiting))
+            group.waiting.clear()
+            self._cut += 1
+            self._scorers.submit(self._score, group)
+
+    def _abort(self, names: Sequence[str]) -> None:
+        if names:
+            self.engine.abort(names)
+        for name in names:
+            del self._requests[name]
+
+    def _score(self, group: _Group) -> None:
+        """On a thread for each group: rewards, and whether it is trained on."""
+        try:
+            drawn, extra = group.trajectories()
+            scored = self.rewards.score(drawn)
+            if extra:
+                scored = with_baselines(scored, self.rewards.score(extra))
+            accepted = is_accepted(self.algorithm, scored)
+            with self._changed:
+                self._moved += 1
+                if self._open.get(group.position) is group:  # it was not dropped in between
+                    group.scored = scored
+                    if not accepted:
+                        del self._open[group.position]
+                        self._refused.append(scored)
+                self._judge(scored)
+                self._changed.notify_all()
+        except Exception as error:
+            self._fail(error)
+
+    def _judge(self, scored: list[Trajectory]) -> None:
+        """Failures are judged by as many groups as a step has, whichever come."""
+        self._unjudged.append(scored)
+        if len(self._unjudged) >= self.groups:
+            batch, self._unjudged = self._unjudged, []
+            self.rewards.judge([item for group in batch for item in group])
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()

@@ -1,0 +1,397 @@
+"""The asynchronous loop: a scripted engine with random timing, and the real parts in the synchronous order."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import traceback
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atomrl.algorithms.table import objective_of
+from atomrl.config import AsynchronousConfig
+from atomrl.loop.report import Stopwatch
+from atomrl.loop.scheduler import Scheduler
+from atomrl.loop.sync import Progress
+from atomrl.rollout.fake import FakeEngine
+from atomrl.rollout.generate import generate
+from tests.loop import test_sync
+from tests.loop.scripted import make_parts, planned, train
+from tests.loop.test_sync import saver, weights
+from tests.tiny import make_tiny_model
+
+DAPO = objective_of("dapo", {}).resolved(max_completion_tokens=12)
+
+
+class TimedEngine(FakeEngine):
+    """Draws some tokens of some requests at each poll, as chance has it, with the version of that time."""
+
+    def __init__(self, *args, seed=0, tick_s=0.0):
+        super().__init__(*args)
+        self.rng, self.tick_s, self.busy, self.aborted = random.Random(seed), tick_s, threading.Lock(), []
+
+    def _advance(self):
+        assert self.busy.acquire(blocking=False), "two threads use the engine at once"
+        try:
+            while True:
+                time.sleep(self.tick_s * self.rng.random())
+                for state in [*self.waiting]:
+                    if self.rng.random() < 0.5:
+                        continue
+                    request = state.request
+                    tokens = list(self.complete(request.prompt_token_ids, int(request.request_id.rpartition("/")[2])))
+                    state.set_version(self.version)
+                    state.token_ids = tokens[: len(state.token_ids) + 1]
+                    state.logprobs = [-1.0] * len(state.token_ids)
+                done = [state for state in self.waiting if state.token_ids[-1:] == [self.tokenizer.eos_token_id]]
+                if done:
+                    for state in done:
+                        self.waiting.remove(state)
+                    return [(state, "stop") for state in done]
+        finally:
+            self.busy.release()
+
+    def abort(self, request_ids=None):
+        assert self.busy.acquire(blocking=False), "two threads use the engine at once"
+        found = super().abort(request_ids)
+        self.busy.release()
+        self.aborted += [output.request_id for output in found]
+        return found
+
+
+class ScriptedRewards:
+    """A reward of one completion, for a group at a time."""
+
+    def __init__(self, score, wait=lambda items: 0.0):
+        self.one_by_one, self.wait, self.judged = score, wait, []
+
+    def score(self, items):
+        time.sleep(self.wait(items))
+        return self.one_by_one(items)
+
+    def judge(self, items):
+        self.judged += items
+
+
+def scheduled(parts, config, engine=None, rewards=None, progress=None, **keys):
+    """The parts with a scheduler as their source."""
+    source, progress = parts.source, progress or Progress()
+    source.stream.position = progress.position
+    engine = engine or source.engine
+    shared = {
+        "engine": engine, "algorithm": source.algorithm, "stream": source.stream, "processor": source.processor,
+        "rewards": rewards or ScriptedRewards(source.rewards), "sampling": source.sampling,
+    }  # fmt: skip
+    parts.transfer.engine = engine
+    scheduler = Scheduler(
+        **shared, transfer=parts.transfer, settings=AsynchronousConfig(**keys), groups=config.items_per_step,
+        steps=config.train.steps, done=progress.step, pending=progress.pending,
+    )  # fmt: skip
+    return replace(parts, source=scheduler, transfer=scheduler.update)
+
+
+def by_index(item):
+    return float(item.index % 2)
+
+
+def versions(trajectory):
+    return [part.policy_version for part in trajectory.segments if part.origin == "model"]
+
+
+def handed_out(scheduler, groups):
+    """Position in the stream, counted by how often a group of it was trained on or is pending."""
+    position, pending = scheduler.state()
+    names = {scheduler.stream.at(place)[0]: place for place in range(position)}
+    return position, Counter([names[group[0].prompt_id] for group in groups] + [place for place, _ in pending])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    bound=st.integers(0, 3),
+    policy=st.sampled_from(["keep", "abort", "wait"]),
+    oversampling=st.sampled_from([1.0, 1.5]),
+    least=st.sampled_from([None, 2]),
+)
+def test_no_token_is_staler_than_the_bound_and_no_group_is_lost_or_doubled(
+    tmp_path_factory, seed, bound, policy, oversampling, least
+):
+    rng = random.Random(seed)
+    parts = make_parts(
+        tmp_path_factory.mktemp("run"), lambda sample, index: "x" * rng.choice((1, 2, 9)), by_index, DAPO
+    )
+    engine = TimedEngine(parts.source.engine.complete, parts.processor.tokenizer, seed=seed)
+    lengths = {}
+    engine.complete = lambda prompt, index, inner=engine.complete: lengths.setdefault(
+        (prompt, index), inner(prompt, index)
+    )
+    refused_ids = set(range(0, 40, 7))
+    one_by_one = parts.source.rewards
+    flat = lambda items: [  # noqa: E731
+        replace(item, reward=0.0) if int(item.sample.sample_id) in refused_ids else item for item in one_by_one(items)
+    ]
+    rewards = ScriptedRewards(flat, lambda items: rng.random() * 0.004)
+    parts = scheduled(
+        parts, planned(steps=5), engine, rewards,
+        max_staleness=bound, on_update=policy, oversampling=oversampling, min_completions=least, timeout_s=20,
+    )  # fmt: skip
+    scheduler, trained, refused = parts.source, [], []
+    try:
+        for step in range(1, 6):
+            accepted, others = scheduler.collect(3, step, Stopwatch())
+            assert len(accepted) == 3
+            for item in (item for group in accepted for item in group):
+                assert all(step - 1 - bound <= version <= step - 1 for version in versions(item)), (step, item)
+                if policy != "keep":
+                    assert len(versions(item)) == 1
+            assert all(len(group) == 4 or (least and len(group) >= least) for group in accepted)
+            assert scheduler.metrics()["async/staleness_max"] <= bound
+            trained, refused = trained + accepted, refused + others
+            time.sleep(rng.random() * 0.01)
+            parts.transfer(step)
+        with scheduler.quiet():
+            assert not engine.held
+        time.sleep(0.03)
+        position, counts = handed_out(scheduler, trained + refused + scheduler._refused)
+        assert counts == Counter(range(position))
+    finally:
+        scheduler.close()
+    assert not scheduler._thread.is_alive()
+
+
+def test_without_staleness_it_is_the_synchronous_loop_to_the_last_bit(tmp_path):
+    """With rewards that overlap and come in any order, dynamic sampling, and two threads."""
+    model = str(make_tiny_model(tmp_path / "model", "qwen2"))
+    found = []
+    for asynchronous in (False, True):
+        algorithm = objective_of("grpo", {"group_filter": "mixed_outcomes"}).resolved(report_entropy=True)
+        parts, plan = test_sync.make_parts(model, tmp_path / str(asynchronous), algorithm=algorithm)
+        progress = Progress()
+        if asynchronous:
+            source, rng = parts.source, random.Random(0)
+            rewards = ScriptedRewards(source.rewards.score, lambda items, rng=rng: rng.random() * 0.05)
+            scheduler = Scheduler(
+                **{key: value for key, value in vars(source).items() if key != "rewards"}, rewards=rewards,
+                transfer=parts.transfer, settings=AsynchronousConfig(max_staleness=0), groups=3, steps=4,
+            )  # fmt: skip
+            parts = replace(parts, source=scheduler, transfer=scheduler.update)
+        train(parts, plan, progress, saver(parts))
+        parts.source.close()
+        rows = [
+            {key: value for key, value in row.items() if not key.startswith(("timing_s/", "perf/", "async/"))}
+            for row in parts.record.rows
+        ]
+        found.append((weights(parts), rows, parts.record.rollouts, progress.position))
+    (one, rows, rollouts, position), (other, *rest) = found
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert rest == [rows, rollouts, position] and any(row["rollout/groups_drawn"] > 3 for row in rows)
+
+
+def test_a_slow_reward_holds_up_its_own_group_alone(tmp_path):
+    parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
+    release = threading.Event()
+
+    def wait(items):
+        if items[0].sample.sample_id == "1":
+            release.wait(20)
+        return 0.0
+
+    parts = scheduled(parts, planned(), rewards=ScriptedRewards(parts.source.rewards, wait), max_staleness=2)
+    seen = []
+    for step in (1, 2):
+        accepted, _ = parts.source.collect(3, step, Stopwatch())
+        seen += [group[0].sample.sample_id for group in accepted]
+        parts.transfer(step)
+    release.set()
+    accepted, _ = parts.source.collect(3, 3, Stopwatch())
+    parts.source.close()
+    assert seen == ["0", "2", "3", "4", "5", "6"] and accepted[0][0].sample.sample_id == "1", "the oldest comes first"
+
+
+class NarrowEngine(TimedEngine):
+    """Draws a token at a time for group 0 and for four other requests, in the order of their submission."""
+
+    def _advance(self):
+        rows = [state for state in self.waiting if state.request.group_id != "0:0"][:4]
+        rows += [state for state in self.waiting if state.request.group_id == "0:0"]
+        done = []
+        while not done:
+            time.sleep(0.01)
+            for state in rows:
+                request = state.request
+                tokens = list(self.complete(request.prompt_token_ids, 0))
+                state.set_version(self.version)
+                state.token_ids = tokens[: len(state.token_ids) + 1]
+                state.logprobs = [-1.0] * len(state.token_ids)
+            done = [state for state in rows if state.token_ids[-1:] == [self.tokenizer.eos_token_id]]
+        for state in done:
+            self.waiting.remove(state)
+        return [(state, "stop") for state in done]
+
+
+@pytest.mark.parametrize(
+    "policy, expected", [("keep", {(0, 1, 2), (0, 1), (0, 2)}), ("abort", {(2,)}), ("wait", {(0,)})]
+)
+def test_updates_in_flight(tmp_path, policy, expected):
+    """Group 0 takes long: its tokens are of several versions, of the newest alone, or of the oldest alone."""
+    parts = make_parts(tmp_path, lambda sample, index: "x" * (20 if sample.sample_id == "0" else 1), by_index)
+    engine = NarrowEngine(parts.source.engine.complete, parts.processor.tokenizer)
+    parts = scheduled(parts, planned(steps=9), engine, max_staleness=3, on_update=policy)
+    found = {}
+    for step in range(1, 7):
+        for group in parts.source.collect(3, step, Stopwatch())[0]:
+            found[group[0].sample.sample_id] = group
+        parts.transfer(step)
+        if step == 2:
+            with parts.source.quiet():
+                assert not engine.held
+    parts.source.close()
+    assert {tuple(versions(item)) for item in found["0"]} <= expected
+    assert bool(engine.aborted) == (policy == "abort")
+
+
+def test_what_is_too_old_is_dropped_and_drawn_again(tmp_path):
+    parts = make_parts(tmp_path, lambda sample, index: "x" * (1 + int(sample.sample_id)), by_index)
+    engine = NarrowEngine(parts.source.engine.complete, parts.processor.tokenizer)
+    parts = scheduled(parts, planned(steps=9), engine, max_staleness=0, oversampling=2.0)
+    seen = []
+    for step in (1, 2):
+        accepted, _ = parts.source.collect(3, step, Stopwatch())
+        assert {version for group in accepted for item in group for version in versions(item)} == {step - 1}
+        seen += [group[0].prompt_id for group in accepted]
+        parts.transfer(step)
+    assert parts.source.collect(3, 3, Stopwatch()) and parts.source.metrics()["async/groups_dropped"] > 0
+    assert engine.aborted and len(set(seen)) == 6
+    parts.source.close()
+
+
+def test_a_group_goes_without_its_slowest_completions(tmp_path):
+    parts = make_parts(tmp_path, lambda sample, index: "x" * (9 if index == 3 else 1), by_index)
+    engine = TimedEngine(parts.source.engine.complete, parts.processor.tokenizer, seed=1)
+    parts = scheduled(parts, planned(), engine, max_staleness=0, min_completions=3)
+    accepted, _ = parts.source.collect(3, 1, Stopwatch())
+    parts.source.close()
+    assert [[item.index for item in group] for group in accepted] == [[0, 1, 2]] * 3
+    assert parts.source.metrics()["async/groups_cut"] == 3 and len(engine.aborted) == 3
+
+
+def test_extra_rollouts_are_baselines(tmp_path):
+    algorithm = objective_of("remax", {}).resolved()
+    parts = make_parts(tmp_path, lambda sample, index: "x" * (index + 1), lambda item: float(len(item.text)), algorithm)
+    parts = scheduled(parts, planned())
+    accepted, _ = parts.source.collect(3, 1, Stopwatch())
+    parts.source.close()
+    assert [item.baseline_reward for group in accepted for item in group] == [1.0] * 12
+
+
+@pytest.mark.parametrize("kill_at", [1, 2, 3, 4])
+def test_a_resumed_run_trains_on_every_prompt_once(tmp_path, kill_at):
+    """At each checkpoint the groups that are open are pending; the next process draws them again."""
+    progress, seen = Progress(), []
+    for start, end in ((1, kill_at), (kill_at + 1, 6)):
+        parts = make_parts(tmp_path / str(start), lambda sample, index: "x" * (index + 1), by_index)
+        engine = TimedEngine(parts.source.engine.complete, parts.processor.tokenizer, seed=kill_at, tick_s=0.001)
+        engine.version = progress.step
+        parts = scheduled(parts, planned(steps=6), engine, progress=progress, max_staleness=2)
+        for step in range(start, end + 1):
+            seen += [group[0].prompt_id for group in parts.source.collect(3, step, Stopwatch())[0]]
+            parts.transfer(step)
+        progress = Progress(step=end)
+        progress.position, progress.pending = parts.source.state()
+        parts.source.close()
+    assert sorted(seen, key=lambda name: int(name[2:])) == [f"0:{n}" for n in range(18)] and not progress.pending
+
+
+def test_seeds_do_not_depend_on_timing(tmp_path):
+    found = []
+    for seed in range(2):
+        parts = make_parts(tmp_path / str(seed), lambda sample, index: "x" * (index + 1), by_index)
+        engine = TimedEngine(parts.source.engine.complete, parts.processor.tokenizer, seed=seed, tick_s=0.002)
+        requests, submit = [], engine.submit
+        engine.submit = lambda new, requests=requests, submit=submit: (requests.extend(new), submit(new))[1]
+        parts = scheduled(parts, planned(steps=5), engine, max_staleness=3)
+        for step in range(1, 6):
+            parts.source.collect(3, step, Stopwatch())
+            parts.transfer(step)
+        parts.source.close()
+        found.append({request.request_id: request.seed for request in requests})
+    assert found[0] == found[1] and len(found[0]) == 60, "and nothing is drawn beyond the run's end"
+
+
+def test_errors_reach_the_trainer_with_their_own_traceback(tmp_path):
+    def fails_in_the_engine(prompt, index):
+        raise KeyError("engine")
+
+    parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
+    engine = FakeEngine(fails_in_the_engine, parts.processor.tokenizer)
+    broken = scheduled(parts, planned(), engine)
+    with pytest.raises(KeyError, match="engine") as caught:
+        broken.source.collect(3, 1, Stopwatch())
+    assert "fails_in_the_engine" in "".join(traceback.format_tb(caught.value.__traceback__))
+    with pytest.raises(KeyError, match="engine"), broken.source.quiet():
+        pass
+    broken.source.close()
+
+    def fails_in_the_reward(items):
+        raise KeyError("reward")
+
+    parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
+    broken = scheduled(parts, planned(), rewards=ScriptedRewards(fails_in_the_reward))
+    with pytest.raises(KeyError, match="reward"):
+        train_with(broken)
+    assert broken.source._open
+    broken.source.close()
+
+
+def train_with(parts):
+    progress = Progress()
+    return train(parts, planned(), progress, lambda folder, now: None)
+
+
+def test_a_hang_is_named(tmp_path):
+    parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
+    release = threading.Event()
+    engine = FakeEngine(lambda prompt, index: release.wait(30) and [5], parts.processor.tokenizer)
+    hung = scheduled(parts, planned(), engine, timeout_s=0.7)
+    with pytest.raises(TimeoutError, match=r"for 0.7 s .* the engine \(FakeEngine\) holds 24 requests, and the rewa"):
+        hung.source.collect(3, 1, Stopwatch())
+    release.set()
+    hung.source.close()
+    parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
+    waits = ScriptedRewards(parts.source.rewards, lambda items: 3.0)
+    hung = scheduled(parts, planned(), rewards=waits, timeout_s=0.7)
+    with pytest.raises(TimeoutError, match="holds 0 requests, and the rewards of 6 groups are being computed"):
+        hung.source.collect(3, 1, Stopwatch())
+    hung.source.close()
+
+
+def test_the_engine_is_the_evaluations_while_it_is_quiet(tmp_path):
+    parts = make_parts(tmp_path, lambda sample, index: "x" * (index + 1), by_index)
+    engine = TimedEngine(parts.source.engine.complete, parts.processor.tokenizer, tick_s=0.002)
+    prompts = parts.processor.to_prompts([(f"eval:{n}", parts.source.stream.at(n)[1]) for n in range(5)])
+    sampling = parts.source.sampling
+    parts = scheduled(parts, planned(), engine, max_staleness=3)
+    seen = []
+    for step in range(1, 5):
+        seen += [group[0].prompt_id for group in parts.source.collect(3, step, Stopwatch())[0]]
+        parts.transfer(step)
+        with parts.source.quiet():
+            drawn = generate(engine, prompts, sampling)
+        assert len(drawn) == 20 and {version for item in drawn for version in versions(item)} == {step}
+    parts.source.close()
+    assert sorted(seen) == sorted(f"0:{n}" for n in range(12))
+
+
+def test_a_step_that_finds_too_few_groups_goes_on(tmp_path, caplog):
+    parts = make_parts(tmp_path, lambda sample, index: "x", lambda item: 1.0, DAPO)
+    parts = scheduled(parts, planned(steps=9), max_staleness=1)
+    progress = Progress()
+    assert train(parts, planned(steps=9), progress, lambda folder, now: None) is True
+    assert progress.idle_steps == 3 and progress.step == 3 and "refused 60 groups, and 0 of 3" in caplog.text
+    parts.source.close()
