@@ -65,6 +65,7 @@ class RunConfig(Section):
     critic: schema.CriticConfig = schema.CriticConfig()
     teacher: schema.TeacherConfig | None = None
     cluster: schema.ClusterConfig | None = None
+    pool: schema.PoolConfig = schema.PoolConfig()
 
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> RunConfig:
@@ -138,6 +139,12 @@ class RunConfig(Section):
     @property
     def run_dir(self) -> Path:
         return Path(self.output_dir) / self.run_name
+
+    @property
+    def pool_file(self) -> Path:
+        """Where the run's rollout pool is."""
+        folder = self.pool.folder or Path(self.output_dir) / "pools"
+        return Path(folder) / f"{self.pool.name or self.run_name}.sqlite"
 
 
 def build_config(tree: Mapping[str, Any], source: str = "config") -> RunConfig:

@@ -23,6 +23,7 @@ LAYERS = [
     {"data", "models", "rewards", "tracking"},
     {"rollout", "training", "weights"},
     {"loop"},
+    {"pool"},
     {"runs"},
     {"cli", "grpo"},
 ]
