@@ -24,7 +24,7 @@ class LeaseLost(PoolError):
 
 
 ADVICE = {
-    "SQLITE_FULL": "the disk is full: make room, or take another folder (pool.folder); what was written before is whole",
+    "SQLITE_FULL": "the disk is full: make room, or take another folder (pool.folder); what was written stays",
     "SQLITE_BUSY": f"another process has kept it locked for {BUSY_S:.0f} s: see which one has stopped in the middle",
     "SQLITE_NOTADB": "it is no rollout pool, or is damaged",
     "SQLITE_CORRUPT": "it is damaged: copy what `atomrl pool export` can read, then remove the file",

@@ -84,15 +84,12 @@ class RolloutPool:
                 raise
 
     def _open(self) -> None:
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = FULL")  # what is finished stays so, also after a power cut
-        self._db.execute("PRAGMA foreign_keys = ON")
         with self._transaction():
             (application,) = self._db.execute("PRAGMA application_id").fetchone()
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             (tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
             if tables and application != sql.APPLICATION_ID:
-                raise PoolError(f"{self.path} is a database, but no rollout pool: name another (pool.folder, pool.name)")
+                raise PoolError(f"{self.path} is a database, but no rollout pool: take another pool.name")
             if not tables:
                 for statement in sql.SCHEMA:
                     self._db.execute(statement)
@@ -103,6 +100,9 @@ class RolloutPool:
                     f"the rollout pool {self.path} has layout {version}, and this AtomRL writes {sql.SCHEMA_VERSION}: "
                     "use it with the AtomRL that wrote it, or remove the file"
                 )
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = FULL")  # what is finished stays so, also after a power cut
+        self._db.execute("PRAGMA foreign_keys = ON")
 
     def close(self) -> None:
         """Let go of the file."""
@@ -131,11 +131,12 @@ class RolloutPool:
         old = f"DELETE FROM groups WHERE written < :now - :ttl_s AND NOT {sql.IS_HELD}"
         self._count("expired", self._db.execute(old, {"now": now, "ttl_s": self.settings.ttl_s}).rowcount)
 
-    def check_identity(self, identity: Mapping[str, str]) -> None:
-        """That what the pool has was made with what this process has; an empty pool takes over what this one has.
+    def check_identity(self, identity: Mapping[str, str], adopt: bool = True) -> None:
+        """That what the pool has was made with what this process has.
 
         Args:
             identity: what has to be the same, by the name that a person knows it by -> a hash, or the value itself.
+            adopt: a pool that is empty is from now on one of this identity.
 
         Raises:
             PoolError: something differs; all that does is named.
@@ -153,8 +154,9 @@ class RolloutPool:
                         f"{', '.join(differ)}: take another pool (pool.name=NEW_NAME), or remove them: atomrl pool "
                         f"clear {self.path}"
                     )
-            db.execute("INSERT OR REPLACE INTO facts VALUES ('identity', ?)", (mine,))
-        self._identity = mine
+            if adopt:
+                db.execute("INSERT OR REPLACE INTO facts VALUES ('identity', ?)", (mine,))
+                self._identity = mine
 
     def start_run(self, name: str, resumed: bool) -> str:
         """What a trainer is called in this pool, as reader and as the one whose weights draw.
@@ -329,10 +331,15 @@ class RolloutPool:
         with named(self.path):
             cursor = self._db.execute(sql.SUMMARY, {"now": self._clock()})
             summary = dict(zip((column[0] for column in cursor.description), cursor.fetchone(), strict=True))
-            counts = dict(self._db.execute("SELECT name, value FROM counts").fetchall())
             versions = self._db.execute("SELECT oldest, count(*) FROM groups GROUP BY oldest").fetchall()
-        total = {name: counts.get(name, 0) for name in (*COUNTED, "prompts")}
-        return summary | total | {"groups_by_version": dict(versions)}
+        return self.counts() | summary | {"groups_by_version": dict(versions)}
+
+    def counts(self) -> dict[str, int]:
+        """How many groups there are, and the counts since the pool was made (`COUNTED`)."""
+        with named(self.path):
+            (groups,) = self._db.execute("SELECT count(*) FROM groups").fetchone()
+            found = dict(self._db.execute("SELECT name, value FROM counts").fetchall())
+        return {"groups": groups} | {name: found.get(name, 0) for name in COUNTED}
 
     def groups(self) -> Iterator[tuple[dict[str, Any], list[Trajectory]]]:
         """Every group with what the store knows of it: `id`, `run`, `uses`, `written`. What is written or removed

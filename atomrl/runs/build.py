@@ -160,14 +160,12 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
     )
 
 
-def corrected(
-    objective: PolicyObjective | PreferenceObjective, engine: type[RolloutEngine]
-) -> PolicyObjective | PreferenceObjective:
-    """The objective, with truncated importance sampling where the engine's log-probs are not the trainer's, unless the
-    config says something of `rollout_is`."""
-    if engine.exact or isinstance(objective, PreferenceObjective) or "rollout_is" in objective.model_fields_set:
+def corrected(objective: PolicyObjective | PreferenceObjective, exact: bool) -> PolicyObjective | PreferenceObjective:
+    """The objective, with truncated importance sampling where the log-probs of rollouts are not those of the policy at
+    the start of the step (`exact`), unless the config says something of `rollout_is`."""
+    if exact or isinstance(objective, PreferenceObjective) or "rollout_is" in objective.model_fields_set:
         return objective
-    log.info("algorithm.rollout_is=token_tis: this engine computes otherwise than the trainer; `none` turns it off")
+    log.info("algorithm.rollout_is=token_tis: rollouts are not the policy's own; `none` turns it off")
     return objective.model_copy(update={"rollout_is": (TokenTIS(),)})
 
 

@@ -13,15 +13,18 @@ from atomrl.data.checks import repetitions
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
 from atomrl.loop.evaluate import evaluate
-from atomrl.loop.groups import EngineSource
+from atomrl.loop.groups import EngineSource, GroupSource
 from atomrl.loop.preflight import check_group_size, check_row_limit
 from atomrl.loop.sync import Parts, run_step
 from atomrl.models.loading import resolve_folder
-from atomrl.protocols import RewardFunction
+from atomrl.pool.source import PoolSource
+from atomrl.pool.store import RolloutPool
+from atomrl.pool.weights import PublishedWeights
+from atomrl.protocols import RewardFunction, WeightTransfer
 from atomrl.rewards.compute import build_rewards
 from atomrl.runs import build
 from atomrl.runs.base import Evaluation, Run, identity
-from atomrl.runs.checks import check_companions, check_engine
+from atomrl.runs.checks import check_companions, check_engine, check_pool
 from atomrl.tracking.resume import model_identity
 from atomrl.types import Sample
 from atomrl.weights import InProcessTransfer
@@ -39,7 +42,8 @@ class RLRun(Run):
         self.path = path = build.model_path(config)
         objective = config.algorithm
         assert not isinstance(objective, RewardModelObjective), "the kind of run is chosen by the algorithm"
-        objective = build.corrected(objective, check_engine(config, path))
+        exact = check_engine(config, path).exact and config.rollout.source == "engine"
+        objective = build.corrected(objective, exact)
         self.algorithm = objective.resolved(
             max_completion_tokens=config.rollout.max_completion_tokens, report_entropy=config.train.report_entropy
         )
@@ -56,6 +60,8 @@ class RLRun(Run):
         check_row_limit([len(ids) for ids in self.processor.token_ids(samples)], config.train.max_row_tokens)
         check_group_size(self.algorithm, config.rollout.completions_per_prompt)
         self.temperature = config.rollout.temperature or 1.0
+        if config.rollout.source == "pool":
+            check_pool(config, self.pool_identity)
 
     @property
     def identity(self) -> dict[str, str]:
@@ -65,6 +71,13 @@ class RLRun(Run):
         paths += [str(use.args["path"]) for use in uses if use.function == "reward_model"]
         judges = {f"model ({path})": model_identity(resolve_folder(path)) for path in paths}
         return identity(self.stream, self.processor, self.path) | judges
+
+    @property
+    def pool_identity(self) -> dict[str, str]:
+        """What groups of a pool were made with, and has to be the same where they are trained on."""
+        shared = ("temperature", "top_p", "top_k", "logprobs_over", "completions_per_prompt")
+        sampling = {f"rollout.{key}": str(getattr(self.config.rollout, key)) for key in shared}
+        return self.identity | sampling | {"reward": self.config.reward.model_dump_json(exclude={"workers"})}
 
     def describe_data(self) -> Sequence[str]:
         held_out = describe_samples("eval", self.held_out, self.processor) if self.held_out else ["eval: none"]
@@ -94,8 +107,26 @@ class RLRun(Run):
     def open(self, stack: ExitStack) -> None:
         config = self.config
         stack.callback(self.rewards.close)
+        source, transfer = (self._open_pool if config.rollout.source == "pool" else self._open_engine)(stack)
+        stack.callback(source.close)
+        self.parts = Parts(
+            source=source,
+            transfer=transfer,
+            trainer=self.trainer,
+            algorithm=self.algorithm,
+            processor=self.processor,
+            record=self.record,
+        )
+
+    def _open_engine(self, stack: ExitStack) -> tuple[GroupSource, WeightTransfer]:
+        """Groups from an engine of this run, and how it gets weights."""
+        config = self.config
         self.engine = build.build_rollout(config, self.path, self.tokenizer)
         stack.callback(self.engine.close)
+        transfer = InProcessTransfer(self.trainer, self.engine)
+        self.stream.position = self.progress.position
+        if self.engine.version != self.progress.step:
+            transfer(self.progress.step)
         source = EngineSource(
             engine=self.engine,
             algorithm=self.algorithm,
@@ -104,18 +135,29 @@ class RLRun(Run):
             rewards=self.rewards,
             sampling=build.train_sampling(config),
         )
-        stack.callback(source.close)
-        self.parts = Parts(
-            source=source,
-            transfer=InProcessTransfer(self.trainer, self.engine),
-            trainer=self.trainer,
-            algorithm=self.algorithm,
-            processor=self.processor,
-            record=self.record,
-        )
-        self.stream.position = self.progress.position
-        if self.engine.version != self.progress.step:
-            self.parts.transfer(self.progress.step)
+        return source, transfer
+
+    def _open_pool(self, stack: ExitStack) -> tuple[GroupSource, WeightTransfer]:
+        """Groups from a pool, and weights published for those who fill it; an engine only for evaluations."""
+        config, step = self.config, self.progress.step
+        pool = RolloutPool(config.pool_file, config.pool)
+        stack.callback(pool.close)
+        pool.check_identity(self.pool_identity)
+        reader = pool.start_run(config.run_name, resumed=step > 0)
+        source = PoolSource(pool, reader, self.algorithm, config.run_dir / "checkpoints", done=step)
+        published, engine_alone = PublishedWeights(config.run_dir), None
+        if self.held_out:
+            self.engine = build.build_rollout(config, self.path, self.tokenizer)
+            stack.callback(self.engine.close)
+            engine_alone = InProcessTransfer(self.trainer, self.engine)
+
+        def transfer(version: int) -> None:
+            published.write(self.trainer, version, reader)
+            if engine_alone is not None:
+                engine_alone(version)
+
+        transfer(step)
+        return source, transfer
 
     def step(self, number: int) -> dict[str, float]:
         metrics = run_step(self.parts, self.config, number, self.progress)
