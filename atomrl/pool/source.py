@@ -18,6 +18,8 @@ from atomrl.tracking.checkpoints import step_folders
 log = logging.getLogger(__name__)
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.01, 0.5
 """Between two looks into a pool that has nothing for this step."""
+REPORTED = ("groups", "duplicates", "evicted", "expired", "stale", "returned")
+"""Counts of a pool that are metrics."""
 
 
 class PoolSource:
@@ -104,7 +106,8 @@ class PoolSource:
             for held in taken
         ]
         behind = [step - 1 - version for version in versions] or [0]
-        self._metrics = {f"pool/{name}": float(number) for name, number in self.pool.counts().items()} | {
+        counts = self.pool.counts()
+        self._metrics = {f"pool/{name}": float(counts[name]) for name in REPORTED} | {
             "pool/staleness/mean": fmean(behind),
             "pool/staleness/max": float(max(behind)),
             "pool/reused": sum(held.uses > 0 for held in taken) / max(1, len(taken)),
@@ -112,7 +115,7 @@ class PoolSource:
 
     def metrics(self) -> dict[str, float]:
         """How stale the groups of the last step were, which share was trained on before, how many groups the pool has,
-        and its counts (`store.COUNTED`)."""
+        and how many were lost on which way since it was made."""
         return self._metrics
 
     def close(self) -> None:

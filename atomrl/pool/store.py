@@ -158,6 +158,12 @@ class RolloutPool:
                 db.execute("INSERT OR REPLACE INTO facts VALUES ('identity', ?)", (mine,))
                 self._identity = mine
 
+    def identity(self) -> dict[str, str]:
+        """What the pool is made with (`check_identity`); empty where nobody has said so."""
+        with named(self.path):
+            stored = self._db.execute("SELECT value FROM facts WHERE name = 'identity'").fetchone()
+        return dict(json.loads(stored[0])) if stored else {}
+
     def start_run(self, name: str, resumed: bool) -> str:
         """What a trainer is called in this pool, as reader and as the one whose weights draw.
 
