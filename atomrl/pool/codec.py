@@ -17,6 +17,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +89,33 @@ def encode(group: Sequence[Trajectory]) -> Encoded:
 
 def _arrays(tokens: int, logprobs: int, counts: int, ids: int) -> struct.Struct:
     return struct.Struct(f"<{tokens}i{logprobs}f{counts + ids}i")
+
+
+def checksum(payload: bytes) -> bytes:
+    """The hash by which a payload that the disk has changed is known."""
+    return hashlib.blake2b(payload, digest_size=16).digest()
+
+
+def columns(group: Sequence[Trajectory]) -> dict[str, Any]:
+    """The columns of the store (`sql.SCHEMA`) that a group decides by itself."""
+    payload, digest = encode(group)
+    parts = [part for item in group for part in item.segments]
+    versions = [part.policy_version for part in parts if part.policy_version is not None] or [0]
+    lengths = [item.response_tokens for item in group]
+    rewards = [item.reward for item in group if item.reward is not None]
+    return {
+        "digest": digest,
+        "checksum": checksum(payload),
+        "prompt_id": group[0].prompt_id,
+        "oldest": min(versions),
+        "newest": max(versions),
+        "trajectories": len(group),
+        "tokens": sum(lengths),
+        "shortest": min(lengths),
+        "mixed": len(set(rewards)) > 1,
+        "reward": fmean(rewards) if rewards else None,
+        "payload": payload,
+    }
 
 
 def sample_json(sample: Sample) -> str:

@@ -9,7 +9,6 @@ another one may take them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sqlite3
 import time
@@ -18,12 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from atomrl.config import PoolConfig
 from atomrl.pool import sql
-from atomrl.pool.codec import decode, encode
+from atomrl.pool.codec import checksum, columns, decode
 from atomrl.pool.errors import BUSY_S, LeaseLost, PoolError, named
 from atomrl.types import Trajectory
 
@@ -101,7 +99,6 @@ class RolloutPool:
                     "use it with the AtomRL that wrote it, or remove the file"
                 )
         self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = FULL")  # what is finished stays so, also after a power cut
         self._db.execute("PRAGMA foreign_keys = ON")
 
     def close(self) -> None:
@@ -109,9 +106,14 @@ class RolloutPool:
         self._db.close()
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of it or nothing, and no other process writes meanwhile."""
+    def _transaction(self, on_disk: bool = False) -> Iterator[sqlite3.Connection]:
+        """All of it or nothing, and no other process writes meanwhile.
+
+        Args:
+            on_disk: it and all before it will survive a power cut too, which takes the disk some milliseconds.
+        """
         with named(self.path):
+            self._db.execute(f"PRAGMA synchronous = {'FULL' if on_disk else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
@@ -187,7 +189,8 @@ class RolloutPool:
     def put(self, groups: Sequence[Sequence[Trajectory]], run: str = "") -> int:
         """Write groups: all of them or, after a kill or an error, none.
 
-        A group with the same tokens as one that is there is left out. What is older than `ttl_s` goes, and what is over
+        A power cut may take the last ones, if no reader has claimed them. A group with the same tokens as one that is
+        there is left out. What is older than `ttl_s` goes, and what is over
         the `capacity`: of the oldest version first, and never a group that a reader holds.
 
         Args:
@@ -201,7 +204,7 @@ class RolloutPool:
             ValueError: a group is empty, or its sample has a value that JSON has no form for.
             PoolError: the pool was emptied and is now used with another tokenizer, model, ... (`check_identity`).
         """
-        now, rows = self._clock(), [_row(group) for group in groups]
+        now, rows = self._clock(), [columns(group) for group in groups]
         new = 0
         with self._transaction() as db:
             if self._identity is not None:
@@ -247,7 +250,7 @@ class RolloutPool:
             PoolError: the content of a group is not what was written.
         """
         now, bounds = self._clock(), self._bounds(reader, step, version)
-        with self._transaction() as db:
+        with self._transaction(on_disk=True) as db:
             self._renew(reader, now)
             self._remove_expired(now)
             stale = f"DELETE FROM groups WHERE run = :reader AND oldest < :oldest AND NOT {sql.IS_HELD}"
@@ -290,8 +293,8 @@ class RolloutPool:
         return [self._held(row) for row in found]
 
     def _held(self, row: tuple[int, int, bytes, bytes]) -> Held:
-        group_id, uses, checksum, payload = row
-        if _checksum(payload) != checksum:
+        group_id, uses, written, payload = row
+        if checksum(payload) != written:
             raise PoolError(f"the rollout pool {self.path}: group {group_id} is not what was written: the disk is bad")
         return Held(group_id, uses, decode(payload))
 
@@ -309,7 +312,7 @@ class RolloutPool:
             LeaseLost: less than `expected`: another reader has taken some. The others are finished.
         """
         mine = "FROM claims WHERE reader = ? AND step <= ?"
-        with self._transaction() as db:
+        with self._transaction(on_disk=True) as db:
             ids = db.execute(f"SELECT group_id {mine}", (reader, step)).fetchall()
             db.execute(f"DELETE {mine}", (reader, step))
             db.executemany("UPDATE groups SET uses = uses + 1 WHERE id = ?", ids)
@@ -372,29 +375,3 @@ class RolloutPool:
         with named(self.path):
             self._db.execute("VACUUM")
         return gone
-
-
-def _checksum(payload: bytes) -> bytes:
-    return hashlib.blake2b(payload, digest_size=16).digest()
-
-
-def _row(group: Sequence[Trajectory]) -> dict[str, Any]:
-    """The columns of a group that it decides by itself."""
-    payload, digest = encode(group)
-    parts = [part for item in group for part in item.segments]
-    versions = [part.policy_version for part in parts if part.policy_version is not None] or [0]
-    lengths = [item.response_tokens for item in group]
-    rewards = [item.reward for item in group if item.reward is not None]
-    return {
-        "digest": digest,
-        "checksum": _checksum(payload),
-        "prompt_id": group[0].prompt_id,
-        "oldest": min(versions),
-        "newest": max(versions),
-        "trajectories": len(group),
-        "tokens": sum(lengths),
-        "shortest": min(lengths),
-        "mixed": len(set(rewards)) > 1,
-        "reward": fmean(rewards) if rewards else None,
-        "payload": payload,
-    }

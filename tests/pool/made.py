@@ -54,7 +54,8 @@ def rich_group(candidates: RaggedIds) -> list[Trajectory]:
         Trajectory(
             index=4, segments=turns, finish_reason="environment", reward=None, token_rewards=((5, 0.5),),
             reward_parts={"r": None, "s": 0.5}, part_weights={"s": 2.0},
-            reward_failures=(RewardFailure(reward="r", kind="timeout", message="10 s"),), baseline_reward=0.25, **shared,
+            reward_failures=(RewardFailure(reward="r", kind="timeout", message="10 s"),), baseline_reward=0.25,
+            **shared,
         ),
         Trajectory(index=5, segments=(prompt,), finish_reason="abort", **shared),
     ]  # fmt: skip
