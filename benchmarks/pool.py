@@ -243,12 +243,12 @@ def rates(folder: Path, seconds: float) -> dict[str, float]:
 
 
 SIZES = {
-    "quickstart": (dict(layers=2, hidden=64, heads=2, intermediate=512), 64, 16),
-    "3M": (dict(layers=4, hidden=256, heads=4, intermediate=768), 16, 128),
-    "25M": (dict(layers=8, hidden=512, heads=8, intermediate=1408), 16, 128),
+    "quickstart": ({"layers": 2, "hidden": 64, "heads": 2, "intermediate": 512}, 64, 16),
+    "3M": ({"layers": 4, "hidden": 256, "heads": 4, "intermediate": 768}, 16, 128),
+    "25M": ({"layers": 8, "hidden": 512, "heads": 8, "intermediate": 1408}, 4, 64),
 }
-"""The shape of a model, prompts of a step (8 completions each), and tokens of each. The quickstart's completions have 13
-tokens at its start and 25 at its end."""
+"""The shape of a model, prompts of a step (8 completions each), and tokens of each. Those of the quickstart
+have 13 tokens at its start and 25 at its end."""
 
 
 def beside_generation(name: str, repeats: int) -> dict[str, Any]:
