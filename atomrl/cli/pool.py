@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -41,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if action == "import" and not file.is_file():
         raise ValueError(f"{file} does not exist")
-    pool = RolloutPool(path, PoolConfig(capacity=sys.maxsize, ttl_s=math.inf))  # nothing goes but by `clear`
+    pool = RolloutPool(path, PoolConfig(capacity=sys.maxsize, ttl_s=1e12))  # nothing goes but by `clear`
     try:
         if action == "stats":
             print(json.dumps(pool.stats(), indent=2))

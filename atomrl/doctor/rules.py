@@ -258,12 +258,18 @@ def reward_without_accuracy(rows: MetricRows) -> Verdict:
 GAP = "training/rollout_probs_diff_mean"
 
 
+def on_policy(rows: MetricRows) -> list[Row]:
+    """The steps whose rollouts were drawn by the weights that were trained: elsewhere a gap is what staleness means."""
+    return [row for row in rows if not any(name.endswith("/staleness_max") and row[name] for name in row)]
+
+
 def stale_weights(rows: MetricRows) -> Verdict:
     """The gap between the engine's and the trainer's probabilities was small at the first step, when both had the same
     weights, and has grown many times since: the engine does not get the new ones.
 
     Seen elsewhere as a jump from 0.015 to 0.2 (huggingface/trl#5312); without that fault it stays within twice.
     """
+    rows = on_policy(rows)
     [first], now = recent(rows[:1], GAP, 1), recent(rows[1:], GAP, SHORT)
     if min(now) >= max(8 * first, 1e-4):
         yield (
@@ -279,7 +285,7 @@ def rollout_gap(rows: MetricRows) -> Verdict:
 
     Healthy: 1e-6 in float32, about 0.01 in bfloat16 with another engine (vllm-project/vime#64, huggingface/trl#5312).
     """
-    now = recent(rows, GAP, SHORT)
+    now = recent(on_policy(rows), GAP, SHORT)
     if min(now) >= 0.03:
         yield (
             f"Engine and trainer differ by {now[-1]:.2g} in the probability of a token, on average.",

@@ -108,8 +108,8 @@ class PoolSource:
         behind = [step - 1 - version for version in versions] or [0]
         counts = self.pool.counts()
         self._metrics = {f"pool/{name}": float(counts[name]) for name in REPORTED} | {
-            "pool/staleness/mean": fmean(behind),
-            "pool/staleness/max": float(max(behind)),
+            "pool/staleness_mean": fmean(behind),
+            "pool/staleness_max": float(max(behind)),
             "pool/reused": sum(held.uses > 0 for held in taken) / max(1, len(taken)),
         }
 

@@ -131,11 +131,11 @@ def test_metrics(make):
     collect(source, 4)
     assert source.metrics() == {
         "pool/groups": 2, "pool/duplicates": 1, "pool/evicted": 0, "pool/expired": 0, "pool/stale": 0,
-        "pool/returned": 0, "pool/staleness/mean": 2, "pool/staleness/max": 3, "pool/reused": 0,
+        "pool/returned": 0, "pool/staleness_mean": 2, "pool/staleness_max": 3, "pool/reused": 0,
     }  # fmt: skip
     source.pool.finish(run, 4)
     collect(source, 5, count=1)
-    assert source.metrics()["pool/reused"] == 1 and not math.isnan(source.metrics()["pool/staleness/mean"])
+    assert source.metrics()["pool/reused"] == 1 and not math.isnan(source.metrics()["pool/staleness_mean"])
 
 
 def test_groups_that_another_trainer_was_given_are_not_trained_on_unnoticed(make, tmp_path):
