@@ -11,8 +11,11 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from atomrl.cli.config_arguments import load_config
 from atomrl.cli.main import main
+from atomrl.objective.rollout_is import TokenTIS
 from atomrl.pool.source import PoolSource
+from atomrl.runs.rl import RLRun
 from atomrl.tracking.run_directory import read_metrics
 from tests.tiny import make_tiny_model
 
@@ -85,8 +88,14 @@ def test_several_steps_off_policy_are_corrected_by_default(folder, capsys):
     assert main(["train", "c.yaml", FROM_POOL]) == 0
     rows = read_metrics(folder / "runs" / "first" / "metrics.jsonl")
     assert [row["pool/staleness_mean"] for row in rows] == [0, 1, 2, 3]
-    assert any(name.startswith("rollout_is") or "/rollout_is" in name for name in rows[-1]), sorted(rows[-1])
+    for change, correction in (
+        ((), (TokenTIS(),)),
+        (["algorithm.rollout_is=none"], ()),
+        (["rollout.source=engine"], ()),
+    ):
+        assert RLRun(load_config("c.yaml", [FROM_POOL, *change])).algorithm.rollout_is == correction
     assert rows[0]["training/rollout_probs_diff_mean"] < 1e-5 < rows[3]["training/rollout_probs_diff_mean"]
+    assert not (folder / "runs" / "first" / "findings.jsonl").exists(), "staleness is no fault of the engine"
     assert stats(capsys)["groups"] == 0 and stats(capsys)["finished"] == 12
     assert main(["rollout", "c.yaml", "--groups", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["version"] == 4, "with the weights that the run has published"
