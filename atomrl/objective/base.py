@@ -55,13 +55,14 @@ class Objective(BaseModel):
             PPOClip(type='ppo', low=0.2, high=0.28, dual=None)
         """
         fields = {field.alias or name: (name, field) for name, field in type(self).model_fields.items()}
-        values = {key: getattr(self, name) for key, (name, _) in fields.items()}
+        # only what was said stays said, so that what nobody said may follow from the rest of a config
+        values = {key: getattr(self, name) for key, (name, _) in fields.items() if name in self.model_fields_set}
         valid = [key for key, (name, field) in fields.items() if name != "name" and not field.exclude]
         for key, change in changes.items():
             check_name("algorithm", key, valid)
-            field = fields[key][1]
+            name, field = fields[key]
             is_axis = bool(choices_of(field.annotation))
-            values[key] = changed(f"algorithm.{key}", field, values[key], change) if is_axis else change
+            values[key] = changed(f"algorithm.{key}", field, getattr(self, name), change) if is_axis else change
         return validated(type(self), "algorithm", values)
 
     def resolved(self, *, max_completion_tokens: int | None = None, report_entropy: bool = False) -> Self:

@@ -93,7 +93,7 @@ def test_several_steps_off_policy_are_corrected_by_default(folder, capsys):
         (["algorithm.rollout_is=none"], ()),
         (["rollout.source=engine"], ()),
     ):
-        assert RLRun(load_config("c.yaml", [FROM_POOL, *change])).algorithm.rollout_is == correction
+        assert RLRun(load_config("c.yaml", [FROM_POOL, change])).algorithm.rollout_is == correction
     assert rows[0]["training/rollout_probs_diff_mean"] < 1e-5 < rows[3]["training/rollout_probs_diff_mean"]
     assert not (folder / "runs" / "first" / "findings.jsonl").exists(), "staleness is no fault of the engine"
     assert stats(capsys)["groups"] == 0 and stats(capsys)["finished"] == 12
