@@ -1,9 +1,30 @@
-"""What an unknown name may have been meant to be."""
+"""Errors that help: what an unknown name may have been meant to be, and what went wrong in the user's terms."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def said_as(kind: type[Exception], message: str, *caught: type[Exception]) -> Iterator[None]:
+    """Within it, errors become ones of another kind that begin with a message.
+
+    Args:
+        caught: the kinds of errors that do.
+
+    Example:
+        >>> with said_as(ValueError, "config of model a/b", KeyError, OSError):
+        ...     raise OSError("no such file")
+        Traceback (most recent call last):
+        ...
+        ValueError: config of model a/b: no such file
+    """
+    try:
+        yield
+    except caught as error:
+        raise kind(f"{message}: {error}") from error
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

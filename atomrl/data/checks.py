@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomrl.data.demonstrations import demonstration_reader
+from atomrl.data.completions import demonstration_reader, preference_reader
 from atomrl.data.files import RawRow
 from atomrl.data.generators import normalise_content
-from atomrl.data.pairs import preference_reader
 from atomrl.data.problems import DataError, problem_list
 from atomrl.data.sources import COMPLETIONS, problem_reader, read_source, to_samples
 from atomrl.types import Sample
@@ -177,34 +176,25 @@ def check_data(path: str | Path, config: DataConfig | None = None, against: str 
         from atomrl.config import DataConfig
 
         config = DataConfig(train=str(path))
-    kind, samples, problems, rows = _load(path, config)
-    overlap = []
-    if against is not None:
-        first = {_prompt(sample): sample.sample_id for sample in reversed(samples)}
-        others = [(first.get(_prompt(other)), other.sample_id) for other in _load(against, config)[1]]
-        overlap = [(here, there) for here, there in others if here is not None]
-    return DataReport(
-        path=str(path),
-        kind=kind,
-        rows=rows,
-        problems=problems,
-        samples=samples,
-        against=against,
-        overlap=tuple(overlap),
-    )
+    report = _load(path, config)
+    if against is None:
+        return report
+    first = {_prompt(sample): sample.sample_id for sample in reversed(report.samples)}
+    others = [(first.get(_prompt(other)), other.sample_id) for other in _load(against, config).samples]
+    overlap = tuple((here, there) for here, there in others if here is not None)
+    return replace(report, against=against, overlap=overlap)
 
 
-def _load(path: str | Path, config: DataConfig) -> tuple[str, list[Sample], list[str], int]:
+def _load(path: str | Path, config: DataConfig) -> DataReport:
     from atomrl.config import PreferenceConfig
 
-    raw = list(read_source(str(path)))
-    if not raw:
+    rows = list(read_source(str(path)))
+    if not rows:
         raise DataError(f"{path} is empty: it holds no usable row")
-    kind = kind_of_rows(raw, config)
+    kind, convert = kind_of_rows(rows, config), problem_reader(config)
     if kind == DEMONSTRATIONS:
         convert = demonstration_reader(config.prompt_field, "completion")
     elif kind == PREFERENCES:
         convert = preference_reader(config.prompt_field, PreferenceConfig())
-    else:
-        convert = problem_reader(config)
-    return kind, *to_samples(raw, convert), len(raw)
+    samples, problems = to_samples(rows, convert)
+    return DataReport(path=str(path), kind=kind, rows=len(rows), problems=problems, samples=samples)

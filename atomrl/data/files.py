@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.data.problems import DataError
+from atomrl.hints import said_as
 
 
 @dataclass(frozen=True)
@@ -149,14 +150,12 @@ def _json_rows(path: Path) -> Iterator[RawRow]:
     mark = "]" if text.startswith("]", position) else ","
     while mark == ",":
         line = bisect(line_ends, position) + 1
-        try:
+        with said_as(DataError, f"{path}:{line}", DataError):
             value, end = _decode(text, position)
             end = _skip_space(text, end)
             mark = text[end : end + 1]
             if mark not in (",", "]"):
                 raise DataError("not valid JSON: behind the row that begins here, a comma or the end is missing")
-        except DataError as error:
-            raise DataError(f"{path}:{line}: {error}") from None
         problem = None if isinstance(value, dict) else f"not a JSON object but {type(value).__name__}"
         yield RawRow(f"{path.name}:{line}", None if problem else value, problem)
         position = _skip_space(text, end + 1)
@@ -235,12 +234,10 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_consta
 
 def _arrow_rows(path: Path) -> Iterator[RawRow]:
     """Of a Parquet file, or of a folder that `datasets` saved."""
-    try:
+    with said_as(DataError, f"{path}: reading Parquet and Arrow needs pyarrow: pip install pyarrow", ImportError):
         from pyarrow import ArrowException
-    except ImportError:
-        raise DataError(f"{path}: reading Parquet and Arrow needs pyarrow: pip install pyarrow") from None
-    number = 0
-    try:
+    number, what = 0, "folder of save_to_disk" if path.is_dir() else "Parquet file"
+    with said_as(DataError, f"{path} is not a readable {what}", ArrowException, OSError):
         for batch in _record_batches(path):
             names = batch.schema.names
             if len(set(names)) < len(names):
@@ -248,9 +245,6 @@ def _arrow_rows(path: Path) -> Iterator[RawRow]:
             for row, problem in _batch_rows(batch):
                 number += 1
                 yield RawRow(f"{path.name}:{number}", row, problem)
-    except (ArrowException, OSError) as error:
-        what = "folder of save_to_disk" if path.is_dir() else "Parquet file"
-        raise DataError(f"{path} is not a readable {what}: {error}") from None
 
 
 def _record_batches(path: Path) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeGuard
 
 from atomrl.data import arithmetic, chain, countdown, stack_machine
 from atomrl.data.problems import DataError
-from atomrl.hints import did_you_mean
+from atomrl.hints import did_you_mean, said_as
 from atomrl.types import Message
 
 Row = dict[str, Any]
@@ -135,10 +135,9 @@ def _draws(task: str, key: str, args: dict[str, Any]) -> Iterator[Row]:
             raise DataError(f"{task} has no argument {name!r}; {did_you_mean(name, known)}")
     rng = random.Random(number)
     while True:
-        try:
-            yield make(rng, **args)
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{task} with {args}: {error}") from error
+        with said_as(DataError, f"{task} with {args}", TypeError, ValueError):
+            row = make(rng, **args)
+        yield row
 
 
 def find_generator(task: str) -> Generator:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomrl.data.problems import DataError
+from atomrl.hints import said_as
 from atomrl.types import Message, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -138,14 +139,10 @@ class DataProcessor:
         if self.system_prompt is not None and not own_system:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         continued = messages[-1]["role"] == "assistant"
-        try:
-            text = str(
-                self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=not continued, continue_final_message=continued
-                )
-            )
-        except Exception as error:  # templates are programs and raise what they like
-            raise DataError(f"{place}: the chat template refuses the prompt: {error}") from error
+        options = {"add_generation_prompt": not continued, "continue_final_message": continued}
+        # templates are programs and raise what they like
+        with said_as(DataError, f"{place}: the chat template refuses the prompt", Exception):
+            text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
         if self.system_prompt is not None and not own_system and not self._system_checked:
             self._system_checked = True
             if self.system_prompt.strip() not in text:
@@ -162,10 +159,8 @@ def read_system_prompt(config: DataConfig) -> str | None:
     if config.system_prompt_file is None:
         return config.system_prompt
     path = Path(config.system_prompt_file)
-    try:
+    with said_as(DataError, f"data.system_prompt_file {path} cannot be read", OSError, UnicodeDecodeError):
         text = path.read_text(encoding="utf-8-sig").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.system_prompt_file {path} cannot be read: {error}") from None
     if not text:
         raise DataError(f"data.system_prompt_file {path} is empty")
     return text

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from atomrl.data.problems import DataError
-from atomrl.hints import did_you_mean
+from atomrl.hints import did_you_mean, said_as
 
 CHUNK = 500
 """Problems of one data set object: some tasks prepare all of them when they are made."""
@@ -25,22 +25,18 @@ def draw_rows(name: str, seed: int, args: dict[str, Any]) -> Iterator[dict[str, 
     Raises:
         DataError: the package is absent, the task is unknown, or the arguments are not the task's.
     """
-    try:
+    with said_as(DataError, "reasoning_gym tasks need the extra: pip install 'atomrl[tasks]'", ImportError):
         from reasoning_gym.factory import DATASETS, create_dataset
-    except ImportError:
-        raise DataError("reasoning_gym tasks need the extra: pip install 'atomrl[tasks]'") from None
     if name not in DATASETS:
         raise DataError(f"reasoning-gym has no task {name!r}; {did_you_mean(name, DATASETS)}")
     if {"seed", "size"} & set(args):
         raise DataError("seed and size are given apart, not among the arguments of the task")
     while True:
         seed %= 2**31
-        try:
+        with said_as(DataError, f"reasoning_gym:{name} with {args}", AssertionError, TypeError, ValueError):
             dataset = create_dataset(name, seed=seed, size=CHUNK, **args)
             for index in range(len(dataset)):
                 yield _row(name, args, dataset[index])
-        except (AssertionError, TypeError, ValueError) as error:
-            raise DataError(f"reasoning_gym:{name} with {args}: {error}") from error
         seed += CHUNK  # a problem's own seed is the data set's plus its index
 
 

@@ -25,13 +25,11 @@ from atomrl.types import (
 
 @dataclass(frozen=True)
 class _Row:
-    """A trajectory that is trained on: its tokens one after the other, cut to the limit."""
+    """A trajectory that is trained on, as far as the limit goes."""
 
     index: int
     """Among the step's trajectories."""
     trajectory: Trajectory
-    reward: float
-    tokens: tuple[int, ...]
     versions: list[int]
     """Of the weights that wrote each token; -1 where the model did not."""
     logprobs: list[float]
@@ -60,13 +58,13 @@ def to_rows(trajectories: Sequence[Trajectory], max_row_tokens: int | None = Non
     groups = {prompt_id: number for number, prompt_id in enumerate(by_group(trajectories))}
     made = (_row(index, item, max_row_tokens) for index, item in enumerate(trajectories))
     rows = [row for row in made if row is not None]
-    items, lengths = [row.trajectory for row in rows], [len(row.tokens) for row in rows]
+    items, lengths = [row.trajectory for row in rows], [len(row.versions) for row in rows]
     longest = max(lengths, default=0)
     tokens = torch.zeros(len(rows), longest, dtype=torch.long)
     versions = torch.full((len(rows), longest), -1, dtype=torch.int32)
     logprobs = torch.zeros(len(rows), longest)
     for number, row in enumerate(rows):
-        tokens[number, : lengths[number]] = torch.tensor(row.tokens)
+        tokens[number, : lengths[number]] = torch.tensor(row.trajectory.token_ids[: lengths[number]])
         versions[number, : lengths[number]] = torch.tensor(row.versions)
         logprobs[number, : lengths[number]] = torch.tensor(row.logprobs)
     loss_mask = versions >= 0
@@ -81,7 +79,7 @@ def to_rows(trajectories: Sequence[Trajectory], max_row_tokens: int | None = Non
         lengths=torch.tensor(lengths, dtype=torch.long),
         prompt_lengths=_integers(item.prompt_tokens for item in items),
         group_ids=_integers(groups[item.prompt_id] for item in items),
-        rewards=torch.tensor([row.reward for row in rows], dtype=torch.float32),
+        rewards=torch.tensor([item.reward for item in items], dtype=torch.float32),
         truncated=torch.tensor(unfinished, dtype=torch.bool),
         response_lengths=_integers(item.response_tokens for item in items),
         trajectory_index=_integers(row.index for row in rows),
@@ -104,7 +102,7 @@ def _row(index: int, trajectory: Trajectory, limit: int | None) -> _Row | None:
         logprobs += segment.logprobs if written and segment.logprobs is not None else [0.0] * size
     if trajectory.reward is None or max(versions[:limit], default=-1) < 0:
         return None
-    return _Row(index, trajectory, trajectory.reward, trajectory.token_ids[:limit], versions[:limit], logprobs[:limit])
+    return _Row(index, trajectory, versions[:limit], logprobs[:limit])
 
 
 def _integers(numbers: Iterator[int]) -> Tensor:
@@ -132,7 +130,7 @@ def _token_rewards(rows: Sequence[_Row], longest: int) -> Tensor | None:
     rewards = torch.zeros(len(rows), longest)
     for number, row in enumerate(rows):
         for place, reward in row.trajectory.token_rewards:
-            rewards[number, min(place, len(row.tokens) - 1)] += reward
+            rewards[number, min(place, len(row.versions) - 1)] += reward
     return rewards
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from atomrl.data.files import RawRow, read_rows
 from atomrl.data.generators import GENERATORS, Draw, find_completions, generate, is_generator
 from atomrl.data.problems import DataError, problem_list
-from atomrl.hints import did_you_mean
+from atomrl.hints import did_you_mean, said_as
 from atomrl.types import Message, Sample
 
 if TYPE_CHECKING:
@@ -148,16 +148,6 @@ def to_samples(rows: Iterable[RawRow], convert: Convert) -> tuple[list[Sample], 
     return samples, problems
 
 
-def completions_reader(read: Callable[[Mapping[str, Any]], tuple[PromptContent, Scored]]) -> Convert:
-    """Reads a row as a prompt with its completions."""
-
-    def convert(place: str, row: Mapping[str, Any]) -> Sample:
-        prompt, completions = read(row)
-        return Sample(sample_id=place, prompt=prompt, ground_truth=None, columns={COMPLETIONS: completions})
-
-    return convert
-
-
 def problem_reader(config: DataConfig) -> Convert:
     """Reads a row as a problem with the fields that a config names.
 
@@ -166,11 +156,9 @@ def problem_reader(config: DataConfig) -> Convert:
     """
     pattern = None
     if config.answer_pattern is not None:
-        try:
+        message = f"data.answer_pattern {config.answer_pattern!r} is not a regular expression"
+        with said_as(DataError, message, re.error):
             pattern = re.compile(config.answer_pattern)
-        except re.error as error:
-            text = f"data.answer_pattern {config.answer_pattern!r} is not a regular expression: {error}"
-            raise DataError(text) from None
         if pattern.groups < 1:
             raise DataError(f"data.answer_pattern {pattern.pattern!r} has no group; put parentheses around the answer")
         if config.answer_field is None:
@@ -212,10 +200,15 @@ def _lookup(row: Mapping[str, Any], name: str, required: bool = True) -> Any:
         if isinstance(node, Mapping) and part in node:
             node = node[part]
         elif required:
-            raise DataError(f"field {name!r} is missing (has {', '.join(map(repr, row)) or 'no keys'})")
+            raise missing(name, row)
         else:
             return None
     return node
+
+
+def missing(name: str, row: Mapping[str, Any]) -> DataError:
+    """That a row lacks a field."""
+    return DataError(f"field {name!r} is missing (has {', '.join(map(repr, row)) or 'no keys'})")
 
 
 def _extract(answer: Any, name: str, pattern: re.Pattern[str]) -> str:
@@ -244,30 +237,28 @@ def check_prompt(prompt: Any) -> PromptContent:
     return check_messages(prompt)
 
 
-def check_messages(prompt: Any) -> tuple[Message, ...]:
+def check_messages(messages: Any, what: str = "the prompt") -> tuple[Message, ...]:
     """Messages as a tuple.
+
+    Args:
+        what: how errors name them.
 
     Raises:
         DataError: they are no messages, or all empty.
     """
-    if not isinstance(prompt, list):
-        raise DataError(f"the prompt must be text or a list of messages, not {type(prompt).__name__}")
-    if not prompt:
-        raise DataError("the prompt is an empty list of messages")
-    for number, message in enumerate(prompt, start=1):
+    if not isinstance(messages, list):
+        raise DataError(f"{what} must be text or a list of messages, not {type(messages).__name__}")
+    if not messages:
+        raise DataError(f"{what} is an empty list of messages")
+    for number, message in enumerate(messages, start=1):
+        place = f"{what}: message {number}"
         if not isinstance(message, Mapping):
-            raise DataError(f"message {number} must be an object with role and content, not {type(message).__name__}")
+            raise DataError(f"{place} must be an object with role and content, not {type(message).__name__}")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise DataError(f"message {number}: {key!r} must be text")
+                raise DataError(f"{place}: {key!r} must be text")
         if message["role"] not in ROLES:
-            raise DataError(f"message {number}: unknown role {message['role']!r} (known: {', '.join(ROLES)})")
-    if not any(message["content"].strip() for message in prompt):
-        raise DataError("the prompt's messages are all empty")
-    return tuple(prompt)
-
-
-def as_content(messages: tuple[Message, ...]) -> PromptContent:
-    """The beginning of a conversation as a prompt: text where it is one message of the user, which needs no chat
-    template."""
-    return messages[0]["content"] if len(messages) == 1 and messages[0]["role"] == "user" else messages
+            raise DataError(f"{place}: unknown role {message['role']!r} (known: {', '.join(ROLES)})")
+    if not any(message["content"].strip() for message in messages):
+        raise DataError(f"{what}: its messages are all empty")
+    return tuple(messages)

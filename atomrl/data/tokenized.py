@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
 
 from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor
@@ -40,7 +41,7 @@ class Example(NamedTuple):
         return int(self.learned.argmax())
 
 
-def demonstration(prompt: Sequence[int], completion: Sequence[int], label: int = 0, margin: float = 0.0) -> Example:
+def demonstration(prompt: Sequence[int], completion: Sequence[int], label: int = 0) -> Example:
     """A completion that is trained on, after a prompt that is not.
 
     Example:
@@ -48,7 +49,7 @@ def demonstration(prompt: Sequence[int], completion: Sequence[int], label: int =
         [False, False, True, True]
     """
     tokens = np.array([*prompt, *completion], dtype=np.int32)
-    return Example(tokens, np.arange(len(tokens)) >= len(prompt), label, margin)
+    return Example(tokens, np.arange(len(tokens)) >= len(prompt), label)
 
 
 def rows_from_tokens(
@@ -78,12 +79,9 @@ def rows_from_tokens(
             for other in others:
                 swapped = demonstration(prompt, other.tokens[other.prompt_length :].tolist())
                 examples.append((len(examples), swapped, True))
-    sizes = [min(len(example.tokens), max_row_tokens or len(example.tokens)) for _, example, _ in examples]
-    tokens = torch.zeros(len(examples), max(sizes, default=0), dtype=torch.long)
-    loss_mask = torch.zeros(tokens.shape, dtype=torch.bool)
-    for row, (size, (_, example, _)) in enumerate(zip(sizes, examples, strict=True)):
-        tokens[row, :size] = torch.from_numpy(example.tokens[:size])
-        loss_mask[row, :size] = torch.from_numpy(example.learned[:size])
+    rows = [torch.from_numpy(example.tokens[:max_row_tokens]).long() for _, example, _ in examples]
+    learned = [torch.from_numpy(example.learned[:max_row_tokens]) for _, example, _ in examples]
+    tokens, loss_mask = pad_sequence(rows, batch_first=True), pad_sequence(learned, batch_first=True)
     loss_mask[:, :1] = False  # nothing predicts the first token
     labels = torch.tensor([example.label for _, example, _ in examples])
     pairs = [{example.label for example in group} >= {1, -1} for group in groups]
@@ -91,11 +89,11 @@ def rows_from_tokens(
     return RowBatch(
         tokens=tokens,
         loss_mask=loss_mask,
-        lengths=torch.tensor(sizes),
+        lengths=torch.tensor([len(row) for row in rows]),
         prompt_lengths=torch.tensor([example.prompt_length for _, example, _ in examples]),
         group_ids=torch.tensor([group for group, _, _ in examples]),
         rewards=torch.zeros(len(examples)),
-        truncated=torch.tensor([len(one.tokens) > size for size, (_, one, _) in zip(sizes, examples, strict=True)]),
+        truncated=torch.tensor([len(one.tokens) > len(row) for row, (_, one, _) in zip(rows, examples, strict=True)]),
         labels=labels if labels.any() else None,
         pair_ids=torch.tensor(pair_ids) if any(pairs) else None,
         pair_margins=torch.tensor([example.margin for _, example, _ in examples]) if any(pairs) else None,

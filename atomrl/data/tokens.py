@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from torch import Tensor
 from atomrl.data.problems import DataError
 from atomrl.data.text import CHUNK_CHARACTERS, text_chunks
 from atomrl.files import new_folder, sha256
+from atomrl.hints import said_as
 
 META, TOKENIZER = "meta.json", "tokenizer"
 Split = Literal["train", "val"]
@@ -89,44 +91,29 @@ def _write_splits(
     paths: Sequence[str | Path], tokenizer: Any, name: str, folder: Path, val_fraction: float
 ) -> TokenMeta:
     total = sum(Path(path).stat().st_size for path in paths)
-    train_bytes, done = round(total * (1 - val_fraction)), 0
     dtype: Literal["uint16", "uint32"] = "uint16" if len(tokenizer) <= 2**16 else "uint32"
-    writers = {split: _Writer(folder / f"{split}.bin", dtype) for split in ("train", "val")}
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for path in paths:
-        chunks = text_chunks(path, min(CHUNK_CHARACTERS, 1 + total // PIECES))
-        while batch := list(islice(chunks, CHUNKS_AT_ONCE)):
-            encoded = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
-            for text, ids in zip(batch, encoded, strict=True):
-                writers["train" if done < train_bytes else "val"].write(ids, text)
-                done += len(text.encode())
-        writers["train" if done < train_bytes else "val"].write(end, "")
-    splits = {split: writer.close() for split, writer in writers.items()}
-    for split, found in splits.items():
-        if found.characters == 0:
+    train_bytes = round(total * (1 - val_fraction))
+    counts = {"train": Counter[str](), "val": Counter[str]()}
+    with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
+        for text, ids in _encoded(paths, tokenizer, min(CHUNK_CHARACTERS, 1 + total // PIECES)):
+            split, file = ("train", train) if counts["train"]["bytes"] < train_bytes else ("val", val)
+            file.write(np.asarray(ids, dtype=np.dtype(dtype).newbyteorder("<")).tobytes())
+            counts[split].update(tokens=len(ids), characters=len(text), bytes=len(text.encode()))
+    for split, found in counts.items():
+        if not found["characters"]:
             raise DataError(f"the {split} split has no text: there is too little of it for a split; give more")
+    splits = {split: SplitMeta(**found, sha256=sha256(folder / f"{split}.bin")) for split, found in counts.items()}
     sources = {Path(path).name: Path(path).stat().st_size for path in paths}
     return TokenMeta(tokenizer=name, vocab_size=len(tokenizer), dtype=dtype, sources=sources, **splits)
 
 
-class _Writer:
-    """Appends token ids to a file, and counts."""
-
-    def __init__(self, path: Path, dtype: str) -> None:
-        self.file, self.dtype, self.hash = path.open("wb"), dtype, hashlib.sha256()
-        self.tokens = self.characters = self.bytes = 0
-
-    def write(self, ids: Sequence[int], text: str) -> None:
-        raw = np.asarray(ids, dtype=np.dtype(self.dtype).newbyteorder("<")).tobytes()
-        self.file.write(raw)
-        self.hash.update(raw)
-        self.tokens += len(ids)
-        self.characters += len(text)
-        self.bytes += len(text.encode())
-
-    def close(self) -> SplitMeta:
-        self.file.close()
-        return SplitMeta(tokens=self.tokens, characters=self.characters, bytes=self.bytes, sha256=self.hash.hexdigest())
+def _encoded(paths: Sequence[str | Path], tokenizer: Any, characters: int) -> Iterator[tuple[str, list[int]]]:
+    """Pieces of text with their tokens, and the end of each document."""
+    for path in paths:
+        chunks = text_chunks(path, characters)
+        while batch := list(islice(chunks, CHUNKS_AT_ONCE)):
+            yield from zip(batch, tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"], strict=True)
+        yield "", [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
 class TokenFolder:
@@ -146,10 +133,8 @@ class TokenFolder:
         if not (self.path / META).is_file():
             what = "has no meta.json" if self.path.is_dir() else "is no folder"
             raise DataError(f"{path} {what}; make it of text files with: atomrl data prepare FILE... --out {path}")
-        try:
+        with said_as(DataError, f"{self.path / META} is damaged; prepare the text again", ValueError):
             self.meta = TokenMeta.model_validate_json((self.path / META).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataError(f"{self.path / META} is damaged; prepare the text again ({error})") from None
         item = np.dtype(self.meta.dtype).newbyteorder("<")
         self._maps: dict[str, np.ndarray] = {}
         for name, split in (("train", self.meta.train), ("val", self.meta.val)):

@@ -117,8 +117,8 @@ def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> list[Tenso
 class PackedAttention(torch.autograd.Function):
     """`stream_attention` by explicit matrix products, which is faster on a CPU for short rows.
 
-    All query heads of one key head go through one product, so that no key or value is repeated. In float32 rotation,
-    change of layout and softmax run in C++ where it can be built.
+    All query heads of one key head go through one product, so that no key or value is repeated. Rotation, change of
+    layout and softmax run in C++ where it can be built.
     """
 
     @staticmethod

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -76,17 +76,24 @@ def _library() -> ctypes.CDLL | None:
 
 
 def usable(x: Tensor) -> bool:
-    """Whether the kernels compute on this tensor: float32 on a CPU, not compiled, and they could be built."""
-    on_cpu = x.dtype == torch.float32 and x.device.type == "cpu"
+    """Whether the kernels compute on this tensor: float32 or bfloat16 on a CPU, not compiled, and there is a build."""
+    on_cpu = x.dtype in (torch.float32, torch.bfloat16) and x.device.type == "cpu"
     return on_cpu and not torch.compiler.is_compiling() and _library() is not None
 
 
-def call(name: str, *arguments: Any) -> None:
-    """Call a kernel; floats are passed as double, and the threads come last."""
+@cache
+def _kernel(name: str, dtype: torch.dtype) -> Any:
+    pointer = ctypes.c_void_p.in_dll(cast(ctypes.CDLL, _library()), f"{name}_{str(dtype).removeprefix('torch.')}")
+    return ctypes.CFUNCTYPE(None)(cast(int, pointer.value))
+
+
+def call(name: str, first: Tensor, *others: Any) -> None:
+    """Call a kernel of the dtype of its first argument; floats are passed as double, and the threads come last."""
+    arguments = first, *others
     assert all(value.is_contiguous() for value in arguments if isinstance(value, Tensor)), name
     kinds = {int: ctypes.c_int64, float: ctypes.c_double, type(None): ctypes.c_void_p}
     values = [
         ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else kinds[type(value)](value)
         for value in (*arguments, torch.get_num_threads())
     ]
-    getattr(_library(), name)(*values)
+    _kernel(name, first.dtype)(*values)

@@ -1,8 +1,8 @@
 """The decoder of Llama, Qwen2 and Qwen3 in plain PyTorch: to read, to train from scratch, and to train fast.
 
 Parameters have the names of the Hugging Face state dict, so a `GPT` is saved and loaded in that layout as it is.
-Weights may be kept in float32 while the forward pass computes in `compute_dtype`. Each use rounds them again, in the
-backward pass too (`CastLinear`), so gradients arrive in float32 and no second copy of the weights is kept.
+Weights may be kept in float32 while the forward pass computes in `compute_dtype`. They are rounded at each use, in the
+backward pass too (`CastLinear`), or once for all micro-batches (`round_once`); gradients arrive in float32.
 """
 
 from __future__ import annotations
@@ -267,16 +267,12 @@ def new_gpt(
     hidden: int = 256,
     heads: int = 4,
     kv_heads: int | None = None,
-    head_dim: int | None = None,
     intermediate: int | None = None,
     family: str = "llama",
     tied: bool = True,
     max_tokens: int = 2048,
-    rope_theta: float = 10000.0,
-    bos_token_id: int | None = None,
-    eos_token_id: int | None = None,
-    pad_token_id: int | None = None,
     seed: int = 0,
+    **settings: Any,
 ) -> GPT:
     """A small GPT with fresh weights, of a stock architecture that transformers and serving engines load.
 
@@ -286,8 +282,9 @@ def new_gpt(
 
     Args:
         intermediate: width of the MLP; None is 8/3 of `hidden`, rounded up to a multiple of 32.
-        family: `llama` (no biases) or `qwen2` (biases on q, k, v; the head size is then hidden / heads).
+        family: `llama` (no biases) or `qwen2` (biases on q, k, v).
         max_tokens: the longest row that a serving engine will accept.
+        settings: more of the transformers config, such as `eos_token_id`.
 
     Returns:
         A float32 model, the same for the same seed on the same torch version.
@@ -302,9 +299,7 @@ def new_gpt(
     from transformers import AutoConfig
 
     kv_heads = kv_heads or heads
-    divides = head_dim is not None or hidden % heads == 0
-    head_dim = head_dim or hidden // heads
-    if heads % kv_heads or head_dim % 2 or not divides or (head_dim * heads != hidden and family == "qwen2"):
+    if heads % kv_heads or hidden % (2 * heads):
         raise ConfigError(
             f"gpt: heads={heads} must divide hidden={hidden} into heads of an even size, and be a multiple of "
             f"kv_heads={kv_heads}"
@@ -321,13 +316,10 @@ def new_gpt(
         num_key_value_heads=kv_heads,
         intermediate_size=intermediate or math.ceil(hidden * 8 / 3 / 32) * 32,
         max_position_embeddings=max_tokens,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=tied,
         architectures=[kinds[family]],
-        bos_token_id=bos_token_id,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        **({"head_dim": head_dim} if family == "llama" else {}),
+        **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **settings},
     )
     model = GPT(config)
     generator, std = torch.Generator().manual_seed(seed), hidden**-0.5

@@ -1,5 +1,6 @@
-// Training's elementwise work in float32 on a CPU, each in one pass over memory: RMS norm, SwiGLU, and around the matrix
-// products of attention the rotation with the change of layout, and the masked softmax. Each with its backward pass.
+// Training's elementwise work on a CPU, each in one pass over memory: RMS norm, SwiGLU, and around the matrix products of
+// attention the rotation with the change of layout, and the masked softmax. Each with its backward pass.
+// Memory is float32 or bfloat16 (T); all arithmetic is in float32, rounded once where it is stored.
 // Plain C++ with vectors of 16 floats, which any compiler of the GCC family lowers to what the machine has.
 #include <cmath>
 #include <cstdint>
@@ -11,6 +12,9 @@
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+struct bfloat16 { uint16_t bits; };
 
 static inline Floats exp16(Floats x) {  // Cody-Waite and a polynomial; relative error 2e-7 for x in [-87, 0]
     x = x < -87.f ? Floats{} - 87.f : x;
@@ -29,13 +33,25 @@ template <class Count> static inline Floats part(const float* from, Count count,
     Floats x = Floats{} + fill; memcpy(&x, from, 4 * count); return x;
 }
 template <class Count> static inline void put(float* to, Floats x, Count count) { memcpy(to, &x, 4 * count); }
+template <class Count> static inline Floats part(const bfloat16* from, Count count, float fill = 0) {
+    uint32_t high; memcpy(&high, &fill, 4);
+    Halves x = Halves{} + uint16_t(high >> 16); memcpy(&x, from, 2 * count);
+    const Words words = __builtin_convertvector(x, Words) << 16;
+    Floats wide; memcpy(&wide, &words, 64); return wide;
+}
+template <class Count> static inline void put(bfloat16* to, Floats x, Count count) {  // to the nearest, ties to even
+    Words bits; memcpy(&bits, &x, 64);
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const Halves narrow = __builtin_convertvector(x == x ? bits : Words{} + 0x7fc0, Halves);  // else NaN
+    memcpy(to, &narrow, 2 * count);
+}
 template <class Work> static inline void each16(int64_t n, Work work) {
     int64_t i = 0;
     for (; i + 16 <= n; i += 16) work(i, std::integral_constant<int64_t, 16>());
     if (i < n) work(i, n - i);
 }
 static inline float sum(Floats x) { float total = 0; for (int i = 0; i < 16; i++) total += x[i]; return total; }
-static inline float dot(const float* a, const float* b, int64_t n) {
+template <class T> static inline float dot(const T* a, const T* b, int64_t n) {
     Floats total{};
     each16(n, [&](int64_t i, auto count) { total += part(a + i, count) * part(b + i, count); });
     return sum(total);
@@ -45,13 +61,12 @@ static inline Floats sigmoid(Floats g) {
     return (g < 0.f ? e : one) / (1.f + e);
 }
 
-extern "C" {
-
-void norm_forward(const float* x, const float* weight, float* out, float* scale, int64_t rows, int64_t width, double eps,
+template <class T>
+static void norm_forward(const T* x, const T* weight, T* out, float* scale, int64_t rows, int64_t width, double eps,
                   int64_t threads) {
     PARALLEL(rows * width)
     for (int64_t r = 0; r < rows; r++) {
-        const float* from = x + r * width; float* to = out + r * width;
+        const T* from = x + r * width; T* to = out + r * width;
         const float s = scale[r] = 1.f / std::sqrt(dot(from, from, width) / width + float(eps));
         each16(width, [&](int64_t i, auto n) { put(to + i, part(from + i, n) * s * part(weight + i, n), n); });
     }
@@ -59,13 +74,14 @@ void norm_forward(const float* x, const float* weight, float* out, float* scale,
 
 // `parts` [threads, width] is zero, and takes each thread's share of the weight's gradient: summed in order, the result
 // does not depend on which thread was first.
-void norm_backward(const float* x, const float* weight, const float* scale, const float* grad, float* grad_x,
+template <class T>
+static void norm_backward(const T* x, const T* weight, const float* scale, const T* grad, T* grad_x,
                    float* parts, int64_t rows, int64_t width, int64_t threads) {
     PARALLEL(rows * width)
     for (int64_t t = 0; t < threads; t++) {
         float* sums = parts + t * width;
         for (int64_t r = rows * t / threads; r < rows * (t + 1) / threads; r++) {
-            const float *from = x + r * width, *g = grad + r * width; float* to = grad_x + r * width;
+            const T *from = x + r * width, *g = grad + r * width; T* to = grad_x + r * width;
             const float s = scale[r]; Floats along{};
             each16(width, [&](int64_t i, auto n) { along += part(g + i, n) * part(weight + i, n) * part(from + i, n); });
             const float mean = sum(along) * s * s / width;
@@ -78,10 +94,11 @@ void norm_backward(const float* x, const float* weight, const float* scale, cons
     }
 }
 
-void swiglu_forward(const float* both, float* out, int64_t rows, int64_t width, int64_t threads) {
+template <class T>
+static void swiglu_forward(const T* both, T* out, int64_t rows, int64_t width, int64_t threads) {
     PARALLEL(rows * width)
     for (int64_t r = 0; r < rows; r++) {
-        const float *gate = both + 2 * r * width, *up = gate + width; float* to = out + r * width;
+        const T *gate = both + 2 * r * width, *up = gate + width; T* to = out + r * width;
         each16(width, [&](int64_t i, auto n) {
             const Floats g = part(gate + i, n);
             put(to + i, g * sigmoid(g) * part(up + i, n), n);
@@ -89,11 +106,12 @@ void swiglu_forward(const float* both, float* out, int64_t rows, int64_t width, 
     }
 }
 
-void swiglu_backward(const float* both, const float* grad, float* result, int64_t rows, int64_t width, int64_t threads) {
+template <class T>
+static void swiglu_backward(const T* both, const T* grad, T* result, int64_t rows, int64_t width, int64_t threads) {
     PARALLEL(rows * width)
     for (int64_t r = 0; r < rows; r++) {
-        const float *gate = both + 2 * r * width, *up = gate + width, *from = grad + r * width;
-        float* to = result + 2 * r * width;
+        const T *gate = both + 2 * r * width, *up = gate + width, *from = grad + r * width;
+        T* to = result + 2 * r * width;
         each16(width, [&](int64_t i, auto n) {
             const Floats g = part(gate + i, n), s = sigmoid(g), d = part(from + i, n);
             put(to + i, d * part(up + i, n) * s * (1.f + g * (1.f - s)), n);
@@ -102,10 +120,11 @@ void swiglu_backward(const float* both, const float* grad, float* result, int64_
     }
 }
 
-// Some heads of a stream [tokens, stride], `first` floats into each token, to rows [R, heads, S, D] (back: from them).
+// Some heads of a stream [tokens, stride], `first` numbers into each token, to rows [R, heads, S, D] (back: from them).
 // Token n is at `skip` + slots[n] % C of row slots[n] / C. Rotated by the angle of its position and scaled where there
 // are tables [positions, D/2]; back, by the opposite angle.
-void move_heads(float* stream, float* rows, const int64_t* slots, const int64_t* positions, const float* cosine,
+template <class T>
+static void move_heads(T* stream, T* rows, const int64_t* slots, const int64_t* positions, const float* cosine,
                 const float* sine, int64_t tokens, int64_t stride, int64_t first, int64_t heads, int64_t D, int64_t C,
                 int64_t S, int64_t skip, int64_t back, double factor, int64_t threads) {
     const int64_t half = D / 2; const float scale = factor, sign = back ? -scale : scale;
@@ -113,47 +132,63 @@ void move_heads(float* stream, float* rows, const int64_t* slots, const int64_t*
     for (int64_t n = 0; n < tokens; n++) {
         const int64_t row = slots[n] / C, at = slots[n] % C + skip;
         for (int64_t h = 0; h < heads; h++) {
-            float *a = stream + n * stride + first + h * D, *b = rows + ((row * heads + h) * S + at) * D;
-            const float* __restrict from = back ? b : a; float* __restrict to = back ? a : b;
-            if (!cosine) { memcpy(to, from, 4 * D); continue; }
+            T *a = stream + n * stride + first + h * D, *b = rows + ((row * heads + h) * S + at) * D;
+            const T* __restrict from = back ? b : a; T* __restrict to = back ? a : b;
+            if (!cosine) { memcpy(to, from, sizeof(T) * D); continue; }
             const float *c = cosine + positions[n] * half, *s = sine + positions[n] * half;
-            for (int64_t i = 0; i < half; i++) to[i] = from[i] * (c[i] * scale) - from[half + i] * (s[i] * sign);
-            for (int64_t i = 0; i < half; i++) to[half + i] = from[half + i] * (c[i] * scale) + from[i] * (s[i] * sign);
+            each16(half, [&](int64_t i, auto n) {
+                const Floats x = part(from + i, n), y = part(from + half + i, n);
+                const Floats cos = part(c + i, n) * scale, sin = part(s + i, n) * sign;
+                put(to + i, x * cos - y * sin, n);
+                put(to + half + i, y * cos + x * sin, n);
+            });
         }
     }
 }
 
 // Scores [R, heads, C, P + C] -> shares in place. Query c of a row sees the first prompts[row] of P, and own 0..c.
-void softmax_forward(float* scores, const int64_t* prompts, int64_t rows, int64_t heads, int64_t C, int64_t P,
+template <class T>
+static void softmax_forward(T* scores, const int64_t* prompts, int64_t rows, int64_t heads, int64_t C, int64_t P,
                      int64_t threads) {
     const int64_t S = P + C;
     PARALLEL(rows * heads * C * S)
     for (int64_t q = 0; q < rows * heads * C; q++) {
-        float* x = scores + q * S; const int64_t end = P + q % C + 1, seen = P ? prompts[q / (heads * C)] : 0;
-        for (int64_t i = seen; i < P; i++) x[i] = -INFINITY;
+        T* x = scores + q * S; const int64_t end = P + q % C + 1, seen = P ? prompts[q / (heads * C)] : 0;
+        for (int64_t i = seen; i < P; i++) put(x + i, Floats{} - INFINITY, 1);
         Floats top = Floats{} - INFINITY, total{};
         each16(end, [&](int64_t i, auto n) { const Floats y = part(x + i, n, -INFINITY); top = y > top ? y : top; });
         float most = top[0];
         for (int j = 1; j < 16; j++) most = top[j] > most ? top[j] : most;
+        const auto share = [&](Floats y) { return y == -INFINITY ? Floats{} : exp16(y - most); };
+        constexpr bool wide = std::is_same<T, float>::value;  // else shares are made again, not to be rounded twice
         each16(end, [&](int64_t i, auto n) {
-            const Floats y = part(x + i, n, -INFINITY), z = y == -INFINITY ? Floats{} : exp16(y - most);
-            total += z; put(x + i, z, n);
+            const Floats z = share(part(x + i, n, -INFINITY));
+            total += z;
+            if (wide) put(x + i, z, n);
         });
         const float scale = 1.f / sum(total);
-        each16(end, [&](int64_t i, auto n) { put(x + i, part(x + i, n) * scale, n); });
-        memset(x + end, 0, 4 * (S - end));
+        each16(end, [&](int64_t i, auto n) {
+            const Floats z = part(x + i, n, -INFINITY);
+            put(x + i, (wide ? z : share(z)) * scale, n);
+        });
+        memset(x + end, 0, sizeof(T) * (S - end));
     }
 }
 
 // The gradient of shares -> that of scores, in place; what a query does not see has a share of 0.
-void softmax_backward(const float* shares, float* grad, int64_t queries, int64_t C, int64_t P, int64_t threads) {
+template <class T>
+static void softmax_backward(const T* shares, T* grad, int64_t queries, int64_t C, int64_t P, int64_t threads) {
     const int64_t S = P + C;
     PARALLEL(queries * S)
     for (int64_t q = 0; q < queries; q++) {
-        const float* y = shares + q * S; float* g = grad + q * S; const int64_t end = P + q % C + 1;
+        const T* y = shares + q * S; T* g = grad + q * S; const int64_t end = P + q % C + 1;
         const float mean = dot(y, g, end);
         each16(end, [&](int64_t i, auto n) { put(g + i, part(y + i, n) * (part(g + i, n) - mean), n); });
-        memset(g + end, 0, 4 * (S - end));
+        memset(g + end, 0, sizeof(T) * (S - end));
     }
 }
-}
+// What Python finds: a pointer to each kernel, by name and type.
+#define EXPORT(name) \
+    extern "C" { auto* name##_float32 = &name<float>; auto* name##_bfloat16 = &name<bfloat16>; }
+EXPORT(norm_forward) EXPORT(norm_backward) EXPORT(swiglu_forward) EXPORT(swiglu_backward)
+EXPORT(move_heads) EXPORT(softmax_forward) EXPORT(softmax_backward)

@@ -1,7 +1,7 @@
 """Pieces of a decoder layer whose backward pass is written by hand.
 
 Autograd's own version of each reads and writes large tensors several times more often, which on a CPU costs as much
-as the matrix products. In float32 on a CPU, norm and SwiGLU run in C++ where it can be built (`cpp`).
+as the matrix products. On a CPU, norm and SwiGLU run in C++ where it can be built (`cpp`).
 `tests/models/test_kernels.py` holds each against the plain formula and finite differences.
 
 A backward pass written by hand is differentiated in one way only. Within `plain_formulas()` a decoder is made of
@@ -21,6 +21,7 @@ from torch import Tensor
 from atomrl.models import cpp
 
 _plain = False
+_rounded: dict[tuple[int, ...], tuple[list[int], Tensor]] | None = None
 
 
 @contextmanager
@@ -56,11 +57,34 @@ def stacked(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return cast_to[0] if len(cast_to) == 1 else torch.cat(cast_to)
 
 
+@contextmanager
+def round_once() -> Iterator[None]:
+    """Within it, weights are rounded to the dtype of computation once for all micro-batches, and not at each use.
+
+    What is kept is a copy of the decoder's linear weights in that dtype, until the end or until they change.
+    """
+    global _rounded
+    before, _rounded = _rounded, {}
+    try:
+        yield
+    finally:
+        _rounded = before
+
+
+def _round(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    if _rounded is None:
+        return stacked(tensors, dtype)
+    key, versions = tuple(map(id, tensors)), [tensor._version for tensor in tensors]
+    if key not in _rounded or _rounded[key][0] != versions:
+        _rounded[key] = versions, stacked(tensors, dtype)
+    return _rounded[key][1]
+
+
 class CastLinear(torch.autograd.Function):
     """Linear layers side by side, by weights that are rounded to the dtype of x.
 
     What autograd would save is the rounded weights, half a copy of the model until the backward pass; here it is the
-    weights themselves, which the backward pass rounds again.
+    weights themselves, which the backward pass rounds again, unless within `round_once`.
     """
 
     @staticmethod
@@ -69,14 +93,14 @@ class CastLinear(torch.autograd.Function):
         ctx.save_for_backward(x, *parameters)
         ctx.count = count
         weights, biases = parameters[:count], parameters[count:]
-        return F.linear(x, stacked(weights, x.dtype), stacked(biases, x.dtype) if biases else None)
+        return F.linear(x, _round(weights, x.dtype), stacked(biases, x.dtype) if biases else None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *parameters = ctx.saved_tensors
         weights, biases = parameters[: ctx.count], parameters[ctx.count :]
         sizes = [len(weight) for weight in weights]
-        grad_x = grad @ stacked(weights, grad.dtype) if ctx.needs_input_grad[0] else None
+        grad_x = grad @ _round(weights, grad.dtype) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[2:]):
             return grad_x, None, *(None for _ in parameters)
         grads, flat = grad.flatten(0, -2), x.flatten(0, -2)
@@ -116,7 +140,7 @@ class RMSNormFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.fast = cpp.usable(x)
         if ctx.fast:
-            x, scale = x.contiguous(), x.new_empty(x.shape[:-1])
+            x, scale = x.contiguous(), x.new_empty(x.shape[:-1], dtype=torch.float32)
             normed = torch.empty_like(x)
             cpp.call("norm_forward", x, weight, normed, scale, scale.numel(), x.shape[-1], eps)
         else:
@@ -131,9 +155,9 @@ class RMSNormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         if ctx.fast:
-            grad_x, parts = torch.empty_like(x), x.new_zeros(torch.get_num_threads(), x.shape[-1])
+            grad_x, parts = torch.empty_like(x), scale.new_zeros(torch.get_num_threads(), x.shape[-1])
             cpp.call("norm_backward", x, weight, scale, grad.contiguous(), grad_x, parts, scale.numel(), x.shape[-1])
-            return grad_x, parts.sum(0), None
+            return grad_x, parts.sum(0).to(weight.dtype), None
         normed = x * scale
         along = grad * normed
         grad_weight = along.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from atomrl.config import ConfigError, LoraConfig
+from atomrl.hints import said_as
 from atomrl.models import lora as adapters
 from atomrl.models.gpt import GPT
 from atomrl.models.spec import fitting_weights, unsupported
@@ -122,10 +123,8 @@ def model_config_only(path: str | Path, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
     folder = resolve_folder(base_path(path), weights=False)
-    try:
+    with said_as(ConfigError, f"config of model {path}", ValueError, OSError, KeyError):
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError) as error:
-        raise ConfigError(f"config of model {path}: {error}") from None
 
 
 def load_policy(
@@ -185,11 +184,12 @@ def load_decoder(
     """
     with torch.device("meta"):
         model = kind(config)
-    found, shapes = list(weights), {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    try:
-        state = fitting_weights(found, shapes, {"lm_head.weight"} if model.spec.tied_head else ())
-    except ValueError as error:
-        raise ConfigError(f"the weights in {path} do not fit its config.json: {error}") from None
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    unused, what = (
+        {"lm_head.weight"} if model.spec.tied_head else (),
+        f"the weights in {path} do not fit its config.json",
+    )
+    state = fitting_weights(weights, shapes, unused, what)
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()}, assign=True)
     return model.requires_grad_(True)
 
@@ -216,10 +216,8 @@ def load_transformers(
     auto, labels = (AutoModelForSequenceClassification, {"num_labels": 1}) if scalar else (AutoModelForCausalLM, {})
     folder = resolve_folder(path)
     stored_files(folder)
-    try:
+    with said_as(ConfigError, f"transformers cannot load {folder}", ValueError, OSError, RuntimeError):
         inner = auto.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code, **labels)
-    except (ValueError, OSError, RuntimeError) as error:
-        raise ConfigError(f"transformers cannot load {folder}: {error}") from None
     switch_dropout_off(inner)
     return inner
 
@@ -241,11 +239,9 @@ def stored_files(folder: str | Path) -> list[Path]:
     else:
         files = list(folder.glob("model.safetensors")) or sorted(folder.glob("*.safetensors"))
     for file in files:
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{file} is missing, damaged or cut short ({error}): copy or download it again") from None
+        message = f"{file} is missing, damaged or cut short; copy or download it again"
+        with said_as(ConfigError, message, SafetensorError, OSError), safe_open(file, framework="pt"):
+            pass
     return files
 
 
@@ -280,12 +276,12 @@ def fill_weights(own: Mapping[str, Tensor], folder: str | Path) -> None:
     Raises:
         ConfigError: they are another model's.
     """
-    found, shapes = list(read_safetensors(folder)), {name: tuple(tensor.shape) for name, tensor in own.items()}
-    try:
-        for name, tensor in fitting_weights(found, shapes).items():
-            own[name].copy_(tensor)
-    except ValueError as error:
-        raise ConfigError(f"checkpoint {folder} is of another model: {error}") from None
+    shapes, what = (
+        {name: tuple(tensor.shape) for name, tensor in own.items()},
+        f"checkpoint {folder} is of another model",
+    )
+    for name, tensor in fitting_weights(read_safetensors(folder), shapes, what=what).items():
+        own[name].copy_(tensor)
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False, model: str | Path | None = None) -> Any:
@@ -306,10 +302,9 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False, model: str
     folder = Path(path) if own else resolve_folder(base_path(path), weights=False)
     if not any(file for pattern in ("tokenizer*", "*.model", "vocab*") for file in folder.glob(pattern)):
         raise ConfigError(f"model {path} has no tokenizer")  # transformers would make up an empty one
-    try:
+    message = f"model {path} has no tokenizer that transformers can load"
+    with said_as(ConfigError, message, ValueError, OSError, KeyError):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError) as error:
-        raise ConfigError(f"model {path} has no tokenizer that transformers can load: {error}") from None
     if model is not None or (folder / "config.json").is_file():
         _fit_tokenizer(tokenizer, model_config_only(model or path, trust_remote_code), f"{path}", f"{model or path}")
     if tokenizer.pad_token_id is None:
@@ -338,42 +333,34 @@ def model_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     Args:
         model: a policy, critic or reward model.
     """
-    weights, inner = adapters.base_weights(model), getattr(model, "inner", None)
+    inner = getattr(model, "inner", None)
+    state = (model if inner is None else inner).state_dict().items()
+    weights = ((name.replace(".base_layer.", "."), tensor) for name, tensor in state if ".lora_" not in name)
     return weights if inner is None else iter(published_weights(inner, weights).items())
 
 
-def save_model(model: Policy, tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+def save_model(
+    model: Any, tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None, **settings: Any
+) -> None:
     """Write a folder that transformers and serving engines load: config, safetensors, tokenizer; no adapters.
 
     Args:
+        model: a policy, critic or reward model.
         tokenizer: None leaves it out.
         dtype: of the written weights; None keeps theirs.
+        settings: what the written config has otherwise than the model's.
     """
-    write_folder(folder, dict(model_weights(model)), model.config, tokenizer, dtype, use_cache=True)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
-
-
-def write_folder(
-    folder: str | Path,
-    weights: Mapping[str, Tensor],
-    config: Any,
-    tokenizer: Any,
-    dtype: torch.dtype | None,
-    **settings: Any,
-) -> None:
-    """Write weights as safetensors, the config with other settings, and the tokenizer."""
     from huggingface_hub import save_torch_state_dict
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in weights.items()}
+    state = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in model_weights(model)}
     # Each with memory of its own, as safetensors wants it.
     state = {name: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for name, t in state.items()}
     save_torch_state_dict(state, folder, metadata={"format": "pt"})
-    config = config.__class__.from_dict(config.to_dict())
-    for name, value in {**settings, "dtype": next(iter(state.values())).dtype}.items():
+    config = model.config.__class__.from_dict(model.config.to_dict())
+    for name, value in {"use_cache": True, **settings, "dtype": next(iter(state.values())).dtype}.items():
         setattr(config, name, value)
-    config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    for part in (config, tokenizer, model.generation_config):
+        if part is not None:
+            part.save_pretrained(folder)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from atomrl.config import ConfigError, LoraConfig
+from atomrl.hints import said_as
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Adapter
 
@@ -25,10 +26,8 @@ ADAPTER = "default"
 
 
 def _peft() -> Any:
-    try:
+    with said_as(ConfigError, "low-rank adapters need peft: pip install 'atomrl[lora]'", ImportError):
         import peft
-    except ImportError:
-        raise ConfigError("low-rank adapters need peft: pip install 'atomrl[lora]'") from None
     return peft
 
 
@@ -62,10 +61,8 @@ def add_adapters(model: Any, config: LoraConfig, base: str) -> None:
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
-    try:
+    with said_as(ConfigError, f"model.lora.target_modules={config.target_modules}", ValueError):
         peft.inject_adapter_in_model(settings, inner, adapter_name=ADAPTER)
-    except ValueError as error:
-        raise ConfigError(f"model.lora.target_modules={config.target_modules}: {error}") from None
     for name, parameter in inner.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.float()
@@ -92,12 +89,6 @@ def adapters_disabled(model: Any) -> Iterator[None]:
 
 def _lora_layers(inner: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, m) for name, m in inner.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer"))
-
-
-def base_weights(model: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Every weight but the adapters', under its name without them."""
-    state = _inner(model).state_dict().items()
-    return ((name.replace(".base_layer.", "."), tensor) for name, tensor in state if ".lora_" not in name)
 
 
 def adapter_weights(model: Policy) -> dict[str, Adapter]:
@@ -145,10 +136,9 @@ def merge_adapters(inner: nn.Module, folder: str | Path) -> Any:
     Raises:
         ConfigError: peft is missing, or they are damaged or do not fit the model.
     """
-    try:
+    message = f"the adapters in {folder} do not fit their base model"
+    with said_as(ConfigError, message, ValueError, RuntimeError, OSError, KeyError):
         return _peft().PeftModel.from_pretrained(inner, folder).merge_and_unload()
-    except (ValueError, RuntimeError, OSError, KeyError) as error:
-        raise ConfigError(f"the adapters in {folder} do not fit their base model: {error}") from None
 
 
 def export(adapter_folder: str | Path, folder: str | Path, base: str | Path | None = None) -> None:

@@ -91,6 +91,7 @@ def memory_estimate(config: RunConfig, algorithm: Algorithm) -> dict[str, int]:
     chunk = min(CHUNK_ELEMENTS, tokens * shape.vocab_size)
     parts = {
         "trainer weights": total * compute + trained * FLOAT32 if model.lora else total * FLOAT32,
+        "rounded weights": 0 if model.lora or compute == FLOAT32 else total * compute,  # `kernels.round_once`
         "gradients": trained * FLOAT32,
         "optimizer": 2 * trained * FLOAT32,
         "reference": total * compute if "ref_logprobs" in algorithm.needs and not model.lora else 0,

@@ -86,10 +86,7 @@ def to_gpt2(sizes: Mapping[str, int], weights: Mapping[str, Tensor], end_of_text
     biases = {name for name in expected if name.endswith(".bias") and name not in weights}
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     shapes = {name: _turned(name, tensor).shape for name, tensor in expected.items() if name not in biases | tied}
-    try:
-        found = fitting_weights(weights.items(), shapes, tied)
-    except ValueError as error:
-        raise ConfigError(f"the weights of the checkpoint do not fit its model_args: {error}") from None
+    found = fitting_weights(weights.items(), shapes, tied, "the weights of the checkpoint do not fit its model_args")
     for name, tensor in expected.items():
         if name not in tied:
             tensor.copy_(_turned(name, found[name]) if name in found else torch.zeros_like(tensor))

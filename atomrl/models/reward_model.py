@@ -61,8 +61,8 @@ class RewardModel:
             )
         if tokens_per_batch < 1:
             raise ConfigError(f"reward_model: tokens_per_batch must be at least 1, not {tokens_per_batch}")
-        self.path, self.device, self.dtype, self.tokens_per_batch = path, device, dtype, tokens_per_batch
-        self.trust_remote_code = trust_remote_code
+        self.path, self.device, self.tokens_per_batch = path, device, tokens_per_batch
+        self.options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
         self.reader = Reader(load_tokenizer(path, trust_remote_code), config, path)
         self.model: ScalarModel | None = None
 
@@ -70,13 +70,7 @@ class RewardModel:
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float]:
         """The score of each trajectory, whatever else there is."""
         if self.model is None:
-            self.model = load_scalar(
-                self.path,
-                dtype=self.dtype,
-                device=self.device,
-                trust_remote_code=self.trust_remote_code,
-                trainable=False,
-            ).eval()
+            self.model = load_scalar(self.path, trainable=False, **self.options).eval()
         rows = self.reader.token_ids(trajectories)
         lengths, scores = torch.tensor([len(row) for row in rows]), torch.zeros(len(rows))
         for index in micro_batches(lengths, None, self.tokens_per_batch):

@@ -22,9 +22,8 @@ from atomrl.models.loading import (
     load_decoder,
     load_transformers,
     model_config_only,
-    model_weights,
     read_weights,
-    write_folder,
+    save_model,
 )
 from atomrl.models.shared_prefix import states_before
 from atomrl.models.spec import unsupported
@@ -67,12 +66,11 @@ class GPTScalar(GPT):
 class HFScalar(nn.Module):
     """Any sequence classifier of transformers with one label."""
 
-    shares_prompts = False
+    shares_prompts, generation_config = False, None
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
-        self.inner = inner
-        self.config = inner.config
+        self.inner, self.config = inner, inner.config
 
     def values(self, tokens: Tensor, mask: Tensor, prompt_lengths: Tensor) -> Tensor:
         """Not of these: they see the whole text at once."""
@@ -130,12 +128,11 @@ def load_scalar(
     return model.to(device).requires_grad_(trainable)
 
 
-def save_scalar(model: ScalarModel, tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+def save_scalar(model: ScalarModel, tokenizer: Any, folder: str | Path) -> None:
     """Write a folder that `AutoModelForSequenceClassification` loads: config, safetensors, tokenizer.
 
     Args:
         tokenizer: None leaves it out.
-        dtype: of the written weights; None keeps theirs.
     """
     config = model.config
     settings: dict[str, Any] = {"num_labels": 1}
@@ -144,4 +141,4 @@ def save_scalar(model: ScalarModel, tokenizer: Any, folder: str | Path, dtype: t
         settings["architectures"] = [family + CLASSIFIER]
         if config.pad_token_id is None:  # transformers finds the last token by it
             settings["pad_token_id"] = getattr(tokenizer, "pad_token_id", None) or 0
-    write_folder(folder, dict(model_weights(model)), config, tokenizer, dtype, **settings)
+    save_model(model, tokenizer, folder, **settings)

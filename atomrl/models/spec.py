@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atomrl.config import ConfigError
+
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -117,22 +119,26 @@ def rope_table(config: Any, device: torch.device, positions: int | None = None) 
 
 
 def fitting_weights(
-    weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Sequence[int]], unused: Collection[str] = ()
+    weights: Iterable[tuple[str, Tensor]],
+    shapes: Mapping[str, Sequence[int]],
+    unused: Collection[str] = (),
+    what: str = "the weights were refused",
 ) -> dict[str, Tensor]:
     """All weights by name, each exactly once and of the right shape.
 
     Args:
         shapes: of every weight that has to be there.
         unused: names that may come and are left out, as are rotary frequencies, which old checkpoints hold.
+        what: the beginning of the error.
 
     Raises:
-        ValueError: names what is missing, unexpected, repeated or of a wrong shape.
+        ConfigError: names what is missing, unexpected, repeated or of a wrong shape.
 
     Example:
         >>> fitting_weights([("a", torch.ones(2))], {"a": (3,)})
         Traceback (most recent call last):
         ...
-        ValueError: the weights were refused: a has shape (2,), not (3,)
+        atomrl.config.base.ConfigError: the weights were refused: a has shape (2,), not (3,)
     """
     found: dict[str, Tensor] = {}
     problems = []
@@ -148,5 +154,5 @@ def fitting_weights(
     problems += [f"{name} is missing" for name in shapes if name not in found]
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ValueError("the weights were refused: " + "; ".join(problems[:8]) + more)
+        raise ConfigError(f"{what}: {'; '.join(problems[:8])}{more}")
     return found

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomrl.config import ConfigError
+from atomrl.hints import said_as
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -42,7 +43,6 @@ def make_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.add_tokens([AddedToken(word, normalized=False, special=False) for word in words])
     return chat_tokenizer(tokenizer)
 
@@ -73,6 +73,8 @@ def text_tokenizer(name: str, characters: Sequence[str] = ()) -> Any:
     Raises:
         ConfigError: it is not there, and what to do.
     """
+    from transformers import GPT2Tokenizer
+
     from atomrl.models.loading import load_tokenizer
 
     path = Path(name)
@@ -87,7 +89,9 @@ def text_tokenizer(name: str, characters: Sequence[str] = ()) -> Any:
         raise ConfigError(f"the tokenizer {name} is a file: give the folder that has it, or a hub name")
     for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         if (path / vocabulary).is_file() and (path / merges).is_file() and not (path / "tokenizer.json").is_file():
-            return _from_merges(path / vocabulary, path / merges)
+            # tokenizers raises plain exceptions
+            with said_as(ConfigError, f"{vocabulary} and {merges} in {path} are no GPT-2 vocabulary", Exception):
+                return GPT2Tokenizer(str(path / vocabulary), str(path / merges), pad_token="<|endoftext|>")
     try:
         tokenizer = load_tokenizer(GPT2 if name == "gpt2" and not path.exists() else name)
     except ConfigError as error:
@@ -135,10 +139,8 @@ def read_characters(path: str | Path) -> dict[str, int]:
     Raises:
         ConfigError: the file is absent or holds something else.
     """
-    try:
+    with said_as(ConfigError, f"--characters {path}: not readable as JSON", OSError, ValueError):
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--characters {path}: not readable as JSON: {error}") from None
     tree = tree.get("stoi", tree) if isinstance(tree, dict) else tree
     ids = {character: index for index, character in enumerate(tree)} if isinstance(tree, list | str) else tree
     if not isinstance(ids, dict) or any(not isinstance(c, str) or len(c) != 1 for c in ids):
@@ -154,12 +156,3 @@ def _characters(ids: Mapping[str, int], byte_fallback: bool) -> Any:
     tokenizer = Tokenizer(models.BPE(dict(ids), merges=[], byte_fallback=byte_fallback))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
-
-
-def _from_merges(vocabulary: Path, merges: Path) -> Any:
-    from transformers import GPT2Tokenizer
-
-    try:
-        return GPT2Tokenizer(str(vocabulary), str(merges), pad_token="<|endoftext|>")
-    except Exception as error:  # tokenizers raises plain exceptions
-        raise ConfigError(f"{vocabulary} and {merges} are no GPT-2 vocabulary: {error}") from None

@@ -39,19 +39,15 @@ def parse_number(text: str) -> Fraction | None:
         whole, top, bottom = (Fraction(int(match[name])) for name in ("whole", "top", "bottom"))
         value = whole + top / bottom if bottom else None
     elif match := _LATEX_FRACTION.fullmatch(text) or _NUMBER.fullmatch(text):
-        value = _divide(match["top"].strip(), match["bottom"])
+        above, below = _decimal(match["top"]), _decimal("1" if match["bottom"] is None else match["bottom"])
+        value = above / below if above is not None and below else None
     else:
         return None
     return -value if value is not None and match["sign"] == "-" else value
 
 
-def _divide(top: str, bottom: str | None) -> Fraction | None:
-    above = _decimal(top)
-    below = Fraction(1) if bottom is None else _decimal(bottom.strip())
-    return None if above is None or not below else above / below
-
-
 def _decimal(text: str) -> Fraction | None:
+    text = text.strip()
     if not re.fullmatch(_DECIMAL, text) or not re.match(r"\.?[0-9]", text):
         return None
     mantissa, _, exponent = text.lower().replace(",", "").partition("e")

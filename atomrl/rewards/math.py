@@ -19,11 +19,8 @@ def strict_math(prompts: list[Any], completions: list[str], ground_truth: list[A
         [1.0, 0.0]
     """
     require_truths(ground_truth)
-    scores = []
-    for completion, truth in zip(completions, ground_truth, strict=True):
-        parts = split_strict(completion)
-        scores.append(float(parts is not None and answers_equal(parts[1], truth)))
-    return scores
+    rows = zip(map(split_strict, completions), ground_truth, strict=True)
+    return [float(parts is not None and answers_equal(parts[1], truth)) for parts, truth in rows]
 
 
 def strict_format(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:

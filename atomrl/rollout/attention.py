@@ -76,10 +76,10 @@ class KVCache:
     def reserve(self, slots: int, tokens: int, most_tokens: int) -> None:
         """Room for so many completions of `tokens` tokens, which may grow up to `most_tokens`; what is kept stays."""
         blocks, most = -(-tokens // BLOCK), -(-most_tokens // BLOCK)
+        if blocks > self.blocks:
+            blocks = max(blocks, min(most, max(4, 2 * self.blocks)))
         if slots > self.slots or blocks > self.blocks:
-            self.slots = max(self.slots, slots)
-            if blocks > self.blocks:
-                self.blocks = max(blocks, min(most, max(4, 2 * self.blocks)))
+            self.slots, self.blocks = max(self.slots, slots), max(self.blocks, blocks)
             self._enlarge(self.keys, self.values, self.slots, self.blocks)
 
     def reserve_prompts(self, groups: int, tokens: int) -> None:

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from atomrl.rollout.attention import DecodeBatch, KVCache
 from atomrl.rollout.requests import DIVERGED, RequestState
@@ -173,7 +174,8 @@ class ContinuousBatch:
         self.cache.reserve(slots, max(len(row.token_ids) for row in entering) + 1, limit)
         shape = (max(len(self.tokens), self.cache.slots), max(self.tokens.shape[1], limit + 1))
         if shape != self.tokens.shape:  # one token more than the limit, for what is drawn beyond the end
-            self.tokens, self.logprobs = (_enlarged(buffer, shape) for buffer in (self.tokens, self.logprobs))
+            more = (0, shape[1] - self.tokens.shape[1], 0, shape[0] - len(self.tokens))
+            self.tokens, self.logprobs = (F.pad(buffer, more) for buffer in (self.tokens, self.logprobs))
 
     def _first_logits(self, rows: Sequence[RequestState], slots: Tensor) -> Tensor:
         """[N, V] for the next token of entering rows, after their prompt or after all they have, which is cached."""
@@ -316,12 +318,6 @@ class ContinuousBatch:
             group_count=most[_GROUP] + 1,
             member_count=most[_MEMBER] + 1,
         )
-
-
-def _enlarged(old: Tensor, shape: tuple[int, int]) -> Tensor:
-    new = old.new_zeros(shape)
-    new[: old.shape[0], : old.shape[1]] = old
-    return new
 
 
 def _tokens_of(row: RequestState) -> int:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atomrl.atoms.logits import bfloat16_matmul
+from atomrl.models.gpt import Decoder, RMSNorm
 from atomrl.models.loading import has_bfloat16
 from atomrl.models.spec import DecoderSpec
 from atomrl.protocols import Adapter
@@ -51,7 +52,7 @@ class StackedLinear:
         inputs: width of the input.
         dtype: what weights are rounded to.
         compute: what is multiplied.
-        wide: give float32, also of a product of bfloat16 (logits).
+        wide: give float32, also of a product of bfloat16 (logits); without a bias.
     """
 
     def __init__(
@@ -79,13 +80,12 @@ class StackedLinear:
             self.weight = self.weight.t()
         self.adapters: list[tuple[slice, Tensor, Tensor]] = []
 
-    def load_bias(self, part: int, bias: Tensor) -> None:
-        """Take a projection's bias."""
-        assert self.bias is not None
-        copy_rounded(self.bias[self.parts[part]], bias, self.dtype)
-
-    def load_weight(self, part: int, weight: Tensor) -> None:
-        """Take a projection's weight [out, in], in place."""
+    def load(self, part: int, weight: Tensor) -> None:
+        """Take a projection's weight [out, in] or bias [out], in place."""
+        if weight.dim() == 1:
+            assert self.bias is not None
+            copy_rounded(self.bias[self.parts[part]], weight, self.dtype)
+            return
         if not self.packed:
             copy_rounded(self.weight[:, self.parts[part]].t(), weight, self.dtype)
             return
@@ -105,14 +105,14 @@ class StackedLinear:
             y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         elif self.wide and x.dtype != torch.float32 and x.is_cuda:
             y = torch.mm(x, self.weight, out_dtype=torch.float32)
-            y = y if self.bias is None else y + self.bias
         elif self.wide and x.dtype == torch.bfloat16:
             y = bfloat16_matmul(x, self.weight)
-            y = y if self.bias is None else y + self.bias
         else:
             x = x.to(self.weight.dtype)
             y = torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
-        return self._add_adapters(y, x)
+        for part, a, b in self.adapters:
+            y[:, part] += (x.float() @ a) @ b
+        return y
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """`residual + self(x)`, in place."""
@@ -121,11 +121,6 @@ class StackedLinear:
         if self.bias is not None:
             residual.add_(self.bias)
         return residual.addmm_(x, self.weight)
-
-    def _add_adapters(self, y: Tensor, x: Tensor) -> Tensor:
-        for part, a, b in self.adapters:
-            y[:, part] += (x.float() @ a) @ b
-        return y
 
 
 @dataclass
@@ -159,41 +154,41 @@ class DecoderModel:
         """By the name of the weight."""
         self.vectors: dict[str, Tensor] = {}
         """Norms and the embedding, by name."""
-        hidden, inner = spec.hidden, spec.intermediate
-        head = "model.embed_tokens" if spec.tied_head else "lm_head"
-        self.head = self._linear([(head, spec.vocab)], hidden, False, wide=True)
+        with torch.device("meta"):
+            plain = Decoder(spec)  # names and shapes
+        self.names: dict[Tensor, str] = {weight: name for name, weight in plain.named_parameters("model")}
+        self.head = StackedLinear([spec.vocab], spec.hidden, False, dtype, self.dtype, device, wide=True)
+        self.linears["model.embed_tokens.weight" if spec.tied_head else "lm_head.weight"] = (self.head, 0)
         if spec.tied_head and device.type != "cpu":
             self.embedding = self.head.weight.t()  # follows the head
         else:
-            self.embedding = self._vector("model.embed_tokens.weight", spec.vocab, hidden)
-        self.norm = self._vector("model.norm.weight", hidden)
-        self.layers = []
-        for index in range(spec.layers):
-            prefix = f"model.layers.{index}."
-            attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-            names = [f"{attention}{letter}_proj" for letter in "qkv"]
-            qkv = list(zip(names, spec.qkv_widths, strict=True))
-            self.layers.append(
-                DecoderLayer(
-                    attention_norm=self._vector(f"{prefix}input_layernorm.weight", hidden),
-                    qkv=self._linear(qkv, hidden, spec.qkv_bias),
-                    output=self._linear([(f"{attention}o_proj", hidden)], spec.qkv_widths[0], spec.output_bias),
-                    mlp_norm=self._vector(f"{prefix}post_attention_layernorm.weight", hidden),
-                    gate_up=self._linear([(f"{mlp}gate_proj", inner), (f"{mlp}up_proj", inner)], hidden, spec.mlp_bias),
-                    down=self._linear([(f"{mlp}down_proj", hidden)], inner, spec.mlp_bias),
-                    q_norm=self._vector(f"{attention}q_norm.weight", spec.head_dim) if spec.qk_norm else None,
-                    k_norm=self._vector(f"{attention}k_norm.weight", spec.head_dim) if spec.qk_norm else None,
-                )
+            self.embedding = self._vector(plain.embed_tokens)
+        self.norm = self._vector(plain.norm)
+        self.layers = [
+            DecoderLayer(
+                attention_norm=self._vector(layer.input_layernorm),
+                qkv=self._linear(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+                output=self._linear(layer.self_attn.o_proj),
+                mlp_norm=self._vector(layer.post_attention_layernorm),
+                gate_up=self._linear(layer.mlp.gate_proj, layer.mlp.up_proj),
+                down=self._linear(layer.mlp.down_proj),
+                q_norm=self._vector(layer.self_attn.q_norm) if layer.self_attn.q_norm else None,
+                k_norm=self._vector(layer.self_attn.k_norm) if layer.self_attn.k_norm else None,
             )
+            for layer in plain.layers
+        ]
 
-    def _vector(self, name: str, *shape: int) -> Tensor:
-        self.vectors[name] = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return self.vectors[name]
+    def _vector(self, module: nn.Embedding | RMSNorm) -> Tensor:
+        """Room for a module's weight."""
+        vector = torch.empty(module.weight.shape, dtype=self.dtype, device=self.device)
+        self.vectors[self.names[module.weight]] = vector
+        return vector
 
-    def _linear(self, parts: list[tuple[str, int]], inputs: int, bias: bool, wide: bool = False) -> StackedLinear:
-        widths = [width for _, width in parts]
-        linear = StackedLinear(widths, inputs, bias, self.weight_dtype, self.dtype, self.device, wide)
-        self.linears.update({f"{name}.weight": (linear, part) for part, (name, _) in enumerate(parts)})
+    def _linear(self, *parts: nn.Linear) -> StackedLinear:
+        """Linear layers of one input as one."""
+        widths, inputs, bias = [part.out_features for part in parts], parts[0].in_features, parts[0].bias is not None
+        linear = StackedLinear(widths, inputs, bias, self.weight_dtype, self.dtype, self.device)
+        self.linears.update({self.names[part.weight]: (linear, place) for place, part in enumerate(parts)})
         return linear
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -203,7 +198,7 @@ class DecoderModel:
                 copy_rounded(self.vectors[name], tensor, self.weight_dtype)
             linear, part = self.linears.get(name.removesuffix("bias") + "weight" * name.endswith("bias"), (None, 0))
             if linear is not None:
-                (linear.load_bias if name.endswith("bias") else linear.load_weight)(part, tensor)
+                linear.load(part, tensor)
 
     def set_adapters(self, adapters: Mapping[str, Adapter]) -> None:
         """Replace all adapters by these, named by the weights they sit on."""

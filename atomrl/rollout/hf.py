@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,18 +20,16 @@ from atomrl.models.loading import base_path, load_transformers
 from atomrl.models.transformers_model import published_weights
 from atomrl.protocols import Adapter, WeightUpdate
 from atomrl.rollout.requests import DIVERGED, RequestEngine, RequestState
+from atomrl.rollout.sampling import sample
 from atomrl.rollout.stopping import StopRule, eos_token_ids
 from atomrl.types import FinishReason, SamplingParams
-
-DRAWN = ("temperature", "top_p", "top_k")
-"""What `generate` warns of where nothing is drawn."""
 
 
 class HFEngine(RequestEngine):
     """Draws completions with `model.generate`: each `poll` runs one batch to its end, so none is ever half done.
 
-    Not `seeded`: a draw depends on the rest of its batch. The same batch with the same seeds gives the same
-    completions.
+    Tokens are drawn as by the native engine, each by the completion's own seed; but what shares the batch can change
+    the logits of some models by more than rounding, so it is not `seeded`.
 
     Args:
         model: of transformers; it is changed to compute logits in float32 (`head_logits`).
@@ -107,48 +104,29 @@ class HFEngine(RequestEngine):
         rule = self.waiting[0].rule
         alike = [state for state in self.waiting if state.rule is rule]
         states = alike[: self.max_concurrent_completions]
-        seeds = hashlib.blake2b(repr([state.request.seed for state in states]).encode(), digest_size=7).digest()
-        device = self.model.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(int.from_bytes(seeds, "little"))
-            stopped = self._generate(states, rule)
-        for state in states:
-            self.waiting.remove(state)
-        return [(state, "stop" if stop else "length") for state, stop in zip(states, stopped, strict=True)]
-
-    def _generate(self, states: list[RequestState], rule: StopRule) -> list[bool]:
-        """Draw whole completions into `states`; which of them stopped by themselves."""
-        sampling = rule.sampling
         rows = [state.request.prompt_token_ids for state in states]
         device, width = self.model.device, max(len(row) for row in rows)
         tokens = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-        recorder = _Recorder(width, rule)
+        sampler = _Sampler(width, [state.request.seed for state in states], rule, device)
         ends = _Ends(width, len(rows), rule, device)
         sequences = self.model.generate(
             input_ids=tokens,
             attention_mask=mask,
-            generation_config=GenerationConfig(
-                max_new_tokens=sampling.max_completion_tokens,
-                pad_token_id=0,
-                do_sample=sampling.temperature > 0,
-                **({name: getattr(sampling, name) for name in DRAWN} if sampling.temperature else {}),
-            ),
-            logits_processor=LogitsProcessorList([recorder]),
+            generation_config=GenerationConfig(max_new_tokens=rule.sampling.max_completion_tokens, pad_token_id=0),
+            logits_processor=LogitsProcessorList([sampler]),
             stopping_criteria=StoppingCriteriaList([ends]),
         )
-        recorder.record(sequences)
-        completions = sequences[:, width:].tolist()
-        values = torch.stack(recorder.logprobs, dim=1)
-        if values.isnan().any():
+        logprobs = torch.stack(sampler.logprobs, dim=1)
+        if logprobs.isnan().any():
             raise ValueError(DIVERGED)
-        logprobs = values.tolist()
-        stopped = ends.lengths.tolist()
-        for state, row, own, length in zip(states, completions, logprobs, stopped, strict=True):
+        drawn, stopped = (sequences[:, width:].tolist(), logprobs.tolist()), ends.lengths.tolist()
+        for state, row, own, length in zip(states, *drawn, stopped, strict=True):
             length = length or sequences.shape[1] - width
             state.set_version(self.version)
             state.token_ids, state.logprobs = row[:length], own[:length]
-        return [length > 0 for length in stopped]
+            self.waiting.remove(state)
+        return [(state, "stop" if stop else "length") for state, stop in zip(states, stopped, strict=True)]
 
     def close(self) -> None:
         """Free the weights."""
@@ -171,30 +149,18 @@ def _adapter_hook(adapter: Adapter) -> Callable[[torch.nn.Module, tuple[Tensor, 
     return add
 
 
-class _Recorder(LogitsProcessor):
-    """Keeps the log-prob of each sampled token; bans what may not be sampled yet.
+class _Sampler(LogitsProcessor):
+    """Draws the next token of each row, keeps its log-prob, and leaves `generate` no other token to choose."""
 
-    It runs before temperature, top-k and top-p cut the logits, and sees in the next step what was drawn in this one.
-    """
-
-    def __init__(self, width: int, rule: StopRule):
-        self.width, self.temperature, self.rule = width, rule.sampling.temperature or 1.0, rule
+    def __init__(self, width: int, seeds: list[int], rule: StopRule, device: torch.device):
+        self.width, self.rule, self.seeds = width, rule, torch.tensor(seeds, device=device)
         self.logprobs: list[Tensor] = []
-        self.scores: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.record(input_ids)
-        self.scores = scores
-        scores = scores.nan_to_num(posinf=0.0, neginf=-torch.inf)  # drawn from all the same: the log-probs tell
-        banned = self.rule.banned(torch.full((len(scores),), input_ids.shape[1] - self.width, device=scores.device))
-        return scores if banned is None else scores.masked_fill(banned, -torch.inf)
-
-    def record(self, input_ids: Tensor) -> None:
-        """Take the newest column's log-probs from the scores that it was drawn from."""
-        if self.scores is not None:
-            scores = self.scores.float() / self.temperature
-            chosen = scores.gather(-1, input_ids[:, -1:])[:, 0]
-            self.logprobs.append(chosen - scores.logsumexp(-1))
+        lengths = torch.full_like(self.seeds, input_ids.shape[1] - self.width)
+        tokens, logprobs = sample(scores, self.rule.sampling, self.seeds, lengths, self.rule.banned(lengths))
+        self.logprobs.append(logprobs)
+        return torch.full_like(scores, -torch.inf).scatter_(-1, tokens[:, None], 0.0)
 
 
 class _Ends(StoppingCriteria):

@@ -13,12 +13,11 @@ from torch import Tensor
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.sft import SFT
 from atomrl.config import ConfigError, PreferenceConfig, RunConfig, SftConfig
-from atomrl.data.demonstrations import load_demonstrations
+from atomrl.data.completions import demonstration_reader, preference_reader
 from atomrl.data.generators import task_words
-from atomrl.data.pairs import load_preferences
 from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor, read_system_prompt
-from atomrl.data.sources import COMPLETIONS, LoadReport
+from atomrl.data.sources import COMPLETIONS, LoadReport, load_samples
 from atomrl.data.stream import PromptStream
 from atomrl.data.tokenized import TokenizedSamples
 from atomrl.loop.preferences import evaluate_preferences
@@ -128,7 +127,9 @@ class SupervisedRun(GivenDataRun):
             super().__init__(config, policy_tokenizer(config), context_tokens(model_path(config), config))
 
     def load(self, split: Split) -> LoadReport:
-        return load_demonstrations(self.config.data, self.settings.completion_field, split, self.config.seed)
+        data = self.config.data
+        read = demonstration_reader(data.prompt_field, self.settings.completion_field)
+        return load_samples(data, split, self.config.seed, read, "demonstrate")
 
     def metrics(self, held_out: TokenizedSamples) -> tuple[dict[str, float], Sequence[Mapping[str, Any]]]:
         return {"eval/nll_per_token": nll_per_token(self.trainer, held_out.batches(EVAL_SAMPLES))}, []
@@ -150,7 +151,8 @@ class PreferenceRun(GivenDataRun):
 
     def load(self, split: Split) -> LoadReport:
         config = self.config
-        report = load_preferences(config.data, config.preference or PreferenceConfig(), split, config.seed)
+        read = preference_reader(config.data.prompt_field, config.preference or PreferenceConfig())
+        report = load_samples(config.data, split, config.seed, read, "pair")
         for sample in report.samples if not self.takes_labels else ():
             if len(sample.columns.get(COMPLETIONS, (0, 0))) == 1:
                 raise DataError(

@@ -18,7 +18,7 @@ from torch import Tensor
 from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
 from atomrl.metrics import Count, Metrics, merge
 from atomrl.models.batches import micro_batches
-from atomrl.models.kernels import plain_formulas
+from atomrl.models.kernels import plain_formulas, round_once
 from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUnit, UpdateOutput, needs_teacher
 from atomrl.training.collective import Collective, check_launcher
 from atomrl.training.micro_batches import group_pieces, is_out_of_memory, padded_tokens, zero_weight_row
@@ -266,7 +266,8 @@ class BaseBackend(ABC):
             mine = split[self.collective.rank :: self.collective.world]
             mine += [torch.tensor([], dtype=torch.long)] * (self.collective.max(len(mine)) - len(mine))
             try:
-                result = compute(mine)
+                with round_once():
+                    result = compute(mine)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from atomrl.config import DataConfig, PreferenceConfig
-from atomrl.data.demonstrations import load_demonstrations
-from atomrl.data.pairs import load_preferences
+from atomrl.data.completions import demonstration_reader, preference_reader
 from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor
+from atomrl.data.sources import load_samples
 from atomrl.data.tokenized import TokenizedSamples, demonstration, rows_from_tokens
 from atomrl.models.loading import load_tokenizer
 from tests.tiny import make_tiny_model
@@ -26,7 +26,8 @@ def tokenizer(tmp_path_factory):
 def load(tmp_path, *rows, field="completion", **config):
     path = tmp_path / "sft.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_demonstrations(DataConfig(train=str(path), **config), field)
+    read = demonstration_reader("prompt", field)
+    return load_samples(DataConfig(train=str(path), **config), convert=read, completions="demonstrate")
 
 
 @pytest.mark.parametrize(
@@ -56,12 +57,12 @@ def test_layouts(tmp_path, row, prompt, turns):
     [
         ({"prompt": "2+2="}, "no demonstration: it has 'prompt', but neither 'prompt' and 'completion'"),
         ({"completion": "4"}, "field 'prompt' is missing"),
-        ({"prompt": "2+2=", "completion": ""}, "holds no text"),
-        ({"prompt": "2+2=", "completion": 4}, "holds no text"),
+        ({"prompt": "2+2=", "completion": ""}, "field 'completion' is empty"),
+        ({"prompt": "2+2=", "completion": 4}, "field 'completion' must be text or messages"),
         ({"messages": [USER]}, "has no message of the assistant"),
         ({"messages": [ASSISTANT]}, "has no message of the assistant after another"),
         ({"messages": [USER, ASSISTANT, USER]}, "must begin and end with the assistant"),
-        ({"messages": "hello"}, "must be a list of messages"),
+        ({"messages": "hello"}, "field 'messages' must be text or a list of messages"),
         ({"conversations": [{"from": "robot", "value": "x"}]}, "must have 'from'"),
         ({"instruction": "a", "output": 3}, "must be text"),
     ],
@@ -109,7 +110,9 @@ def test_a_tokenized_file_takes_at_most_8_bytes_a_token(tmp_path, tokenizer):
             for k in range(300)]  # fmt: skip
     reports = [
         load(tmp_path, *rows),
-        load_preferences(DataConfig(train=str(tmp_path / "sft.jsonl")), PreferenceConfig()),
+        load_samples(
+            DataConfig(train=str(tmp_path / "sft.jsonl")), convert=preference_reader("prompt", PreferenceConfig())
+        ),
     ]
     for report in reports:
         tokenized(tokenizer, replace(report, samples=report.samples[:1]))

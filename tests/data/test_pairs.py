@@ -8,10 +8,11 @@ import pytest
 
 from atomrl.config import DataConfig, PreferenceConfig
 from atomrl.data.chain import make, pair
+from atomrl.data.completions import preference_reader
 from atomrl.data.generators import task_words
-from atomrl.data.pairs import load_preferences
 from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor
+from atomrl.data.sources import load_samples
 from atomrl.data.tokenized import TokenizedSamples
 from atomrl.models.tokenizer import make_tokenizer
 
@@ -21,6 +22,11 @@ USER, GOOD, BAD = (
     {"role": "assistant", "content": "5"},
 )
 HH = "\n\nHuman: 2+2=\n\nAssistant: I think\n\nHuman: So?\n\nAssistant:"
+
+
+def load_preferences(config, fields=None):
+    read = preference_reader(config.prompt_field, fields or PreferenceConfig())
+    return load_samples(config, convert=read, completions="pair")
 
 
 def load(tmp_path, *rows, fields=None, **config):
@@ -145,20 +151,20 @@ def test_parquet(tmp_path):
         "score_rejected": 1.0,
     }
     pd.DataFrame([row, row]).to_parquet(tmp_path / "p.parquet")
-    report = load_preferences(DataConfig(train=str(tmp_path / "p.parquet"), train_size=1), PreferenceConfig())
+    report = load_preferences(DataConfig(train=str(tmp_path / "p.parquet"), train_size=1))
     assert [sample.sample_id for sample in report.samples] == ["p.parquet:1"]
     assert report.samples[0].columns["completions"] == (("4", 2.0), ("5", 1.0))
 
 
 def test_pairs_of_a_task():
-    report = load_preferences(DataConfig(train="chain", train_size=5), PreferenceConfig())
+    report = load_preferences(DataConfig(train="chain", train_size=5))
     processor = DataProcessor(make_tokenizer(task_words("chain")), DataConfig(train="chain"))
     data, [sample, *_] = TokenizedSamples(report, processor, "preferences"), report.samples
     scored = data.completions("1", sample)
     assert scored == data.completions("1", sample) != data.completions("2", sample)
     assert [score for _, score in scored] == [1.0, 0.0]
     with pytest.raises(DataError, match=r"'countdown' writes no pairs of completions \(chain does\)"):
-        load_preferences(DataConfig(train="countdown", train_size=5), PreferenceConfig())
+        load_preferences(DataConfig(train="countdown", train_size=5))
 
 
 def test_the_wrong_solution_takes_one_false_step():
@@ -177,5 +183,5 @@ def test_the_wrong_solution_takes_one_false_step():
 
 def test_real_pairs_load(shared_dir):
     path = shared_dir / "data" / "preferences" / "gsm8k_solutions.jsonl"
-    report = load_preferences(DataConfig(train=str(path)), PreferenceConfig())
+    report = load_preferences(DataConfig(train=str(path)))
     assert len(report.samples) == 502 and not report.problems

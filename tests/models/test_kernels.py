@@ -1,12 +1,14 @@
 """Hand-written backward passes against the plain formulas, in float64 by finite differences and in bfloat16."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from atomrl.models import attention
 from atomrl.models.attention import PackedAttention, rotate
-from atomrl.models.kernels import RMSNormFunction, SwiGLUFunction
+from atomrl.models.kernels import CastLinear, RMSNormFunction, SwiGLUFunction, round_once
 from atomrl.models.shared_prefix import row_stream
 
 ROWS, TOKENS, HEADS, KV_HEADS, SIZE = 2, 5, 4, 2, 6
@@ -93,3 +95,28 @@ def test_frozen_norm_weight_gets_no_gradient():
     x, weight = torch.randn(2, 4, requires_grad=True), torch.ones(4)
     RMSNormFunction.apply(x, weight, 1e-6).sum().backward()
     assert x.grad is not None and weight.grad is None
+
+
+def test_weights_are_rounded_once_and_again_when_they_change():
+    x, weight = torch.randn(3, 8, dtype=torch.bfloat16), torch.nn.Parameter(torch.randn(4, 8))
+    product = partial(CastLinear.apply, x, 1, weight)
+    with round_once():
+        first = product()
+        assert torch.equal(first, x @ weight.to(torch.bfloat16).T)
+        with torch.no_grad():
+            weight.data.neg_()  # unseen: `data` has versions of its own
+            assert torch.equal(product(), first)
+            weight.mul_(2.0)
+        assert torch.equal(product(), first * -2.0)
+        weight.grad = None
+        product().sum().backward()
+    assert torch.equal(weight.grad, x.sum(0).float().expand(4, 8))
+    assert torch.equal(product(), first * -2.0)
+
+
+@pytest.mark.parametrize("value", [1.00390625, 1.01171875, -30.0, float("inf"), float("nan")])
+def test_bfloat16_is_rounded_as_torch_rounds(value):
+    both = torch.full((1, 66), value, dtype=torch.float32).bfloat16()
+    both[:, 33:] = 1.0
+    assert torch.equal(SwiGLUFunction.apply(both).isnan(), plain_swiglu(both.float()).bfloat16().isnan())
+    torch.testing.assert_close(SwiGLUFunction.apply(both), plain_swiglu(both.float()).bfloat16(), equal_nan=True)
