@@ -88,11 +88,8 @@ def test_several_steps_off_policy_are_corrected_by_default(folder, capsys):
     assert main(["train", "c.yaml", FROM_POOL]) == 0
     rows = read_metrics(folder / "runs" / "first" / "metrics.jsonl")
     assert [row["pool/staleness_mean"] for row in rows] == [0, 1, 2, 3]
-    for change, correction in (
-        ((), (TokenTIS(),)),
-        (["algorithm.rollout_is=none"], ()),
-        (["rollout.source=engine"], ()),
-    ):
+    by_change = {"seed=0": (TokenTIS(),), "algorithm.rollout_is=none": (), "rollout.source=engine": ()}
+    for change, correction in by_change.items():
         assert RLRun(load_config("c.yaml", [FROM_POOL, change])).algorithm.rollout_is == correction
     assert rows[0]["training/rollout_probs_diff_mean"] < 1e-5 < rows[3]["training/rollout_probs_diff_mean"]
     assert not (folder / "runs" / "first" / "findings.jsonl").exists(), "staleness is no fault of the engine"
