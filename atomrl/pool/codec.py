@@ -27,6 +27,7 @@ from atomrl.types import RaggedIds, RewardFailure, Sample, Segment, Trajectory
 SIZES = struct.Struct("<5I")
 PROMPT = 0
 """In the place of a segment: the group's prompt."""
+TO_JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 COLUMNS = ("index", "text", "finish_reason", "reward", "baseline_reward")
 """Fields of a trajectory that are written as they are."""
 
@@ -46,7 +47,9 @@ def encode(group: Sequence[Trajectory]) -> Encoded:
         ValueError: it is empty or of several prompts, or its sample has a value that JSON has no form for.
     """
     first = group[0] if group else None
-    if first is None or any(t.prompt_id != first.prompt_id or t.sample != first.sample for t in group):
+    if first is None or any(
+        t.prompt_id != first.prompt_id or (t.sample is not first.sample and t.sample != first.sample) for t in group
+    ):
         raise ValueError("a group has at least one trajectory, and all are of one prompt")
     prompt = first.segments[0].token_ids
     tokens, logprobs, counts, candidates = [*prompt], list[float](), list[int](), list[int]()
@@ -79,7 +82,7 @@ def encode(group: Sequence[Trajectory]) -> Encoded:
         "part_weights": [dict(item.part_weights) for item in group],
         "reward_failures": [[asdict(failure) for failure in item.reward_failures] for item in group],
     }
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = TO_JSON(header).encode()
     numbers = (len(tokens), len(logprobs), len(counts), len(candidates))
     arrays = _arrays(*numbers).pack(*tokens, *logprobs, *counts, *candidates)
     digest = hashlib.blake2b(struct.pack(f"<{len(ends)}i", *ends), digest_size=16)
@@ -99,9 +102,9 @@ def checksum(payload: bytes) -> bytes:
 def columns(group: Sequence[Trajectory]) -> dict[str, Any]:
     """The columns of the store (`sql.SCHEMA`) that a group decides by itself."""
     payload, digest = encode(group)
-    parts = [part for item in group for part in item.segments]
-    versions = [part.policy_version for part in parts if part.policy_version is not None] or [0]
-    lengths = [item.response_tokens for item in group]
+    found = {part.policy_version for item in group for part in item.segments}
+    versions = [version for version in found if version is not None] or [0]
+    lengths = [sum([len(part.token_ids) for part in item.segments if part.origin != "prompt"]) for item in group]
     rewards = [item.reward for item in group if item.reward is not None]
     return {
         "digest": digest,
