@@ -59,6 +59,7 @@ CLAIMABLE = (
 """The least used first, then the oldest version, then what was written first."""
 WHY_NOT = "SELECT " + ", ".join(f"coalesce(sum({condition}), 0)" for condition in PASSED_OVER.values()) + " FROM groups"
 """How many groups each condition of `PASSED_OVER` holds for."""
+UNHELD = "SELECT (SELECT count(*) FROM groups) - (SELECT count(DISTINCT group_id) FROM claims WHERE expires > :now)"
 EVICTED = f"SELECT id FROM groups WHERE NOT {IS_HELD} ORDER BY oldest, id LIMIT :over"
 SUMMARY = f"""SELECT
     count(*) AS groups,

@@ -191,7 +191,7 @@ class RolloutPool:
 
         A power cut may take the last ones, if no reader has claimed them. A group with the same tokens as one that is
         there is left out. What is older than `ttl_s` goes, and what is over
-        the `capacity`: of the oldest version first, and never a group that a reader holds.
+        the `capacity`: of the oldest version first. Groups that a reader holds do not count, and stay.
 
         Args:
             groups: scored.
@@ -218,7 +218,7 @@ class RolloutPool:
             self._count("written", new)
             self._count("duplicates", len(rows) - new)
             self._remove_expired(now)
-            (there,) = db.execute("SELECT count(*) FROM groups").fetchone()
+            (there,) = db.execute(sql.UNHELD, {"now": now}).fetchone()
             if (over := there - self.settings.capacity) > 0:
                 gone = db.execute(f"DELETE FROM groups WHERE id IN ({sql.EVICTED})", {"now": now, "over": over})
                 self._count("evicted", gone.rowcount)

@@ -114,10 +114,11 @@ def test_the_oldest_version_goes_first_when_there_is_no_room(make):
     pool = make(capacity=3)
     pool.put([group(1, version=2), group(2, version=1), group(3, version=1)])
     pool.claim("a", 1, 1, version=5)  # group 2
-    pool.put([group(4, version=3)])
-    assert numbers(pool.claim("b", 1, 9, version=5)) == [1, 4] and pool.stats()["evicted"] == 1
-    pool.put([group(5, version=9), group(6, version=9)])
-    assert pool.stats()["groups"] == 3 and pool.stats()["held"] == 3, "what readers hold stays"
+    pool.put([group(4, version=3), group(5, version=4)])
+    assert pool.stats()["groups"] == 4 and pool.stats()["evicted"] == 1, "what readers hold stays, and does not count"
+    assert numbers(pool.claim("b", 1, 9, version=5)) == [1, 4, 5]
+    assert pool.put([group(n, version=5) for n in range(6, 10)]) == 4
+    assert numbers(pool.claim("c", 1, 9, version=5)) == [7, 8, 9] and pool.stats()["evicted"] == 2
 
 
 def test_filters_of_readers(make):
