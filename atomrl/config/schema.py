@@ -130,7 +130,7 @@ class PoolConfig(Section):
     name: str | None = Field(None, pattern=r"^[^/\\.][^/\\]*$")
     """Of the file. None: `run_name`, so that each run has its own."""
     capacity: int = Field(4096, ge=1)
-    """Groups that no trainer holds; of more, those of the oldest version go first, and of these the one that was written first."""
+    """Groups that no trainer holds; of more, the oldest version goes first, and of this what was written first."""
     ttl_s: float = Field(86400.0, gt=0)
     """A group that is older goes."""
     max_staleness: int = Field(4, ge=0)
