@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +55,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.steps=10; also --train.steps 10")
 
 
-def join_overrides(arguments: Sequence[str]) -> list[str]:
+def join_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> list[str]:
     """`--key value` and `--key=value` as `key=value`, and `--config CONFIG` as CONFIG in front, so that only the
-    command's own options are left with dashes.
+    command's own options are left with dashes: `FLAGS`, and `options`, which take a value.
 
     Example:
         >>> join_overrides(["--train.steps", "3", "--resume", "seed=1", "--config", "c.yaml"])
@@ -77,6 +77,8 @@ def join_overrides(arguments: Sequence[str]) -> list[str]:
             value = rest.pop(0)
         if key == "config":
             joined.insert(0, value)
+        elif f"--{key}" in options:
+            joined.append(f"--{key}={value}")
         else:
             joined.append(f"{key}={value}")
     return joined

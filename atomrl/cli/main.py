@@ -14,6 +14,8 @@ COMMANDS = {
     "reward-model": "train a reward model on pairs of completions",
     "dpo": "train a model on preferences (DPO and its family, KTO, ORPO, SimPO, CPO)",
     "pretrain": "train a model on plain text",
+    "rollout": "draw completions into a rollout pool, which other processes train on",
+    "pool": "list rollout pools; show, export, import or clear one",
     "eval": "score a model on held-out problems",
     "generate": "complete a prompt",
     "reward": "try rewards on a file of completions",

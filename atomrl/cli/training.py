@@ -24,7 +24,8 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -72,20 +73,17 @@ def run(arguments: argparse.Namespace) -> int:
         taken = config.run_dir.exists() and any(config.run_dir.iterdir())
         print_section("run", [f"{config.run_dir}{' exists: use --resume or another run_name' if taken else ' (new)'}"])
         return 0
-    # SIGTERM ends a job as Ctrl-C does, also while it starts or evaluates: parts are closed, workers end.
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        prepared = prepare_run(config)
-        print("", *prepared.describe_batch(), sep="\n", file=sys.stderr)
-        summary = prepared.execute(arguments.resume, arguments.allow_changes)
+        with terminated_like_interrupted():
+            prepared = prepare_run(config)
+            print("", *prepared.describe_batch(), sep="\n", file=sys.stderr)
+            summary = prepared.execute(arguments.resume, arguments.allow_changes)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(how_to_go_on(command, config, arguments)) from None
     except RuntimeError as error:
         if advice := ADVICE.get(type(error).__name__):
             raise ValueError(f"{str(error).splitlines()[0]}\n{advice}") from error
         raise
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     print(json.dumps(summary, indent=2, default=str))
     if not summary.get("finished", True):
         print(f"stopped early: {how_to_go_on(command, config, arguments)}", file=sys.stderr)
@@ -97,6 +95,16 @@ def print_section(title: str, lines: Sequence[str]) -> None:
     """Lines under a title."""
     for index, line in enumerate(lines):
         print(f"{title if index == 0 else '':<8}{line}")
+
+
+@contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM ends a job as Ctrl-C does, also while it starts or evaluates: parts are closed, workers end."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def compact(config: RunConfig) -> str:

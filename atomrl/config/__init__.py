@@ -14,6 +14,7 @@ from atomrl.config.schema import (
     GptConfig,
     LoraConfig,
     ModelConfig,
+    PoolConfig,
     PreferenceConfig,
     PretrainConfig,
     ResourceConfig,

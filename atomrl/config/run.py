@@ -65,6 +65,7 @@ class RunConfig(Section):
     teacher: schema.TeacherConfig | None = None
     cluster: schema.ClusterConfig | None = None
     asynchronous: schema.AsynchronousConfig | None = None
+    pool: schema.PoolConfig = schema.PoolConfig()
 
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> Self:
@@ -92,6 +93,10 @@ class RunConfig(Section):
             )
         if self.asynchronous and self.kind != "train":
             raise ValueError("asynchronous: this kind of run draws no rollouts; remove the section")
+        if self.asynchronous and rollout.source == "pool":
+            raise ValueError("asynchronous: with rollout.source=pool others draw; pool.max_staleness bounds them")
+        if self.asynchronous and self.cluster and self.cluster.placement == "colocated":
+            raise ValueError("asynchronous: with cluster.placement=colocated engines sleep meanwhile; take split")
         least = self.asynchronous.min_completions if self.asynchronous else None
         if least is not None and least > rollout.completions_per_prompt:
             raise ValueError(
@@ -146,6 +151,12 @@ class RunConfig(Section):
     @property
     def run_dir(self) -> Path:
         return Path(self.output_dir) / self.run_name
+
+    @property
+    def pool_file(self) -> Path:
+        """Where the run's rollout pool is."""
+        folder = self.pool.folder or Path(self.output_dir) / "pools"
+        return Path(folder) / f"{self.pool.name or self.run_name}.sqlite"
 
 
 def build_config(tree: Mapping[str, Any], source: str = "config") -> RunConfig:

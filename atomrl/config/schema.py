@@ -78,6 +78,9 @@ class RolloutConfig(Section):
     """How completions are drawn during training."""
 
     engine: str = "native"
+    source: Literal["engine", "pool"] = "engine"
+    """Where the groups of a step come from: this process's engine, or a pool that `atomrl rollout` fills (section
+    `pool`, docs/rollout_pool.md)."""
     prompts_per_step: int = Field(16, ge=1)
     completions_per_prompt: int = Field(8, ge=1)
     temperature: float = Field(1.0, ge=0)
@@ -167,6 +170,31 @@ class AsynchronousConfig(Section):
     """While the trainer waits, a group with so many completions goes without its others; null: it waits for all."""
     timeout_s: float = Field(600.0, gt=0)
     """Within which engine or rewards must finish something; the run ends with an error that says what they hold."""
+
+
+class PoolConfig(Section):
+    """The rollout pool: what `atomrl rollout` fills, and `rollout.source: pool` trains on."""
+
+    folder: str | None = None
+    """Where pools are, a file each; on a local disk. None: `pools` in `output_dir`."""
+    name: str | None = Field(None, pattern=r"^[^/\\.][^/\\]*$")
+    """Of the file. None: `run_name`, so that each run has its own."""
+    capacity: int = Field(4096, ge=1)
+    """Groups that no trainer holds; of more, the oldest version goes first, and of this what was written first."""
+    ttl_s: float = Field(86400.0, gt=0)
+    """A group that is older goes."""
+    max_staleness: int = Field(4, ge=0)
+    """A group is trained on while the policy is at most so many versions (steps) ahead of its oldest token."""
+    max_uses: int = Field(1, ge=1)
+    """Steps that a group may be trained in."""
+    min_response_tokens: int = Field(0, ge=0)
+    """Groups with a shorter completion are passed over."""
+    mixed_only: bool = False
+    """Groups in which all completions earn the same are passed over."""
+    timeout_s: float = Field(600.0, gt=0)
+    """How long a step waits for a group before the run ends with an error."""
+    lease_s: float = Field(1800.0, gt=0)
+    """After which the groups of a trainer that is not heard of are given to another."""
 
 
 class RewardRoute(Section):

@@ -272,6 +272,11 @@ def reward_without_accuracy(rows: MetricRows) -> Verdict:
 GAP = "training/rollout_probs_diff_mean"
 
 
+def on_policy(rows: MetricRows) -> list[Row]:
+    """The steps whose rollouts were drawn by the weights that were trained: elsewhere a gap is what staleness means."""
+    return [row for row in rows if not any(name.endswith("/staleness_max") and row[name] for name in row)]
+
+
 def stale_weights(rows: MetricRows) -> Verdict:
     """The gap between the engine's and the trainer's probabilities was small at the first step, when both had the same
     weights, and has grown many times since: the engine does not get the new ones.
@@ -282,7 +287,7 @@ def stale_weights(rows: MetricRows) -> Verdict:
     Try: another rollout.engine (`hf` is the reference), to see whether it is the engine: weights must reach it after
     every step. An engine of your own: does its update_weights copy all tensors?
     """
-    rows = [row for row in rows if not row.get("async/staleness_max")]
+    rows = on_policy(rows)
     [first], now = recent(rows[:1], GAP, 1), recent(rows[1:], GAP, SHORT)
     if min(now) >= max(8 * first, 1e-4):
         yield (
@@ -299,7 +304,7 @@ def rollout_gap(rows: MetricRows) -> Verdict:
     Try: model.dtype=float32; rollout.engine=hf, to compare; rollout.top_p=1 and rollout.top_k=0; in asynchronous runs a
     lower asynchronous.max_staleness.
     """
-    now = recent(rows, GAP, SHORT)
+    now = recent(on_policy(rows), GAP, SHORT)
     if min(now) >= 0.03:
         yield f"Engine and trainer differ by {now[-1]:.2g} in the probability of a token, on average."
 

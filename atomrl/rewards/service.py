@@ -110,6 +110,9 @@ class Service(BaseModel, ABC):
     breaker_open_s: float = Field(30.0, gt=0)
     """...for so long; then one is tried."""
 
+    concurrent: ClassVar[bool] = True
+    """Several calls may wait beside each other."""
+
     _headers: dict[str, str] = PrivateAttr(default_factory=dict)
     _breaker: Breaker = PrivateAttr()
     _counts: Counter[str] = PrivateAttr(default_factory=Counter)

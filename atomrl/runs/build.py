@@ -176,19 +176,12 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
     return kind.from_pretrained(str(resolve_folder(path)), tokenizer, options)
 
 
-def corrected(
-    objective: PolicyObjective | PreferenceObjective, engine: type[RolloutEngine], max_staleness: int = 0
-) -> PolicyObjective | PreferenceObjective:
-    """The objective, with truncated importance sampling where the engine's log-probs are not the trainer's, or its
-    weights may be older, unless the config says something of `rollout_is`."""
-    if (
-        (engine.exact and not max_staleness)
-        or isinstance(objective, PreferenceObjective)
-        or "rollout_is" in objective.model_fields_set
-    ):
+def corrected(objective: PolicyObjective | PreferenceObjective, exact: bool) -> PolicyObjective | PreferenceObjective:
+    """The objective, with truncated importance sampling where the log-probs of rollouts are not those of the policy at
+    the start of the step (`exact`), unless the config says something of `rollout_is`."""
+    if exact or isinstance(objective, PreferenceObjective) or "rollout_is" in objective.model_fields_set:
         return objective
-    reason = "asynchronous.max_staleness" if max_staleness else "this engine computes otherwise than the trainer"
-    log.info("algorithm.rollout_is=token_tis: %s; `none` turns it off", reason)
+    log.info("algorithm.rollout_is=token_tis: rollouts are not the policy's own; `none` turns it off")
     return objective.model_copy(update={"rollout_is": (TokenTIS(),)})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,7 @@ from atomrl.config import ConfigError, RunConfig
 from atomrl.models.loading import load_tokenizer, model_config_only, resolve_folder
 from atomrl.models.scalar import is_classifier
 from atomrl.models.spec import unsupported
+from atomrl.pool.store import RolloutPool
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
 from atomrl.runs.build import engine_class, train_sampling
 
@@ -91,6 +93,20 @@ def check_fresh_tokenizer(config: RunConfig, tokenizer: Any) -> None:
             f"{config.kind}.gpt.family={shape.family}: transformers replaces the tokenizer of such a model by one "
             "of its own kind; take family llama"
         )
+
+
+def check_pool(config: RunConfig, identity: Mapping[str, str]) -> None:
+    """That the pool which a run would train from, if there is one already, was filled by its like.
+
+    Raises:
+        PoolError: it was not, or is no pool.
+    """
+    if config.pool_file.exists():
+        pool = RolloutPool(config.pool_file, config.pool)
+        try:
+            pool.check_identity(identity, adopt=False)
+        finally:
+            pool.close()
 
 
 def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:

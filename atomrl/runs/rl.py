@@ -21,12 +21,15 @@ from atomrl.loop.preflight import check_group_size, check_row_limit
 from atomrl.loop.scheduler import Scheduler
 from atomrl.loop.sync import Parts, run_step
 from atomrl.models.loading import resolve_folder
+from atomrl.pool.source import PoolSource
+from atomrl.pool.store import RolloutPool
+from atomrl.pool.weights import PublishedWeights
 from atomrl.protocols import RewardFunction, WeightTransfer
 from atomrl.rewards.actor import move_models
 from atomrl.rewards.compute import build_rewards
 from atomrl.runs import build
 from atomrl.runs.base import Evaluation, Run, identity
-from atomrl.runs.checks import check_companions, check_engine
+from atomrl.runs.checks import check_companions, check_engine, check_pool
 from atomrl.tracking.resume import model_identity
 from atomrl.types import Sample
 from atomrl.weights import InProcessTransfer
@@ -47,8 +50,10 @@ class RLRun(Run):
         self.path = path = build.model_path(config)
         objective = config.algorithm
         assert not isinstance(objective, RewardModelObjective), "the kind of run is chosen by the algorithm"
-        stale = config.asynchronous.max_staleness if config.asynchronous else 0
-        objective = build.corrected(objective, check_engine(config, path), stale)
+        drawn_now = config.rollout.source == "engine" and not (
+            config.asynchronous and config.asynchronous.max_staleness
+        )
+        objective = build.corrected(objective, check_engine(config, path).exact and drawn_now)
         config = config.model_copy(update={"algorithm": objective})  # as it is written down, and compared on resuming
         self.algorithm = objective.resolved(
             max_completion_tokens=config.rollout.max_completion_tokens, report_entropy=config.train.report_entropy
@@ -68,6 +73,8 @@ class RLRun(Run):
         check_row_limit([len(ids) for ids in self.processor.token_ids(samples)], config.train.max_row_tokens)
         check_group_size(self.algorithm, config.rollout.completions_per_prompt)
         self.temperature = config.rollout.temperature or 1.0
+        if config.rollout.source == "pool":
+            check_pool(config, self.pool_identity)
 
     @property
     def identity(self) -> dict[str, str]:
@@ -77,6 +84,13 @@ class RLRun(Run):
         paths += [str(use.args["path"]) for use in uses if use.function == "reward_model"]
         judges = {f"model ({path})": model_identity(resolve_folder(path)) for path in paths}
         return identity(self.stream, self.processor, self.path) | judges
+
+    @property
+    def pool_identity(self) -> dict[str, str]:
+        """What groups of a pool were made with, and has to be the same where they are trained on."""
+        shared = ("temperature", "top_p", "top_k", "logprobs_over", "completions_per_prompt")
+        sampling = {f"rollout.{key}": str(getattr(self.config.rollout, key)) for key in shared}
+        return self.identity | sampling | {"reward": self.config.reward.model_dump_json(exclude={"workers"})}
 
     def describe_data(self) -> Sequence[str]:
         held_out = describe_samples("eval", self.held_out, self.processor) if self.held_out else ["eval: none"]
@@ -108,30 +122,7 @@ class RLRun(Run):
         stack.callback(self.rewards.close)
         if self.cluster is not None and "reward" in self.cluster.wanted:
             move_models(self.rewards, self.cluster)
-        self.engine = build.build_rollout(config, self.path, self.tokenizer, self.cluster)
-        stack.callback(self.engine.close)
-        self.stream.position = self.progress.position
-        transfer: WeightTransfer = InProcessTransfer(self.trainer, self.engine)
-        shared: Any = {
-            "engine": self.engine,
-            "algorithm": self.algorithm,
-            "stream": self.stream,
-            "processor": self.processor,
-            "rewards": self.rewards,
-            "sampling": build.train_sampling(config),
-        }
-        source: GroupSource = EngineSource(**shared)
-        if config.asynchronous is not None:
-            source = scheduler = Scheduler(
-                **shared,
-                transfer=transfer,
-                settings=config.asynchronous,
-                groups=config.items_per_step,
-                steps=config.train.steps,
-                done=self.progress.step,
-                pending=self.progress.pending,
-            )
-            transfer = scheduler.update
+        source, transfer = (self._open_pool if config.rollout.source == "pool" else self._open_engine)(stack)
         stack.callback(source.close)
         self.parts = Parts(
             source=source,
@@ -144,8 +135,58 @@ class RLRun(Run):
         )
         if (kept := self.record.directory.path / REWARD_TOTALS).exists():
             self.rewards.restore(json.loads(kept.read_text(encoding="utf-8")))
+
+    def _open_engine(self, stack: ExitStack) -> tuple[GroupSource, WeightTransfer]:
+        """Groups from an engine of this run, and how it gets weights."""
+        config = self.config
+        self.engine = build.build_rollout(config, self.path, self.tokenizer, self.cluster)
+        stack.callback(self.engine.close)
+        self.stream.position = self.progress.position
+        transfer: WeightTransfer = InProcessTransfer(self.trainer, self.engine)
         if self.engine.version != self.progress.step:
-            self.parts.transfer(self.progress.step)
+            transfer(self.progress.step)
+        shared: Any = {
+            "engine": self.engine,
+            "algorithm": self.algorithm,
+            "stream": self.stream,
+            "processor": self.processor,
+            "rewards": self.rewards,
+            "sampling": build.train_sampling(config),
+        }
+        if config.asynchronous is None:
+            return EngineSource(**shared), transfer
+        scheduler = Scheduler(
+            **shared,
+            transfer=transfer,
+            settings=config.asynchronous,
+            groups=config.items_per_step,
+            steps=config.train.steps,
+            done=self.progress.step,
+            pending=self.progress.pending,
+        )
+        return scheduler, scheduler.update
+
+    def _open_pool(self, stack: ExitStack) -> tuple[GroupSource, WeightTransfer]:
+        """Groups from a pool, and weights published for those who fill it; an engine only for evaluations."""
+        config, step = self.config, self.progress.step
+        pool = RolloutPool(config.pool_file, config.pool)
+        stack.callback(pool.close)
+        pool.check_identity(self.pool_identity)
+        reader = pool.start_run(config.run_name, resumed=step > 0)
+        source = PoolSource(pool, reader, self.algorithm, config.run_dir / "checkpoints", done=step)
+        published, engine_alone = PublishedWeights(config.run_dir), None
+        if self.held_out:
+            self.engine = build.build_rollout(config, self.path, self.tokenizer, self.cluster)
+            stack.callback(self.engine.close)
+            engine_alone = InProcessTransfer(self.trainer, self.engine)
+
+        def transfer(version: int) -> None:
+            published.write(self.trainer, version, reader)
+            if engine_alone is not None:
+                engine_alone(version)
+
+        transfer(step)
+        return source, transfer
 
     def step(self, number: int) -> dict[str, float]:
         with self._counted():

@@ -16,6 +16,8 @@ HARMLESS = (
     # Speed and memory; the objective stays, though not its last bits.
     "model.device", "model.gradient_checkpointing", "model.compile", "rollout.max_concurrent_completions",
     "train.tokens_per_micro_batch", "train.rows_per_micro_batch",
+    # How long one waits, and how much room there is.
+    "pool.timeout_s", "pool.lease_s", "pool.capacity", "pool.ttl_s",
 )  # fmt: skip
 """Keys, and sections of keys, that may change when a run is resumed. Every other change stops it."""
 BLOCKS, BLOCK_BYTES = 64, 2**16

@@ -39,8 +39,10 @@ from atomrl.types import Trajectory
 FINDINGS = "findings.jsonl"
 FRESH_MODEL = "fresh_model"
 """In a run that starts from a model made for it: that model."""
+PUBLISHED_WEIGHTS = "weights.safetensors"
+"""Of a run that trains from a pool: its newest weights, for those who fill it."""
 LOCK = ".lock"
-STARTED = {"config.yaml", "env.json", "inputs", FRESH_MODEL, LOCK}
+STARTED = {"config.yaml", "env.json", "inputs", FRESH_MODEL, PUBLISHED_WEIGHTS, LOCK}
 """What a run has written that ended before its first step: such a folder is used again."""
 
 

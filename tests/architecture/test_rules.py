@@ -24,6 +24,7 @@ LAYERS = [
     {"weights"},
     {"rollout", "training"},
     {"loop"},
+    {"pool"},
     {"runs"},
     {"cli", "grpo"},
 ]

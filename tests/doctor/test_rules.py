@@ -195,3 +195,11 @@ def test_the_keys_that_are_advised_exist():
     texts = [finding.advice for changes in SICK.values() for finding in diagnose(rows(**changes))]
     named = set().union(*map(config_keys, texts))
     assert len(named) > 10 and named <= set(known_keys()), named - set(known_keys())
+
+
+@pytest.mark.parametrize("name", ["stale_weights", "rollout_gap"])
+def test_a_gap_that_staleness_explains_is_no_fault(name):
+    made = rows(**SICK[name])
+    assert name in {finding.id for finding in diagnose(made)}
+    assert name in {finding.id for finding in diagnose([row | {"pool/staleness_max": 0.0} for row in made])}
+    assert name not in {finding.id for finding in diagnose([row | {"pool/staleness_max": 1.0} for row in made])}

@@ -1,0 +1,75 @@
+"""Groups made up by number, and a clock that a test sets."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from atomrl.config import PoolConfig
+from atomrl.types import RaggedIds, RewardFailure, Sample, Segment, Trajectory
+
+
+def group(
+    number: int, version: int = 0, rewards: tuple[float | None, ...] = (1.0, 0.0), tokens: int = 5, salt: Any = 0
+) -> list[Trajectory]:
+    """A group whose tokens are a function of `number` and `salt`; log-probs are float32 numbers."""
+    draw = random.Random(f"{number}/{salt}/{tokens}")
+    sample = Sample(
+        sample_id=str(number), prompt=f"{number}+1=", ground_truth=str(number + 1), data_source="sums",
+        columns={"level": number % 3, "tags": ["a", None]},
+    )  # fmt: skip
+    prompt = Segment(origin="prompt", token_ids=(number % 100, 7))
+    made = []
+    for index, reward in enumerate(rewards):
+        ids = tuple(draw.randrange(100) for _ in range(tokens + index))
+        logprobs = tuple(-draw.randrange(1, 64) / 16 for _ in ids)
+        written = Segment(origin="model", token_ids=ids, logprobs=logprobs, policy_version=version)
+        made.append(
+            Trajectory(
+                prompt_id=f"0:{number}", index=index, sample=sample, segments=(prompt, written), text=f"é{index}\ud800",
+                finish_reason="stop", reward=reward, reward_parts={"r": reward}, part_weights={"r": 1.0},
+            )
+        )  # fmt: skip
+    return made
+
+
+def rich_group(candidates: RaggedIds) -> list[Trajectory]:
+    """A group with all that a trajectory may have: turns, versions, candidates, failures."""
+    sample = Sample(sample_id="a", prompt=({"role": "user", "content": "ß"},), ground_truth=None, columns={})
+    prompt = Segment(origin="prompt", token_ids=(1, 2, 3))
+    count = len(candidates.counts)
+    turns = (
+        prompt,
+        Segment(origin="model", token_ids=(4,), logprobs=(-0.5,), policy_version=3),
+        Segment(
+            origin="model", token_ids=tuple(range(count)), logprobs=(-0.25,) * count, policy_version=4,
+            candidates=candidates,
+        ),
+        Segment(origin="environment", token_ids=(9, 9)),
+        Segment(origin="model", token_ids=(), logprobs=(), policy_version=5),
+        Segment(origin="prompt", token_ids=(1, 2)),
+    )  # fmt: skip
+    shared: dict[str, Any] = {"prompt_id": "1:a", "sample": sample, "text": "t"}
+    return [
+        Trajectory(
+            index=4, segments=turns, finish_reason="environment", reward=None, token_rewards=((5, 0.5),),
+            reward_parts={"r": None, "s": 0.5}, part_weights={"s": 2.0},
+            reward_failures=(RewardFailure(reward="r", kind="timeout", message="10 s"),), baseline_reward=0.25,
+            **shared,
+        ),
+        Trajectory(index=5, segments=(prompt,), finish_reason="abort", **shared),
+    ]  # fmt: skip
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def settings(**changes: Any) -> PoolConfig:
+    return PoolConfig(**{"max_staleness": 100} | changes)

@@ -1,0 +1,76 @@
+"""What goes into a pool comes out of it."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from atomrl.data.rows import to_rows
+from atomrl.pool.codec import decode, encode, sample_json
+from atomrl.types import RaggedIds, Sample
+from tests.pool.made import group, rich_group
+
+
+def test_a_group_comes_back_as_it_was():
+    made = group(3, version=7)
+    assert decode(encode(made).payload) == made
+
+
+def test_turns_versions_candidates_and_failures_come_back():
+    ragged = RaggedIds(torch.tensor([2, 1], dtype=torch.int32), torch.tensor([0, 7, 1], dtype=torch.int32))
+    made = rich_group(ragged)
+    found = decode(encode(made).payload)
+    again = found[0].segments[2].candidates
+    assert again.counts.equal(ragged.counts) and again.ids.equal(ragged.ids) and again.counts.dtype == torch.int32
+    segments = [replace(part, candidates=ragged if part.candidates else None) for part in found[0].segments]
+    assert [replace(found[0], segments=tuple(segments)), found[1]] == made
+
+
+def test_rows_of_a_group_from_a_pool_are_those_of_the_group():
+    """Log-probs of any float: they are trained as float32."""
+    made = group(1)
+    odd = replace(made[0].segments[1], logprobs=(-0.1, -1e-9, -30.3, -2 / 3, -1.1))
+    made[0] = replace(made[0], segments=(made[0].segments[0], odd))
+    before, after = to_rows(made), to_rows(decode(encode(made).payload))
+    assert all(
+        value.equal(getattr(after, name)) for name, value in vars(before).items() if isinstance(value, torch.Tensor)
+    )
+
+
+def test_a_baseline_that_is_no_number_stays_one():
+    made = [replace(item, baseline_reward=math.nan) for item in group(1)]
+    assert all(math.isnan(item.baseline_reward) for item in decode(encode(made).payload))
+
+
+def test_the_digest_is_of_tokens_alone():
+    digest = encode(group(1)).digest
+    assert encode(group(1, version=5, rewards=(0.0, 0.0))).digest == digest
+    assert encode(group(1, salt=1)).digest != digest
+    first, second = group(1)
+    moved = replace(first, segments=(*first.segments[:1], replace(first.segments[1], token_ids=(1, 2, 3, 4, 6))))
+    assert encode([moved, second]).digest != digest
+
+
+def test_where_one_completion_ends_counts():
+    """Equal tokens, one after the other, cut at another place."""
+
+    def cut(*sizes):
+        made, ids, start = [], tuple(range(6)), 0
+        for item, size in zip(group(1), sizes, strict=True):
+            part = replace(item.segments[1], token_ids=ids[start : start + size], logprobs=(0.0,) * size)
+            made.append(replace(item, segments=(item.segments[0], part)))
+            start += size
+        return encode(made).digest
+
+    assert cut(2, 4) != cut(3, 3)
+
+
+def test_what_is_no_group_or_no_plain_data_is_refused():
+    with pytest.raises(ValueError, match="one prompt"):
+        encode([*group(1), *group(2)])
+    with pytest.raises(ValueError, match="one prompt"):
+        encode([])
+    with pytest.raises(ValueError, match=r"the problem a cannot be kept .*float32.*columns"):
+        sample_json(Sample(sample_id="a", prompt="", ground_truth=np.float32(1)))
