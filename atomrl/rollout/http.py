@@ -10,10 +10,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
-
-from atomrl.rollout.requests import RequestState
+from atomrl.rollout.requests import DIVERGED, RequestState
 from atomrl.rollout.server_process import ServerProcess
+from atomrl.types import FinishReason
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,9 @@ class Client:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+        import httpx
+
+        self.timeout_s, self.errors = timeout_s, httpx
         self.http = httpx.AsyncClient(
             timeout=httpx.Timeout(timeout_s, pool=None),
             limits=httpx.Limits(max_connections=None),
@@ -104,7 +105,7 @@ class Client:
         """Whether a server says that it is well."""
         try:
             found = await self.http.get(server.url + path, timeout=min(10.0, self.timeout_s))
-        except httpx.HTTPError:
+        except self.errors.HTTPError:
             return False
         return found.status_code == 200
 
@@ -125,9 +126,9 @@ class Client:
     async def _ask(self, server: Server, method: str, path: str, **options: Any) -> Any:
         try:
             found = await self.http.request(method, server.url + path, **options)
-        except httpx.TimeoutException:
+        except self.errors.TimeoutException:
             raise TimeoutError(f"{server.name} has not answered {path} within {self.timeout_s:g} s") from None
-        except httpx.TransportError as error:
+        except self.errors.TransportError as error:
             raise ServerGone(f"{path}: {type(error).__name__} {error}") from None
         if found.status_code >= 500:
             raise ServerGone(f"{path}: status {found.status_code}, {found.text[:300]}")
@@ -157,3 +158,23 @@ class Client:
 def logprob_of(sent: float | None) -> float:
     """A log-prob as servers send it: JSON has no NaN, for which SGLang sends nothing and vLLM -9999."""
     return math.nan if sent is None or sent <= -9999.0 else float(sent)
+
+
+def take_answer(state: RequestState, answer: Answer | Exception) -> FinishReason:
+    """Keep what a server drew for a request, or raise what went wrong; how the completion ended."""
+    if isinstance(answer, Exception):
+        raise answer
+    state.token_ids, state.logprobs = list(answer.token_ids), list(answer.logprobs)
+    state.versions = [(span["start"], int(span["version"])) for span in answer.spans if span["end"] > span["start"]]
+    for candidates in answer.candidates:
+        state.candidate_counts.append(len(candidates))
+        state.candidate_ids.extend(candidates)
+    if state.diverged():
+        raise ValueError(DIVERGED)
+    wanted = state.request.sampling.max_completion_tokens
+    if answer.reason == "length" and len(state.token_ids) < wanted:
+        raise RuntimeError(
+            f"a completion was cut at {len(state.token_ids)} of {wanted} tokens: the "
+            "server's context is shorter than the model's, or its cache has no room"
+        )
+    return "length" if answer.reason == "length" else "stop"

@@ -20,8 +20,8 @@ from transformers import PretrainedConfig
 from atomrl.models.loading import base_path, model_config_only, read_weights, resolve_folder
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.rollout.checkpoints import is_tied, published_shapes, write_weights
-from atomrl.rollout.http import Answer, Client, Server, ServerGone
-from atomrl.rollout.requests import DIVERGED, EngineOptions, RequestEngine, RequestState
+from atomrl.rollout.http import Answer, Client, Server, ServerGone, take_answer
+from atomrl.rollout.requests import EngineOptions, RequestEngine, RequestState
 from atomrl.rollout.server_process import ServerProcess
 from atomrl.rollout.stopping import StopRule, eos_token_ids
 from atomrl.types import FinishReason, GenerationRequest, SamplingParams
@@ -121,8 +121,7 @@ class ServerEngine(RequestEngine):
         raise NotImplementedError
 
     async def _load(self, server: Server, weights: Path | None, adapters: Path | None) -> None:
-        """Take the weights and the adapters of two folders (None: as they are, and none), and drop the cache. The
-        server holds still, or has nothing to do."""
+        """Take weights and adapters (None: as they are, and none) and drop the cache; the server holds still."""
         raise NotImplementedError
 
     def _adapter_name(self) -> str | None:
@@ -246,7 +245,7 @@ class ServerEngine(RequestEngine):
             if self.held.get(state.request.request_id) is not state:
                 continue  # given up in the meantime
             self._forget(state)
-            finished.append((state, self._take_answer(state, answer)))
+            finished.append((state, take_answer(state, answer)))
         return finished
 
     def _forget(self, state: RequestState) -> None:
@@ -254,24 +253,6 @@ class ServerEngine(RequestEngine):
             if server.held.get(state.request.request_id) is state:
                 del server.held[state.request.request_id]
                 server.wire_ids.pop(state.request.request_id, None)
-
-    def _take_answer(self, state: RequestState, answer: Answer | Exception) -> FinishReason:
-        if isinstance(answer, Exception):
-            raise answer
-        state.token_ids, state.logprobs = list(answer.token_ids), list(answer.logprobs)
-        state.versions = [(span["start"], int(span["version"])) for span in answer.spans if span["end"] > span["start"]]
-        for candidates in answer.candidates:
-            state.candidate_counts.append(len(candidates))
-            state.candidate_ids.extend(candidates)
-        if state.diverged():
-            raise ValueError(DIVERGED)
-        wanted = state.request.sampling.max_completion_tokens
-        if answer.reason == "length" and len(state.token_ids) < wanted:
-            raise RuntimeError(
-                f"{type(self).__name__}: a completion was cut at {len(state.token_ids)} of {wanted} tokens: the "
-                "server's context is shorter than the model's, or its cache has no room"
-            )
-        return "length" if answer.reason == "length" else "stop"
 
     def _withdraw(self, states: Sequence[RequestState]) -> None:
         """Have the servers give up what they draw, and keep what they have drawn."""
@@ -300,7 +281,7 @@ class ServerEngine(RequestEngine):
                 continue
             missing.remove(id(state))
             if isinstance(answer, Answer):
-                self._take_answer(state, replace(answer, reason="abort"))
+                take_answer(state, replace(answer, reason="abort"))
         for item in held_back:
             self.answers.put(item)
 

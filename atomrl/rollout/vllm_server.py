@@ -153,11 +153,11 @@ class VLLMServerEngine(ServerEngine):
             raise RuntimeError(f"{server.name} has weights of version {found}, not {self.version}")
 
     async def _hashes(self, server: Server) -> list[WeightHash]:
-        call = {"method": "published_hashes", "args": [self.shapes, self.tied, self.ranks]}
-        try:
-            (found,) = (await self.client.post(server, "/collective_rpc", call))["results"]
-        except RuntimeError:  # one that is there, and was started without our class in its workers
+        config = (await self.client.get(server, "/server_info", params={"config_format": "json"}))["vllm_config"]
+        if config["parallel_config"].get("worker_extension_cls") != WORKER_EXTENSION:
             return await super()._hashes(server)
+        call = {"method": "published_hashes", "args": [self.shapes, self.tied, self.ranks]}
+        (found,) = (await self.client.post(server, "/collective_rpc", call))["results"]
         return [WeightHash(name, getattr(torch, dtype), value) for name, dtype, value in found]
 
     async def _set_memory(self, server: Server, asleep: bool) -> None:

@@ -60,6 +60,8 @@ class Record:
 class CountingTrainer:
     """Makes no update, and keeps the batches that it was to make one on."""
 
+    concurrent = False
+
     def __init__(self) -> None:
         self.batches: list[TrainingBatch] = []
 

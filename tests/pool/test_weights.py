@@ -7,6 +7,7 @@ from atomrl.algorithms.table import objective_of
 from atomrl.config import LoraConfig, ModelConfig, TrainConfig
 from atomrl.pool.weights import PublishedWeights, WeightFollower
 from atomrl.rollout.native import NativeEngine
+from atomrl.rollout.requests import EngineOptions
 from atomrl.training.local import LocalBackend
 from atomrl.weights import InProcessTransfer
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
@@ -25,8 +26,8 @@ def backend(path, **model):
 
 
 def engine(path):
-    options = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": 4}
-    return NativeEngine.from_pretrained(str(path), make_tiny_tokenizer(), **options)
+    options = EngineOptions(torch.float32, "cpu", max_concurrent_completions=4)
+    return NativeEngine.from_pretrained(str(path), make_tiny_tokenizer(), options)
 
 
 def text(engine):

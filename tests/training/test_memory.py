@@ -26,8 +26,8 @@ class SmallMemory(LocalBackend):
 
     limit, error = 10**9, ERRORS[0]
 
-    def _outputs(self, micro, names, of=None):
-        given = super()._outputs(micro, names, of)
+    def _outputs(self, micro, names):
+        given = super()._outputs(micro, names)
         if micro.tokens.numel() > self.limit:
             if not torch.is_grad_enabled():
                 raise self.error

@@ -179,11 +179,11 @@ def test_memory_that_runs_out_anywhere_ends_in_the_same_step(make, monkeypatch, 
     backend = make()
     forward, calls = backend._outputs, []
 
-    def scarce(micro, names, of=None):
+    def scarce(micro, names):
         calls.append(micro.rows)
         if len(calls) == call:
             raise torch.OutOfMemoryError("out of memory")
-        return forward(micro, names, of)
+        return forward(micro, names)
 
     monkeypatch.setattr(backend, "_outputs", scarce)
     found = values(backend.train_step(small_batch(), trust_region()))
@@ -199,12 +199,12 @@ def test_an_error_in_the_search_leaves_the_weights(make):
     algorithm = trust_region()
     forward = backend._outputs
 
-    def broken(micro, names, of=None):
+    def broken(micro, names):
         seen.append(names)
         if names == {"logprobs", "distributions"}:
             assert not same(backend, kept)
             raise KeyboardInterrupt
-        return forward(micro, names, of)
+        return forward(micro, names)
 
     backend._outputs = broken
     with pytest.raises(KeyboardInterrupt):
