@@ -54,6 +54,8 @@ class Server:
     """What its requests are called there: each attempt has a name of its own."""
     restarts: int = 0
     """Since it last finished a request."""
+    seeded: bool = True
+    """As far as is known, its completions depend on their seeds."""
     life: int = 0
     """How often it has been found well again."""
     under_way: int = 0

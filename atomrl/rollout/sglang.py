@@ -72,7 +72,8 @@ class SGLangEngine(ServerEngine):
                 f"{server.name} takes no adapters: start it with --enable-lora --lora-target-modules all "
                 f"--max-lora-rank {self.options.lora_rank}, which wants a GPU; or train all weights (no model.lora)"
             )
-        self.seeded = bool(found["enable_deterministic_inference"]) and (self.seeded or server is self.servers[0])
+        server.seeded = bool(found["enable_deterministic_inference"])
+        self.seeded = all(each.seeded for each in self.servers)
 
     async def _generate(self, server: Server, state: RequestState, name: str) -> Answer:
         sampling, request = state.rule.sampling, state.request

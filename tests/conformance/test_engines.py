@@ -385,7 +385,8 @@ def test_cut_sampling_draws_the_kept_set_in_proportion(make_engine, plain_folder
     prompt = random_prompts(1)[0]
     scores = reference_logits(plain_folder, prompt, [5])[0] / cut.get("temperature", 1.0)
     order = scores.argsort(descending=True)[: cut.get("top_k", len(scores))]
-    probabilities = scores[order].softmax(-1)
+    # SGLang's top-p is of the whole distribution, that of the others of what top-k left
+    probabilities = scores.softmax(-1)[order] if isinstance(engine, SGLangEngine) else scores[order].softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
     order = order[before < cut.get("top_p", 1.0)]
     drawn = first_tokens(engine, prompt, **cut)
@@ -742,9 +743,15 @@ def test_weights_that_have_diverged_are_named(make_engine, plain_folder, tempera
             generate(engine, prompts_of((5, 6)), sampling)
 
 
+def readable(engine):
+    if all(found.value is None for found in engine.weight_hashes()):
+        pytest.skip("it gives no weights back, and says so when it takes some")
+    return engine
+
+
 def test_hashes_are_of_what_it_computes_with(make_engine, folder, changed_folder):
     """Read back by name, so they are the same in every engine, and other ones after other weights."""
-    engine, trainer = make_engine(folder), Trainer(load(folder))
+    engine, trainer = readable(make_engine(folder)), Trainer(load(folder))
     InProcessTransfer(trainer, engine)(version=1)
     before = engine.weight_hashes()
     assert {found.name for found in before} == engine.weight_shapes().keys()
@@ -760,7 +767,7 @@ def test_hashes_are_of_what_it_computes_with(make_engine, folder, changed_folder
 @pytest.mark.parametrize("change", ["bit", "rows"])
 def test_other_weights_than_the_trainers_are_found(make_engine, folder, name, change):
     """One flipped bit, or two swapped rows, of what the engine holds."""
-    engine, sent = make_engine(folder), load(folder).state_dict()
+    engine, sent = readable(make_engine(folder)), load(folder).state_dict()
     held = {key: sent[key].clone() for key in engine.weight_shapes()}
     if change == "bit":
         held[name].view(torch.int32).view(-1)[5] ^= 1
@@ -774,7 +781,7 @@ def test_other_weights_than_the_trainers_are_found(make_engine, folder, name, ch
 
 
 def test_other_adapters_than_the_trainers_are_found(make_engine, folder):
-    engine = make_engine(folder)
+    engine = readable(make_engine(folder))
     trainer = Trainer(load(folder), random_adapters(engine.weight_shapes()))
     InProcessTransfer(trainer, engine)(version=1)
     base = [(name, trainer.state[name]) for name in engine.weight_shapes()]
