@@ -15,7 +15,7 @@ assert folder  # a fixture
 @pytest.mark.parametrize("policy", ["keep", "abort", "wait"])
 def test_two_replicas_draw_while_the_trainer_learns(folder, policy):
     settings = f"asynchronous={{max_staleness: 2, on_update: {policy}, timeout_s: 120}}"
-    cluster = "cluster={replicas: 2, num_cpus: 0.1, timeout_s: 60}"
+    cluster = "cluster={replicas: 2, resources: {rollout: {num_cpus: 0.1}}, timeout_s: 60}"
     assert main(["train", "c.yaml", settings, cluster, "data.eval=train.jsonl", "eval.every_steps=5"]) == 0
     run = folder / "runs" / "run"
     rows = [row for row in read_metrics(run / "metrics.jsonl") if "async/staleness_max" in row]
