@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -220,7 +221,7 @@ def count(folder: Path, processes: Processes) -> dict[str, Any]:
     written, half = set[str](), 0
     for notes in folder.glob("writer-*"):
         lines = read_notes(notes)
-        for line, after in zip(lines, [*lines[1:], None], strict=True):
+        for line, after in itertools.zip_longest(lines, lines[1:]):
             if line[0] == "begin":
                 found = there.intersection(line[1])
                 written |= set(line[1]) if after else found
@@ -257,6 +258,7 @@ def beside_generation(name: str, repeats: int) -> dict[str, Any]:
     from atomrl.models.loading import save_model
     from atomrl.rollout.generate import generate
     from atomrl.rollout.native import NativeEngine
+from atomrl.rollout.requests import EngineOptions
     from tests.tiny import make_tiny_tokenizer
 
     shape, prompts, tokens = SIZES[name]
@@ -264,9 +266,7 @@ def beside_generation(name: str, repeats: int) -> dict[str, Any]:
     sampling = SamplingParams(completions_per_prompt=8, max_completion_tokens=tokens, ignore_eos=True)
     with tempfile.TemporaryDirectory(dir=ROOT) as folder:
         save_model(new_gpt(vocab_size=len(tokenizer), **shape), tokenizer, folder)
-        engine = NativeEngine.from_pretrained(
-            folder, tokenizer, dtype=torch.float32, device="cpu", max_concurrent_completions=512
-        )
+        engine = NativeEngine.from_pretrained(folder, tokenizer, EngineOptions(torch.float32, "cpu", 512))
         pool = RolloutPool(Path(folder) / "p.sqlite", SETTINGS)
         draw = random.Random(0)
         for repeat in range(repeats + 1):  # the first warms up
