@@ -258,7 +258,7 @@ def beside_generation(name: str, repeats: int) -> dict[str, Any]:
     from atomrl.models.loading import save_model
     from atomrl.rollout.generate import generate
     from atomrl.rollout.native import NativeEngine
-from atomrl.rollout.requests import EngineOptions
+    from atomrl.rollout.requests import EngineOptions
     from tests.tiny import make_tiny_tokenizer
 
     shape, prompts, tokens = SIZES[name]
