@@ -59,7 +59,8 @@ def seen(run):
     counts = Counter()
     for path in run.glob("rollouts/*/train.jsonl"):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        counts.update({row["prompt_id"].partition(":")[2] for row in rows})
+        prompts = {row["prompt_id"] for row in rows}  # of one problem there may be two, of two epochs
+        counts.update(name.partition(":")[2] for name in prompts)
     return counts
 
 
