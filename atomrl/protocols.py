@@ -98,8 +98,6 @@ class Adapter:
     """[out, rank] float32."""
     scale: float
     """alpha / rank"""
-    transposed: bool = False
-    """The layer keeps its weight as [in, out] (GPT-2)."""
 
 
 @dataclass(frozen=True)

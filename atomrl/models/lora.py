@@ -107,7 +107,6 @@ def adapter_weights(model: Policy) -> dict[str, Adapter]:
             module.lora_A[ADAPTER].weight.detach(),
             module.lora_B[ADAPTER].weight.detach(),
             module.scaling[ADAPTER],
-            module.fan_in_fan_out,
         )
         for name, module in _lora_layers(_inner(model))
     }

@@ -39,7 +39,7 @@ from atomrl.types import Trajectory
 FINDINGS = "findings.jsonl"
 FRESH_MODEL = "fresh_model"
 """In a run that starts from a model made for it: that model."""
-PUBLISHED_WEIGHTS = "weights.safetensors"
+PUBLISHED_WEIGHTS = "published"
 """Of a run that trains from a pool: its newest weights, for those who fill it."""
 LOCK = ".lock"
 STARTED = {"config.yaml", "env.json", "inputs", FRESH_MODEL, PUBLISHED_WEIGHTS, LOCK}

@@ -36,10 +36,9 @@ class InProcessTransfer:
     """
 
     def __init__(self, trainer: TrainingBackend, engine: RolloutEngine) -> None:
-        self.trainer, self.engine = trainer, engine
+        self.trainer, self.engine, self.read_back = trainer, engine, ReadBack(engine)
         self.base: Expected | None = None
         """Of the weights beneath the adapters, once they are sent."""
-        self.unread: set[str] = set()
 
     def __call__(self, version: int) -> None:
         """Hand over the trainer's weights as they are now; `version` is how many updates they have seen.
@@ -51,20 +50,38 @@ class InProcessTransfer:
         update = self.trainer.weight_update(version, adapters_alone=self.base is not None)
         update = checked_update(update, self.engine.weight_shapes())
         self.engine.update_weights(update)
-        if self.engine.version != version:
-            raise WeightMismatch(f"the engine has weights of version {self.engine.version}, not {version}")
-        held = self.engine.weight_hashes()
+        held = self.read_back(version)
         expected = expected_hashes(update.parts(), held) | (self.base or {})
-        self._report_unread(held)
         compare(held, expected, version)
         base = {key: value for key, value in expected.items() if ".lora_" not in key[0]}
         self.base = base if update.adapters else None
 
-    def _report_unread(self, held: Iterable[WeightHash]) -> None:
+
+class ReadBack:
+    """Reads back what an engine holds after a transfer, and says once which weights it cannot read.
+
+    Args:
+        engine: that took an update.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.engine = engine
+        self.unread: set[str] = set()
+
+    def __call__(self, version: int) -> list[WeightHash]:
+        """Its hashes.
+
+        Raises:
+            WeightMismatch: it has weights of another version.
+        """
+        if self.engine.version != version:
+            raise WeightMismatch(f"the engine has weights of version {self.engine.version}, not {version}")
+        held = self.engine.weight_hashes()
         unread = {found.name for found in held if found.value is None}
         if unread - self.unread:
             log.warning("%d weights cannot be read back from the engine, such as %s", len(unread), min(unread))
         self.unread |= unread
+        return held
 
 
 def expected_hashes(parts: Iterable[tuple[str, Tensor]], held: Iterable[WeightHash]) -> Expected:

@@ -1,7 +1,11 @@
 """Weights that a run publishes, and an engine that follows them."""
 
+import threading
+from dataclasses import replace
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from atomrl.algorithms.table import objective_of
 from atomrl.config import LoraConfig, ModelConfig, TrainConfig
@@ -9,7 +13,7 @@ from atomrl.pool.weights import PublishedWeights, WeightFollower
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.requests import EngineOptions
 from atomrl.training.local import LocalBackend
-from atomrl.weights import InProcessTransfer
+from atomrl.weights import InProcessTransfer, WeightMismatch
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
 
 
@@ -69,17 +73,88 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
         WeightFollower(engine(other), PublishedWeights(tmp_path)).update()
 
 
-def test_who_reads_while_it_is_replaced_reads_the_old(tmp_path):
-    from safetensors import safe_open
-
-    published, trainer = PublishedWeights(tmp_path), backend(make_tiny_model(tmp_path / "model"))
+@pytest.fixture
+def published(tmp_path):
+    """A trainer, what it publishes, an engine that follows, and version 1 published."""
+    path = make_tiny_model(tmp_path / "model")
+    trainer, published = backend(path), PublishedWeights(tmp_path)
     published.write(trainer, 1, "r")
-    with safe_open(published.path, framework="pt") as opened:
-        name = next(iter(opened.keys()))
-        old = trainer.policy.model.state_dict()[name].clone()
-        with torch.no_grad():
-            for parameter in trainer.policy.model.parameters():
-                parameter.add_(1.0)
-        published.write(trainer, 2, "r")
-        assert opened.get_tensor(name).equal(old)
-    assert not list(tmp_path.glob(".*"))
+    return trainer, published, WeightFollower(engine(path), published)
+
+
+def test_an_engine_of_another_version_is_found(published):
+    _, _, follower = published
+    load = follower.engine.update_weights
+    follower.engine.update_weights = lambda update: load(replace(update, version=5))
+    with pytest.raises(WeightMismatch, match="version 5, not 1"):
+        follower.update()
+    assert follower.run == ""
+
+
+def test_an_engine_that_kept_its_weights_is_found(published):
+    _, _, follower = published
+    follower.engine.update_weights = lambda update: setattr(follower.engine, "version", update.version)
+    with pytest.raises(WeightMismatch, match="not the weights of version 1"):
+        follower.update()
+
+
+def test_a_file_that_changed_on_the_disk_is_found(published):
+    _, weights, follower = published
+    (file,) = weights.folder.glob("*/model.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"].view(torch.int32)[3] ^= 1
+    save_file(tensors, file)
+    with pytest.raises(WeightMismatch, match=r": model\.norm\.weight differs$"):
+        follower.update()
+
+
+def test_adapters_over_another_base_are_found(tmp_path):
+    path, other = make_tiny_model(tmp_path / "a", seed=1), make_tiny_model(tmp_path / "b", seed=2)
+    weights, trainer = PublishedWeights(tmp_path), backend(path, lora=LoraConfig(rank=2))
+    for version in (1, 2):  # the second time adapters alone
+        weights.write(trainer, version, "r")
+        assert not list(weights.folder.glob("*/model.safetensors"))
+        with pytest.raises(WeightMismatch, match=r"not the weights of version .*embed_tokens\.weight differs"):
+            WeightFollower(engine(other), weights).update()
+    assert WeightFollower(engine(path), weights).update()
+
+
+def test_who_reads_while_they_are_replaced_gets_one_version_whole(published):
+    """Every weight has its version as its value."""
+    trainer, weights, follower = published
+    names = follower.engine.weight_shapes()
+    stop = threading.Event()
+
+    def publish() -> None:
+        version = 1
+        while not stop.is_set():
+            version += 1
+            with torch.no_grad():
+                for parameter in trainer.policy.model.parameters():
+                    parameter.fill_(version)
+            weights.write(trainer, version, "r")
+
+    writer = threading.Thread(target=publish)
+    writer.start()
+    seen, current = set(), ("r", 1)
+    try:
+        while len(seen) < 30:
+            if found := weights.read(current):
+                _, update, _ = found
+                values = {float(value) for _, tensor in update.tensors for value in tensor.unique()}
+                assert values == {update.version} and dict(update.tensors).keys() == names.keys()
+                seen.add(update.version)
+                current = ("r", update.version)
+    finally:
+        stop.set()
+        writer.join()
+    assert [path.name.isdigit() for path in weights.folder.iterdir()] == [True]  # and nothing else stays
+
+
+def test_what_a_kill_leaves_is_cleared(published):
+    trainer, weights, follower = published
+    for name in (".0", ".7.partial"):
+        (weights.folder / name).mkdir()
+    weights.write(trainer, 2, "r")
+    assert [path.name for path in weights.folder.iterdir()] == ["2"]
+    assert follower.update() and follower.engine.version == 2
