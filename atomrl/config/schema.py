@@ -102,6 +102,8 @@ class RolloutConfig(Section):
     groups are spread over several. None: the engine starts its own, which ends with the run."""
     server_timeout_s: float = Field(600.0, gt=0)
     """Within which a server must answer, a completion included; the run ends with an error that names it."""
+    server_weights: Literal["files", "collective"] = "files"
+    """How weights travel to servers: as files that they see, or by a broadcast (`sglang`)."""
 
     @field_validator("server", mode="before")
     @classmethod

@@ -47,12 +47,18 @@ def write_weights(update: WeightUpdate, folder: Path, dtype: torch.dtype, tied: 
         ...     sorted(load_file(folder / "model.safetensors"))
         ['lm_head.weight', 'model.embed_tokens.weight']
     """
-    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in update.tensors}
-    if tied and EMBEDDING in tensors:
-        tensors[HEAD] = tensors[EMBEDDING]
+    tensors = weights_for_engines(update, dtype, tied)
     with new_folder(folder) as aside:
         write_update(WeightUpdate(update.version, tensors.items()), aside)
     return folder
+
+
+def weights_for_engines(
+    update: WeightUpdate, dtype: torch.dtype, tied: bool, copy: bool = False
+) -> dict[str, torch.Tensor]:
+    """An update's weights on the CPU, as engines of others take them; arguments as of `write_weights`."""
+    tensors = {name: tensor.detach().to("cpu", dtype, copy=copy).contiguous() for name, tensor in update.tensors}
+    return tensors | ({HEAD: tensors[EMBEDDING]} if tied and EMBEDDING in tensors else {})
 
 
 def cpu_cache_tokens(config: Any, rows: int, dtype: torch.dtype) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from atomrl.rollout.requests import DIVERGED, RequestState
 from atomrl.rollout.server_process import ServerProcess
 from atomrl.types import FinishReason
+from atomrl.weights.collective import ServerGroup
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class Server:
     """Since it last finished a request."""
     seeded: bool = True
     """As far as is known, its completions depend on their seeds."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What it says of itself."""
+    group: ServerGroup | None = None
+    """In which it is sent weights."""
     life: int = 0
     """How often it has been found well again."""
     under_way: int = 0

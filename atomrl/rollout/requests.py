@@ -41,6 +41,8 @@ class EngineOptions:
     """Addresses of servers that are there; none: the engine starts its own."""
     server_timeout_s: float = 600.0
     """Within which a server must answer."""
+    server_weights: str = "files"
+    """How weights travel to servers: `files` or `collective`."""
 
 
 @dataclass(eq=False)
@@ -104,6 +106,8 @@ class RequestEngine:
     """Whether it draws in a server, which may be there already (`EngineOptions.server`)."""
     probe: ClassVar[str] = ""
     """Statements that import the package and put the architectures it knows into `archs`."""
+    weight_ways: ClassVar[tuple[str, ...]] = ("files",)
+    """How weights may travel to its server (`EngineOptions.server_weights`)."""
     health_path: ClassVar[str] = ""
     """Of a server: what says that it is well."""
     seeded = exact = returns_candidates = False

@@ -41,7 +41,7 @@ class ServerEngine(RequestEngine):
     completions are under way. A server that fails is waited for (its own is started again), gets the current weights,
     and draws what it held again from the same seeds.
 
-    Weights travel as files in a folder under `TMPDIR`, which the servers must see.
+    Weights travel as files in a folder under `TMPDIR`, which the servers must see, or as `server_weights` says.
 
     Args:
         folder: of the model, without adapters.
@@ -66,6 +66,7 @@ class ServerEngine(RequestEngine):
         self.shapes, self.tied = published_shapes(folder, config), is_tied(config)
         self.own, self.on_cpu = not options.server, torch.device(options.device).type == "cpu"
         self.files = tempfile.TemporaryDirectory(prefix="atomrl-weights-")
+        self.updated = False  # servers have been given no other weights than they start with
         self.weights: Path | None = None
         self.adapters: Path | None = None
         self.ranks: dict[str, int] = {}
@@ -120,8 +121,13 @@ class ServerEngine(RequestEngine):
         """Undo `_hold`."""
         raise NotImplementedError
 
-    async def _load(self, server: Server, weights: Path | None, adapters: Path | None) -> None:
-        """Take weights and adapters (None: as they are, and none) and drop the cache; the server holds still."""
+    def _keep(self, update: WeightUpdate) -> None:
+        """Lay out new weights for all servers, also for those that start again later."""
+        folder = Path(self.files.name) / f"weights-{next(self.names)}"
+        self.weights = write_weights(update, folder, self.options.dtype, self.tied)
+
+    async def _load(self, server: Server) -> None:
+        """Take `weights` and `adapters` (None: as they are, and none) and drop the cache; the server holds still."""
         raise NotImplementedError
 
     def _adapter_name(self) -> str | None:
@@ -174,9 +180,9 @@ class ServerEngine(RequestEngine):
                 server.process.end()
                 server.process = await asyncio.to_thread(ServerProcess, self._command)
                 server.url = server.process.url
-            server.adapters = None
+            server.adapters = server.group = None
             await self._ready(server)
-            if self.weights or self.adapters:
+            if self.updated:
                 await self._take(server)
             if self._paused:
                 await self._hold(server)
@@ -320,29 +326,23 @@ class ServerEngine(RequestEngine):
         return self.shapes
 
     def update_weights(self, update: WeightUpdate) -> None:
-        """Bring new weights to all servers, as files. Completions under way go on with them, from a cache that is
-        computed again.
+        """Bring new weights to all servers. Completions under way go on with them, from a cache that is computed again.
 
         Raises:
             RuntimeError: a server refuses them.
         """
-        parent = Path(self.files.name)
-        stale = [folder for folder in parent.iterdir() if folder != self.weights]
-        tensors = list(update.tensors)
+        parent, tensors = Path(self.files.name), list(update.tensors)
         if tensors:
-            stale += [self.weights] if self.weights else []
-            whole = replace(update, tensors=tensors)
-            folder = parent / f"weights-{next(self.names)}"
-            self.weights = write_weights(whole, folder, self.options.dtype, self.tied)
+            self._keep(replace(update, tensors=tensors))
         self.adapters = None
         if update.adapters:
             self.adapters = parent / f"adapters-{next(self.names)}"
             self.adapters.mkdir()
             write_adapters(update.adapters, self.adapters)
         self.ranks = {name: len(adapter.a) for name, adapter in update.adapters.items()}
-        self.version = update.version
+        self.version, self.updated = update.version, True
         self._all(self._exchange)
-        for folder in stale:
+        for folder in {*parent.iterdir()} - {self.weights, self.adapters}:
             shutil.rmtree(folder)
 
     def weight_hashes(self) -> list[WeightHash]:
@@ -371,7 +371,7 @@ class ServerEngine(RequestEngine):
                 await self._go_on(server)
 
     async def _take(self, server: Server) -> None:
-        await self._load(server, self.weights, self.adapters)
+        await self._load(server)
         server.adapters = self._adapter_name()
         await self._name_version(server)
 

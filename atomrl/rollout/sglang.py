@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
-from atomrl.rollout.checkpoints import cpu_cache_tokens
-from atomrl.rollout.http import Answer, Server, logprob_of
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from atomrl.models.loading import read_weights
+from atomrl.models.spec import unsupported
+from atomrl.protocols import WeightHash, WeightUpdate
+from atomrl.rollout.checkpoints import cpu_cache_tokens, weights_for_engines
+from atomrl.rollout.http import Answer, Server, ServerGone, logprob_of
 from atomrl.rollout.requests import RequestState
 from atomrl.rollout.servers import ServerEngine
+from atomrl.rollout.sglang_weights import digest_of, held_hashes
 from atomrl.rollout.vllm import cut_refusal
 from atomrl.types import SamplingParams
+from atomrl.weights.channels import TransferBroken
+from atomrl.weights.collective import ServerGroup
+from atomrl.weights.files import WEIGHTS
 
 _MOST_KEPT = 4096  # of `--sampling-mask-max-tokens`
+_AT_ONCE = 2**29  # bytes in a call, which the server holds beside its own weights
+_SPARE_S = 10.0  # by which a broadcast outlasts the request that belongs to it, whose error names the server
 
 
 class SGLangEngine(ServerEngine):
@@ -26,6 +43,9 @@ class SGLangEngine(ServerEngine):
     `seeded` where all servers run with `--enable-deterministic-inference`, as its own do on a GPU. SGLang has no
     attention for it on a CPU: there it ignores the seeds of completions, and a run cannot be repeated.
 
+    Weights travel as files, or in a process group of each server with this process (`server_weights: collective`); NCCL
+    where both have a GPU, of their own, else gloo. They are read back as far as SGLang tells (`_hashes`).
+
     Adapters need `--enable-lora`, which wants a GPU. New ones have the completions under way begin again.
     """
 
@@ -35,6 +55,13 @@ class SGLangEngine(ServerEngine):
         "from sglang.srt.models.registry import ModelRegistry; archs = ModelRegistry.get_supported_archs()"
     )
     returns_candidates = True
+    weight_ways = ("files", "collective")
+    sent: Mapping[str, Tensor]
+    """Where weights are broadcast: the last."""
+
+    def __init__(self, *args: Any) -> None:
+        self.sent = {}
+        super().__init__(*args)
 
     @classmethod
     def refusal(cls, sampling: SamplingParams) -> str | None:
@@ -72,6 +99,7 @@ class SGLangEngine(ServerEngine):
                 f"{server.name} takes no adapters: start it with --enable-lora --lora-target-modules all "
                 f"--max-lora-rank {self.options.lora_rank}, which wants a GPU; or train all weights (no model.lora)"
             )
+        server.about = found
         server.seeded = bool(found["enable_deterministic_inference"])
         self.seeded = all(each.seeded for each in self.servers)
 
@@ -130,18 +158,79 @@ class SGLangEngine(ServerEngine):
     async def _go_on(self, server: Server) -> None:
         await self.client.post(server, "/continue_generation", {"torch_empty_cache": False})
 
-    async def _load(self, server: Server, weights: Path | None, adapters: Path | None) -> None:
-        if weights is not None:
-            named = {"model_path": str(weights), "weight_version": str(self.version), "flush_cache": True}
+    def _keep(self, update: WeightUpdate) -> None:
+        if self.options.server_weights == "collective":  # the trainer may change its own before a server asks again
+            self.sent = weights_for_engines(update, self.options.dtype, self.tied, copy=True)
+        else:
+            super()._keep(update)
+
+    async def _load(self, server: Server) -> None:
+        if self.sent:
+            await self._broadcast(server)
+        elif self.weights is not None:
+            named = {"model_path": str(self.weights), "weight_version": str(self.version), "flush_cache": True}
             await self.client.post(server, "/update_weights_from_disk", named)
         if server.adapters == self._adapter_name():
             return
         if server.adapters is not None:
             await self.client.post(server, "/unload_lora_adapter", {"lora_name": server.adapters})
-        if adapters is not None:
-            await self.client.post(
-                server, "/load_lora_adapter", {"lora_name": adapters.name, "lora_path": str(adapters)}
-            )
+        if self.adapters is not None:
+            named = {"lora_name": self.adapters.name, "lora_path": str(self.adapters)}
+            await self.client.post(server, "/load_lora_adapter", named)
+
+    async def _broadcast(self, server: Server) -> None:
+        """Send what is kept, a part in each call."""
+        group, server.group = server.group or await self._join(server), None
+        await self.client.post(server, "/begin_weight_update", {})
+        parts = list(_parts(self.sent))
+        for number, part in enumerate(parts, start=1):
+            body = {
+                "names": list(part),
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in part.values()],
+                "shapes": [list(tensor.shape) for tensor in part.values()],
+                "group_name": group.name,
+                "flush_cache": number == len(parts),
+            }
+            await self._together(server, group.send(part.values()), "/update_weights_from_distributed", body)
+        await self.client.post(server, "/end_weight_update", {})
+        server.group = group  # whoever fails before is given another one
+
+    async def _join(self, server: Server) -> ServerGroup:
+        """A new group with a server's ranks."""
+        with suppress(RuntimeError):  # it has none under way, unless a sender went in the middle
+            await self.client.post(server, "/end_weight_update", {})
+        on_gpu = server.about["device"] == "cuda" and torch.device(self.options.device).type == "cuda"
+        address, ranks = urlsplit(server.url), int(server.about["tp_size"])
+        with socket.create_connection((address.hostname, address.port), timeout=self.options.server_timeout_s) as found:
+            host = found.getsockname()[0]  # by which it reaches us
+        timeout_s = self.options.server_timeout_s + _SPARE_S
+        group = ServerGroup(host, "nccl" if on_gpu else "gloo", ranks, timeout_s)
+        place = {"master_address": host, "master_port": group.port, "rank_offset": 1, "world_size": ranks + 1}
+        body = place | {"group_name": group.name, "backend": group.backend}
+        await self._together(server, group.join(), "/init_weights_update_group", body)
+        return group
+
+    async def _together(self, server: Server, ours: Future[None], path: str, body: Mapping[str, Any]) -> None:
+        """Our part of a collective call, while the server has its own."""
+        try:
+            await asyncio.gather(self.client.post(server, path, body), asyncio.wrap_future(ours))
+        except TransferBroken as error:
+            raise ServerGone(f"{path}: {error}") from None
+
+    async def _hashes(self, server: Server) -> list[WeightHash]:
+        """A server tells a checksum of each parameter. That is enough for layers as the native engine knows them, on
+        one rank, without adapters' own weights; on a GPU the checksum is made by SGLang, where it is installed here."""
+        digest = digest_of(server.about["device"]) if unsupported(self.config) is None else None
+        (*_, last) = ranks = (await self.client.post(server, "/weights_checker", {"action": "checksum"}))["ranks"]
+        found = held_hashes(self.shapes, self._given(), last["checksums"], digest if len(ranks) == 1 else None)
+        adapters = [f"{name}.{part}" for name in self.ranks for part in ("lora_A", "lora_B")]
+        return found + [WeightHash(name, self.options.dtype, None) for name in adapters]
+
+    def _given(self) -> Mapping[str, Tensor]:
+        """What servers have been given last, or have started with."""
+        if self.weights is not None:
+            return load_file(self.weights / WEIGHTS)
+        return self.sent or {name: tensor.to(self.options.dtype) for name, tensor in read_weights(self.folder)}
 
     async def _name_version(self, server: Server) -> None:
         label = {"new_version": str(self.version), "abort_all_requests": False}
@@ -152,3 +241,14 @@ class SGLangEngine(ServerEngine):
 
     async def _set_memory(self, server: Server, asleep: bool) -> None:
         await self.client.post(server, "/release_memory_occupation" if asleep else "/resume_memory_occupation", {})
+
+
+def _parts(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """In pieces of at most `_AT_ONCE` bytes, or of one tensor."""
+    part, size = dict[str, Tensor](), 0
+    for name, tensor in tensors.items():
+        if part and size + tensor.nbytes > _AT_ONCE:
+            yield part
+            part, size = {}, 0
+        part[name], size = tensor, size + tensor.nbytes
+    yield part

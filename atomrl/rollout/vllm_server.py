@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,12 +131,12 @@ class VLLMServerEngine(ServerEngine):
     async def _go_on(self, server: Server) -> None:
         await self.client.post(server, "/resume")
 
-    async def _load(self, server: Server, weights: Path | None, adapters: Path | None) -> None:
-        if weights is not None:
-            call = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
+    async def _load(self, server: Server) -> None:
+        if self.weights is not None:
+            call = {"method": "reload_weights", "kwargs": {"weights_path": str(self.weights)}}
             await self.client.post(server, "/collective_rpc", call)
-        if adapters is not None:
-            named = {"lora_name": _ADAPTERS, "lora_path": str(adapters), "load_inplace": True}
+        if self.adapters is not None:
+            named = {"lora_name": _ADAPTERS, "lora_path": str(self.adapters), "load_inplace": True}
             await self.client.post(server, "/v1/load_lora_adapter", named)
         found = await self.client.post(server, "/reset_prefix_cache", params={"reset_running_requests": True})
         if not found["success"]:

@@ -150,6 +150,9 @@ def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> tuple
     if rollout.server and not kind.server:
         servers = " or ".join(other for other, engine in ENGINES.items() if engine.server)
         raise ConfigError(f"rollout.server: the engine {name} draws in this process; take rollout.engine={servers}")
+    if (way := rollout.server_weights) not in kind.weight_ways:
+        others = " or ".join(other for other, engine in ENGINES.items() if way in engine.weight_ways)
+        raise ConfigError(f"rollout.server_weights={way}: {name} takes no weights so; take rollout.engine={others}")
     reason = unsupported(model_config_only(path, model.trust_remote_code)) if name == "native" else None
     return (HFEngine if reason else kind), reason
 
@@ -170,7 +173,13 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
         trust_remote_code=model.trust_remote_code,
         lora_rank=model.lora.rank if model.lora else 0,
         **rollout.model_dump(
-            include={"max_concurrent_completions", "gpu_memory_utilization", "server", "server_timeout_s"}
+            include={
+                "max_concurrent_completions",
+                "gpu_memory_utilization",
+                "server",
+                "server_timeout_s",
+                "server_weights",
+            }
         ),
     )
     return kind.from_pretrained(str(resolve_folder(path)), tokenizer, options)

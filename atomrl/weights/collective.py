@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
@@ -44,6 +47,72 @@ def _broadcast(group: Any, tensor: Tensor) -> None:
     group.broadcast([tensor], options).wait()
 
 
+def _listen(host: str, timeout: timedelta) -> tuple[Any, int]:
+    """A store at an address, and its port there; nothing listens on any other address."""
+    listener = socket.socket()
+    listener.bind((host, 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    store = c10d.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
+    return store, port
+
+
+class ServerGroup:
+    """The sender's end of a group whose other members are the ranks of a server, which joins by torch.distributed.
+
+    What has to wait for the server is done on a thread, and given as a future; it fails where the server has gone.
+
+    Args:
+        host: of this process, at which the server reaches it.
+        backend: `gloo` or `nccl`.
+        ranks: of the server.
+        timeout_s: of the making of the group, and of a broadcast.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, host: str, backend: str, ranks: int, timeout_s: float) -> None:
+        self.host, self.backend, self.ranks, self.timeout = host, backend, ranks, timedelta(seconds=timeout_s)
+        self.name = f"atomrl-{os.getpid()}-{next(self._numbers)}"
+        self.store, self.port = _listen(host, self.timeout)
+        self.group: Any = None
+
+    def join(self) -> Future[None]:
+        """Wait for the server's ranks."""
+        # Where `init_process_group` and its like put the keys of a group of this name.
+        name = f"{self.name}/{self.name}//{'cuda' if self.backend == 'nccl' else 'cpu'}/"
+
+        def wait() -> None:
+            self.group = _join(self.store, name, 0, self.ranks + 1, self.backend, self.host, self.timeout)
+
+        return _on_thread(wait)
+
+    def send(self, tensors: Iterable[Tensor]) -> Future[None]:
+        """Broadcast tensors, one after the other."""
+        device = torch.device("cuda" if self.backend == "nccl" else "cpu")
+
+        def broadcast() -> None:
+            for tensor in tensors:
+                _broadcast(self.group, tensor.to(device))
+
+        return _on_thread(broadcast)
+
+
+def _on_thread(work: Callable[[], None]) -> Future[None]:
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except RuntimeError as error:
+            done.set_exception(TransferBroken(str(error).partition("\n")[0]))
+
+    Thread(target=run, daemon=True).start()
+    return done
+
+
 class CollectiveChannel:
     """Broadcasts each update from the trainer to all engines at once.
 
@@ -60,13 +129,7 @@ class CollectiveChannel:
 
     def __init__(self, host: str, backend: str, timeout_s: float) -> None:
         self.host, self.backend, self.timeout_s = host, backend, timeout_s
-        listener = socket.socket()
-        listener.bind((host, 0))
-        listener.listen()
-        self.port, timeout = listener.getsockname()[1], timedelta(seconds=timeout_s)
-        self.store = c10d.TCPStore(
-            host, self.port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-        )
+        self.store, self.port = _listen(host, timedelta(seconds=timeout_s))
         self.groups = 0
         self.group: tuple[str, Any, int] | None = None
         """Name, group and number of readers, while it works."""

@@ -7,16 +7,20 @@ It shares no code with the engines: each token is a forward pass of transformers
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed import distributed_c10d as c10d
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 NUMBER, WHOLE, TRUTH, WORDS, TEXT = (int, float), (int,), (bool,), (list,), (str,)
@@ -34,6 +38,16 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "/pause_generation": {"mode": TEXT},
     "/continue_generation": {"torch_empty_cache": TRUTH},
     "/update_weights_from_disk": {"model_path": TEXT, "weight_version": TEXT, "flush_cache": TRUTH},
+    "/init_weights_update_group": {
+        "master_address": TEXT, "master_port": WHOLE, "rank_offset": WHOLE, "world_size": WHOLE, "group_name": TEXT,
+        "backend": TEXT,
+    },
+    "/begin_weight_update": {},
+    "/update_weights_from_distributed": {
+        "names": WORDS, "dtypes": WORDS, "shapes": WORDS, "group_name": TEXT, "flush_cache": TRUTH,
+    },
+    "/end_weight_update": {},
+    "/weights_checker": {"action": TEXT},
     "/update_weight_version": {"new_version": TEXT, "abort_all_requests": TRUTH},
     "/load_lora_adapter": {"lora_name": TEXT, "lora_path": TEXT},
     "/unload_lora_adapter": {"lora_name": TEXT},
@@ -41,6 +55,8 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
 REQUIRED = {
     "/generate": {"input_ids", "sampling_params"},
     "/update_weights_from_disk": {"model_path"},
+    "/init_weights_update_group": {"master_address", "master_port", "rank_offset", "world_size"},
+    "/update_weights_from_distributed": {"names", "dtypes", "shapes"},
     "/update_weight_version": {"new_version"},
     "/load_lora_adapter": {"lora_name", "lora_path"},
     "/unload_lora_adapter": {"lora_name"},
@@ -96,6 +112,9 @@ class FakeSGLang:
         self.context = self.model.config.max_position_embeddings
         self.label, self.paused, self.alive, self.hangs = "default", None, True, False
         self.adapters: dict[str, Any] = {}
+        self.groups: dict[str, Any] = {}
+        self.came: set[str] | None = None
+        """Names of the weights of a session."""
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.calls: list[str] = []
@@ -260,6 +279,69 @@ class FakeSGLang:
         self.label = body.get("weight_version", self.label)
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
+    def init_weights_update_group(self, body: dict[str, Any]) -> dict[str, Any]:
+        """As SGLang does it: rendezvous, and torch's own helper, without a default group here."""
+        name, rank, size = body["group_name"], body["rank_offset"], body["world_size"]
+        url = f"tcp://{body['master_address']}:{body['master_port']}"
+        store, rank, size = next(dist.rendezvous(url, rank, size, timeout=timedelta(seconds=60)))
+        self.groups[name], _ = c10d._new_process_group_helper(
+            size, rank, [], dist.Backend(body["backend"]), dist.PrefixStore(name, store), group_name=name,
+            timeout=timedelta(seconds=60),
+        )  # fmt: skip
+        return {"success": True, "message": "Succeeded to initialize custom process group."}
+
+    def begin_weight_update(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.came is not None:
+            raise Refused("a weight-update session is already open; call end_weight_update() first")
+        self.came = set()
+        return {"success": True, "message": "Success"}
+
+    def update_weights_from_distributed(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.came is None:
+            raise Refused("must run between begin_weight_update() and end_weight_update()")
+        if self.running and self.paused != "retract":
+            raise Refused("weights change under requests that run: SGLang waits for them, or mixes their cache")
+        if body["group_name"] not in self.groups:
+            raise Refused(f"Group {body['group_name']} not in {list(self.groups)}")
+        own = self.model.state_dict()
+        for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+            if name not in own or list(own[name].shape) != shape:
+                raise Refused(f"{name} does not fit")
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            try:
+                self.groups[body["group_name"]].broadcast([tensor], dist.BroadcastOptions()).wait()
+            except RuntimeError as error:
+                raise Refused(f"Failed to receive weights: {error}") from None
+            own[name].copy_(tensor)
+        self.came |= set(body["names"])
+        if self.came == own.keys() and not body.get("flush_cache", True):
+            raise Refused("the cache would be of the weights before")
+        return {"success": True, "message": "Succeeded to update parameter online."}
+
+    def end_weight_update(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.came is None:
+            raise Refused("no weight-update session is open; call begin_weight_update() first")
+        missing, self.came = self.model.state_dict().keys() - self.came, None
+        if missing:
+            raise Refused(f"{min(missing)} would stay as it is, without a word")
+        return {"success": True, "message": "Success"}
+
+    def weights_checker(self, body: dict[str, Any]) -> dict[str, Any]:
+        """SGLang's own parameters: stacked, the vocabulary filled up, a tied head once."""
+        if body.get("action", "checksum") != "checksum":
+            raise Refused("snapshot, reset_tensors and compare are for its own tests")
+        own = dict(self.model.named_parameters())
+        for name in list(own):
+            for whole, parts in (("qkv_proj", "q_proj k_proj v_proj"), ("gate_up_proj", "gate_proj up_proj")):
+                first, *rest = parts.split()
+                if f".{first}." in name:
+                    stacked = [own.pop(name), *(own.pop(name.replace(first, other)) for other in rest)]
+                    own[name.replace(first, whole)] = torch.cat(stacked)
+            if name in ("model.embed_tokens.weight", "lm_head.weight"):
+                own[name] = torch.cat([own[name], own[name].new_zeros(-len(own[name]) % 64, own[name].shape[1])])
+        sums = {name: hashlib.sha256(t.detach().numpy().tobytes()).digest()[:8].hex() for name, t in own.items()}
+        return {"success": True, "message": "Success.", "ranks": [{"checksums": sums, "per_gpu_checksum": "-"}]}
+
     def update_weight_version(self, body: dict[str, Any]) -> dict[str, Any]:
         if body.get("abort_all_requests", True):
             self.abort_request({"abort_all": True})
@@ -298,7 +380,7 @@ class FakeSGLang:
         if path == "/server_info":
             return {
                 "version": "0.5.23", "enable_lora": True, "enable_deterministic_inference": self.deterministic,
-                "max_lora_rank": 4, "model_path": self.path,
+                "max_lora_rank": 4, "model_path": self.path, "device": "cpu", "tp_size": 1,
             }  # fmt: skip
         raise FileNotFoundError(path)
 
