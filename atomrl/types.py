@@ -306,8 +306,9 @@ class RowBatch:
     """[B] int64: tokens after the prompt as sampled, also where the row was cut. None: those of the row."""
     trajectory_index: Tensor | None = None
     """[B] int64: which of the step's trajectories the row is."""
-    policy_versions: Tensor | None = None
-    """[B, T] int32: the version of the weights that wrote each token; -1 where the model did not write it."""
+    staleness: Tensor | None = None
+    """[B, T] int32: by how many versions the weights that wrote each token were behind the trainer's at the start of
+    the step; 0 where the model did not write it."""
     token_rewards: Tensor | None = None
     """[B, T] float32 beside `rewards`: what an environment gave at a token. None: nothing."""
     rollout_logprobs: Tensor | None = None

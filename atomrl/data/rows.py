@@ -41,7 +41,9 @@ class _Row:
         return [part for part in self.trajectory.segments if part.origin == "model" and part.token_ids]
 
 
-def to_rows(trajectories: Sequence[Trajectory], max_row_tokens: int | None = None) -> RowBatch:
+def to_rows(
+    trajectories: Sequence[Trajectory], max_row_tokens: int | None = None, version: int | None = None
+) -> RowBatch:
     """Flatten and pad, once. A trajectory without a reward, or without a token of the model, becomes no row.
 
     Trained are the tokens that the model wrote; those of the prompt and of an environment are masked. The batch says
@@ -51,6 +53,7 @@ def to_rows(trajectories: Sequence[Trajectory], max_row_tokens: int | None = Non
         trajectories: of a step; those with one `prompt_id` are a group, wherever they stand.
         max_row_tokens: rows are cut to this many tokens, and are then `truncated`; a row of which nothing is left to
             train is dropped. What an environment gave beyond the cut stands at the last token.
+        version: of the trainer's weights, which says how stale each token is.
 
     Returns:
         B rows, right-padded with token 0 (a causal model never looks at it).
@@ -83,7 +86,7 @@ def to_rows(trajectories: Sequence[Trajectory], max_row_tokens: int | None = Non
         truncated=torch.tensor(unfinished, dtype=torch.bool),
         response_lengths=_integers(item.response_tokens for item in items),
         trajectory_index=_integers(row.index for row in rows),
-        policy_versions=versions,
+        staleness=None if version is None else (version - versions).masked_fill(versions < 0, 0),
         token_rewards=_token_rewards(rows, longest),
         rollout_logprobs=None if any(part.logprobs is None for row in rows for part in row.written) else logprobs,
         candidates=_candidates(rows, longest),

@@ -269,12 +269,13 @@ def reward_without_accuracy(rows: MetricRows) -> Verdict:
         )
 
 
-GAP = "training/rollout_probs_diff_mean"
+GAP = "training/rollout_probs_diff_mean/staleness_0"
+"""Of tokens that were drawn by the weights that were trained: of others a gap is what staleness means."""
 
 
 def on_policy(rows: MetricRows) -> list[Row]:
-    """The steps whose rollouts were drawn by the weights that were trained: elsewhere a gap is what staleness means."""
-    return [row for row in rows if not any(name.endswith("/staleness_max") and row[name] for name in row)]
+    """The steps that have such tokens."""
+    return [row for row in rows if row.get(GAP) is not None]
 
 
 def stale_weights(rows: MetricRows) -> Verdict:
@@ -282,7 +283,7 @@ def stale_weights(rows: MetricRows) -> Verdict:
     weights, and has grown many times since: the engine does not get the new ones.
 
     Seen elsewhere as a jump from 0.015 to 0.2 (huggingface/trl#5312); without that fault it stays within twice. In
-    asynchronous runs steps count that trained on no older weights' tokens.
+    asynchronous runs the tokens count that were drawn by the newest weights.
 
     Try: another rollout.engine (`hf` is the reference), to see whether it is the engine: weights must reach it after
     every step. An engine of your own: does its update_weights copy all tensors?
@@ -301,8 +302,7 @@ def rollout_gap(rows: MetricRows) -> Verdict:
 
     Healthy: 1e-6 in float32, about 0.01 in bfloat16 with another engine (vllm-project/vime#64, huggingface/trl#5312).
 
-    Try: model.dtype=float32; rollout.engine=hf, to compare; rollout.top_p=1 and rollout.top_k=0; in asynchronous runs a
-    lower asynchronous.max_staleness.
+    Try: model.dtype=float32; rollout.engine=hf, to compare; rollout.top_p=1 and rollout.top_k=0.
     """
     now = recent(on_policy(rows), GAP, SHORT)
     if min(now) >= 0.03:

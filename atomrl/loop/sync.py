@@ -158,7 +158,7 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
         accepted, refused = parts.source.collect(config.items_per_step, step, watch)
     progress.idle_steps = 0 if accepted else progress.idle_steps + 1
     drawn = [*chain(*accepted), *chain(*refused)]
-    rows = to_rows(list(chain(*accepted)), config.train.max_row_tokens)
+    rows = to_rows(list(chain(*accepted)), config.train.max_row_tokens, version=step - 1)
     if parts.sleeper:
         parts.sleeper.sleep()
     batch, results = learn(

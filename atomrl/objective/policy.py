@@ -33,6 +33,8 @@ from atomrl.types import AdvantageBatch, RowBatch, TrainingBatch
 
 COEFFICIENT = "kl_coefficient"
 """Where an adaptive coefficient is kept in an algorithm's state."""
+MOST_STALE = 4
+"""Versions behind, from which on they are reported together."""
 
 
 class PolicyObjective(Objective):
@@ -208,7 +210,7 @@ class PolicyObjective(Objective):
             metrics["actor/selected_ratio"] = Mean((batch.token_filter & mask).sum(), tokens)
         factors: list[Tensor] = []
         if batch.rollout_logprobs is not None:
-            metrics |= rollout_gap(old, batch.rollout_logprobs, mask)
+            metrics |= rollout_gap(old, batch.rollout_logprobs, mask, batch.staleness)
             rollout = RolloutInputs(old, batch.rollout_logprobs, logprobs, batch.advantages, mask)
             made = (batch.rollout_is_weights, rollout_is_product(self.rollout_is, rollout, whole_step=False))
             factors = [factor for factor in made if factor is not None]
@@ -301,14 +303,22 @@ class PolicyObjective(Objective):
 
 
 @torch.no_grad()
-def rollout_gap(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Metrics:
-    """How far the engine's probabilities are from the trainer's: 0 but for rounding when the weights are the same."""
+def rollout_gap(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, staleness: Tensor | None = None
+) -> Metrics:
+    """How far the engine's probabilities are from the trainer's: 0 but for rounding when the weights are the same. So
+    where `staleness` is given, the mean is also that of each number of versions behind, from `MOST_STALE` on together.
+    """
     old, rollout = (logprobs.masked_fill(~mask, 0.0).exp() for logprobs in (old_logprobs, rollout_logprobs))
-    difference = (old - rollout).abs()
-    return {
-        "training/rollout_probs_diff_mean": Mean(difference.sum(), mask.sum()),
+    difference, name = (old - rollout).abs(), "training/rollout_probs_diff_mean"
+    found: Metrics = {
+        name: Mean(difference.sum(), mask.sum()),
         "training/rollout_probs_diff_max": Max(difference.max() if difference.numel() else 0.0),
     }
+    for versions in range(MOST_STALE + 1) if staleness is not None else ():
+        chosen = mask & (staleness.clamp(0, MOST_STALE) == versions)
+        found[f"{name}/staleness_{versions}"] = Mean(masked_sum(difference, chosen), chosen.sum())
+    return found
 
 
 def _reward_formulas(objective: PolicyObjective) -> list[Formula]:

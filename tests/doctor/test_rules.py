@@ -24,7 +24,7 @@ HEALTHY = {
     "reward/missing_ratio": 0.0,
     "response_length/mean": 20.0, "response_length/max": 40.0, "response_length/clip_ratio": 0.02,
     "response_length/ran_on_ratio": 0.0, "actor/entropy": 0.3, "actor/grad_norm": 0.2, "actor/lr": 1e-6,
-    "actor/ppo_kl": 0.0, "actor/pg_clipfrac": 0.0, "training/rollout_probs_diff_mean": 3e-7,
+    "actor/ppo_kl": 0.0, "actor/pg_clipfrac": 0.0, "training/rollout_probs_diff_mean/staleness_0": 3e-7,
 }  # fmt: skip
 
 
@@ -46,7 +46,7 @@ NAMES = {name.replace("/", "_").replace("@", "_"): name for name in HEALTHY} | {
     "skipped": "actor/skipped_updates", "bonus": "reward/bonus/mean",
     "penalty": "reward/length_penalty/mean", "trained": "train/rows", "accepted": "rollout/groups_accepted",
     "low": "critic/advantages/min", "high": "critic/advantages/max", "identical": "by_group/frac_identical",
-    "staleness": "async/staleness_max",
+    "gap": "training/rollout_probs_diff_mean/staleness_0", "stale_gap": "training/rollout_probs_diff_mean/staleness_1",
 }  # fmt: skip
 
 
@@ -57,8 +57,8 @@ def late(before, after, start=8):
 SICK = {
     "skipped_updates": {"skipped": late(None, 1.0)},
     "reward_failures": {"reward_missing_ratio": late(0.0, 0.05)},
-    "stale_weights": {"training_rollout_probs_diff_mean": lambda step: 3e-7 if step == 1 else 1e-3 * step},
-    "rollout_gap": {"training_rollout_probs_diff_mean": 0.08},
+    "stale_weights": {"gap": lambda step: 3e-7 if step == 1 else 1e-3 * step},
+    "rollout_gap": {"gap": 0.08},
     "learning_rate_too_high": {"actor_ppo_kl": late(0.0, 0.5)},
     "missing_stop_token": {"response_length_clip_ratio": 1.0, "response_length_ran_on_ratio": 0.8},
     "length_limit": {"response_length_clip_ratio": 0.3},
@@ -101,9 +101,8 @@ NEARLY = {
     "a reward model's scores, on a scale of their own": {"critic_score_mean": lambda step: min(1.9, -0.5 + 0.25 * step),
                                                          "train_accuracy": lambda step: min(0.98, 0.4 + 0.05 * step),
                                                          "response_length_mean": lambda step: min(27, 12 + step)},
-    "bfloat16": {"training_rollout_probs_diff_mean": lambda step: 0.008 + 0.0001 * step},
-    "rollouts of older weights": {"training_rollout_probs_diff_mean": late(3e-7, 0.02, start=2),
-                                  "staleness": lambda step: float(step > 1)},
+    "bfloat16": {"gap": lambda step: 0.008 + 0.0001 * step},
+    "rollouts of older weights": {"stale_gap": late(None, 0.08, start=2)},
     "bounds that are made to act on most tokens": {"actor_pg_clipfrac": 0.75, "actor_ppo_kl": 0.0003},
     "right answers are longer": {"correlation": 0.95},
     "a form that takes some words is paid too": {"correlation": 0.8, "equally": 0.7},
@@ -199,7 +198,13 @@ def test_the_keys_that_are_advised_exist():
 
 @pytest.mark.parametrize("name", ["stale_weights", "rollout_gap"])
 def test_a_gap_that_staleness_explains_is_no_fault(name):
-    made = rows(**SICK[name])
+    made, gap = rows(**SICK[name]), "training/rollout_probs_diff_mean/staleness_0"
     assert name in {finding.id for finding in diagnose(made)}
-    assert name in {finding.id for finding in diagnose([row | {"pool/staleness_max": 0.0} for row in made])}
-    assert name not in {finding.id for finding in diagnose([row | {"pool/staleness_max": 1.0} for row in made])}
+    stale = [{key.replace("staleness_0", "staleness_1"): value for key, value in row.items()} for row in made]
+    assert name not in {finding.id for finding in diagnose(stale)}
+    both = [row | {gap: 3e-7} for row in stale]
+    assert name not in {finding.id for finding in diagnose(both)}
+    seldom = [old if old["step"] % 3 else new for old, new in zip(stale, made, strict=True)]
+    assert name in {finding.id for finding in diagnose([made[0], *seldom[1:]])}, (
+        "steps without such tokens do not count"
+    )

@@ -183,10 +183,10 @@ TWO_TURNS = (("prompt", (5, 6)), ("model", (7, 8), 3), ("environment", (9, 9, 9)
 
 
 def test_a_trajectory_of_two_turns_becomes_a_row():
-    rows = to_rows([made(*TWO_TURNS, token_rewards=((3, 0.25), (8, 1.0)))])
+    rows = to_rows([made(*TWO_TURNS, token_rewards=((3, 0.25), (8, 1.0)))], version=5)
     assert rows.tokens.tolist() == [[5, 6, 7, 8, 9, 9, 9, 10, 2]]
     assert rows.loss_mask.int().tolist() == [[0, 0, 1, 1, 0, 0, 0, 1, 1]]
-    assert rows.policy_versions.tolist() == [[-1, -1, 3, 3, -1, -1, -1, 4, 4]]
+    assert rows.staleness.tolist() == [[0, 0, 2, 2, 0, 0, 0, 1, 1]]
     assert rows.rollout_logprobs.tolist() == [[0, 0, -0.5, -0.5, 0, 0, 0, -0.5, -0.5]]
     assert rows.token_rewards.tolist() == [[0, 0, 0, 0.25, 0, 0, 0, 0, 1.0]]
     assert (rows.lengths.tolist(), rows.prompt_lengths.tolist(), rows.sampled_lengths.tolist()) == ([9], [2], [7])
