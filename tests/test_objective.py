@@ -7,6 +7,7 @@ from atomrl.algorithms.table import objective_of
 from atomrl.metrics import merge, values
 from atomrl.objective import PolicyObjective
 from atomrl.objective.clip import CISPOClip, PPOClip
+from atomrl.objective.policy import rollout_gap
 from atomrl.protocols import ModelOutputs
 from atomrl.types import RowBatch, TrainingBatch, select_rows
 
@@ -170,3 +171,19 @@ def test_another_type_starts_from_its_own_defaults():
     assert robust.label_smoothing == 0.1, "and not sigmoid's 0"
     kept = objective_of("ppo", {"kl": {"type": "k3"}}).kl
     assert (kept.coefficient, kept.apply_to) == (0.02, "reward"), "all estimators have the same fields"
+
+
+def test_the_gap_is_told_by_the_staleness_of_tokens():
+    old = torch.tensor([[0.9, 0.5, 0.5, 0.5, 0.5], [0.1, 0.5, 0.5, 0.5, 0.5]]).log()
+    rollout = torch.tensor([[0.2, 0.5, 0.4, 0.5, 0.2], [0.2, 0.3, 0.5, 0.4, 0.5]]).log()
+    mask = torch.tensor([[False, True, True, True, True], [False, True, True, True, False]])
+    staleness = torch.tensor([[0, 0, 0, 1, 1], [0, 7, 4, 0, 1]], dtype=torch.int32)
+    whole = rollout_gap(old, rollout, mask, staleness)
+    parts = (rollout_gap(*(item[row : row + 1] for item in (old, rollout, mask, staleness))) for row in range(2))
+    name = "training/rollout_probs_diff_mean"
+    for found in (values(whole), values(merge(parts))):
+        assert found[name] == pytest.approx(0.7 / 7, abs=1e-6)
+        by_staleness = [found.get(f"{name}/staleness_{versions}") for versions in (0, 1, 4)]
+        assert by_staleness == pytest.approx([0.2 / 3, 0.3 / 2, 0.2 / 2], abs=1e-6)
+    assert whole[f"{name}/staleness_2"].weight == 0  # which leaves it out of a step
+    assert rollout_gap(old, rollout, mask).keys() == {name, "training/rollout_probs_diff_max"}

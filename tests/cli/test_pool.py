@@ -91,7 +91,9 @@ def test_several_steps_off_policy_are_corrected_by_default(folder, capsys):
     by_change = {"seed=0": (TokenTIS(),), "algorithm.rollout_is=none": (), "rollout.source=engine": ()}
     for change, correction in by_change.items():
         assert RLRun(load_config("c.yaml", [FROM_POOL, change])).algorithm.rollout_is == correction
-    assert rows[0]["training/rollout_probs_diff_mean"] < 1e-5 < rows[3]["training/rollout_probs_diff_mean"]
+    gap = "training/rollout_probs_diff_mean"
+    assert rows[0][f"{gap}/staleness_0"] == rows[0][gap] < 1e-5 < rows[3][gap] == rows[3][f"{gap}/staleness_3"]
+    assert [sum(name.startswith(f"{gap}/") for name in row) for row in rows] == [1, 1, 1, 1]
     assert not (folder / "runs" / "first" / "findings.jsonl").exists(), "staleness is no fault of the engine"
     assert stats(capsys)["groups"] == 0 and stats(capsys)["finished"] == 12
     assert main(["rollout", "c.yaml", "--groups", "2"]) == 0

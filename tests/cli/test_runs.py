@@ -353,6 +353,9 @@ def test_dry_run_without_the_model(folder, capsys):
     )
     assert "absent.jsonl does not exist" in fails(capsys, "train", "c.yaml", "--dry-run", "data.train=absent.jsonl")
     assert "unknown engine" in fails(capsys, "train", "c.yaml", "--dry-run", "rollout.engine=x")
+    assert "native takes no weights so; take rollout.engine=sglang" in fails(
+        capsys, "train", "c.yaml", "--dry-run", "rollout.server_weights=collective"
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-1.5b-gsm8k-24gb", "stories260k-gsm8k"])

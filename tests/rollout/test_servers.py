@@ -22,7 +22,9 @@ from atomrl.rollout.generate import generate, requests_of
 from atomrl.rollout.requests import EngineOptions
 from atomrl.rollout.server_process import ServerProcess
 from atomrl.rollout.sglang import SGLangEngine
+from atomrl.rollout.sglang_weights import DIFFERS, digest_of, held_hashes
 from atomrl.types import SamplingParams
+from atomrl.weights import tensor_hash
 from tests.conformance.fake_sglang import FakeSGLang
 from tests.engines import prompts_of, response
 from tests.tiny import make_tiny_model
@@ -163,6 +165,64 @@ def test_weights_change_between_two_tokens_and_each_token_knows_which_drew_it(fa
             begin += len(segment.token_ids)
 
 
+def test_weights_are_broadcast_in_pieces_and_a_server_that_comes_back_gets_them(fakes, connect, folder, monkeypatch):
+    monkeypatch.setattr("atomrl.rollout.sglang._AT_ONCE", 10_000)
+    one, two = fakes(), fakes()
+    engine = connect(one, two, server_weights="collective")
+    for version in (1, 2):
+        engine.update_weights(WeightUpdate(version, scaled(folder, 1 + version)))
+    ours = {name: tensor * 3 for name, tensor in read_weights(folder)}
+    for fake in (one, two):
+        assert all(torch.equal(tensor, ours[name]) for name, tensor in fake.model.named_parameters())
+        assert fake.calls.count("/init_weights_update_group") == 1 and "/update_weights_from_disk" not in fake.calls
+        assert fake.calls.count("/update_weights_from_distributed") > 3 * fake.calls.count("/begin_weight_update")
+    assert {found.value for found in engine.weight_hashes()} == {tensor_hash(t, t.dtype) for t in ours.values()}
+    two.close()
+    again = fakes(port=two.server.server_port)
+    drawn(engine)  # by both
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in again.model.named_parameters())
+    assert len(engine.weight_hashes()) == 2 * len(ours)
+    assert one.calls.count("/init_weights_update_group") == 1, "its group is its own"
+
+
+def test_a_server_that_dies_while_it_takes_weights_gets_them_again(fakes, connect, folder, monkeypatch):
+    fake = fakes()
+    engine = connect(fake, server_weights="collective")
+    again = []
+
+    def dies(body) -> None:
+        group = fake.groups[body["group_name"]]
+        tensor = torch.empty(body["shapes"][0])
+        group.broadcast([tensor], torch.distributed.BroadcastOptions()).wait()
+        group.abort()
+        fake.alive = False
+        fake.server.server_close()
+        again.append(fakes(port=fake.server.server_port))
+        raise ConnectionAbortedError
+
+    monkeypatch.setattr(fake, "update_weights_from_distributed", dies)
+    engine.update_weights(WeightUpdate(1, scaled(folder, 2)))
+    ours = {name: tensor * 2 for name, tensor in read_weights(folder)}
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in again[0].model.named_parameters())
+
+
+def test_what_a_server_holds_is_told_as_far_as_it_can_be():
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"]
+    sent = {name: torch.full((2, 3), float(place)) for place, name in enumerate(names)} | {"norm": torch.ones(3)}
+    digest = digest_of("cpu")
+    sums = {
+        "model.layers.0.self_attn.qkv_proj.weight": digest(torch.cat([sent[name] for name in names[:3]])),
+        names[3]: digest(sent[names[3]] + 1),
+        "a.buffer": "0",
+    }
+
+    def values(digest) -> list[int | None]:
+        return [found.value for found in held_hashes(sent, sent, sums, digest)]
+
+    assert values(digest) == [*(tensor_hash(sent[name], torch.float32) for name in names[:3]), DIFFERS, None]
+    assert values(None) == [None] * 5
+
+
 def test_new_adapters_have_what_is_under_way_begin_again(fakes, connect, folder):
     from atomrl.protocols import Adapter
 
@@ -201,6 +261,8 @@ def test_the_fake_refuses_what_sglang_does_not_know(fakes):
         ("/pause_generation", {"mode": "keep"}),
         ("/continue_generation", {}),
         ("/update_weights_from_disk", {"model_path": fake.path, "flush_cache": False}),
+        ("/update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": []}),  # in no session
+        ("/end_weight_update", {}),
         ("/update_weights_from_disk", {"model_path": fake.path}),  # a tied head has no name of its own there
     ]
     for path, body in bad:
