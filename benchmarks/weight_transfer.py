@@ -3,12 +3,12 @@
     python benchmarks/weight_transfer.py [--ways in_process shared_memory files collective] [--megabytes 1 600]
         [--dtypes float32] [--transfers 50] [--replicas 2] [--folder DIR] [--out FILE]
 
-A random Qwen2 model of the size that is asked for (of its float32 weights; 1 MB is the quickstart's), the native engine, in this process or in as
-many Ray actors on this machine. The weights are others at each transfer, and each is verified as in a run: the hashes
-of what every engine then computes with are compared with those of what was sent. The first transfer of a way is not
-counted in the medians. `copy_` copies the same tensors once in this process; `posix shm` writes them once into POSIX
-shared memory, the alternative to Ray's object store. Ways other than `in_process` need Ray. It ends with 1 where a transfer did
-not arrive; a hash that differs ends it at once.
+A random Qwen2 model of the size that is asked for (of its float32 weights; 1 MB is the quickstart's), the native
+engine, in this process or in as many Ray actors on this machine. The weights are others at each transfer, and each is
+verified as in a run: the hashes of what every engine then computes with are compared with those of what was sent. The
+first transfer of a way is not counted in the medians. `copy_` copies the same tensors once in this process; `posix shm`
+writes them once into POSIX shared memory, the alternative to Ray's object store. Ways other than `in_process` need Ray.
+It ends with 1 where a transfer did not arrive; a hash that differs ends it at once.
 """
 
 from __future__ import annotations

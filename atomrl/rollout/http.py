@@ -167,6 +167,18 @@ def logprob_of(sent: float | None) -> float:
     return math.nan if sent is None or sent <= -9999.0 else float(sent)
 
 
+def by_our_weights(answer: Answer) -> Answer:
+    """The answer, unless the server has started again since it was given weights: the label of their version is gone.
+
+    Raises:
+        ServerGone: so it is.
+    """
+    labels = {span["version"] for span in answer.spans if not str(span["version"]).isdigit()}
+    if labels:
+        raise ServerGone(f"it drew with weights of version {min(labels)}, which it starts with")
+    return answer
+
+
 def take_answer(state: RequestState, answer: Answer | Exception) -> FinishReason:
     """Keep what a server drew for a request, or raise what went wrong; how the completion ended."""
     if isinstance(answer, Exception):

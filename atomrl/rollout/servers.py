@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from atomrl.models.loading import base_path, model_config_only, read_weights, resolve_folder
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.rollout.checkpoints import is_tied, published_shapes, write_weights
-from atomrl.rollout.http import Answer, Client, Server, ServerGone, take_answer
+from atomrl.rollout.http import Answer, Client, Server, ServerGone, by_our_weights, take_answer
 from atomrl.rollout.requests import EngineOptions, RequestEngine, RequestState
 from atomrl.rollout.server_process import ServerProcess
 from atomrl.rollout.stopping import StopRule, eos_token_ids
@@ -240,7 +240,7 @@ class ServerEngine(RequestEngine):
             server.under_way += 1
             server.wire_ids[state.request.request_id] = name
         try:
-            return await self._generate(server, state, name)
+            return by_our_weights(await self._generate(server, state, name))
         finally:
             server.under_way -= 1
 

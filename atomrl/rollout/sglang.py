@@ -180,7 +180,9 @@ class SGLangEngine(ServerEngine):
 
     async def _broadcast(self, server: Server) -> None:
         """Send what is kept, a part in each call."""
-        group, server.group = server.group or await self._join(server), None
+        label = (await self.client.get(server, "/model_info"))["weight_version"]
+        group = server.group if label.isdigit() else None  # it has started again
+        group, server.group = group or await self._join(server), None
         await self.client.post(server, "/begin_weight_update", {})
         parts = list(_parts(self.sent))
         for number, part in enumerate(parts, start=1):

@@ -195,8 +195,7 @@ def test_a_server_that_dies_while_it_takes_weights_gets_them_again(fakes, connec
         tensor = torch.empty(body["shapes"][0])
         group.broadcast([tensor], torch.distributed.BroadcastOptions()).wait()
         group.abort()
-        fake.alive = False
-        fake.server.server_close()
+        fake.close()
         again.append(fakes(port=fake.server.server_port))
         raise ConnectionAbortedError
 
