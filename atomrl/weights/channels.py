@@ -92,4 +92,3 @@ class ObjectStoreReference:
         import ray
 
         return update_of(self.version, (ray.get(found).items() for found in self.objects))
-
