@@ -1,14 +1,19 @@
 """Asynchronous against synchronous training at equal samples, with waiting that is injected.
 
-    python benchmarks/async_vs_sync.py                         the quickstart's task, three seeds
+    python benchmarks/async_vs_sync.py --seeds 3               the whole matrix, about 25 minutes on two cores
+    python benchmarks/async_vs_sync.py --seeds 3 --minutes 8   ...in pieces: run it again for the next one
+    python benchmarks/async_vs_sync.py --seeds 1 --waiting tail --variants synchronous "staleness 2"
     python benchmarks/async_vs_sync.py --short                 a tiny model and a few steps, to try the script itself
 
-On one machine overlap cannot be seen in compute, so there is waiting. `reward`: every reward takes as long as a whole
-step without waiting (all of a batch wait at the same time, as for a service). `tail`: a completion takes between 0.2
-and 2 s longer than its tokens do, as with tools or long answers, with a Pareto tail. Runs of a seed take turns. Prints
-a markdown table: steps an hour (evaluations are outside), how many times the synchronous ones, idle shares of trainer
-and engine, staleness in versions, groups dropped, and held-out accuracy by seed. Writes results.json, which
-benchmarks/simulate_cluster.py reads.
+Needs the warm start of the quickstart (`make quickstart`). On one machine overlap cannot be seen in compute, so there
+is waiting. `reward`: every reward takes as long as a whole step without waiting (all of a batch wait at the same time,
+as for a service). `tail`: a completion takes between 0.2 and 2 s longer than its tokens do, as with tools or long
+answers, with a Pareto tail.
+
+Each cell (waiting, variant, seed) is a run of 15 to 45 seconds, whose result is a file in OUT/cells; those that are there are
+not run again. Prints a markdown table for each kind of waiting: groups an hour (evaluations are outside), how many times
+the synchronous ones, idle shares of trainer and engine, staleness in versions, groups dropped, and held-out accuracy,
+mean of the seeds with its standard error. OUT/results.json is what benchmarks/simulate_cluster.py reads.
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ import hashlib
 import heapq
 import json
 import logging
+import math
+import shutil
 import statistics
 import sys
 import tempfile
@@ -50,6 +57,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "staleness 1, oversampling 1.5": {"asynchronous": {"max_staleness": 1, "oversampling": 1.5}},
 }
 SHORT = ("synchronous", "staleness 0", "staleness 1")
+TAILED = tuple(name for name in VARIANTS if name not in ("staleness 1, not corrected", "staleness 2, not corrected"))
+SIZES = {"reward": (60, 16), "tail": (14, 16)}
+"""Steps of a run and groups of a step, by the kind of waiting."""
 
 
 def pareto_s(name: str, scale: float = 1.0) -> float:
@@ -121,25 +131,24 @@ class WaitingEngine:
         return found
 
 
-def base_config(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The quickstart with groups, steps and model of this benchmark; of `--short`, something tiny."""
+def base_config(model: str, folder: Path, steps: int, prompts: int, short: bool = False) -> dict[str, Any]:
+    """The quickstart with groups, steps and model of this benchmark; of `short`, something tiny."""
     tree = read_yaml(ROOT / "configs" / "quickstart.yaml")
-    model = arguments.model
-    if arguments.short:
+    if short:
         from tests.tiny import make_tiny_model
 
         model = str(make_tiny_model(folder / "model", "qwen2"))
     changes = {
         "model": {"path": model, "device": "cpu"},
         "output_dir": str(folder / "runs"),
-        "rollout": {"prompts_per_step": arguments.prompts},
+        "rollout": {"prompts_per_step": prompts},
         "reward": {"functions": ["waiting"]},
-        "train": {"steps": arguments.steps},
-        "eval": {"every_steps": 0, "before": False, "after": not arguments.short},
+        "train": {"steps": steps},
+        "eval": {"every_steps": 0, "before": False, "after": not short},
         "checkpoint": {"every_steps": 0},
         "tracking": {"save_rollouts": False, "log_completions": 0},
     }
-    if arguments.short:
+    if short:
         changes["rollout"] |= {"completions_per_prompt": 4, "max_completion_tokens": 8}
         changes["data"] = {"train_size": 64, "eval_size": 8}
         changes["train"]["tokens_per_micro_batch"] = 512
@@ -150,7 +159,8 @@ def one_run(tree: Mapping[str, Any], name: str, seed: int, reward_s: float, tail
     """Train, and what its steps took."""
     folder = f"{name.replace(' ', '_').replace(',', '')}_{seed}_{reward_s > 0:d}{tail > 0:d}"
     config = build_config(merge_trees(tree, {"run_name": folder, "seed": seed, **VARIANTS[name]}))
-    build = rl.build.build_rollout
+    shutil.rmtree(config.run_dir, ignore_errors=True)  # of one that was interrupted
+    build, began = rl.build.build_rollout, time.monotonic()
     if tail:
         rl.build.build_rollout = lambda *arguments: WaitingEngine(build(*arguments), tail)
     try:
@@ -161,10 +171,12 @@ def one_run(tree: Mapping[str, Any], name: str, seed: int, reward_s: float, tail
         raise KeyboardInterrupt  # a run takes the signal for itself, and saves
     text = (config.run_dir / "metrics.jsonl").read_text(encoding="utf-8")
     rows = [row for row in map(json.loads, text.splitlines()) if "timing_s/step" in row]
-    return measured(rows) | {"variant": name, "seed": seed, "accuracy": summary.get("accuracy_after")}
+    shutil.rmtree(config.run_dir)
+    about = {"variant": name, "seed": seed, "reward_s": reward_s, "tail": tail, "wall_s": time.monotonic() - began}
+    return measured(rows, config.rollout.prompts_per_step) | about | {"accuracy": summary.get("accuracy_after")}
 
 
-def measured(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+def measured(rows: Sequence[Mapping[str, float]], prompts: int) -> dict[str, Any]:
     """Of a run's metrics."""
     total = sum(row["timing_s/step"] for row in rows)
     phases = {
@@ -180,7 +192,10 @@ def measured(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         engine_idle = sum(row["async/engine_idle"] * row["timing_s/step"] for row in later) / sum(weights[1:])
     return {
         "steps": len(rows),
+        "prompts": prompts,
         "steps_per_hour": 3600 * len(rows) / total,
+        "groups_per_hour": 3600 * len(rows) * prompts / total,
+        "tokens": statistics.fmean(row["response_length/mean"] for row in rows),
         "trainer_idle": sum(waits) / total,
         "engine_idle": engine_idle,
         "staleness_mean": statistics.fmean(row.get("async/staleness_mean", 0.0) for row in rows),
@@ -193,9 +208,9 @@ def measured(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each variant: medians over seeds, and the accuracy of each."""
+    """A line for each variant: medians over seeds, and the accuracy's mean and standard error."""
     lines = [
-        "| | steps an hour | x synchronous | trainer idle | engine idle | staleness mean, max | dropped | accuracy |",
+        "| | groups an hour | x synchronous | trainer idle | engine idle | staleness mean, max | dropped | accuracy |",
         "|---|---|---|---|---|---|---|---|",
     ]
     pace = {result["seed"]: result["steps_per_hour"] for result in results if result["variant"] == "synchronous"}
@@ -207,55 +222,118 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         def middle(key: str, mine: Sequence[Mapping[str, Any]] = mine) -> float:
             return statistics.median(result[key] for result in mine)
 
-        times = statistics.median(result["steps_per_hour"] / pace[result["seed"]] for result in mine)
-        accuracy = ", ".join("-" if r["accuracy"] is None else f"{r['accuracy']:.3f}" for r in mine)
+        both = [result["steps_per_hour"] / pace[result["seed"]] for result in mine if result["seed"] in pace]
+        times = f"{statistics.median(both):.2f}" if both else "-"
         lines.append(
-            f"| {name} | {middle('steps_per_hour'):,.0f} | {times:.2f} | {middle('trainer_idle'):.0%} | "
+            f"| {name} | {middle('groups_per_hour'):,.0f} | {times} | {middle('trainer_idle'):.0%} | "
             f"{middle('engine_idle'):.0%} | {middle('staleness_mean'):.2f}, {middle('staleness_max'):.0f} | "
-            f"{middle('dropped'):.0f} | {accuracy} |"
+            f"{middle('dropped'):.0f} | {accuracy([r['accuracy'] for r in mine])} |"
         )
     return "\n".join(lines)
 
 
-def main() -> int:
+def accuracy(values: Sequence[float | None]) -> str:
+    """Mean and standard error over seeds.
+
+    Example:
+        >>> accuracy([0.9, 0.92, 0.94]), accuracy([0.5]), accuracy([None])
+        ('0.920 ± 0.012', '0.500', '-')
+    """
+    found = [value for value in values if value is not None]
+    error = f" ± {statistics.stdev(found) / math.sqrt(len(found)):.3f}" if len(found) > 1 else ""
+    return f"{statistics.fmean(found):.3f}{error}" if found else "-"
+
+
+class Cells:
+    """Results in files, one for each run; what is there is not run again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        path = self.folder / f"{name}.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def put(self, name: str, result: Mapping[str, Any]) -> None:
+        """Written aside and renamed, so that what is there is whole."""
+        aside = self.folder / f"{name}.part"
+        aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        aside.rename(self.folder / f"{name}.json")
+
+    def run(self, name: str, tree: Mapping[str, Any], *arguments: Any) -> dict[str, Any]:
+        """The result that is there, or a run's."""
+        found = self.get(name)
+        if found is None:
+            found = one_run(tree, *arguments)
+            self.put(name, found)
+        rollout, train = tree["rollout"], tree["train"]
+        if (found["steps"], found["prompts"]) != (train["steps"], rollout["prompts_per_step"]):
+            raise SystemExit(f"{self.folder / name}.json is of runs of another size; give another --out")
+        return found
+
+
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(ROOT / "runs" / "quickstart-warm-start" / "model"))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--prompts", type=int, default=32, help="groups in a step")
-    parser.add_argument("--waiting", nargs="+", choices=("reward", "tail"), default=["reward", "tail"])
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--seeds", type=int, default=3, help="how many: 0, 1, ...")
+    parser.add_argument("--waiting", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS))
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no cell after these")
     parser.add_argument("--short", action="store_true", help="a tiny model and a few steps")
-    parser.add_argument("--out", type=Path, help="where to work; a temporary folder unless given")
+    parser.add_argument("--out", type=Path, help="of the results; default: runs/async_vs_sync (--short: a new folder)")
     arguments = parser.parse_args()
     if arguments.short:
-        arguments.seeds, arguments.steps, arguments.prompts, arguments.variants = [0], 5, 4, list(SHORT)
+        arguments.seeds, arguments.variants = 1, arguments.variants or list(SHORT)
+    elif not Path(arguments.model).is_dir():
+        parser.error(f"there is no model in {arguments.model}: run `make quickstart` first, or give --model")
+    if arguments.out is None:
+        short = arguments.short
+        arguments.out = Path(tempfile.mkdtemp(prefix="async_")) if short else ROOT / "runs" / "async_vs_sync"
+    return arguments
+
+
+def main() -> int:
+    arguments = parsed()
     logging.disable(logging.WARNING)
-    folder = (arguments.out or Path(tempfile.mkdtemp(prefix="async_"))).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    tree = base_config(arguments, folder)
-    calibration = merge_trees(tree, {"train": {"steps": min(12, arguments.steps)}, "eval": {"after": False}})
-    alone = one_run(merge_trees(calibration, {"output_dir": str(folder / "alone")}), "synchronous", 0, 0.0, 0.0)
+    folder, began = arguments.out.resolve(), time.monotonic()
+    cells, scale = Cells(folder / "cells"), 0.1 if arguments.short else 1.0
+    sizes = dict.fromkeys(SIZES, (5, 4)) if arguments.short else SIZES
+    trees = {
+        waiting: base_config(arguments.model, folder, steps, prompts, arguments.short)
+        for waiting, (steps, prompts) in sizes.items()
+    }
+    calibration = merge_trees(trees["reward"], {"train": {"steps": 5 if arguments.short else 20}, "eval": {"after": False}})
+    alone = cells.run("alone", calibration, "synchronous", 0, 0.0, 0.0)
     step_s = 3600 / alone["steps_per_hour"]
-    scale = 0.1 if arguments.short else 1.0
     print(f"a step without waiting: {step_s:.3f} s (rollouts {alone['gen_s']:.3f} s, weights {alone['sync_s']:.3f} s)")
-    report: dict[str, Any] = {
-        "alone": alone, "step_s": step_s, "scale": scale, "prompts": arguments.prompts,
-        "completions": build_config(tree).rollout.completions_per_prompt, "runs": [],
-    }  # fmt: skip
+    variants = {"reward": arguments.variants or list(VARIANTS), "tail": arguments.variants or list(TAILED)}
+    todo = [
+        (waiting, seed, name) for seed in range(arguments.seeds) for waiting in arguments.waiting
+        for name in variants[waiting]
+    ]  # fmt: skip
+    runs = []
+    for number, (waiting, seed, name) in enumerate(todo, 1):
+        file = f"{waiting}_{name.replace(' ', '_').replace(',', '')}_{seed}"
+        if cells.get(file) is None and time.monotonic() - began > 60 * arguments.minutes:
+            continue
+        times = (step_s, 0.0) if waiting == "reward" else (0.0, scale)
+        runs.append(cells.run(file, trees[waiting], name, seed, *times) | {"waiting": waiting})
+        print(f"  {number} of {len(todo)}, {waiting}, seed {seed}, {name}: {runs[-1]['wall_s']:.0f} s", file=sys.stderr)
+    report = {"alone": alone, "step_s": step_s, "scale": scale, "completions": completions_of(calibration), "runs": runs}
+    (folder / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    titles = {"reward": f"rewards wait {step_s:.2f} s", "tail": f"completions wait {0.2 * scale:g} to {2 * scale:g} s"}
     for waiting in arguments.waiting:
-        reward_s, tail = (step_s, 0.0) if waiting == "reward" else (0.0, scale)
-        for seed in arguments.seeds:
-            for name in arguments.variants:
-                result = one_run(tree, name, seed, reward_s, tail) | {"waiting": waiting}
-                report["runs"].append(result)
-                print(f"  {waiting} seed {seed} {name}: {result['steps_per_hour']:,.0f} steps an hour", file=sys.stderr)
-                (folder / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        title = f"rewards wait {step_s:.2f} s" if waiting == "reward" else f"completions wait {0.2 * scale:g} to "
-        print(f"\n{title}{'' if waiting == 'reward' else f'{2 * scale:g} s'}\n")
-        print(table([result for result in report["runs"] if result["waiting"] == waiting]))
-    print(f"\n{folder / 'results.json'}")
+        mine = [run for run in runs if run["waiting"] == waiting]
+        steps, prompts = sizes[waiting]
+        print(f"\n{titles[waiting]}; {steps} steps of {prompts} groups\n\n{table(mine)}")
+    print(f"\n{len(runs)} of {len(todo)} cells, {sum(run['wall_s'] for run in runs):.0f} s; {folder / 'results.json'}")
     return 0
+
+
+def completions_of(tree: Mapping[str, Any]) -> int:
+    """Of a group."""
+    return build_config(tree | {"run_name": "x"}).rollout.completions_per_prompt
 
 
 if __name__ == "__main__":

@@ -1,369 +1,368 @@
-"""A discrete-event simulation of the asynchronous loop: what waits for what, on this machine and on clusters.
+"""The loops simulated: on this machine, beside runs of it, and on 2 to 1,024 GPUs.
 
-    python benchmarks/simulate_cluster.py RESULTS      results.json of benchmarks/async_vs_sync.py: how far it is off
-    python benchmarks/simulate_cluster.py              2 to 1,024 GPUs, and the plan for 64 GPUs and a 32B model
+    python benchmarks/simulate_cluster.py                    the tables of docs/scaling.md, and its picture into docs/images
+    python benchmarks/simulate_cluster.py trainers=24 groups=256     with other numbers of plan_cluster.py, no picture
+    python benchmarks/simulate_cluster.py --calibrate        how far it is off here: about 4 minutes on two quiet cores
+    python benchmarks/simulate_cluster.py --results runs/async_vs_sync/results.json      ...of the runs of async_vs_sync.py
 
-Simulated is the policy of `atomrl/loop/scheduler.py`: open groups up to those that the trainer waits for and
-`max_staleness` steps more (times `oversampling`), the oldest complete groups are trained on, what becomes too old when
-weights change is dropped and drawn again, and with `wait` the engine is emptied first. An engine is a number of slots
-that each draw one completion at a time, all at one pace. A step of the trainer, a transfer, lengths and waits are what
-the machine says they are. Assumptions of the clusters are at the top of this file, each with where it is from.
+The simulation itself is in simulation.py, the numbers of a cluster in plan_cluster.py. `--calibrate` runs four short
+trainings without any waiting, takes from them what the simulation has to know of this machine (tokens a second by rows,
+learning, transfer, what a thread costs, how much trainer and engine slow each other down), and compares it with runs
+that have waiting, of which it has seen none. Needs the warm start of the quickstart.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
-import math
-import random
+import logging
+import pickle
 import statistics
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from plan_cluster import H100, H200, QWEN_1_5B, QWEN_32B, Plan, changed  # noqa: E402
+from simulation import Machine, Simulation  # noqa: E402
+
+from atomrl.config import AsynchronousConfig, merge_trees  # noqa: E402
+
+LOOPS: dict[str, AsynchronousConfig | None] = {
+    "synchronous": None,
+    "one step off": AsynchronousConfig(max_staleness=1, on_update="wait"),
+    "staleness 1": AsynchronousConfig(max_staleness=1),
+    "staleness 2": AsynchronousConfig(max_staleness=2),
+    "staleness 4": AsynchronousConfig(max_staleness=4),
+}
+"""One step off: what is under way is finished before new weights come. The others go on with them."""
+SIZES = [2**n for n in range(1, 11)]
+SKIPPED, STEPS = 5, 7
+"""Steps of a simulated run: before it is in its stride, and those that count. It ends in full stride."""
+MODELS = (Plan(QWEN_1_5B, H100, tensor_parallel=1), Plan(QWEN_32B, H100))
+
+
+# ---- Clusters ----
+
+
+def machine_of(plan: Plan) -> Machine:
+    """The cluster of a plan."""
+    return Machine(
+        engines=plan.engines, slots=plan.rows, token_s=plan.token_s, length=plan.length, learn_s=plan.learn_s,
+        transfer_s=plan.transfer_s, groups=plan.groups, members=plan.members,
+        reward_s=lambda rng: rng.expovariate(1 / plan.reward) if plan.reward else 0.0, output_s=plan.output,
+    )  # fmt: skip
+
+
+def simulated(plan: Plan, loop: str, steps: int = STEPS) -> dict[str, float]:
+    return in_stride(machine_of(plan), loop, steps)
+
+
+def in_stride(machine: Machine, loop: str, steps: int) -> dict[str, float]:
+    """A stretch of a longer run."""
+    return Simulation(machine, LOOPS[loop], SKIPPED + steps + 5, skip=SKIPPED, tail=5).run()
+
+
+def divided(plan: Plan, loop: str, steps: int = STEPS) -> tuple[Plan, dict[str, float]] | None:
+    """The division into trainers and engines that makes the most steps an hour; None where nothing fits."""
+    unit = max(plan.tensor_parallel, plan.gpus // 16)
+    options = [replace(plan, trainers=trainers) for trainers in range(unit, plan.gpus, unit)]
+    options = [option for option in options if option.fits]
+    if not options:
+        return None
+    found: dict[int, dict[str, float]] = {}
+    place = min(range(len(options)), key=lambda index: options[index].overlapped_s)
+    while True:  # uphill
+        for index in (place, place - 1, place + 1):
+            if 0 <= index < len(options) and index not in found:
+                found[index] = simulated(options[index], loop, steps)
+        best = max(found, key=lambda index: found[index]["steps_per_hour"])
+        if best == place:
+            return options[place], found[place]
+        place = best
+
+
+def limits(plan: Plan, loop: str, steps: int = STEPS) -> str:
+    """What would be gained by each thing that holds a run back, if it were not: the two largest."""
+    machine, mean = machine_of(plan), plan.lengths[0]
+    full = plan.token_s(plan.rows) / plan.rows
+    without = {
+        "long completions": replace(machine, length=lambda rng: mean),
+        "a token's latency": replace(machine, token_s=lambda rows: rows * full),
+        "trainer's scaling": replace(machine, learn_s=plan.compute_s),
+        "transfer": replace(machine, transfer_s=0.0),
+        "waiting to transfer": replace(machine, between_tokens=True),
+        "driver": replace(machine, output_s=0.0),
+        "rewards": replace(machine, reward_s=lambda rng: 0.0),
+    }
+    now = simulated(plan, loop, steps)["steps_per_hour"]
+    gains = {
+        name: in_stride(other, loop, steps)["steps_per_hour"] / now - 1 for name, other in without.items()
+    }
+    top = sorted(gains, key=lambda name: -gains[name])[:2]
+    return ", ".join(f"{name} {gains[name]:.0%}" for name in top if gains[name] >= 0.02) or "nothing of these"
 
 
 @dataclass(frozen=True)
-class Model:
-    """A dense model: numbers of its config.json."""
+class Point:
+    """A size of cluster, by loop; `held` is what holds the loop with staleness 1."""
 
-    name: str
-    parameters: float
-    layers: int
-    kv_numbers: int
-    """Of a layer and token: keys and values x heads x size of a head."""
-    tensor_parallel: int
-    """GPUs of an engine, so that weights leave room for a cache."""
+    plan: Plan
+    by_loop: Mapping[str, tuple[Plan, Mapping[str, float]]]
+    held: str
 
 
-SMALL = Model("Qwen2.5-1.5B", 1.54e9, 28, 2 * 2 * 128, 1)
-LARGE = Model("Qwen2.5-32B", 32.5e9, 64, 2 * 8 * 128, 4)
-FLOPS, MFU = 990e12, 0.40
-"""Of an H100 in bfloat16 (NVIDIA's data sheet, dense), and the share of it that training reaches."""
-HBM_BYTES_S, HBM_SHARE, HBM_BYTES = 3.35e12, 0.6, 80e9
-"""Memory bandwidth (the same data sheet), the share that decoding reaches, and the memory."""
-TOKEN_S = 0.004
-"""Least time of a token of an engine: kernels to launch, and exchanges within a layer."""
-LINK_BYTES_S = 50e9
-"""Between two nodes: an adapter of 400 Gbit/s. An update goes down a chain of engines, each of which passes it on."""
-TRAINED_BYTES = 16
-"""Of a parameter while it is trained: weights, gradient, Adam's two moments, in float32."""
-PROMPT, MEDIAN, SIGMA, LONGEST = 512, 3000, 0.9, 16384
-"""Tokens: prompts, and completions that are log-normal with a limit."""
-GROUPS, MEMBERS = 128, 8
-"""Of a step; kept when GPUs are added, as an algorithm's batch is."""
-REWARD_S = 5.0
-"""Mean of a group's rewards, exponentially distributed."""
+def point(plan: Plan, steps: int, gpus: int) -> Point | None:
+    plan = replace(plan, gpus=gpus)
+    by_loop = {name: found for name in LOOPS if (found := divided(plan, name, steps))}
+    return Point(plan, by_loop, limits(by_loop["staleness 1"][0], "staleness 1", steps)) if by_loop else None
 
 
-@dataclass
-class Machine:
-    """What the simulated loop runs on."""
-
-    slots: int
-    """Completions that are drawn at once, in all engines."""
-    learn_s: float
-    """A step of the trainer, but for waiting and the transfer."""
-    transfer_s: float
-    draw_s: Callable[[random.Random, int], float]
-    """(chance, busy slots) -> seconds from a slot's being given to a completion until it is free again."""
-    beside_s: Callable[[random.Random], float] = lambda rng: 0.0
-    """Seconds that a completion takes without a slot (a tool)."""
-    reward_s: Callable[[random.Random], float] = lambda rng: 0.0
-    """Seconds that a group's rewards take."""
-    groups: int = GROUPS
-    members: int = MEMBERS
+def points(plan: Plan, sizes: Sequence[int] = SIZES, steps: int = STEPS) -> list[Point]:
+    """All sizes that have room for the model."""
+    with ProcessPoolExecutor() as pool:
+        return [found for found in pool.map(partial(point, plan, steps), sizes) if found]
 
 
-@dataclass
-class Policy:
-    """Keys of the section `asynchronous`; `synchronous` is no section: all completions, then all rewards."""
-
-    synchronous: bool = False
-    max_staleness: int = 1
-    on_update: str = "keep"
-    oversampling: float = 1.0
-
-
-@dataclass(eq=False)
-class Group:
-    version: int
-    left: int
-    ready: bool = False
-    dropped: bool = False
-
-
-class Simulation:
-    """One run: `run` gives what it took."""
-
-    def __init__(self, machine: Machine, policy: Policy, steps: int, seed: int = 0) -> None:
-        self.machine, self.policy, self.steps, self.rng = machine, policy, steps, random.Random(seed)
-        self.now, self.number = 0.0, 0
-        self.events: list[tuple[float, int, Callable[[], None]]] = []
-        self.waiting: deque[Group] = deque()
-        self.open: list[Group] = []
-        self.busy, self.busy_s, self.since = 0, 0.0, 0.0
-        self.version, self.wanted, self.step, self.draining = 0, 0, 0, False
-        self.dropped, self.staleness = 0, [0]
-        self.waited_s = self.asked = self.ended = 0.0
-
-    def at(self, delay: float, then: Callable[[], None]) -> None:
-        self.number += 1
-        heapq.heappush(self.events, (self.now + delay, self.number, then))
-
-    def run(self) -> dict[str, float]:
-        self.ask()
-        while self.events and self.step <= self.steps:
-            moment, _, then = heapq.heappop(self.events)
-            self.busy_s += self.busy * (moment - self.now)
-            self.now = moment
-            then()
-        return {
-            "steps_per_hour": 3600 * self.steps / self.ended,
-            "trainer_idle": self.waited_s / self.ended,
-            "engine_idle": 1 - self.busy_s / (self.machine.slots * self.ended),
-            "staleness_mean": statistics.fmean(self.staleness),
-            "dropped": self.dropped / self.steps,
-        }
-
-    def ask(self) -> None:
-        """The trainer wants the groups of the next step."""
-        self.step += 1
-        if self.step > self.steps:
-            self.ended = self.now
-            return
-        self.wanted, self.asked = self.machine.groups, self.now
-        self.submit()
-        self.give()
-
-    def submit(self) -> None:
-        if self.draining:
-            return
-        ahead = 0 if self.policy.synchronous else min(self.policy.max_staleness, self.steps - self.step)
-        limit = math.ceil(self.policy.oversampling * (self.wanted + ahead * self.machine.groups))
-        while len(self.open) < limit:
-            group = Group(self.version, self.machine.members)
-            self.open.append(group)
-            self.waiting.extend([group] * self.machine.members)
-        self.fill()
-
-    def fill(self) -> None:
-        """Free slots take completions that wait."""
-        while self.waiting and self.busy < self.machine.slots:
-            group = self.waiting.popleft()
-            if group.dropped:
-                continue
-            self.busy += 1
-            seconds = self.machine.draw_s(self.rng, min(self.machine.slots, self.busy + len(self.waiting)))
-            self.at(seconds, lambda group=group: self.drawn(group))
-
-    def drawn(self, group: Group) -> None:
-        self.busy -= 1
-        self.at(self.machine.beside_s(self.rng), lambda: self.complete(group))
-        self.fill()
-
-    def complete(self, group: Group) -> None:
-        group.left -= 1
-        if self.policy.synchronous:
-            if not any(group.left for group in self.open):  # one call with the whole batch
-                self.at(max(self.machine.reward_s(self.rng) for _ in self.open), self.all_scored)
-        elif not group.left:
-            self.at(self.machine.reward_s(self.rng), lambda: self.scored(group))
-
-    def all_scored(self) -> None:
-        for group in self.open:
-            group.ready = True
-        self.give()
-
-    def scored(self, group: Group) -> None:
-        group.ready = True
-        self.give()
-
-    def give(self) -> None:
-        """The trainer takes the oldest groups once there are enough."""
-        ready = [group for group in self.open if group.ready]
-        if not self.wanted or len(ready) < self.wanted:
-            return
-        taken = sorted(ready, key=lambda group: group.version)[: self.wanted]
-        self.staleness += [self.version - group.version for group in taken]
-        self.open = [group for group in self.open if group not in taken]
-        self.wanted = 0
-        self.waited_s += self.now - self.asked
-        self.submit()
-        self.at(self.machine.learn_s, self.learned)
-
-    def learned(self) -> None:
-        if self.policy.on_update == "wait" and any(group.left for group in self.open):
-            self.draining = True
-            self.at(0.05, self.learned)
-            return
-        self.at(self.machine.transfer_s, self.transferred)
-
-    def transferred(self) -> None:
-        self.draining, self.version = False, self.version + 1
-        for group in [g for g in self.open if g.version < self.version - self.policy.max_staleness]:
-            group.dropped = True
-            self.dropped += 1
-            self.open.remove(group)
-        self.ask()
+def scaling(found: Sequence[Point]) -> str:
+    """A line for each size of cluster."""
+    name = f"{found[0].plan.model.name} on {found[0].plan.gpu.name}s"
+    lines = [
+        f"| {name} | {' | '.join(LOOPS)} | steps of a GPU hour | without it, faster by |",
+        "|---" * (len(LOOPS) + 3) + "|",
+    ]
+    first = None
+    for each in found:
+        cells = [
+            f"{3600 / of['steps_per_hour']:,.0f} s ({plan.trainers}): {of['trainer_idle']:.0%}, {1 - of['engine_use']:.0%}"
+            for plan, of in each.by_loop.values()
+        ]
+        pace = each.by_loop["staleness 1"][1]["steps_per_hour"] / each.plan.gpus
+        first = first or pace
+        lines.append(f"| {each.plan.gpus:,} | {' | '.join(cells)} | {pace / first:.0%} | {each.held} |")
+    return "\n".join(lines)
 
 
-def measured_machine(report: Mapping[str, Any], waiting: str) -> Machine:
-    """This machine as benchmarks/async_vs_sync.py measured it without waiting, with the waiting that it injected."""
+def draw(found: Sequence[Sequence[Point]], out: Path) -> None:
+    """Steps an hour and idle shares by number of GPUs, a row for each model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, grid = pyplot.subplots(len(found), 3, figsize=(12, 3.2 * len(found)), layout="constrained", squeeze=False)
+    for row, line in zip(grid, found, strict=True):
+        sizes = [each.plan.gpus for each in line]
+        for name in LOOPS:
+            results = [each.by_loop[name][1] for each in line]
+            curves = (
+                [result["steps_per_hour"] for result in results],
+                [result["trainer_idle"] for result in results],
+                [1 - result["engine_use"] for result in results],
+            )
+            for axis, values in zip(row, curves, strict=True):
+                axis.plot(sizes, values, marker=".", label=name)
+        row[0].set(title=f"{line[0].plan.model.name}: steps an hour", yscale="log")
+        row[1].set(title="trainer idle", ylim=(0, 1))
+        row[2].set(title="pace of the engines that is not used", ylim=(0, 1))
+        for axis in row:
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=8)
+            axis.grid(alpha=0.3)
+    grid[0][0].legend(fontsize=8, frameon=False)
+    grid[-1][1].set_xlabel("GPUs")
+    figure.savefig(out, dpi=70)
+
+
+def cluster_report(pairs: Sequence[str], steps: int, sizes: Sequence[int]) -> None:
+    found = []
+    for plan in MODELS:
+        found.append(points(changed(plan, pairs), sizes, steps))
+        print(f"{scaling(found[-1])}\n", flush=True)
+    for gpu in (H100, H200):
+        best = divided(changed(replace(MODELS[1], gpu=gpu), pairs), "staleness 1", steps)
+        if best is not None:
+            print(f"{best[0].gpus} x {gpu.name}, staleness 1: {best[0].trainers} train, "
+                  f"{3600 / best[1]['steps_per_hour']:.0f} s a step")  # fmt: skip
+    if not pairs:
+        draw(found, ROOT / "docs" / "images" / "scaling.png")
+
+
+# ---- This machine ----
+
+
+def local_machine(report: Mapping[str, Any], run: Mapping[str, Any]) -> Machine:
+    """This machine as runs without waiting have measured it, with the waiting that a run had."""
     from async_vs_sync import LONGEST_S, SHORTEST_S
 
-    alone, scale = report["alone"], report["scale"]
-    completions = report["prompts"] * report["completions"]
-    tail = waiting == "tail"
+    alone, members, prompts = report["alone"], report["completions"], run["prompts"]
+    asynchronous, tail = run["variant"] != "synchronous", run["tail"]
+    base, each = report.get("token_s", (0.0, alone["gen_s"] / alone["tokens"] / (alone["prompts"] * members)))
+    thread_s = report.get("thread_s", 0.0) if asynchronous else 0.0
     return Machine(
-        slots=completions,
-        learn_s=alone["learn_s"] - alone["sync_s"],
+        engines=1,
+        slots=10**6,
+        token_s=lambda rows: base + each * rows,
+        length=lambda rng: alone["tokens"],
+        learn_s=(alone["learn_s"] - alone["sync_s"]) * prompts / alone["prompts"],
         transfer_s=alone["sync_s"],
-        draw_s=lambda rng, busy: alone["gen_s"] * busy / completions,
-        beside_s=lambda rng: tail * scale * min(LONGEST_S, SHORTEST_S / max(rng.random(), 1e-9)),
-        reward_s=lambda rng: 0.0 if tail else report["step_s"],
-        groups=report["prompts"],
-        members=report["completions"],
+        groups=prompts,
+        members=members,
+        beside_s=lambda rng: tail * min(LONGEST_S, SHORTEST_S / max(rng.random(), 1e-9)) if tail else 0.0,
+        reward_s=lambda rng: run["reward_s"],
+        output_s=thread_s,
+        shared=report.get("shared", 1.0),
     )
 
 
-def policy_of(variant: str) -> Policy:
+def settings_of(variant: str) -> AsynchronousConfig | None:
     from async_vs_sync import VARIANTS
 
     keys = VARIANTS[variant].get("asynchronous")
-    return Policy(synchronous=True) if keys is None else Policy(**{"max_staleness": 1, **keys})
+    return None if keys is None else AsynchronousConfig(**keys)
 
 
-def compare(report: Mapping[str, Any]) -> str:
-    """Simulated beside measured."""
-    lines = ["| waiting | | measured steps an hour | simulated | off by |", "|---|---|---|---|---|"]
+def pace(report: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, float]:
+    return Simulation(local_machine(report, run), settings_of(run["variant"]), run["steps"]).run()
+
+
+def compare(report: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> str:
+    """Simulated beside measured, of runs that nothing was taken from."""
+    lines = [
+        "| waiting | | measured steps an hour | simulated | off by | staleness measured, simulated |",
+        "|---|---|---|---|---|---|",
+    ]
     errors = []
-    for waiting in dict.fromkeys(run["waiting"] for run in report["runs"]):
-        machine = measured_machine(report, waiting)
-        for variant in dict.fromkeys(run["variant"] for run in report["runs"]):
-            runs = [run for run in report["runs"] if (run["waiting"], run["variant"]) == (waiting, variant)]
-            measured = statistics.median(run["steps_per_hour"] for run in runs)
-            found = Simulation(machine, policy_of(variant), runs[0]["steps"]).run()["steps_per_hour"]
-            errors.append(found / measured - 1)
-            lines.append(f"| {waiting} | {variant} | {measured:,.0f} | {found:,.0f} | {errors[-1]:+.0%} |")
+    for waiting, variant in dict.fromkeys((run["waiting"], run["variant"]) for run in runs):
+        mine = [run for run in runs if (run["waiting"], run["variant"]) == (waiting, variant)]
+        measured = statistics.median(run["steps_per_hour"] for run in mine)
+        stale = statistics.median(run["staleness_mean"] for run in mine)
+        found = pace(report, mine[0])
+        errors.append(found["steps_per_hour"] / measured - 1)
+        lines.append(
+            f"| {waiting} | {variant} | {measured:,.0f} | {found['steps_per_hour']:,.0f} | {errors[-1]:+.0%} | "
+            f"{stale:.2f}, {found['staleness_mean']:.2f} |"
+        )
     size = statistics.median(map(abs, errors))
     return "\n".join([*lines, "", f"median error {size:.0%}, largest {max(map(abs, errors)):.0%}"])
 
 
-def length(rng: random.Random) -> float:
-    return min(LONGEST, rng.lognormvariate(math.log(MEDIAN), SIGMA))
+def fitted(runs: Mapping[str, Mapping[str, Any]], completions: int) -> dict[str, Any]:
+    """What the simulation has to know of this machine.
+
+    Args:
+        runs: without waiting: `many` and `few` synchronous, of two numbers of groups; `thread` with staleness 0;
+            `beside` with staleness 1.
+        completions: of a group.
+    """
+    many, few = runs["many"], runs["few"]
+    rows = [run["prompts"] * completions for run in (many, few)]
+    seconds = [run["gen_s"] / run["tokens"] for run in (many, few)]
+    each = max(0.0, (seconds[0] - seconds[1]) / (rows[0] - rows[1]))
+    report: dict[str, Any] = {
+        "alone": many, "completions": completions, "token_s": (max(0.0, seconds[0] - each * rows[0]), each)
+    }  # fmt: skip
+    report["thread_s"] = max(0.0, 3600 / runs["thread"]["steps_per_hour"] - 3600 / many["steps_per_hour"]) / rows[0]
+    low, high = 0.3, 1.0
+    for _ in range(12):
+        report["shared"] = (low + high) / 2
+        slow = pace(report, runs["beside"])["steps_per_hour"] < runs["beside"]["steps_per_hour"]
+        low, high = (report["shared"], high) if slow else (low, report["shared"])
+    return report
 
 
-MEAN = statistics.fmean(length(random.Random(seed)) for seed in range(20000))
-"""Tokens of a completion."""
+def calibrate(model: str, folder: Path, short: bool) -> dict[str, Any]:
+    """Short runs without waiting, for what is fitted, and with waiting, to compare."""
+    from async_vs_sync import SHORT, base_config, completions_of, one_run
+
+    steps, tail_steps, prompts, scale = (4, 4, 4, 0.1) if short else (14, 7, 16, 1.0)
+
+    def run(name: str, reward_s: float = 0.0, tail: float = 0.0, groups: int = prompts, number: int = steps) -> Any:
+        tree = merge_trees(base_config(model, folder, number, groups, short), {"eval": {"after": False}})
+        print(f"  {name}: {number} steps of {groups} groups", file=sys.stderr)
+        return one_run(tree, name, 0, reward_s, tail)
+
+    completions = completions_of(base_config(model, folder, 1, 1, short))
+    runs = {
+        "many": run("synchronous"), "few": run("synchronous", groups=prompts // 4),
+        "thread": run("staleness 0"), "beside": run("staleness 1"),
+    }  # fmt: skip
+    report = fitted(runs, completions)
+    step_s = 3600 / report["alone"]["steps_per_hour"]
+    names = SHORT if short else ("synchronous", "staleness 0", "staleness 1", "staleness 2")
+    found = [run(name, reward_s=step_s) | {"waiting": "reward"} for name in names]
+    others = SHORT if short else ("synchronous", "staleness 1", "staleness 2", "staleness 4", "staleness 2, wait",
+                                  "staleness 2, abort", "staleness 1, oversampling 1.5")  # fmt: skip
+    found += [run(name, tail=scale, number=tail_steps) | {"waiting": "tail"} for name in others]
+    return report | {"runs": found, "fitted_to": runs, "driver_s": driver_s()}
 
 
-def token_s(model: Model, rows: float) -> float:
-    """Seconds of a token of every completion in one engine: weights and cache are read once."""
-    cache = rows * (PROMPT + MEAN / 2) * model.layers * model.kv_numbers * 2
-    read = (2 * model.parameters + cache) / (model.tensor_parallel * HBM_BYTES_S * HBM_SHARE)
-    return TOKEN_S + read
+def driver_s(tokens: int = 8000, completions: int = 16) -> float:
+    """Seconds that the driver needs for a completion that comes from another process: to unpickle it, and to make a
+    trajectory and then a row of it."""
+    from atomrl.data.rows import to_rows
+    from atomrl.rollout.generate import to_trajectory
+    from atomrl.types import GenerationOutput, Prompt, Sample, Segment
+
+    prompt = Prompt(prompt_id="a", sample=Sample(sample_id="a", prompt="", ground_truth=""), token_ids=(1,) * 512)
+    drawn = Segment(
+        origin="model", token_ids=tuple(range(1000, 1000 + tokens)), policy_version=0,
+        logprobs=tuple(-1 / (place + 1) for place in range(tokens)),
+    )  # fmt: skip
+    output = GenerationOutput(request_id="a/0", segments=(drawn,), text="x" * 4 * tokens, finish_reason="stop")
+    sent = [pickle.dumps(output) for _ in range(completions)]
+    began = time.perf_counter()
+    trajectories = [to_trajectory(prompt, index, pickle.loads(each)) for index, each in enumerate(sent)]  # noqa: S301
+    to_rows([replace(item, reward=1.0) for item in trajectories])
+    return (time.perf_counter() - began) / completions
 
 
-def least_trainers(model: Model) -> int:
-    """GPUs whose memory holds the training state, with a fifth left for activations."""
-    return math.ceil(TRAINED_BYTES * model.parameters / (0.8 * HBM_BYTES))
-
-
-def rows_of(model: Model) -> int:
-    """Completions that an engine's memory has room for."""
-    free = model.tensor_parallel * HBM_BYTES * 0.9 - 2 * model.parameters
-    return min(256, int(free / ((PROMPT + MEAN) * model.layers * model.kv_numbers * 2)))
-
-
-def step_tokens() -> float:
-    return GROUPS * MEMBERS * (PROMPT + MEAN)
-
-
-def cluster(model: Model, trainers: int, engines: int) -> Machine:
-    """A trainer on so many GPUs, and so many engines."""
-    slots = engines * rows_of(model)
-    # 6 a parameter and token for forward and backward pass, 2 for the forward pass that checkpointing repeats
-    learn_s = 8 * model.parameters * step_tokens() / (trainers * FLOPS * MFU)
-    return Machine(
-        slots=slots,
-        learn_s=learn_s,
-        transfer_s=2 * model.parameters / LINK_BYTES_S,
-        draw_s=lambda rng, busy: length(rng) * token_s(model, min(busy, slots) / engines),
-        reward_s=lambda rng: rng.expovariate(1 / REWARD_S),
+def local_report(report: Mapping[str, Any]) -> None:
+    base, each = report["token_s"]
+    rows = report["alone"]["prompts"] * report["completions"]
+    print(
+        f"fitted to 4 runs without waiting: a token of {rows} rows {1000 * (base + each * rows):.1f} ms (of few "
+        f"{1000 * base:.1f} ms), learning {report['alone']['learn_s']:.3f} s, transfer {report['alone']['sync_s']:.3f} s, "
+        f"the thread {1e6 * report['thread_s']:.0f} us a completion, pace of engine and trainer beside each other "
+        f"{report['shared']:.2f}; the driver {1000 * report['driver_s']:.1f} ms for 8,000 tokens\n"
     )
-
-
-def best_share(model: Model, gpus: int, policy: Policy, steps: int) -> tuple[int, int, dict[str, float]]:
-    """GPUs to train on, engines, and what comes of it, where the steps an hour are most."""
-    found = []
-    for sixteenths in range(1, 16):
-        trainers = max(least_trainers(model), round(gpus * sixteenths / 16))
-        engines = (gpus - trainers) // model.tensor_parallel
-        if engines and not any(trainers == share for share, _, _ in found):
-            found.append((trainers, engines, Simulation(cluster(model, trainers, engines), policy, steps).run()))
-    return max(found, key=lambda item: item[2]["steps_per_hour"])
-
-
-def scaling(model: Model, steps: int, sizes: Sequence[int]) -> str:
-    """Idle shares by number of GPUs, each with the best division into trainer and engines."""
-    lines = [
-        f"| GPUs, {model.name} | staleness | train | steps an hour | of the fewest | trainer idle | engines idle |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    fitting = [gpus for gpus in sizes if gpus >= least_trainers(model) + model.tensor_parallel]
-    for staleness in (0, 1, 4):
-        first = 0.0
-        for gpus in fitting:
-            trainers, _, found = best_share(model, gpus, Policy(max_staleness=staleness), steps)
-            each = found["steps_per_hour"] / gpus
-            first = first or each
-            lines.append(
-                f"| {gpus} | {staleness} | {trainers} | {found['steps_per_hour']:.2f} | {each / first:.0%} | "
-                f"{found['trainer_idle']:.0%} | {found['engine_idle']:.0%} |"
-            )
-    return "\n".join(lines)
-
-
-def plan(model: Model, gpus: int, steps: int) -> str:
-    """The arithmetic of a step."""
-    trainers, engines, found = best_share(model, gpus, Policy(max_staleness=1), steps)
-    machine = cluster(model, trainers, engines)
-    rows, tokens, drawn = rows_of(model), step_tokens() / 1e6, GROUPS * MEMBERS * MEAN
-    slow, alone = token_s(model, rows), token_s(model, 1)
-    pace, weights = engines * rows / slow, 2 * model.parameters / 1e9
-    sync = Simulation(machine, Policy(synchronous=True), steps).run()
-    step_s, sync_s = 3600 / found["steps_per_hour"], 3600 / sync["steps_per_hour"]
-    return f"""\
-- tokens: {GROUPS} groups x {MEMBERS} x ({PROMPT} of the prompt + {MEAN:,.0f}) = {tokens:.2f} million a step
-- training, {trainers} GPUs: 8 x {model.parameters:.3g} x {tokens:.2f}e6 / ({trainers} x {FLOPS:.3g} x {MFU}) = \
-{machine.learn_s:.0f} s
-- drawing, {engines} engines of {model.tensor_parallel} GPUs, {rows} completions each: a token of all takes \
-{slow * 1000:.1f} ms, so {drawn / 1e6:.2f} million tokens / {pace:,.0f} a second = {drawn / pace:.0f} s with all slots \
-busy; the longest completion alone takes {LONGEST:,} x {alone * 1000:.1f} ms = {LONGEST * alone:.0f} s
-- a transfer: {weights:.0f} GB / {LINK_BYTES_S / 1e9:.0f} GB/s = {machine.transfer_s:.1f} s
-- together {step_s:.0f} s a step, {3600 / step_s:.1f} an hour (trainer idle {found["trainer_idle"]:.0%}, engines idle \
-{found["engine_idle"]:.0%}); the same GPUs synchronously {sync_s:.0f} s"""
+    print(compare(report, report["runs"]))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="?", help="of benchmarks/async_vs_sync.py")
-    parser.add_argument("--steps", type=int, default=12, help="of each simulated run on a cluster")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[2**n for n in range(1, 11)])
+    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="of plan_cluster.py")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each simulated run on a cluster")
+    parser.add_argument("--gpus", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--calibrate", action="store_true", help="runs of this machine, and how far it is off")
+    parser.add_argument("--results", type=Path, help="of benchmarks/async_vs_sync.py: how far it is off")
+    parser.add_argument("--model", default=str(ROOT / "runs" / "quickstart-warm-start" / "model"))
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "calibration.json")
+    parser.add_argument("--short", action="store_true", help="--calibrate with a tiny model, to try the script itself")
     arguments = parser.parse_args()
-    if arguments.results:
-        print(compare(json.loads(arguments.results.read_text(encoding="utf-8"))))
-        return 0
-    for model in (SMALL, LARGE):
-        print(f"{scaling(model, arguments.steps, arguments.gpus)}\n", flush=True)
-    print(f"64 GPUs and {LARGE.name}, one step off:\n\n{plan(LARGE, 64, arguments.steps)}")
+    if arguments.calibrate:
+        if not arguments.short and not Path(arguments.model).is_dir():
+            parser.error(f"there is no model in {arguments.model}: run `make quickstart` first, or give --model")
+        logging.disable(logging.WARNING)
+        report = calibrate(arguments.model, Path(tempfile.mkdtemp(prefix="calibrate_")), arguments.short)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        local_report(report)
+    elif arguments.results:
+        if not arguments.out.exists():
+            parser.error(f"{arguments.out} is not there: run --calibrate first")
+        report = json.loads(arguments.out.read_text(encoding="utf-8"))
+        print(compare(report, json.loads(arguments.results.read_text(encoding="utf-8"))["runs"]))
+    else:
+        cluster_report(arguments.changes, arguments.steps, arguments.gpus)
     return 0
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +15,7 @@ from atomrl.data.stream import PromptStream
 from atomrl.loop.groups import MAX_ROUNDS, Groups, is_accepted, with_baselines
 from atomrl.loop.report import Stopwatch
 from atomrl.loop.staleness import staleness
+from atomrl.loop.window import cut_short, open_limit, taken, too_old
 from atomrl.protocols import Algorithm, RolloutEngine, WeightTransfer
 from atomrl.rewards.compute import Rewards
 from atomrl.rollout.generate import requests_of, to_trajectory
@@ -53,9 +52,14 @@ class _Group:
         return min([*drawn, *([self.version] if self.waiting or not drawn else [])])
 
     @property
-    def finished(self) -> list[str]:
-        """Of the completions to train on."""
-        return [name for name in self.outputs if not name.startswith(EXTRA)]
+    def drawing(self) -> bool:
+        return bool(self.waiting)
+
+    @property
+    def drawn(self) -> int:
+        if any(name.startswith(EXTRA) for name in self.waiting):
+            return 0  # without a baseline none counts
+        return sum(not name.startswith(EXTRA) for name in self.outputs)
 
     def trajectories(self) -> tuple[list[Trajectory], list[Trajectory]]:
         """Those to train on and the extra ones, in the order of their index."""
@@ -117,7 +121,6 @@ class Scheduler:
         self._unjudged: Groups = []
         self._wanted = 0
         self._thread: threading.Thread | None = None
-        self._scorers = ThreadPoolExecutor(self._limit(groups, settings.max_staleness), "rewards of a group")
         self._changed = threading.Condition()
         self._hold = self._drain = self._stands = self._closing = False
         self._error: Exception | None = None
@@ -142,8 +145,7 @@ class Scheduler:
             self._changed.notify_all()
             self._wait(lambda: len(self._ready()) >= groups or len(self._refused) >= MAX_ROUNDS * groups)
             self._wanted = 0
-            found = sorted(self._ready(), key=lambda group: (group.oldest, group.position))[:groups]
-            found.sort(key=lambda group: group.position)
+            found = taken(self._ready(), groups)
             for group in found:
                 del self._open[group.position]
             accepted = [group.scored or [] for group in found]
@@ -166,20 +168,20 @@ class Scheduler:
             ValueError, TimeoutError, Exception: as `transfer` and `collect`.
         """
         with self._still(drain=self.settings.on_update == "wait"):
+            begun = self._requests if self.settings.on_update == "abort" else {}
+            if begun:  # before the engine brings its cache up to date for them
+                self.engine.abort(list(begun))
             self.transfer(version)
             with self._changed:
-                if self.settings.on_update == "abort" and self._requests:
-                    requests = [group.waiting[name] for name, group in self._requests.items()]
-                    self.engine.abort(list(self._requests))
-                    self.engine.submit(requests)
-                    for group in self._requests.values():
-                        group.version = version
-                for group in [*self._open.values()]:
-                    if group.oldest < version - self.settings.max_staleness:
-                        self._abort(list(group.waiting))
-                        del self._open[group.position]
-                        self._again.append((group.position, 0))
-                        self._dropped += 1
+                for group in begun.values():
+                    group.version = version
+                for group in too_old(self._open.values(), self.settings, version):
+                    self._abort(list(group.waiting))
+                    del self._open[group.position]
+                    self._again.append((group.position, 0))
+                    self._dropped += 1
+                if begun:
+                    self.engine.submit([group.waiting[name] for name, group in begun.items()])
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -203,7 +205,6 @@ class Scheduler:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._scorers.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
             self._thread.join(JOIN_S)
             if self._thread.is_alive():
@@ -259,7 +260,7 @@ class Scheduler:
             try:
                 self._wait(lambda: self._stands)
             except BaseException:
-                self._hold = False
+                self._hold = self._stands = False
                 raise
         try:
             yield
@@ -296,17 +297,13 @@ class Scheduler:
                     self._stands = True
                     self._changed.notify_all()
                 elif not self._hold:
-                    self._submit(self._limit(self._wanted, min(self.settings.max_staleness, self.steps - self.step)))
+                    self._submit(open_limit(self.settings, self.groups, self._wanted, self.steps - self.step))
                 if self._requests and not self._stands:
                     return True
                 began = time.monotonic()
                 self._changed.wait()
                 self._idle_s += time.monotonic() - began
             return False
-
-    def _limit(self, wanted: int, ahead: int) -> int:
-        """How many groups may be open where `wanted` are waited for and some steps may be drawn ahead."""
-        return math.ceil(self.settings.oversampling * (wanted + ahead * self.groups))
 
     def _submit(self, limit: int) -> None:
         """Open groups up to the limit: those that are to be drawn again, then the next ones of the stream."""
@@ -338,30 +335,25 @@ class Scheduler:
         del group.waiting[output.request_id]
         group.outputs[output.request_id] = output
         if not group.waiting:
-            self._scorers.submit(self._score, group)
+            self._begin_rewards(group)
 
     def _cut_groups(self) -> None:
-        """Where the trainer waits and too few groups are complete, go on with those that have `min_completions`."""
-        least = self.settings.min_completions
-        if least is None or not self._wanted:
-            return
-        drawing = [group for group in self._open.values() if group.waiting]
-        missing = self._wanted - (len(self._open) - len(drawing))
-        enough = [
-            group for group in drawing
-            if len(group.finished) >= least and not any(name.startswith(EXTRA) for name in group.waiting)
-        ]  # fmt: skip
-        for group in sorted(enough, key=lambda group: -len(group.finished))[: max(0, missing)]:
+        for group in cut_short(self._open.values(), self.settings, self._wanted):
             self._abort(list(group.waiting))
             group.waiting.clear()
             self._cut += 1
-            self._scorers.submit(self._score, group)
+            self._begin_rewards(group)
 
     def _abort(self, names: Sequence[str]) -> None:
         if names:
             self.engine.abort(names)
         for name in names:
             del self._requests[name]
+
+    def _begin_rewards(self, group: _Group) -> None:
+        # A thread each, so that a slow one keeps no other waiting, also once its group is dropped; a daemon, so that
+        # one that hangs does not keep the process.
+        threading.Thread(target=self._score, args=(group,), name="rewards of a group", daemon=True).start()
 
     def _score(self, group: _Group) -> None:
         """On a thread for each group: rewards, and whether it is trained on."""

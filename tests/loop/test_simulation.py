@@ -1,0 +1,222 @@
+"""The simulation against the scheduler itself: what the one does in its time, the other must do in the same order."""
+
+from __future__ import annotations
+
+import queue
+import random
+import sys
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from atomrl.config import AsynchronousConfig
+from atomrl.loop.report import Stopwatch
+from atomrl.loop.scheduler import Scheduler
+from atomrl.types import GenerationOutput, Segment
+from tests.loop.scripted import make_parts
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from simulation import Machine, Simulation, lognormal  # noqa: E402
+
+STEPS, GROUPS, MEMBERS = 8, 3, 4
+
+
+class Kept(list):
+    """A list that knows what was appended to it."""
+
+    def __init__(self):
+        self.all = []
+
+    def append(self, item):
+        super().append(item)
+        self.all.append(item)
+
+    def new(self):
+        found, self.all = self.all, []
+        return found
+
+
+class Noted(Simulation):
+    """Keeps what happens, in its order: what comes from outside (a letter in `OUTSIDE`), and what is decided."""
+
+    def __init__(self, *args):
+        self.notes = []
+        super().__init__(*args)
+        self.again = Kept()
+
+    def ask(self):
+        if self.step < self.steps:
+            self.notes.append(("collect", self.step + 1))
+        super().ask()
+
+    def begun(self, group):
+        self.notes.append(("submitted", group.position))
+
+    def received(self, item):
+        self.notes.append(("drawn", item.group.position, item.index, list(item.spans)))
+
+    def shortened(self, group):
+        self.notes.append(("cut", group.position))
+
+    def rewarded(self, groups):
+        self.notes += [("rewarded", group.position) for group in groups if group.ready]
+
+    def trained(self, groups):
+        self.notes.append(("trained", [group.position for group in groups]))
+
+    def learned(self):
+        self.notes.append(("update", self.version + 1))
+        super().learned()
+
+    def released(self):
+        self.notes.append(("updated", self.again.new()))
+
+
+class Replayed:
+    """A `Scheduler` whose engine, rewards and trainer do what a test says, one thing at a time."""
+
+    seeded = exact = True
+    returns_candidates = False
+
+    def __init__(self, folder, settings):
+        parts = make_parts(folder, lambda sample, index: "x", lambda item: float(item.index % 2))
+        source = parts.source
+        self.polls, self.transferred = 0, queue.Queue()
+        self.version, self.held, self.submitted, self.given = 0, set(), [], queue.Queue()
+        self.rewarded, self.one_by_one = defaultdict(threading.Event), source.rewards
+        self.asked, self.results = queue.Queue(), queue.Queue()
+        self.scheduler = Scheduler(
+            engine=self, transfer=self.transfer, algorithm=source.algorithm, stream=source.stream,
+            processor=source.processor, rewards=self, sampling=source.sampling, settings=settings,
+            groups=GROUPS, steps=STEPS,
+        )  # fmt: skip
+        self.scheduler._again = Kept()
+        self.thread = threading.Thread(target=self.trainer, daemon=True)
+        self.thread.start()
+
+    def submit(self, requests):
+        if threading.current_thread() is not self.thread:  # which submits what begins anew
+            self.submitted += [int(request.group_id.partition(":")[2]) for request in requests]
+        self.held |= {request.request_id for request in requests}
+
+    def poll(self):
+        self.polls += 1
+        name, spans = self.given.get()
+        assert name in self.held
+        self.held.remove(name)
+        segments = tuple(
+            Segment(origin="model", token_ids=(5,), logprobs=(-1.0,), policy_version=version) for version, _ in spans
+        )
+        return [GenerationOutput(request_id=name, segments=segments, text="x", finish_reason="stop")]
+
+    def abort(self, names):
+        self.held -= set(names)
+        return []
+
+    def transfer(self, version):
+        self.transferred.get(timeout=30)
+        self.version = version
+
+    def score(self, items):
+        place = int(items[0].sample.sample_id)
+        versions = {part.policy_version for item in items for part in item.segments} - {None}
+        self.rewarded[place, min(versions)].wait(30)
+        return self.one_by_one(items)
+
+    def judge(self, items):
+        pass
+
+    def trainer(self):
+        while (asked := self.asked.get()) is not None:
+            try:
+                what, number = asked
+                if what == "collect":
+                    found, _ = self.scheduler.collect(GROUPS, number, Stopwatch())
+                    self.results.put([int(group[0].sample.sample_id) for group in found])
+                else:
+                    self.scheduler.update(number)
+                    self.results.put([place for place, _ in self.scheduler._again.new()])
+            except Exception as error:
+                self.results.put(error)
+
+
+def until(scheduler, there, what):
+    end = time.monotonic() + 10
+    while not there():
+        assert time.monotonic() < end and scheduler._error is None, (str(what), scheduler._error)
+        time.sleep(0.0005)
+
+
+def replay(notes, engine):
+    """Do what came from outside, in the same order, and compare what is decided."""
+    scheduler, submitted = engine.scheduler, []
+    for number, (what, *about) in enumerate(notes):
+        where = notes[max(0, number - 8) : number + 1]
+        if what == "collect":
+            engine.asked.put((what, about[0]))
+            until(scheduler, lambda: scheduler._wanted or engine.results.qsize(), where)
+        elif what == "submitted":
+            submitted += about * MEMBERS
+            until(scheduler, lambda: len(engine.submitted) >= len(submitted), where)
+            assert engine.submitted[: len(submitted)] == submitted, where
+        elif what == "drawn":
+            place, index, spans = about
+            moved, polls = scheduler._moved, engine.polls
+            engine.given.put((f"0:{place}/{index}", spans))
+            until(scheduler, lambda: scheduler._moved > moved, where)
+            until(scheduler, lambda: engine.polls > polls or scheduler._stands or not engine.held, where)
+        elif what == "cut":
+            until(scheduler, lambda: not scheduler._open[about[0]].waiting, where)
+        elif what == "rewarded":
+            group = scheduler._open[about[0]]
+            engine.rewarded[about[0], group.oldest].set()
+            until(scheduler, lambda: group.scored is not None, where)
+        elif what == "update":
+            engine.asked.put((what, about[0]))
+            until(scheduler, lambda: scheduler._hold or engine.results.qsize(), where)
+        elif what == "updated":
+            polls = engine.polls
+            engine.transferred.put(None)
+            assert engine.results.get(timeout=10) == about[0], where
+            until(scheduler, lambda: engine.polls > polls or not engine.held, where)
+        else:
+            assert what == "trained" and engine.results.get(timeout=10) == about[0], where
+    assert engine.submitted == submitted
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"max_staleness": 0},
+        {"max_staleness": 1},
+        {"max_staleness": 3},
+        {"max_staleness": 1, "on_update": "abort"},
+        {"max_staleness": 2, "on_update": "wait"},
+        {"max_staleness": 1, "oversampling": 1.5},
+        {"max_staleness": 1, "min_completions": 2},
+        {"max_staleness": 0, "oversampling": 2.0, "min_completions": 3, "on_update": "abort"},
+    ],
+    ids=lambda keys: " ".join(map(str, keys.values())),
+)
+def test_the_scheduler_does_what_the_simulation_does_in_the_same_order(tmp_path, keys, seed):
+    """Every group that is submitted, trained on, dropped and cut, by a scheduler that gets the same outputs, rewards
+    and demands in the same order."""
+    settings, rng = AsynchronousConfig(timeout_s=20, **keys), random.Random(seed)
+    machine = Machine(
+        engines=1, slots=rng.choice((3, 8, 40)), token_s=lambda rows: 1.0 + 0.1 * rows, length=lognormal(6, 1.0, 60),
+        learn_s=rng.choice((5.0, 30.0)), transfer_s=2.0, groups=GROUPS, members=MEMBERS,
+        beside_s=lambda rng: rng.choice((0.0, 4.0)), reward_s=lambda rng: rng.expovariate(0.1),
+    )  # fmt: skip
+    simulation = Noted(machine, settings, STEPS, seed)
+    simulation.run()
+    engine = Replayed(tmp_path, settings)
+    try:
+        replay(simulation.notes, engine)
+    finally:
+        engine.asked.put(None)
+        engine.scheduler._closing = True
