@@ -7,8 +7,6 @@ atomrl doctor --engine sglang     whether an engine works here, and what it lack
 Exit code 1 where the doctor finds something.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Iterable, Iterator

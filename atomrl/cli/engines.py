@@ -1,7 +1,5 @@
 """`atomrl doctor --engine NAME`: whether a rollout engine works here, and what it lacks."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -7,8 +7,6 @@ atomrl pool import runs/pools/second.sqlite groups.jsonl
 atomrl pool clear runs/pools/quickstart.sqlite        all but what a trainer holds
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -4,8 +4,6 @@ A generator is a function `make(rng, **arguments)` that returns one row: `prompt
 everything as JSON has it. One line in `GENERATORS` makes it available by name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import random

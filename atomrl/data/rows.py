@@ -1,7 +1,5 @@
 """From ragged trajectories to tensor rows, and from rows to the batches of single optimizer steps."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Demonstrations and preferences as token ids, and as rows."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence

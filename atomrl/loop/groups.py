@@ -1,7 +1,5 @@
 """Where the groups of a step come from."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Where the groups come from is the source's business (`loop/groups.py`). It knows
 end or algorithm by name.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 import time

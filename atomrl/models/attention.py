@@ -1,7 +1,5 @@
 """Causal attention with rotary positions and grouped queries, of padded rows and of a stream of tokens in blocks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any

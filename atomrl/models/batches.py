@@ -1,7 +1,5 @@
 """Rows of like length together in forward passes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ Weights may be kept in float32 while the forward pass computes in `compute_dtype
 backward pass too (`CastLinear`), or once for all micro-batches (`round_once`); gradients arrive in float32.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache

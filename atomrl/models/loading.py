@@ -1,7 +1,5 @@
 """Models and tokenizers in Hugging Face layout: load, save, and look at without loading."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping

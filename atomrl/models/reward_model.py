@@ -8,8 +8,6 @@ A reward model reads a prompt and a completion in one of three ways, by what its
   tokens that were sampled are tokens of this tokenizer they are taken as they are, and nothing is tokenized again.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any

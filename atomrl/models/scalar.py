@@ -5,8 +5,6 @@ label: what is saved here loads there, and a reward model can start a critic. Ev
 ...) is trained and called through transformers; it scores whole texts and cannot be a critic.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

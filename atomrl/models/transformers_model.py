@@ -1,7 +1,5 @@
 """Any causal language model of transformers, computed as the engines compute it, by its published weight names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any, cast

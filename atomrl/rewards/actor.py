@@ -1,7 +1,5 @@
 """Reward models in a process of their own, with its share of a GPU."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Sequence

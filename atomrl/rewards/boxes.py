@@ -3,8 +3,6 @@ r"""The reward for answers in `\boxed{}`, judged by the math-verify package (the
 It runs in worker processes only: an expression that a model wrote can keep sympy busy for ever.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import re

@@ -1,7 +1,5 @@
 """Rewards for problems with one right answer."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

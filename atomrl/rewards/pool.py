@@ -1,7 +1,5 @@
 """A pool of worker processes that can be killed, so that no reward can hang or end a run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing.connection

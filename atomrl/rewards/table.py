@@ -1,7 +1,5 @@
 """The built-in rewards by name, and how any function is found."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable

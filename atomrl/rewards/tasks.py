@@ -1,7 +1,5 @@
 """Rewards of tasks in which many answers are right."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

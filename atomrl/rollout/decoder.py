@@ -4,8 +4,6 @@ Weights are held fused (q, k and v as one matrix, gate and up as another) in the
 fastest, and new ones are copied into them. The attention itself is the cache's (`atomrl.rollout.attention`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """Completions of whole prompts, for callers that wait for all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from atomrl.protocols import RolloutEngine

@@ -1,7 +1,5 @@
 """`HFEngine`: Hugging Face `generate`, for every causal language model that `transformers` loads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self

@@ -6,8 +6,6 @@ number that depends on the completion's own seed and the position alone, so neit
 the batch can change a completion (beyond the rounding of the floating-point sums).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 

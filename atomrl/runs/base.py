@@ -1,7 +1,5 @@
 """A run of any kind: what is checked before weights are loaded, and the course that all kinds take."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

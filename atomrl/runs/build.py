@@ -1,7 +1,5 @@
 """Engines and back ends from a config: the only place that names engines and back ends."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Collection

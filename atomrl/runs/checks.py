@@ -1,7 +1,5 @@
 """What has to be true of the models beside the policy, found before weights are loaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from importlib.util import find_spec

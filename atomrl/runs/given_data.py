@@ -1,7 +1,5 @@
 """`atomrl sft`, `atomrl dpo` and `atomrl reward-model`: training on rows that are given and not drawn."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """`atomrl train`: reinforcement learning."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

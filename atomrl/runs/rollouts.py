@@ -1,7 +1,5 @@
 """`atomrl rollout`: groups for a pool, drawn as a run of the same config would draw them."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 A back end says where weights lie: how a role's model is loaded, saved, and sent to an engine.
 """
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """The reference back end: one process, one device."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

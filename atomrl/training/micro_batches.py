@@ -1,7 +1,5 @@
 """How the rows of one optimizer step are split into forward passes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
