@@ -1,9 +1,7 @@
 """The sections of a config: a class for each, with the meaning of each key beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -68,7 +66,7 @@ class DataConfig(Section):
     shuffle: bool = True
 
     @model_validator(mode="after")
-    def _one_system_prompt(self) -> DataConfig:
+    def _one_system_prompt(self) -> Self:
         if self.system_prompt is not None and self.system_prompt_file is not None:
             raise ValueError("give system_prompt or system_prompt_file, not both")
         return self
@@ -109,7 +107,7 @@ class RolloutConfig(Section):
         return (server,) if isinstance(server, str) else server
 
     @model_validator(mode="after")
-    def _something_is_cut(self) -> RolloutConfig:
+    def _something_is_cut(self) -> Self:
         if self.logprobs_over == "kept" and (self.temperature == 0 or (self.top_p == 1 and not self.top_k)):
             raise ValueError(
                 "logprobs_over=kept needs a temperature above 0, and top_p below 1 or a top_k: nothing is cut"
@@ -130,7 +128,7 @@ class ResourceConfig(Section):
     """A share of one, or a whole number. null: what `placement` says, and 0 without."""
 
     @model_validator(mode="after")
-    def _whole_gpus(self) -> ResourceConfig:
+    def _whole_gpus(self) -> Self:
         if (gpus := self.num_gpus or 0) > 1 and gpus % 1:
             raise ValueError(f"num_gpus={gpus:g}: an actor has a share of one GPU, or whole ones")
         return self
@@ -236,7 +234,7 @@ class RewardConfig(Section):
         return {"functions": [], **tree} if isinstance(tree, Mapping) and tree.get("by_data_source") else tree
 
     @model_validator(mode="after")
-    def _at_least_one(self) -> RewardConfig:
+    def _at_least_one(self) -> Self:
         if not self.functions and not self.by_data_source:
             raise ValueError("reward.functions is empty and there is no reward.by_data_source: nothing gives a reward")
         return self
@@ -331,7 +329,7 @@ class GptConfig(Section):
     """The longest row that a serving engine will accept."""
 
     @model_validator(mode="after")
-    def _heads_that_fit(self) -> GptConfig:
+    def _heads_that_fit(self) -> Self:
         heads, kv_heads = self.heads, self.kv_heads or self.heads
         if heads % kv_heads or self.hidden % heads or self.hidden // heads % 2:
             raise ValueError(
