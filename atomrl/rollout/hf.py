@@ -6,13 +6,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from atomrl.atoms.logits import head_logits
 from atomrl.models.loading import base_path, load_transformers

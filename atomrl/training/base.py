@@ -22,7 +22,7 @@ from atomrl.training.collective import Collective, check_launcher
 from atomrl.training.micro_batches import group_pieces, is_out_of_memory, padded_tokens, zero_weight_row
 from atomrl.training.optimizer import Optimizer
 from atomrl.training.roles import SOURCES, TRAINED, Role, RoleName, check_forward_mode, sources
-from atomrl.types import RaggedIds, RowBatch, Rows, TrainingBatch, select_rows, unit_ids
+from atomrl.types import RaggedIds, RowBatch, Rows, TrainingBatch, select_rows
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -261,7 +261,7 @@ class BaseBackend(ABC):
         Raises:
             ConfigError: what does not fit is a single row, or a group that has to stay together.
         """
-        group_ids = unit_ids(rows, unit)
+        group_ids = rows.unit_ids(unit)
         while True:
             split, reason = self._split(rows, group_ids), ""
             mine = split[self.collective.rank :: self.collective.world]
