@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from atomrl.config.base import Section
+from atomrl.config.base import ConfigError, Section
 
 
 class LoraConfig(Section):
@@ -330,13 +330,21 @@ class GptConfig(Section):
 
     @model_validator(mode="after")
     def _heads_that_fit(self) -> Self:
-        heads, kv_heads = self.heads, self.kv_heads or self.heads
-        if heads % kv_heads or self.hidden % heads or self.hidden // heads % 2:
-            raise ValueError(
-                f"gpt: heads={heads} must divide hidden={self.hidden} into heads of an even size, and be a multiple of "
-                f"kv_heads={kv_heads}"
-            )
+        check_heads(self.hidden, self.heads, self.kv_heads or self.heads)
         return self
+
+
+def check_heads(hidden: int, heads: int, kv_heads: int) -> None:
+    """That attention of this shape is possible.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if heads % kv_heads or hidden % (2 * heads):
+        raise ConfigError(
+            f"gpt: heads={heads} must divide hidden={hidden} into heads of an even size, and be a multiple of "
+            f"kv_heads={kv_heads}"
+        )
 
 
 class SftConfig(Section):
