@@ -121,15 +121,12 @@ class _Rounding:
                     continue
                 done.add(id(module))
                 if type(module) is nn.Embedding:  # the rows that are looked up are rounded, not the whole table
-                    module.register_forward_hook(self._round_output)
+                    module.register_forward_hook(lambda module, inputs, output: output.to(dtype))
                     continue
                 found = [name for name, weight in module._parameters.items() if weight is not None]
                 slots += [(module, name) for name in found if f"{names[id(module)]}.{name}" not in kept]
             if slots:
                 self._round_while_running(unit, slots)
-
-    def _round_output(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return output.to(self.dtype)
 
     def _round_while_running(self, unit: nn.Module, slots: list[tuple[nn.Module, str]]) -> None:
         def enter(*_: Any) -> None:

@@ -49,14 +49,7 @@ def fill(run: RLRun, groups: int | None = None, said: Callable[[str], None] = pr
         cluster = build.open_cluster(config, run.algorithm, stack)
         engine = build.build_rollout(config, run.path, run.tokenizer, cluster)
         stack.callback(engine.close)
-        source = EngineSource(
-            engine=engine,
-            algorithm=run.algorithm,
-            stream=run.stream,
-            processor=run.processor,
-            rewards=run.rewards,
-            sampling=build.train_sampling(config),
-        )
+        source = EngineSource(**run.drawing(engine))
         follower = WeightFollower(engine, PublishedWeights(config.run_dir))
         stopped = stack.enter_context(stop_request())
         while not stopped() and (groups is None or drawn < groups):
