@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from atomrl.config.base import ConfigError, Section
 
@@ -72,6 +72,9 @@ class DataConfig(Section):
         return self
 
 
+Server = Annotated[str, Field(pattern=r"^https?://[^/\s]+$")]
+
+
 class RolloutConfig(Section):
     """How completions are drawn during training."""
 
@@ -95,16 +98,11 @@ class RolloutConfig(Section):
     """Rows that an engine decodes at once."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """The share of a GPU's memory that vLLM or SGLang may take."""
-    server: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = ()
+    server: Annotated[tuple[Server, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)] = ()
     """Addresses of servers that are there, for the engines `vllm-server` and `sglang`, such as `http://127.0.0.1:8000`;
     groups are spread over several. None: the engine starts its own, which ends with the run."""
     server_timeout_s: float = Field(600.0, gt=0)
     """Within which a server must answer, a completion included; the run ends with an error that names it."""
-
-    @field_validator("server", mode="before")
-    @classmethod
-    def _one_alone(cls, server: Any) -> Any:
-        return (server,) if isinstance(server, str) else server
 
     @model_validator(mode="after")
     def _something_is_cut(self) -> Self:
