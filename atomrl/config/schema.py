@@ -333,11 +333,7 @@ class GptConfig(Section):
 
 
 def check_heads(hidden: int, heads: int, kv_heads: int) -> None:
-    """That attention of this shape is possible.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """That attention of this shape is possible, or a ConfigError."""
     if heads % kv_heads or hidden % (2 * heads):
         raise ConfigError(
             f"gpt: heads={heads} must divide hidden={hidden} into heads of an even size, and be a multiple of "

@@ -200,8 +200,7 @@ class GPT(nn.Module):
         cos, sin = self.rope_tables(length, tokens.device)
         for layer in self.model.layers:
             x = self._checkpointed(self.run_layer if self.compiled else _run_layer, layer, x, cos, sin)
-        out: Tensor = self.model.norm(x)
-        return out
+        return cast(Tensor, self.model.norm(x))
 
     @property
     def shares_prompts(self) -> bool:

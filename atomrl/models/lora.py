@@ -7,7 +7,7 @@ Needs the `lora` extra. Adapters are put into the model in place and saved in pe
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,7 @@ def _peft() -> Any:
 
 
 def _inner(model: Any) -> nn.Module:
-    inner: nn.Module = getattr(model, "inner", model)
-    return inner
+    return cast(nn.Module, getattr(model, "inner", model))
 
 
 def add_adapters(model: Any, config: LoraConfig, base: str) -> None:

@@ -31,8 +31,7 @@ class HFModel(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """[V, H]: logits are `hidden @ head_weight.T`."""
-        weight: Tensor = self.inner.get_output_embeddings().weight
-        return weight
+        return cast(Tensor, self.inner.get_output_embeddings().weight)
 
     def forward_hidden(self, tokens: Tensor) -> Tensor:
         """[B, T] right-padded token ids -> hidden states after the final norm, [B, T, H]."""
