@@ -38,7 +38,7 @@ class _Part:
     name: str
     """Unique in the run; the name it is logged under."""
     weight: float
-    scorers: Mapping[str | None, Scorer]
+    scorers: dict[str | None, Scorer]
     """data source -> reward; None: every completion's."""
 
     def scorer(self, sample: Sample) -> Scorer:

@@ -70,7 +70,6 @@ class RLRun(Run):
         self.config = build.with_steps(config, len(samples))
         check_row_limit([len(ids) for ids in self.processor.token_ids(samples)], config.train.max_row_tokens)
         check_group_size(self.algorithm, config.rollout.completions_per_prompt)
-        self.temperature = config.rollout.temperature or 1.0
         if config.rollout.source == "pool":
             check_pool(config, self.pool_identity)
 
