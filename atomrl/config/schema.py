@@ -73,6 +73,7 @@ class DataConfig(Section):
 
 
 Server = Annotated[str, Field(pattern=r"^https?://[^/\s]+$")]
+"""The address of a server, without a path."""
 
 
 class RolloutConfig(Section):
