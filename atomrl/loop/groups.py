@@ -106,6 +106,9 @@ class EngineSource(GroupSource):
         """The position of the stream; nothing is under way."""
         return self.stream.position, []
 
+    def close(self) -> None:
+        """Nothing was started."""
+
 
 def with_baselines(trajectories: Sequence[Trajectory], extra: Sequence[Trajectory]) -> list[Trajectory]:
     """Each trajectory with the mean reward of the extra ones of its prompt."""
