@@ -1,7 +1,5 @@
 """A user's own function by its name, as a config names rewards and custom choices: of a module, or of a file."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

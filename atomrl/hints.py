@@ -1,7 +1,5 @@
 """Errors that help: what an unknown name may have been meant to be, and what went wrong in the user's terms."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The interfaces between the parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,19 +10,57 @@ import torch
 from torch import Tensor
 
 from atomrl.metrics import Metrics
-from atomrl.types import (
-    AdvantageBatch,
-    GenerationOutput,
-    GenerationRequest,
-    RowBatch,
-    TrainingBatch,
-    Trajectory,
-)
+from atomrl.types import AdvantageBatch, GenerationOutput, GenerationRequest, RowBatch, TrainingBatch, Trajectory
 
 NOTHING: Mapping[str, float] = MappingProxyType({})
 ModelInput = Literal["old_logprobs", "old_entropy", "ref_logprobs", "teacher_logprobs", "values", "scores"]
 RowUnit = Literal["row", "group", "pair"]
 Output = Literal["logprobs", "entropy", "values", "scores", "distributions", "teacher_distributions"]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A low-rank adapter of one linear layer: its output is `x W^T + scale (x A^T) B^T`."""
+
+    a: Tensor
+    """[rank, in] float32."""
+    b: Tensor
+    """[out, rank] float32."""
+    scale: float
+    """alpha / rank"""
+    transposed: bool = False
+    """The layer keeps its weight as [in, out] (GPT-2)."""
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """Weights on their way from a trainer to an engine."""
+
+    version: int
+    tensors: Iterable[tuple[str, Tensor]] = ()
+    """Named as in the published Hugging Face checkpoint; may be lazy, and is read once."""
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    """By the name of the layer's weight (`model.layers.0.self_attn.q_proj.weight`). They replace those from before."""
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Everything that travels, by name: the weights, then A and scale x B of each adapter, as `NAME.lora_A` and
+        `NAME.lora_B`."""
+        yield from self.tensors
+        for name, adapter in self.adapters.items():
+            yield f"{name}.lora_A", adapter.a
+            yield f"{name}.lora_B", adapter.b * adapter.scale
+
+
+class WeightHash(NamedTuple):
+    """What an engine has read back of one weight."""
+
+    name: str
+    dtype: torch.dtype
+    """What it rounds the weight to."""
+    value: int | None
+    """`tensor_hash` of the values in that dtype; None: this engine cannot read the weight back."""
+    holder: str = "the engine"
+    """Which of several engines."""
 
 
 @runtime_checkable
@@ -86,49 +122,6 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Free what the engine holds."""
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """A low-rank adapter of one linear layer: its output is `x W^T + scale (x A^T) B^T`."""
-
-    a: Tensor
-    """[rank, in] float32."""
-    b: Tensor
-    """[out, rank] float32."""
-    scale: float
-    """alpha / rank"""
-
-
-@dataclass(frozen=True)
-class WeightUpdate:
-    """Weights on their way from a trainer to an engine."""
-
-    version: int
-    tensors: Iterable[tuple[str, Tensor]] = ()
-    """Named as in the published Hugging Face checkpoint; may be lazy, and is read once."""
-    adapters: Mapping[str, Adapter] = field(default_factory=dict)
-    """By the name of the layer's weight (`model.layers.0.self_attn.q_proj.weight`). They replace those from before."""
-
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Everything that travels, by name: the weights, then A and scale x B of each adapter, as `NAME.lora_A` and
-        `NAME.lora_B`."""
-        yield from self.tensors
-        for name, adapter in self.adapters.items():
-            yield f"{name}.lora_A", adapter.a
-            yield f"{name}.lora_B", adapter.b * adapter.scale
-
-
-class WeightHash(NamedTuple):
-    """What an engine has read back of one weight."""
-
-    name: str
-    dtype: torch.dtype
-    """What it rounds the weight to."""
-    value: int | None
-    """`tensor_hash` of the values in that dtype; None: this engine cannot read the weight back."""
-    holder: str = "the engine"
-    """Which of several engines."""
 
 
 WeightTransfer = Callable[[int], None]

@@ -12,7 +12,6 @@ A token tensor is indexed by the token itself: `logprobs[b, t] = log p(tokens[b,
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
@@ -87,16 +86,6 @@ class SamplingParams:
             raise ValueError("temperature must be >= 0, top_p in (0, 1], top_k >= 0")
         if self.logprobs_over == "kept" and self.temperature > 0 and self.top_p == 1 and not self.top_k:
             raise ValueError("logprobs_over=kept, but neither top_p nor top_k cuts anything")
-
-
-def completion_seed(seed: int, step: int, prompt_id: str, index: int) -> int:
-    """The seed of one completion: a hash, so that the order in which completions arrive cannot matter.
-
-    Returns:
-        A non-negative integer below 2**63.
-    """
-    key = f"{seed}/{step}/{prompt_id}/{index}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
 FailureKind = Literal["timeout", "error", "crash", "invalid"]
@@ -345,6 +334,14 @@ class RowBatch:
     def rows(self) -> int:
         return int(self.tokens.shape[0])
 
+    def unit_ids(self, unit: Literal["row", "group", "pair"]) -> Tensor | None:
+        """[B] what a split keeps together has the same number; None where every row stands for itself.
+
+        Args:
+            unit: an algorithm's `row_unit`.
+        """
+        return {"row": None, "group": self.group_ids, "pair": self.pair_ids}[unit]
+
     @property
     def sampled_lengths(self) -> Tensor:
         """[B] int64: tokens after the prompt as sampled, whatever was cut off the row."""
@@ -375,15 +372,6 @@ class TrainingBatch(AdvantageBatch):
 
     loss_weights: Tensor
     """[B, T] float32: the loss is `(loss_weights * per_token).sum()` over all micro-batches."""
-
-
-def unit_ids(batch: RowBatch, unit: Literal["row", "group", "pair"]) -> Tensor | None:
-    """[B] what a split keeps together has the same number; None where every row stands for itself.
-
-    Args:
-        unit: an algorithm's `row_unit`.
-    """
-    return {"row": None, "group": batch.group_ids, "pair": batch.pair_ids}[unit]
 
 
 Rows = TypeVar("Rows", bound=RowBatch)

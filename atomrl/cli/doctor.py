@@ -7,8 +7,6 @@ atomrl doctor --engine sglang     whether an engine works here, and what it lack
 Exit code 1 where the doctor finds something.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Iterable, Iterator
@@ -39,7 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
         from atomrl.cli.engines import examine_engine
 
         return show([(arguments.engine, examine_engine(arguments.engine, arguments.run))])
-    return examine_machine() if arguments.run is None else examine_run(arguments.run)
+    if arguments.run is not None:
+        return examine_run(arguments.run)
+    # Environment variables are never printed.
+    return show((("installed", installed()), ("hardware", hardware()), ("will be used", used())))
 
 
 def examine_run(folder: Path) -> int:
@@ -68,11 +69,6 @@ def is_row(row: Any) -> bool:
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return False
     return all(value is None or isinstance(value, int | float) for value in row.values())
-
-
-def examine_machine() -> int:
-    """Print what is installed, the hardware and what will be used; environment variables are never printed."""
-    return show((("installed", installed()), ("hardware", hardware()), ("will be used", used())))
 
 
 def show(parts: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> int:

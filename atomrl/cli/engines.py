@@ -1,7 +1,5 @@
 """`atomrl doctor --engine NAME`: whether a rollout engine works here, and what it lacks."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -44,10 +42,11 @@ def examine_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, s
         yield "package", "none: it is part of AtomRL"
         return
     yield "cuda", cuda()
-    installed = distribution_of(engine.package)
-    if installed is None:
+    names = metadata.packages_distributions().get(engine.package)  # vLLM for CPUs is called otherwise
+    if not names:
         yield engine.package, f"broken: not installed (pip install 'atomrl[{engine.package}]')"
         return
+    installed = metadata.distribution(names[0])
     yield engine.package, f"{installed.version} ({installed.metadata['Name']})"
     yield from unmet(installed)
     archs = supported(engine.probe)
@@ -57,12 +56,6 @@ def examine_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, s
     yield "import", f"works; it knows {len(archs)} kinds of model"
     if config is not None:
         yield "model", model_kind(model_path(config), config.model.trust_remote_code, archs)
-
-
-def distribution_of(package: str) -> metadata.Distribution | None:
-    """What brings an importable package: vLLM for CPUs is called otherwise."""
-    names = metadata.packages_distributions().get(package, [])
-    return metadata.distribution(names[0]) if names else None
 
 
 def unmet(installed: metadata.Distribution) -> Iterator[tuple[str, str]]:

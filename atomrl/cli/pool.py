@@ -7,11 +7,10 @@ atomrl pool import runs/pools/second.sqlite groups.jsonl
 atomrl pool clear runs/pools/quickstart.sqlite        all but what a trainer holds
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 
 ACTIONS = ("list", "stats", "export", "import", "clear")
@@ -40,8 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if action == "import" and not file.is_file():
         raise ValueError(f"{file} does not exist")
-    pool = RolloutPool(path, PoolConfig(capacity=sys.maxsize, ttl_s=1e12))  # nothing goes but by `clear`
-    try:
+    everything = PoolConfig(capacity=sys.maxsize, ttl_s=1e12)  # nothing goes but by `clear`
+    with closing(RolloutPool(path, everything)) as pool:
         if action == "stats":
             print(json.dumps(pool.stats(), indent=2))
         elif action == "export":
@@ -52,8 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             gone, held = pool.clear(), pool.stats()["held"]
             print(f"{path}: {gone} groups removed" + (f", {held} are held by a trainer" if held else ""))
-    finally:
-        pool.close()
     return 0
 
 
@@ -66,9 +63,8 @@ def list_pools(folder: Path) -> int:
     if not files:
         print(f"no rollout pools in {folder}")
     for path in files:
-        pool = RolloutPool(path, PoolConfig())
-        stats = pool.stats()
-        pool.close()
+        with closing(RolloutPool(path, PoolConfig())) as pool:
+            stats = pool.stats()
         age = stats["oldest_age_s"]
         print(
             f"{path}  {stats['groups']} groups, {stats['held']} of them held; {stats['payload_bytes'] / 2**20:.1f} MiB"

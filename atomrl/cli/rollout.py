@@ -7,8 +7,6 @@ atomrl rollout configs/quickstart.yaml --groups 640
 atomrl train configs/quickstart.yaml rollout.source=pool train.steps=10 pool.max_staleness=10
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

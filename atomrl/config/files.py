@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -83,8 +83,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             if key in seen:
                 raise yaml.YAMLError(f"{key!r} is given twice, in lines {seen[key]} and {line}")
             seen[key] = line
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
+        return cast(dict[Any, Any], super().construct_mapping(node, deep))
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

@@ -1,13 +1,11 @@
 """The sections of a config: a class for each, with the meaning of each key beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from atomrl.config.base import Section
+from atomrl.config.base import ConfigError, Section
 
 
 class LoraConfig(Section):
@@ -68,10 +66,14 @@ class DataConfig(Section):
     shuffle: bool = True
 
     @model_validator(mode="after")
-    def _one_system_prompt(self) -> DataConfig:
+    def _one_system_prompt(self) -> Self:
         if self.system_prompt is not None and self.system_prompt_file is not None:
             raise ValueError("give system_prompt or system_prompt_file, not both")
         return self
+
+
+Server = Annotated[str, Field(pattern=r"^https?://[^/\s]+$")]
+"""The address of a server, without a path."""
 
 
 class RolloutConfig(Section):
@@ -97,7 +99,7 @@ class RolloutConfig(Section):
     """Rows that an engine decodes at once."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """The share of a GPU's memory that vLLM or SGLang may take."""
-    server: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = ()
+    server: Annotated[tuple[Server, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)] = ()
     """Addresses of servers that are there, for the engines `vllm-server` and `sglang`, such as `http://127.0.0.1:8000`;
     groups are spread over several. None: the engine starts its own, which ends with the run."""
     server_timeout_s: float = Field(600.0, gt=0)
@@ -105,13 +107,8 @@ class RolloutConfig(Section):
     server_weights: Literal["files", "collective"] = "files"
     """How weights travel to servers: as files that they see, or by a broadcast (`sglang`)."""
 
-    @field_validator("server", mode="before")
-    @classmethod
-    def _one_alone(cls, server: Any) -> Any:
-        return (server,) if isinstance(server, str) else server
-
     @model_validator(mode="after")
-    def _something_is_cut(self) -> RolloutConfig:
+    def _something_is_cut(self) -> Self:
         if self.logprobs_over == "kept" and (self.temperature == 0 or (self.top_p == 1 and not self.top_k)):
             raise ValueError(
                 "logprobs_over=kept needs a temperature above 0, and top_p below 1 or a top_k: nothing is cut"
@@ -132,7 +129,7 @@ class ResourceConfig(Section):
     """A share of one, or a whole number. null: what `placement` says, and 0 without."""
 
     @model_validator(mode="after")
-    def _whole_gpus(self) -> ResourceConfig:
+    def _whole_gpus(self) -> Self:
         if (gpus := self.num_gpus or 0) > 1 and gpus % 1:
             raise ValueError(f"num_gpus={gpus:g}: an actor has a share of one GPU, or whole ones")
         return self
@@ -238,7 +235,7 @@ class RewardConfig(Section):
         return {"functions": [], **tree} if isinstance(tree, Mapping) and tree.get("by_data_source") else tree
 
     @model_validator(mode="after")
-    def _at_least_one(self) -> RewardConfig:
+    def _at_least_one(self) -> Self:
         if not self.functions and not self.by_data_source:
             raise ValueError("reward.functions is empty and there is no reward.by_data_source: nothing gives a reward")
         return self
@@ -333,14 +330,18 @@ class GptConfig(Section):
     """The longest row that a serving engine will accept."""
 
     @model_validator(mode="after")
-    def _heads_that_fit(self) -> GptConfig:
-        heads, kv_heads = self.heads, self.kv_heads or self.heads
-        if heads % kv_heads or self.hidden % heads or self.hidden // heads % 2:
-            raise ValueError(
-                f"gpt: heads={heads} must divide hidden={self.hidden} into heads of an even size, and be a multiple of "
-                f"kv_heads={kv_heads}"
-            )
+    def _heads_that_fit(self) -> Self:
+        check_heads(self.hidden, self.heads, self.kv_heads or self.heads)
         return self
+
+
+def check_heads(hidden: int, heads: int, kv_heads: int) -> None:
+    """That attention of this shape is possible, or a ConfigError."""
+    if heads % kv_heads or hidden % (2 * heads):
+        raise ConfigError(
+            f"gpt: heads={heads} must divide hidden={hidden} into heads of an even size, and be a multiple of "
+            f"kv_heads={kv_heads}"
+        )
 
 
 class SftConfig(Section):

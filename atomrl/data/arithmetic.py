@@ -7,8 +7,6 @@ work out. With the defaults (4 steps, numbers to 50, values to 999) there are mo
 more than 10**5. Score it with `strict_math`.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -11,8 +11,6 @@ No two steps share an operand, so that the next one can be found by the last one
 101,482,560 problems of four to six steps (869,760 of four alone).
 """
 
-from __future__ import annotations
-
 import random
 import re
 from typing import Any

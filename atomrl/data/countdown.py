@@ -8,8 +8,6 @@ order, so that the same problem cannot appear twice in another order. With the d
 targets 10 to 99) there are some 5 x 10**7 problems; with three numbers alone some 5 x 10**5.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -3,8 +3,6 @@
 JSONL, CSV, JSON arrays, Parquet, and folders written by `datasets.Dataset.save_to_disk`; the first three also as `.gz`.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

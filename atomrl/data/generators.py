@@ -4,15 +4,13 @@ A generator is a function `make(rng, **arguments)` that returns one row: `prompt
 everything as JSON has it. One line in `GENERATORS` makes it available by name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import random
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, cast
 
 from atomrl.data import arithmetic, chain, countdown, stack_machine
 from atomrl.data.problems import DataError
@@ -162,8 +160,7 @@ def find_completions(task: str, kind: Literal["demonstrate", "pair"]) -> Draw:
         what = "demonstrations" if kind == "demonstrate" else "pairs of completions"
         able = ", ".join(name for name, generator in GENERATORS.items() if getattr(generator, kind))
         raise DataError(f"the task {task!r} writes no {what} ({able} does); give a file that has them")
-    found: Draw = draw
-    return found
+    return cast(Draw, draw)
 
 
 def task_words(source: str | list[str]) -> Sequence[str]:

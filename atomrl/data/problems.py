@@ -1,7 +1,5 @@
 """The error of this package, and how long lists of problems are shown."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 SHOWN = 20

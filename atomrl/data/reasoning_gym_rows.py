@@ -4,8 +4,6 @@ Everything that the package needs to score an answer is in the column `reasoning
 reads it. Arguments are those of the task's own config class, such as `min_n` for `binary_matrix`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

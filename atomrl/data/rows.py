@@ -1,7 +1,5 @@
 """From ragged trajectories to tensor rows, and from rows to the batches of single optimizer steps."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,17 +8,7 @@ import torch
 from torch import Tensor
 
 from atomrl.protocols import Algorithm
-from atomrl.types import (
-    AdvantageBatch,
-    RaggedIds,
-    RowBatch,
-    Segment,
-    TrainingBatch,
-    Trajectory,
-    by_group,
-    select_rows,
-    unit_ids,
-)
+from atomrl.types import AdvantageBatch, RaggedIds, RowBatch, Segment, TrainingBatch, Trajectory, by_group, select_rows
 
 
 @dataclass(frozen=True)
@@ -168,7 +156,7 @@ def to_training_batches(
     if credited.rows == 0:
         return
     for epoch in range(epochs):
-        for index in _split(credited.rows, unit_ids(credited, algorithm.row_unit), updates, f"{seed}/{step}/{epoch}"):
+        for index in _split(credited.rows, credited.unit_ids(algorithm.row_unit), updates, f"{seed}/{step}/{epoch}"):
             part = select_rows(credited, index)
             yield TrainingBatch(**vars(part), loss_weights=algorithm.loss_weights(part.loss_mask, part.group_ids))
 

@@ -9,8 +9,6 @@ of the program is a dial for the difficulty. With the defaults (6 to 10 operatio
 than 10**10 problems. Score it with `strict_math`.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

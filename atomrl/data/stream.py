@@ -1,7 +1,5 @@
 """The order in which samples are handed out. One integer is the whole state."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

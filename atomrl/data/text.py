@@ -1,7 +1,5 @@
 """Plain text as a stream of chunks, so that a file larger than memory can be read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -1,11 +1,9 @@
 """Demonstrations and preferences as token ids, and as rows."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -177,8 +175,7 @@ class TokenizedSamples:
     def completions(self, prompt_id: str, sample: Sample) -> Scored:
         """Those of the sample's row, or of its generator."""
         if self._draw is None:
-            found: Scored = sample.columns[COMPLETIONS]
-            return found
+            return cast(Scored, sample.columns[COMPLETIONS])
         row = {**sample.columns, "ground_truth": sample.ground_truth}
         drawn = self._draw(random.Random(f"{self._seed}/{prompt_id}"), row)
         return ((drawn, 0.0),) if isinstance(drawn, str) else ((drawn[0], 1.0), (drawn[1], 0.0))

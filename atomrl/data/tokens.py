@@ -6,8 +6,6 @@ FOLDER/
   tokenizer/           the tokenizer, as transformers loads it
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import Counter

@@ -1,13 +1,13 @@
 """Evaluation: draw completions for held-out problems, score them, and say how sure the figures are."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from atomrl.data.processor import DataProcessor
 from atomrl.protocols import RewardComputer, RolloutEngine
@@ -16,9 +16,6 @@ from atomrl.rewards.format import extract_answer, has_strict_format, reasoning_t
 from atomrl.rollout.generate import generate
 from atomrl.tracking.run_directory import rollout_rows
 from atomrl.types import Sample, SamplingParams, by_group
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Row = Mapping[str, Any]
 """A completion as it is written, with what was made of it."""

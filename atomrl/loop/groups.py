@@ -1,7 +1,5 @@
 """Where the groups of a step come from."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence
@@ -47,13 +45,14 @@ class GroupSource(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """What there is to say of the last `collect` beside the groups themselves."""
+        return {}
 
     def close(self) -> None:
         """End what the source started by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSource:
+class EngineSource(GroupSource):
     """Groups that an engine draws while the trainer waits: all requests of a step, then all rewards."""
 
     engine: RolloutEngine
@@ -106,10 +105,6 @@ class EngineSource:
     def state(self) -> tuple[int, list[tuple[int, int]]]:
         """The position of the stream; nothing is under way."""
         return self.stream.position, []
-
-    def metrics(self) -> dict[str, float]:
-        """Nothing beside what the groups themselves say."""
-        return {}
 
     def close(self) -> None:
         """Nothing was started."""

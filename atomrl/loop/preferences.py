@@ -1,7 +1,5 @@
 """How often a model agrees with the preferences that are held out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

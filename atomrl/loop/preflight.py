@@ -1,7 +1,5 @@
 """Whether a run can make any update: what can be said before it begins."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

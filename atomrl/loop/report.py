@@ -1,7 +1,5 @@
 """Metrics of a step under verl's names, so that existing dashboards carry over."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import defaultdict

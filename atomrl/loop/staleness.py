@@ -1,7 +1,5 @@
 """How old the tokens are that a step trains on."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from atomrl.loop.groups import Groups

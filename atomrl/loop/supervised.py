@@ -1,7 +1,5 @@
 """Training on rows that come from data: demonstrations, preferences, windows of text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -4,8 +4,6 @@ Where the groups come from is the source's business (`loop/groups.py`). It knows
 end or algorithm by name.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 import time
@@ -161,17 +159,7 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
     rows = to_rows(list(chain(*accepted)), config.train.max_row_tokens, version=step - 1)
     if parts.sleeper:
         parts.sleeper.sleep()
-    batch, results = learn(
-        parts.trainer,
-        parts.algorithm,
-        rows,
-        progress.algorithm_state,
-        watch,
-        updates=config.updates_per_epoch,
-        epochs=config.train.epochs_per_step,
-        seed=config.seed,
-        step=step,
-    )
+    batch, results = learn(parts.trainer, parts.algorithm, rows, progress.algorithm_state, watch, config, step=step)
     if parts.sleeper:
         parts.sleeper.wake()
     with watch("sync_weights"):
@@ -194,22 +182,21 @@ def learn(
     rows: RowBatch,
     state: dict[str, float],
     watch: Stopwatch,
-    *,
-    updates: int = 1,
-    epochs: int = 1,
-    seed: int = 0,
+    config: RunConfig | None = None,
     step: int = 0,
 ) -> tuple[AdvantageBatch, list[Metrics]]:
     """The second half of a step: from rows to updates. `state` becomes the algorithm's after it.
 
     Args:
-        updates, epochs, seed, step: as in `to_training_batches`.
+        config: of a run on rollouts: how often it updates on its rows, and the seed of their split. None: once.
+        step: number of the step, which has a split of its own.
 
     Returns:
         The rows with their advantages, and the metrics of each update: none where there is no row.
     """
     if not rows.rows:
         return AdvantageBatch(**vars(rows), advantages=rows.tokens.float()), []
+    updates, epochs = (config.updates_per_epoch, config.train.epochs_per_step) if config else (1, 1)
     needs = algorithm.needs
     if updates * epochs == 1:  # the policy still is the one of the start of the step: no need to compute it twice
         needs = algorithm.advantage_inputs | (needs - {"old_logprobs"})
@@ -222,6 +209,7 @@ def learn(
         batch = algorithm.advantages(rows, state)
         state.update(batch.state)
     with watch("update_actor"):
+        seed = config.seed if config else 0
         parts = to_training_batches(batch, algorithm, updates=updates, epochs=epochs, seed=seed, step=step)
         return batch, [trainer.train_step(part, algorithm) for part in parts]
 

@@ -1,10 +1,8 @@
 """Causal attention with rotary positions and grouped queries, of padded rows and of a stream of tokens in blocks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -221,5 +219,4 @@ def _softmax_backward(block: Block, shares: Tensor, grad: Tensor) -> Tensor:
     if cpp.usable(grad):
         cpp.call("softmax_backward", shares, grad, grad[..., 0].numel(), block.length, block.before)
         return grad
-    scores: Tensor = torch.ops.aten._softmax_backward_data(grad, shares, -1, shares.dtype)
-    return scores
+    return cast(Tensor, torch.ops.aten._softmax_backward_data(grad, shares, -1, shares.dtype))

@@ -1,7 +1,5 @@
 """Training's C++ kernels (`kernels.cpp`), and how C++ is built: on demand, once per machine, never required."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

@@ -5,10 +5,8 @@ Weights may be kept in float32 while the forward pass computes in `compute_dtype
 backward pass too (`CastLinear`), or once for all micro-batches (`round_once`); gradients arrive in float32.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -18,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from atomrl.config import ConfigError
+from atomrl.config.schema import check_heads
 from atomrl.models.attention import PackedAttention, row_attention, stream_attention
 from atomrl.models.kernels import CastLinear, apply, are_plain, rms_norm, stacked, swiglu
 from atomrl.models.shared_prefix import Stream, row_stream
-from atomrl.models.spec import DecoderSpec, fitting_weights, read_spec, rope_table
+from atomrl.models.spec import DecoderSpec, read_spec, rope_table
 
 Attend = Callable[[Tensor], Tensor]
 
@@ -149,11 +148,6 @@ def weight_shapes(spec: DecoderSpec) -> Mapping[str, tuple[int, ...]]:
     return shapes if spec.tied_head else shapes | {"lm_head.weight": (spec.vocab, spec.hidden)}
 
 
-def check_weights(weights: Iterable[tuple[str, Tensor]], spec: DecoderSpec) -> dict[str, Tensor]:
-    """`fitting_weights` of this decoder; a tied head's `lm_head.weight`, which state dicts carry, is left out."""
-    return fitting_weights(weights, weight_shapes(spec), {"lm_head.weight"} if spec.tied_head else ())
-
-
 class GPT(nn.Module):
     """A causal language model of the Llama, Qwen2 or Qwen3 architecture, from its transformers config.
 
@@ -206,8 +200,7 @@ class GPT(nn.Module):
         cos, sin = self.rope_tables(length, tokens.device)
         for layer in self.model.layers:
             x = self._checkpointed(self.run_layer if self.compiled else _run_layer, layer, x, cos, sin)
-        out: Tensor = self.model.norm(x)
-        return out
+        return cast(Tensor, self.model.norm(x))
 
     @property
     def shares_prompts(self) -> bool:
@@ -299,11 +292,7 @@ def new_gpt(
     from transformers import AutoConfig
 
     kv_heads = kv_heads or heads
-    if heads % kv_heads or hidden % (2 * heads):
-        raise ConfigError(
-            f"gpt: heads={heads} must divide hidden={hidden} into heads of an even size, and be a multiple of "
-            f"kv_heads={kv_heads}"
-        )
+    check_heads(hidden, heads, kv_heads)
     kinds = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
     if family not in kinds:
         raise ConfigError(f"gpt: family {family!r} is none of {', '.join(kinds)}")

@@ -8,8 +8,6 @@ A backward pass written by hand is differentiated in one way only. Within `plain
 PyTorch's own operations instead, which autograd differentiates forward and any number of times.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast

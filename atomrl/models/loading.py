@@ -1,7 +1,5 @@
 """Models and tokenizers in Hugging Face layout: load, save, and look at without loading."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -185,11 +183,8 @@ def load_decoder(
     with torch.device("meta"):
         model = kind(config)
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    unused, what = (
-        {"lm_head.weight"} if model.spec.tied_head else (),
-        f"the weights in {path} do not fit its config.json",
-    )
-    state = fitting_weights(weights, shapes, unused, what)
+    what = f"the weights in {path} do not fit its config.json"
+    state = fitting_weights(weights, shapes, {"lm_head.weight"} if model.spec.tied_head else (), what)
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()}, assign=True)
     return model.requires_grad_(True)
 
@@ -276,10 +271,8 @@ def fill_weights(own: Mapping[str, Tensor], folder: str | Path) -> None:
     Raises:
         ConfigError: they are another model's.
     """
-    shapes, what = (
-        {name: tuple(tensor.shape) for name, tensor in own.items()},
-        f"checkpoint {folder} is of another model",
-    )
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    what = f"checkpoint {folder} is of another model"
     for name, tensor in fitting_weights(read_safetensors(folder), shapes, what=what).items():
         own[name].copy_(tensor)
 

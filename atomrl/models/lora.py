@@ -4,23 +4,19 @@ Needs the `lora` extra. Adapters are put into the model in place and saved in pe
 `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)` loads them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from atomrl.config import ConfigError, LoraConfig
 from atomrl.hints import said_as
+from atomrl.models.gpt import GPT
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Adapter
-
-if TYPE_CHECKING:
-    from atomrl.models.loading import Policy
 
 ADAPTER = "default"
 
@@ -32,8 +28,7 @@ def _peft() -> Any:
 
 
 def _inner(model: Any) -> nn.Module:
-    inner: nn.Module = getattr(model, "inner", model)
-    return inner
+    return cast(nn.Module, getattr(model, "inner", model))
 
 
 def add_adapters(model: Any, config: LoraConfig, base: str) -> None:
@@ -91,7 +86,7 @@ def _lora_layers(inner: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, m) for name, m in inner.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer"))
 
 
-def adapter_weights(model: Policy) -> dict[str, Adapter]:
+def adapter_weights(model: GPT | HFModel) -> dict[str, Adapter]:
     """The adapters of a policy, unmerged and not copied, by the Hugging Face name of the weight that each adds to.
 
     Merged into bfloat16 weights, an update smaller than half a step of their grid would be lost: an engine that takes

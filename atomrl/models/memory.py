@@ -1,7 +1,5 @@
 """How much memory a run will take, from its config and the model's config alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A checkpoint of nanoGPT (github.com/karpathy/nanoGPT) as a Hugging Face GPT-2. Nothing in the file is executed."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Mapping
 from pathlib import Path

@@ -8,11 +8,9 @@ A reward model reads a prompt and a completion in one of three ways, by what its
   tokens that were sampled are tokens of this tokenizer they are taken as they are, and nothing is tokenized again.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -109,11 +107,6 @@ class Reader:
             )
         self._warned = False
 
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether rows are the tokens of prompt and completion as they are."""
-        return not (self.has_template or self.makes_pairs)
-
     def token_ids(self, trajectories: Sequence[Trajectory]) -> list[tuple[int, ...]]:
         """The tokens of every trajectory, the prompt's in front.
 
@@ -168,8 +161,7 @@ class Reader:
         """The text of tokens; None where some are none of this tokenizer's."""
         if not token_ids or max(token_ids) >= len(self.tokenizer):
             return None
-        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
+        return cast(str, self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _asks(self, prompt: Sequence[int], sample: Sample) -> bool:
         """Whether the tokens are the sample's prompt in this tokenizer's; a system prompt may go before."""

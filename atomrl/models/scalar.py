@@ -5,11 +5,9 @@ label: what is saved here loads there, and a reward model can start a critic. Ev
 ...) is trained and called through transformers; it scores whole texts and cannot be a critic.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -59,8 +57,7 @@ class GPTScalar(GPT):
         """[B] float32: the number at each row's last token."""
         after = F.one_hot(lengths, tokens.shape[1] + 1).bool()
         states = states_before(self, F.pad(tokens, (0, 1)), after, torch.zeros_like(lengths))
-        scores: Tensor = self.score(states)[:, 0].float()
-        return scores
+        return cast(Tensor, self.score(states)[:, 0].float())
 
 
 class HFScalar(nn.Module):
@@ -80,8 +77,7 @@ class HFScalar(nn.Module):
         """[B] float32."""
         attention = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         padded = tokens.masked_fill(~attention, self.config.pad_token_id or 0)
-        scores: Tensor = self.inner(input_ids=padded, attention_mask=attention.long()).logits[:, 0].float()
-        return scores
+        return cast(Tensor, self.inner(input_ids=padded, attention_mask=attention.long()).logits[:, 0].float())
 
 
 ScalarModel = GPTScalar | HFScalar

@@ -5,8 +5,6 @@ Padding, tokens after the last one that a loss looks at, and in the last layer a
 are not computed at all. What is left lies in one stream of tokens [N, H], and only attention knows of rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 One shape with switches, read from a transformers config, and the names and shapes of its weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Any causal language model of transformers, computed as the engines compute it, by its published weight names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any, cast
@@ -33,8 +31,7 @@ class HFModel(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """[V, H]: logits are `hidden @ head_weight.T`."""
-        weight: Tensor = self.inner.get_output_embeddings().weight
-        return weight
+        return cast(Tensor, self.inner.get_output_embeddings().weight)
 
     def forward_hidden(self, tokens: Tensor) -> Tensor:
         """[B, T] right-padded token ids -> hidden states after the final norm, [B, T, H]."""
@@ -123,15 +120,12 @@ class _Rounding:
                     continue
                 done.add(id(module))
                 if type(module) is nn.Embedding:  # the rows that are looked up are rounded, not the whole table
-                    module.register_forward_hook(self._round_output)
+                    module.register_forward_hook(lambda module, inputs, output: output.to(dtype))
                     continue
                 found = [name for name, weight in module._parameters.items() if weight is not None]
                 slots += [(module, name) for name in found if f"{names[id(module)]}.{name}" not in kept]
             if slots:
                 self._round_while_running(unit, slots)
-
-    def _round_output(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return output.to(self.dtype)
 
     def _round_while_running(self, unit: nn.Module, slots: list[tuple[nn.Module, str]]) -> None:
         def enter(*_: Any) -> None:

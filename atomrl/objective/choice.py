@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from torch import Tensor
 
 from atomrl.functions import find_function
-from atomrl.hints import did_you_mean
+from atomrl.hints import did_you_mean, said_as
 from atomrl.protocols import ModelInput
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -217,10 +217,8 @@ def _changed_one(
     kept = dict(current) if current is not None and (isinstance(current, kind) or kind.keeps_fields) else {}
     choice = validated(kind, where, kept | given)
     if isinstance(choice, Custom):
-        try:
+        with said_as(ValueError, f"{where}.function", ValueError):
             choice.check_arguments()
-        except ValueError as error:
-            raise ValueError(f"{where}.function: {error}") from error
     return choice
 
 

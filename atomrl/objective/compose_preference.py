@@ -16,14 +16,7 @@ from atomrl.objective.advantage_inputs import given
 from atomrl.objective.base import MINIMISE, Formulation, Goal, SupervisedObjective
 from atomrl.objective.choice import Formula, Off, Setting
 from atomrl.objective.pairing import complete, labels_of, pair_rows, ranked, row_keys
-from atomrl.objective.preference_loss import (
-    REFERENCE,
-    AotUnpairedLoss,
-    LabelLoss,
-    PairLoss,
-    PreferenceLosses,
-    SigmoidLoss,
-)
+from atomrl.objective.preference_loss import REFERENCE, AotUnpairedLoss, LabelLoss, PreferenceLosses, SigmoidLoss
 from atomrl.objective.preference_score import LogRatioScore, Nll, Score, TokenMeanNll
 from atomrl.objective.shaping import GroupFilter
 from atomrl.protocols import NOTHING, LossOutput, ModelInput, ModelOutputs, RowUnit
@@ -184,7 +177,7 @@ class PreferenceObjective(SupervisedObjective):
                 chosen = chosen + (reference[better] - reference[worse] - batch.pair_ref_margins[better])
             loss = scores.new_zeros(())
             for kind in self.losses:
-                assert isinstance(kind, PairLoss)
+                assert not isinstance(kind, LabelLoss)
                 loss = loss + weighted_sum(kind(chosen, rejected)[:, None], of_pairs, scale=kind.weight)
             if self.nll.coefficient:
                 nll = self.nll(logprobs[better], batch.loss_mask[better], batch.state[MEAN_TOKENS])[:, None]

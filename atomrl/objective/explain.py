@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 from atomrl.objective.base import Goal, Objective
 from atomrl.objective.choice import Choice, Custom, Setting, imported
@@ -43,15 +43,6 @@ def _named(code: CodeType, scope: dict[str, Any]) -> list[Any]:
 
 def _is_atom(item: Any) -> bool:
     return inspect.isfunction(item) and item.__module__.startswith("atomrl.atoms.")
-
-
-class AtomPlace(NamedTuple):
-    """Where an atom is, and what it says of its origin."""
-
-    name: str
-    place: str
-    """`atomrl/atoms/kl.py:137`"""
-    paper: str
 
 
 def page(objective: Objective, setting: Setting) -> str:
@@ -109,8 +100,8 @@ def table(objective: Objective) -> str:
             lines.append(f"{axis}: {choice.type}{f' ({shown})' if shown else ''}")
             lines.append(f"    {summary(choice)}")
             own = [imported(choice.function)] if isinstance(choice, Custom) else []
-            places = dict.fromkeys(atom_place(atom) for atom in [*own, *used_atoms(choice)] if inspect.isfunction(atom))
-            lines += [f"    {atom.name}  {atom.place}{f'  {atom.paper}' if atom.paper else ''}" for atom in places]
+            atoms = [atom for atom in [*own, *used_atoms(choice)] if inspect.isfunction(atom)]
+            lines += dict.fromkeys("    " + "  ".join(filter(None, atom_place(atom))) for atom in atoms)
     return "\n".join(lines)
 
 
@@ -126,8 +117,8 @@ def changed_fields(choice: Choice) -> dict[str, Any]:
     return {name: value for name, value in choice if value != fields[name].default}
 
 
-def atom_place(atom: Callable[..., Any]) -> AtomPlace:
-    """An atom's name, file and line, and the paper that its docstring cites."""
+def atom_place(atom: Callable[..., Any]) -> tuple[str, str, str]:
+    """An atom's name, `atomrl/atoms/kl.py:137`, and the paper that its docstring cites; '' where it cites none."""
     plain = inspect.unwrap(atom)
     path = Path(plain.__code__.co_filename).resolve()
     shown = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
@@ -135,4 +126,4 @@ def atom_place(atom: Callable[..., Any]) -> AtomPlace:
         r"Paper: (?!none)(.*?)(?<!Dr)(?<!al)(?:\.\s|\.$|;|\n\s*\n)", (inspect.getdoc(plain) or "") + "\n\n", re.DOTALL
     )
     paper = " ".join(found[1].split()) if found else ""
-    return AtomPlace(plain.__name__, f"{shown}:{plain.__code__.co_firstlineno}", paper)
+    return plain.__name__, f"{shown}:{plain.__code__.co_firstlineno}", paper

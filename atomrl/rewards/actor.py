@@ -1,13 +1,11 @@
 """Reward models in a process of their own, with its share of a GPU."""
 
-from __future__ import annotations
-
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from atomrl.cluster.ray_cluster import Actor, RayCluster
 from atomrl.rewards.compute import Rewards
@@ -71,8 +69,7 @@ class RewardActor:
             actor = None
             try:
                 actor = self.current()
-                scores: list[Any] = self.cluster.call(actor, "score", index, trajectories)
-                return scores
+                return cast(list[Any], self.cluster.call(actor, "score", index, trajectories))
             except TimeoutError as error:
                 self._give_up(actor, str(error))
                 return [NoScore("timeout", str(error))] * len(trajectories)
@@ -92,18 +89,8 @@ class RewardActor:
 def move_models(rewards: Rewards, cluster: RayCluster) -> None:
     """Let the rewards with weights of their own compute in the actor of the role `reward`. Their weights are not loaded
     yet."""
-    models = [scorer for part in rewards.parts for scorer in part.scorers.values() if scorer.name in LOADING]
-    actor = RewardActor([scorer.function for scorer in models], cluster)
-    moved: dict[int, Callable[[Sequence[Trajectory]], list[Any]]] = {
-        id(scorer): partial(actor.score, index) for index, scorer in enumerate(models)
-    }
-    rewards.parts = [
-        replace(
-            part,
-            scorers={
-                source: replace(scorer, function=moved.get(id(scorer), scorer.function))
-                for source, scorer in part.scorers.items()
-            },
-        )
-        for part in rewards.parts
-    ]
+    places = [(part.scorers, source) for part in rewards.parts for source in part.scorers]
+    models = [(scorers, source) for scorers, source in places if scorers[source].name in LOADING]
+    actor = RewardActor([scorers[source].function for scorers, source in models], cluster)
+    for index, (scorers, source) in enumerate(models):
+        scorers[source] = replace(scorers[source], function=partial(actor.score, index))

@@ -1,7 +1,5 @@
 """Whether two answers are equal: as exact numbers, else as normalised text. No model output is ever evaluated."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterable

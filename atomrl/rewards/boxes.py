@@ -3,13 +3,11 @@ r"""The reward for answers in `\boxed{}`, judged by the math-verify package (the
 It runs in worker processes only: an expression that a model wrote can keep sympy busy for ever.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import re
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 from atomrl.rewards.answers import answers_equal, normalise_text, parse_number, require_truths
 from atomrl.rewards.errors import require
@@ -65,8 +63,7 @@ def _parse(text: str) -> list[Any]:
 
     text = "\\boxed{" + text + "}"
     config = [LatexExtractionConfig()]
-    parsed: list[Any] = _math_verify().parse(text, config, fallback_mode="no_fallback", parsing_timeout=None)
-    return parsed
+    return cast(list[Any], _math_verify().parse(text, config, fallback_mode="no_fallback", parsing_timeout=None))
 
 
 @functools.cache

@@ -1,7 +1,5 @@
 """How a reward of each kind is found, called and checked: the same in this process and in a worker."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import inspect
@@ -11,7 +9,7 @@ import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import ValidationError
 
@@ -58,7 +56,7 @@ class Task:
     def items(self) -> list[Trajectory]:
         return [self.trajectories[row] for row in self.rows]
 
-    def split(self) -> list[Task]:
+    def split(self) -> list[Self]:
         """A call for each completion."""
         return [replace(self, rows=[row]) for row in self.rows]
 

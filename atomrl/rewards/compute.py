@@ -1,24 +1,20 @@
 """All rewards of a run together."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from atomrl.config import RewardConfig, RewardRoute
 from atomrl.rewards.calling import Outcome, Score, Scorer, Task, call, columns_of, find_scorer, instantiate
 from atomrl.rewards.errors import RewardError
 from atomrl.rewards.pool import WorkerPool
 from atomrl.rewards.service import Service
 from atomrl.rewards.table import LOADING, SERVICES, AnyReward, importable_name
 from atomrl.types import RewardFailure, Sample, Trajectory
-
-if TYPE_CHECKING:
-    from atomrl.config import RewardConfig, RewardRoute
 
 log = logging.getLogger(__name__)
 BY_SOURCE = "by_data_source"
@@ -42,7 +38,7 @@ class _Part:
     name: str
     """Unique in the run; the name it is logged under."""
     weight: float
-    scorers: Mapping[str | None, Scorer]
+    scorers: dict[str | None, Scorer]
     """data source -> reward; None: every completion's."""
 
     def scorer(self, sample: Sample) -> Scorer:
@@ -131,7 +127,7 @@ class Rewards:
             RewardError: a reward fails on everything, none gives a value for several batches in a row, or one cannot
                 be called at all (see `build_rewards`).
         """
-        scored, self.seconds = self._score(trajectories)
+        scored = self.score(trajectories)
         self.judge(scored)
         return scored
 
@@ -141,23 +137,9 @@ class Rewards:
         Raises:
             RewardError: a reward cannot be called at all.
         """
-        return self._score(trajectories)[0]
-
-    def judge(self, scored: Sequence[Trajectory]) -> None:
-        """Warn of new kinds of failures in a batch.
-
-        Raises:
-            RewardError: a reward fails on everything, or none gives a value for several batches in a row.
-        """
-        columns = columns_of(scored)
-        for part in self.parts:
-            self._judge(part.name, scored, columns)
-        self._judge_total(scored)
-
-    def _score(self, trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[float]]:
         columns = columns_of(trajectories)
         scores = {part.name: [Score()] * len(trajectories) for part in self.parts}
-        seconds = [0.0] * len(trajectories)
+        self.seconds = seconds = [0.0] * len(trajectories)
         for task, outcome in self._run([task for part in self.parts for task in _tasks(part, trajectories, columns)]):
             for row, score in zip(task.rows, outcome.scores, strict=True):
                 scores[task.part][row] = score
@@ -183,7 +165,18 @@ class Rewards:
                     reward_failures=failures,
                 )
             )
-        return scored, seconds
+        return scored
+
+    def judge(self, scored: Sequence[Trajectory]) -> None:
+        """Warn of new kinds of failures in a batch.
+
+        Raises:
+            RewardError: a reward fails on everything, or none gives a value for several batches in a row.
+        """
+        columns = columns_of(scored)
+        for part in self.parts:
+            self._judge(part.name, scored, columns)
+        self._judge_total(scored)
 
     def _run(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
         """The outcomes; a call that failed as a whole is done again, one completion at a time."""

@@ -1,7 +1,5 @@
 """The errors of this package, and packages that not everyone has."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from atomrl.types import FailureKind

@@ -1,7 +1,5 @@
 """Reading expressions that a model wrote, without ever running them."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

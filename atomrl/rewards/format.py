@@ -1,7 +1,5 @@
 """The form of a completion: `<think>reasoning</think><answer>answer</answer>`, and where its answer is."""
 
-from __future__ import annotations
-
 import re
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")

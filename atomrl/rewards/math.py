@@ -1,7 +1,5 @@
 """Rewards for problems with one right answer."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -34,11 +32,7 @@ def strict_format(prompts: list[Any], completions: list[str], **columns: Any) ->
 
 
 def exact_match(
-    prompts: list[Any],
-    completions: list[str],
-    ground_truth: list[Any],
-    format_score: float = 0.0,
-    **columns: Any,
+    prompts: list[Any], completions: list[str], ground_truth: list[Any], format_score: float = 0.0, **columns: Any
 ) -> list[float]:
     """1.0 where the answer (`rewards.format.extract_answer`) is the truth, character for character.
 

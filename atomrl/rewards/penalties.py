@@ -1,7 +1,5 @@
 """Rewards that are never positive: what a completion costs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

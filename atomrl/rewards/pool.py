@@ -1,7 +1,5 @@
 """A pool of worker processes that can be killed, so that no reward can hang or end a run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing.connection
@@ -22,7 +20,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from atomrl.rewards.calling import Outcome, Score, Task, failed
+from atomrl.rewards.calling import Outcome, Score, Scorer, Task, failed
 from atomrl.rewards.errors import RewardError
 from atomrl.types import FailureKind
 
@@ -213,8 +211,7 @@ class _Dispatcher:
             self._kill(worker)
             return
         except Exception as error:  # pickling runs code of the columns' own
-            reason = f"reward {scorer.name!r}: the columns cannot be sent to a worker process: {error!r}"
-            self._fail(batch, RewardError(reason), error)
+            self._fail(batch, scorer, f": the columns cannot be sent to a worker process: {error!r}", error)
             return
         worker.batch = batch
         worker.pending.extend(batch.waiting.popleft() for _ in chunk)
@@ -245,9 +242,7 @@ class _Dispatcher:
             elif self._clock >= worker.deadline:
                 task = worker.pending[0]
                 if worker.loading and id(task.scorer) not in worker.loaded:
-                    name = task.scorer.name
-                    reason = f"reward {name!r}: importing it took over {LOAD_LIMIT_S:.0f} s"
-                    self._fail(worker.batch, RewardError(reason))
+                    self._fail(worker.batch, task.scorer, f": importing it took over {LOAD_LIMIT_S:.0f} s")
                     continue
                 completions = f" for {len(task.rows)} completions" if len(task.rows) > 1 else ""
                 limit = f"{task.scorer.timeout_s:g} s{completions} (a larger timeout_s of the reward allows more)"
@@ -261,8 +256,7 @@ class _Dispatcher:
             scores, *rest = answer
             worker.batch.answers.put((task, Outcome([Score(*score) for score in scores], *rest)))
         elif answer is not None:
-            reason = f"reward {task.scorer.name!r} cannot be loaded in a worker process: {answer}"
-            self._fail(worker.batch, RewardError(reason))
+            self._fail(worker.batch, task.scorer, f" cannot be loaded in a worker process: {answer}")
             return
         worker.loading, self._ended_loading = False, 0
         worker.loaded.add(id(task.scorer))
@@ -275,16 +269,16 @@ class _Dispatcher:
         if worker.loading:  # it ended before it began: killed while idle, or by the module that it imports
             self._ended_loading += 1
             if self._ended_loading >= MAX_ENDED_LOADING:
-                reason = f"reward {task.scorer.name!r}: importing it ends the worker process"
-                self._fail(worker.batch, RewardError(reason))
+                self._fail(worker.batch, task.scorer, ": importing it ends the worker process")
                 return
         else:
             worker.pending.popleft()
             worker.batch.answers.put((task, failed(len(task.rows), failure, message, task.scorer.timeout_s)))
         worker.batch.waiting.extendleft(reversed(worker.pending))
 
-    def _fail(self, batch: _Batch, error: RewardError, cause: Exception | None = None) -> None:
-        """A batch cannot go on."""
+    def _fail(self, batch: _Batch, scorer: Scorer, reason: str, cause: Exception | None = None) -> None:
+        """A batch cannot go on, because of one of its rewards."""
+        error = RewardError(f"reward {scorer.name!r}{reason}")
         error.__cause__ = cause
         for worker in [worker for worker in self.workers if worker.batch is batch and worker.pending]:
             self._kill(worker)

@@ -1,7 +1,5 @@
 """The built-in rewards by name, and how any function is found."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable
@@ -24,10 +22,7 @@ LOADING: dict[str, str] = {"reward_model": "atomrl.models.reward_model.RewardMod
 this process, on the run's device, and are loaded once."""
 
 
-SERVICES: dict[str, str] = {
-    "http": "atomrl.rewards.http.HttpReward",
-    "llm_judge": "atomrl.rewards.judge.LLMJudge",
-}
+SERVICES: dict[str, str] = {"http": "atomrl.rewards.http.HttpReward", "llm_judge": "atomrl.rewards.judge.LLMJudge"}
 """Built-in rewards that ask a service, by their dotted path. They wait in a thread of this process and not in workers,
 since their circuit breaker and their budget are one for the run."""
 

@@ -1,7 +1,5 @@
 """Rewards of tasks in which many answers are right."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json
@@ -16,11 +14,7 @@ from atomrl.rewards.format import split_strict, tagged_answer
 
 
 def countdown(
-    prompts: list[Any],
-    completions: list[str],
-    ground_truth: list[Any],
-    numbers: list[list[int]],
-    **columns: Any,
+    prompts: list[Any], completions: list[str], ground_truth: list[Any], numbers: list[list[int]], **columns: Any
 ) -> list[float]:
     """1.0 for the form of `strict_math` and an expression that uses each of `numbers` once and equals the truth.
 

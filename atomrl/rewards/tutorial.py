@@ -4,8 +4,6 @@ They differ from the tutorials in three points, each of which gave 0 to what was
 numbers (18.0 is 18, 1,000 is 1000), the reasoning may have several lines, and the text may end at `</answer>`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from atomrl.rewards.answers import answers_equal

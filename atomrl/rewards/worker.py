@@ -7,8 +7,6 @@ What a worker gets is pickled by the trainer; what it answers is JSON, so that n
 output is ever unpickled by the trainer.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -3,8 +3,6 @@
 `KVCache` is pure PyTorch. `KernelKVCache` keeps keys in blocks for the C++ kernel and attends with it while decoding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

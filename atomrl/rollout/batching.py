@@ -4,8 +4,6 @@ The device holds a column of numbers for each completion in the batch and a row 
 rest, and looks at the device's numbers only where completions may have ended.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Weights as files, for engines that read them from disk; and what is known of a model before that."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

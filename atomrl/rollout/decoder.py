@@ -4,8 +4,6 @@ Weights are held fused (q, k and v as one matrix, gate and up as another) in the
 fastest, and new ones are copied into them. The attention itself is the cache's (`atomrl.rollout.attention`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atomrl.atoms.logits import bfloat16_matmul
+from atomrl.models.attention import rotate
 from atomrl.models.gpt import Decoder, RMSNorm
 from atomrl.models.loading import has_bfloat16
 from atomrl.models.spec import DecoderSpec
@@ -50,23 +49,16 @@ class StackedLinear:
     Args:
         widths: of the outputs of each projection.
         inputs: width of the input.
-        dtype: what weights are rounded to.
-        compute: what is multiplied.
+        dtype: what weights are rounded to; `compute_dtype` is multiplied.
         wide: give float32, also of a product of bfloat16 (logits); without a bias.
     """
 
     def __init__(
-        self,
-        widths: Sequence[int],
-        inputs: int,
-        bias: bool,
-        dtype: torch.dtype,
-        compute: torch.dtype,
-        device: torch.device,
-        wide: bool = False,
+        self, widths: Sequence[int], inputs: int, bias: bool, dtype: torch.dtype, device: torch.device, wide: bool
     ) -> None:
         on_cpu = device.type == "cpu"
-        compute = torch.float32 if wide and on_cpu else compute  # CPUs have no product of bfloat16 that gives float32
+        # CPUs have no product of bfloat16 that gives float32.
+        compute = torch.float32 if wide and on_cpu else compute_dtype(dtype, device)
         self.dtype, self.wide = dtype, wide
         ends = list(accumulate(widths, initial=0))
         self.parts = [slice(start, end) for start, end in pairwise(ends)]
@@ -163,7 +155,7 @@ class DecoderModel:
         with torch.device("meta"):
             plain = Decoder(spec)  # names and shapes
         self.names: dict[Tensor, str] = {weight: name for name, weight in plain.named_parameters("model")}
-        self.head = StackedLinear([spec.vocab], spec.hidden, False, dtype, self.dtype, device, wide=True)
+        self.head = StackedLinear([spec.vocab], spec.hidden, False, dtype, device, wide=True)
         self.linears["model.embed_tokens.weight" if spec.tied_head else "lm_head.weight"] = (self.head, 0)
         if spec.tied_head and device.type != "cpu":
             self.embedding = self.head.weight.t()  # follows the head
@@ -193,7 +185,7 @@ class DecoderModel:
     def _linear(self, *parts: nn.Linear) -> StackedLinear:
         """Linear layers of one input as one."""
         widths, inputs, bias = [part.out_features for part in parts], parts[0].in_features, parts[0].bias is not None
-        linear = StackedLinear(widths, inputs, bias, self.weight_dtype, self.dtype, self.device)
+        linear = StackedLinear(widths, inputs, bias, self.weight_dtype, self.device, wide=False)
         self.linears.update({self.names[part.weight]: (linear, place) for place, part in enumerate(parts)})
         return linear
 
@@ -258,11 +250,5 @@ class DecoderModel:
         weights = self.layers[layer]
         if weights.q_norm is not None and weights.k_norm is not None:
             query, key = self.rms_norm(query, weights.q_norm), self.rms_norm(key, weights.k_norm)
+        cosine, sine = cosine[:, None], sine[:, None]
         return rotate(query, cosine, sine), rotate(key, cosine, sine), value
-
-
-def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary position embedding of `[N, heads, D]` in float32, by `[N, D / 2]` each."""
-    first, second = heads.float().chunk(2, dim=-1)
-    cosine, sine = cosine[:, None], sine[:, None]
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(heads.dtype)

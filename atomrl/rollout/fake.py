@@ -1,7 +1,5 @@
 """A scripted engine, for tests of what comes after the rollout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,19 +1,20 @@
 """Completions of whole prompts, for callers that wait for all of them."""
 
-from __future__ import annotations
-
+import hashlib
 from collections.abc import Sequence
 
 from atomrl.protocols import RolloutEngine
-from atomrl.types import (
-    GenerationOutput,
-    GenerationRequest,
-    Prompt,
-    SamplingParams,
-    Segment,
-    Trajectory,
-    completion_seed,
-)
+from atomrl.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, Segment, Trajectory
+
+
+def completion_seed(seed: int, step: int, prompt_id: str, index: int) -> int:
+    """The seed of one completion: a hash, so that the order in which completions arrive cannot matter.
+
+    Returns:
+        A non-negative integer below 2**63.
+    """
+    key = f"{seed}/{step}/{prompt_id}/{index}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
 def requests_of(prompt: Prompt, sampling: SamplingParams) -> list[GenerationRequest]:

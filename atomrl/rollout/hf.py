@@ -1,20 +1,12 @@
 """`HFEngine`: Hugging Face `generate`, for every causal language model that `transformers` loads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from atomrl.atoms.logits import head_logits
 from atomrl.models.loading import base_path, load_transformers

@@ -1,7 +1,5 @@
 """The C++ of `kernels.cpp`, as `atomrl.models.cpp` builds it."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 from pathlib import Path

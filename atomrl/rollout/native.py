@@ -6,8 +6,6 @@ number that depends on the completion's own seed and the position alone, so neit
 the batch can change a completion (beyond the rounding of the floating-point sums).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -15,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from atomrl.models.gpt import check_weights, weight_shapes
+from atomrl.models.gpt import weight_shapes
 from atomrl.models.loading import base_path, model_config_only, read_weights
-from atomrl.models.spec import read_spec, rope_table, unsupported
+from atomrl.models.spec import fitting_weights, read_spec, rope_table, unsupported
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.rollout.attention import KernelKVCache, KVCache
 from atomrl.rollout.batching import ContinuousBatch
@@ -76,7 +74,8 @@ class NativeEngine(RequestEngine):
         known = place.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and spec.head_dim % 2 == 0
         with torch.inference_mode():
             model = DecoderModel(spec, dtype, place, load_kernels() if use_kernel and known else None)
-            model.load(check_weights(read_weights(path), spec).items())
+            unused = {"lm_head.weight"} if spec.tied_head else ()  # state dicts carry it
+            model.load(fitting_weights(read_weights(path), weight_shapes(spec), unused).items())
             eos = eos_token_ids(base_path(path), config, tokenizer)
             return cls(model, rope_table(config, place), eos, tokenizer, options.max_concurrent_completions)
 

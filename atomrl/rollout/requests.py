@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from transformers import PretrainedConfig
 
-from atomrl.protocols import WeightHash, WeightUpdate
+from atomrl.protocols import RolloutEngine
 from atomrl.rollout.stopping import StopRule
 from atomrl.types import FinishReason, GenerationOutput, GenerationRequest, RaggedIds, SamplingParams, Segment
 
@@ -93,7 +93,7 @@ class RequestState:
         return tuple(segment for segment in found if segment.token_ids)
 
 
-class RequestEngine:
+class RequestEngine(RolloutEngine):
     """The part of a `RolloutEngine` that is the same in all: requests come in, wait, and leave as outputs.
 
     Args:
@@ -154,21 +154,6 @@ class RequestEngine:
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
         """When completions end."""
         raise NotImplementedError
-
-    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every weight that an update may bring, by its published name."""
-        raise NotImplementedError
-
-    def update_weights(self, update: WeightUpdate) -> None:
-        """Take new weights, in place, and their version."""
-        raise NotImplementedError
-
-    def weight_hashes(self) -> list[WeightHash]:
-        """Of every weight that the engine computes with, read back."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Free what the engine holds."""
 
     def rule_of(self, sampling: SamplingParams) -> StopRule:
         """When completions with a sampling end; one for all that differ in number, seed and step alone."""

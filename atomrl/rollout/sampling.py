@@ -1,7 +1,5 @@
 """Drawing tokens from logits by one number per completion and position, so that a draw depends on nothing else."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

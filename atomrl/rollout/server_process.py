@@ -1,7 +1,5 @@
 """`ServerProcess`: a server that is started here, on 127.0.0.1, and ends with this process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """What ends a completion: the model's end-of-sequence tokens, stop tokens, stop strings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any

@@ -4,8 +4,6 @@ A dry run and a run prepare alike (`prepare_run`): config, data, tokenizer, rewa
 before weights are loaded and before a folder is made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from atomrl.config import ConfigError, RunConfig

@@ -1,7 +1,5 @@
 """A run of any kind: what is checked before weights are loaded, and the course that all kinds take."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time
@@ -53,9 +51,6 @@ class Run(ABC):
     config: RunConfig
     tokenizer: Any
     algorithm: Algorithm
-    temperature = 1.0
-    """At which log-probs are taken: that of sampling in reinforcement learning, 1 elsewhere."""
-
     # These are there from `open` on.
     start: str
     """The folder or hub name of the policy that training starts from."""
@@ -135,9 +130,7 @@ class Run(ABC):
             self.progress = progress = Progress(**stored)
             earlier_s = progress.wall_s
             self.start = starting_model(config, self.tokenizer, directory)
-            self.trainer = trainer = build_trainer(
-                config, self.algorithm, self.start, self.tokenizer, self.temperature, self.cluster
-            )
+            self.trainer = trainer = build_trainer(config, self.algorithm, self.start, self.tokenizer, self.cluster)
             stack.callback(trainer.close)
             if newest:
                 trainer.load(newest)

@@ -1,7 +1,5 @@
 """Engines and back ends from a config: the only place that names engines and back ends."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Collection
@@ -275,31 +273,28 @@ def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -
 
 
 def build_trainer(
-    config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any, temperature: float, cluster: RayCluster | None
+    config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any, cluster: RayCluster | None
 ) -> TrainingBackend:
     """The training back end, with the models that the algorithm needs beside the policy: in this process, or in Ray
     actors where the cluster has a role `trainer`.
 
     Args:
         path: the policy that training starts from.
-        temperature: at which log-probs are taken.
     """
     if cluster is None or "trainer" not in cluster.wanted:
-        return local_trainer(config, algorithm, path, tokenizer, temperature)
+        return local_trainer(config, algorithm, path, tokenizer)
     there = config.model_copy(update={"model": actor_model(config.model)})
-    build = partial(local_trainer, there, algorithm, path, tokenizer, temperature)
+    build = partial(local_trainer, there, algorithm, path, tokenizer)
     return RemoteBackend(build, cluster, [role for role in get_args(RoleName) if role in cluster.wanted])
 
 
 def local_trainer(
-    config: RunConfig,
-    algorithm: Algorithm,
-    path: str,
-    tokenizer: Any,
-    temperature: float,
-    roles: Collection[RoleName] | None = None,
+    config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any, roles: Collection[RoleName] | None = None
 ) -> TrainingBackend:
-    """A training back end in this process, with the models of all roles, or of some."""
+    """A training back end in this process, with the models of all roles, or of some.
+
+    It takes log-probs at the temperature of sampling where a run draws rollouts, and at 1 elsewhere.
+    """
     return LocalBackend(
         config.model.model_copy(update={"path": path}),
         config.train,
@@ -307,7 +302,7 @@ def local_trainer(
         total_updates=config.train.steps * config.updates_per_step,
         tokenizer=tokenizer,
         device=device_name(config.model.device),
-        temperature=temperature,
+        temperature=config.rollout.temperature if config.kind == "train" else 1.0,
         critic=config.critic,
         teacher=config.teacher.path if config.teacher else None,
         seed=config.seed,

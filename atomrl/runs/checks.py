@@ -1,15 +1,15 @@
 """What has to be true of the models beside the policy, found before weights are loaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from atomrl.config import ConfigError, RunConfig
+from atomrl.hints import said_as
 from atomrl.models.loading import load_tokenizer, model_config_only, resolve_folder
 from atomrl.models.scalar import is_classifier
 from atomrl.models.spec import unsupported
@@ -41,13 +41,11 @@ def check_companions(config: RunConfig, algorithm: Algorithm, path: str, tokeniz
         starts["critic.path"] = config.critic.path or path
     for key, start in starts.items():
         ours, trusted = tokenizer.get_vocab(), config.model.trust_remote_code
-        try:
+        with said_as(ConfigError, key, ConfigError):
             shape, folder = model_config_only(start, trusted), resolve_folder(start, weights=False)
             size = model_config_only(path, trusted).vocab_size
             own = key == "teacher.path" or any(folder.glob("tokenizer*"))  # a critic need not have one
             theirs = load_tokenizer(start, trusted).get_vocab() if own else ours
-        except ConfigError as error:
-            raise ConfigError(f"{key}: {error}") from None
         if key == "critic.path":
             check_critic(start, shape)
         if shape.vocab_size != size or theirs != ours:
@@ -102,11 +100,8 @@ def check_pool(config: RunConfig, identity: Mapping[str, str]) -> None:
         PoolError: it was not, or is no pool.
     """
     if config.pool_file.exists():
-        pool = RolloutPool(config.pool_file, config.pool)
-        try:
+        with closing(RolloutPool(config.pool_file, config.pool)) as pool:
             pool.check_identity(identity, adopt=False)
-        finally:
-            pool.close()
 
 
 def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:

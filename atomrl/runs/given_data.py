@@ -1,7 +1,5 @@
 """`atomrl sft`, `atomrl dpo` and `atomrl reward-model`: training on rows that are given and not drawn."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -180,7 +178,7 @@ class RewardModelRun(PreferenceRun):
             raise ConfigError("model.lora: reward models are trained whole; leave it out")
         path, tokenizer = model_path(config), policy_tokenizer(config)
         self.reader = Reader(tokenizer, model_config_only(path, config.model.trust_remote_code), path)
-        if read_system_prompt(config.data) is not None and not self.reader.reads_tokens:
+        if read_system_prompt(config.data) is not None and (self.reader.has_template or self.reader.makes_pairs):
             raise ConfigError(
                 "data.system_prompt: as a reward, this model will read the conversations of the data without it; "
                 "leave it out, or put it into the data"

@@ -1,7 +1,5 @@
 """`atomrl pretrain`: training on plain text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property

@@ -1,7 +1,5 @@
 """`atomrl train`: reinforcement learning."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -24,7 +22,7 @@ from atomrl.models.loading import resolve_folder
 from atomrl.pool.source import PoolSource
 from atomrl.pool.store import RolloutPool
 from atomrl.pool.weights import PublishedWeights
-from atomrl.protocols import RewardFunction, WeightTransfer
+from atomrl.protocols import RewardFunction, RolloutEngine, WeightTransfer
 from atomrl.rewards.actor import move_models
 from atomrl.rewards.compute import build_rewards
 from atomrl.runs import build
@@ -72,7 +70,6 @@ class RLRun(Run):
         self.config = build.with_steps(config, len(samples))
         check_row_limit([len(ids) for ids in self.processor.token_ids(samples)], config.train.max_row_tokens)
         check_group_size(self.algorithm, config.rollout.completions_per_prompt)
-        self.temperature = config.rollout.temperature or 1.0
         if config.rollout.source == "pool":
             check_pool(config, self.pool_identity)
 
@@ -136,6 +133,17 @@ class RLRun(Run):
         if (kept := self.record.directory.path / REWARD_TOTALS).exists():
             self.rewards.restore(json.loads(kept.read_text(encoding="utf-8")))
 
+    def drawing(self, engine: RolloutEngine) -> dict[str, Any]:
+        """What draws groups from an engine and scores them."""
+        return {
+            "engine": engine,
+            "algorithm": self.algorithm,
+            "stream": self.stream,
+            "processor": self.processor,
+            "rewards": self.rewards,
+            "sampling": build.train_sampling(self.config),
+        }
+
     def _open_engine(self, stack: ExitStack) -> tuple[GroupSource, WeightTransfer]:
         """Groups from an engine of this run, and how it gets weights."""
         config = self.config
@@ -145,18 +153,10 @@ class RLRun(Run):
         transfer: WeightTransfer = InProcessTransfer(self.trainer, self.engine)
         if self.engine.version != self.progress.step:
             transfer(self.progress.step)
-        shared: Any = {
-            "engine": self.engine,
-            "algorithm": self.algorithm,
-            "stream": self.stream,
-            "processor": self.processor,
-            "rewards": self.rewards,
-            "sampling": build.train_sampling(config),
-        }
         if config.asynchronous is None:
-            return EngineSource(**shared), transfer
+            return EngineSource(**self.drawing(self.engine)), transfer
         scheduler = Scheduler(
-            **shared,
+            **self.drawing(self.engine),
             transfer=transfer,
             settings=config.asynchronous,
             groups=config.items_per_step,

@@ -1,7 +1,5 @@
 """`atomrl rollout`: groups for a pool, drawn as a run of the same config would draw them."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable
@@ -51,14 +49,7 @@ def fill(run: RLRun, groups: int | None = None, said: Callable[[str], None] = pr
         cluster = build.open_cluster(config, run.algorithm, stack)
         engine = build.build_rollout(config, run.path, run.tokenizer, cluster)
         stack.callback(engine.close)
-        source = EngineSource(
-            engine=engine,
-            algorithm=run.algorithm,
-            stream=run.stream,
-            processor=run.processor,
-            rewards=run.rewards,
-            sampling=build.train_sampling(config),
-        )
+        source = EngineSource(**run.drawing(engine))
         follower = WeightFollower(engine, PublishedWeights(config.run_dir))
         stopped = stack.enter_context(stop_request())
         while not stopped() and (groups is None or drawn < groups):

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from atomrl.hints import said_as
 from atomrl.tracking.run_directory import accuracies, metrics_of
 
 MetricRows = Sequence[Mapping[str, Any]]
@@ -27,10 +28,9 @@ def draw_curves(run: Path | Sequence[Path], out: Path | None = None) -> Path:
     """
     runs = [run] if isinstance(run, Path) else list(run)
     drawn = panels(metrics_of(runs[0])) if len(runs) == 1 else compared(runs)
-    try:
+    message = "the picture of the curves needs matplotlib: pip install 'atomrl[plot]'"
+    with said_as(ImportError, message, ImportError):
         from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("the picture of the curves needs matplotlib: pip install 'atomrl[plot]'") from None
 
     names = run_names(runs)
     figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from atomrl.config import ConfigError, RunConfig
+from atomrl.hints import said_as
 from atomrl.tracking.console import prompt_text
 from atomrl.tracking.run_directory import RunDirectory
 
@@ -23,10 +24,8 @@ class TensorBoardSink:
     """Event files in `RUN/tensorboard`."""
 
     def __init__(self, config: RunConfig, run: RunDirectory) -> None:
-        try:
+        with said_as(ConfigError, "tracking.sinks: tensorboard needs: pip install 'atomrl[tensorboard]'", ImportError):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError("tracking.sinks: tensorboard needs: pip install 'atomrl[tensorboard]'") from None
         # A resumed run hides the points of the steps that are done again.
         purge = run.first_step if run.first_step > 1 else None
         self._writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=purge)
@@ -48,10 +47,8 @@ class WandbSink:
     """Weights & Biases; `WANDB_MODE=offline` writes to `RUN/wandb` alone."""
 
     def __init__(self, config: RunConfig, run: RunDirectory) -> None:
-        try:
+        with said_as(ConfigError, "tracking.sinks: wandb needs: pip install 'atomrl[wandb]'", ImportError):
             import wandb
-        except ImportError:
-            raise ConfigError("tracking.sinks: wandb needs: pip install 'atomrl[wandb]'") from None
         self._wandb, tracking, id_file = wandb, config.tracking, run.path / "wandb_run_id"
         try:
             self._run = wandb.init(

@@ -3,8 +3,6 @@
 A back end says where weights lie: how a role's model is loaded, saved, and sent to an engine.
 """
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
@@ -17,14 +15,13 @@ from torch import Tensor
 
 from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
 from atomrl.metrics import Count, Metrics, merge
-from atomrl.models.batches import micro_batches
+from atomrl.models.batches import group_pieces, micro_batches, padded_tokens, zero_weight_row
 from atomrl.models.kernels import plain_formulas, round_once
 from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUnit, UpdateOutput, needs_teacher
 from atomrl.training.collective import Collective, check_launcher
-from atomrl.training.micro_batches import group_pieces, is_out_of_memory, padded_tokens, zero_weight_row
 from atomrl.training.optimizer import Optimizer
 from atomrl.training.roles import SOURCES, TRAINED, Role, RoleName, check_forward_mode, sources
-from atomrl.types import RaggedIds, RowBatch, Rows, TrainingBatch, select_rows, unit_ids
+from atomrl.types import RaggedIds, RowBatch, Rows, TrainingBatch, select_rows
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -263,7 +260,7 @@ class BaseBackend(ABC):
         Raises:
             ConfigError: what does not fit is a single row, or a group that has to stay together.
         """
-        group_ids = unit_ids(rows, unit)
+        group_ids = rows.unit_ids(unit)
         while True:
             split, reason = self._split(rows, group_ids), ""
             mine = split[self.collective.rank :: self.collective.world]
@@ -305,3 +302,16 @@ class BaseBackend(ABC):
             "train.tokens_per_micro_batch=%d sets it from the start",
             size, reason, size // 2, size // 2,
         )  # fmt: skip
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out, of a GPU or of the machine.
+
+    Example:
+        >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
+        True
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    signs = ("can't allocate memory", "not enough memory", "out of memory")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -4,8 +4,6 @@ Every rank makes the same calls in the same order. A single process agrees with 
 ranks brings a `Collective` of its own (tests/training/test_ranks.py has that of `torch.distributed`).
 """
 
-from __future__ import annotations
-
 import os
 
 from torch import Tensor

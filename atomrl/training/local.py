@@ -1,11 +1,9 @@
 """The reference back end: one process, one device."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -50,8 +48,7 @@ class LocalBackend(BaseBackend):
             model.gradient_checkpointing = config.gradient_checkpointing
             if config.compile:
                 model.compile_layers()
-        loaded: torch.nn.Module = model.train(trained)
-        return loaded
+        return cast(torch.nn.Module, model.train(trained))
 
     def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
         """The policy's weights for an engine, not copied, and its adapters apart: merged into bfloat16 weights, their

@@ -1,7 +1,5 @@
 """One set of weights and how gradients change it: AdamW, clipping, the learning rate, and what is not applied."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 All back ends have the same roles, which give the same outputs; a back end decides where their weights lie.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass

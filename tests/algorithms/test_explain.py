@@ -36,10 +36,10 @@ def test_every_choice_has_its_equation_and_its_atoms(kind, name):
     if name not in WITHOUT_EQUATION or "Clip" in kind.__name__:
         assert text and printed and (used_atoms(choice) or name in ("mixed_outcomes", "bonus"))
     for atom in used_atoms(choice):
-        place = atom_place(atom)
-        path, _, line = place.place.partition(":")
-        assert f"def {place.name}(" in (ROOT / path).read_text().splitlines()[int(line) - 1]
-        assert not place.paper.endswith(("Dr", "et al", "("))
+        name, place, paper = atom_place(atom)
+        path, _, line = place.partition(":")
+        assert f"def {name}(" in (ROOT / path).read_text().splitlines()[int(line) - 1]
+        assert not paper.endswith(("Dr", "et al", "("))
 
 
 def test_atoms_are_those_that_the_fields_leave_in_use():

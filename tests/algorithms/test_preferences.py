@@ -14,7 +14,7 @@ import torch
 from atomrl.algorithms.table import PREFERENCES, objective_of
 from atomrl.objective.pairing import best_and_worst
 from atomrl.protocols import ModelOutputs
-from atomrl.types import RowBatch, select_rows, unit_ids
+from atomrl.types import RowBatch, select_rows
 from tests.algorithms.batches import GROUP, loss_gradient, make_rows, moved_logprobs, training_batch
 
 EXTRA = {
@@ -67,7 +67,7 @@ def test_any_split_that_keeps_pairs_gives_the_same_gradient(case):
     batch, logprobs = trained(algorithm, step_rows())
     total, whole = loss_gradient(algorithm, batch, logprobs)
     assert whole.abs().max() > 0 and whole.isfinite().all()
-    units = unit_ids(batch, algorithm.row_unit)
+    units = batch.unit_ids(algorithm.row_unit)
     units = torch.arange(batch.rows) if units is None else units
     alone = [(units == unit).nonzero()[:, 0].tolist() for unit in units.unique()]
     assert len(alone) > 2

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atomrl.models.batches import micro_batches
-from atomrl.training.micro_batches import group_pieces
+from atomrl.models.batches import group_pieces, micro_batches
 
 
 @given(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atomrl.algorithms.table import objective_of
-from atomrl.config import ModelConfig, TrainConfig
+from atomrl.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from atomrl.data.rows import to_rows
 from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
 from atomrl.loop.sync import learn
@@ -24,6 +24,15 @@ WITH_REFERENCE = make_algorithm(needs=frozenset({"ref_logprobs"}))
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(make_tiny_model(tmp_path_factory.mktemp("signal") / "base"))
+
+
+TWO_UPDATES = RunConfig(
+    run_name="two",
+    model=ModelConfig(path="-"),
+    data=DataConfig(train="-"),
+    rollout=RolloutConfig(prompts_per_step=2, completions_per_prompt=1),
+    train=TrainConfig(rows_per_update=1),
+)
 
 
 def make(folder, **train):
@@ -79,7 +88,7 @@ SILENT = {
 
 def step(backend, algorithm, batch, number):
     rows = to_rows(batch, max_row_tokens=16)
-    credited, results = learn(backend, algorithm, rows, {}, Stopwatch(), updates=2, step=number)
+    credited, results = learn(backend, algorithm, rows, {}, Stopwatch(), TWO_UPDATES, step=number)
     return rollout_metrics(batch, credited) | update_metrics(results)
 
 
