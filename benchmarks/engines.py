@@ -14,8 +14,8 @@ two replicas half of them. `cores` is what that comes to: seconds of processor t
 and of who asks it, per second of a step; `idle` is what all the others took meanwhile, which should be next to nothing.
 
 `fixed`: all completions have the same length. `ragged`: the model itself ends each with probability 1/63 per token (see
-`rollout.make_model`), so lengths are Exp(63), cut at four times that. No engine is told them. Engines draw other tokens
-from the same seeds, hence other lengths; tokens per second allow for that.
+`rollout.make_model`), so lengths are Exp(63), cut at 256 tokens (at 80M at 128). No engine is told them. Native and vLLM
+draw other tokens from the same seeds, hence other lengths; tokens per second allow for that.
 
 Each engine has a process of its own, as in a run, and stays open between its turns. Needs vLLM and Ray; an engine whose
 package is not here is left out with a word, and so is bfloat16 where the CPU has no instructions for it.
@@ -67,7 +67,7 @@ KINDS = {
     "vllm, two actors": Kind("vllm", 2, 0.5, ("vllm", "ray")),
 }
 ONES = {"two actors": {"all": "actor", "half": "actor, half"}}
-WORK = {"3M": {"prompts": 16, "fixed": 128, "ragged": 256}, "80M": {"prompts": 8, "fixed": 64, "ragged": 256}}
+WORK = {"3M": {"prompts": 16, "fixed": 64, "ragged": 256}, "80M": {"prompts": 4, "fixed": 48, "ragged": 128}}
 """Of a step: prompts, and the longest completion of each workload."""
 BAR = 1.2
 
@@ -163,14 +163,12 @@ class Worker:
     """An engine in a process of its own."""
 
     def __init__(self, name: str, folders: dict[str, str], dtype: str, threads: int, rows: int) -> None:
-        self.name, began = name, time.perf_counter()
+        self.name = name
         context = multiprocessing.get_context("spawn")
         self.line, there = context.Pipe()
         self.process = context.Process(target=serve, args=(there, KINDS[name], folders, dtype, threads, rows))
         self.process.start()
         there.close()
-        assert self.answer() == "ready"
-        self.start_s = time.perf_counter() - began
 
     def answer(self) -> Any:
         """What it says next."""
@@ -235,9 +233,9 @@ def environment(threads: int) -> Iterator[None]:
 
 def measured(size: str, dtype: str, names: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
     """All engines with a model, both workloads."""
-    from benchmarks.rollout import MEMBERS, PROMPT_TOKENS, VOCAB, make_model
-
     import torch
+
+    from benchmarks.rollout import MEMBERS, PROMPT_TOKENS, VOCAB, make_model
 
     work, rows = WORK[size], []
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
@@ -245,12 +243,13 @@ def measured(size: str, dtype: str, names: Sequence[str], options: argparse.Name
             name: str(make_model(Path(scratch) / name, ragged=name == "ragged", size=size))
             for name in options.workloads
         }
-        workers = []
+        began, workers = time.monotonic(), []
         for name in names:
-            worker = Worker(name, folders, dtype, options.threads, work["prompts"] * MEMBERS)
-            stack.callback(worker.close)
-            workers.append(worker)
-            print(f"{size} {dtype}: {name} is there after {worker.start_s:.1f} s", flush=True)
+            workers.append(Worker(name, folders, dtype, options.threads, work["prompts"] * MEMBERS))
+            stack.callback(workers[-1].close)
+        for worker in workers:
+            assert worker.answer() == "ready"
+        print(f"{size} {dtype}: {len(workers)} engines are there after {time.monotonic() - began:.0f} s", flush=True)
         turns: dict[tuple[str, str], list[Turn]] = {}
         for turn in range(options.repeats + 1):
             shape = (work["prompts"], PROMPT_TOKENS)
@@ -268,8 +267,7 @@ def measured(size: str, dtype: str, names: Sequence[str], options: argparse.Name
                     if turn:
                         turns.setdefault((workload, worker.name), []).append(done)
         for (workload, name), found in turns.items():
-            start = next(worker.start_s for worker in workers if worker.name == name)
-            rows.append({"size": size, "dtype": dtype, "workload": workload, "engine": name, "start_s": start})
+            rows.append({"size": size, "dtype": dtype, "workload": workload, "engine": name})
             rows[-1]["turns"] = [vars(turn) | {"step_rate": turn.step_rate} for turn in found]
     return rows
 
@@ -288,7 +286,7 @@ def report(rows: list[dict[str, Any]]) -> None:
     """Add what is compared to the rows, and print the table."""
     print(
         f"\n{'model':20}{'workload':9}{'engine':21}{'drawing':>9}{'step':>9}{'update s':>9}{'of native':>10}"
-        f"{'of its one: all, half':>23}{'cores':>7}{'idle':>6}{'start s':>9}"
+        f"{'of its one: all, half':>23}{'cores':>7}{'idle':>6}"
     )
     for row in rows:
         family, _, way = row["engine"].partition(", ")
@@ -303,7 +301,7 @@ def report(rows: list[dict[str, Any]]) -> None:
         shown = [median(turn[key] for turn in turns) for key in ("update_s", "cores", "idle")]
         print(
             f"{model:20}{row['workload']:9}{row['engine']:21}{row['draw_rate']:9.0f}{row['step_rate']:9.0f}"
-            f"{shown[0]:9.3f}{of_native:>10}{of_one:>23}{shown[1]:7.2f}{shown[2]:6.2f}{row['start_s']:9.1f}"
+            f"{shown[0]:9.3f}{of_native:>10}{of_one:>23}{shown[1]:7.2f}{shown[2]:6.2f}"
         )
     found = [row["of_one"]["all"] for row in rows if row["of_one"].get("all") is not None]
     if found:
@@ -316,7 +314,9 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=WORK)
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"])
     parser.add_argument("--workloads", nargs="+", choices=["fixed", "ragged"], default=["fixed", "ragged"])
-    parser.add_argument("--engines", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME", help=", ".join(KINDS))
+    parser.add_argument(
+        "--engines", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME", help=", ".join(KINDS)
+    )
     parser.add_argument("--repeats", type=int, help="turns of each engine; one more warms up")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="3M in float32, one turn, unless said otherwise")
@@ -350,7 +350,8 @@ def main() -> None:
     print(f"\n{options.threads} threads, {options.repeats} turns, {time.monotonic() - began:.0f} s in all")
     report(rows)
     if options.out:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        found = {"threads": options.threads, "repeats": options.repeats, "rows": rows}
+        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
