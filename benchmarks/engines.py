@@ -1,21 +1,22 @@
-"""Rollouts in the loop: native beside vLLM, in this process, in Ray actors and behind its server, turn by turn in one run.
+"""Rollouts in the loop: native beside vLLM, here, in Ray actors and behind its server, turn by turn in one run.
 
     python benchmarks/engines.py [--sizes 3M 80M] [--dtypes float32 bfloat16] [--engines NAME ...] [--repeats 3]
         [--out FILE.json]
     python benchmarks/engines.py --quick        3M parameters in float32, one turn
 
-A step is what it is in training: new weights come to the engine and are read back (`InProcessTransfer`), then `generate`
-draws all completions of the step's prompts. Speed is tokens drawn per second, of the drawing alone and of the whole step;
-`of native` and `of its one` are medians, over the turns, of the ratio of steps to those of the same turn by the native
-engine in process, and by one replica of the same kind with all threads (`all`) or as many as each of the two has (`half`).
+A step is what it is in training: new weights come to the engine and are read back (`InProcessTransfer`), then
+`generate` draws all completions of the step's prompts. Speed is tokens drawn per second, of the drawing alone and of
+the whole step; `of native` and `of its one` are medians, over the turns, of the ratio of whole steps to those of the
+same turn by the native engine in process, and by one replica of the same engine with all threads (`all`), or with as
+many as each of the two has (`half`).
 
-Everyone has the same prompts, the same weights and the same number of threads in all: one engine has `--threads`, each of
-two replicas half of them. `cores` is what that comes to: seconds of processor time, of the engine with all its processes
-and of who asks it, per second of a step; `idle` is what all the others took meanwhile, which should be next to nothing.
+Everyone has the same prompts, weights and number of threads: one engine has `--threads`, each of two replicas half of
+them. `cores` is what that comes to: seconds of processor time, of the engine with all its processes and of who asks it,
+per second of a step; `idle` is what all the others took meanwhile, which should be next to nothing.
 
 `fixed`: all completions have the same length. `ragged`: the model itself ends each with probability 1/63 per token (see
-`rollout.make_model`), so lengths are Exp(63), cut at 256 tokens (at 80M at 128). No engine is told them. Native and vLLM
-draw other tokens from the same seeds, hence other lengths; tokens per second allow for that.
+`rollout.make_model`), so lengths are Exp(63), cut at 256 tokens (at 80M at 128). No engine is told them. Native and
+vLLM draw other tokens from the same seeds, hence other lengths; tokens per second allow for that.
 
 Each engine has a process of its own, as in a run, and stays open between its turns. Needs vLLM and Ray; an engine whose
 package is not here is left out with a word, and so is bfloat16 where the CPU has no instructions for it.
@@ -31,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -104,8 +105,8 @@ class Source:
 
 
 def serve(line: Connection, kind: Kind, folders: dict[str, str], dtype: str, threads: int, rows: int) -> None:
-    """The process of an engine: it says when it is there, then answers (workload, version, tokens of each prompt, longest)
-    with (tokens drawn, seconds of the update, seconds of the drawing), until it is told None."""
+    """The process of an engine: it says when it is there, then answers jobs (workload, version, prompts, completions of
+    each, longest) with (tokens drawn, seconds of the update, seconds of the drawing), until it is told None."""
     import torch
 
     torch.set_num_threads(threads)
@@ -178,10 +179,8 @@ class Worker:
             raise SystemExit(f"the process of {self.name!r} ended; what it said is above") from None
 
     def close(self) -> None:
-        try:
+        with suppress(OSError):
             self.line.send(None)
-        except OSError:
-            pass
         self.process.join(60)
         if self.process.is_alive():
             self.process.kill()
@@ -314,9 +313,8 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=WORK)
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"])
     parser.add_argument("--workloads", nargs="+", choices=["fixed", "ragged"], default=["fixed", "ragged"])
-    parser.add_argument(
-        "--engines", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME", help=", ".join(KINDS)
-    )
+    named = {"choices": KINDS, "default": list(KINDS), "metavar": "NAME", "help": "; ".join(KINDS)}
+    parser.add_argument("--engines", nargs="+", **named)
     parser.add_argument("--repeats", type=int, help="turns of each engine; one more warms up")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="3M in float32, one turn, unless said otherwise")

