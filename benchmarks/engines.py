@@ -243,11 +243,14 @@ def measured(size: str, dtype: str, names: Sequence[str], options: argparse.Name
             for name in options.workloads
         }
         began, workers = time.monotonic(), []
-        for name in names:
-            workers.append(Worker(name, folders, dtype, options.threads, work["prompts"] * MEMBERS))
-            stack.callback(workers[-1].close)
-        for worker in workers:
-            assert worker.answer() == "ready"
+        # No more at once than there are cores: Ray waits 30 s for its own processes, and no longer.
+        for first in range(0, len(names), options.threads):
+            together = names[first : first + options.threads]
+            for name in together:
+                workers.append(Worker(name, folders, dtype, options.threads, work["prompts"] * MEMBERS))
+                stack.callback(workers[-1].close)
+            for worker in workers[-len(together) :]:
+                assert worker.answer() == "ready"
         print(f"{size} {dtype}: {len(workers)} engines are there after {time.monotonic() - began:.0f} s", flush=True)
         turns: dict[tuple[str, str], list[Turn]] = {}
         for turn in range(options.repeats + 1):
