@@ -268,9 +268,10 @@ def measured(size: str, dtype: str, names: Sequence[str], options: argparse.Name
                     )
                     if turn:
                         turns.setdefault((workload, worker.name), []).append(done)
-        for (workload, name), found in turns.items():
-            rows.append({"size": size, "dtype": dtype, "workload": workload, "engine": name})
-            rows[-1]["turns"] = [vars(turn) | {"step_rate": turn.step_rate} for turn in found]
+        for workload in options.workloads:
+            for name in names:
+                found = [vars(turn) | {"step_rate": turn.step_rate} for turn in turns[workload, name]]
+                rows.append({"size": size, "dtype": dtype, "workload": workload, "engine": name, "turns": found})
     return rows
 
 
