@@ -22,10 +22,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-HIDDEN, VOCAB, PROMPTS, MEMBERS, PROMPT_TOKENS = 256, 2048, 16, 8, 40
+VOCAB, PROMPTS, MEMBERS, PROMPT_TOKENS = 2048, 16, 8, 40
 EOS = 2
 FIXED_TOKENS, MIN_TOKENS, MAX_TOKENS = 128, 16, 256
-CONSTANT, EOS_EXCESS = 4.0, 7 / 32  # both exact in bfloat16
+SHAPES = {
+    "3M": {"hidden_size": 256, "intermediate_size": 544, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "80M": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 7, "num_attention_heads": 16},
+}
+QUIET = 2.0**-6
 VLLM_WORKER = """
 import json, os, sys, time
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
@@ -46,13 +50,14 @@ for line in sys.stdin:
 """
 
 
-def make_model(folder: Path, *, ragged: bool) -> Path:
+def make_model(folder: Path, *, ragged: bool, size: str = "3M") -> Path:
     """Save the model, and a tokenizer that knows its tokens by number; returns `folder`.
 
     Ragged: channel 0 of the residual stream is a constant (every embedding has it, no layer writes or reads it) and
-    far larger than the rest, so the final norm makes it sqrt(hidden) = 16, and the other channels too small to matter.
-    Only the end-of-sequence row of the tied head differs there, by 7/32: its logit exceeds the others, which are nearly
-    equal, by 3.5, and its probability is e^3.5 / (2047 + e^3.5) = 1/63.
+    far larger than the rest, to which layers add little, so the final norm makes it sqrt(hidden) = 16 (or 32), and the
+    other channels too small to matter. Only the end-of-sequence row of the tied head differs there, by 7/32 (or 7/64):
+    its logit, 67.5, exceeds the others, which are nearly 64, by 3.5, and its probability is e^3.5 / (2047 + e^3.5) =
+    1/63. All these numbers are exact in bfloat16.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -60,10 +65,7 @@ def make_model(folder: Path, *, ragged: bool) -> Path:
 
     config = Qwen2Config(
         vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=544,
-        num_hidden_layers=4,
-        num_attention_heads=4,
+        **SHAPES[size],
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=512,
@@ -78,9 +80,11 @@ def make_model(folder: Path, *, ragged: bool) -> Path:
     if ragged:
         with torch.no_grad():
             embedding = model.model.embed_tokens.weight
-            embedding[:, 0] = CONSTANT
-            embedding[EOS, 0] += EOS_EXCESS
+            embedding[:, 0] = 64 / config.hidden_size**0.5
+            embedding[EOS, 0] += 3.5 / config.hidden_size**0.5
             for layer in model.model.layers:
+                layer.self_attn.o_proj.weight *= QUIET
+                layer.mlp.down_proj.weight *= QUIET
                 layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0.0
                 layer.input_layernorm.weight[0] = layer.post_attention_layernorm.weight[0] = 0.0
     model.save_pretrained(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,6 +43,7 @@ class VLLMServerEngine(ServerEngine):
 
     def _command(self, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
         options = self.options
+        own = _LOADED | {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
         words += ["--model", self.folder, "--tokenizer", self.tokenizer.name_or_path or self.folder]
         words += ["--dtype", str(options.dtype).removeprefix("torch."), "--enable-scale-out", "--max-logprobs", "-1"]
@@ -51,6 +53,9 @@ class VLLMServerEngine(ServerEngine):
             # A CPU's generator has no offset to go on from, which seeds with chunks of prompts would need.
             cache = cpu_cache_bytes(self.config, options.max_concurrent_completions, options.dtype)
             words += ["--enforce-eager", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(cache)]
+            # By itself it takes all cores but one, and two servers of a machine the same ones.
+            bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            own |= {"VLLM_CPU_OMP_THREADS_BIND": bound, "OMP_NUM_THREADS": str(torch.get_num_threads())}
         else:
             words += ["--enable-sleep-mode", "--gpu-memory-utilization", str(options.gpu_memory_utilization)]
         if options.lora_rank:
@@ -60,7 +65,7 @@ class VLLMServerEngine(ServerEngine):
             words += ["--enable-lora", "--max-lora-rank", str(rank)]
         if options.trust_remote_code:
             words.append("--trust-remote-code")
-        return words, _LOADED | {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        return words, own
 
     async def _check(self, server: Server) -> None:
         try:

@@ -72,6 +72,7 @@ def test_a_replica_that_dies_loses_no_completion(engine, seconds):
     assert engine.restarts == 1
 
 
+@pytest.mark.short
 def test_it_comes_back_with_the_current_weights(engine, folder):
     old = generate(engine, PROMPTS, SAMPLING)
     tensors = [(name, torch.full(shape, 0.01)) for name, shape in engine.weight_shapes().items()]
@@ -125,6 +126,7 @@ def even_tokens(data_source, solution_str, ground_truth, extra_info=None) -> flo
     return float(sum(map(ord, solution_str)) % 7)
 
 
+@pytest.mark.short
 def test_a_run_is_the_same_as_in_one_process(folder):
     assert main(["train", *config(folder, "here")]) == 0
     assert main(["train", *config(folder, "there"), "cluster.replicas=1"]) == 0

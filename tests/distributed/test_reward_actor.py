@@ -62,6 +62,7 @@ def pid(cluster: RayCluster) -> int:
     return actor.pid
 
 
+@pytest.mark.short
 def test_the_same_scores_and_it_comes_back_when_it_dies(folder, cluster, moved, caplog):
     expected = values(build(folder)(rollouts(BATCH)))
     assert len({score for group in expected for score in group}) == 5

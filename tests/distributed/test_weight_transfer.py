@@ -130,6 +130,7 @@ def whole(trainer: Trainer, dtype: torch.dtype) -> list[dict[str, int]]:
     return [held, held]
 
 
+@pytest.mark.short
 def test_what_was_sent_is_held_by_every_replica(engine, way):
     trainer = Trainer(engine.weight_shapes())
     transfer = InProcessTransfer(trainer, engine)
