@@ -207,12 +207,22 @@ class RayCluster:
             self.actors.remove(actor)
             self.ray.kill(actor.handle)
 
+    def _end_helpers(self) -> None:
+        """Kill those of Ray's processes that hold nothing: it would wait a second or two for each, one after another."""
+        from ray._private import worker
+
+        processes = worker._global_node.all_processes if worker._global_node else {}
+        for name in ("monitor", "dashboard", "log_monitor"):
+            for process_info in processes.get(name, ()):
+                process_info.process.kill()
+
     def close(self) -> None:
         """End the actors, and the cluster where it was started here."""
         for actor in [*self.actors]:
             self.end(actor)
         if self.owned:
             self.owned = False
+            self._end_helpers()
             self.ray.shutdown()
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
