@@ -112,7 +112,7 @@ class TrainingRun:
         path = self.out / "run" / "metrics.jsonl"
         return path.read_text().count("\n") if path.exists() else 0
 
-    def until_step(self, number: int, patience_s: float = 300.0) -> None:
+    def until_step(self, number: int, patience_s: float = 600.0) -> None:
         """Wait for a step to end."""
         deadline = time.monotonic() + patience_s
         while self.steps < number and self.process.poll() is None and time.monotonic() < deadline:

@@ -193,7 +193,7 @@ class RayCluster:
     def died(self) -> tuple[type[Exception], ...]:
         """The errors of a process, or its machine, that is gone."""
         errors = self.ray.exceptions
-        return errors.RayActorError, errors.ActorUnschedulableError, errors.ObjectLostError
+        return errors.RayActorError, errors.OutOfMemoryError, errors.ActorUnschedulableError, errors.ObjectLostError
 
     def silent(self, actors: Sequence[Actor], timeout_s: float | None = None) -> str:
         """That actors do not answer, for an error."""

@@ -203,3 +203,14 @@ def test_faults_by_chance(tmp_path):
     counts = {what: len(found) for what, found in results.items()}
     assert counts == {"kills": 1, "freezes": 4, "SIGINT": 1, "SIGTERM": 1, "SIGKILL": 1}, done.stderr
     assert all(each["good"] for found in results.values() for each in found), done.stdout
+
+
+def test_one_that_ray_kills_for_the_memory_of_its_machine_is_named(tmp_path, monkeypatch):
+    prepare(tmp_path)
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.01")
+    run = TrainingRun(tmp_path, "run")
+    try:
+        assert run.process.wait(300) == 2
+        assert re.search(r"error: .* died.*low on memory", run.log.read_text()), run.log.read_text()[-2000:]
+    finally:
+        run.end()
