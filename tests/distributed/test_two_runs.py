@@ -43,9 +43,7 @@ def alone(folder: Path) -> bytes:
 def actors(root: int) -> set[int]:
     """Processes beneath one that are actors of ours."""
     names = {pid: Path(f"/proc/{pid}/cmdline") for pid in descendants(root)}
-    return {
-        pid for pid, name in names.items() if name.exists() and name.read_text().startswith(("ray::r", "ray::t"))
-    }
+    return {pid for pid, name in names.items() if name.exists() and name.read_text().startswith(("ray::r", "ray::t"))}
 
 
 def killed_beside_another(first: TrainingRun, second: TrainingRun, root: int) -> None:
