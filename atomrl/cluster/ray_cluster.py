@@ -110,8 +110,11 @@ class RayCluster:
             if (host := ray.nodes()[0]["NodeManagerAddress"]) != "127.0.0.1":
                 ray.shutdown()
                 raise RuntimeError(f"this version of Ray would listen on {host}, for the whole network")
-        except BaseException:
+        except BaseException as error:
+            ray.shutdown()
             shutil.rmtree(self.folder, ignore_errors=True)
+            if type(error) is Exception:  # Ray's own, after its limit of 30 s
+                raise PlacementError(f"cluster: Ray did not start on this machine: {error}") from error
             raise
         return ray, True
 

@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from threading import Thread
