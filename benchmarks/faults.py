@@ -112,7 +112,7 @@ class TrainingRun:
         path = self.out / "run" / "metrics.jsonl"
         return path.read_text().count("\n") if path.exists() else 0
 
-    def until_step(self, number: int, patience_s: float = 300.0) -> None:
+    def until_step(self, number: int, patience_s: float = 600.0) -> None:
         """Wait for a step to end."""
         deadline = time.monotonic() + patience_s
         while self.steps < number and self.process.poll() is None and time.monotonic() < deadline:
@@ -239,6 +239,7 @@ def summary(results: dict[str, list[dict[str, Any]]]) -> list[str]:
             values = [value for each in found if figure in each for value in _listed(each[figure])]
             if values:
                 spread.append(f"{figure} median {median(values):.1f} max {max(values):.1f}")
+        spread.append(f"load {min(each['load'] for each in found):g} to {max(each['load'] for each in found):g}")
         lines.append(f"{what:<10} of {len(found)} {good} ended as they should, {in_time} in time; {'; '.join(spread)}")
     return lines
 
@@ -261,6 +262,7 @@ def main() -> int:
     rng, results = random.Random(arguments.seed), dict[str, list[dict[str, Any]]]()
 
     def report(what: str, found: dict[str, Any], name: str) -> None:
+        found["load"] = round(os.getloadavg()[0], 1)
         results.setdefault(what, []).append(found)
         print(
             f"{name:<12} {'good' if found['good'] else 'BAD '} {'in time' if found['in_time'] else 'LATE   '} {found}",

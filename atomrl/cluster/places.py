@@ -110,7 +110,8 @@ def places(actors: Sequence[Wanted], nodes: Sequence[Node]) -> dict[tuple[str, i
                 others = ", ".join(str(other) for other in actors if other is not each)
                 raise PlacementError(
                     f"cluster: there is room for {index} of {each.count} {each.role} actors ({each.cpus:g} CPUs, "
-                    f"{each.gpus:g} GPUs each){f' beside {others}' if others else ''}: {'; '.join(map(str, nodes))}"
+                    f"{each.gpus:g} GPUs each){f' beside {others}' if others else ''}: {'; '.join(map(str, nodes))}; "
+                    f"cluster.replicas, cluster.placement and cluster.resources.{each.role} say what is asked for"
                 )
             found[each.role, index] = room
     return found

@@ -21,6 +21,8 @@ from atomrl.config import ClusterConfig, ClusterRole
 START_S = 600.0
 """For loading a model in a new process; no part of `cluster.timeout_s`."""
 _REACH_S = 5.0
+_HELLO, _SETTINGS_FRAME = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]), b"\x04"
+"""With which HTTP/2, and so Ray, is greeted (RFC 9113), and the kind of frame that is the answer."""
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # else it writes a token into the home folder
@@ -91,11 +93,12 @@ class RayCluster:
         if ray.is_initialized():
             return ray, False
         if address is not None:
-            check_reachable(address)
+            found = check_reachable(address)
             try:
-                ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
+                ray.init(address=found, logging_level=logging.WARNING, log_to_driver=True)
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise PlacementError(f"cluster.address={address}: {str(error).partition(chr(10))[0]}") from error
+                ray.shutdown()
+                raise PlacementError(f"cluster.address={address}: {' '.join(str(error).split())}") from error
             return ray, True
         # Two runs share no folder; a short name, since sockets in it may have 107 letters.
         self.folder = tempfile.mkdtemp(
@@ -107,8 +110,11 @@ class RayCluster:
             if (host := ray.nodes()[0]["NodeManagerAddress"]) != "127.0.0.1":
                 ray.shutdown()
                 raise RuntimeError(f"this version of Ray would listen on {host}, for the whole network")
-        except BaseException:
+        except BaseException as error:
+            ray.shutdown()
             shutil.rmtree(self.folder, ignore_errors=True)
+            if type(error) is Exception:  # Ray's own, after its limit of 30 s
+                raise PlacementError(f"cluster: Ray did not start on this machine: {error}") from error
             raise
         return ray, True
 
@@ -193,7 +199,7 @@ class RayCluster:
     def died(self) -> tuple[type[Exception], ...]:
         """The errors of a process, or its machine, that is gone."""
         errors = self.ray.exceptions
-        return errors.RayActorError, errors.ActorUnschedulableError, errors.ObjectLostError
+        return errors.RayActorError, errors.OutOfMemoryError, errors.ActorUnschedulableError, errors.ObjectLostError
 
     def silent(self, actors: Sequence[Actor], timeout_s: float | None = None) -> str:
         """That actors do not answer, for an error."""
@@ -207,12 +213,22 @@ class RayCluster:
             self.actors.remove(actor)
             self.ray.kill(actor.handle)
 
+    def _end_helpers(self) -> None:
+        """Kill those of Ray's processes that hold nothing; it would wait a second or two for each in turn."""
+        from ray._private import worker
+
+        processes = worker._global_node.all_processes if worker._global_node else {}
+        for name in ("monitor", "dashboard", "log_monitor"):
+            for process_info in processes.get(name, ()):
+                process_info.process.kill()
+
     def close(self) -> None:
         """End the actors, and the cluster where it was started here."""
         for actor in [*self.actors]:
             self.end(actor)
         if self.owned:
             self.owned = False
+            self._end_helpers()
             self.ray.shutdown()
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -231,21 +247,32 @@ def _on_loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-def check_reachable(address: str) -> None:
-    """That something listens at `host:port`; Ray itself would try for a minute.
+def check_reachable(address: str) -> str:
+    """That a cluster listens at an address; Ray itself would try for minutes. Returns it as `host:port`.
 
     Raises:
-        PlacementError: nothing does, or it is no such address.
+        PlacementError: none does, or it is no such address.
     """
-    if address in ("auto", "local"):
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise PlacementError(f"cluster.address={address}: must be auto, or HOST:PORT of a cluster (`ray start --head`)")
+    from ray._private.utils import read_ray_address
+
+    named, found = f"cluster.address={address}", address
+    if address == "auto":  # of `ray start`; Ray's own search also finds what other runs have started for themselves
+        found = os.environ.get("RAY_ADDRESS") or read_ray_address() or ""
+        if not found:
+            raise PlacementError(f"{named}: no cluster was started on this machine (`ray start`)")
+        named += f" ({found})"
+    host, _, port = found.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        raise PlacementError(f"{named}: must be auto, or HOST:PORT of a cluster (`ray start --head`)")
     try:
-        socket.create_connection((host, int(port)), _REACH_S).close()
-    except OSError as error:
-        raise PlacementError(f"cluster.address={address}: no cluster can be reached there: {error}") from error
+        with socket.create_connection((host.strip("[]"), int(port)), _REACH_S) as connection:
+            connection.sendall(_HELLO)
+            is_ray = connection.recv(4)[3:] == _SETTINGS_FRAME or os.environ.get("RAY_USE_TLS", "0") != "0"
+    except (OSError, OverflowError) as error:
+        raise PlacementError(f"{named}: no cluster can be reached there: {error}") from error
+    if not is_ray:
+        raise PlacementError(f"{named}: what listens there is no Ray cluster; its port is 6379 unless it was given one")
+    return found
 
 
 def describe(config: ClusterConfig, roles: Sequence[ClusterRole], device: str = "auto") -> list[str]:

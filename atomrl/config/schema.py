@@ -153,7 +153,7 @@ class ClusterConfig(Section):
     weight_transfer: Literal["shared_memory", "files", "collective"] = "shared_memory"
     """How weights come to the replicas: Ray's object store, safetensors files, or a broadcast (NCCL, or gloo)."""
     weight_folder: str | None = None
-    """Of `files`, which all machines must see; null is a folder in the run's."""
+    """Of `files`: has a folder for each run, and all machines must see it; null is a folder in the run's."""
 
 
 class AsynchronousConfig(Section):

@@ -23,7 +23,7 @@ from atomrl.types import GenerationOutput, GenerationRequest, Prompt, SamplingPa
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5
-JOIN_S = 10.0
+JOIN_S = 5.0
 EXTRA = "extra:"
 """In front of the ids of requests that are an algorithm's `extra_rollouts`."""
 

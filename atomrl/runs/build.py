@@ -1,12 +1,15 @@
 """Engines and back ends from a config: the only place that names engines and back ends."""
 
+import hashlib
 import logging
 import math
+import tempfile
 from collections.abc import Collection
 from contextlib import ExitStack, closing
 from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -225,7 +228,18 @@ def cluster_roles(config: RunConfig, algorithm: Algorithm) -> list[ClusterRole]:
     roles += ["rollout"] if drawn else []
     if not roles:
         raise ConfigError("cluster: this run draws no rollouts; cluster.resources.trainer puts its trainer there")
+    if cluster.weight_folder and cluster.weight_transfer == "files":
+        _check_folder("cluster.weight_folder", Path(cluster.weight_folder).absolute())
     return roles
+
+
+def _check_folder(key: str, folder: Path) -> None:
+    """That a folder can be made and written; nothing is left there."""
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise ConfigError(f"{key}={folder}: no folder can be written there: {error}") from error
 
 
 def open_cluster(config: RunConfig, algorithm: Algorithm, stack: ExitStack) -> RayCluster | None:
@@ -237,8 +251,11 @@ def open_cluster(config: RunConfig, algorithm: Algorithm, stack: ExitStack) -> R
     if not (roles := cluster_roles(config, algorithm)):
         return None
     assert config.cluster is not None, "roles are a cluster's"
-    folder = config.cluster.weight_folder or str(config.run_dir / "weights")
-    cluster = config.cluster.model_copy(update={"weight_folder": folder})
+    folder = config.run_dir.resolve() / "weights"
+    if config.cluster.weight_folder:  # in which other runs may have theirs
+        own = hashlib.sha256(str(folder).encode()).hexdigest()[:8]
+        folder = Path(config.cluster.weight_folder) / f"{config.run_name}-{own}"
+    cluster = config.cluster.model_copy(update={"weight_folder": str(folder)})
     return stack.enter_context(closing(RayCluster(cluster, roles, config.model.device)))
 
 

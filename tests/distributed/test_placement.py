@@ -6,12 +6,14 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
+from threading import Thread
 
 import pytest
+import torch
 
 from atomrl.cli.main import main
 from atomrl.cluster.ray_cluster import RayCluster
@@ -124,6 +126,18 @@ def test_a_dry_run_says_who_goes_where(folder, capsys):
         ([*PPO, "cluster.resources.critic={}"], "give cluster.resources.trainer too"),
         (["cluster.address=127.0.0.1:1"], "cluster.address=127.0.0.1:1: no cluster can be reached there"),
         (["cluster.address=ray"], "cluster.address=ray: must be auto, or HOST:PORT"),
+        (["cluster.address=local"], "cluster.address=local: must be auto, or HOST:PORT"),
+        (["cluster.address=ray://a:10001"], "cluster.address=ray://a:10001: must be auto, or HOST:PORT"),
+        (["cluster.address=127.0.0.1:99999"], "cluster.address=127.0.0.1:99999: no cluster can be reached there"),
+        (["cluster.resources.judge={}"], "cluster.resources.judge"),
+        (["cluster.resources.rollout.num_cpus=-1"], "cluster.resources.rollout.num_cpus"),
+        (["cluster.resources.rollout=2"], "cluster.resources.rollout"),
+        (["cluster.timeout_s=0"], "cluster.timeout_s"),
+        (["cluster.gpus=2"], "cluster.gpus"),
+        (
+            ["cluster.replicas=1", "cluster.weight_transfer=files", "cluster.weight_folder=/proc/none"],
+            "cluster.weight_folder=/proc/none: no folder can be written there",
+        ),
     ],
 )
 def test_what_could_only_hang_is_refused_at_once(folder, capsys, settings, message):
@@ -131,6 +145,66 @@ def test_what_could_only_hang_is_refused_at_once(folder, capsys, settings, messa
     assert message in capsys.readouterr().err
     assert main(["train", *config(folder, "refused"), *settings]) == 2
     assert not run_of(folder, "refused").exists()
+
+
+@pytest.mark.parametrize("settings", [["cluster.replicas=2"], ["cluster.placement=colocated"]])
+def test_shares_beyond_a_gpu_are_refused(folder, capsys, monkeypatch, settings):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    shares = ["cluster.resources.trainer.num_gpus=0.6", "cluster.resources.rollout.num_gpus=0.5"]
+    assert main(["train", *config(folder, "refused"), *settings, *shares, "--dry-run"]) == 2
+    found = capsys.readouterr().err
+    assert "there is room for 0 of" in found and "cluster.resources.rollout say what is asked for" in found
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_what_is_no_ray_cluster_is_refused(folder, capsys, answer):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(answer)
+
+        Thread(target=serve, daemon=True).start()
+        address = f"cluster.address=127.0.0.1:{server.getsockname()[1]}"
+        assert main(["train", *config(folder, "refused"), address, "--dry-run"]) == 2
+        assert f"{address}: what listens there is no Ray cluster" in capsys.readouterr().err
+
+
+@pytest.fixture
+def head(monkeypatch):
+    """The head of a cluster."""
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def test_a_cluster_of_another_version_is_refused(folder, capsys, head):
+    from ray._raylet import GcsClient
+
+    client = GcsClient(address=head.address)
+    told = json.loads(client.internal_kv_get(b"CLUSTER_METADATA", b"cluster"))
+    client.internal_kv_put(b"CLUSTER_METADATA", json.dumps(told | {"ray_version": "2.0.0"}).encode(), True, b"cluster")
+    for more in (["--dry-run"], []):
+        assert main(["train", *config(folder, "refused"), f"cluster.address={head.address}", *more]) == 2
+        found = capsys.readouterr().err
+        assert f"cluster.address={head.address}: Version mismatch" in found and "Ray: 2.0.0" in found
+
+
+def test_auto_is_never_the_cluster_of_another_run(folder, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("ray._private.utils.get_ray_address_file", lambda _: str(tmp_path / "none"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    own = RayCluster(ClusterConfig(resources={"rollout": {"num_cpus": 0.1}}), ["rollout"])
+    with closing(own), monkeypatch.context() as patch:
+        patch.setattr(own.ray, "is_initialized", lambda: False)  # as in another process
+        assert main(["train", *config(folder, "refused"), "cluster.address=auto", "--dry-run"]) == 2
+    assert "cluster.address=auto: no cluster was started on this machine" in capsys.readouterr().err
 
 
 def test_a_trainer_that_dies_ends_the_run_which_goes_on(tmp_path):
@@ -195,12 +269,12 @@ def test_a_node_goes_and_the_run_ends_and_goes_on(tmp_path, nodes):
         run.end()
 
 
-def test_faults_by_chance(tmp_path):
-    """One of each of `benchmarks/faults.py`, which has them all."""
-    script = Path(__file__).parents[2] / "benchmarks" / "faults.py"
-    given = ["--kills", "1", "--freezes", "4", "--signals", "1", "--out", str(tmp_path)]
-    done = subprocess.run([sys.executable, str(script), *given], capture_output=True, text=True)
-    results = json.loads((tmp_path / "results.json").read_text())
-    counts = {what: len(found) for what, found in results.items()}
-    assert counts == {"kills": 1, "freezes": 4, "SIGINT": 1, "SIGTERM": 1, "SIGKILL": 1}, done.stderr
-    assert all(each["good"] for found in results.values() for each in found), done.stdout
+def test_one_that_ray_kills_for_the_memory_of_its_machine_is_named(tmp_path, monkeypatch):
+    prepare(tmp_path)
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.01")
+    run = TrainingRun(tmp_path, "run")
+    try:
+        assert run.process.wait(300) == 2
+        assert re.search(r"error: .* died.*low on memory", run.log.read_text()), run.log.read_text()[-2000:]
+    finally:
+        run.end()
