@@ -29,7 +29,7 @@ def digest_of(device: str) -> Digest | None:
         'af5570f5a1810b7a'
     """
     if device == "cpu":
-        return lambda tensor: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()[:16]
+        return lambda tensor: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()[:16]
     if device == "cuda" and torch.cuda.is_available() and find_spec("sglang") is not None:
         from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
 

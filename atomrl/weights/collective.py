@@ -105,7 +105,8 @@ def _on_thread(work: Callable[[], None]) -> Future[None]:
 
     def run() -> None:
         try:
-            done.set_result(work())
+            work()
+            done.set_result(None)
         except RuntimeError as error:
             done.set_exception(TransferBroken(str(error).partition("\n")[0]))
 
