@@ -296,8 +296,7 @@ class RowBatch:
     trajectory_index: Tensor | None = None
     """[B] int64: which of the step's trajectories the row is."""
     staleness: Tensor | None = None
-    """[B, T] int32: by how many versions the weights that wrote each token were behind the trainer's at the start of
-    the step; 0 where the model did not write it."""
+    """[B, T] int32: versions between the weights that wrote each token and the trainer's; 0 off the model's tokens."""
     token_rewards: Tensor | None = None
     """[B, T] float32 beside `rewards`: what an environment gave at a token. None: nothing."""
     rollout_logprobs: Tensor | None = None

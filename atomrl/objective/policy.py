@@ -315,11 +315,10 @@ def rollout_gap(
         name: Mean(difference.sum(), mask.sum()),
         "training/rollout_probs_diff_max": Max(difference.max() if difference.numel() else 0.0),
     }
-    if staleness is None:
-        return found
-    for versions in range(MOST_STALE + 1):
-        chosen = mask & (staleness.clamp(0, MOST_STALE) == versions)
-        found[f"{name}/staleness_{versions}"] = Mean(masked_sum(difference, chosen), chosen.sum())
+    if staleness is not None:
+        for versions in range(MOST_STALE + 1):
+            chosen = mask & (staleness.clamp(0, MOST_STALE) == versions)
+            found[f"{name}/staleness_{versions}"] = Mean(masked_sum(difference, chosen), chosen.sum())
     return found
 
 
