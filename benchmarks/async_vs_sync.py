@@ -303,7 +303,9 @@ def main() -> int:
         waiting: base_config(arguments.model, folder, steps, prompts, arguments.short)
         for waiting, (steps, prompts) in sizes.items()
     }
-    calibration = merge_trees(trees["reward"], {"train": {"steps": 5 if arguments.short else 20}, "eval": {"after": False}})
+    calibration = merge_trees(
+        trees["reward"], {"train": {"steps": 5 if arguments.short else 20}, "eval": {"after": False}}
+    )
     alone = cells.run("alone", calibration, "synchronous", 0, 0.0, 0.0)
     step_s = 3600 / alone["steps_per_hour"]
     print(f"a step without waiting: {step_s:.3f} s (rollouts {alone['gen_s']:.3f} s, weights {alone['sync_s']:.3f} s)")
@@ -320,7 +322,13 @@ def main() -> int:
         times = (step_s, 0.0) if waiting == "reward" else (0.0, scale)
         runs.append(cells.run(file, trees[waiting], name, seed, *times) | {"waiting": waiting})
         print(f"  {number} of {len(todo)}, {waiting}, seed {seed}, {name}: {runs[-1]['wall_s']:.0f} s", file=sys.stderr)
-    report = {"alone": alone, "step_s": step_s, "scale": scale, "completions": completions_of(calibration), "runs": runs}
+    report = {
+        "alone": alone,
+        "step_s": step_s,
+        "scale": scale,
+        "completions": completions_of(calibration),
+        "runs": runs,
+    }
     (folder / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     titles = {"reward": f"rewards wait {step_s:.2f} s", "tail": f"completions wait {0.2 * scale:g} to {2 * scale:g} s"}
     for waiting in arguments.waiting:

@@ -161,6 +161,7 @@ class Simulation:
         self.behind: dict[int, float] = {}
         self.dropped = self.cut = 0
         self.waited_s = self.asked = self.began = self.ended = 0.0
+
     def at(self, moment: float, then: Callable[[], None]) -> None:
         self.number += 1
         heapq.heappush(self.events, (moment, self.number, then))
