@@ -10,9 +10,9 @@ is waiting. `reward`: every reward takes as long as a whole step without waiting
 as for a service). `tail`: a completion takes between 0.2 and 2 s longer than its tokens do, as with tools or long
 answers, with a Pareto tail.
 
-Each cell (waiting, variant, seed) is a run of 15 to 45 seconds, whose result is a file in OUT/cells; those that are there are
-not run again. Prints a markdown table for each kind of waiting: groups an hour (evaluations are outside), how many times
-the synchronous ones, idle shares of trainer and engine, staleness in versions, groups dropped, and held-out accuracy,
+Each cell (waiting, variant, seed) is a run of 15 to 45 seconds, whose result is a file in OUT/cells; those that are
+there are not run again. Prints a markdown table for each kind of waiting: groups an hour (evaluations are outside), how
+many times the synchronous ones, idle shares of trainer and engine, staleness in versions, groups dropped, and held-out accuracy,
 mean of the seeds with its standard error. OUT/results.json is what benchmarks/simulate_cluster.py reads.
 """
 

@@ -4,7 +4,7 @@
     python benchmarks/simulate_cluster.py --docs             ...into docs/scaling.md, with its picture
     python benchmarks/simulate_cluster.py groups=256 --gpus 64       with other numbers of plan_cluster.py
     python benchmarks/simulate_cluster.py --calibrate        how far it is off here: about 4 minutes on two quiet cores
-    python benchmarks/simulate_cluster.py --results runs/async_vs_sync/results.json      ...of the runs of async_vs_sync.py
+    python benchmarks/simulate_cluster.py --results runs/async_vs_sync/results.json    ...of runs of async_vs_sync.py
 
 The simulation itself is in simulation.py, the numbers of a cluster in plan_cluster.py. `--calibrate` runs four short
 trainings without any waiting, takes from them what the simulation has to know of this machine (tokens a second by rows,
@@ -142,7 +142,8 @@ def scaling(found: Sequence[Point]) -> str:
     first = None
     for each in found:
         cells = [
-            f"{3600 / of['steps_per_hour']:,.0f} s ({plan.trainers}): {of['trainer_idle']:.0%}, {max(0.0, 1 - of['engine_use']):.0%}"
+            f"{3600 / of['steps_per_hour']:,.0f} s ({plan.trainers}): {of['trainer_idle']:.0%}, "
+            f"{max(0.0, 1 - of['engine_use']):.0%}"
             for plan, of in each.by_loop.values()
         ]
         pace = each.by_loop["staleness 1"][1]["steps_per_hour"] / each.plan.gpus
@@ -325,17 +326,18 @@ def driver_s(tokens: int = 8000, completions: int = 16) -> float:
     output = GenerationOutput(request_id="a/0", segments=(drawn,), text="x" * 4 * tokens, finish_reason="stop")
     sent = [pickle.dumps(output) for _ in range(completions)]
     began = time.perf_counter()
-    trajectories = [to_trajectory(prompt, index, pickle.loads(each)) for index, each in enumerate(sent)]  # noqa: S301
+    trajectories = [to_trajectory(prompt, index, pickle.loads(each)) for index, each in enumerate(sent)]
     to_rows([replace(item, reward=1.0) for item in trajectories])
     return (time.perf_counter() - began) / completions
 
 
 def local_report(report: Mapping[str, Any]) -> None:
     base, each = report["token_s"]
-    rows = report["alone"]["prompts"] * report["completions"]
+    alone = report["alone"]
+    rows = alone["prompts"] * report["completions"]
     print(
         f"fitted to 4 runs without waiting: a token of {rows} rows {1000 * (base + each * rows):.1f} ms (of few "
-        f"{1000 * base:.1f} ms), learning {report['alone']['learn_s']:.3f} s, transfer {report['alone']['sync_s']:.3f} s, "
+        f"{1000 * base:.1f} ms), learning {alone['learn_s']:.3f} s, transfer {alone['sync_s']:.3f} s, "
         f"the thread {1e6 * report['thread_s']:.0f} us a completion, pace of engine and trainer beside each other "
         f"{report['shared']:.2f}; the driver {1000 * report['driver_s']:.1f} ms for 8,000 tokens\n"
     )
