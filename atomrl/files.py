@@ -12,6 +12,23 @@ from pathlib import Path
 from typing import Any
 
 
+def check_writable(path: Path) -> None:
+    """That a file can be written, before the work that goes into it; its folder is made.
+
+    Raises:
+        ValueError: it cannot, and why.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file")
+    probe = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.filename}: {error.strerror}") from error
+    probe.unlink()
+
+
 def write_text(path: Path, text: str, flush: bool = False) -> None:
     """Written aside and renamed, so that a kill leaves the old file or the new one (`flush`: so does a power cut)."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,7 @@ from atomrl.config import PoolConfig  # noqa: E402
 from atomrl.pool.store import Held, RolloutPool  # noqa: E402
 from atomrl.types import Prompt, Sample, SamplingParams, Segment, Trajectory, by_group  # noqa: E402
 
-LEASE_S = 3.0
+LEASE_S = 5.0
 SETTINGS = PoolConfig(capacity=10**9, lease_s=LEASE_S, max_staleness=10**6)
 COMPLETIONS = 4
 BAD = ("lost", "doubled", "torn", "half_written", "unknown", "thrown_away")

@@ -111,6 +111,11 @@ def test_needs_follow_the_axes():
         ({"loss_agg": "constant_length"}, "needs a length"),
         ({"shaping": {"soft_overlong": True}}, "shaping.max_completion_tokens"),
         ({"clip": {"type": "sapo", "low": 0.2}}, "algorithm.clip of type sapo: unknown name 'low'"),
+        (
+            {"kl": {"type": "k3", "beta": 0.1}},
+            "algorithm.kl of type k3: unknown name 'beta'; valid are coefficient, apply_to",
+        ),
+        ({"kl": {"type": "k3", "place": "reward"}}, "unknown name 'place'; valid are coefficient, apply_to"),
         ({"clip": {"low": True}}, "should be a valid number, got True"),
         ({"kl": {"apply_to": "los"}}, "did you mean 'loss'"),
         ({"kl": {"k2_gradient": 1}}, "algorithm.kl.k2_gradient: should be a valid boolean"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
+
+if TYPE_CHECKING:
+    from atomrl.rollout.requests import RequestEngine
 
 _IMPORT_S = 300.0
 
@@ -34,11 +37,11 @@ def examine_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, s
         for url in servers:
             yield "server", health(url + engine.health_path)
         yield "package", "not needed here: the servers have it"
-    if config is not None and not servers and name == "native":
-        yield "model", native_model(model_path(config), config.model.trust_remote_code)
-    if engine.package is None or servers:
-        if not servers:
-            yield "package", "none: it is part of AtomRL"
+        return
+    if engine.package is None:
+        if config is not None:
+            yield "model", own_model(engine, model_path(config), config.model.trust_remote_code)
+        yield "package", "none: it is part of AtomRL"
         return
     yield "cuda", cuda()
     installed = distribution_of(engine.package)
@@ -89,11 +92,8 @@ def bare(wanted: Requirement) -> str:
 def supported(probe: str) -> list[str] | str:
     """The kinds of model that a package knows, asked in a process of its own; or why it cannot be imported."""
     code = f"{probe}\nimport json; print(json.dumps(sorted(archs)))"
-    environment = os.environ | ({} if cuda_devices() else {"SGLANG_USE_CPU_ENGINE": "1"})
     try:
-        found = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=_IMPORT_S
-        )
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_IMPORT_S)
     except subprocess.TimeoutExpired:
         return f"it was not imported within {_IMPORT_S:g} s"
     if found.returncode:
@@ -112,12 +112,11 @@ def model_kind(path: str, trust_remote_code: bool, archs: Iterable[str]) -> str:
     return f"{path} ({wanted[0]}) is one of them"
 
 
-def native_model(path: str, trust_remote_code: bool) -> str:
-    """Whether the native engine knows a model."""
+def own_model(engine: type[RequestEngine], path: str, trust_remote_code: bool) -> str:
+    """Whether an engine of AtomRL's own knows a model."""
     from atomrl.models.loading import model_config_only
-    from atomrl.models.spec import unsupported
 
-    reason = unsupported(model_config_only(path, trust_remote_code))
+    reason = engine.unsupported(model_config_only(path, trust_remote_code))
     return f"{path}: {reason}; hf takes its place" if reason else f"{path} is one that it knows"
 
 

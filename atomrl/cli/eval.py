@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomrl.cli.sampling import NO_LIMIT, add_option, add_sampling_arguments, config_over, within_context
-from atomrl.files import write_jsonl, write_text
+from atomrl.files import check_writable, write_jsonl, write_text
 
 if TYPE_CHECKING:
     from atomrl.config import RunConfig
@@ -118,18 +118,6 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     finally:
         engine.close()
         rewards.close()
-
-
-def check_writable(out: Path) -> None:
-    """An evaluation that cannot be written should not be run.
-
-    Raises:
-        OSError: the file cannot be made there.
-    """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    probe = out.with_name(f".{out.name}.partial")
-    probe.touch()
-    probe.unlink()
 
 
 def default_out(config: RunConfig) -> Path:

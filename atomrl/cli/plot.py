@@ -7,6 +7,8 @@ atomrl plot runs/quickstart runs/no-std --out compared.png
 import argparse
 from pathlib import Path
 
+from atomrl.files import check_writable
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the folder of a run; several are compared")
@@ -16,5 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from atomrl.tracking.curves import draw_curves
 
+    if arguments.out is not None:
+        check_writable(arguments.out)
     print(draw_curves(arguments.runs, arguments.out))
     return 0

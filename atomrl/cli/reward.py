@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomrl.files import write_jsonl
+from atomrl.files import check_writable, write_jsonl
 
 if TYPE_CHECKING:
     from atomrl.rewards.compute import Rewards
@@ -38,8 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from atomrl.cli.eval import check_writable
-
     names = arguments.name.split(",")
     rewards = build(names, arguments)
     if arguments.out.resolve() == arguments.file.resolve():

@@ -14,6 +14,7 @@ import json
 import sys
 
 from atomrl.cli.config_arguments import add_config_arguments, config_from, join_overrides
+from atomrl.cli.training import terminated_like_interrupted
 
 OPTIONS = ("--groups",)
 
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--groups", type=int, metavar="N", help="draw N prompts' groups and end; else until Ctrl-C")
 
 
+@terminated_like_interrupted()
 def run(arguments: argparse.Namespace) -> int:
     """Fill the pool.
 
@@ -36,13 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.groups is not None and arguments.groups < 1:
         raise ValueError("--groups: takes a number of at least 1")
     config = config_from(arguments)
-    from atomrl.cli.training import terminated_like_interrupted
     from atomrl.runs import check_command
     from atomrl.runs.rl import RLRun
     from atomrl.runs.rollouts import fill
 
     check_command(config, "train")
-    with terminated_like_interrupted():
-        filled = fill(RLRun(config), arguments.groups, said=lambda line: print(line, file=sys.stderr))
+    filled = fill(RLRun(config), arguments.groups, said=lambda line: print(line, file=sys.stderr))
     print(json.dumps(filled, indent=2))
     return 0

@@ -56,6 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", help="check all that the run would, print its arithmetic and a memory estimate; loads no weights")
 
 
+@contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM ends a job as Ctrl-C does, also while it starts or evaluates: parts are closed, workers end."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@terminated_like_interrupted()  # from the start: torch alone takes seconds to import
 def run(arguments: argparse.Namespace) -> int:
     """Train, or check, what the config says.
 
@@ -74,10 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
         print_section("run", [f"{config.run_dir}{' exists: use --resume or another run_name' if taken else ' (new)'}"])
         return 0
     try:
-        with terminated_like_interrupted():
-            prepared = prepare_run(config)
-            print("", *prepared.describe_batch(), sep="\n", file=sys.stderr)
-            summary = prepared.execute(arguments.resume, arguments.allow_changes)
+        prepared = prepare_run(config)
+        print("", *prepared.describe_batch(), sep="\n", file=sys.stderr)
+        summary = prepared.execute(arguments.resume, arguments.allow_changes)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(how_to_go_on(command, config, arguments)) from None
     except RuntimeError as error:
@@ -95,16 +105,6 @@ def print_section(title: str, lines: Sequence[str]) -> None:
     """Lines under a title."""
     for index, line in enumerate(lines):
         print(f"{title if index == 0 else '':<8}{line}")
-
-
-@contextmanager
-def terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM ends a job as Ctrl-C does, also while it starts or evaluates: parts are closed, workers end."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def compact(config: RunConfig) -> str:

@@ -95,7 +95,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist")
+        raise ConfigError(f"config file {path} {'is not a file' if path.exists() else 'does not exist'}")
     try:
         tree: Any = _UniqueKeyLoader(path.read_text(encoding="utf-8")).get_single_data()
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -244,5 +244,5 @@ def validated(kind: type[Model], where: str, values: Mapping[str, Any]) -> Model
 def check_name(where: str, name: object, valid: Sequence[str]) -> None:
     """Raises ValueError, with the nearest valid name, where `name` is not valid."""
     if name not in valid:
-        hint = did_you_mean(str(name), valid, "valid are", cutoff=0.4) if valid else "it has no parameters"
+        hint = did_you_mean(str(name), valid, "valid are", cutoff=0.5) if valid else "it has no parameters"
         raise ValueError(f"{where}: unknown name {name!r}; {hint}")

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import Timeout
+
 BUSY_S = 60.0
 """How long a process waits for others to finish their transactions, which take milliseconds."""
 
@@ -40,6 +42,8 @@ def named(path: Path) -> Iterator[None]:
     """Turns SQLite's errors into a `PoolError` that names the file and says what to do."""
     try:
         yield
+    except Timeout as error:
+        raise PoolError(f"the rollout pool {path}: {ADVICE['SQLITE_BUSY']}") from error
     except sqlite3.DatabaseError as error:
         name = getattr(error, "sqlite_errorname", None) or ""
         advice = next((text for start, text in ADVICE.items() if name.startswith(start)), None)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from atomrl.config import PoolConfig
 from atomrl.pool import sql
 from atomrl.pool.codec import checksum, columns, decode
@@ -27,6 +29,7 @@ from atomrl.types import Trajectory
 
 COUNTED = ("written", "duplicates", "finished", "returned", "evicted", "expired", "stale", "cleared")
 """What a pool counts from its first day on, in groups."""
+_POLL_S = 0.002
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class RolloutPool:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise PoolError(f"the rollout pool {path}: its folder cannot be made ({error.strerror})") from error
+        self._lock = FileLock(f"{path}.lock", timeout=BUSY_S)
         with named(path):
             self._db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
             try:
@@ -98,7 +102,9 @@ class RolloutPool:
                     f"the rollout pool {self.path} has layout {version}, and this AtomRL writes {sql.SCHEMA_VERSION}: "
                     "use it with the AtomRL that wrote it, or remove the file"
                 )
-        self._db.execute("PRAGMA journal_mode = WAL")
+        # Not the write-ahead log: before SQLite 3.51.3, which few Pythons bring, it can lose or damage what several
+        # processes write, as they did within seconds when some were killed.
+        self._db.execute("PRAGMA journal_mode = TRUNCATE")
         self._db.execute("PRAGMA foreign_keys = ON")
 
     def close(self) -> None:
@@ -106,14 +112,13 @@ class RolloutPool:
         self._db.close()
 
     @contextmanager
-    def _transaction(self, on_disk: bool = False) -> Iterator[sqlite3.Connection]:
-        """All of it or nothing, and no other process writes meanwhile.
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """All of it or nothing, a power cut included, and no other process reads or writes meanwhile.
 
-        Args:
-            on_disk: it and all before it will survive a power cut too, which takes the disk some milliseconds.
+        Processes wait for a lock of their own: SQLite would let them wait for longer the longer they have waited, and
+        not at all for one that mends what a killed process has left.
         """
-        with named(self.path):
-            self._db.execute(f"PRAGMA synchronous = {'FULL' if on_disk else 'NORMAL'}")
+        with named(self.path), self._lock.acquire(poll_interval=_POLL_S):
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
@@ -162,8 +167,8 @@ class RolloutPool:
 
     def identity(self) -> dict[str, str]:
         """What the pool is made with (`check_identity`); empty where nobody has said so."""
-        with named(self.path):
-            stored = self._db.execute("SELECT value FROM facts WHERE name = 'identity'").fetchone()
+        with self._transaction() as db:
+            stored = db.execute("SELECT value FROM facts WHERE name = 'identity'").fetchone()
         return dict(json.loads(stored[0])) if stored else {}
 
     def start_run(self, name: str, resumed: bool) -> str:
@@ -189,8 +194,7 @@ class RolloutPool:
     def put(self, groups: Sequence[Sequence[Trajectory]], run: str = "") -> int:
         """Write groups: all of them or, after a kill or an error, none.
 
-        A power cut may take the last ones, if no reader has claimed them. A group with the same tokens as one that is
-        there is left out. What is older than `ttl_s` goes, and what is over
+        A group with the same tokens as one that is there is left out. What is older than `ttl_s` goes, and what is over
         the `capacity`: of the oldest version first. Groups that a reader holds do not count, and stay.
 
         Args:
@@ -204,9 +208,10 @@ class RolloutPool:
             ValueError: a group is empty, or its sample has a value that JSON has no form for.
             PoolError: the pool was emptied and is now used with another tokenizer, model, ... (`check_identity`).
         """
-        now, rows = self._clock(), [columns(group) for group in groups]
+        rows = [columns(group) for group in groups]
         new = 0
         with self._transaction() as db:
+            now = self._clock()
             if self._identity is not None:
                 (identity,) = db.execute("SELECT value FROM facts WHERE name = 'identity'").fetchone()
                 if identity != self._identity:
@@ -249,8 +254,8 @@ class RolloutPool:
         Raises:
             PoolError: the content of a group is not what was written.
         """
-        now, bounds = self._clock(), self._bounds(reader, step, version)
-        with self._transaction(on_disk=True) as db:
+        with self._transaction() as db:
+            now, bounds = self._clock(), self._bounds(reader, step, version)
             self._renew(reader, now)
             self._remove_expired(now)
             stale = f"DELETE FROM groups WHERE run = :reader AND oldest < :oldest AND NOT {sql.IS_HELD}"
@@ -284,8 +289,8 @@ class RolloutPool:
 
     def held(self, reader: str, step: int) -> list[Held]:
         """What a reader has claimed for a step and not finished, in the order in which it was claimed."""
-        with named(self.path):
-            found = self._db.execute(
+        with self._transaction() as db:
+            found = db.execute(
                 "SELECT id, uses, checksum, payload FROM claims JOIN groups ON id = group_id "
                 "WHERE reader = ? AND step = ? ORDER BY place",
                 (reader, step),
@@ -312,7 +317,7 @@ class RolloutPool:
             LeaseLost: less than `expected`: another reader has taken some. The others are finished.
         """
         mine = "FROM claims WHERE reader = ? AND step <= ?"
-        with self._transaction(on_disk=True) as db:
+        with self._transaction() as db:
             ids = db.execute(f"SELECT group_id {mine}", (reader, step)).fetchall()
             db.execute(f"DELETE {mine}", (reader, step))
             db.executemany("UPDATE groups SET uses = uses + 1 WHERE id = ?", ids)
@@ -329,24 +334,24 @@ class RolloutPool:
 
     def why_not(self, reader: str, step: int, version: int) -> dict[str, int]:
         """Why groups are passed over (`sql.PASSED_OVER`) -> how many; a group may count under several."""
-        with named(self.path):
-            found = self._db.execute(sql.WHY_NOT, self._bounds(reader, step, version)).fetchone()
+        with self._transaction() as db:
+            found = db.execute(sql.WHY_NOT, self._bounds(reader, step, version)).fetchone()
         return {reason: number for reason, number in zip(sql.PASSED_OVER, found, strict=True) if number}
 
     # What people and tools call.
 
     def stats(self) -> dict[str, Any]:
         """How many groups there are and of what kind, and the counts since the pool was made (`COUNTED`)."""
-        with named(self.path):
-            cursor = self._db.execute(sql.SUMMARY, {"now": self._clock()})
+        with self._transaction() as db:
+            cursor = db.execute(sql.SUMMARY, {"now": self._clock()})
             summary = dict(zip((column[0] for column in cursor.description), cursor.fetchone(), strict=True))
             versions = self._db.execute("SELECT oldest, count(*) FROM groups GROUP BY oldest").fetchall()
         return self.counts() | summary | {"groups_by_version": dict(versions)}
 
     def counts(self) -> dict[str, int]:
         """How many groups there are, and the counts since the pool was made (`COUNTED`)."""
-        with named(self.path):
-            (groups,) = self._db.execute("SELECT count(*) FROM groups").fetchone()
+        with self._transaction() as db:
+            (groups,) = db.execute("SELECT count(*) FROM groups").fetchone()
             found = dict(self._db.execute("SELECT name, value FROM counts").fetchall())
         return {"groups": groups} | {name: found.get(name, 0) for name in COUNTED}
 
@@ -355,8 +360,8 @@ class RolloutPool:
         meanwhile may be there or not."""
         last = 0
         while True:
-            with named(self.path):
-                rows = self._db.execute(
+            with self._transaction() as db:
+                rows = db.execute(
                     "SELECT id, uses, checksum, payload, run, written FROM groups WHERE id > ? ORDER BY id LIMIT 64",
                     (last,),
                 ).fetchall()
@@ -372,6 +377,6 @@ class RolloutPool:
         with self._transaction() as db:
             gone = db.execute(f"DELETE FROM groups WHERE NOT {sql.IS_HELD}", {"now": self._clock()}).rowcount
             self._count("cleared", gone)
-        with named(self.path):
+        with named(self.path), self._lock.acquire(poll_interval=_POLL_S):
             self._db.execute("VACUUM")
         return gone

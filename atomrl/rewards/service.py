@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 
+from atomrl.event_loop import EventLoopThread
 from atomrl.rewards.breaker import Breaker
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop, require
 from atomrl.types import Sample, Trajectory
@@ -64,22 +65,7 @@ class _Link:
 
     def __init__(self, client: httpx.AsyncClient, concurrency: int) -> None:
         self.client, self.slots, self.probe = client, asyncio.Semaphore(concurrency), asyncio.Lock()
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="reward service", daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._end(), self.loop).result(5.0)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(5.0)
-
-    async def _end(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await self.client.aclose()
+        self.loop = EventLoopThread("reward service")
 
 
 class Service(BaseModel, ABC):
@@ -158,7 +144,7 @@ class Service(BaseModel, ABC):
         with self._starting:
             link, self._link = self._link, None
         if link is not None:
-            link.close()
+            link.loop.close(link.client.aclose())
 
     def together(self, asked: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         """What each coroutine returns or raises, `concurrency` requests at a time. Any thread may call it.
@@ -169,7 +155,7 @@ class Service(BaseModel, ABC):
         with self._starting:
             self._link = self._link or _Link(self._client(), self.concurrency)
             link = self._link
-        found = asyncio.run_coroutine_threadsafe(_gathered(asked), link.loop)
+        found = link.loop.start(_gathered(asked))
         try:
             results = found.result()
         except CancelledError:

@@ -115,20 +115,38 @@ class ContinuousBatch:
         if not free or free < min(len(self.waiting), max(1, slots // 8)):
             return False
         rows = [self.waiting.popleft() for _ in range(free)]
+        columns: list[list[int]] = []
+        try:
+            self._enter(rows, columns, version)
+        except BaseException:  # such as no memory left: nothing is lost, so that it can go on
+            for row, column in zip(rows, columns, strict=False):
+                self._give_back(row, column[_MEMBER])
+            self.waiting.extendleft(reversed(rows))
+            self.take_back()
+            self.cache.free()
+            raise
+        self._rows_changed()
+        return True
+
+    def _enter(self, rows: Sequence[RequestState], columns: list[list[int]], version: int) -> None:
+        """Put rows into the batch, and their numbers of `state` into `columns`."""
         self._prefill([self._group(row) for row in rows])
         used = set(self.state[_SLOT].tolist())
         free_slots = (slot for slot in count() if slot not in used)
-        columns = []
         for row in rows:
             row.set_version(version)
             columns.append(self._column(row, next(free_slots)))
         entering = torch.tensor(columns).T.contiguous().to(self.device)
         self._reserve(rows, max(column[_SLOT] for column in columns) + 1)
         self._draw(entering, rows, _by_rule(rows), self._first_logits(rows, entering[_SLOT]))
-        self.rows += rows
-        self.state = torch.cat((self.state, entering), dim=1)
-        self._rows_changed()
-        return True
+        self.rows, self.state = [*self.rows, *rows], torch.cat((self.state, entering), dim=1)
+
+    def _give_back(self, row: RequestState, member: int) -> None:
+        """The row is no longer a running one of its group; candidates beyond its tokens were drawn in vain."""
+        group, length = self._group(row), len(row.token_ids)
+        group.running -= 1
+        group.free_members.append(member)
+        del row.candidate_ids[sum(row.candidate_counts[:length]) :], row.candidate_counts[length:]
 
     def _group(self, row: RequestState) -> PromptGroup:
         return self.groups[row.request.group_id]
@@ -276,11 +294,8 @@ class ContinuousBatch:
         members, lengths = ended[_MEMBER].tolist(), ended[_LENGTH].tolist()
         tokens, logprobs = (buffer[ended[_SLOT], : max(lengths)].tolist() for buffer in (self.tokens, self.logprobs))
         for index, (row, member, length) in enumerate(zip(rows, members, lengths, strict=True)):
-            group = self._group(row)
-            group.running -= 1
-            group.free_members.append(member)
             row.token_ids, row.logprobs = tokens[index][:length], logprobs[index][:length]
-            del row.candidate_ids[sum(row.candidate_counts[:length]) :], row.candidate_counts[length:]
+            self._give_back(row, member)
         gone = set(places)
         staying = [place for place in range(len(self.rows)) if place not in gone]
         self.rows, self.state = [self.rows[place] for place in staying], self.state[:, staying]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from atomrl.event_loop import EventLoopThread
 from atomrl.rollout.requests import DIVERGED, RequestState
 from atomrl.rollout.server_process import ServerProcess
 from atomrl.types import FinishReason
@@ -91,13 +91,11 @@ class Client:
             limits=httpx.Limits(max_connections=None),
             trust_env=False,  # a proxy has no place between a trainer and its engine
         )
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="rollout servers", daemon=True)
-        self.thread.start()
+        self.loop = EventLoopThread("rollout servers")
 
     def start(self, task: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Have a task done."""
-        return asyncio.run_coroutine_threadsafe(task, self.loop)
+        return self.loop.start(task)
 
     def run(self, task: Coroutine[Any, Any, Any]) -> Any:
         """What a task gives, once it is done."""
@@ -143,18 +141,7 @@ class Client:
 
     def close(self) -> None:
         """Give up what is under way, and end the thread."""
-        self.run(self._end())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
-
-    async def _end(self) -> None:
-        """Let no task of the loop outlive it."""
-        rest = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
-        await self.http.aclose()
+        self.loop.close(self.http.aclose())
 
 
 def logprob_of(sent: float | None) -> float:

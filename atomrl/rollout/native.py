@@ -13,10 +13,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from atomrl.models.gpt import check_weights, weight_shapes
 from atomrl.models.loading import base_path, model_config_only, read_weights
-from atomrl.models.spec import read_spec, rope_table
+from atomrl.models.spec import read_spec, rope_table, unsupported
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.rollout.attention import KernelKVCache, KVCache
 from atomrl.rollout.batching import ContinuousBatch
@@ -78,6 +79,11 @@ class NativeEngine(RequestEngine):
             model.load(check_weights(read_weights(path), spec).items())
             eos = eos_token_ids(base_path(path), config, tokenizer)
             return cls(model, rope_table(config, place), eos, tokenizer, options.max_concurrent_completions)
+
+    @classmethod
+    def unsupported(cls, config: PretrainedConfig) -> str | None:
+        """Why our own decoder cannot compute a model; None where it can."""
+        return unsupported(config)
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every weight that an update may bring; a tied head follows the embedding and has no name of its own."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
+from transformers import PretrainedConfig
 
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.rollout.stopping import StopRule
@@ -121,6 +122,11 @@ class RequestEngine:
             ImportError: its package is not installed.
         """
         raise NotImplementedError
+
+    @classmethod
+    def unsupported(cls, config: PretrainedConfig) -> str | None:
+        """Why it cannot compute a model of this config, as far as it knows before it loads one; None where it can."""
+        return None
 
     @classmethod
     def refusal(cls, sampling: SamplingParams) -> str | None:

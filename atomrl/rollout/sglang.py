@@ -31,6 +31,8 @@ class SGLangEngine(ServerEngine):
 
     package = "sglang"
     probe = (
+        "import os, torch\n"
+        "os.environ |= {} if torch.cuda.is_available() else {'SGLANG_USE_CPU_ENGINE': '1'}\n"
         "import sglang.srt.entrypoints.http_server\n"
         "from sglang.srt.models.registry import ModelRegistry; archs = ModelRegistry.get_supported_archs()"
     )

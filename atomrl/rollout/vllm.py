@@ -37,6 +37,27 @@ def cut_refusal(name: str, sampling: SamplingParams, cuts: bool) -> str | None:
     )
 
 
+def request_fields(state: RequestState) -> dict[str, Any]:
+    """How vLLM is to draw a request: the fields of its `SamplingParams`, in process and over HTTP."""
+    sampling = state.rule.sampling
+    ranked = (sampling.top_k or -1) if sampling.logprobs_over == "kept" and sampling.temperature > 0 else 0
+    return {
+        "max_tokens": sampling.max_completion_tokens,
+        "min_tokens": sampling.min_completion_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "stop": list(sampling.stop),
+        "stop_token_ids": state.rule.is_stop.nonzero()[:, 0].tolist(),
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,  # `stop_token_ids` has those that count
+        "detokenize": bool(sampling.stop),
+        "skip_special_tokens": False,
+        "seed": state.request.seed,
+        "logprobs": None if sampling.logprobs_over == "none" else ranked,
+    }
+
+
 class VLLMEngine(RequestEngine):
     """Draws completions with vLLM's `LLMEngine` in this process (https://docs.vllm.ai).
 
@@ -169,37 +190,17 @@ class VLLMEngine(RequestEngine):
         vocab = self.llm.vllm_config.model_config.get_vocab_size()
         return StopRule(sampling, self.eos, self.tokenizer, vocab, torch.device("cpu"))
 
-    def _params(self, state: RequestState) -> Any:
-        from vllm import SamplingParams as VLLMSampling
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = state.rule.sampling
-        ranked = (sampling.top_k or -1) if sampling.logprobs_over == "kept" and sampling.temperature > 0 else 0
-        return VLLMSampling(
-            max_tokens=sampling.max_completion_tokens,
-            min_tokens=sampling.min_completion_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k or -1,
-            stop=list(sampling.stop),
-            stop_token_ids=state.rule.is_stop.nonzero()[:, 0].tolist(),
-            include_stop_str_in_output=True,
-            ignore_eos=True,  # `stop_token_ids` has those that count
-            detokenize=bool(sampling.stop),
-            skip_special_tokens=False,
-            seed=state.request.seed,
-            logprobs=None if sampling.logprobs_over == "none" else ranked,
-            output_kind=RequestOutputKind.DELTA,
-        )
-
     def _advance(self) -> list[tuple[RequestState, FinishReason]]:
+        from vllm import SamplingParams as VLLMSampling
         from vllm import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
 
         while self.waiting:
             state = self.waiting.popleft()
             state.set_version(self.version)
             prompt = TokensPrompt(prompt_token_ids=list(state.request.prompt_token_ids))
-            self.llm.add_request(state.request.request_id, prompt, self._params(state), lora_request=self.adapters)
+            params = VLLMSampling(**request_fields(state), output_kind=RequestOutputKind.DELTA)
+            self.llm.add_request(state.request.request_id, prompt, params, lora_request=self.adapters)
         finished: list[tuple[RequestState, FinishReason]] = []
         while not finished:
             # It draws from the process's generator too, although every request has a seed.

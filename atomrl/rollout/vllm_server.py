@@ -14,7 +14,7 @@ from atomrl.rollout.checkpoints import cpu_cache_bytes
 from atomrl.rollout.http import Answer, Server, logprob_of
 from atomrl.rollout.requests import RequestState
 from atomrl.rollout.servers import ServerEngine
-from atomrl.rollout.vllm import VLLMEngine, cut_refusal
+from atomrl.rollout.vllm import VLLMEngine, request_fields
 from atomrl.rollout.vllm_worker import WORKER_EXTENSION
 from atomrl.types import SamplingParams
 
@@ -39,8 +39,7 @@ class VLLMServerEngine(ServerEngine):
     @classmethod
     def refusal(cls, sampling: SamplingParams) -> str | None:
         """Why vLLM cannot give the log-probs that are asked for; None where it can."""
-        cuts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_completion_tokens > 0
-        return super().refusal(sampling) or cut_refusal("vLLM", sampling, cuts)
+        return VLLMEngine.refusal(sampling)
 
     def _command(self, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
         options = self.options
@@ -92,21 +91,7 @@ class VLLMServerEngine(ServerEngine):
         body: dict[str, Any] = {
             "request_id": name,
             "token_ids": list(request.prompt_token_ids),
-            "sampling_params": {
-                "max_tokens": sampling.max_completion_tokens,
-                "min_tokens": sampling.min_completion_tokens,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k or -1,
-                "stop": list(sampling.stop),
-                "stop_token_ids": state.rule.is_stop.nonzero()[:, 0].tolist(),
-                "include_stop_str_in_output": True,
-                "ignore_eos": True,  # `stop_token_ids` has those that count
-                "detokenize": bool(sampling.stop),
-                "skip_special_tokens": False,
-                "seed": request.seed,
-                "logprobs": None if sampling.logprobs_over == "none" else (sampling.top_k or -1) if kept else 0,
-            },
+            "sampling_params": request_fields(state),
         }
         if server.adapters:
             body["model"] = server.adapters

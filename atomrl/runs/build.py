@@ -19,7 +19,6 @@ from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder, save_model
-from atomrl.models.spec import unsupported
 from atomrl.objective import PolicyObjective, PreferenceObjective
 from atomrl.objective.rollout_is import TokenTIS
 from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend, needs_teacher
@@ -138,7 +137,7 @@ def device_name(wanted: str = "auto") -> str:
 
 
 def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> tuple[type[RequestEngine], str | None]:
-    """The class of `rollout.engine`; of a model that `native` does not know `hf`, and why.
+    """The class of `rollout.engine`; of a model that it does not know `hf`, and why.
 
     Raises:
         ConfigError: there is no engine of this name, or it is none that draws in a server, and one is given.
@@ -150,7 +149,7 @@ def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> tuple
     if rollout.server and not kind.server:
         servers = " or ".join(other for other, engine in ENGINES.items() if engine.server)
         raise ConfigError(f"rollout.server: the engine {name} draws in this process; take rollout.engine={servers}")
-    reason = unsupported(model_config_only(path, model.trust_remote_code)) if name == "native" else None
+    reason = kind.unsupported(model_config_only(path, model.trust_remote_code))
     return (HFEngine if reason else kind), reason
 
 
@@ -162,7 +161,7 @@ def build_engine(path: str, tokenizer: Any, rollout: RolloutConfig, model: Model
     """
     kind, reason = engine_class(rollout, path, model)
     if reason:
-        log.warning("rollouts come from the hf engine, because native does not know this model: %s", reason)
+        log.warning("rollouts come from the hf engine, because %s does not know this model: %s", rollout.engine, reason)
     device = device_name(model.device)
     options = EngineOptions(
         dtype=compute_dtype(model.dtype, device),

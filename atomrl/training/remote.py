@@ -28,7 +28,7 @@ class ServedBackend:
 
     def __init__(self, build: Callable[[], TrainingBackend]) -> None:
         self.backend = build()
-        self.train_step, self.load = self.backend.train_step, self.backend.load
+        self.train_step, self.save, self.load = self.backend.train_step, self.backend.save, self.backend.load
 
     def forward_only(self, rows: RowBatch, needs: frozenset[ModelInput]) -> dict[str, Tensor]:
         """What was asked for alone."""
@@ -39,9 +39,6 @@ class ServedBackend:
         """With names of one tensor as names of one object, so that they still are where it arrives."""
         update, seen = self.backend.weight_update(version, adapters_alone), dict[int, Tensor]()
         return replace(update, tensors=[(name, seen.setdefault(t.data_ptr(), t)) for name, t in update.tensors])
-
-    def save(self, folder: Path) -> None:
-        self.backend.save(folder)
 
 
 class RemoteBackend:
@@ -97,14 +94,12 @@ class RemoteBackend:
                 answers.append(self.cluster.get(actor, found))
         return answers
 
-    def _owner(self, role: RoleName) -> RoleName | None:
-        return role if role in self.apart else None
-
     def forward_only(self, rows: RowBatch, needs: Collection[ModelInput]) -> RowBatch:
         """The rows with what is asked for, each by the actor that has the model; all at the same time."""
         shares: dict[RoleName | None, set[ModelInput]] = {}
         for name in needs:
-            shares.setdefault(self._owner(SOURCES[name][0]), set()).add(name)
+            role = SOURCES[name][0]
+            shares.setdefault(role if role in self.apart else None, set()).add(name)
         shared = self.cluster.ray.put(rows)
         found = self._at_once("forward_only", {role: (shared, frozenset(names)) for role, names in shares.items()})
         return replace(rows, **{name: tensor for part in found for name, tensor in part.items()})

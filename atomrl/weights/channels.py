@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from atomrl.protocols import Adapter, WeightUpdate
@@ -56,7 +55,7 @@ class ObjectStoreChannel:
     """Shared memory: Ray's object store, where all processes of a machine read one copy, and other machines fetch one.
 
     Args:
-        ray: the module, initialized.
+        ray: the module, initialized, which sends tensors as arrays (`cluster.hosted`).
     """
 
     def __init__(self, ray: Any) -> None:
@@ -68,7 +67,7 @@ class ObjectStoreChannel:
         tensors = list(update.tensors)
         self.kept = () if tensors else self.kept[:1]  # the store has room for the next where the last has gone
         parts = WeightUpdate(update.version, tensors, update.adapters).parts()
-        new = self.ray.put({name: _array(tensor) for name, tensor in parts})
+        new = self.ray.put(dict(parts))
         self.version, self.kept = update.version, (*self.kept, new)
         return ObjectStoreReference(self.version, (new,))
 
@@ -92,14 +91,4 @@ class ObjectStoreReference:
         """Tensors over the store's own memory, which may only be read."""
         import ray
 
-        return update_of(self.version, (_tensors(ray.get(found)) for found in self.objects))
-
-
-def _array(tensor: Tensor) -> tuple[Any, torch.dtype]:
-    """As numpy, which Ray does not copy for its readers, and which knows no bfloat16."""
-    tensor = tensor.detach().cpu().contiguous()
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy(), tensor.dtype
-
-
-def _tensors(arrays: Mapping[str, tuple[Any, torch.dtype]]) -> Iterator[tuple[str, Tensor]]:
-    return ((name, torch.from_numpy(array).view(dtype)) for name, (array, dtype) in arrays.items())
+        return update_of(self.version, (ray.get(found).items() for found in self.objects))

@@ -13,7 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Left to right; a module imports only from layers to its left, and from its own package.
 LAYERS = [
-    {"types", "metrics", "hints", "files", "functions"},
+    {"types", "metrics", "hints", "files", "functions", "event_loop"},
     {"atoms"},
     {"protocols"},
     {"objective"},

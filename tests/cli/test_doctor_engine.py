@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from atomrl.cli.main import main
 from tests.conformance.fake_sglang import FakeSGLang
@@ -66,6 +67,22 @@ def test_a_package_that_cannot_be_imported(site, capsys):
     assert "broken: ImportError: libcudart.so.13: cannot open shared object file" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_sglang_is_told_that_there_is_no_gpu(site, capsys):
+    """Without that it cannot even be imported."""
+    source = (
+        "import os, sys, types\n"
+        "if os.environ.get('SGLANG_USE_CPU_ENGINE') != '1': raise ImportError('no accelerator')\n"
+        "names = ['srt', 'srt.entrypoints', 'srt.entrypoints.http_server', 'srt.models', 'srt.models.registry']\n"
+        "sys.modules |= {f'sglang.{name}': types.ModuleType(name) for name in names}\n"
+        "class ModelRegistry:\n    get_supported_archs = staticmethod(lambda: ['LlamaForCausalLM'])\n"
+        "sys.modules['sglang.srt.models.registry'].ModelRegistry = ModelRegistry\n"
+    )
+    site("sglang", source, "0.5.23", [])
+    assert main(["doctor", "--engine", "sglang"]) == 0
+    assert "works; it knows 1 kinds of model" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("arch", "status"), [("LlamaForCausalLM", 0), ("OtherForCausalLM", 1)])
 def test_the_model_of_a_config(site, capsys, tmp_path, arch, status):
     archs = f"class ModelRegistry:\n    get_supported_archs = staticmethod(lambda: ['{arch}'])\n"
@@ -87,5 +104,9 @@ def test_the_servers_of_a_config(capsys, tmp_path):
 def test_our_own_engines(capsys, tmp_path):
     assert main(["doctor", "--engine", "native", config(tmp_path, "native")]) == 0
     assert "is one that it knows" in capsys.readouterr().out
+    config_file = make_tiny_model(tmp_path / "model") / "config.json"
+    config_file.write_text(config_file.read_text().replace('"silu"', '"gelu"'))
+    assert main(["doctor", "--engine", "native", str(tmp_path / "config.yaml")]) == 0
+    assert "hidden_act 'gelu' is not silu; hf takes its place" in capsys.readouterr().out
     assert main(["doctor", "--engine", "other"]) == 2
     assert "there are native, hf, vllm, vllm-server, sglang" in capsys.readouterr().err

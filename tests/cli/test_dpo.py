@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from atomrl.algorithms.table import PREFERENCES
@@ -12,7 +11,6 @@ from atomrl.cli.main import main
 from atomrl.config import build_config, merge_trees
 from atomrl.runs import prepare_run
 from atomrl.training.local import LocalBackend
-from tests.tiny import make_tiny_model
 
 PAIRS = [{"prompt": f"{k}+1=", "chosen": f"{k + 1}", "rejected": f"{k + 3} or so"} for k in range(12)]
 LABELS = [
@@ -30,21 +28,10 @@ CONFIG = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
 @pytest.fixture
-def folder(tmp_path, model, monkeypatch):
-    """A working directory with a model, data and a config."""
-    monkeypatch.chdir(tmp_path)
+def folder(working_directory, monkeypatch):
     monkeypatch.setattr("atomrl.tracking.curves.draw_curves", lambda *args: None)
-    (tmp_path / "model").symlink_to(model)
-    for name, rows in (("pairs", PAIRS), ("labels", LABELS)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CONFIG))
-    return tmp_path
+    return working_directory(CONFIG, pairs=PAIRS, labels=LABELS)
 
 
 def preferences(config, resume=False):

@@ -67,6 +67,7 @@ def test_unknown_command_and_option(capsys):
 
 def test_mistakes_in_a_config(capsys, config):
     assert "config file absent.yaml does not exist" in fails(capsys, ["train", "absent.yaml"])
+    assert "config file . is not a file" in fails(capsys, ["train", "."])
     assert "name a config file" in fails(capsys, ["train"])
     assert "did you mean 'train.learning_rate'?" in fails(capsys, ["train", config, "train.learning_rte=1"])
     assert "train.steps: " in fails(capsys, ["train", config, "--train.steps", "many"])
@@ -154,6 +155,10 @@ def test_plot(capsys, tmp_path):
     assert main(["plot", str(tmp_path)]) == 0
     assert (tmp_path / "curves.png").is_file()
     assert "no metrics in" in fails(capsys, ["plot", tmp_path / "absent"])
+    assert "is a folder; name a file" in fails(capsys, ["plot", tmp_path, "--out", tmp_path])
+    under = tmp_path / "metrics.jsonl" / "new" / "curves.png"
+    assert f"{under} cannot be written: " in fails(capsys, ["plot", tmp_path, "--out", under])
+    assert main(["plot", str(tmp_path), "--out", str(tmp_path / "new" / "curves.png")]) == 0
 
 
 def test_export_mistakes(capsys, tmp_path):
@@ -192,3 +197,15 @@ def test_train_py_is_the_same_door():
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 2 and "did you mean 'train_config.learning_rate'?" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "rollout"])
+def test_sigterm_is_said_from_the_start(command):
+    """Also before a config is read; it takes seconds until torch is imported."""
+    program = (
+        "import os, signal, sys; from atomrl.cli import main, rollout, training\n"
+        "training.config_from = rollout.config_from = lambda arguments: os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"sys.exit(main.main([{command!r}, 'c.yaml']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (130, "\ninterrupted\n")

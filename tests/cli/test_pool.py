@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from safetensors.torch import load_file
 
 from atomrl.cli.config_arguments import load_config
@@ -32,19 +31,10 @@ CONFIG = {
 FROM_POOL = "rollout.source=pool"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
 @pytest.fixture
-def folder(tmp_path, model, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").symlink_to(model)
+def folder(working_directory):
     rows = [{"prompt": f"{k}+1=", "ground_truth": str(k + 1), "data_source": "sums"} for k in range(30)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CONFIG))
-    return tmp_path
+    return working_directory(CONFIG, train=rows)
 
 
 def fails(capsys, *arguments, code=2):

@@ -54,6 +54,8 @@ def test_a_row_that_fails_says_so(tmp_path, capsys):
         (["gsm8k", "absent.jsonl", "--out", "OUT"], "absent.jsonl does not exist"),
         (["exact_match", "IN", "--out", "OUT", "format_scor=1"], "has no argument 'format_scor'"),
         (["exact_match,gsm8k", "IN", "--out", "OUT", "format_score=1"], "arguments are for a single reward"),
+        (["gsm8k", "IN", "--out", "FOLDER"], "is a folder; name a file"),
+        (["gsm8k", "IN", "--out", "UNDER"], "cannot be written: "),
         (["gsm8k", "IN", "--out", "OUT", "--workers", "0"], "reward.workers"),
     ],
 )
@@ -62,6 +64,8 @@ def test_mistakes_are_named(arguments, message, tmp_path, capsys):
         "IN": write(tmp_path / "good.jsonl", [row("18")]),
         "BAD": write(tmp_path / "in.jsonl", [row("18"), {"prompt": "p"}, "{\n"]),
         "OUT": str(tmp_path / "out.jsonl"),
+        "FOLDER": str(tmp_path),
+        "UNDER": str(tmp_path / "good.jsonl" / "out.jsonl"),
     }
     assert main(["reward", *(paths.get(argument, argument) for argument in arguments)]) == 2
     assert message in capsys.readouterr().err

@@ -29,21 +29,10 @@ CONFIG = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
 @pytest.fixture
-def folder(tmp_path, model, monkeypatch):
-    """A working directory with a model, data and a config."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").symlink_to(model)
-    for name, count in (("train", 6), ("eval", 3)):
-        rows = [{"prompt": f"{k}+1=", "ground_truth": str(k + 1), "data_source": "sums"} for k in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CONFIG))
-    return tmp_path
+def folder(working_directory):
+    rows = [{"prompt": f"{k}+1=", "ground_truth": str(k + 1), "data_source": "sums"} for k in range(6)]
+    return working_directory(CONFIG, train=rows, eval=rows[:3])
 
 
 def fails(capsys, *arguments, code=2):

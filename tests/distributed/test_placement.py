@@ -17,7 +17,8 @@ from atomrl.cli.main import main
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
 from benchmarks.faults import TrainingRun, prepare
-from tests.distributed.test_replicas import config, weights
+from tests.arithmetic import trained_weights
+from tests.distributed.test_replicas import config
 from tests.tiny import make_tiny_model
 
 pytest.importorskip("ray", reason="Ray is not installed; `make distributed` has it")
@@ -49,7 +50,7 @@ def test_a_trainer_in_an_actor_trains_the_same(folder):
     """Also where engines sleep while it works, and where it goes on from a checkpoint."""
     train(folder, "here")
     train(folder, "there", *APART, "cluster.placement=colocated", "cluster.replicas=2")
-    assert weights(folder, "there") == weights(folder, "here")
+    assert trained_weights(folder, "there") == trained_weights(folder, "here")
     assert metrics(folder, "there") == metrics(folder, "here")
 
 
@@ -58,7 +59,7 @@ def test_models_apart_train_the_same(folder):
     models = ["cluster.resources.critic={num_cpus: 0.2}", "cluster.resources.reference={num_cpus: 0.2}"]
     train(folder, "ppo", *PPO)
     train(folder, "ppo-apart", *PPO, *APART, *models)
-    assert weights(folder, "ppo-apart") == weights(folder, "ppo")
+    assert trained_weights(folder, "ppo-apart") == trained_weights(folder, "ppo")
     assert metrics(folder, "ppo-apart") == metrics(folder, "ppo")
     for name in ("critic/model.safetensors", "training_state/critic_optimizer.safetensors"):
         places = [run_of(folder, run) / "checkpoints" / "step_000002" / name for run in ("ppo-apart", "ppo")]

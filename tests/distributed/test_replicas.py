@@ -25,6 +25,7 @@ from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.replicas import ReplicatedEngine
 from atomrl.rollout.requests import EngineOptions
 from atomrl.types import SamplingParams
+from tests.arithmetic import arithmetic_run, trained_weights
 from tests.engines import prompts_of
 from tests.tiny import make_tiny_model
 
@@ -116,23 +117,7 @@ def test_an_error_of_the_engine_is_its_own(engine):
 
 
 def config(folder: Path, name: str) -> list[str]:
-    settings = {
-        "run_name": name,
-        "output_dir": str(folder.parent / "runs"),
-        "model.path": str(folder),
-        "model.dtype": "float32",
-        "data.train": "arithmetic",
-        "data.train_size": 64,
-        "rollout.prompts_per_step": 4,
-        "rollout.completions_per_prompt": 4,
-        "rollout.max_completion_tokens": 24,
-        "reward.functions": "[{function: tests.distributed.test_replicas.even_tokens}]",
-        "train.steps": 4,
-        "train.learning_rate": 0.001,
-    }
-    path = folder.parent / f"{name}.yaml"
-    path.write_text("data: {train: arithmetic}\nrun_name: x\n")
-    return [str(path), *(f"{key}={value}" for key, value in settings.items())]
+    return arithmetic_run(folder, name, "{function: tests.distributed.test_replicas.even_tokens}")
 
 
 def even_tokens(data_source, solution_str, ground_truth, extra_info=None) -> float:
@@ -140,14 +125,10 @@ def even_tokens(data_source, solution_str, ground_truth, extra_info=None) -> flo
     return float(sum(map(ord, solution_str)) % 7)
 
 
-def weights(folder: Path, name: str) -> bytes:
-    return (folder.parent / "runs" / name / "model" / "model.safetensors").read_bytes()
-
-
 def test_a_run_is_the_same_as_in_one_process(folder):
     assert main(["train", *config(folder, "here")]) == 0
     assert main(["train", *config(folder, "there"), "cluster.replicas=1"]) == 0
-    assert weights(folder, "there") == weights(folder, "here")
+    assert trained_weights(folder, "there") == trained_weights(folder, "here")
     summary = json.loads((folder.parent / "runs" / "there" / "summary.json").read_text())
     assert summary["finished"]
 

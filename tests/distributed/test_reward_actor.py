@@ -20,6 +20,7 @@ from atomrl.models.scalar import load_scalar, save_scalar
 from atomrl.rewards.actor import RewardActor, move_models
 from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.errors import RewardError
+from tests.arithmetic import arithmetic_run, trained_weights
 from tests.rewards.batches import rollouts, values
 from tests.tiny import make_tiny_model
 
@@ -112,34 +113,16 @@ def test_one_that_dies_of_what_it_is_asked_ends_the_run(cluster):
 
 
 def train(folder: Path, name: str, *more: str) -> int:
-    path = folder.parent / f"{name}.yaml"
-    path.write_text("data: {train: arithmetic}\nrun_name: x\n")
     reward = f"{{function: reward_model, args: {{path: '{folder.parent / 'judge'}', dtype: float32}}}}"
-    settings = {
-        "run_name": name,
-        "output_dir": str(folder.parent / "runs"),
-        "model.path": str(folder),
-        "model.dtype": "float32",
-        "model.device": "cpu",
-        "data.train": "arithmetic",
-        "data.train_size": 64,
-        "rollout.prompts_per_step": 4,
-        "rollout.completions_per_prompt": 4,
-        "rollout.max_completion_tokens": 24,
-        "reward.functions": f"[{reward}]",
-        "train.steps": 3,
-        "train.learning_rate": 0.001,
-    }
-    return main(["train", str(path), *(f"{key}={value}" for key, value in settings.items()), *more])
+    return main(["train", *arithmetic_run(folder, name, reward), *more])
 
 
 def test_a_run_is_the_same_as_in_one_process(folder):
     own = ("cluster.resources.rollout={num_cpus: 0.5}", "cluster.resources.reward={num_cpus: 0.5}")
     assert train(folder, "here") == 0
     assert train(folder, "there", *own) == 0
-    here, there = (folder.parent / "runs" / name for name in ("here", "there"))
-    assert (here / "model/model.safetensors").read_bytes() == (there / "model/model.safetensors").read_bytes()
-    assert json.loads((there / "summary.json").read_text())["finished"]
+    assert trained_weights(folder, "here") == trained_weights(folder, "there")
+    assert json.loads((folder.parent / "runs" / "there" / "summary.json").read_text())["finished"]
 
 
 def test_a_dry_run_says_where_it_goes_and_what_finds_no_room(folder, capsys):

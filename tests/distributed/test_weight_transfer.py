@@ -35,8 +35,10 @@ class Faulty(NativeEngine):
     flag: Path
 
     def update_weights(self, update: WeightUpdate) -> None:
-        fault = self.flag.read_text() if self.flag.exists() else ""
-        self.flag.unlink(missing_ok=True)
+        try:  # of two replicas at the same time one has it
+            fault = self.flag.rename(self.flag.with_name(f"taken-{os.getpid()}")).read_text()
+        except FileNotFoundError:
+            fault = ""
         signals = {"dies": signal.SIGKILL, "freezes": signal.SIGSTOP}
 
         def some() -> Iterator[tuple[str, torch.Tensor]]:

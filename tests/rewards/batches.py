@@ -30,3 +30,8 @@ def values(trajectories: list[Trajectory], part: str | None = None) -> tuple[tup
     for item in trajectories:
         groups.setdefault(item.prompt_id, []).append(item.reward if part is None else item.reward_parts.get(part))
     return tuple(map(tuple, groups.values()))
+
+
+def failures(trajectories: list[Trajectory]) -> list[tuple[str, str]]:
+    """Kind and message of each reward that gave no usable value."""
+    return [(failure.kind, failure.message) for item in trajectories for failure in item.reward_failures]

@@ -15,7 +15,7 @@ from atomrl.rewards.breaker import Breaker
 from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.errors import RewardError
 from atomrl.types import Sample
-from tests.rewards.batches import rollouts, values
+from tests.rewards.batches import failures, rollouts, values
 from tests.rewards.services import Service, answer, drip, drop, half, lengths, send, slow
 
 SECRET = "hush-4a7d1ed4"
@@ -28,27 +28,9 @@ def service():
     service.close()
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr(services, "FIRST_WAIT_S", 0.01)
-
-
 @pytest.fixture
-def build(service):
-    built = []
-
-    def make(timeout_s=20.0, patience=None, **args):
-        item = {"function": "http", "timeout_s": timeout_s, "args": {"url": service.url, **args}}
-        built.append(build_rewards(RewardConfig(functions=[item]), patience=patience))
-        return built[-1]
-
-    yield make
-    for rewards in built:
-        rewards.close()
-
-
-def failures(scored):
-    return [(f.kind, f.message) for item in scored for f in item.reward_failures]
+def build(service, build_service):
+    return lambda **given: build_service("http", **{"url": service.url, **given})
 
 
 def test_what_is_sent_and_what_is_made_of_the_answer(build, service):

@@ -6,13 +6,10 @@ import json
 
 import pytest
 
-from atomrl.config import RewardConfig
-from atomrl.rewards import service as services
-from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.errors import RewardError
 from atomrl.rewards.judge import score_in
 from atomrl.types import Sample
-from tests.rewards.batches import rollouts, values
+from tests.rewards.batches import failures, rollouts, values
 from tests.rewards.services import Service, answer, drop, judgement, send, slow
 
 PRICES = {"price_per_million_input_tokens": 10.0, "price_per_million_output_tokens": 100.0}
@@ -27,28 +24,10 @@ def service():
     service.close()
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr(services, "FIRST_WAIT_S", 0.01)
-
-
 @pytest.fixture
-def build(service):
-    built = []
-
-    def make(timeout_s=20.0, patience=None, **args):
-        args = {"base_url": service.url + "/v1", "model": "m", "prompt": "Q: {prompt}\nA: {completion}", **args}
-        item = {"function": "llm_judge", "timeout_s": timeout_s, "args": args}
-        built.append(build_rewards(RewardConfig(functions=[item]), patience=patience))
-        return built[-1]
-
-    yield make
-    for rewards in built:
-        rewards.close()
-
-
-def failures(scored):
-    return [(f.kind, f.message) for item in scored for f in item.reward_failures]
+def build(service, build_service):
+    asked = {"base_url": service.url + "/v1", "model": "m", "prompt": "Q: {prompt}\nA: {completion}"}
+    return lambda **given: build_service("llm_judge", **asked | given)
 
 
 def total(rewards, name):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from atomrl.cli.main import main
+from tests.arithmetic import arithmetic_run, trained_weights
 from tests.rewards.services import Service, answer, drop, judgement, send
 from tests.tiny import make_tiny_model
 
@@ -46,34 +47,12 @@ def service(monkeypatch):
 
 
 def train(folder: Path, name: str, reward: str, *more: str) -> int:
-    path = folder.parent / f"{name}.yaml"
-    path.write_text("data: {train: arithmetic}\nrun_name: x\n")
-    settings = {
-        "run_name": name,
-        "output_dir": str(folder.parent / "runs"),
-        "model.path": str(folder),
-        "model.dtype": "float32",
-        "model.device": "cpu",
-        "data.train": "arithmetic",
-        "data.train_size": 64,
-        "rollout.prompts_per_step": 4,
-        "rollout.completions_per_prompt": 4,
-        "rollout.max_completion_tokens": 24,
-        "reward.functions": f"[{reward}]",
-        "train.steps": 4,
-        "train.learning_rate": 0.001,
-        "eval.before": "false",
-    }
-    return main(["train", str(path), *(f"{key}={value}" for key, value in settings.items()), *more])
+    return main(["train", *arithmetic_run(folder, name, reward), "eval.before=false", *more])
 
 
 def metrics(folder: Path, name: str) -> list[dict[str, float]]:
     lines = (folder.parent / "runs" / name / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
-
-
-def weights(folder: Path, name: str) -> bytes:
-    return (folder.parent / "runs" / name / "model" / "model.safetensors").read_bytes()
 
 
 def http(service: Service, more: str = "") -> str:
@@ -94,7 +73,7 @@ def test_a_run_is_the_same_as_with_the_function_itself(folder, service, capfd):
     assert train(folder, "here", "{function: tests.rewards.test_service_runs.local}") == 0
     service.deeds = [drop, send(SECRET.encode(), 503)]
     assert train(folder, "there", http(service)) == 0
-    assert weights(folder, "there") == weights(folder, "here")
+    assert trained_weights(folder, "there") == trained_weights(folder, "here")
     last = metrics(folder, "there")[-1]
     # 16 completions by 5 are 4 requests in each of 4 steps
     assert (last["reward/http/requests"], last["reward/http/retries"], last["reward/missing"]) == (18, 2, 0)

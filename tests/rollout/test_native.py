@@ -201,3 +201,50 @@ def test_the_host_does_not_wait_for_each_token(folder, monkeypatch):
     assert len(looks) <= 2 * (1 + 48 // 8) + 2 + 3 * len(requests)
     per_token = len([name for name in looks if name not in ("tolist", "cpu")]) / 48
     assert per_token <= 0.2  # 6 before
+
+
+def drained(engine):
+    """Tokens, candidates and log-probs of the completions still to come, and how often memory was short."""
+    found, failures = {}, 0
+    for _ in range(100):
+        try:
+            for output in engine.poll() if engine.held else ():
+                (segment,) = output.segments
+                ids = segment.candidates and segment.candidates.ids.tolist()
+                found[output.request_id] = segment.token_ids, ids, segment.logprobs
+        except MemoryError:
+            failures += 1
+            assert len(engine.batch.rows) + len(engine.waiting) == len(engine.held)
+    return found, failures
+
+
+@pytest.mark.parametrize("logprobs_over", ["vocabulary", "kept"])
+@pytest.mark.parametrize("fault", ["prefill", "restore", "_reserve", "_draw"])
+def test_an_error_while_completions_enter_loses_none(folder, monkeypatch, fault, logprobs_over):
+    """Such as no memory left: they wait again, with those that were in the batch."""
+    engine = load(folder, concurrent=5)
+    options = {"completions_per_prompt": 4, "ignore_eos": True, "top_k": 5, "logprobs_over": logprobs_over}
+    samplings = [SamplingParams(max_completion_tokens=most, **options) for most in (6, 15)]
+    pairs = zip(PROMPTS, samplings * len(PROMPTS), strict=False)
+    requests = sorted((one for pair in pairs for one in requests_of(*pair)), key=lambda one: one.request_id[::-1])
+    engine.submit(requests)
+    undisturbed, _ = drained(engine)
+    engine.submit(requests)
+    assert 0 < len(engine.poll()) < 5
+    if fault == "restore":
+        engine.batch.take_back()
+    owner = engine.batch if fault.startswith("_") else engine.batch.cache
+    before, calls = getattr(owner, fault), []
+
+    def fails_once(*args):
+        calls.append(fault)
+        if len(calls) == 1:
+            raise MemoryError("no room")
+        return before(*args)
+
+    monkeypatch.setattr(owner, fault, fails_once)
+    found, failures = drained(engine)
+    assert failures == 1 and len(calls) > 1 and len(found) > 15 and not engine.held
+    for name, (*drawn, logprobs) in found.items():
+        *same, expected = undisturbed[name]
+        assert drawn == same and logprobs == pytest.approx(expected, abs=1e-5)
