@@ -13,7 +13,8 @@ answers, with a Pareto tail.
 Each cell (waiting, variant, seed) is a run of 15 to 45 seconds, whose result is a file in OUT/cells; those that are
 there are not run again. Prints a markdown table for each kind of waiting: groups an hour (evaluations are outside), how
 many times the synchronous ones, idle shares of trainer and engine, staleness in versions, groups dropped, and
-held-out accuracy, mean of the seeds with its standard error. OUT/results.json is what benchmarks/simulate_cluster.py reads.
+held-out accuracy, mean of the seeds with its standard error. OUT/results.json is what
+benchmarks/simulate_cluster.py reads.
 """
 
 from __future__ import annotations
