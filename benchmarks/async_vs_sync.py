@@ -10,10 +10,11 @@ is waiting. `reward`: every reward takes as long as a whole step without waiting
 as for a service). `tail`: a completion takes between 0.2 and 2 s longer than its tokens do, as with tools or long
 answers, with a Pareto tail.
 
-Each cell (waiting, variant, seed) is a run of 15 to 45 seconds, whose result is a file in OUT/cells; those that are there are
-not run again. Prints a markdown table for each kind of waiting: groups an hour (evaluations are outside), how many times
-the synchronous ones, idle shares of trainer and engine, staleness in versions, groups dropped, and held-out accuracy,
-mean of the seeds with its standard error. OUT/results.json is what benchmarks/simulate_cluster.py reads.
+Each cell (waiting, variant, seed) is a run of 15 to 45 seconds, whose result is a file in OUT/cells; those that are
+there are not run again. Prints a markdown table for each kind of waiting: groups an hour (evaluations are outside), how
+many times the synchronous ones, idle shares of trainer and engine, staleness in versions, groups dropped, and
+held-out accuracy, mean of the seeds with its standard error. OUT/results.json is what
+benchmarks/simulate_cluster.py reads.
 """
 
 from __future__ import annotations
@@ -303,7 +304,9 @@ def main() -> int:
         waiting: base_config(arguments.model, folder, steps, prompts, arguments.short)
         for waiting, (steps, prompts) in sizes.items()
     }
-    calibration = merge_trees(trees["reward"], {"train": {"steps": 5 if arguments.short else 20}, "eval": {"after": False}})
+    calibration = merge_trees(
+        trees["reward"], {"train": {"steps": 5 if arguments.short else 20}, "eval": {"after": False}}
+    )
     alone = cells.run("alone", calibration, "synchronous", 0, 0.0, 0.0)
     step_s = 3600 / alone["steps_per_hour"]
     print(f"a step without waiting: {step_s:.3f} s (rollouts {alone['gen_s']:.3f} s, weights {alone['sync_s']:.3f} s)")
@@ -320,7 +323,13 @@ def main() -> int:
         times = (step_s, 0.0) if waiting == "reward" else (0.0, scale)
         runs.append(cells.run(file, trees[waiting], name, seed, *times) | {"waiting": waiting})
         print(f"  {number} of {len(todo)}, {waiting}, seed {seed}, {name}: {runs[-1]['wall_s']:.0f} s", file=sys.stderr)
-    report = {"alone": alone, "step_s": step_s, "scale": scale, "completions": completions_of(calibration), "runs": runs}
+    report = {
+        "alone": alone,
+        "step_s": step_s,
+        "scale": scale,
+        "completions": completions_of(calibration),
+        "runs": runs,
+    }
     (folder / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     titles = {"reward": f"rewards wait {step_s:.2f} s", "tail": f"completions wait {0.2 * scale:g} to {2 * scale:g} s"}
     for waiting in arguments.waiting:

@@ -283,7 +283,6 @@ class Plan:
         return 1000 * self.overlapped_s / 3600 * self.gpus * self.gpu.dollars_an_hour
 
 
-
 def figures(plan: Plan) -> list[tuple[str, str, str]]:
     """(what, formula, value)"""
     memory, transfers = {name: value / GB for name, value in plan.trainer_memory.items()}, plan.transfers
@@ -306,7 +305,11 @@ def figures(plan: Plan) -> list[tuple[str, str, str]]:
         ("exchange, hidden behind it", "micro-batches x 3 x 2 x parameters / `link`", f"{plan.exchange_s:.0f} s"),
         ("the longest row, on one GPU", "the same of one row", f"{plan.longest_row_s:.0f} s"),
         ("**engines**", "(`gpus` - trainers) / `tensor_parallel`", f"{plan.engines} x {plan.tensor_parallel} GPUs"),
-        ("weights of a GPU", "2 x parameters / tensor_parallel", f"{plan.weight_bytes / plan.tensor_parallel / GB:.1f} GB"),
+        (
+            "weights of a GPU",
+            "2 x parameters / tensor_parallel",
+            f"{plan.weight_bytes / plan.tensor_parallel / GB:.1f} GB",
+        ),
         ("cache of a token", "2 x layers x keys and values", f"{plan.kv_bytes / 1e3:.0f} kB"),
         ("tokens with room in an engine", "(`kept` x memory - weights) / that", f"{plan.cache_tokens:,.0f}"),
         ("tokens of a completion under way", "`prompt` + E[length^2] / 2 E[length]", f"{plan.context:,.0f}"),
@@ -321,7 +324,11 @@ def figures(plan: Plan) -> list[tuple[str, str, str]]:
         ("drawing", "tokens / that", f"{plan.draw_s:.0f} s"),
         ("the longest completion, alone", "`longest` x a token of one", f"{plan.tail_s:.0f} s"),
         ("**a transfer**", "2 x parameters", f"{plan.weight_bytes / GB:.0f} GB"),
-        ("`collective`: NCCL, InfiniBand", "bytes / `link`, passed on down a chain", f"{transfers['collective']:.1f} s"),
+        (
+            "`collective`: NCCL, InfiniBand",
+            "bytes / `link`, passed on down a chain",
+            f"{transfers['collective']:.1f} s",
+        ),
         (
             "`shared_memory`: Ray's store",
             "2 x bytes / `copy` + nodes x bytes / `ethernet`",
@@ -380,7 +387,7 @@ def main() -> int:
 
 
 PLANS = (Plan(trainers=28, gpu=H100), Plan(trainers=32, gpu=H200))
-"""Each with the division that makes the most steps (`simulate_cluster.py`)."""
+"""Each with the division whose overlapped step is the shortest."""
 
 if __name__ == "__main__":
     sys.exit(main())

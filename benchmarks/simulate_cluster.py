@@ -1,9 +1,10 @@
 """The loops simulated: on this machine, beside runs of it, and on 2 to 1,024 GPUs.
 
-    python benchmarks/simulate_cluster.py                    the tables of docs/scaling.md, and its picture into docs/images
-    python benchmarks/simulate_cluster.py trainers=24 groups=256     with other numbers of plan_cluster.py, no picture
+    python benchmarks/simulate_cluster.py                    clusters: about 4 minutes on two quiet cores
+    python benchmarks/simulate_cluster.py --docs             ...into docs/scaling.md, with its picture
+    python benchmarks/simulate_cluster.py groups=256 --gpus 64       with other numbers of plan_cluster.py
     python benchmarks/simulate_cluster.py --calibrate        how far it is off here: about 4 minutes on two quiet cores
-    python benchmarks/simulate_cluster.py --results runs/async_vs_sync/results.json      ...of the runs of async_vs_sync.py
+    python benchmarks/simulate_cluster.py --results runs/async_vs_sync/results.json    ...of runs of async_vs_sync.py
 
 The simulation itself is in simulation.py, the numbers of a cluster in plan_cluster.py. `--calibrate` runs four short
 trainings without any waiting, takes from them what the simulation has to know of this machine (tokens a second by rows,
@@ -45,8 +46,9 @@ LOOPS: dict[str, AsynchronousConfig | None] = {
 }
 """One step off: what is under way is finished before new weights come. The others go on with them."""
 SIZES = [2**n for n in range(1, 11)]
-SKIPPED, STEPS = 5, 7
-"""Steps of a simulated run: before it is in its stride, and those that count. It ends in full stride."""
+SKIPPED, STEPS, LAST = 4, 5, 4
+"""Steps of a simulated run: before it is in its stride, those that count, and those that it draws ahead for."""
+BEGIN, END = "<!-- from benchmarks/simulate_cluster.py -->", "<!-- until here -->"
 MODELS = (Plan(QWEN_1_5B, H100, tensor_parallel=1), Plan(QWEN_32B, H100))
 
 
@@ -68,7 +70,7 @@ def simulated(plan: Plan, loop: str, steps: int = STEPS) -> dict[str, float]:
 
 def in_stride(machine: Machine, loop: str, steps: int) -> dict[str, float]:
     """A stretch of a longer run."""
-    return Simulation(machine, LOOPS[loop], SKIPPED + steps + 5, skip=SKIPPED, tail=5).run()
+    return Simulation(machine, LOOPS[loop], SKIPPED + steps + LAST, skip=SKIPPED, tail=LAST).run()
 
 
 def divided(plan: Plan, loop: str, steps: int = STEPS) -> tuple[Plan, dict[str, float]] | None:
@@ -104,9 +106,7 @@ def limits(plan: Plan, loop: str, steps: int = STEPS) -> str:
         "rewards": replace(machine, reward_s=lambda rng: 0.0),
     }
     now = simulated(plan, loop, steps)["steps_per_hour"]
-    gains = {
-        name: in_stride(other, loop, steps)["steps_per_hour"] / now - 1 for name, other in without.items()
-    }
+    gains = {name: in_stride(other, loop, steps)["steps_per_hour"] / now - 1 for name, other in without.items()}
     top = sorted(gains, key=lambda name: -gains[name])[:2]
     return ", ".join(f"{name} {gains[name]:.0%}" for name in top if gains[name] >= 0.02) or "nothing of these"
 
@@ -142,7 +142,8 @@ def scaling(found: Sequence[Point]) -> str:
     first = None
     for each in found:
         cells = [
-            f"{3600 / of['steps_per_hour']:,.0f} s ({plan.trainers}): {of['trainer_idle']:.0%}, {1 - of['engine_use']:.0%}"
+            f"{3600 / of['steps_per_hour']:,.0f} s ({plan.trainers}): {of['trainer_idle']:.0%}, "
+            f"{max(0.0, 1 - of['engine_use']):.0%}"
             for plan, of in each.by_loop.values()
         ]
         pace = each.by_loop["staleness 1"][1]["steps_per_hour"] / each.plan.gpus
@@ -182,17 +183,22 @@ def draw(found: Sequence[Sequence[Point]], out: Path) -> None:
     figure.savefig(out, dpi=70)
 
 
-def cluster_report(pairs: Sequence[str], steps: int, sizes: Sequence[int]) -> None:
+def cluster_report(pairs: Sequence[str], steps: int, sizes: Sequence[int], docs: bool) -> None:
     found = []
     for plan in MODELS:
-        found.append(points(changed(plan, pairs), sizes, steps))
-        print(f"{scaling(found[-1])}\n", flush=True)
+        if each := points(changed(plan, pairs), sizes, steps):
+            found.append(each)
+            print(f"{scaling(each)}\n", flush=True)
     for gpu in (H100, H200):
         best = divided(changed(replace(MODELS[1], gpu=gpu), pairs), "staleness 1", steps)
         if best is not None:
             print(f"{best[0].gpus} x {gpu.name}, staleness 1: {best[0].trainers} train, "
                   f"{3600 / best[1]['steps_per_hour']:.0f} s a step")  # fmt: skip
-    if not pairs:
+    if docs:
+        page = ROOT / "docs" / "scaling.md"
+        before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+        tables = "\n\n".join(map(scaling, found))
+        page.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
         draw(found, ROOT / "docs" / "images" / "scaling.png")
 
 
@@ -320,17 +326,18 @@ def driver_s(tokens: int = 8000, completions: int = 16) -> float:
     output = GenerationOutput(request_id="a/0", segments=(drawn,), text="x" * 4 * tokens, finish_reason="stop")
     sent = [pickle.dumps(output) for _ in range(completions)]
     began = time.perf_counter()
-    trajectories = [to_trajectory(prompt, index, pickle.loads(each)) for index, each in enumerate(sent)]  # noqa: S301
+    trajectories = [to_trajectory(prompt, index, pickle.loads(each)) for index, each in enumerate(sent)]
     to_rows([replace(item, reward=1.0) for item in trajectories])
     return (time.perf_counter() - began) / completions
 
 
 def local_report(report: Mapping[str, Any]) -> None:
     base, each = report["token_s"]
-    rows = report["alone"]["prompts"] * report["completions"]
+    alone = report["alone"]
+    rows = alone["prompts"] * report["completions"]
     print(
         f"fitted to 4 runs without waiting: a token of {rows} rows {1000 * (base + each * rows):.1f} ms (of few "
-        f"{1000 * base:.1f} ms), learning {report['alone']['learn_s']:.3f} s, transfer {report['alone']['sync_s']:.3f} s, "
+        f"{1000 * base:.1f} ms), learning {alone['learn_s']:.3f} s, transfer {alone['sync_s']:.3f} s, "
         f"the thread {1e6 * report['thread_s']:.0f} us a completion, pace of engine and trainer beside each other "
         f"{report['shared']:.2f}; the driver {1000 * report['driver_s']:.1f} ms for 8,000 tokens\n"
     )
@@ -342,6 +349,7 @@ def main() -> int:
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="of plan_cluster.py")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each simulated run on a cluster")
     parser.add_argument("--gpus", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--docs", action="store_true", help="write the tables into docs/scaling.md, draw its picture")
     parser.add_argument("--calibrate", action="store_true", help="runs of this machine, and how far it is off")
     parser.add_argument("--results", type=Path, help="of benchmarks/async_vs_sync.py: how far it is off")
     parser.add_argument("--model", default=str(ROOT / "runs" / "quickstart-warm-start" / "model"))
@@ -362,7 +370,7 @@ def main() -> int:
         report = json.loads(arguments.out.read_text(encoding="utf-8"))
         print(compare(report, json.loads(arguments.results.read_text(encoding="utf-8"))["runs"]))
     else:
-        cluster_report(arguments.changes, arguments.steps, arguments.gpus)
+        cluster_report(arguments.changes, arguments.steps, arguments.gpus, arguments.docs)
     return 0
 
 

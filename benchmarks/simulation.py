@@ -1,7 +1,7 @@
 """A discrete-event simulation of the loops: what waits for what.
 
-What is decided (how many groups are open, which are trained on, dropped and cut short) is asked of `atomrl.loop.window`,
-as `Scheduler` does. Around it are simulated
+What is decided (how many groups are open, which are trained on, dropped and cut short) is asked of
+`atomrl.loop.window`, as `Scheduler` does. Around it are simulated
 
 - the engine's thread: it takes outputs and submits groups between two polls, so both wait for the next completion;
 - engines: each has slots that draw at one pace, which depends on how many are taken; a group goes whole to the engine
@@ -161,6 +161,7 @@ class Simulation:
         self.behind: dict[int, float] = {}
         self.dropped = self.cut = 0
         self.waited_s = self.asked = self.began = self.ended = 0.0
+
     def at(self, moment: float, then: Callable[[], None]) -> None:
         self.number += 1
         heapq.heappush(self.events, (moment, self.number, then))

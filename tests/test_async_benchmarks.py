@@ -29,7 +29,8 @@ SMALL = Plan(QWEN_1_5B, H100, gpus=8, trainers=4, tensor_parallel=1, groups=8, m
     [
         (None, EVEN, 2 + 3 + 1 + 0.5),
         (0, EVEN, 2 + 3 + 1 + 0.5),
-        (8, replace(EVEN, reward_s=lambda rng: 0.0), 2.0 / 2 + 0.5),  # slots of two steps, and none draws in a transfer
+        (8, EVEN, 2 + 0.5),  # all completions end at once, and the transfer waits for that
+        (8, replace(EVEN, between_tokens=True), 1 + 0.5),
         (4, replace(EVEN, slots=1000, learn_s=50.0), 50.5),  # the trainer is the limit
         (None, replace(EVEN, output_s=1.0), 2 + 8 * 1 + 3 + 1 + 0.5),  # the driver takes one after the other
         (None, replace(EVEN, slots=4), 2 * 2 + 3 + 1 + 0.5),
@@ -61,7 +62,9 @@ def test_more_gpus_make_more_steps_an_hour_and_what_holds_them_back_is_named():
         assert many > few
     plan, best = divided(SMALL, "staleness 1", 3)
     for trainers in (plan.trainers - 1, plan.trainers + 1):
-        assert best["steps_per_hour"] >= simulated(replace(SMALL, trainers=trainers), "staleness 1", 3)["steps_per_hour"]
+        assert (
+            best["steps_per_hour"] >= simulated(replace(SMALL, trainers=trainers), "staleness 1", 3)["steps_per_hour"]
+        )
     slow = replace(SMALL, link=SMALL.link / 1000)
     assert limits(slow, "synchronous", 3).startswith("transfer ")
     assert limits(replace(SMALL, output=2.0), "synchronous", 3).startswith("driver ")
@@ -91,7 +94,7 @@ def test_a_plan_by_hand():
 def test_numbers_of_a_plan_can_be_changed_and_wrong_ones_are_refused():
     assert changed(Plan(), ["trainers=24", "model.layers=80"]).kv_bytes == 2 * 80 * 2048
     for wrong in ("trainer=24", "trainers", "gpu.cores=3", "trainers=many", "x.y=1"):
-        with pytest.raises(SystemExit, match="give KEY=VALUE|is no number"):
+        with pytest.raises(SystemExit, match=r"give KEY=VALUE|is no number"):
             changed(Plan(), [wrong])
     assert not Plan(trainers=60, tensor_parallel=8).fits and not Plan(trainers=4).fits
 

@@ -3,8 +3,8 @@
 The config is that of the training: engine, data, rewards. Weights are those of model.path, and newer ones as soon as
 the run of the config publishes them. Several of these commands may run at once.
 
-atomrl rollout configs/quickstart.yaml --groups 640
-atomrl train configs/quickstart.yaml rollout.source=pool train.steps=10 pool.max_staleness=10
+atomrl rollout configs/quickstart.yaml run_name=pooled --groups 640
+atomrl train configs/quickstart.yaml run_name=pooled rollout.source=pool train.steps=10 pool.max_staleness=10
 """
 
 import argparse

@@ -1,5 +1,7 @@
 """The simulation against the scheduler itself: what the one does in its time, the other must do in the same order."""
 
+# ruff: noqa: B023  (what is waited for is looked at before the loop goes on)
+
 from __future__ import annotations
 
 import queue
@@ -20,7 +22,7 @@ from tests.loop.scripted import make_parts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from simulation import Machine, Simulation, lognormal  # noqa: E402
+from simulation import Machine, Simulation, lognormal
 
 STEPS, GROUPS, MEMBERS = 8, 3, 4
 
