@@ -185,26 +185,6 @@ def test_weights_are_broadcast_in_pieces_and_a_server_that_comes_back_gets_them(
     assert one.calls.count("/init_weights_update_group") == 1, "its group is its own"
 
 
-def test_a_server_that_dies_while_it_takes_weights_gets_them_again(fakes, connect, folder, monkeypatch):
-    fake = fakes()
-    engine = connect(fake, server_weights="collective")
-    again = []
-
-    def dies(body) -> None:
-        group = fake.groups[body["group_name"]]
-        tensor = torch.empty(body["shapes"][0])
-        group.broadcast([tensor], torch.distributed.BroadcastOptions()).wait()
-        group.abort()
-        fake.close()
-        again.append(fakes(port=fake.server.server_port))
-        raise ConnectionAbortedError
-
-    monkeypatch.setattr(fake, "update_weights_from_distributed", dies)
-    engine.update_weights(WeightUpdate(1, scaled(folder, 2)))
-    ours = {name: tensor * 2 for name, tensor in read_weights(folder)}
-    assert all(torch.equal(tensor, ours[name]) for name, tensor in again[0].model.named_parameters())
-
-
 def test_what_a_server_holds_is_told_as_far_as_it_can_be():
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"]
     sent = {name: torch.full((2, 3), float(place)) for place, name in enumerate(names)} | {"norm": torch.ones(3)}
