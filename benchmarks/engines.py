@@ -104,6 +104,11 @@ class Source:
         return WeightUpdate(version, self.weights[self.workload].items())
 
 
+def tell(line: Connection, what: Any) -> None:
+    """As JSON: nothing here is unpickled."""
+    line.send_bytes(json.dumps(what).encode())
+
+
 def serve(line: Connection, kind: Kind, folders: dict[str, str], dtype: str, threads: int, rows: int) -> None:
     """The process of an engine: it says when it is there, then answers jobs (workload, version, prompts, completions of
     each, longest) with (tokens drawn, seconds of the update, seconds of the drawing), until it is told None."""
@@ -137,8 +142,8 @@ def serve(line: Connection, kind: Kind, folders: dict[str, str], dtype: str, thr
         engine = build_rollout(config, path, load_tokenizer(path), cluster)
         source = Source(folders)
         transfer = InProcessTransfer(source, engine)  # type: ignore[arg-type]
-        line.send("ready")
-        while job := line.recv():
+        tell(line, "ready")
+        while job := json.loads(line.recv_bytes()):
             source.workload, version, prompts, members, longest = job
             named = prompts_of(*prompts, ids=[f"{version}/{index}" for index in range(len(prompts))])
             sampling = SamplingParams(
@@ -152,7 +157,7 @@ def serve(line: Connection, kind: Kind, folders: dict[str, str], dtype: str, thr
             middle = time.perf_counter()
             found = generate(engine, named, sampling)
             end = time.perf_counter()
-            line.send((sum(trajectory.response_tokens for trajectory in found), middle - begin, end - middle))
+            tell(line, (sum(trajectory.response_tokens for trajectory in found), middle - begin, end - middle))
     finally:
         if engine is not None:
             engine.close()
@@ -174,13 +179,13 @@ class Worker:
     def answer(self) -> Any:
         """What it says next."""
         try:
-            return self.line.recv()
+            return json.loads(self.line.recv_bytes())
         except EOFError:
             raise SystemExit(f"the process of {self.name!r} ended; what it said is above") from None
 
     def close(self) -> None:
         with suppress(OSError):
-            self.line.send(None)
+            tell(self.line, None)
         self.process.join(60)
         if self.process.is_alive():
             self.process.kill()
@@ -209,7 +214,7 @@ def processor_seconds() -> dict[int, float]:
 def one_turn(worker: Worker, workload: str, version: int, prompts: list[list[int]], members: int, longest: int) -> Turn:
     """A step by one engine."""
     before, begin = processor_seconds(), time.perf_counter()
-    worker.line.send((workload, version, prompts, members, longest))
+    tell(worker.line, (workload, version, prompts, members, longest))
     tokens, update_s, draw_s = worker.answer()
     seconds = time.perf_counter() - begin
     spent = {pid: used - before.get(pid, 0.0) for pid, used in processor_seconds().items()}

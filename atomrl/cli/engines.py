@@ -1,5 +1,7 @@
 """`atomrl doctor --engine NAME`: whether a rollout engine works here, and what it lacks."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys

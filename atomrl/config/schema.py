@@ -338,10 +338,8 @@ class GptConfig(Section):
 def check_heads(hidden: int, heads: int, kv_heads: int) -> None:
     """That attention of this shape is possible, or a ConfigError."""
     if heads % kv_heads or hidden % (2 * heads):
-        raise ConfigError(
-            f"gpt: heads={heads} must divide hidden={hidden} into heads of an even size, and be a multiple of "
-            f"kv_heads={kv_heads}"
-        )
+        even = f"must divide hidden={hidden} into heads of an even size"
+        raise ConfigError(f"gpt: heads={heads} {even}, and be a multiple of kv_heads={kv_heads}")
 
 
 class SftConfig(Section):

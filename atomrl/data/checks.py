@@ -1,18 +1,22 @@
 """What a person wants to know of a data file before a run: `atomrl data check`."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from atomrl.config import DataConfig, PreferenceConfig
 from atomrl.data.completions import demonstration_reader, preference_reader
 from atomrl.data.files import RawRow
 from atomrl.data.generators import normalise_content
 from atomrl.data.problems import DataError, problem_list
 from atomrl.data.sources import COMPLETIONS, problem_reader, read_source, to_samples
 from atomrl.types import Sample
+
+if TYPE_CHECKING:
+    from atomrl.config import DataConfig
 
 PROBLEMS, DEMONSTRATIONS, PREFERENCES = "problems", "demonstrations", "preferences"
 COMMANDS = {PROBLEMS: "train", DEMONSTRATIONS: "sft", PREFERENCES: "dpo or reward-model"}
@@ -137,6 +141,8 @@ def kind_of_rows(rows: Iterable[RawRow], config: DataConfig) -> str:
         >>> kind_of_rows(rows, DataConfig(train="a.jsonl"))
         'preferences'
     """
+    from atomrl.config import PreferenceConfig
+
     fields = PreferenceConfig()
     layouts: list[tuple[str, set[str]]] = [
         (PREFERENCES, {fields.chosen_field, fields.rejected_field}),
@@ -166,6 +172,8 @@ def check_data(path: str | Path, config: DataConfig | None = None, against: str 
     Raises:
         DataError: a file cannot be read at all, or is empty.
     """
+    from atomrl.config import DataConfig
+
     config = config or DataConfig(train=str(path))
     report = _load(path, config)
     if against is None:
@@ -177,6 +185,8 @@ def check_data(path: str | Path, config: DataConfig | None = None, against: str 
 
 
 def _load(path: str | Path, config: DataConfig) -> DataReport:
+    from atomrl.config import PreferenceConfig
+
     rows = list(read_source(str(path)))
     if not rows:
         raise DataError(f"{path} is empty: it holds no usable row")

@@ -19,14 +19,18 @@ Layouts of preferences:
 A column `margin`, or `score_chosen` and `score_rejected`, says by how much a completion is better.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from atomrl.config import PreferenceConfig
 from atomrl.data.problems import DataError
 from atomrl.data.sources import COMPLETIONS, Convert, PromptContent, Scored, check_messages, check_prompt, missing
 from atomrl.types import Message, Sample
+
+if TYPE_CHECKING:
+    from atomrl.config import PreferenceConfig
 
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 HH_TURN = "\n\nAssistant:"

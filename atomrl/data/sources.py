@@ -1,5 +1,7 @@
 """Rows of files or a generator become samples; every problem is named with its file and line."""
 
+from __future__ import annotations
+
 import logging
 import math
 import re
@@ -8,14 +10,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from atomrl.config import DataConfig
 from atomrl.data.files import RawRow, read_rows
 from atomrl.data.generators import GENERATORS, Draw, find_completions, generate, is_generator
 from atomrl.data.problems import DataError, problem_list
 from atomrl.hints import did_you_mean, said_as
 from atomrl.types import Message, Sample
+
+if TYPE_CHECKING:
+    from atomrl.config import DataConfig
 
 log = logging.getLogger(__name__)
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -1,20 +1,24 @@
 """All rewards of a run together."""
 
+from __future__ import annotations
+
 import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from atomrl.config import RewardConfig, RewardRoute
 from atomrl.rewards.calling import Outcome, Score, Scorer, Task, call, columns_of, find_scorer, instantiate
 from atomrl.rewards.errors import RewardError
 from atomrl.rewards.pool import WorkerPool
 from atomrl.rewards.service import Service
 from atomrl.rewards.table import LOADING, SERVICES, AnyReward, importable_name
 from atomrl.types import RewardFailure, Sample, Trajectory
+
+if TYPE_CHECKING:
+    from atomrl.config import RewardConfig, RewardRoute
 
 log = logging.getLogger(__name__)
 BY_SOURCE = "by_data_source"

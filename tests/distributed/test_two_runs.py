@@ -12,9 +12,11 @@ import yaml
 
 from atomrl.cli.main import main
 from benchmarks.faults import TrainingRun, prepare
-from tests.distributed.test_placement import descendants, listening
 
 pytest.importorskip("ray", reason="Ray is not installed; `make distributed` has it")
+
+from tests.distributed.test_placement import descendants, listening
+
 STEPS = "train.steps=100"
 ACTORS = 4
 """Of a run: two engines, trainer and reference."""
