@@ -33,7 +33,8 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from plan_cluster import H100, H200, QWEN_1_5B, QWEN_32B, Plan, changed  # noqa: E402
-from simulation import Machine, Simulation  # noqa: E402
+from simulated_parts import Machine  # noqa: E402
+from simulation import Simulation  # noqa: E402
 
 from atomrl.config import AsynchronousConfig, merge_trees  # noqa: E402
 

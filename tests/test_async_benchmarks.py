@@ -15,7 +15,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from plan_cluster import H100, PLANS, QWEN_1_5B, Plan, changed, table  # noqa: E402
 from simulate_cluster import compare, divided, fitted, limits, points, scaling, simulated  # noqa: E402
-from simulation import Machine, Simulation  # noqa: E402
+from simulated_parts import Machine  # noqa: E402
+from simulation import Simulation  # noqa: E402
 
 EVEN = Machine(
     engines=1, slots=16, token_s=lambda rows: 1.0, length=lambda rng: 2.0, learn_s=1.0, transfer_s=0.5,

@@ -22,7 +22,8 @@ from tests.loop.scripted import make_parts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from simulation import Machine, Simulation, lognormal
+from simulated_parts import Machine, lognormal
+from simulation import Simulation
 
 STEPS, GROUPS, MEMBERS = 8, 3, 4
 
