@@ -1,5 +1,6 @@
 """The interfaces between the parts."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,9 +87,9 @@ class RolloutEngine(Protocol):
             ValueError: a prompt is empty or too long for the model, or an id is in use.
         """
 
-    def poll(self) -> list[GenerationOutput]:
-        """Go on until at least one request has finished; those that have. Empty where there is none, or it is paused
-        or asleep.
+    def poll(self, wait_s: float = math.inf) -> list[GenerationOutput]:
+        """Go on until at least one request has finished, but no longer than `wait_s` seconds and what cannot be
+        interrupted; those that have. Empty also where there is none, or it is paused or asleep.
 
         Raises:
             ValueError: the model's logits are not finite.

@@ -95,8 +95,8 @@ def counting_engine(budget: int) -> Any:
             super().submit(requests)
             Counted.asked |= {request.request_id: request for request in requests}
 
-        def poll(self) -> list[GenerationOutput]:
-            outputs = super().poll()
+        def poll(self, wait_s: float = math.inf) -> list[GenerationOutput]:
+            outputs = super().poll(wait_s)
             for output in outputs:
                 request = Counted.asked.pop(output.request_id)
                 if not request.group_id.startswith("eval:"):

@@ -104,20 +104,21 @@ class WaitingEngine:
         self.engine.submit(requests)
         self.computing |= {request.request_id for request in requests}
 
-    def poll(self) -> list[GenerationOutput]:
+    def poll(self, wait_s: float = math.inf) -> list[GenerationOutput]:
+        end = time.monotonic() + wait_s
         while self.computing or self.late:
             if self.computing:
-                for output in self.engine.poll():
+                for output in self.engine.poll(max(0.0, end - time.monotonic())):
                     self.computing.discard(output.request_id)
                     self.count += 1
-                    wait_s = 0.0 if output.request_id.startswith("eval:") else pareto_s(output.request_id, self.scale)
-                    heapq.heappush(self.late, (time.monotonic() + wait_s, self.count, output))
-            elif (wait_s := self.late[0][0] - time.monotonic()) > 0:
-                time.sleep(wait_s)
+                    late_s = 0.0 if output.request_id.startswith("eval:") else pareto_s(output.request_id, self.scale)
+                    heapq.heappush(self.late, (time.monotonic() + late_s, self.count, output))
+            elif (late_s := min(end, self.late[0][0]) - time.monotonic()) > 0:
+                time.sleep(late_s)
             found = []
             while self.late and self.late[0][0] <= time.monotonic():
                 found.append(heapq.heappop(self.late)[2])
-            if found:
+            if found or time.monotonic() >= end:
                 return found
         return []
 

@@ -102,7 +102,6 @@ def limits(plan: Plan, loop: str, steps: int = STEPS) -> str:
         "a token's latency": replace(machine, token_s=lambda rows: rows * full),
         "trainer's scaling": replace(machine, learn_s=plan.compute_s),
         "transfer": replace(machine, transfer_s=0.0),
-        "waiting to transfer": replace(machine, between_tokens=True),
         "driver": replace(machine, output_s=0.0),
         "rewards": replace(machine, reward_s=lambda rng: 0.0),
     }

@@ -39,8 +39,6 @@ class Machine:
     """Seconds of the driver for a completion."""
     shared: float = 1.0
     """Pace of trainer and engine while both compute: under 1 where they share cores."""
-    between_tokens: bool = False
-    """Whether engines stand for new weights at once, and not at their next completion."""
 
 
 @dataclass(eq=False)

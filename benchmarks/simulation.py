@@ -3,9 +3,8 @@
 What is decided (how many groups are open, which are trained on, dropped and cut short) is asked of
 `atomrl.loop.window`, as `Scheduler` does. Around it are simulated
 
-- the engine's thread: it takes outputs and submits groups between two polls, so both wait for the next completion;
 - engines: each has slots that draw at one pace, which depends on how many are taken; a group goes whole to the engine
-  that holds the fewest completions; for new weights each stands from its next completion on;
+  that holds the fewest completions; for new weights all stand at once;
 - the driver: one process, which takes outputs one after the other;
 - rewards of a group, waiting beside a completion (tools), learning, and the transfer of weights.
 
@@ -101,8 +100,10 @@ class Simulation:
                 engine.settle(self.now)
                 engine.busy_s = engine.tokens = 0.0
         self.wanted, self.asked = self.machine.groups, self.now
-        self.turn()
         self.give()
+        if self.wanted:
+            self.submit()
+            self.shorten()
 
     def give(self) -> None:
         """The trainer takes its groups once there are enough."""
@@ -119,7 +120,7 @@ class Simulation:
         self.trained(found)
         self.learning, self.learned_work, self.learn_since = True, 0.0, self.now
         self.share()
-        self.turn()
+        self.submit()
 
     def trained(self, groups: Sequence[Group]) -> None:
         """They are what the step learns from."""
@@ -142,22 +143,22 @@ class Simulation:
         self.at(self.now + left / slow, lambda: self.learned() if stamp == self.learn_stamp else None)
 
     def learned(self) -> None:
-        """Weights wait for engines that stand: each does from its next completion on, or once it holds none."""
+        """Weights wait for engines that are to finish what they hold."""
         self.learning, self.learn_slow, self.hold, self.asked = False, 1.0, True, self.now
-        now = self.machine.between_tokens and self.settings.on_update != "wait"
-        self.stands = now or not any(engine.held for engine in self.engines)
-        self.stand([engine for engine in self.engines if now or not engine.held])
+        self.stand()
 
-    def stand(self, engines: Sequence[Engine]) -> None:
-        """These draw no more until the weights are there, which begins once all stand."""
-        for engine in engines:
+    def stand(self) -> None:
+        """The engines draw no more until the weights are there, where nothing is to be finished before."""
+        if self.settings.on_update == "wait" and any(engine.held for engine in self.engines):
+            return
+        self.stands = True
+        for engine in self.engines:
             engine.settle(self.now)
             engine.stands = True
             self.plan(engine)
         self.share()
-        if self.stands and all(engine.stands for engine in self.engines):
-            self.waited_s += self.now - self.asked
-            self.at(self.now + self.machine.transfer_s, self.transferred)
+        self.waited_s += self.now - self.asked
+        self.at(self.now + self.machine.transfer_s, self.transferred)
 
     def transferred(self) -> None:
         begun = []
@@ -185,20 +186,18 @@ class Simulation:
         for item in late:
             self.at(self.now, lambda item=item: self.take(item))
         self.share()
-        self.submit()  # and into the next poll, before the trainer asks
+        self.submit()
         self.ask()
 
     def released(self) -> None:
         """The engines have the weights."""
 
-    # ---- The engine's thread ----
-
-    def turn(self) -> None:
-        """Submit, unless the thread is in a poll or stands."""
-        if not self.hold and not any(engine.held for engine in self.engines):
-            self.submit()
+    # ---- Engines and driver ----
 
     def submit(self) -> None:
+        """What may be drawn, unless the engines are the trainer's."""
+        if self.hold:
+            return
         if self.synchronous:
             limit = self.wanted
         else:
@@ -265,7 +264,6 @@ class Simulation:
             return
         if self.stands:
             self.late.append(item)
-            self.stop(group.engine)
             return
         group.engine.held -= 1
         group.waiting.remove(item)
@@ -275,27 +273,24 @@ class Simulation:
             self.complete(group)
         if self.synchronous:
             return
+        self.shorten()
+        self.submit()
+        if self.hold:
+            self.stand()
+
+    def shorten(self) -> None:
+        """Groups that go on without their last completions."""
         for short in cut_short(self.open.values(), self.settings, self.wanted):
             self.withdraw(short)
             self.cut += 1
             self.shortened(short)
             self.complete(short)
-        if not self.hold:
-            self.submit()
-        elif self.settings.on_update != "wait" or not any(engine.held for engine in self.engines):
-            self.stands = True
-            self.stop(group.engine)
 
     def received(self, item: Completion) -> None:
         """The driver has it."""
 
     def shortened(self, group: Group) -> None:
-        """It goes on without its last completions."""
-
-    def stop(self, engine: Engine) -> None:
-        """It has answered since the weights were there, and is not asked again."""
-        if not engine.stands:
-            self.stand([engine, *(other for other in self.engines if not other.held and not other.stands)])
+        """It is one of them."""
 
     def withdraw(self, group: Group) -> list[Completion]:
         """Take back what an engine has of a group."""
@@ -325,7 +320,7 @@ class Simulation:
                 group.ready = True
         self.rewarded(groups)
         self.give()
-        self.turn()
+        self.submit()
 
     def rewarded(self, groups: Sequence[Group]) -> None:
         """Their rewards are there."""

@@ -30,8 +30,7 @@ SMALL = Plan(QWEN_1_5B, H100, gpus=8, trainers=4, tensor_parallel=1, groups=8, m
     [
         (None, EVEN, 2 + 3 + 1 + 0.5),
         (0, EVEN, 2 + 3 + 1 + 0.5),
-        (8, EVEN, 2 + 0.5),  # all completions end at once, and the transfer waits for that
-        (8, replace(EVEN, between_tokens=True), 1 + 0.5),
+        (8, EVEN, 1 + 0.5),
         (4, replace(EVEN, slots=1000, learn_s=50.0), 50.5),  # the trainer is the limit
         (None, replace(EVEN, output_s=1.0), 2 + 8 * 1 + 3 + 1 + 0.5),  # the driver takes one after the other
         (None, replace(EVEN, slots=4), 2 * 2 + 3 + 1 + 0.5),

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from atomrl.config import AsynchronousConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
@@ -23,6 +25,7 @@ from atomrl.types import GenerationOutput, GenerationRequest, Prompt, SamplingPa
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5
+POLL_S = 0.02
 JOIN_S = 5.0
 EXTRA = "extra:"
 """In front of the ids of requests that are an algorithm's `extra_rollouts`."""
@@ -70,7 +73,11 @@ class _Group:
 
 
 class Scheduler:
-    """A `GroupSource` whose engine runs on a thread of its own: it draws groups ahead of the trainer.
+    """A `GroupSource` whose engine draws groups ahead of the trainer.
+
+    While the trainer waits it has the engine drawn itself, with all threads that it computes with; while it learns, a
+    thread of the scheduler's does so with a quarter of them. (Two teams of threads that are more than the cores have
+    wait for each other in every operation: on two cores that made learning twice as slow.)
 
     A group is submitted, drawn, scored as soon as it is complete, and waits for the trainer, which takes the oldest
     groups there are: a slow completion or reward holds up its own group alone. Open groups (all that are not trained
@@ -85,7 +92,7 @@ class Scheduler:
     arrival of others only where the algorithm refuses groups; a group that is drawn again has those of a later step.
 
     Args:
-        engine: used by the thread alone, but while `update` or `quiet` hold the thread between two polls.
+        engine: used by one thread at a time; polls are short, so that none waits long for another.
         transfer: brings the trainer's weights to the engine.
         algorithm, stream, processor, sampling: as for `EngineSource`.
         rewards: scores one group at a time, several at once.
@@ -122,10 +129,10 @@ class Scheduler:
         self._wanted = 0
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
-        self._hold = self._drain = self._stands = self._closing = False
+        self._drawing = self._waits = self._held = self._closing = False
         self._error: Exception | None = None
         self._moved = 0
-        self._idle_s, self._since = 0.0, time.monotonic()
+        self._drawing_s, self._since = 0.0, time.monotonic()
         self._dropped = self._cut = 0
         self._metrics: dict[str, float] = {}
 
@@ -142,7 +149,6 @@ class Scheduler:
         with self._changed, watch("wait"):
             self.step, self._wanted = step, groups
             self._start()
-            self._changed.notify_all()
             self._wait(lambda: len(self._ready()) >= groups or len(self._refused) >= MAX_ROUNDS * groups)
             self._wanted = 0
             found = taken(self._ready(), groups)
@@ -216,10 +222,10 @@ class Scheduler:
     def _measure(self, accepted: Groups, version: int, waited_s: float) -> None:
         now = time.monotonic()
         passed, self._since = max(now - self._since, 1e-9), now
-        idle_s, self._idle_s = self._idle_s, 0.0
+        drawing_s, self._drawing_s = self._drawing_s, 0.0
         self._metrics = staleness(accepted, version) | {
             "async/trainer_idle": waited_s / passed,
-            "async/engine_idle": min(1.0, idle_s / passed),
+            "async/engine_idle": max(0.0, 1 - drawing_s / passed),
             "async/groups_ready": float(len(self._ready())),
             "async/groups_open": float(len(self._open)),
             "async/groups_dropped": float(self._dropped),
@@ -229,47 +235,45 @@ class Scheduler:
         self._dropped = self._cut = 0
 
     def _wait(self, there: Callable[[], bool]) -> None:
-        """Until it is so; the lock is held. Time in which this process itself stood still does not count."""
-        silent_s, moved = 0.0, self._moved
-        while True:
+        """Draw until it is so; the lock is held. Time in which this process itself stood still does not count."""
+        self._waits, silent_s, moved = True, 0.0, self._moved
+        try:
+            while self._error is None and not there():
+                began = time.monotonic()
+                if not self._draw():
+                    self._changed.wait(TICK_S)
+                waited = min(time.monotonic() - began, 2 * TICK_S)
+                silent_s, moved = (silent_s + waited if moved == self._moved else 0.0), self._moved
+                if silent_s > self.settings.timeout_s:
+                    raise TimeoutError(self._silence())
             if self._error is not None:
                 raise self._error
-            if there():
-                return
-            began = time.monotonic()
-            self._changed.wait(TICK_S)
-            waited = min(time.monotonic() - began, 2 * TICK_S)
-            silent_s, moved = (silent_s + waited if moved == self._moved else 0.0), self._moved
-            if silent_s > self.settings.timeout_s:
-                scoring = sum(not group.waiting and group.scored is None for group in self._open.values())
-                raise TimeoutError(
-                    f"nothing has come from engine or rewards for {self.settings.timeout_s:g} s "
-                    f"(asynchronous.timeout_s): the engine ({type(self.engine).__name__}) holds {len(self._requests)} "
-                    f"requests, and the rewards of {scoring} groups are being computed"
-                )
+        finally:
+            self._waits = False
+
+    def _silence(self) -> str:
+        scoring = sum(not group.waiting and group.scored is None for group in self._open.values())
+        return (
+            f"nothing has come from engine or rewards for {self.settings.timeout_s:g} s (asynchronous.timeout_s): the "
+            f"engine ({type(self.engine).__name__}) holds {len(self._requests)} requests, and the rewards of {scoring} "
+            "groups are being computed"
+        )
 
     @contextmanager
     def _still(self, drain: bool) -> Iterator[None]:
-        """The thread stands between two polls; where it is to `drain`, the engine has finished what it held."""
-        if self._thread is None:
-            yield
-            return
+        """Nobody else uses the engine; where it is to `drain`, it has finished what it held."""
         with self._changed:
-            self._hold, self._drain = True, drain
-            self._changed.notify_all()
-            try:
-                self._wait(lambda: self._stands)
-            except BaseException:
-                self._hold = self._stands = False
-                raise
+            self._held = True
         try:
+            with self._changed:
+                self._wait(lambda: not self._drawing and not (drain and self._requests))
             yield
         finally:
             with self._changed:
-                self._hold = self._stands = False
+                self._held = False
                 self._changed.notify_all()
 
-    # ---- The thread's side ----
+    # ---- Drawing ----
 
     def _start(self) -> None:
         if self._thread is None:
@@ -277,33 +281,40 @@ class Scheduler:
             self._thread.start()
 
     def _work(self) -> None:
+        """On the scheduler's thread: draw while the trainer learns."""
+        torch.set_num_threads(max(1, torch.get_num_threads() // 4))  # of this thread alone
         try:
-            while self._may_go_on():
-                outputs = self.engine.poll()
-                with self._changed:
-                    if not outputs:
-                        raise RuntimeError("the engine holds requests and finishes none: it is paused or asleep")
-                    for output in outputs:
-                        self._take(output)
-                    self._cut_groups()
+            with self._changed:
+                while not self._closing:
+                    if self._held or self._waits or not self._draw():
+                        self._changed.wait()
         except Exception as error:
             self._fail(error)
 
-    def _may_go_on(self) -> bool:
-        """Submit what may be submitted; wait where there is nothing to draw, or someone holds the engine."""
-        with self._changed:
-            while not self._closing:
-                if self._hold and not (self._drain and self._requests):
-                    self._stands = True
-                    self._changed.notify_all()
-                elif not self._hold:
-                    self._submit(open_limit(self.settings, self.groups, self._wanted, self.steps - self.step))
-                if self._requests and not self._stands:
-                    return True
-                began = time.monotonic()
-                self._changed.wait()
-                self._idle_s += time.monotonic() - began
+    def _draw(self) -> bool:
+        """Submit what may be submitted, and draw for a moment; the lock is held, but not meanwhile. False where there
+        is nothing to draw, or another thread draws."""
+        if self._drawing:
             return False
+        if not self._held:
+            self._submit(open_limit(self.settings, self.groups, self._wanted, self.steps - self.step))
+        if not self._requests:
+            return False
+        self._drawing, began = True, time.monotonic()
+        self._changed.release()
+        try:
+            outputs = self.engine.poll(POLL_S)
+        finally:
+            self._changed.acquire()
+            self._drawing, took_s = False, time.monotonic() - began
+            self._drawing_s += took_s
+            self._changed.notify_all()
+        if not outputs and took_s < POLL_S / 2:
+            raise RuntimeError("the engine holds requests and finishes none: it is paused or asleep")
+        for output in outputs:
+            self._take(output)
+        self._cut_groups()
+        return True
 
     def _submit(self, limit: int) -> None:
         """Open groups up to the limit: those that are to be drawn again, then the next ones of the stream."""

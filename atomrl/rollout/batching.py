@@ -4,6 +4,7 @@ The device holds a column of numbers for each completion in the batch and a row 
 rest, and looks at the device's numbers only where completions may have ended.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -88,8 +89,8 @@ class ContinuousBatch:
         for group in self.groups.values():
             group.index = group.hidden = None
 
-    def advance(self, version: int) -> list[tuple[RequestState, FinishReason]]:
-        """Go on until at least one completion has ended; `version` is of the weights.
+    def advance(self, version: int, end: float) -> list[tuple[RequestState, FinishReason]]:
+        """Go on until at least one completion has ended, or to a time; `version` is of the weights.
 
         Raises:
             ValueError: the model's logits are not finite.
@@ -100,7 +101,7 @@ class ContinuousBatch:
                 for _ in range(self.check_every):
                     self._decode()
                 finished = self._collect(self.check_every)
-            if finished:
+            if finished or time.monotonic() >= end:
                 return finished
 
     # ---- Entering ----

@@ -47,7 +47,7 @@ class FakeEngine(RequestEngine):
         """All sampling will do: completions end where `complete` says."""
         return StopRule(SamplingParams(), (), self.tokenizer, 1, torch.device("cpu"))
 
-    def _advance(self) -> list[tuple[RequestState, FinishReason]]:
+    def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
         finished: list[tuple[RequestState, FinishReason]] = []
         while self.waiting and len(finished) < self.at_once:
             state = self.waiting.popleft()

@@ -89,7 +89,7 @@ class HFEngine(RequestEngine):
         vocab = self.model.get_output_embeddings().weight.shape[0]
         return StopRule(sampling, self.eos, self.tokenizer, vocab, self.model.device)
 
-    def _advance(self) -> list[tuple[RequestState, FinishReason]]:
+    def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
         """Those that have waited longest, as many as have the same sampling and fit in a batch."""
         rule = self.waiting[0].rule
         alike = [state for state in self.waiting if state.rule is rule]

@@ -125,8 +125,8 @@ class NativeEngine(RequestEngine):
         for request in requests:
             self.batch.add(request)
 
-    def _advance(self) -> list[tuple[RequestState, FinishReason]]:
-        return self.batch.advance(self.version)
+    def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
+        return self.batch.advance(self.version, end)
 
     def _withdraw(self, states: Sequence[RequestState]) -> None:
         with torch.inference_mode():

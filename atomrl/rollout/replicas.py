@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from atomrl.weights.ways import open_channel
 
 log = logging.getLogger(__name__)
 _GATHER_S = 0.02
+_TURN_S = 0.1
 _RESTARTS = 3
 
 
@@ -43,9 +45,10 @@ class ServedEngine:
         self.engine.submit(requests)
 
     def poll(self) -> list[GenerationOutput]:
-        """What finishes until some have, and a little longer: an answer costs more than a token."""
-        outputs, end = self.engine.poll(), time.monotonic() + _GATHER_S
-        while outputs and time.monotonic() < end and (more := self.engine.poll()):
+        """What finishes until some have, and a little longer: an answer costs more than a token. Nothing where that
+        takes so long that another call would have to wait."""
+        outputs, end = self.engine.poll(_TURN_S), time.monotonic() + _GATHER_S
+        while outputs and (left_s := end - time.monotonic()) > 0 and (more := self.engine.poll(left_s)):
             outputs += more
         return outputs
 
@@ -191,8 +194,8 @@ class ReplicatedEngine:
             self.abort(taken)
             raise
 
-    def poll(self) -> list[GenerationOutput]:
-        """Wait until at least one replica has finished requests; those that have.
+    def poll(self, wait_s: float = math.inf) -> list[GenerationOutput]:
+        """Wait until at least one replica has finished requests, at most `wait_s` seconds; those that have.
 
         Raises:
             ValueError: the model's logits are not finite.
@@ -203,15 +206,18 @@ class ReplicatedEngine:
         if self.finished:
             outputs, self.finished = self.finished, []
             return outputs
+        end = time.monotonic() + wait_s
         while working := [replica for replica in self.replicas if replica.held]:
             for replica in working:
                 if replica.polling is None:
                     replica.polling, replica.asked = self.cluster.submit(replica.actor, "poll"), time.monotonic()
             oldest = min(replica.asked for replica in working) + self.cluster.config.timeout_s
-            patience = max(0.0, oldest - time.monotonic())
+            patience = max(0.0, min(oldest, end) - time.monotonic())
             ready, _ = self.ray.wait([replica.polling for replica in working], timeout=patience)
             self._check_silent(working)
             if not ready:
+                if time.monotonic() >= end:
+                    break
                 continue
             (replica,) = [replica for replica in working if replica.polling == ready[0]]
             replica.polling = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -147,8 +148,8 @@ class RequestEngine(RolloutEngine):
         self._rules: dict[SamplingParams, StopRule] = {}
         self._paused = self._asleep = False
 
-    def _advance(self) -> list[tuple[RequestState, FinishReason]]:
-        """Go on until at least one of the requests held has finished; those that have."""
+    def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
+        """Go on until at least one of the requests held has finished, or to that time; those that have."""
         raise NotImplementedError
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
@@ -193,9 +194,9 @@ class RequestEngine(RolloutEngine):
         self.held.update(new)
         self.waiting.extend(new.values())
 
-    def poll(self) -> list[GenerationOutput]:
-        """Go on until at least one request has finished; those that have. Empty where there is none, or it is paused
-        or asleep.
+    def poll(self, wait_s: float = math.inf) -> list[GenerationOutput]:
+        """Go on until at least one request has finished, but no longer than `wait_s` seconds and what cannot be
+        interrupted; those that have. Empty also where there is none, or it is paused or asleep.
 
         Raises:
             ValueError: the model's logits are not finite.
@@ -203,7 +204,7 @@ class RequestEngine(RolloutEngine):
         if self._paused or self._asleep or not self.held:
             return []
         with torch.inference_mode():
-            finished = self._advance()
+            finished = self._advance(time.monotonic() + wait_s)
         for state, _ in finished:
             del self.held[state.request.request_id]
         return self._outputs(finished)

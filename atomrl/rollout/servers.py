@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import queue
 import shutil
 import tempfile
@@ -244,10 +245,13 @@ class ServerEngine(RequestEngine):
         finally:
             server.under_way -= 1
 
-    def _advance(self) -> list[tuple[RequestState, FinishReason]]:
+    def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
         finished: list[tuple[RequestState, FinishReason]] = []
         while not finished or not self.answers.empty():
-            state, answer = self.answers.get()
+            try:
+                state, answer = self.answers.get(timeout=None if end == math.inf else max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                break
             if self.held.get(state.request.request_id) is not state:
                 continue  # given up in the meantime
             self._forget(state)

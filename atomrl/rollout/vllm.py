@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, get_args
@@ -190,7 +191,7 @@ class VLLMEngine(RequestEngine):
         vocab = self.llm.vllm_config.model_config.get_vocab_size()
         return StopRule(sampling, self.eos, self.tokenizer, vocab, torch.device("cpu"))
 
-    def _advance(self) -> list[tuple[RequestState, FinishReason]]:
+    def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
         from vllm import SamplingParams as VLLMSampling
         from vllm import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -202,7 +203,7 @@ class VLLMEngine(RequestEngine):
             params = VLLMSampling(**request_fields(state), output_kind=RequestOutputKind.DELTA)
             self.llm.add_request(state.request.request_id, prompt, params, lora_request=self.adapters)
         finished: list[tuple[RequestState, FinishReason]] = []
-        while not finished:
+        while True:
             # It draws from the process's generator too, although every request has a seed.
             with torch.random.fork_rng(devices=[]):
                 outputs = self.llm.step()
@@ -211,7 +212,8 @@ class VLLMEngine(RequestEngine):
                 self._take(state, delta)
                 if output.finished:
                     finished.append((state, "length" if delta.finish_reason == "length" else "stop"))
-        return finished
+            if finished or time.monotonic() >= end:
+                return finished
 
     def _take(self, state: RequestState, delta: Any) -> None:
         """Keep the tokens of a step, their log-probs and, where they are asked for, what they were drawn from."""

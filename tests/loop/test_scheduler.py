@@ -41,7 +41,7 @@ class TimedEngine(FakeEngine):
         super().__init__(*args)
         self.rng, self.tick_s, self.busy, self.aborted = random.Random(seed), tick_s, threading.Lock(), []
 
-    def _advance(self):
+    def _advance(self, end):
         assert self.busy.acquire(blocking=False), "two threads use the engine at once"
         try:
             while True:
@@ -55,9 +55,9 @@ class TimedEngine(FakeEngine):
                     state.token_ids = tokens[: len(state.token_ids) + 1]
                     state.logprobs = [-1.0] * len(state.token_ids)
                 done = [state for state in self.waiting if state.token_ids[-1:] == [self.tokenizer.eos_token_id]]
-                if done:
-                    for state in done:
-                        self.waiting.remove(state)
+                for state in done:
+                    self.waiting.remove(state)
+                if done or time.monotonic() >= end:
                     return [(state, "stop") for state in done]
         finally:
             self.busy.release()
@@ -222,14 +222,22 @@ def test_a_slow_reward_holds_up_its_own_group_alone(tmp_path):
     assert "1" in [group[0].sample.sample_id for group in accepted], "the oldest comes first"
 
 
+class SilentEngine(FakeEngine):
+    """Finishes nothing."""
+
+    def _advance(self, end):
+        time.sleep(end - time.monotonic())
+        return []
+
+
 class NarrowEngine(TimedEngine):
     """Draws a token at a time for group 0 and for four other requests, in the order of their submission."""
 
-    def _advance(self):
+    def _advance(self, end):
         rows = [state for state in self.waiting if state.request.group_id != "0:0"][:4]
         rows += [state for state in self.waiting if state.request.group_id == "0:0"]
         done = []
-        while not done:
+        while not done and time.monotonic() < end:
             time.sleep(0.01)
             for state in rows:
                 request = state.request
@@ -364,12 +372,9 @@ def train_with(parts):
 
 def test_a_hang_is_named(tmp_path):
     parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
-    release = threading.Event()
-    engine = FakeEngine(lambda prompt, index: release.wait(30) and [5], parts.processor.tokenizer)
-    hung = scheduled(parts, planned(), engine, timeout_s=0.7)
-    with pytest.raises(TimeoutError, match=r"for 0.7 s .* the engine \(FakeEngine\) holds 24 requests, and the rewa"):
+    hung = scheduled(parts, planned(), SilentEngine(None, parts.processor.tokenizer), timeout_s=0.7)
+    with pytest.raises(TimeoutError, match=r"for 0.7 s .* the engine \(SilentEngine\) holds 24 requests, and the rewa"):
         hung.source.collect(3, 1, Stopwatch())
-    release.set()
     hung.source.close()
     parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
     waits = ScriptedRewards(parts.source.rewards, lambda items: 3.0)

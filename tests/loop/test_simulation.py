@@ -102,13 +102,16 @@ class Replayed:
         self.thread.start()
 
     def submit(self, requests):
-        if threading.current_thread() is not self.thread:  # which submits what begins anew
+        if not self.scheduler._held:  # as it is where something begins anew
             self.submitted += [int(request.group_id.partition(":")[2]) for request in requests]
         self.held |= {request.request_id for request in requests}
 
-    def poll(self):
+    def poll(self, wait_s):
         self.polls += 1
-        name, spans = self.given.get()
+        try:
+            name, spans = self.given.get(timeout=wait_s)
+        except queue.Empty:
+            return []
         assert name in self.held
         self.held.remove(name)
         segments = tuple(
@@ -168,10 +171,9 @@ def replay(notes, engine):
             assert engine.submitted[: len(submitted)] == submitted, where
         elif what == "drawn":
             place, index, spans = about
-            moved, polls = scheduler._moved, engine.polls
+            moved = scheduler._moved
             engine.given.put((f"0:{place}/{index}", spans))
             until(scheduler, lambda: scheduler._moved > moved, where)
-            until(scheduler, lambda: engine.polls > polls or scheduler._stands or not engine.held, where)
         elif what == "cut":
             until(scheduler, lambda: not scheduler._open[about[0]].waiting, where)
         elif what == "rewarded":
@@ -180,7 +182,7 @@ def replay(notes, engine):
             until(scheduler, lambda: group.scored is not None, where)
         elif what == "update":
             engine.asked.put((what, about[0]))
-            until(scheduler, lambda: scheduler._hold or engine.results.qsize(), where)
+            until(scheduler, lambda: scheduler._held or engine.results.qsize(), where)
         elif what == "updated":
             polls = engine.polls
             engine.transferred.put(None)
