@@ -652,6 +652,20 @@ def test_pause_and_resume_change_nothing(make_engine, plain_folder):
     assert {name: tuple(output_tokens(output)) for name, output in found.items()} == expected
 
 
+def test_a_poll_may_end_before_a_completion_does(make_seeded, plain_folder):
+    engine = make_seeded(plain_folder, concurrent=5)
+    prompts = prompts_of(*random_prompts(2))
+    sampling = SamplingParams(completions_per_prompt=4, max_completion_tokens=150, ignore_eos=True, seed=2)
+    expected = {t.trajectory_id: response(t) for t in generate(engine, prompts, sampling)}
+    engine.submit([request for prompt in prompts for request in requests_of(prompt, sampling)])
+    polls = []
+    while sum(map(len, polls)) < len(expected):
+        polls.append(engine.poll(0.0))
+    assert not polls[0], "150 tokens take longer"
+    found = {output.request_id: tuple(output_tokens(output)) for outputs in polls for output in outputs}
+    assert found == expected and engine.poll(0.0) == []
+
+
 def test_sleep_and_wake(make_engine, plain_folder):
     engine, prompts = make_engine(plain_folder), prompts_of(*random_prompts(3))
     sampling = SamplingParams(completions_per_prompt=2, max_completion_tokens=20)

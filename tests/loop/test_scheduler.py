@@ -230,6 +230,31 @@ class SilentEngine(FakeEngine):
         return []
 
 
+class LongEngine(FakeEngine):
+    """Finishes what is beyond the first step with the weights of its update alone."""
+
+    def _advance(self, end):
+        late = [state for state in self.waiting if int(state.request.group_id[2:]) >= 3 and not self.version]
+        for state in late:
+            self.waiting.remove(state)
+        if not self.waiting:
+            time.sleep(end - time.monotonic())
+        finished = super()._advance(end)
+        self.waiting.extend(late)
+        return finished
+
+
+def test_an_update_waits_for_no_completion(tmp_path):
+    parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
+    engine = LongEngine(parts.source.engine.complete, parts.processor.tokenizer)
+    parts = scheduled(parts, planned(), engine, max_staleness=1, timeout_s=2)
+    for step in (1, 2, 3):
+        found, _ = parts.source.collect(3, step, Stopwatch())
+        assert len(found) == 3
+        parts.transfer(step)
+    parts.source.close()
+
+
 class NarrowEngine(TimedEngine):
     """Draws a token at a time for group 0 and for four other requests, in the order of their submission."""
 
