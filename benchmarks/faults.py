@@ -4,11 +4,11 @@
     python benchmarks/faults.py --kills 1 --freezes 0 --signals 0 --out FOLDER
 
 A tiny model on the CPU, the native engine, two replicas. A rollout actor is killed at a random point: the run has to
-end well, with the weights of a run that was left alone, bit for bit. An actor (or a worker that computes rewards) is
-frozen with SIGSTOP: the run has to end with an error that names its role and pid within its time limit and 15 s (a
-frozen reward worker is replaced). The run itself gets SIGINT, SIGTERM or SIGKILL: its own processes have to be gone
-within 3 s of its end, Ray's within 70 s. Prints a line for each, writes `results.json`, and exits with 1 unless all is
-as said.
+end well, with the weights of a run that was left alone, bit for bit. An actor, one of Ray's own processes or a worker
+that computes rewards is frozen with SIGSTOP: the run has to end with an error that names it within its time limit and
+15 s (a frozen reward worker is replaced). The run itself gets SIGINT, SIGTERM or SIGKILL: its own processes have to be
+gone within 3 s of its end, Ray's within 70 s. Prints a line for each, writes `results.json`, and exits with 1 unless
+all is as said.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 MARK = "ATOMRL_FAULTS"
 STEPS = 24
 TIMEOUT_S = 10.0
-FROZEN = ("rollout", "trainer", "reference")
+FROZEN = ("rollout", "trainer", "reference", "reward", "raylet", "gcs_server")
 
 
 def config(folder: Path, timeout_s: float) -> dict[str, Any]:
@@ -102,7 +102,9 @@ class TrainingRun:
         return {pid: name for pid, name in self.processes().items() if names.search(name)}
 
     def actors(self, role: str) -> list[int]:
-        """Process ids of a role; of `reward`, the workers."""
+        """Process ids of a role; of `reward`, the workers; of one of Ray's own processes."""
+        if role in ("raylet", "gcs_server"):
+            return [pid for pid, name in self.processes().items() if name.partition(" ")[0].endswith(f"/{role}")]
         wanted = "atomrl.rewards.worker" if role == "reward" else f"ray::{role}"
         return sorted(pid for pid, name in self.ours().items() if wanted in name)
 
@@ -188,7 +190,8 @@ def freeze(folder: Path, name: str, role: str, rng: random.Random) -> dict[str, 
         if role == "reward":  # it is replaced
             good = code == 0 and pid not in run.processes()
         else:
-            named = re.search(rf"{role}( \d)? \(pid {pid} on [\d.]+\)[^\n]* has not answered for {TIMEOUT_S:g} s", text)
+            where = r"127\.0\.0\.1:\d+" if role in ("raylet", "gcs_server") else rf"pid {pid} on [\d.]+"
+            named = re.search(rf"{role}( \d)? \({where}\)[^\n]* has not answered for \d+ s", text)
             good = code != 0 and named is not None
         left = run.gone_after("ours", 60)
         in_time = left < 3 and (role == "reward" or seconds < TIMEOUT_S + 15)
@@ -276,7 +279,7 @@ def main() -> int:
         for number in range(arguments.kills):
             report("kills", kill(folder, f"kill{number}", whole, seconds, rng), f"kill{number}")
     for number in range(arguments.freezes):
-        role = (*FROZEN, "reward")[number % 4]
+        role = FROZEN[number % len(FROZEN)]
         report("freezes", freeze(folder, f"freeze{number}", role, rng), f"freeze{number}")
     for signalled in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL) * arguments.signals:
         name = f"{signalled.name}{len(results.get(signalled.name, []))}"

@@ -6,23 +6,28 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from atomrl.cluster.hosted import Hosted, identity, send_tensors_as_arrays
 from atomrl.cluster.places import Node, PlacementError, Wanted, places, plan, this_machine
+from atomrl.cluster.watch import Watch, speaks_http2
 from atomrl.config import ClusterConfig, ClusterRole
 
 START_S = 600.0
 """For loading a model in a new process; no part of `cluster.timeout_s`."""
 _REACH_S = 5.0
-_HELLO, _SETTINGS_FRAME = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]), b"\x04"
-"""With which HTTP/2, and so Ray, is greeted (RFC 9113), and the kind of frame that is the answer."""
+_LEFT_S = 120.0
+_FOLDER, _LOCK = "atomrl-ray-", "lock"
+_HELPERS = ("monitor", "dashboard", "log_monitor")
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # else it writes a token into the home folder
@@ -78,6 +83,7 @@ class RayCluster:
         with suppress(ValueError):  # not the main thread, where Ray leaves it alone
             signal.signal(signal.SIGTERM, handler)
         send_tensors_as_arrays()
+        self.watch = self._watch()
         try:
             self.wanted, self.places = plan(config, roles, device, self.nodes())
         except BaseException:
@@ -100,23 +106,42 @@ class RayCluster:
                 ray.shutdown()
                 raise PlacementError(f"cluster.address={address}: {' '.join(str(error).split())}") from error
             return ray, True
-        # Two runs share no folder; a short name, since sockets in it may have 107 letters.
-        self.folder = tempfile.mkdtemp(
-            prefix=f"atomrl-ray-{os.getpid()}-", dir="/tmp" if os.path.isdir("/tmp") else None
-        )
+        folder = self.folder = self._make_folder()
         try:
             with _on_loopback():
-                ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _temp_dir=self.folder)
+                ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _temp_dir=folder)
             if (host := ray.nodes()[0]["NodeManagerAddress"]) != "127.0.0.1":
                 ray.shutdown()
                 raise RuntimeError(f"this version of Ray would listen on {host}, for the whole network")
         except BaseException as error:
             ray.shutdown()
-            shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             if type(error) is Exception:  # Ray's own, after its limit of 30 s
                 raise PlacementError(f"cluster: Ray did not start on this machine: {error}") from error
             raise
         return ray, True
+
+    def _make_folder(self) -> str:
+        """For Ray's session, of this run alone; those of runs that were killed are removed."""
+        parent = Path("/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir())
+        for path in parent.glob(f"{_FOLDER}*"):
+            with suppress(OSError, Timeout):  # of another user, or in use
+                if time.time() - path.stat().st_mtime > _LEFT_S:
+                    with FileLock(path / _LOCK, timeout=0):
+                        shutil.rmtree(path, ignore_errors=True)
+        # A short name, since sockets in it may have 107 letters.
+        folder = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=parent)
+        self.lock = FileLock(Path(folder, _LOCK))  # until this process ends, however that is
+        self.lock.acquire()
+        return folder
+
+    def _watch(self) -> Watch:
+        context = self.ray.get_runtime_context()
+        addresses = {"Ray's gcs_server": context.gcs_address}
+        for node in self.ray.nodes():
+            if node["NodeID"] == context.get_node_id():
+                addresses["Ray's raylet"] = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+        return Watch(addresses, self.config.timeout_s, self._kill)
 
     def nodes(self) -> list[Node]:
         """The machines of the cluster and what they have free, the one of this process first."""
@@ -167,6 +192,7 @@ class RayCluster:
 
     def submit(self, actor: Actor, method: str, *args: Any) -> Any:
         """The same without waiting: for `get`."""
+        self.watch.check()
         return actor.handle.call.remote(method, *args)
 
     def get(self, actor: Actor, found: Any, timeout_s: float | None = None) -> Any:
@@ -180,6 +206,7 @@ class RayCluster:
         try:
             return self.ray.get(found, timeout=timeout_s or self.config.timeout_s)
         except self.ray.exceptions.GetTimeoutError:
+            self.watch.check(0.0)
             raise TimeoutError(self.silent([actor], timeout_s)) from None
         except self.ray.exceptions.RayTaskError as error:
             raise error.cause from None
@@ -193,6 +220,7 @@ class RayCluster:
         found = [each for _, each in asked]
         _, late = self.ray.wait(found, num_returns=len(found), timeout=self.config.timeout_s, fetch_local=False)
         if late:
+            self.watch.check(0.0)
             raise TimeoutError(self.silent([actor for actor, each in asked if each in late]))
 
     @property
@@ -213,14 +241,20 @@ class RayCluster:
             self.actors.remove(actor)
             self.ray.kill(actor.handle)
 
-    def _end_helpers(self) -> None:
-        """Kill those of Ray's processes that hold nothing; it would wait a second or two for each in turn."""
+    def _end_processes(self, *names: str) -> None:
+        """Kill those of Ray's processes that were started here."""
         from ray._private import worker
 
         processes = worker._global_node.all_processes if worker._global_node else {}
-        for name in ("monitor", "dashboard", "log_monitor"):
+        for name in names:
             for process_info in processes.get(name, ()):
                 process_info.process.kill()
+
+    def _kill(self) -> None:
+        """End what was started here, without a word to Ray; actors end with this process."""
+        self._end_processes(*_HELPERS, "raylet", "gcs_server")
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
         """End the actors, and the cluster where it was started here."""
@@ -228,10 +262,12 @@ class RayCluster:
             self.end(actor)
         if self.owned:
             self.owned = False
-            self._end_helpers()
+            self._end_processes(*_HELPERS)  # they hold nothing, and Ray would wait a second or two for each in turn
             self.ray.shutdown()
+        self.watch.close()
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
+            self.lock.release()
 
 
 @contextmanager
@@ -265,9 +301,7 @@ def check_reachable(address: str) -> str:
     if not host or "/" in host or not port.isdigit():
         raise PlacementError(f"{named}: must be auto, or HOST:PORT of a cluster (`ray start --head`)")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), _REACH_S) as connection:
-            connection.sendall(_HELLO)
-            is_ray = connection.recv(4)[3:] == _SETTINGS_FRAME or os.environ.get("RAY_USE_TLS", "0") != "0"
+        is_ray = speaks_http2(found, _REACH_S) or os.environ.get("RAY_USE_TLS", "0") != "0"
     except (OSError, OverflowError) as error:
         raise PlacementError(f"{named}: no cluster can be reached there: {error}") from error
     if not is_ray:

@@ -24,7 +24,7 @@ def test_a_rollout_actor_is_killed(folder):
     assert found["good"], found
 
 
-@pytest.mark.parametrize("role", [*faults.FROZEN, "reward"])
+@pytest.mark.parametrize("role", faults.FROZEN)
 def test_one_is_frozen(folder, role):
     found = faults.freeze(folder, "freeze", role, random.Random())
     assert found["good"], found
