@@ -69,14 +69,14 @@ def test_a_process_that_has_ended_is_left_to_ray(watched, server):
 
 
 def test_a_process_that_waits_for_ever_is_ended():
-    program = f"""
+    program = """
 import time
 from atomrl.cluster import watch
 from tests.cluster.test_watch import Server
 watch._EVERY_S = watch._GRACE_S = 0.05
 server = Server()
 server.speaks = False
-watch.Watch({{"gcs_server": server.address}}, 0.2, lambda: print("gives up", flush=True))
+watch.Watch({"gcs_server": server.address}, 0.2, lambda: print("gives up", flush=True))
 time.sleep(60)
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
