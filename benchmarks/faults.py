@@ -219,7 +219,7 @@ def stop(folder: Path, name: str, number: signal.Signals, rng: random.Random) ->
         code = run.process.wait(300)
         ended = time.monotonic() - began
         ours, everything = run.gone_after("ours", 60), run.gone_after("processes", 240)
-        sessions = [str(path) for path in Path("/tmp").glob(f"atomrl-ray-{run.process.pid}-*")]
+        sessions = [str(path) for path in Path("/tmp").glob(f"atomrl-run-{run.process.pid}-*")]
         good, in_time = not run.processes(), ours < 3 and ours + everything < 70
         if number != signal.SIGKILL:
             good = good and code == 130 and not sessions

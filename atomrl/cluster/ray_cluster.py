@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
@@ -10,12 +11,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from atomrl.cluster.hosted import Hosted, identity, send_tensors_as_arrays
 from atomrl.cluster.places import Node, PlacementError, Wanted, places, plan, this_machine
@@ -25,8 +24,8 @@ from atomrl.config import ClusterConfig, ClusterRole
 START_S = 600.0
 """For loading a model in a new process; no part of `cluster.timeout_s`."""
 _REACH_S = 5.0
-_LEFT_S = 120.0
-_FOLDER, _LOCK = "atomrl-ray-", "lock"
+_LEFT_S, _CLOSE_S = 120.0, 2.0
+_FOLDER = "atomrl-run-"
 _HELPERS = ("monitor", "dashboard", "log_monitor")
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -75,6 +74,8 @@ class RayCluster:
     def __init__(self, config: ClusterConfig, roles: Sequence[ClusterRole], device: str = "auto") -> None:
         self.config = config
         self.folder: str | None = None
+        self.lock = ExitStack()
+        """Of the folder."""
         self.actors: list[Actor] = []
         if config.address is None:
             plan(config, roles, device, [this_machine()])  # before anything is started
@@ -83,8 +84,9 @@ class RayCluster:
         with suppress(ValueError):  # not the main thread, where Ray leaves it alone
             signal.signal(signal.SIGTERM, handler)
         send_tensors_as_arrays()
-        self.watch = self._watch()
+        self.watch = Watch({}, config.timeout_s, self._kill)
         try:
+            self.watch = self._watch()
             self.wanted, self.places = plan(config, roles, device, self.nodes())
         except BaseException:
             self.close()
@@ -122,17 +124,17 @@ class RayCluster:
         return ray, True
 
     def _make_folder(self) -> str:
-        """For Ray's session, of this run alone; those of runs that were killed are removed."""
+        """For Ray's session, of this run alone, which locks it until it ends; those of runs that were killed are
+        removed."""
         parent = Path("/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir())
         for path in parent.glob(f"{_FOLDER}*"):
-            with suppress(OSError, Timeout):  # of another user, or in use
-                if time.time() - path.stat().st_mtime > _LEFT_S:
-                    with FileLock(path / _LOCK, timeout=0):
+            with suppress(OSError):  # in use, or of another user
+                if path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > _LEFT_S:
+                    with _locked(path):
                         shutil.rmtree(path, ignore_errors=True)
         # A short name, since sockets in it may have 107 letters.
         folder = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=parent)
-        self.lock = FileLock(Path(folder, _LOCK))  # until this process ends, however that is
-        self.lock.acquire()
+        self.lock.enter_context(_locked(Path(folder)))
         return folder
 
     def _watch(self) -> Watch:
@@ -147,9 +149,11 @@ class RayCluster:
         """The machines of the cluster and what they have free, the one of this process first."""
         from ray._private.state import available_resources_per_node
 
-        free, here = available_resources_per_node(), self.ray.get_runtime_context().get_node_id()
+        with self.watch.inside():
+            free, here = available_resources_per_node(), self.ray.get_runtime_context().get_node_id()
+            nodes = self.ray.nodes()
         found = []
-        for node in self.ray.nodes():
+        for node in nodes:
             left = free.get(node["NodeID"])
             if node["Alive"] and left is not None:
                 whole, part = divmod(left.get("GPU", 0.0), 1)
@@ -177,8 +181,9 @@ class RayCluster:
         kind = type(role, (Hosted,), {})  # the name that `ps` and Ray show
         options = {"num_cpus": need.cpus, "num_gpus": need.gpus, "max_restarts": 0, "scheduling_strategy": strategy}
         hosted = self.ray.remote(**options)(kind)
-        handle = hosted.remote(max(1, int(need.cpus)), need.gpus > 0, identity(os.getpid()))
-        actor = Actor(role, index, handle, place, handle.make.remote(build))
+        with self.watch.inside():
+            handle = hosted.remote(max(1, int(need.cpus)), need.gpus > 0, identity(os.getpid()))
+            actor = Actor(role, index, handle, place, handle.make.remote(build))
         self.actors.append(actor)
         return actor
 
@@ -193,7 +198,13 @@ class RayCluster:
     def submit(self, actor: Actor, method: str, *args: Any) -> Any:
         """The same without waiting: for `get`."""
         self.watch.check()
-        return actor.handle.call.remote(method, *args)
+        with self.watch.inside():
+            return actor.handle.call.remote(method, *args)
+
+    def put(self, value: Any) -> Any:
+        """Into Ray's object store, which all actors of a machine read."""
+        with self.watch.inside():
+            return self.ray.put(value)
 
     def get(self, actor: Actor, found: Any, timeout_s: float | None = None) -> Any:
         """What an actor answers.
@@ -203,10 +214,12 @@ class RayCluster:
             Exception: what the method raised.
             ray.exceptions.RayError: it died (`died` says which are meant).
         """
+        patience_s = timeout_s or self.config.timeout_s
         try:
-            return self.ray.get(found, timeout=timeout_s or self.config.timeout_s)
+            with self.watch.inside(patience_s):
+                return self.ray.get(found, timeout=patience_s)
         except self.ray.exceptions.GetTimeoutError:
-            self.watch.check(0.0)
+            self.watch.check(0.5)
             raise TimeoutError(self.silent([actor], timeout_s)) from None
         except self.ray.exceptions.RayTaskError as error:
             raise error.cause from None
@@ -218,9 +231,11 @@ class RayCluster:
             TimeoutError: some did not answer within `cluster.timeout_s`; names them.
         """
         found = [each for _, each in asked]
-        _, late = self.ray.wait(found, num_returns=len(found), timeout=self.config.timeout_s, fetch_local=False)
+        limit_s = self.config.timeout_s
+        with self.watch.inside(limit_s):
+            _, late = self.ray.wait(found, num_returns=len(found), timeout=limit_s, fetch_local=False)
         if late:
-            self.watch.check(0.0)
+            self.watch.check(0.5)
             raise TimeoutError(self.silent([actor for actor, each in asked if each in late]))
 
     @property
@@ -239,13 +254,15 @@ class RayCluster:
         """Kill its process, if that is not done."""
         if actor in self.actors:
             self.actors.remove(actor)
-            self.ray.kill(actor.handle)
+            with self.watch.inside():
+                self.ray.kill(actor.handle)
 
     def _end_processes(self, *names: str) -> None:
         """Kill those of Ray's processes that were started here."""
         from ray._private import worker
 
-        processes = worker._global_node.all_processes if worker._global_node else {}
+        node = worker._global_node
+        processes = node.all_processes if node else {}
         for name in names:
             for process_info in processes.get(name, ()):
                 process_info.process.kill()
@@ -258,16 +275,31 @@ class RayCluster:
 
     def close(self) -> None:
         """End the actors, and the cluster where it was started here."""
-        for actor in [*self.actors]:
-            self.end(actor)
-        if self.owned:
-            self.owned = False
-            self._end_processes(*_HELPERS)  # they hold nothing, and Ray would wait a second or two for each in turn
-            self.ray.shutdown()
-        self.watch.close()
-        if self.folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.lock.release()
+        try:
+            with self.watch.inside(_CLOSE_S):
+                for actor in [*self.actors]:
+                    self.end(actor)
+                if self.owned:
+                    self.owned = False
+                    # They hold nothing, and Ray would wait a second or two for each in turn.
+                    self._end_processes(*_HELPERS)
+                    self.ray.shutdown()
+        finally:
+            self.watch.close()
+            if self.folder:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                self.lock.close()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The folder itself locked, which no cleaner of `/tmp` undoes; OSError where it is already."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -75,16 +75,14 @@ class _Group:
 class Scheduler:
     """A `GroupSource` whose engine draws groups ahead of the trainer.
 
-    While the trainer waits it has the engine drawn itself, with all threads that it computes with; while it learns, a
-    thread of the scheduler's does so with a quarter of them. (Two teams of threads that are more than the cores have
-    wait for each other in every operation: on two cores that made learning twice as slow.)
-
+    While the trainer waits it draws itself, with all its threads; while it learns, a thread of the scheduler's draws
+    with a quarter as many: two teams of more threads than there are cores wait for each other in every operation.
     A group is submitted, drawn, scored as soon as it is complete, and waits for the trainer, which takes the oldest
     groups there are: a slow completion or reward holds up its own group alone. Open groups (all that are not trained
     on yet) are at most those of the step that the trainer waits for and of `max_staleness` steps more; so what is
-    trained on in the order it was submitted is within the bound, as in AReaL (arXiv:2505.24298). What
-    does not come in time is dropped when the weights change, and drawn again with newer ones: every token that is
-    trained on was drawn by weights at most `max_staleness` versions behind the trainer's.
+    trained on in the order it was submitted is within the bound, as in AReaL (arXiv:2505.24298). What does not come in
+    time is dropped when the weights change, and drawn again with newer ones: every token that is trained on was drawn
+    by weights at most `max_staleness` versions behind the trainer's.
 
     With `max_staleness` 0 nothing is drawn while the trainer learns, and the groups are those of `EngineSource`.
 
@@ -98,8 +96,7 @@ class Scheduler:
         rewards: scores one group at a time, several at once.
         settings: the section `asynchronous`.
         groups, steps: of a step; of the run, beyond which nothing is drawn.
-        done: steps that were done before.
-        pending: what `state` said then.
+        done, pending: steps that were done before; what `state` said then.
     """
 
     def __init__(
@@ -142,7 +139,7 @@ class Scheduler:
         """The `groups` oldest of those that are there, once there are as many; those refused since the last call.
 
         Raises:
-            TimeoutError: neither engine nor rewards have finished anything for `timeout_s`.
+            TimeoutError: neither engine nor rewards have finished anything for `timeout_s` (where its polls come back).
             Exception: what failed on another thread, as it was raised there.
         """
         began = time.monotonic()
@@ -159,10 +156,8 @@ class Scheduler:
             self._measure(accepted, step - 1, time.monotonic() - began)
             self._changed.notify_all()
         if len(accepted) < groups:
-            log.warning(
-                "step %d: %s refused %d groups, and %d of %d were accepted: the step goes on with those",
-                step, self.algorithm.name, len(refused), len(accepted), groups,
-            )  # fmt: skip
+            text = "step %d: %s refused %d groups, and %d of %d were accepted: the step goes on with those"
+            log.warning(text, step, self.algorithm.name, len(refused), len(accepted), groups)
         return accepted, refused
 
     def update(self, version: int) -> None:
@@ -248,6 +243,9 @@ class Scheduler:
                     raise TimeoutError(self._silence())
             if self._error is not None:
                 raise self._error
+        except BaseException:
+            self._closing = True  # the engine may have been interrupted in the middle
+            raise
         finally:
             self._waits = False
 
@@ -277,12 +275,16 @@ class Scheduler:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
+            threads, started = torch.get_num_threads(), threading.Event()
+            self._thread = threading.Thread(target=self._work, args=(started,), name="rollouts", daemon=True)
             self._thread.start()
+            started.wait()
+            torch.set_num_threads(threads)  # for threads that are yet to come, too
 
-    def _work(self) -> None:
+    def _work(self, started: threading.Event) -> None:
         """On the scheduler's thread: draw while the trainer learns."""
-        torch.set_num_threads(max(1, torch.get_num_threads() // 4))  # of this thread alone
+        torch.set_num_threads(max(1, torch.get_num_threads() // 4))
+        started.set()
         try:
             with self._changed:
                 while not self._closing:
@@ -292,8 +294,7 @@ class Scheduler:
             self._fail(error)
 
     def _draw(self) -> bool:
-        """Submit what may be submitted, and draw for a moment; the lock is held, but not meanwhile. False where there
-        is nothing to draw, or another thread draws."""
+        """Submit, and draw for a moment, without the lock. False where there is nothing to, or another thread does."""
         if self._drawing:
             return False
         if not self._held:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 from atomrl.cluster.ray_cluster import Actor, RayCluster
+from atomrl.cluster.watch import RayHangs
 from atomrl.rewards.compute import Rewards
 from atomrl.rewards.errors import NoScore, RewardStop
 from atomrl.rewards.table import LOADING, AnyReward
@@ -70,6 +71,8 @@ class RewardActor:
             try:
                 actor = self.current()
                 return cast(list[Any], self.cluster.call(actor, "score", index, trajectories))
+            except RayHangs as error:
+                raise RewardStop(str(error)) from error
             except TimeoutError as error:
                 self._give_up(actor, str(error))
                 return [NoScore("timeout", str(error))] * len(trajectories)

@@ -213,7 +213,8 @@ class ReplicatedEngine:
                     replica.polling, replica.asked = self.cluster.submit(replica.actor, "poll"), time.monotonic()
             oldest = min(replica.asked for replica in working) + self.cluster.config.timeout_s
             patience = max(0.0, min(oldest, end) - time.monotonic())
-            ready, _ = self.ray.wait([replica.polling for replica in working], timeout=patience)
+            with self.cluster.watch.inside(patience):
+                ready, _ = self.ray.wait([replica.polling for replica in working], timeout=patience)
             self._check_silent(working)
             if not ready:
                 if time.monotonic() >= end:
@@ -226,7 +227,7 @@ class ReplicatedEngine:
             except self.cluster.died as error:
                 self._revive(replica, error)
                 continue
-            if outputs := replica.finish(found):
+            if (outputs := replica.finish(found)) or time.monotonic() >= end:
                 return outputs
         return []
 

@@ -100,13 +100,13 @@ class RemoteBackend:
         for name in needs:
             role = SOURCES[name][0]
             shares.setdefault(role if role in self.apart else None, set()).add(name)
-        shared = self.cluster.ray.put(rows)
+        shared = self.cluster.put(rows)
         found = self._at_once("forward_only", {role: (shared, frozenset(names)) for role, names in shares.items()})
         return replace(rows, **{name: tensor for part in found for name, tensor in part.items()})
 
     def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
         """One optimizer step on the whole batch, of policy and critic at the same time where they are apart."""
-        shared = self.cluster.ray.put(batch)
+        shared = self.cluster.put(batch)
         return merge(self._at_once("train_step", dict.fromkeys(self._trained, (shared, algorithm))))
 
     @property

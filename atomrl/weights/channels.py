@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,11 +55,11 @@ class ObjectStoreChannel:
     """Shared memory: Ray's object store, where all processes of a machine read one copy, and other machines fetch one.
 
     Args:
-        ray: the module, initialized, which sends tensors as arrays (`cluster.hosted`).
+        put: what puts into the store, with tensors as arrays (`cluster.hosted`).
     """
 
-    def __init__(self, ray: Any) -> None:
-        self.ray, self.version = ray, 0
+    def __init__(self, put: Callable[[Any], Any]) -> None:
+        self.put, self.version = put, 0
         self.kept: tuple[Any, ...] = ()
 
     def publish(self, update: WeightUpdate, readers: int) -> ObjectStoreReference:
@@ -67,7 +67,7 @@ class ObjectStoreChannel:
         tensors = list(update.tensors)
         self.kept = () if tensors else self.kept[:1]  # the store has room for the next where the last has gone
         parts = WeightUpdate(update.version, tensors, update.adapters).parts()
-        new = self.ray.put(dict(parts))
+        new = self.put(dict(parts))
         self.version, self.kept = update.version, (*self.kept, new)
         return ObjectStoreReference(self.version, (new,))
 

@@ -19,4 +19,4 @@ def open_channel(cluster: RayCluster) -> WeightChannel:
     if config.weight_transfer == "collective":
         host = LOOPBACK if config.address is None else ray.util.get_node_ip_address()
         return CollectiveChannel(host, "nccl" if cluster.wanted["rollout"].gpus >= 1 else "gloo", config.timeout_s)
-    return ObjectStoreChannel(ray)
+    return ObjectStoreChannel(cluster.put)

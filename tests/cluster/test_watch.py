@@ -9,7 +9,7 @@ import time
 import pytest
 
 from atomrl.cluster import watch as module
-from atomrl.cluster.watch import Watch
+from atomrl.cluster.watch import RayHangs, Watch
 
 ANSWER = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
@@ -44,21 +44,49 @@ def server():
 @pytest.fixture
 def watched(monkeypatch, server):
     monkeypatch.setattr(module, "_EVERY_S", 0.05)
-    monkeypatch.setattr(module, "_GRACE_S", 1e6)
+    monkeypatch.setattr(module, "_GRACE_S", 0.1)
     watch = Watch({"the server": server.address}, 0.3, lambda: None)
     yield watch
     watch.close()
+
+
+def silent(watch):
+    for _ in range(200):
+        time.sleep(0.05)
+        watch.check()
 
 
 def test_who_falls_silent_is_named_and_may_come_back(watched, server):
     time.sleep(0.5)
     watched.check(0.0)
     server.speaks = False
-    with pytest.raises(TimeoutError, match=rf"^the server \({server.address}\) has not answered for 0 s \(cluster.tim"):
-        for _ in range(200):
-            time.sleep(0.05)
-            watched.check(0.15)
+    with pytest.raises(RayHangs, match=rf"^the server \({server.address}\) has not answered for \d s \(cluster.tim"):
+        silent(watched)
+    time.sleep(0.5)  # nobody waits inside of a call, so this process goes on
     server.speaks = True
+    time.sleep(0.5)
+    watched.check(0.0)
+
+
+def test_calls_that_may_take_as_long_are_waited_for(watched, server):
+    server.speaks = False
+    with watched.inside(60.0), pytest.raises(RayHangs):
+        silent(watched)
+    time.sleep(0.5)
+
+
+def test_one_answer_that_is_missed_is_no_silence(monkeypatch, server):
+    monkeypatch.setattr(module, "_EVERY_S", 0.05)
+    watch = Watch({"the server": server.address}, 0.01, lambda: None)
+    for misses in (1, 2):
+        server.speaks = False
+        while watch.misses["the server"] < misses:
+            watch.check(0.0)
+            time.sleep(0.005)
+        server.speaks = True
+        while watch.misses["the server"]:
+            time.sleep(0.005)
+    watch.close()
 
 
 def test_a_process_that_has_ended_is_left_to_ray(watched, server):
@@ -68,17 +96,24 @@ def test_a_process_that_has_ended_is_left_to_ray(watched, server):
     watched.check(0.0)
 
 
-def test_a_process_that_waits_for_ever_is_ended():
+@pytest.mark.parametrize("reader", [subprocess.PIPE, None])
+def test_a_process_that_waits_inside_of_ray_is_ended(reader):
+    """Also where nobody reads its last words."""
     program = """
-import time
+import sys, time
 from atomrl.cluster import watch
 from tests.cluster.test_watch import Server
 watch._EVERY_S = watch._GRACE_S = 0.05
 server = Server()
 server.speaks = False
-watch.Watch({"gcs_server": server.address}, 0.2, lambda: print("gives up", flush=True))
-time.sleep(60)
+if len(sys.argv) > 1:
+    sys.stderr.close()
+found = watch.Watch({"gcs_server": server.address}, 0.2, lambda: print("gives up", flush=True))
+with found.inside():
+    time.sleep(60)
 """
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    command = [sys.executable, "-c", program, *([] if reader else ["closed"])]
+    found = subprocess.run(command, stdout=subprocess.PIPE, stderr=reader, text=True, timeout=50)
     assert found.returncode == 1 and found.stdout == "gives up\n"
-    assert found.stderr.startswith("error: gcs_server (127.0.0.1:") and "has not answered" in found.stderr
+    if reader:
+        assert found.stderr.startswith("error: gcs_server (127.0.0.1:") and "has not answered" in found.stderr

@@ -230,6 +230,44 @@ class SilentEngine(FakeEngine):
         return []
 
 
+class InterruptedEngine(FakeEngine):
+    """Ends its second poll in the middle."""
+
+    polls = 0
+
+    def _advance(self, end):
+        self.polls += 1
+        if self.polls == 2:
+            raise KeyboardInterrupt
+        return super()._advance(end)
+
+
+def test_nobody_draws_in_an_engine_that_was_interrupted(tmp_path):
+    parts = make_parts(tmp_path, lambda sample, index: "x", by_index)
+    engine = InterruptedEngine(parts.source.engine.complete, parts.processor.tokenizer, at_once=2)
+    parts = scheduled(parts, planned(), engine, max_staleness=3)
+    with pytest.raises(KeyboardInterrupt):
+        parts.source.collect(3, 1, Stopwatch())
+    time.sleep(0.2)
+    assert engine.polls == 2
+    parts.source.close()
+
+
+def test_other_threads_keep_their_number_of_threads(tmp_path):
+    parts = scheduled(make_parts(tmp_path, lambda sample, index: "x", by_index), planned())
+    before, found = torch.get_num_threads(), []
+    torch.set_num_threads(4)
+    try:
+        parts.source.collect(3, 1, Stopwatch())
+        other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert [torch.get_num_threads(), *found] == [4, 4]
+    finally:
+        parts.source.close()
+        torch.set_num_threads(before)
+
+
 class LongEngine(FakeEngine):
     """Finishes what is beyond the first step with the weights of its update alone."""
 
