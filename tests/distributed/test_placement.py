@@ -31,7 +31,7 @@ PPO = ["train.steps=2", "train.rows_per_update=8", "algorithm.name=ppo", "algori
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), scale=0.2)
+    return make_tiny_model(tmp_path_factory.mktemp("placement") / "model", scale=0.2)
 
 
 def run_of(folder: Path, name: str) -> Path:

@@ -42,7 +42,7 @@ def build(path: str) -> NativeEngine:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), scale=0.2)
+    return make_tiny_model(tmp_path_factory.mktemp("replicas") / "model", scale=0.2)
 
 
 def cluster(**settings) -> RayCluster:
