@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -45,10 +46,8 @@ class ServerEngine(RequestEngine):
     Weights travel as files in a folder under `TMPDIR`, which the servers must see, or as `server_weights` says.
 
     Args:
-        folder: of the model, without adapters.
-        config: of the model.
+        folder, config, tokenizer: of the model, without adapters.
         eos: the end-of-sequence tokens.
-        tokenizer: of the model.
         options: how the engine is made.
 
     Raises:
@@ -247,15 +246,12 @@ class ServerEngine(RequestEngine):
 
     def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
         finished: list[tuple[RequestState, FinishReason]] = []
-        while not finished or not self.answers.empty():
-            try:
+        with suppress(queue.Empty):
+            while not finished or not self.answers.empty():
                 state, answer = self.answers.get(timeout=None if end == math.inf else max(0.0, end - time.monotonic()))
-            except queue.Empty:
-                break
-            if self.held.get(state.request.request_id) is not state:
-                continue  # given up in the meantime
-            self._forget(state)
-            finished.append((state, take_answer(state, answer)))
+                if self.held.get(state.request.request_id) is state:  # not given up in the meantime
+                    self._forget(state)
+                    finished.append((state, take_answer(state, answer)))
         return finished
 
     def _forget(self, state: RequestState) -> None:
