@@ -190,8 +190,9 @@ def freeze(folder: Path, name: str, role: str, rng: random.Random) -> dict[str, 
         if role == "reward":  # it is replaced
             good = code == 0 and pid not in run.processes()
         else:
-            where = r"127\.0\.0\.1:\d+" if role in ("raylet", "gcs_server") else rf"pid {pid} on [\d.]+"
-            named = re.search(rf"{role}( \d)? \({where}\)[^\n]* has not answered for \d+ s", text)
+            rays = role in ("raylet", "gcs_server")
+            where, limit = (r"127\.0\.0\.1:\d+", r"\d+") if rays else (rf"pid {pid} on [\d.]+", f"{TIMEOUT_S:g}")
+            named = re.search(rf"{role}( \d)? \({where}\)[^\n]* has not answered for {limit} s", text)
             good = code != 0 and named is not None
         left = run.gone_after("ours", 60)
         in_time = left < 3 and (role == "reward" or seconds < TIMEOUT_S + 15)

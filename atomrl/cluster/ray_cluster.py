@@ -333,7 +333,7 @@ def check_reachable(address: str) -> str:
     if not host or "/" in host or not port.isdigit():
         raise PlacementError(f"{named}: must be auto, or HOST:PORT of a cluster (`ray start --head`)")
     try:
-        is_ray = speaks_http2(found, _REACH_S) or os.environ.get("RAY_USE_TLS", "0") != "0"
+        is_ray = speaks_http2(found, _REACH_S)
     except (OSError, OverflowError) as error:
         raise PlacementError(f"{named}: no cluster can be reached there: {error}") from error
     if not is_ray:

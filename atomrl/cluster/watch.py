@@ -23,7 +23,7 @@ class RayHangs(OSError):
 
 
 def speaks_http2(address: str, patience_s: float) -> bool:
-    """Whether what listens at `HOST:PORT` answers as Ray does.
+    """Whether what listens at `HOST:PORT` answers as Ray does; with Ray's TLS any end of the greeting is an answer.
 
     Raises:
         OSError: nothing listens, or it does not answer in time.
@@ -31,7 +31,7 @@ def speaks_http2(address: str, patience_s: float) -> bool:
     host, _, port = address.rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), patience_s) as connection:
         connection.sendall(_HELLO)
-        return connection.recv(4)[3:] == _SETTINGS_FRAME
+        return connection.recv(4)[3:] == _SETTINGS_FRAME or os.environ.get("RAY_USE_TLS", "0") != "0"
 
 
 class Watch:
@@ -52,7 +52,8 @@ class Watch:
         self._limits: dict[object, float] = {}
         """When each call of Ray that is under way should have come back."""
         self._closed = threading.Event()
-        threading.Thread(target=self._work, name="watch over Ray", daemon=True).start()
+        if addresses:
+            threading.Thread(target=self._work, name="watch over Ray", daemon=True).start()
 
     @contextmanager
     def inside(self, patience_s: float = 0.0) -> Iterator[None]:
@@ -106,7 +107,7 @@ class Watch:
 
     def _answers(self, address: str) -> bool:
         try:
-            return speaks_http2(address, _EVERY_S) or os.environ.get("RAY_USE_TLS", "0") != "0"
+            return speaks_http2(address, _EVERY_S)
         except TimeoutError:
             return False
         except ConnectionRefusedError:
