@@ -69,6 +69,11 @@ class Server:
     """Held while its weights change or it is repaired: no request may reach it with half of them."""
 
     @property
+    def last_words(self) -> str:
+        """The end of what a server that was started here has written; nothing of others."""
+        return f"; its last words:\n{self.process.tail()}" if self.process else ""
+
+    @property
     def name(self) -> str:
         """For messages."""
         started = f"started at {self.url} (pid {self.process.pid})" if self.process else f"at {self.url}"

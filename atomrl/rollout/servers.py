@@ -160,7 +160,7 @@ class ServerEngine(RequestEngine):
         end = time.monotonic() + limit
         while not await self.client.healthy(server, self.health_path):
             if server.process is not None and (code := server.process.ended()) is not None:
-                raise RuntimeError(f"{server.name} ended with status {code}; its last words:\n{server.process.tail()}")
+                raise RuntimeError(f"{server.name} ended with status {code}{server.last_words}")
             if time.monotonic() > end:
                 raise TimeoutError(f"{server.name} was not up within {limit:g} s")
             await asyncio.sleep(_RETRY_S)
@@ -174,8 +174,8 @@ class ServerEngine(RequestEngine):
                 return
             server.restarts += 1
             if server.restarts > _RESTARTS:
-                raise RuntimeError(f"{server.name} failed {server.restarts} times in a row: {error}")
-            log.warning("%s failed, and what it held is drawn again: %s", server.name, error)
+                raise RuntimeError(f"{server.name} failed {server.restarts} times in a row: {error}{server.last_words}")
+            log.warning("%s failed, and what it held is drawn again: %s%s", server.name, error, server.last_words)
             if server.process is not None:
                 server.process.end()
                 server.process = await asyncio.to_thread(ServerProcess, self._command)

@@ -15,6 +15,8 @@ from atomrl.weights.hashing import tensor_hash
 
 WORKER_EXTENSION = f"{__name__}.WeightReader"
 _COLUMNS = 256
+# Its kernels for bfloat16 use a CPU's tiles, for which a process has to ask the system once; it does not by itself.
+torch.cpu._init_amx()
 
 
 class WeightReader:
