@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
+from atomrl.episodes import Episode, FailureKind
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -88,10 +90,6 @@ class SamplingParams:
             raise ValueError("logprobs_over=kept, but neither top_p nor top_k cuts anything")
 
 
-FailureKind = Literal["timeout", "error", "crash", "invalid"]
-"""Took too long; raised an exception; ended its process; returned what is no finite number, or too many or few."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RewardFailure:
     """That a reward could give a trajectory no usable value."""
@@ -160,6 +158,12 @@ class GenerationRequest:
     sampling: SamplingParams
     """Of the token; `completions_per_prompt`, `seed` and `step` take no part, as `seed` below is the completion's."""
     seed: int
+    sample: Sample | None = None
+    """The problem, for an environment."""
+    keep_cache: bool = False
+    """A request that `continues` this one may come; an engine may keep what it has computed."""
+    continues: str | None = None
+    """The id of a finished request; the prompt begins with its prompt and its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,10 +198,12 @@ class GenerationOutput:
 
     request_id: str
     segments: tuple[Segment, ...]
-    """Of the model; several where the weights changed in between. Includes the token that ended it."""
+    """Several where the weights changed in between. They include the token that ended it."""
     text: str
     """Decoded without special tokens."""
     finish_reason: FinishReason
+    episode: Episode | None = None
+    """With an environment, whose tokens are then among the segments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,8 +229,9 @@ class Trajectory:
     segments: tuple[Segment, ...]
     """The first is the prompt."""
     text: str
-    """What was written after the prompt, decoded without special tokens."""
+    """What the model wrote, decoded without special tokens."""
     finish_reason: FinishReason
+    episode: Episode | None = None
     reward: float | None = None
     """The outcome: the weighted sum of the parts. None where no part gave a value, or one that counts failed; it then
     becomes no row."""

@@ -14,6 +14,7 @@ from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.table import objective_of
 from atomrl.config import schema
 from atomrl.config.base import ConfigError, Section
+from atomrl.config.environments import EnvironmentConfig
 from atomrl.config.names import foreign_names, suggestion
 from atomrl.objective import PolicyObjective, PreferenceObjective
 from atomrl.objective.choice import Choice
@@ -66,6 +67,17 @@ class RunConfig(Section):
     cluster: schema.ClusterConfig | None = None
     asynchronous: schema.AsynchronousConfig | None = None
     pool: schema.PoolConfig = schema.PoolConfig()
+    environment: EnvironmentConfig | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _environments_reward(cls, tree: Any) -> Any:
+        """With an environment, its outcome is the reward, unless others are named."""
+        if isinstance(tree, Mapping) and tree.get("environment"):
+            reward = tree.get("reward") or {}
+            if isinstance(reward, Mapping) and not {"functions", "by_data_source"} & reward.keys():
+                return {**tree, "reward": {**reward, "functions": ["environment"]}}
+        return tree
 
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> Self:

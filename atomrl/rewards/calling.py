@@ -13,9 +13,10 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import ValidationError
 
+from atomrl.episodes import FailureKind
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop, require
 from atomrl.rewards.table import CLASSES, POOLED, REWARDS, AnyReward, find_reward, importable_name
-from atomrl.types import FailureKind, Trajectory
+from atomrl.types import Trajectory
 
 Style = Literal["columns", "compute_score", "compute_scores", "trajectories"]
 """TRL's; verl's of one completion, and of a batch; a class that is called with trajectories."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 BY_SOURCE = "by_data_source"
 """The name of the part that the table of data sources gives."""
+ENVIRONMENT = "environment"
+"""In the place of a part, where an environment failed."""
 PATIENCE = 3
 """Batches in a row of which a reward may fail on everything."""
 MIN_FAILURES = 8
@@ -141,6 +143,11 @@ class Rewards:
         Raises:
             RewardError: a reward cannot be called at all.
         """
+        unplayed = [item.episode is not None and item.episode.failure is not None for item in trajectories]
+        if any(unplayed):
+            pairs = list(zip(trajectories, unplayed, strict=True))
+            played = iter(self.score([item for item, failed in pairs if not failed]))
+            return [self._without_reward(item) if failed else next(played) for item, failed in pairs]
         columns = columns_of(trajectories)
         scores = {part.name: [Score()] * len(trajectories) for part in self.parts}
         self.seconds = seconds = [0.0] * len(trajectories)
@@ -171,6 +178,18 @@ class Rewards:
             )
         return scored
 
+    def _without_reward(self, item: Trajectory) -> Trajectory:
+        """One whose environment failed: what it wrote says nothing of the model."""
+        episode = item.episode
+        assert episode is not None and episode.failure is not None
+        return replace(
+            item,
+            reward=None,
+            reward_parts={part.name: None for part in self.parts},
+            part_weights={part.name: part.weight for part in self.parts},
+            reward_failures=(RewardFailure(reward=ENVIRONMENT, kind=episode.failure, message=episode.message),),
+        )
+
     def judge(self, scored: Sequence[Trajectory]) -> None:
         """Warn of new kinds of failures in a batch.
 
@@ -179,7 +198,10 @@ class Rewards:
         """
         columns = columns_of(scored)
         for part in self.parts:
-            self._judge(part.name, scored, columns)
+            self._judge(part.name, scored, columns, any(item.reward_parts[part.name] is not None for item in scored))
+        played = [item.episode for item in scored if item.episode is not None]
+        if played:
+            self._judge(ENVIRONMENT, scored, columns, any(episode.failure is None for episode in played))
         self._judge_total(scored)
 
     def _run(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
@@ -208,7 +230,7 @@ class Rewards:
                 found.append((task, call(task.scorer, task.payload())))
         return found
 
-    def _judge(self, name: str, scored: Sequence[Trajectory], columns: Iterable[str]) -> None:
+    def _judge(self, name: str, scored: Sequence[Trajectory], columns: Iterable[str], gave_values: bool) -> None:
         """Warn of new kinds of failures, and stop where a reward fails on everything."""
         failures = [(item, failure) for item in scored for failure in item.reward_failures if failure.reward == name]
         for item, failure in failures:
@@ -219,7 +241,7 @@ class Rewards:
                     "rollouts)", name, _shown(item), failure.kind, failure.message, name, COUNTERS[failure.kind]
                 )  # fmt: skip
         self._failures[name] += len(failures)
-        if any(item.reward_parts[name] is not None for item in scored):
+        if gave_values:
             self._gave_values.add(name)
             failures = []
         self._failed_batches[name] = self._failed_batches[name] + 1 if failures else 0
@@ -312,7 +334,7 @@ def failure_counts(trajectories: Iterable[Trajectory]) -> dict[str, float]:
     """`reward/NAME/{timeouts,errors,crashes,invalid}` of every part: completions without a usable value."""
     counts: dict[str, float] = {}
     for item in trajectories:
-        for name in item.part_weights:
+        for name in [*item.part_weights, *([ENVIRONMENT] if item.episode else [])]:
             for counter in COUNTERS.values():
                 counts.setdefault(f"reward/{name}/{counter}", 0.0)
         for failure in item.reward_failures:

@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from atomrl.types import FailureKind
+from atomrl.episodes import FailureKind
 
 
 class RewardError(ValueError):

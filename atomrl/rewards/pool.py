@@ -1,36 +1,28 @@
 """A pool of worker processes that can be killed, so that no reward can hang or end a run."""
 
-import contextlib
-import json
 import multiprocessing.connection
 import os
-import signal
-import socket
-import subprocess
-import sys
-import sysconfig
 import threading
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
+from atomrl.episodes import FailureKind
 from atomrl.rewards.calling import Outcome, Score, Scorer, Task, failed
 from atomrl.rewards.errors import RewardError
-from atomrl.types import FailureKind
+from atomrl.worker_process import WorkerProcess
 
 TICK_S = 0.05
 LOAD_LIMIT_S = 300.0
 """For starting a worker and importing a reward's module in it; no part of a completion's time."""
 MAX_ENDED_LOADING = 4
 MAX_CHUNK = 16
-_COMMAND = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from atomrl.rewards.worker import serve; "
-_COMMAND += "serve(int(sys.argv[2]), int(sys.argv[3]))"
 
 
 class _Batch:
@@ -44,9 +36,7 @@ class _Batch:
 
 
 @dataclass(eq=False)
-class _Worker:
-    process: subprocess.Popen[bytes]
-    connection: Connection
+class _Worker(WorkerProcess):
     batch: _Batch = field(default_factory=lambda: _Batch(()))
     """Whose tasks it has."""
     pending: deque[Task] = field(default_factory=deque)
@@ -55,14 +45,6 @@ class _Worker:
     loaded: set[int] = field(default_factory=set)
     """The rewards (their `id`) that it has answered for before."""
     deadline: float = 0.0
-
-    def end(self) -> None:
-        for kill in (os.killpg, os.kill):  # its group with all that a reward started; itself, were it in another one
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                kill(self.process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(2.0)
-        self.connection.close()
 
 
 class WorkerPool:
@@ -151,7 +133,7 @@ class _Dispatcher:
 
     def ring(self) -> None:
         """Wake the thread."""
-        with contextlib.suppress(OSError):  # it has ended
+        with suppress(OSError):  # it has ended
             self._button.send_bytes(b"")
 
     def end(self) -> None:
@@ -190,7 +172,7 @@ class _Dispatcher:
             if worker is None:
                 if len(self.workers) >= self.size:
                     return
-                worker = _start_worker()
+                worker = _Worker.start("atomrl.rewards.worker")
                 self.workers.append(worker)
             if worker.connection.poll(0):  # an idle worker has nothing to say: it has ended
                 self._kill(worker)
@@ -233,7 +215,7 @@ class _Dispatcher:
                 continue
             if worker.connection in ready:
                 try:
-                    answer = json.loads(worker.connection.recv_bytes())
+                    answer = worker.answer()
                 except (EOFError, OSError, ValueError):
                     crash = "its process ended (by os._exit, a signal, or for want of memory)"
                     self._lost(worker, "crash", crash)
@@ -287,26 +269,4 @@ class _Dispatcher:
 
     def _kill(self, worker: _Worker) -> None:
         self.workers.remove(worker)
-        worker.end()
-
-
-def _start_worker() -> _Worker:
-    ours, theirs = socket.socketpair()
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", _COMMAND, json.dumps(_import_path()), str(theirs.fileno()), str(os.getpid())],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # what a reward prints must not mix with what a command prints
-        # one thread each, and the same order of sets in every worker and every run
-        env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0"},
-        start_new_session=True,  # a group of its own, which is killed with all that a reward started
-    )
-    theirs.close()
-    return _Worker(process, Connection(ours.detach()))
-
-
-def _import_path() -> list[str]:
-    """This process's, with Python's own modules first: a user's `random.py` beside the run must not hide them."""
-    python = [path for name in ("stdlib", "platstdlib") if (path := sysconfig.get_path(name))]
-    python += [path for path in sys.path if path.endswith("lib-dynload")]
-    return list(dict.fromkeys([*python, *sys.path]))
+        worker.kill()

@@ -26,7 +26,7 @@ SERVICES: dict[str, str] = {"http": "atomrl.rewards.http.HttpReward", "llm_judge
 """Built-in rewards that ask a service, by their dotted path. They wait in a thread of this process and not in workers,
 since their circuit breaker and their budget are one for the run."""
 
-CLASSES = LOADING | SERVICES
+CLASSES = LOADING | SERVICES | {"environment": "atomrl.rewards.outcome.EnvironmentOutcome"}
 
 
 @dataclass(frozen=True)

@@ -7,34 +7,21 @@ What a worker gets is pickled by the trainer; what it answers is JSON, so that n
 output is ever unpickled by the trainer.
 """
 
-import ctypes
-import json
-import os
-import random
-import signal
-import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
 from atomrl.rewards.calling import Scorer, call, find_scorer, instantiate
 from atomrl.rewards.table import POOLED
+from atomrl.worker_process import say, seed_everything
 
-PR_SET_PDEATHSIG = 1
 
-
-def serve(descriptor: int, parent: int) -> None:
+def serve(connection: Connection) -> None:
     """Answer each (name, args, payloads) with what went wrong when the reward was loaded, None if nothing did, and then
     with the outcome of each payload.
 
     Args:
-        descriptor: of a socket to the trainer.
-        parent: the trainer's process id.
+        connection: to the trainer.
     """
-    die_with(parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the trainer decides when a worker ends
-    os.set_inheritable(descriptor, False)
-    connection = Connection(descriptor)
     loaded: dict[str, Scorer] = {}
     while True:
         try:
@@ -45,12 +32,12 @@ def serve(descriptor: int, parent: int) -> None:
         except EOFError:
             return
         except (Exception, SystemExit) as error:
-            _answer(connection, f"{type(error).__name__}: {error}")
+            say(connection, f"{type(error).__name__}: {error}")
             continue
-        _answer(connection, None)
+        say(connection, None)
         for payload in payloads:
             seed_everything(payload["seed"])
-            _answer(connection, call(loaded[key], payload))
+            say(connection, call(loaded[key], payload))
 
 
 def _loaded(name: str, args: dict[str, Any]) -> Scorer:
@@ -58,25 +45,3 @@ def _loaded(name: str, args: dict[str, Any]) -> Scorer:
     if scorer.name in POOLED:
         POOLED[scorer.name].warm_up()
     return instantiate(scorer)
-
-
-def die_with(parent: int) -> None:
-    """Be killed when the process `parent` ends, however it does.
-
-    On Linux the kernel sees to it; elsewhere a process that is idle notices that its socket is closed.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
-
-
-def _answer(connection: Connection, message: Any) -> None:
-    connection.send_bytes(json.dumps(message).encode())
-
-
-def seed_everything(seed: int) -> None:
-    """A reward that draws random numbers gives the same ones whichever worker runs it, and in whatever order."""
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)

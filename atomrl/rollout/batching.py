@@ -7,7 +7,6 @@ rest, and looks at the device's numbers only where completions may have ended.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import TypeVar
 
@@ -16,31 +15,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from atomrl.rollout.attention import DecodeBatch, KVCache
+from atomrl.rollout.batch_rows import Parked, Parking, PromptGroup
 from atomrl.rollout.requests import DIVERGED, RequestState
-from atomrl.rollout.sampling import sample, sample_candidates
-from atomrl.types import FinishReason, GenerationRequest
+from atomrl.rollout.sampling import sample, sample_candidates, seed_at
+from atomrl.types import FinishReason
 
 _PREFILL_TOKENS = 8192
 T = TypeVar("T")
 # The rows of `ContinuousBatch.state`; a column is a completion in the batch.
-_SLOT, _GROUP, _MEMBER, _PROMPT_LENGTH, _LENGTH, _LIMIT, _SEED, _TOKEN, _STOPPED = range(9)
-
-
-@dataclass(eq=False)
-class PromptGroup:
-    """Requests with one prompt."""
-
-    prompt: tuple[int, ...]
-    held: int = 0
-    """Requests that have not finished."""
-    running: int = 0
-    """Of them in the batch."""
-    index: int | None = None
-    """Where the cache has the prompt."""
-    hidden: Tensor | None = None
-    """[hidden] of the prompt's last token."""
-    free_members: list[int] = field(default_factory=list)
-    members: int = 0
+_SLOT, _GROUP, _MEMBER, _PROMPT_LENGTH, _LENGTH, _GIVEN, _LIMIT, _SEED, _TOKEN, _STOPPED = range(10)
 
 
 class ContinuousBatch:
@@ -57,22 +40,32 @@ class ContinuousBatch:
         self.cache, self.model, self.device = cache, cache.model, cache.device
         self.max_rows, self.waiting, self.check_every = max_rows, waiting, check_every
         self.groups: dict[str, PromptGroup] = {}
+        self.parking = Parking(max_rows)
         self.rows: list[RequestState] = []
-        self.state = torch.zeros(9, 0, dtype=torch.int64, device=self.device)
+        self.feeding = False
+        self.state = torch.zeros(10, 0, dtype=torch.int64, device=self.device)
         self.tokens = torch.zeros(0, 0, dtype=torch.int32, device=self.device)  # [slots, tokens]
         self.logprobs = torch.zeros(0, 0, device=self.device)
 
-    def add(self, request: GenerationRequest) -> None:
-        """A request has come to wait."""
-        group = self.groups.setdefault(request.group_id, PromptGroup(request.prompt_token_ids))
-        group.held += 1
+    def add(self, state: RequestState) -> None:
+        """A request has come to wait. One that goes on with a row that is parked takes its place in the cache."""
+        if not self.parking.go_on(state):
+            self.forget([state.request.continues or ""])
+            group = self.groups.setdefault(state.group_id, PromptGroup(state.request.prompt_token_ids))
+            group.held += 1
 
     def remove(self, states: Sequence[RequestState]) -> None:
         """Requests have been given up; what was drawn for them is in their state."""
         gone = {id(state) for state in states}
+        for key in gone & self.parking.leaving.keys():
+            del self.parking.leaving[key]
         self._take_out([place for place, row in enumerate(self.rows) if id(row) in gone])
         self._leave_groups(states)
         self._clean(states)
+
+    def forget(self, names: Sequence[str]) -> None:
+        """No request will go on with these."""
+        self._leave_groups(self.parking.forget(names))
 
     def _clean(self, states: Sequence[RequestState]) -> bool:
         """Forget the cache where rows that have left it had NaN: what is beyond a row's end counts 0 times, and 0 times
@@ -86,6 +79,7 @@ class ContinuousBatch:
     def take_back(self) -> None:
         """Let all rows wait again, with what they have, and forget what the cache holds."""
         self.waiting.extendleft(reversed(self._take_out(range(len(self.rows)))))
+        self._leave_groups(self.parking.forget_all())
         for group in self.groups.values():
             group.index = group.hidden = None
 
@@ -96,6 +90,7 @@ class ContinuousBatch:
             ValueError: the model's logits are not finite.
         """
         while True:
+            self._go_on(version)
             finished = self._collect(1) if self._admit(version) else []
             if not finished:
                 for _ in range(self.check_every):
@@ -105,6 +100,29 @@ class ContinuousBatch:
                 return finished
 
     # ---- Entering ----
+
+    def _go_on(self, version: int) -> None:
+        """Let rows that were parked into the batch: what they have is cached, and what was added to it since is fed to
+        them token by token, in the steps that draw others' tokens."""
+        rows = [row for row in self.waiting if id(row) in self.parking.leaving][: self.max_rows - len(self.rows)]
+        if not rows:
+            return
+        kept = [self.parking.leaving.pop(id(row)) for row in rows]
+        going = {id(row) for row in rows}
+        staying = [row for row in self.waiting if id(row) not in going]
+        self.waiting.clear()
+        self.waiting.extend(staying)
+        self._reserve(rows, 0)
+        columns = []
+        for row, (slot, length) in zip(rows, [(each.slot, len(each.state.token_ids)) for each in kept], strict=True):
+            row.set_version(version)
+            columns.append(self._column(row, slot))
+            columns[-1][_LENGTH], columns[-1][_TOKEN] = length, row.token_ids[length - 1]
+            self.tokens[slot, : row.given] = torch.tensor(row.token_ids, dtype=torch.int32)
+            self.logprobs[slot, length : row.given] = 0.0
+        self.rows = [*self.rows, *rows]
+        self.state = torch.cat((self.state, torch.tensor(columns).T.contiguous().to(self.device)), dim=1)
+        self._rows_changed()
 
     def _admit(self, version: int) -> bool:
         """Let waiting completions into free slots: run their prompts, draw their next tokens. Whether any entered."""
@@ -130,7 +148,7 @@ class ContinuousBatch:
     def _enter(self, rows: Sequence[RequestState], columns: list[list[int]], version: int) -> None:
         """Put rows into the batch, and their numbers of `state` into `columns`."""
         self._prefill([self._group(row) for row in rows])
-        used = set(self.state[_SLOT].tolist())
+        used = {*self.state[_SLOT].tolist(), *self.parking.slots}
         free_slots = (slot for slot in count() if slot not in used)
         for row in rows:
             row.set_version(version)
@@ -148,7 +166,10 @@ class ContinuousBatch:
         del row.candidate_ids[sum(row.candidate_counts[:length]) :], row.candidate_counts[length:]
 
     def _group(self, row: RequestState) -> PromptGroup:
-        return self.groups[row.request.group_id]
+        return self.groups[row.group_id]
+
+    def _size(self, row: RequestState) -> int:
+        return len(self._group(row).prompt) + len(row.token_ids)
 
     def _column(self, row: RequestState, slot: int) -> list[int]:
         """The row's numbers of `state`; it is then one of its group's running ones."""
@@ -157,8 +178,8 @@ class ContinuousBatch:
         if not group.free_members:
             group.free_members.append(group.members)
             group.members += 1
-        place = [slot, group.index or 0, group.free_members.pop(), len(group.prompt), len(drawn)]
-        return [*place, request.sampling.max_completion_tokens, request.seed, drawn[-1] if drawn else 0, 0]
+        place = [slot, group.index or 0, group.free_members.pop(), len(group.prompt), len(drawn), row.given]
+        return [*place, row.limit, seed_at(request.seed, -row.given), drawn[-1] if drawn else 0, 0]
 
     def _prefill(self, groups: Sequence[PromptGroup]) -> None:
         """Run the prompts that the cache does not have."""
@@ -168,8 +189,9 @@ class ContinuousBatch:
         entering = {id(group) for group in groups}
         kept = [group for group in self.groups.values() if group.index is not None]
         if len(kept) + len(new) > self.max_rows:  # those that only wait are run again when they enter
+            needed = {id(self._group(row)) for row in self.parking.states} | entering
             for group in kept:
-                if not group.running and id(group) not in entering:
+                if not group.running and id(group) not in needed:
                     group.index = group.hidden = None
         used = {group.index for group in kept}
         for group, index in zip(new, islice((at for at in count() if at not in used), len(new)), strict=True):
@@ -187,7 +209,7 @@ class ContinuousBatch:
         """Room for these rows in the cache and for their tokens."""
         if 0 < self.cache.slots < slots:
             slots = max(slots, min(self.max_rows, 2 * self.cache.slots))
-        limit = max(row.request.sampling.max_completion_tokens for row in entering)
+        limit = max(row.limit for row in entering)
         self.cache.reserve(slots, max(len(row.token_ids) for row in entering) + 1, limit)
         shape = (max(len(self.tokens), self.cache.slots), max(self.tokens.shape[1], limit + 1))
         if shape != self.tokens.shape:  # one token more than the limit, for what is drawn beyond the end
@@ -199,15 +221,16 @@ class ContinuousBatch:
         groups = {id(self._group(row)): self._group(row) for row in rows if not row.token_ids}
         found = [torch.stack([group.hidden for group in groups.values() if group.hidden is not None])] if groups else []
         source = {key: place for place, key in enumerate(groups)}
-        begun = sorted((place for place, row in enumerate(rows) if row.token_ids), key=lambda at: _tokens_of(rows[at]))
-        for part in _parts(begun, lambda at: _tokens_of(rows[at])):
+        begun = sorted((place for place, row in enumerate(rows) if row.token_ids), key=lambda at: self._size(rows[at]))
+        for part in _parts(begun, lambda at: self._size(rows[at])):
             at = slots[list(part)]
             for place, slot in zip(part, at, strict=True):
                 row, source[id(rows[place])] = rows[place], len(source)
                 self.tokens[slot, : len(row.token_ids)] = torch.tensor(row.token_ids, dtype=torch.int32)
                 self.logprobs[slot, : len(row.token_ids)] = torch.tensor(row.logprobs)
-            whole = [(*rows[place].request.prompt_token_ids, *rows[place].token_ids) for place in part]
-            found.append(self.cache.restore(whole, [len(rows[place].request.prompt_token_ids) for place in part], at))
+            prompts = [self._group(rows[place]).prompt for place in part]
+            whole = [(*prompt, *rows[place].token_ids) for prompt, place in zip(prompts, part, strict=True)]
+            found.append(self.cache.restore(whole, [len(prompt) for prompt in prompts], at))
         order = [source[id(row if row.token_ids else self._group(row))] for row in rows]
         return self.model.logits(torch.cat(found))[order]
 
@@ -238,6 +261,10 @@ class ContinuousBatch:
                 alike = [rows[place] for place in places]
                 found = self._draw_alike(alike, logits[at], state[_SEED][at], lengths[at])
                 tokens[at], logprobs[at], stopped[at] = found
+        if self.feeding:
+            given = lengths < state[_GIVEN]
+            tokens, logprobs = torch.where(given, self.tokens[slots, lengths], tokens), logprobs.masked_fill(given, 0.0)
+            stopped = stopped & ~given
         going = (state[_STOPPED] == 0) & (lengths < state[_LIMIT])
         self.tokens[slots, lengths] = tokens.int()
         self.logprobs[slots, lengths] = logprobs
@@ -271,18 +298,22 @@ class ContinuousBatch:
             rule = self.rows[places[0]].rule
             if rule.completes is not None:
                 at = torch.tensor(places, device=self.device)
-                ends = rule.string_ends(self.tokens, state[_SLOT][at], state[_LENGTH][at], window)
+                ends = rule.string_ends(self.tokens, state[_SLOT][at], state[_LENGTH][at], window, state[_GIVEN][at])
                 for place, length in ends.items():
                     state[_LENGTH, places[place]], state[_STOPPED, places[place]] = length, 1
         ended = ((state[_STOPPED] > 0) | (state[_LENGTH] >= state[_LIMIT])).nonzero()[:, 0].tolist()
         if not ended:
             return []
         stopped = state[_STOPPED, ended].tolist()
+        slots = state[_SLOT, ended].tolist()
         states = self._take_out(ended)
         if self._clean(states):
             self.waiting.extendleft(states)
             raise ValueError(DIVERGED)
-        self._leave_groups(states)
+        self._leave_groups([found for found in states if not found.request.keep_cache])
+        for found, slot in zip(states, slots, strict=True):
+            if found.request.keep_cache:
+                self._leave_groups(self.parking.park(Parked(found, slot, self._group(found).prompt)))
         return [(found, "stop" if stop else "length") for found, stop in zip(states, stopped, strict=True)]
 
     def _take_out(self, places: Sequence[int]) -> list[RequestState]:
@@ -290,7 +321,7 @@ class ContinuousBatch:
         if not places:
             return []
         ended, rows = self.state[:, places], [self.rows[place] for place in places]
-        members, lengths = ended[_MEMBER].tolist(), ended[_LENGTH].tolist()
+        members, lengths = ended[_MEMBER].tolist(), ended[_LENGTH].maximum(ended[_GIVEN]).tolist()
         tokens, logprobs = (buffer[ended[_SLOT], : max(lengths)].tolist() for buffer in (self.tokens, self.logprobs))
         for index, (row, member, length) in enumerate(zip(rows, members, lengths, strict=True)):
             row.token_ids, row.logprobs = tokens[index][:length], logprobs[index][:length]
@@ -303,10 +334,10 @@ class ContinuousBatch:
 
     def _leave_groups(self, states: Sequence[RequestState]) -> None:
         for state in states:
-            group = self.groups[state.request.group_id]
+            group = self._group(state)
             group.held -= 1
             if not group.held:
-                del self.groups[state.request.group_id]
+                del self.groups[state.group_id]
 
     def _rows_changed(self) -> None:
         """What the host knows of the batch."""
@@ -314,12 +345,14 @@ class ContinuousBatch:
         if not self.rows:
             return
         most = self.state.amax(dim=1).tolist()
-        if len(self.rows) <= 0.85 * (most[_SLOT] + 1) and self.cache.compact(self.state[_SLOT]):
+        few = len(self.rows) <= 0.85 * (most[_SLOT] + 1) and not self.parking.slots
+        if few and self.cache.compact(self.state[_SLOT]):
             most[_SLOT] = len(self.rows) - 1
             for buffer in (self.tokens, self.logprobs):
                 buffer[: len(self.rows)] = buffer[self.state[_SLOT]]
             self.state[_SLOT] = torch.arange(len(self.rows), device=self.device)
         self.longest, self.limit = most[_LENGTH], most[_LIMIT]
+        self.feeding = bool((self.state[_LENGTH] < self.state[_GIVEN]).any())
         self.batch = DecodeBatch(
             slots=self.state[_SLOT],
             groups=self.state[_GROUP],
@@ -332,10 +365,6 @@ class ContinuousBatch:
             group_count=most[_GROUP] + 1,
             member_count=most[_MEMBER] + 1,
         )
-
-
-def _tokens_of(row: RequestState) -> int:
-    return len(row.request.prompt_token_ids) + len(row.token_ids)
 
 
 def _by_rule(rows: Sequence[RequestState]) -> list[Sequence[int]]:

@@ -33,13 +33,15 @@ def requests_of(prompt: Prompt, sampling: SamplingParams) -> list[GenerationRequ
             prompt_token_ids=prompt.token_ids,
             sampling=sampling,
             seed=completion_seed(sampling.seed, sampling.step, prompt.prompt_id, index),
+            sample=prompt.sample,
         )
         for index in range(sampling.completions_per_prompt)
     ]
 
 
 def to_trajectory(prompt: Prompt, index: int, output: GenerationOutput) -> Trajectory:
-    """A single-turn completion: the prompt's segment, and those that the model wrote."""
+    """The prompt's segment, and those that came after it; rewards of turns at the last token of each."""
+    rewards = output.episode.turn_rewards if output.episode else ()
     return Trajectory(
         prompt_id=prompt.prompt_id,
         index=index,
@@ -47,6 +49,8 @@ def to_trajectory(prompt: Prompt, index: int, output: GenerationOutput) -> Traje
         segments=(Segment(origin="prompt", token_ids=prompt.token_ids), *output.segments),
         text=output.text,
         finish_reason=output.finish_reason,
+        episode=output.episode,
+        token_rewards=tuple((len(prompt.token_ids) + place, reward) for place, reward in rewards),
     )
 
 

@@ -6,7 +6,7 @@ number that depends on the completion's own seed and the position alone, so neit
 the batch can change a completion (beyond the rounding of the floating-point sums).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -23,7 +23,7 @@ from atomrl.rollout.decoder import DecoderModel
 from atomrl.rollout.kernel import load_kernels
 from atomrl.rollout.requests import EngineOptions, RequestEngine, RequestState
 from atomrl.rollout.stopping import StopRule, eos_token_ids
-from atomrl.types import FinishReason, GenerationRequest, SamplingParams
+from atomrl.types import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
 from atomrl.weights.hashing import tensor_hash
 
 _GPU_CHECK_EVERY = 8
@@ -123,7 +123,7 @@ class NativeEngine(RequestEngine):
                 raise ValueError(f"request {request.request_id!r}: group {request.group_id!r} has another prompt")
         super().submit(requests)
         for request in requests:
-            self.batch.add(request)
+            self.batch.add(self.held[request.request_id])
 
     def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
         return self.batch.advance(self.version, end)
@@ -131,6 +131,12 @@ class NativeEngine(RequestEngine):
     def _withdraw(self, states: Sequence[RequestState]) -> None:
         with torch.inference_mode():
             self.batch.remove(states)
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
+        """Give up requests (None: all), and return what they have so far; forget what is kept of finished ones."""
+        names = None if request_ids is None else list(request_ids)
+        self.batch.forget(list(self.batch.parking.parked) if names is None else names)
+        return super().abort(names)
 
     def sleep(self) -> None:
         """Free the cache, which the next requests make again.

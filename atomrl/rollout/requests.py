@@ -60,6 +60,18 @@ class RequestState:
     candidate_counts: array[int] = field(default_factory=lambda: array("i"))
     candidate_ids: array[int] = field(default_factory=lambda: array("i"))
     """Token by token, as many as `candidate_counts` says; both empty where they are not asked for."""
+    group_id: str = ""
+    """Whose prompt `token_ids` follow."""
+    given: int = 0
+    """Of `token_ids` the first that it did not draw: those of earlier turns, which the engine has in its cache."""
+
+    def __post_init__(self) -> None:
+        self.group_id = self.group_id or self.request.group_id
+
+    @property
+    def limit(self) -> int:
+        """The most that `token_ids` may become."""
+        return self.given + self.request.sampling.max_completion_tokens
 
     def set_version(self, version: int) -> None:
         """Mark the tokens from here on."""
@@ -221,7 +233,7 @@ class RequestEngine(RolloutEngine):
         return self._outputs([(state, "abort") for state in states])
 
     def _outputs(self, states: Sequence[tuple[RequestState, FinishReason]]) -> list[GenerationOutput]:
-        rows = [state.token_ids for state, _ in states]
+        rows = [state.token_ids[state.given :] for state, _ in states]
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         texts = self.tokenizer.batch_decode(rows, **options) if rows else []
         return [

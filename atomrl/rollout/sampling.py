@@ -11,6 +11,20 @@ _CHUNK = 256
 _TOP_P_PREFIX = 512
 
 
+_STEP = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number
+
+
+def seed_at(seed: int, position: int) -> int:
+    """The seed that draws from position 0 on what another draws from `position` on, as a signed number of 64 bits.
+
+    Example:
+        >>> later = uniforms(torch.tensor([7]), torch.tensor([5]))
+        >>> bool(uniforms(torch.tensor([seed_at(7, 5)]), torch.tensor([0])) == later)
+        True
+    """
+    return (seed + position * _STEP + 2**63) % 2**64 - 2**63
+
+
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """One number in (0, 1) for each completion's seed and position: `[N]` int64, `[N]` int64 -> `[N]` float64.
 
@@ -20,7 +34,7 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
         >>> bool((uniforms(torch.tensor([7, 7]), torch.tensor([0, 1])).diff() != 0).all())
         True
     """
-    x = seeds + (positions + 1) * -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number
+    x = seeds + (positions + 1) * _STEP
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
     x = x ^ ((x >> 31) & 0x1FFFFFFFF)

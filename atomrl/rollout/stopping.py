@@ -84,24 +84,28 @@ class StopRule:
         stopped = self.is_stop[tokens]
         return stopped & (lengths >= self.minimum) if self.minimum else stopped
 
-    def string_ends(self, sequences: Tensor, rows: Tensor, lengths: Tensor, window: int = 1) -> dict[int, int]:
+    def string_ends(
+        self, sequences: Tensor, rows: Tensor, lengths: Tensor, window: int = 1, starts: Tensor | None = None
+    ) -> dict[int, int]:
         """Completions in which one of the last `window` tokens completes a stop string: index -> length with it.
 
         Args:
             sequences: [*, T]; completion i is the first `lengths[i]` tokens of row `rows[i]`.
             rows: [N] int64.
             lengths: [N] int64.
+            starts: [N] int64: where its own tokens begin, if not at 0.
         """
         found: dict[int, int] = {}
         if self.completes is None:
             return found
+        starts = torch.zeros_like(lengths) if starts is None else starts
         places = lengths[:, None] + torch.arange(-window, 0, device=lengths.device)
         tokens = sequences[rows[:, None], places.clamp(min=0)]
-        candidates = self.completes[tokens] & (places >= max(self.minimum - 1, 0))
+        candidates = self.completes[tokens] & (places >= starts[:, None] + max(self.minimum - 1, 0))
         for index, column in candidates.nonzero().tolist():
             if index not in found:
                 length = int(lengths[index]) - window + column + 1
-                tail = sequences[rows[index], max(0, length - self.tail_tokens) : length].tolist()
+                tail = sequences[rows[index], max(int(starts[index]), length - self.tail_tokens) : length].tolist()
                 if self._completed(tail):
                     found[index] = length
         return found

@@ -23,6 +23,7 @@ from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_on
 from atomrl.objective import PolicyObjective, PreferenceObjective
 from atomrl.objective.rollout_is import TokenTIS
 from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend, needs_teacher
+from atomrl.rollout.episodes import EpisodeEngine
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.replicas import ReplicatedEngine
@@ -265,15 +266,18 @@ def actor_model(model: ModelConfig) -> ModelConfig:
 
 
 def build_rollout(config: RunConfig, path: str, tokenizer: Any, cluster: RayCluster | None) -> RolloutEngine:
-    """The engine of a run: in this process, or replicas of it in Ray actors where there is a `cluster`.
+    """The engine of a run: in this process, or replicas of it in Ray actors where there is a `cluster`; with an
+    environment, where the config has one.
 
     Raises:
         ConfigError: there is no engine of this name.
     """
     if cluster is None:
-        return build_engine(path, tokenizer, config.rollout, config.model)
-    build = partial(build_engine, path, tokenizer, config.rollout, actor_model(config.model))
-    return ReplicatedEngine(build, cluster)
+        engine = build_engine(path, tokenizer, config.rollout, config.model)
+    else:
+        build = partial(build_engine, path, tokenizer, config.rollout, actor_model(config.model))
+        engine = ReplicatedEngine(build, cluster)
+    return engine if config.environment is None else EpisodeEngine(engine, tokenizer, config.environment)
 
 
 def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -> str:

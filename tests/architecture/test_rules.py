@@ -13,7 +13,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Left to right; a module imports only from layers to its left, and from its own package.
 LAYERS = [
-    {"types", "metrics", "hints", "files", "functions", "event_loop"},
+    {"episodes"},
+    {"types", "metrics", "hints", "files", "functions", "event_loop", "worker_process"},
     {"atoms"},
     {"protocols"},
     {"objective"},
@@ -21,7 +22,7 @@ LAYERS = [
     {"config"},
     {"doctor", "cluster"},
     {"data", "models", "rewards", "tracking"},
-    {"weights"},
+    {"weights", "environments"},
     {"rollout", "training"},
     {"loop"},
     {"pool"},

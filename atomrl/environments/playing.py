@@ -1,0 +1,164 @@
+"""An episode from the environment's side: how each kind of environment is found, made and played."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+from atomrl.environments.table import ENVIRONMENTS
+from atomrl.episodes import Reply
+from atomrl.functions import find_function
+from atomrl.hints import did_you_mean
+from atomrl.types import Sample
+
+Say = Callable[["Reply | str | None"], str]
+"""Says something to the model and waits for what it writes; None is nothing, before its first turn. It raises `Cut`
+where there is no room for the answer, and `Closed` where nobody waits for it."""
+
+
+class EpisodeError(ValueError):
+    """An environment cannot be used at all: it is unknown, or does not take what it would be given."""
+
+
+class Misplayed(ValueError):
+    """An environment said or returned what it cannot."""
+
+
+class Cut(Exception):
+    """There is no further turn: the limit on turns or on tokens is reached. An environment may catch it to return an
+    outcome; otherwise it is 0."""
+
+
+class Closed(BaseException):
+    """The episode is given up."""
+
+
+def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
+    """A built-in environment, or a user's own by its path, its signature checked.
+
+    Args:
+        name: of the table, `my_module.f`, or `./my_file.py:f`.
+        args: what it is called with beside the sample (and `seed`, where it takes one).
+
+    Raises:
+        EpisodeError: there is none, or it does not take its `args`.
+
+    Example:
+        >>> find_environment("search_r1", {"topk": 3}).__name__
+        'search_r1'
+    """
+    if "." not in name and ":" not in name and name not in ENVIRONMENTS:
+        hint = did_you_mean(name, ENVIRONMENTS, "built in are")
+        raise EpisodeError(f"environment.function: unknown environment {name!r}; {hint} (your own is ./my_file.py:f)")
+    try:
+        function = find_function(ENVIRONMENTS.get(name, name))
+    except ValueError as error:
+        raise EpisodeError(f"environment.function: {error}") from error
+    if not _is_coroutine(function) and not inspect.isgeneratorfunction(function) and not _is_class(function):
+        raise EpisodeError(
+            f"environment.function: {name!r} is no environment: a generator function f(sample, ...) that yields "
+            "replies, an async function f(sample, say, ...), or a class with reset(sample) and step(text)"
+        )
+    positional = [] if _is_class(function) else [None] * (2 if _is_coroutine(function) else 1)
+    parameters = inspect.signature(function).parameters
+    try:
+        inspect.signature(function).bind(*positional, **args, **_seed(parameters, args, 0))
+    except TypeError as error:
+        raise EpisodeError(f"environment.args: {name!r} takes {inspect.signature(function)}: {error}") from error
+    return function
+
+
+def _is_class(function: Callable[..., Any]) -> bool:
+    return inspect.isclass(function) and all(callable(getattr(function, part, None)) for part in ("reset", "step"))
+
+
+def _is_coroutine(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function)
+
+
+def _seed(parameters: Mapping[str, Any], args: Mapping[str, Any], seed: int) -> dict[str, int]:
+    return {"seed": seed} if "seed" in parameters and "seed" not in args else {}
+
+
+def play(function: Callable[..., Any], sample: Sample, args: Mapping[str, Any], seed: int, say: Say) -> float | None:
+    """Play an episode to its end; its outcome.
+
+    Raises:
+        Closed: it was given up.
+        Misplayed: its outcome is no finite number.
+        Exception: whatever the environment raises.
+    """
+    given = dict(args) | _seed(inspect.signature(function).parameters, args, seed)
+    try:
+        if _is_class(function):
+            outcome = _step(function(**given), sample, say)
+        elif _is_coroutine(function):
+            outcome = asyncio.run(function(sample, _waiting(say), **given))
+        else:
+            outcome = _drive(function(sample, **given), say)
+    except Cut:
+        return 0.0
+    if outcome is None:
+        return None
+    if isinstance(outcome, str) or not math.isfinite(number := float(outcome)):
+        raise Misplayed(f"it returned {outcome!r:.100}; an environment returns a finite number, or None")
+    return number
+
+
+def _drive(episode: Generator[Any, str, Any], say: Say) -> Any:
+    """A generator: it yields what is said, and is sent what the model wrote."""
+    try:
+        said = next(episode)
+        while True:
+            try:
+                text = say(said)
+            except Cut as cut:
+                episode.throw(cut)
+                return None  # it went on as if nothing had happened
+            said = episode.send(text)
+    except StopIteration as end:
+        return end.value
+    finally:
+        episode.close()
+
+
+def _step(environment: Any, sample: Sample, say: Say) -> Any:
+    """A class: `step` returns a reply, or the outcome."""
+    try:
+        text = say(environment.reset(sample))
+        while isinstance(said := environment.step(text), Reply | str):
+            text = say(said)
+        return said
+    finally:
+        if callable(close := getattr(environment, "close", None)):
+            close()
+
+
+def _waiting(say: Say) -> Callable[..., Any]:
+    async def wait(said: Reply | str | None = None) -> str:
+        return await asyncio.to_thread(say, said)
+
+    return wait
+
+
+def as_reply(said: Any) -> Reply | None:
+    """What an environment said.
+
+    Raises:
+        Misplayed: it is no reply, no text and not None, or its reward is no finite number.
+    """
+    if said is None or isinstance(said, Reply):
+        reply: Reply | None = said
+    elif isinstance(said, str):
+        reply = Reply(text=said)
+    else:
+        raise Misplayed(f"it said {said!r:.100}; an environment says a Reply, text, or (at first) None")
+    if reply is not None:
+        if not isinstance(reply.text, str) or reply.role not in ("", "tool", "user"):
+            raise Misplayed(f"a Reply has a text and the role '', 'tool' or 'user', not {reply!r:.200}")
+        if reply.reward is not None and not math.isfinite(float(reply.reward)):
+            raise Misplayed(f"the reward of a Reply is a finite number, not {reply.reward!r}")
+    return reply

@@ -1,0 +1,318 @@
+"""Episodes in worker processes that can be killed, so that no environment can hang or end a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any, NamedTuple
+
+from atomrl.config import EnvironmentConfig
+from atomrl.environments.playing import EpisodeError
+from atomrl.environments.worker import CLOSE, CUT, Ping, Say, Start
+from atomrl.episodes import FailureKind, Reply
+from atomrl.hints import said_as
+from atomrl.types import Sample
+from atomrl.worker_process import WorkerProcess
+
+TICK_S = 0.05
+PONG_S = 0.1
+LOAD_LIMIT_S = 300.0
+"""For starting a worker and importing the environment in it; no part of an episode's time."""
+MAX_ENDED_LOADING = 4
+CHARACTERS_PER_TOKEN = 32
+"""Of a reply, at most: what is beyond is not even sent."""
+
+
+class Answer(NamedTuple):
+    """What an environment said, once."""
+
+    reply: Reply | None = None
+    """None: nothing, before the model's first turn; or the episode has ended."""
+    ended: bool = False
+    outcome: float | None = None
+    failure: FailureKind | None = None
+    message: str = ""
+    """Of the failure."""
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class _Worker(WorkerProcess):
+    episodes: dict[int, _Episode] = field(default_factory=dict)
+    ready: bool = False
+    """It has imported the environment."""
+    retiring: bool = False
+    """One of its episodes hangs: it gets no others, and is ended with the last."""
+    alone: bool = False
+    """For a single episode, which may have been what ended another worker."""
+    pong_by: float | None = None
+    """When it has to have answered, or it is stuck as a whole."""
+
+
+@dataclass(eq=False)
+class _Episode:
+    key: int
+    sample: Sample
+    seed: int
+    worker: _Worker | None = None
+    said: list[Any] = field(default_factory=list)
+    """To the environment so far: texts, and `CUT`."""
+    heard: list[bytes] = field(default_factory=list)
+    """Hashes of its answers, which a repetition must give again."""
+    repeated: int = 0
+    """Answers that its worker has given, up to `len(heard)` for the second time."""
+    asked: bool = True
+    """It owes an answer."""
+    suspect: bool = False
+    deadline: float = 0.0
+
+
+class EnvironmentPool:
+    """Plays episodes of one environment; workers start when they are first needed.
+
+    Every episode that is asked has an answer: one that takes longer than its time gives the failure `timeout`, one that
+    ends its process the failure `crash`; no other episode notices, but for the time. Episodes of a worker that had to
+    be ended are played again in another, from what was said to them; one that then answers other than before fails.
+    Time in which nobody listened does not count, if the answer is there by then.
+
+    One thread at a time may use it.
+
+    Args:
+        settings: the section `environment`.
+    """
+
+    def __init__(self, settings: EnvironmentConfig) -> None:
+        self.settings = settings
+        self.workers: list[_Worker] = []
+        self._episodes: dict[int, _Episode] = {}
+        self._homeless: deque[_Episode] = deque()
+        self._answers: list[tuple[int, Answer]] = []
+        self._clock, self._seen, self._ended_loading, self._keys = 0.0, time.monotonic(), 0, 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an answer is to come."""
+        return bool(self._answers) or any(episode.asked for episode in self._episodes.values())
+
+    def start(self, sample: Sample, seed: int) -> int:
+        """Begin an episode; its key. Its first answer is what the environment says before the model's first turn."""
+        self._keys += 1
+        episode = self._episodes[self._keys] = _Episode(self._keys, sample, seed)
+        self._homeless.append(episode)
+        self._house()
+        return episode.key
+
+    def say(self, key: int, text: str) -> None:
+        """What the model wrote. An answer is to come."""
+        self._tell(key, text)
+
+    def cut(self, key: int) -> None:
+        """There is no further turn. The last answer is to come."""
+        self._tell(key, CUT)
+
+    def end(self, key: int) -> None:
+        """Give an episode up."""
+        episode = self._episodes.pop(key, None)
+        if episode is not None:
+            self._answers = [(other, answer) for other, answer in self._answers if other != key]
+            self._leave(episode, closing=True)
+
+    def answers(self, wait_s: float) -> list[tuple[int, Answer]]:
+        """What has been answered since; after at most `wait_s` seconds nothing.
+
+        Raises:
+            EpisodeError: a worker cannot import the environment, or call it.
+        """
+        end = time.monotonic() + wait_s
+        while True:
+            self._hear(min(TICK_S, max(0.0, end - time.monotonic())))
+            self._judge()
+            self._house()
+            if self._answers or not self.waiting or time.monotonic() >= end:
+                found, self._answers = self._answers, []
+                return found
+
+    def close(self) -> None:
+        """End every worker."""
+        for worker in self.workers:
+            worker.kill()
+        self.workers.clear()
+        self._episodes.clear()
+        self._homeless.clear()
+        self._answers.clear()
+
+    # ---- Workers ----
+
+    def _tell(self, key: int, what: str | int) -> None:
+        episode = self._episodes[key]
+        episode.said.append(what)
+        episode.asked, episode.deadline = True, self._clock + self.settings.timeout_s
+        if episode.worker is not None:
+            self._send(episode.worker, Say(key, what))
+
+    def _house(self) -> None:
+        """Give episodes without a worker one; those that may have ended theirs one each, as room is."""
+        size, kept = self.settings.workers, deque[_Episode]()
+        while self._homeless:
+            episode = self._homeless.popleft()
+            if episode.key not in self._episodes:
+                continue
+            usual = [worker for worker in self.workers if not worker.retiring and not worker.alone]
+            alone = sum(worker.alone for worker in self.workers)
+            if episode.suspect and alone >= size:
+                kept.append(episode)
+                continue
+            if episode.suspect or len(usual) < size:
+                worker = _Worker.start("atomrl.environments.worker")
+                worker.alone = episode.suspect
+                self.workers.append(worker)
+            else:
+                worker = min(usual, key=lambda one: len(one.episodes))
+            self._move_in(episode, worker)
+        self._homeless = kept
+
+    def _move_in(self, episode: _Episode, worker: _Worker) -> None:
+        settings = self.settings
+        episode.worker, episode.repeated = worker, 0
+        worker.episodes[episode.key] = episode
+        limit = settings.timeout_s if worker.ready else LOAD_LIMIT_S
+        episode.deadline = self._clock + limit * (1 + len(episode.said))
+        most = CHARACTERS_PER_TOKEN * settings.max_reply_tokens
+        start = Start(episode.key, settings.function, dict(settings.args), episode.sample, episode.seed, most)
+        where = f"environment: sample {episode.sample.sample_id!r} cannot be sent to a worker process"
+        with said_as(EpisodeError, where, pickle.PicklingError, TypeError, AttributeError):
+            self._send(worker, start)
+        for what in episode.said:
+            self._send(worker, Say(episode.key, what))
+
+    def _send(self, worker: _Worker, message: Start | Say | Ping) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # heard as the end of the worker
+            worker.connection.send(message)
+
+    def _hear(self, wait_s: float) -> None:
+        connections = {worker.connection: worker for worker in self.workers}
+        if not connections:
+            return
+        for connection in wait(list(connections), timeout=0.0 if self._answers else wait_s):
+            self._listen(connections[connection])  # type: ignore[index]
+        now = time.monotonic()
+        self._clock += min(now - self._seen, 2 * TICK_S)
+        self._seen = now
+
+    def _listen(self, worker: _Worker) -> None:
+        """All that a worker has said."""
+        while worker in self.workers and worker.connection.poll(0):
+            try:
+                answer = worker.answer()
+            except (EOFError, OSError, ValueError):
+                self._lost(worker)
+                return
+            self._take(worker, answer)
+
+    def _take(self, worker: _Worker, answer: Any) -> None:
+        key, word, *rest = answer
+        if word == "unusable":
+            raise EpisodeError(f"environment.function: {self.settings.function!r} cannot be used: {rest[0]}")
+        if key is None:
+            self._ended_loading = 0
+            if word == "pong":
+                worker.pong_by = None
+                self._time_out(worker)
+            else:
+                worker.ready = True
+                for episode in worker.episodes.values():
+                    episode.deadline = self._clock + self.settings.timeout_s * (1 + len(episode.said))
+            return
+        if key not in worker.episodes:  # given up
+            return
+        episode = worker.episodes[key]
+        # The time that it took is not a part of what it says.
+        digest = hashlib.blake2b(json.dumps([word, *rest[:1]]).encode(), digest_size=16).digest()
+        place, episode.repeated = episode.repeated, episode.repeated + 1
+        if place < len(episode.heard):
+            if episode.heard[place] != digest:
+                message = "it answered other than before when it was played again, after its worker process had ended"
+                self._finish(episode, Answer(ended=True, failure="error", message=message))
+            return
+        episode.heard.append(digest)
+        if word == "end":
+            self._finish(episode, Answer(ended=True, outcome=rest[0], seconds=rest[1]))
+        elif word == "failed":
+            self._finish(episode, Answer(ended=True, failure=rest[0], message=rest[1]))
+        else:
+            episode.asked = False
+            parts, seconds = rest
+            self._answers.append((key, Answer(None if parts is None else Reply(**parts), seconds=seconds)))
+
+    def _finish(self, episode: _Episode, answer: Answer) -> None:
+        """The last answer of an episode."""
+        del self._episodes[episode.key]
+        self._answers.append((episode.key, answer))
+        self._leave(episode, closing=False)
+
+    def _leave(self, episode: _Episode, closing: bool) -> None:
+        """Take an episode out of its worker, which ends with its last one where it is of no further use."""
+        worker, episode.worker = episode.worker, None
+        if worker is None:
+            return
+        del worker.episodes[episode.key]
+        if closing:
+            self._send(worker, Say(episode.key, CLOSE))
+        if (worker.retiring or worker.alone) and not worker.episodes:
+            self._kill(worker)
+
+    def _judge(self) -> None:
+        """Who took too long."""
+        for worker in [*self.workers]:
+            if worker.pong_by is not None and self._clock >= worker.pong_by:
+                self._lost(worker, stuck=True)
+                continue
+            if worker.pong_by is None and self._late(worker):
+                if not worker.ready:
+                    raise EpisodeError(f"environment.function: importing it took over {LOAD_LIMIT_S:.0f} s")
+                worker.pong_by = self._clock + PONG_S
+                self._send(worker, Ping())
+
+    def _late(self, worker: _Worker) -> list[_Episode]:
+        return [one for one in worker.episodes.values() if one.asked and self._clock >= one.deadline]
+
+    def _time_out(self, worker: _Worker) -> None:
+        """Some of its episodes hang, and it does not: they are over, and it is ended after the others."""
+        for episode in self._late(worker):
+            worker.retiring = True
+            self._finish(episode, self._too_late())
+
+    def _too_late(self) -> Answer:
+        message = f"over {self.settings.timeout_s:g} s for an answer (environment.timeout_s allows more)"
+        return Answer(ended=True, failure="timeout", message=message)
+
+    def _lost(self, worker: _Worker, stuck: bool = False) -> None:
+        """A worker has ended, or one of its episodes keeps it from answering at all: its episodes are played again in
+        others, and each that was at work in a worker of its own, which tells which one it was."""
+        if not worker.ready:
+            self._ended_loading += 1
+            if self._ended_loading >= MAX_ENDED_LOADING:
+                raise EpisodeError("environment.function: importing it ends the worker process")
+        episodes = [*worker.episodes.values()]
+        worker.episodes.clear()
+        self._kill(worker)
+        for episode in episodes:
+            episode.worker = None
+            if worker.alone and worker.ready:
+                message = "its process ended (by os._exit, a signal, or for want of memory)"
+                crash = Answer(ended=True, failure="crash", message=message)
+                self._finish(episode, self._too_late() if stuck else crash)
+            else:
+                episode.suspect = episode.asked and worker.ready
+                self._homeless.append(episode)
+
+    def _kill(self, worker: _Worker) -> None:
+        if worker in self.workers:
+            self.workers.remove(worker)
+            worker.kill()

@@ -1,0 +1,297 @@
+"""`EpisodeEngine`: an engine and an environment, which write in turns, as one engine."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from atomrl.config import EnvironmentConfig
+from atomrl.environments.pool import Answer, EnvironmentPool
+from atomrl.episodes import Ended, Episode, Reply, Turn
+from atomrl.protocols import RolloutEngine, WeightHash, WeightUpdate
+from atomrl.rollout.replies import ReplyTokens
+from atomrl.rollout.sampling import seed_at
+from atomrl.types import FinishReason, GenerationOutput, GenerationRequest, SamplingParams, Segment
+
+POLL_S = 0.01
+"""How long the engine goes on before answers of the environment are looked for."""
+WAIT_S = 0.5
+FINISH: dict[Ended, FinishReason] = {
+    "environment": "environment", "turns": "length", "length": "length", "abort": "abort", "failed": "abort",
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class _Play:
+    """An episode under way."""
+
+    request: GenerationRequest
+    key: int
+    """Of the environment's side."""
+    tokens: list[int] = field(default_factory=list)
+    """Prompt, and what came after it."""
+    segments: list[Segment] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    """Of the model, turn by turn."""
+    turns: list[Turn] = field(default_factory=list)
+    opening_tokens: int = 0
+    drawing: str | None = None
+    """The id of the request for the turn that the engine is drawing."""
+    last: str | None = None
+    """The id of that for the turn before, whose cache the engine may have kept."""
+    ended: Ended = "environment"
+
+    @property
+    def drawn(self) -> int:
+        """Tokens after the prompt."""
+        return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still come."""
+        return self.request.sampling.max_completion_tokens - self.drawn
+
+
+class EpisodeEngine(RolloutEngine):
+    """A `RolloutEngine` whose completions are episodes: what the model writes and what the environment answers.
+
+    Each turn is a request of its own to the engine, whose prompt is the row so far: sampled tokens and those of the
+    replies, exactly as they are. Turns of different episodes have nothing to do with each other, so no episode waits
+    for another, and the engine draws others' turns while an environment is at work. A turn draws with the random
+    numbers of its place in the row, so that how long an environment takes cannot change a token.
+
+    An episode ends when the environment ends it, at `max_turns` or `max_completion_tokens` (the environment is then
+    asked for the outcome), or when the environment fails.
+
+    Args:
+        engine: draws the turns.
+        tokenizer: of the model.
+        settings: the section `environment`.
+    """
+
+    def __init__(self, engine: RolloutEngine, tokenizer: Any, settings: EnvironmentConfig) -> None:
+        self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
+        self.pool, self.replies = EnvironmentPool(settings), ReplyTokens(tokenizer)
+        self.seeded, self.exact, self.returns_candidates = engine.seeded, engine.exact, engine.returns_candidates
+        self._plays: dict[str, _Play] = {}
+        self._by_key: dict[int, _Play] = {}
+        self._by_turn: dict[str, _Play] = {}
+        self._still = False
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        """Of the engine's weights."""
+        return self.engine.version
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Begin an episode for each request.
+
+        Raises:
+            ValueError: a request has no sample, or its id is in use; or as the engine. None is then begun.
+        """
+        for request in requests:
+            if request.sample is None:
+                raise ValueError(f"request {request.request_id!r} has no sample for the environment")
+            if request.request_id in self._plays:
+                raise ValueError(f"request {request.request_id!r} is there already")
+        for request in requests:
+            assert request.sample is not None
+            play = _Play(request, self.pool.start(request.sample, request.seed), list(request.prompt_token_ids))
+            self._plays[request.request_id] = self._by_key[play.key] = play
+
+    def poll(self, wait_s: float = math.inf) -> list[GenerationOutput]:
+        """Go on until at least one episode has ended, but no longer than `wait_s` seconds and what cannot be
+        interrupted; those that have. Empty also where there is none, or it is paused or asleep.
+
+        Raises:
+            ValueError: the model's logits are not finite.
+            EpisodeError: the environment cannot be used.
+        """
+        end, finished = time.monotonic() + wait_s, list[GenerationOutput]()
+        while self._plays and not self._still and not finished:
+            waits = 0.0 if self._by_turn else min(WAIT_S, max(0.0, end - time.monotonic()))
+            for key, answer in self.pool.answers(waits):
+                if ended := self._take_answer(self._by_key[key], answer):
+                    finished.append(ended)
+            if self._by_turn and not finished:
+                limit = min(wait_s, POLL_S) if self.pool.waiting else end - time.monotonic()
+                self._take_turns(self.engine.poll(max(0.0, limit)))
+            if time.monotonic() >= end:
+                break
+        return finished
+
+    def _take_turns(self, outputs: Iterable[GenerationOutput]) -> None:
+        """Hand what the model wrote to the environment."""
+        for output in outputs:
+            play = self._by_turn.pop(output.request_id)
+            self._add_turn(play, output)
+            text = self._text_of(play, output)
+            play.last = output.request_id
+            self.pool.say(play.key, text)
+
+    def _add_turn(self, play: _Play, output: GenerationOutput) -> None:
+        play.drawing = None
+        written = [token for segment in output.segments for token in segment.token_ids]
+        play.tokens += written
+        play.segments += output.segments
+        play.texts.append(output.text)
+        play.turns.append(Turn(model_tokens=len(written)))
+
+    def _text_of(self, play: _Play, output: GenerationOutput) -> str:
+        """What an environment reads: with special tokens, but without an end-of-turn token at its end; up to the end
+        of the first stop string, though characters that the last token has beyond it stay in the row."""
+        tokens = [token for segment in output.segments for token in segment.token_ids]
+        special = set(self.tokenizer.all_special_ids)
+        while tokens and output.finish_reason == "stop" and tokens[-1] in special:
+            tokens.pop()
+        text = str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        ends = [at + len(stop) for stop in self._stops(play.request.sampling) if (at := text.find(stop)) >= 0]
+        return text[: min(ends, default=len(text))]
+
+    def _stops(self, sampling: SamplingParams) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([*sampling.stop, *self.settings.stop]))
+
+    def _take_answer(self, play: _Play, answer: Answer) -> GenerationOutput | None:
+        """Go on with the model's next turn, or end the episode."""
+        if play.turns:
+            reward, label = (answer.reply.reward, answer.reply.label) if answer.reply else (None, "")
+            turn = play.turns[-1]
+            play.turns[-1] = replace(
+                turn, seconds=turn.seconds + answer.seconds, reward=reward, label=label or turn.label
+            )
+        if answer.ended:
+            return self._finished(play, answer)
+        if answer.reply is not None and (why := self._add_reply(play, answer.reply)):
+            play.ended = why
+            self.pool.cut(play.key)
+            return None
+        self._next_turn(play)
+        return None
+
+    def _add_reply(self, play: _Play, reply: Reply) -> Ended | None:
+        """The reply's tokens in the row, or why it has no room there."""
+        if len(play.turns) >= self.settings.max_turns:
+            return "turns"
+        last = play.tokens[-1] if play.turns else None
+        ids = self.replies.encode(reply, last, self.settings.max_reply_tokens)
+        if len(ids) >= play.left:
+            return "length"
+        if ids:
+            play.tokens += ids
+            play.segments.append(Segment(origin="environment", token_ids=tuple(ids)))
+        if play.turns:
+            play.turns[-1] = replace(play.turns[-1], reply_tokens=len(ids))
+        else:
+            play.opening_tokens = len(ids)
+        return None
+
+    def _next_turn(self, play: _Play) -> None:
+        request, turn = play.request, len(play.turns)
+        sampling = replace(
+            request.sampling,
+            stop=self._stops(request.sampling),
+            max_completion_tokens=min(play.left, self.settings.max_turn_tokens or play.left),
+            min_completion_tokens=0,
+        )
+        name = f"{request.request_id}#{turn}"
+        first = play.drawn == 0
+        drawn = replace(
+            request,
+            request_id=name,
+            group_id=request.group_id if first else name,
+            prompt_token_ids=tuple(play.tokens),
+            sampling=sampling,
+            sample=None,
+            seed=seed_at(request.seed, play.drawn),
+            keep_cache=turn + 1 < self.settings.max_turns,
+            continues=play.last,
+        )
+        play.drawing = name
+        self._by_turn[name] = play
+        self.engine.submit([drawn])
+
+    def _finished(self, play: _Play, answer: Answer) -> GenerationOutput:
+        if answer.failure is not None:
+            play.ended = "failed"
+        del self._plays[play.request.request_id], self._by_key[play.key]
+        self._forget_cache(play)
+        return self._output(play, answer)
+
+    def _forget_cache(self, play: _Play) -> None:
+        if play.last is not None:
+            self.engine.abort([play.last])
+
+    def _output(self, play: _Play, answer: Answer) -> GenerationOutput:
+        return GenerationOutput(
+            request_id=play.request.request_id,
+            segments=tuple(play.segments),
+            text="".join(play.texts),
+            finish_reason=FINISH[play.ended],
+            episode=Episode(
+                turns=tuple(play.turns),
+                ended=play.ended,
+                opening_tokens=play.opening_tokens,
+                outcome=answer.outcome,
+                failure=answer.failure,
+                message=answer.message,
+            ),
+        )
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
+        """Give up episodes (None: all), and return what they have so far; ids that it does not hold are passed over."""
+        names = list(self._plays) if request_ids is None else [name for name in request_ids if name in self._plays]
+        plays = [self._plays.pop(name) for name in dict.fromkeys(names)]
+        turns = {play.drawing: play for play in plays if play.drawing is not None}
+        for output in self.engine.abort(turns) if turns else ():
+            del self._by_turn[output.request_id]
+            self._add_turn(turns[output.request_id], output)
+        for play in plays:
+            del self._by_key[play.key]
+            self.pool.end(play.key)
+            self._forget_cache(play)
+            play.ended = "abort"
+        return [self._output(play, Answer(ended=True)) for play in plays]
+
+    def pause(self) -> None:
+        """Draw no token until `resume`; episodes stay."""
+        self._still = True
+        self.engine.pause()
+
+    def resume(self) -> None:
+        """Go on; an episode under way continues with the weights there are now."""
+        self._still = False
+        self.engine.resume()
+
+    def sleep(self) -> None:
+        """Free what can be made again while others need the memory.
+
+        Raises:
+            RuntimeError: there are episodes.
+        """
+        if self._plays:
+            raise RuntimeError(f"the engine holds {len(self._plays)} episodes; let them end or abort them first")
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        self.engine.wake()
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """As the engine's."""
+        return self.engine.weight_shapes()
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """As the engine's; turns that begin later, and those under way, go on with the new weights."""
+        self.engine.update_weights(update)
+
+    def weight_hashes(self) -> list[WeightHash]:
+        """As the engine's."""
+        return self.engine.weight_hashes()
+
+    def close(self) -> None:
+        """End the environment's workers, and free what the engine holds."""
+        self.pool.close()
+        self.engine.close()

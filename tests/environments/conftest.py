@@ -1,0 +1,66 @@
+"""A tiny model for episodes, engines over it, and what they write."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from atomrl.config import EnvironmentConfig
+from atomrl.rollout.episodes import EpisodeEngine
+from atomrl.rollout.generate import generate
+from atomrl.rollout.hf import HFEngine
+from atomrl.rollout.native import NativeEngine
+from atomrl.rollout.requests import EngineOptions
+from atomrl.types import Prompt, Sample, SamplingParams
+from tests.tiny import make_tiny_model
+
+ENGINES = {"native": NativeEngine, "hf": HFEngine}
+SAMPLING = SamplingParams(completions_per_prompt=4, max_completion_tokens=96, seed=7)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("episodes") / "model"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def samples(tokenizer, count: int = 6, bad: int = 0) -> list[Prompt]:
+    names = [f"bad{index}" if index < bad else f"s{index}" for index in range(count)]
+    return [
+        Prompt(
+            prompt_id=name,
+            sample=Sample(sample_id=name, prompt=name, ground_truth=None),
+            token_ids=tuple(tokenizer.encode(f"prompt number {index}")),
+        )
+        for index, name in enumerate(names)
+    ]
+
+
+@pytest.fixture
+def played(folder, tokenizer):
+    """Episodes of a function of `played.py`."""
+
+    def play(function, engine="native", sampling=SAMPLING, prompts=None, by_rounds=False, concurrent=32, **settings):
+        made = ENGINES[engine].from_pretrained(folder, tokenizer, EngineOptions(torch.float32, "cpu", concurrent))
+        if by_rounds:
+            made.batch.parking.go_on = lambda state: False
+        settings = {"function": f"tests.environments.played.{function}", "max_turn_tokens": 12, **settings}
+        with closing(EpisodeEngine(made, tokenizer, EnvironmentConfig(**settings))) as episodes:
+            found = generate(episodes, prompts or samples(tokenizer), sampling)
+            assert not episodes._plays and not episodes._by_turn and not episodes._by_key
+            if engine == "native":
+                assert not made.batch.groups and not made.batch.parking.slots and not made.held
+            return found
+
+    return play
+
+
+ROOT = Path(__file__).parents[2]

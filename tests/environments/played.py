@@ -1,0 +1,104 @@
+"""Environments of the tests, as a user would write them."""
+
+import asyncio
+import os
+import random
+import time
+
+from atomrl.environments import Reply
+
+
+def echo(sample, *, turns=3, seed=0):
+    """Answers with digits made of what was written and of the seed, as often as said; the outcome is their number."""
+    count, text = 0, (yield None)
+    for _ in range(turns):
+        rng = random.Random(f"{seed}/{text}/{count}")
+        count += 1
+        text = yield Reply(text="".join(rng.choices("abcdefgh", k=rng.randint(1, 9))), reward=0.5, label="echo")
+    return float(count)
+
+
+def opening(sample):
+    """Begins with words of its own."""
+    text = yield Reply(text="go!")
+    return float(len(text))
+
+
+async def waiting(sample, say, *, seconds=0.01):
+    """An asynchronous one."""
+    text = await say()
+    await asyncio.sleep(seconds)
+    text = await say(Reply(text="b"))
+    return 1.0 if text is not None else 0.0
+
+
+class Steps:
+    """A class."""
+
+    def __init__(self, most=2):
+        self.left = most
+
+    def reset(self, sample):
+        return None
+
+    def step(self, text):
+        self.left -= 1
+        return "c" if self.left else 0.25
+
+
+def faulty(sample, *, how="", folder=""):
+    """Fails for the samples whose id says so; each other one is answered twice."""
+    yield None
+    kind = how if sample.sample_id.startswith("bad") else ""
+    if kind == "hang":
+        time.sleep(3600)
+    if kind == "spin":
+        "x".join(str(number) for number in range(10**9))
+    if kind == "stuck":
+        sum(range(10**12))  # a C loop that holds the interpreter's lock
+    if kind == "raise":
+        raise RuntimeError("no such luck")
+    if kind == "exit":
+        os._exit(3)
+    if kind == "huge":
+        yield Reply(text="z" * 10_000_000)
+    if kind == "nan":
+        return float("nan")
+    if kind == "none":
+        yield None
+    if kind == "number":
+        yield 3
+    for _ in range(2):
+        time.sleep(0.02)
+        yield Reply(text="d")
+    return 1.0
+
+
+def fickle(sample, *, folder):
+    """Answers other than before when it is played again; the bad one ends the process once."""
+    text = yield None
+    if sample.sample_id.startswith("bad"):
+        time.sleep(0.3)
+        os._exit(3)
+    yield Reply(text=f"{time.time_ns()}")
+    time.sleep(0.5)
+    yield Reply(text=text)
+
+
+def cut_short(sample):
+    """Knows when there is no further turn."""
+    from atomrl.environments.playing import Cut
+
+    try:
+        while True:
+            yield Reply(text="e")
+    except Cut:
+        return 0.75
+
+
+def chatting(sample, *, role="user"):
+    """Speaks as a role of the chat template."""
+    text = yield None
+    for _ in range(3):
+        text = yield Reply(text="Go on, please.", role=role)
+    return float(len(text) > 0)

@@ -1,0 +1,133 @@
+"""Environments that hang, raise, end their process or say too much: what it costs, and that no other one notices."""
+
+import os
+import time
+from dataclasses import replace
+
+import pytest
+
+from atomrl.config import EnvironmentConfig
+from atomrl.environments.playing import EpisodeError
+from atomrl.environments.pool import EnvironmentPool
+from tests.environments.conftest import SAMPLING, samples
+
+ONE = replace(SAMPLING, completions_per_prompt=2)
+
+
+def failures(found):
+    return [item.episode.failure for item in found if item.sample.sample_id.startswith("bad")]
+
+
+@pytest.mark.parametrize("how, failure, words", [
+    ("raise", "error", "RuntimeError: no such luck"),
+    ("nan", "invalid", "finite number"),
+    ("none", "invalid", "it said None after"),
+    ("number", "invalid", "it said 3"),
+    ("hang", "timeout", "over 1 s"),
+    ("spin", "timeout", "over 1 s"),
+    ("stuck", "timeout", "over 1 s"),
+    ("exit", "crash", "its process ended"),
+])  # fmt: skip
+def test_a_fault_is_its_own_episodes(played, tokenizer, how, failure, words):
+    started = time.monotonic()
+    found = played("faulty", prompts=samples(tokenizer, bad=2), sampling=ONE, timeout_s=1.0, args={"how": how})
+    took = time.monotonic() - started
+    good = [item for item in found if item.sample.sample_id.startswith("s")]
+    assert {(item.episode.ended, item.episode.outcome) for item in good} == {("environment", 1.0)}
+    assert failures(found) == [failure] * 4
+    assert all(words in item.episode.message for item in found if item.episode.failure)
+    assert took < 30
+
+
+def test_what_is_said_is_bounded_before_it_travels(played, tokenizer):
+    found = played("faulty", prompts=samples(tokenizer, bad=1), sampling=ONE, args={"how": "huge"}, max_reply_tokens=8)
+    assert failures(found) == [None] * 2
+    assert max(turn.reply_tokens for item in found for turn in item.episode.turns) == 8
+
+
+def wait_for(pool, keys, limit_s=20.0):
+    """The next answer of each; those of others are kept for later."""
+    end = time.monotonic() + limit_s
+    while not set(keys) <= pool.heard.keys() and time.monotonic() < end:
+        pool.heard |= dict(pool.answers(0.5))
+    return {key: pool.heard.pop(key) for key in keys}
+
+
+def make_pool(function, **settings):
+    pool = EnvironmentPool(EnvironmentConfig(function=f"tests.environments.played.{function}", **settings))
+    pool.heard = {}
+    return pool
+
+
+def test_a_hang_costs_its_time_out_and_no_other_episode_anything(tokenizer):
+    pool = make_pool("faulty", args={"how": "hang"}, timeout_s=0.5, workers=1)
+    good, bad = (prompt.sample for prompt in (samples(tokenizer)[1], samples(tokenizer, bad=1)[0]))
+    try:
+        keys = [pool.start(sample, 0) for sample in (bad, good)]
+        wait_for(pool, keys)
+        worker = pool.workers[0].process.pid
+        began = time.monotonic()
+        pool.say(keys[0], "x")
+        assert wait_for(pool, keys[:1])[keys[0]].failure == "timeout"
+        assert time.monotonic() - began < 0.7
+        pool.say(keys[1], "y")
+        assert wait_for(pool, keys[1:])[keys[1]].reply.text == "d"
+        assert pool.workers[0].process.pid == worker and pool.workers[0].retiring, "its own worker goes on"
+        new = pool.start(good, 0)
+        wait_for(pool, [new])
+        assert len(pool.workers) == 2, "another episode gets another worker"
+        pool.end(keys[1])
+        assert [one.process.pid == worker for one in pool.workers] == [False]
+    finally:
+        pool.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
+
+
+def test_episodes_of_a_worker_that_ends_are_played_again(tokenizer):
+    pool = make_pool("faulty", args={"how": "exit"}, workers=1)
+    good, bad = (prompt.sample for prompt in (samples(tokenizer)[1], samples(tokenizer, bad=1)[0]))
+    try:
+        keys = [pool.start(sample, 0) for sample in (bad, good, good)]
+        wait_for(pool, keys)
+        pool.say(keys[1], "y")
+        wait_for(pool, keys[1:2])
+        pool.say(keys[0], "x")
+        assert wait_for(pool, keys[:1])[keys[0]].failure == "crash"
+        pool.say(keys[1], "y")
+        pool.say(keys[2], "y")
+        found = wait_for(pool, keys[1:])
+        assert all(answer.reply.text == "d" for answer in found.values())
+    finally:
+        pool.close()
+
+
+def test_an_environment_that_is_not_deterministic_is_found_out(tokenizer, tmp_path):
+    pool = make_pool("fickle", args={"folder": str(tmp_path)}, workers=1)
+    good, bad = (prompt.sample for prompt in (samples(tokenizer)[1], samples(tokenizer, bad=1)[0]))
+    try:
+        keys = [pool.start(sample, 0) for sample in (bad, good)]
+        wait_for(pool, keys)
+        pool.say(keys[1], "y")
+        wait_for(pool, keys[1:])
+        pool.say(keys[0], "x")
+        answers = wait_for(pool, keys)
+        assert answers[keys[0]].failure == "crash"
+        found = answers[keys[1]]
+        assert found.failure == "error" and "other than before" in found.message
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("function, args, words", [
+    ("nothing_here", {}, "has no function 'nothing_here'"),
+    ("echo", {"turms": 3}, "unexpected keyword argument 'turms'"),
+    ("os", {}, "no function"),
+])  # fmt: skip
+def test_what_cannot_be_used_is_said(tokenizer, function, args, words):
+    pool = make_pool(function, args=args)
+    try:
+        with pytest.raises(EpisodeError, match=words):
+            wait_for(pool, [pool.start(samples(tokenizer)[0].sample, 0)])
+    finally:
+        pool.close()
