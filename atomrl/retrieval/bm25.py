@@ -111,8 +111,8 @@ class _Runs:
 
     def _describe(self) -> None:
         """Words and settings, as bm25s reads them."""
-        vocabulary = json.dumps(self.vocabulary, ensure_ascii=False)
-        (self.folder / "vocab.index.json").write_text(vocabulary, encoding="utf-8")
+        with (self.folder / "vocab.index.json").open("w", encoding="utf-8") as file:
+            json.dump(self.vocabulary, file, ensure_ascii=False)
         settings = {"k1": K1, "b": B, "method": "lucene", "num_docs": len(self.lengths)}
         (self.folder / "params.index.json").write_text(json.dumps(settings), encoding="utf-8")
 
