@@ -68,6 +68,8 @@ class Index:
         Raises:
             RetrievalError: the corpus was written to meanwhile.
         """
+        if not queries:
+            return []
         found = self.searcher.search(queries, min(topk, len(self.corpus)))
         return [[(self.corpus[number], score) for number, score in hits] for hits in found]
 

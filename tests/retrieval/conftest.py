@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,6 +76,23 @@ def served(*arguments: str) -> Iterator[str]:
         finally:
             process.kill()
             process.stdout.close()
+
+
+def post(url: str, body, path: str = "/retrieve", headers=()) -> tuple[int, dict]:
+    """Status and answer."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json", **dict(headers)})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as found:
+            return found.status, json.loads(found.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def get(url: str, path: str) -> dict:
+    with urllib.request.urlopen(url + path, timeout=20) as found:
+        return json.loads(found.read())
 
 
 def until(condition, seconds: float = 20.0) -> None:

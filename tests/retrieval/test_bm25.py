@@ -217,8 +217,8 @@ def test_of_two_processes_one_makes_the_index(tmp_path):
 
 def test_memory_does_not_grow_with_the_texts(tmp_path, monkeypatch):
     """While an index is made there are in memory the words, each once, and some bytes of each document."""
-    monkeypatch.setattr(module, "RUN_WORDS", 4000)
-    monkeypatch.setattr(module, "JOIN_ENTRIES", 4000)
+    monkeypatch.setattr(module, "RUN_WORDS", 20_000)
+    monkeypatch.setattr(module, "JOIN_ENTRIES", 20_000)
     peaks = []
     for count in (300, 2300):
         corpus = write(tmp_path / f"{count}.jsonl", [{"text": " ".join(WORDS)}] * count)
@@ -226,5 +226,5 @@ def test_memory_does_not_grow_with_the_texts(tmp_path, monkeypatch):
         open_index(corpus, tmp_path / str(count), BM25("none"), quiet)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] - peaks[0] < 2000 * 100 < corpus.stat().st_size / 8, peaks
+    assert peaks[1] - peaks[0] < 2000 * 100 < corpus.stat().st_size / 4, peaks
     assert json.loads((tmp_path / "2300" / "params.index.json").read_text())["num_docs"] == 2300
