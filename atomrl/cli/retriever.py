@@ -38,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from atomrl.retrieval.index import open_index
     from atomrl.retrieval.requests import MAX_TOPK
-    from atomrl.retrieval.server import Service, listen, memory_bytes, serve
+    from atomrl.retrieval.server import Service, address_of, memory_bytes, serve
 
     if not 1 <= arguments.topk <= MAX_TOPK:
         raise ValueError(f"--topk must be from 1 to {MAX_TOPK}")
     kind = chosen_kind(arguments)
     folder = arguments.index or arguments.corpus.with_name(f"{arguments.corpus.name}.{kind.name}")
-    listener = listen(arguments.host, arguments.port)  # an address that is taken is said before an index is made
+    listener = address_of(arguments.host, arguments.port)  # an address that is taken is said before an index is made
     index = open_index(arguments.corpus, folder, kind, lambda line: print(line, flush=True))
     host, port = listener.getsockname()[:2]
 

@@ -47,7 +47,7 @@ class Batcher:
 
     async def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """As `Index.search`."""
-        found = asyncio.get_running_loop().create_future()
+        found: asyncio.Future[list[list[Hit]]] = asyncio.get_running_loop().create_future()
         self._waiting.put_nowait((queries, topk, found))
         return await found
 
@@ -162,7 +162,7 @@ def memory_bytes() -> int:
         return 0
 
 
-def listen(host: str, port: int) -> socket.socket:
+def address_of(host: str, port: int) -> socket.socket:
     """A socket at an address; nothing is answered there before `serve`.
 
     Raises:
@@ -189,7 +189,7 @@ def serve(service: Service, listener: socket.socket, ready: Callable[[], None]) 
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has ended
         signal.signal(number, lambda *_: None)
     settings = uvicorn.Config(
-        service,  # type: ignore[arg-type]
+        service,
         lifespan="off",
         log_level="warning",
         access_log=False,
