@@ -131,13 +131,14 @@ def load(port: int, clients: int, seconds: float, keep: bool, queries: list[str]
 
 
 def recall(port: int, path: Path, queries: list[str]) -> float:
-    """The share of the answered documents whose exhaustive score is among the best; equal ones count alike."""
-    connection, found = HTTPConnection("127.0.0.1", port), 0
+    """The share of the best documents that is answered; equal ones count alike, and those without a word not at all."""
+    connection, found, wanted = HTTPConnection("127.0.0.1", port), 0, 0
     answers = ask(connection, queries)
     for hits, scores in zip(answers, exhaustive(path, queries), strict=True):
-        least = np.partition(scores, -TOPK)[-TOPK]
+        least = max(np.partition(scores, -TOPK)[-TOPK], 1e-9)
+        wanted += min(TOPK, np.count_nonzero(scores))
         found += sum(scores[int(hit["document"]["id"])] >= least - 1e-4 for hit in hits)
-    return found / (TOPK * len(queries))
+    return found / wanted
 
 
 def start(corpus: Path) -> tuple[subprocess.Popen[str], int]:
