@@ -43,6 +43,8 @@ class _Play:
     last: str | None = None
     """The id of that for the turn before, whose cache the engine may have kept."""
     ended: Ended = "environment"
+    cut: bool = False
+    """The model's last turn ended at a limit."""
 
     @property
     def drawn(self) -> int:
@@ -79,7 +81,7 @@ class EpisodeEngine(RolloutEngine):
         self._plays: dict[str, _Play] = {}
         self._by_key: dict[int, _Play] = {}
         self._by_turn: dict[str, _Play] = {}
-        self._still = False
+        self._special, self._still = frozenset(tokenizer.all_special_ids), False
 
     @property
     def version(self) -> int:  # type: ignore[override]
@@ -133,7 +135,7 @@ class EpisodeEngine(RolloutEngine):
             self.pool.say(play.key, text)
 
     def _add_turn(self, play: _Play, output: GenerationOutput) -> None:
-        play.drawing = None
+        play.drawing, play.cut = None, output.finish_reason == "length"
         written = [token for segment in output.segments for token in segment.token_ids]
         play.tokens += written
         play.segments += output.segments
@@ -144,8 +146,7 @@ class EpisodeEngine(RolloutEngine):
         """What an environment reads: with special tokens, but without an end-of-turn token at its end; up to the end
         of the first stop string, though characters that the last token has beyond it stay in the row."""
         tokens = [token for segment in output.segments for token in segment.token_ids]
-        special = set(self.tokenizer.all_special_ids)
-        while tokens and output.finish_reason == "stop" and tokens[-1] in special:
+        while tokens and output.finish_reason == "stop" and tokens[-1] in self._special:
             tokens.pop()
         text = str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         ends = [at + len(stop) for stop in self._stops(play.request.sampling) if (at := text.find(stop)) >= 0]
@@ -216,6 +217,8 @@ class EpisodeEngine(RolloutEngine):
     def _finished(self, play: _Play, answer: Answer) -> GenerationOutput:
         if answer.failure is not None:
             play.ended = "failed"
+        elif play.cut and not play.left:
+            play.ended = "length"  # whatever the environment made of the words that there are
         del self._plays[play.request.request_id], self._by_key[play.key]
         self._forget_cache(play)
         return self._output(play, answer)
