@@ -33,6 +33,7 @@ from rollout import make_model  # noqa: E402
 
 from atomrl.config import EnvironmentConfig  # noqa: E402
 from atomrl.environments import Reply  # noqa: E402
+from atomrl.environments.pool import Answer  # noqa: E402
 from atomrl.models.loading import load_tokenizer  # noqa: E402
 from atomrl.protocols import RolloutEngine  # noqa: E402
 from atomrl.rollout.episodes import EpisodeEngine  # noqa: E402
@@ -66,11 +67,13 @@ class Barrier(EpisodeEngine):
 
     def poll(self, wait_s: float = math.inf) -> list[GenerationOutput]:
         finished: list[GenerationOutput] = []
-        while self.pool.waiting:
-            for key, answer in self.pool.answers(60.0):
-                finished += [ended] if (ended := self._take_answer(self._by_key[key], answer)) else []
-        while self._by_turn:
-            self._take_turns(self.engine.poll())
+        while self._plays and not finished:
+            answers: list[tuple[int, Answer]] = []
+            while self.pool.waiting:
+                answers.extend(self.pool.answers(60.0))
+            finished = self._take_answers(answers)
+            while self._by_turn:
+                self._take_turns(self.engine.poll())
         return finished
 
 

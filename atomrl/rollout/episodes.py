@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from atomrl.config import EnvironmentConfig
 from atomrl.environments.pool import Answer, EnvironmentPool
@@ -115,15 +115,21 @@ class EpisodeEngine(RolloutEngine):
         end, finished = time.monotonic() + wait_s, list[GenerationOutput]()
         while self._plays and not self._still and not finished:
             waits = 0.0 if self._by_turn else min(WAIT_S, max(0.0, end - time.monotonic()))
-            for key, answer in self.pool.answers(waits):
-                if ended := self._take_answer(self._by_key[key], answer):
-                    finished.append(ended)
+            finished += self._take_answers(self.pool.answers(waits))
             if self._by_turn and not finished:
                 limit = min(wait_s, POLL_S) if self.pool.waiting else end - time.monotonic()
                 self._take_turns(self.engine.poll(max(0.0, limit)))
             if time.monotonic() >= end:
                 break
         return finished
+
+    def _take_answers(self, answers: Iterable[tuple[int, Answer]]) -> list[GenerationOutput]:
+        """Begin the next turns, all at once, since a call may have to wait for an engine; the episodes that ended."""
+        taken = [(play := self._by_key[key], self._take_answer(play, answer)) for key, answer in answers]
+        turns = [self._next_turn(play) for play, then in taken if then == "turn"]
+        if turns:
+            self.engine.submit(turns)
+        return [self._finished(play, then) for play, then in taken if isinstance(then, Answer)]
 
     def _take_turns(self, outputs: Iterable[GenerationOutput]) -> None:
         """Hand what the model wrote to the environment."""
@@ -155,8 +161,8 @@ class EpisodeEngine(RolloutEngine):
     def _stops(self, sampling: SamplingParams) -> tuple[str, ...]:
         return tuple(dict.fromkeys([*sampling.stop, *self.settings.stop]))
 
-    def _take_answer(self, play: _Play, answer: Answer) -> GenerationOutput | None:
-        """Go on with the model's next turn, or end the episode."""
+    def _take_answer(self, play: _Play, answer: Answer) -> Answer | Literal["turn"] | None:
+        """What follows: the model's next turn, the end with this answer, or nothing before another answer."""
         if play.turns:
             reward, label = (answer.reply.reward, answer.reply.label) if answer.reply else (None, "")
             turn = play.turns[-1]
@@ -164,13 +170,12 @@ class EpisodeEngine(RolloutEngine):
                 turn, seconds=turn.seconds + answer.seconds, reward=reward, label=label or turn.label
             )
         if answer.ended:
-            return self._finished(play, answer)
+            return answer
         if answer.reply is not None and (why := self._add_reply(play, answer.reply)):
             play.ended = why
             self.pool.cut(play.key)
             return None
-        self._next_turn(play)
-        return None
+        return "turn"
 
     def _add_reply(self, play: _Play, reply: Reply) -> Ended | None:
         """The reply's tokens in the row, or why it has no room there."""
@@ -189,7 +194,8 @@ class EpisodeEngine(RolloutEngine):
             play.opening_tokens = len(ids)
         return None
 
-    def _next_turn(self, play: _Play) -> None:
+    def _next_turn(self, play: _Play) -> GenerationRequest:
+        """The request for it."""
         request, turn = play.request, len(play.turns)
         sampling = replace(
             request.sampling,
@@ -199,7 +205,9 @@ class EpisodeEngine(RolloutEngine):
         )
         name = f"{request.request_id}#{turn}"
         first = play.drawn == 0
-        drawn = replace(
+        play.drawing = name
+        self._by_turn[name] = play
+        return replace(
             request,
             request_id=name,
             group_id=request.group_id if first else name,
@@ -210,9 +218,6 @@ class EpisodeEngine(RolloutEngine):
             keep_cache=turn + 1 < self.settings.max_turns,
             continues=play.last,
         )
-        play.drawing = name
-        self._by_turn[name] = play
-        self.engine.submit([drawn])
 
     def _finished(self, play: _Play, answer: Answer) -> GenerationOutput:
         if answer.failure is not None:
