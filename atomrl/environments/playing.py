@@ -63,11 +63,12 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
             "replies, an async function f(sample, say, ...), or a class with reset(sample) and step(text)"
         )
     positional = [] if _is_class(function) else [None] * (2 if _is_coroutine(function) else 1)
-    parameters = inspect.signature(function).parameters
+    signature = inspect.signature(function)
+    check = signature.bind
     try:
-        inspect.signature(function).bind(*positional, **args, **_seed(parameters, args, 0))
+        check(*positional, **args, **_seed(signature.parameters, args, 0))
     except TypeError as error:
-        raise EpisodeError(f"args: {name!r} takes {inspect.signature(function)}: {error}") from error
+        raise EpisodeError(f"args: {name!r} takes {signature}: {error}") from error
     return function
 
 
