@@ -64,9 +64,8 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
         )
     positional = [] if _is_class(function) else [None] * (2 if _is_coroutine(function) else 1)
     signature = inspect.signature(function)
-    check = signature.bind
     try:
-        check(*positional, **args, **_seed(signature.parameters, args, 0))
+        signature.bind(*positional, **args, **_seed(signature.parameters, args, 0))
     except TypeError as error:
         raise EpisodeError(f"args: {name!r} takes {signature}: {error}") from error
     return function
