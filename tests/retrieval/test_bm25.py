@@ -46,7 +46,7 @@ def by_definition(texts: list[str], query: str) -> dict[int, float]:
     return scores
 
 
-@pytest.mark.parametrize(("run", "join"), [(1 << 22, 1 << 22), (64, 16)])
+@pytest.mark.parametrize(("run", "join"), [(1 << 22, 1 << 22), (64, 16), (64, 1 << 22)])
 def test_scores_are_those_of_the_definition(corpus, monkeypatch, run, join):
     """However many runs and pieces the index is made of."""
     monkeypatch.setattr(module, "RUN_WORDS", run)

@@ -1,9 +1,11 @@
 """The service: the published clients' requests, many clients at once, bad requests, and how it ends."""
 
+import asyncio
 import json
 import signal
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from atomrl.environments.search import information, retrieve, search_r1
+from atomrl.retrieval.server import Batcher
 from atomrl.types import Sample
 from tests.retrieval.conftest import WORDS, address, get, post, rows, served, start, write
 
@@ -103,6 +106,46 @@ def test_64_clients_at_once_get_their_own_answers(service):
     with ThreadPoolExecutor(64) as pool:
         assert all(pool.map(ask, range(64)))
     assert get(service, "/health")["queries"] == before + 64 * 16
+
+
+class SlowIndex:
+    """Answers a query with its own documents; fails on `bad`."""
+
+    kind = "dense"
+
+    def __init__(self):
+        self.batches = []
+
+    def search(self, queries, topk):
+        self.batches.append(len(queries))
+        time.sleep(0.05)
+        if "bad" in queries:
+            raise ValueError("no such query")
+        return [[({"contents": f"{query}{rank}"}, 0.0) for rank in range(topk)] for query in queries]
+
+
+def test_queries_that_wait_are_searched_together_and_each_gets_its_own():
+    index = SlowIndex()
+
+    async def ask(number: int):
+        queries = [f"{number}/{part}/" for part in range(number % 3)]
+        return queries, 1 + number % 4, await batcher.search(queries, 1 + number % 4)
+
+    async def all_at_once():
+        nonlocal batcher
+        batcher = Batcher(index)
+        found = await asyncio.gather(*(ask(number) for number in range(60)))
+        with pytest.raises(ValueError, match="no such query"):
+            await batcher.search(["bad"], 1)
+        return found, await ask(5)
+
+    batcher = None
+    found, after = asyncio.run(all_at_once())
+    for queries, topk, hits in [*found, after]:
+        assert [[hit["contents"] for hit, _ in each] for each in hits] == [
+            [f"{query}{rank}" for rank in range(topk)] for query in queries
+        ]
+    assert len(index.batches) <= 5 and max(index.batches) <= 64 + 2
 
 
 def test_health(service):
