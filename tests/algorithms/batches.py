@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from atomrl.batches import RowBatch, TrainingBatch, select_rows
 from atomrl.data.rows import to_training_batches
 from atomrl.protocols import Algorithm, ModelOutputs
-from atomrl.types import RowBatch, TrainingBatch, select_rows
 
 GROUP, LIMIT = 4, 8
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from atomrl.algorithms.table import ALGORITHMS, objective_of
+from atomrl.batches import select_rows
 from atomrl.objective import PolicyObjective
 from atomrl.objective.choice import choices_of
-from atomrl.types import select_rows
 from tests.algorithms.batches import GROUP, LIMIT, loss_gradient, make_rows, moved_logprobs, training_batch
 
 
