@@ -42,6 +42,11 @@ class TurnAdvantageChoice(AdvantageChoice):
         found = group_zscore(flat, names, self.eps) if self.divide_by_std else group_mean_baseline(flat, names)
         return found.reshape(values.shape)
 
+    def warnings(self, setting: Setting) -> Iterator[str]:
+        yield from super().warnings(setting)
+        if self.divide_by_std:
+            yield "biased: division by a group's deviation weighs groups that nearly always or never succeed more"
+
     def where(self) -> tuple[Formula, ...]:
         text, latex = "rel_g x = x - mean_g x", r"\operatorname{rel}_g x = x - \operatorname{mean}_g x"
         if self.divide_by_std:
@@ -76,10 +81,8 @@ class TurnGRPOAdvantage(TurnAdvantageChoice, type="turn_grpo"):
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
         if self.divide_by_std:
-            yield (
-                "unstable: turns of one number are divided by their own deviation, so that a small reward of turns (a "
-                "cost of each search) weighs as much as the outcome; divide_by_std=false keeps its size"
-            )
+            what = "a small reward of turns (a cost of each search) weighs as much as the outcome"
+            yield f"unstable: divided by the deviation of turns of one number, {what}; divide_by_std=false keeps its size"
 
 
 class GiGPOAdvantage(TurnAdvantageChoice, type="gigpo"):
