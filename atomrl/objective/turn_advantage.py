@@ -81,8 +81,8 @@ class TurnGRPOAdvantage(TurnAdvantageChoice, type="turn_grpo"):
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
         if self.divide_by_std:
-            what = "a small reward of turns (a cost of each search) weighs as much as the outcome"
-            yield f"unstable: divided by the deviation of turns of one number, {what}; divide_by_std=false keeps its size"
+            what = "a small one (a cost of each search) weighs as much as the outcome"
+            yield f"unstable: rewards of turns are divided by the deviation of turns of their number, so {what}"
 
 
 class GiGPOAdvantage(TurnAdvantageChoice, type="gigpo"):
