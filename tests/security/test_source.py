@@ -21,8 +21,8 @@ MAY_LISTEN = {  # on 127.0.0.1, or between the machines of a cluster that a conf
     "atomrl/rollout/server_process.py",
 }
 OPENS_A_PORT = {"bind", "listen", "create_server", "start_server", "serve_forever", "Listener"}
-MAY_UNPICKLE = {"atomrl/rewards/worker.py", "benchmarks/simulate_cluster.py"}
-"""What a reward's worker gets is pickled by the trainer that started it; what it answers is JSON. The simulation times
+MAY_UNPICKLE = {"atomrl/rewards/worker.py", "atomrl/environments/worker.py", "benchmarks/simulate_cluster.py"}
+"""What a worker of rewards or environments gets is pickled by the trainer that started it; what it answers is JSON. The simulation times
 what it pickled itself."""
 
 
