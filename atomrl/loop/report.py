@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from atomrl.batches import AdvantageBatch
+from atomrl.loop.episode_report import episode_metrics
 from atomrl.metrics import Count, Max, Mean, Metrics, merge, spread, values
 from atomrl.rewards.compute import failure_counts
 from atomrl.types import Trajectory, by_group
@@ -66,7 +67,7 @@ def rollout_metrics(
         several = [group for group in drawn if len(group) > 1]
         metrics["by_group/frac_identical"] = sum(len({t.text for t in g}) == 1 for g in several) / len(several)
     total = max(1, len(trajectories))
-    metrics |= failure_counts(trajectories) | length_correlation(trajectories)
+    metrics |= failure_counts(trajectories) | length_correlation(trajectories) | episode_metrics(trajectories, batch)
     metrics["reward/missing"] = float(len(trajectories) - len(scores))
     metrics["reward/missing_ratio"] = 1 - len(scores) / total
     metrics |= spread("response_length", (item.response_tokens for item in trajectories))
