@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from atomrl.config import ConfigError
-from atomrl.tracking.console import ProgressBar, describe
+from atomrl.tracking.console import ProgressBar, by_turn, describe
 from atomrl.tracking.curves import draw_curves, panels
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
@@ -162,6 +162,8 @@ def test_an_episode_is_shown_turn_by_turn():
     row = {"prompt": "p", "completion": "who?", "reward": None, "advantage": None, "episode": episode}
     stream = io.StringIO()
     ProgressBar(1, stream=stream).show_completions(1, [row])
-    text = " ".join(stream.getvalue().split())
-    assert "> go who? > search (0.10 s, reward 0.5): " in text and r"\x1b[2J" in text and "\x1b" not in text
-    assert "ended: failed: crash: exit 3" in text and text.count("z") < 250
+    text = stream.getvalue()
+    assert r"\x1b[2J" in text and "\x1b" not in text and text.count("z") < 250 and "ended: failed" in text
+    opening, said, answered, last, ended = by_turn(episode).plain.splitlines()
+    assert (opening, said, last, ended) == ("> go", "who?", "", "ended: failed: crash: exit 3")
+    assert answered.startswith(r"> search (0.10 s, reward 0.5): \x1b[2Jézzz") and answered.endswith("z…")
