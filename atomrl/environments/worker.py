@@ -99,8 +99,8 @@ def _play(function: Callable[..., Any], start: Start, inbox: SimpleQueue[Any], a
         parts = None
         if reply is not None:
             reward = None if reply.reward is None else float(reply.reward)
-            text = reply.text[: start.most_characters]
-            parts = {"text": text, "role": reply.role, "reward": reward, "label": reply.label}
+            text, label = _plain(reply.text[: start.most_characters]), _plain(reply.label)
+            parts = {"text": text, "role": reply.role, "reward": reward, "label": label}
         answer(start.key, word, parts, seconds)
         what = inbox.get()
         began = time.perf_counter()
@@ -116,12 +116,17 @@ def _play(function: Callable[..., Any], start: Start, inbox: SimpleQueue[Any], a
     except Closed:
         pass
     except Misplayed as error:
-        answer(start.key, "failed", "invalid", str(error)[:MAX_MESSAGE])
+        answer(start.key, "failed", "invalid", _plain(str(error)[:MAX_MESSAGE]))
     except (Exception, SystemExit) as error:
         answer(start.key, "failed", "error", _describe(error))
+
+
+def _plain(text: str) -> str:
+    """Without halves of surrogate pairs, which no tokenizer and no file takes."""
+    return text.encode(errors="replace").decode()
 
 
 def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:300]}{place}"
+    return _plain(f"{type(error).__name__}: {str(error)[:300]}{place}")

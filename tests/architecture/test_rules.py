@@ -15,6 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"episodes"},
     {"types", "metrics", "hints", "files", "functions", "event_loop", "worker_process"},
+    {"batches"},
     {"atoms"},
     {"protocols"},
     {"objective"},
