@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Left to right; a module imports only from layers to its left, and from its own package.
 LAYERS = [
     {"episodes"},
-    {"types", "metrics", "hints", "files", "functions", "event_loop", "worker_process"},
+    {"types", "metrics", "hints", "files", "functions", "event_loop", "worker_process", "sandbox"},
     {"atoms"},
     {"protocols"},
     {"objective"},
@@ -30,7 +30,7 @@ LAYERS = [
     {"cli", "grpo"},
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
-OPTIONAL = {"peft", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang", "httpx"}
+OPTIONAL = {"peft", "pyseccomp", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang", "httpx"}
 MAX_FILE_LINES = 400
 MAX_BODY_LINES = 60
 
