@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from atomrl.config import ConfigError, RunConfig
+from atomrl.environments.playing import EpisodeError, find_environment
 from atomrl.hints import said_as
 from atomrl.models.loading import load_tokenizer, model_config_only, resolve_folder
 from atomrl.models.scalar import is_classifier
@@ -102,6 +103,19 @@ def check_pool(config: RunConfig, identity: Mapping[str, str]) -> None:
     if config.pool_file.exists():
         with closing(RolloutPool(config.pool_file, config.pool)) as pool:
             pool.check_identity(identity, adopt=False)
+
+
+def check_environment(config: RunConfig) -> None:
+    """That the environment is there and takes its `args`.
+
+    Raises:
+        ConfigError: it is not, or does not.
+    """
+    if (settings := config.environment) is not None:
+        try:
+            find_environment(settings.function, settings.args)
+        except EpisodeError as error:
+            raise ConfigError(f"environment.{error}") from error
 
 
 def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:

@@ -27,7 +27,7 @@ from atomrl.rewards.actor import move_models
 from atomrl.rewards.compute import build_rewards
 from atomrl.runs import build
 from atomrl.runs.base import Evaluation, Run, identity
-from atomrl.runs.checks import check_companions, check_engine, check_pool
+from atomrl.runs.checks import check_companions, check_engine, check_environment, check_pool
 from atomrl.tracking.resume import model_identity
 from atomrl.types import Sample
 from atomrl.weights import InProcessTransfer
@@ -62,6 +62,7 @@ class RLRun(Run):
         self.rewards = build_rewards(config.reward, local_rewards, device=device, trust_remote_code=trusted)
         self.tokenizer = build.policy_tokenizer(config)
         check_companions(config, self.algorithm, path, self.tokenizer)
+        check_environment(config)
         self.processor = DataProcessor(self.tokenizer, config.data, build.prompt_limit(config, path))
         self.held_out = build.load_split(config, self.processor, "eval")
         samples = build.load_split(config, self.processor, "train")
@@ -87,7 +88,10 @@ class RLRun(Run):
         """What groups of a pool were made with, and has to be the same where they are trained on."""
         shared = ("temperature", "top_p", "top_k", "logprobs_over", "completions_per_prompt")
         sampling = {f"rollout.{key}": str(getattr(self.config.rollout, key)) for key in shared}
-        return self.identity | sampling | {"reward": self.config.reward.model_dump_json(exclude={"workers"})}
+        judged = {"reward": self.config.reward.model_dump_json(exclude={"workers"})}
+        if self.config.environment is not None:
+            judged["environment"] = self.config.environment.model_dump_json(exclude={"workers", "timeout_s"})
+        return self.identity | sampling | judged
 
     def describe_data(self) -> Sequence[str]:
         held_out = describe_samples("eval", self.held_out, self.processor) if self.held_out else ["eval: none"]
