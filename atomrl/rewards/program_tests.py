@@ -54,7 +54,8 @@ def cases_of(tests: Any, row: Mapping[str, Any]) -> list[Case]:
     """
     if isinstance(tests, str):
         tests = _parsed(tests)
-    setup = "".join(f"{line}\n" for line in [*(row.get("test_imports") or []), row.get("test_setup_code") or ""] if line)
+    before = [*(row.get("test_imports") or []), row.get("test_setup_code") or ""]
+    setup = "".join(f"{line}\n" for line in before if line)
     if isinstance(tests, str):
         cases = [Case(source=setup + source) for source in _sources(tests, row.get("entry_point"))]
     elif isinstance(tests, Mapping) and {"inputs", "outputs"} <= {*tests}:
@@ -64,7 +65,7 @@ def cases_of(tests: Any, row: Mapping[str, Any]) -> list[Case]:
         cases = [_case(given, wanted, name) for given, wanted in zip(tests["inputs"], tests["outputs"], strict=True)]
     elif isinstance(tests, list) and all(isinstance(item, str) for item in tests):
         cases = [Case(source=setup + item) for item in tests]
-    elif isinstance(tests, list) and all(isinstance(item, Mapping) and {"input", "output"} <= {*item} for item in tests):
+    elif isinstance(tests, list) and all(isinstance(one, Mapping) and {"input", "output"} <= {*one} for one in tests):
         cases = [_case(item["input"], item["output"], _function_of(item, row)) for item in tests]
     else:
         raise ValueError(f"these are no tests of a program (docs/rewards.md#code): {str(tests)[:200]!r}")

@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atomrl.rewards.program_tests import Case, cases_of, same_output
 from atomrl.rewards.errors import NoScore, RewardError
+from atomrl.rewards.program_tests import Case, cases_of, same_output
 from atomrl.sandbox import Limits, Sandbox, SandboxError, check, run
 from atomrl.sandbox.served import Verdict, judge
 
@@ -52,7 +52,7 @@ def code(
     rows = {**columns, "ground_truth": ground_truth}
     if test_column not in rows:
         raise ValueError(f"test_column: there is no column {test_column!r}; there are {', '.join(rows)}")
-    scores = []
+    scores: list[float | NoScore] = []
     for index, completion in enumerate(completions):
         row = {name: column[index] for name, column in rows.items()}
         cases, program = cases_of(row[test_column], row), last_block(completion)
@@ -101,13 +101,13 @@ def _run(
     first that did not pass."""
     end = time.monotonic() + total_s
     verdicts: list[Verdict] = []
-    for case in cases:
+    for case in [case for case in cases if case.source is None]:
         left = end - time.monotonic()
-        if case.source is None and left > 0 and not (stop and any(one.kind != "passed" for one in verdicts)):
+        if left > 0 and not (stop and any(one.kind != "passed" for one in verdicts)):
             short = Limits(**{**vars(limits), "wall_s": min(limits.wall_s, left)})
             result = run(program, stdin=case.stdin, limits=short, sandbox=sandbox)
-            kind = "passed" if result.ended == "exit" and same_output(result.stdout, case.stdout) else "failed"
-            verdicts.append(Verdict("timeout" if result.ended == "timeout" else kind))
+            right = result.ended == "exit" and same_output(result.stdout, case.stdout)
+            verdicts.append(Verdict("timeout" if result.ended == "timeout" else "passed" if right else "failed"))
     sources = [case.source for case in cases if case.source is not None]
     left = end - time.monotonic()
     if sources and left > 0:
@@ -121,10 +121,9 @@ def _score(verdicts: Sequence[Verdict], cases: int, all_or_nothing: bool, total_
     if "unserved" in kinds:
         number = kinds.index("unserved")
         return NoScore("invalid", f"test {number + 1}: {verdicts[number].message}")
-    if all_or_nothing:
-        if any(kind != "passed" for kind in kinds):
-            return 0.0
+    if all_or_nothing and any(kind != "passed" for kind in kinds):
+        return 0.0
     if len(kinds) < cases and "timeout" not in kinds:
-        message = f"{cases} tests took over {total_s:g} s, though none was slow (a larger total_s and timeout_s allow more)"
-        return NoScore("timeout", message)
-    return float(kinds.count("passed") == cases) if all_or_nothing else kinds.count("passed") / cases
+        more = "a larger total_s, and timeout_s, allow more"
+        return NoScore("timeout", f"{cases} tests took over {total_s:g} s, though none was slow ({more})")
+    return kinds.count("passed") / cases

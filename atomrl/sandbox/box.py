@@ -27,6 +27,7 @@ from atomrl.sandbox.seccomp import program
 Sandbox = Literal["bubblewrap", "none"]
 CODE = "/code"
 """Where the files of a program are."""
+_DEVICES = ("/dev/null", "/dev/urandom")
 _FIRST_USER, _USERS = 60_578, 600
 """User ids that neither Linux distributions nor systemd give to anybody. Boxes take turns, since limits on processes
 are for all that a user has."""
@@ -138,7 +139,7 @@ def start(
 def sealed(data: bytes) -> IO[bytes]:
     """A file in memory, to be read from its start, which nobody can change."""
     if not hasattr(os, "memfd_create"):  # no Linux, and so no sandbox
-        file: IO[bytes] = tempfile.TemporaryFile()
+        file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         file.write(data)
         file.seek(0)
         return file
@@ -147,7 +148,8 @@ def sealed(data: bytes) -> IO[bytes]:
     while view:
         view = view[file.write(view) :]
     file.seek(0)
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
     return file
 
 
@@ -169,8 +171,7 @@ def _bubblewrap(given: Mapping[str, IO[bytes]], limits: Limits, rules: IO[bytes]
     return [
         helper("bwrap"), *private, "--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv",
         *(word for item in _ENVIRONMENT.items() for word in ("--setenv", *item)),
-        *mounts(), "--dir", "/dev", "--dev-bind", "/dev/null", "/dev/null", "--dev-bind", "/dev/urandom", "/dev/urandom",
-        "--dir", CODE, *files,
+        *mounts(), "--dir", "/dev", *(word for path in _DEVICES for word in ("--dev-bind", path, path)), "--dir", CODE, *files,
         "--perms", "1777", "--size", str(limits.files_mb << 20), "--tmpfs", "/tmp", "--chdir", "/tmp",
         "--remount-ro", "/", "--seccomp", str(rules.fileno()), "--json-status-fd", str(tell), "--",
     ]  # fmt: skip

@@ -1,9 +1,9 @@
 """What runs in the sandbox when the functions of a solution are called by tests: it needs nothing but Python.
 
-There are two processes, each in a box of its own. One has the solution and answers calls. The other has the tests, which
-see only what the calls return: plain values, rebuilt here from JSON. What the solution does in its process, to the
-meaning of `==` or `assert`, to its frames, modules, descriptors or exit code, does not reach the tests; and what they
-compare with does not reach the solution.
+There are two processes, each in a box of its own. One has the solution and answers calls. The other has the tests,
+which see only what the calls return: plain values, rebuilt here from JSON. What the solution does in its process, to
+the meaning of `==` or `assert`, to its frames, modules, descriptors or exit code, does not reach the tests; and what
+they compare with does not reach the solution.
 """
 
 from __future__ import annotations
@@ -68,25 +68,25 @@ class Remote:
         raise NoValue("an object of the solution's own class is no value that could be judged")
 
     __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __contains__ = _refuse
-    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __float__ = __int__ = __index__ = _refuse
-    __str__ = __repr__ = __format__ = _refuse
+    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __float__ = __int__ = _refuse
+    __index__ = __str__ = __repr__ = __format__ = _refuse
 
 
 def encode(value: Any, other: Callable[[Any], int]) -> Any:
     """A value as JSON; what is no plain one by `other`."""
     if value is None or isinstance(value, bool):
         return value
-    for kind in (int, float, str):
-        if isinstance(value, kind):
-            return kind.__str__(value) if kind is str else kind(value)
+    if isinstance(value, int | float | str):  # of a subclass: what it is made of
+        plain: Any = int if isinstance(value, int) else float if isinstance(value, float) else str
+        return plain.__add__(value, plain())
     if isinstance(value, list):
         return [encode(item, other) for item in value]
     if isinstance(value, dict):
         return {"dict": [[encode(key, other), encode(item, other)] for key, item in value.items()]}
-    for kind in (tuple, set, frozenset):
-        if isinstance(value, kind):
-            return {kind.__name__: [encode(item, other) for item in value]}
-    if isinstance(value, (bytes, bytearray)):
+    for many in (tuple, set, frozenset):
+        if isinstance(value, many):
+            return {many.__name__: [encode(item, other) for item in value]}
+    if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
@@ -138,7 +138,7 @@ def serve() -> None:
     for line in reader:
         try:
             verb, key, *rest = json.loads(line)
-            target = solution if key is None else kept[key]
+            target: Any = solution if key is None else kept[key]
             if verb == "get":
                 answer({"value": encode(getattr(target, rest[0]), keep)})
             else:

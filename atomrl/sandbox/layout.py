@@ -16,7 +16,7 @@ _HELPERS = ("prlimit", "setpriv")
 
 def interpreter() -> str:
     """The Python that runs this program; of a virtual environment, the one that it was made from."""
-    return os.path.realpath(sys._base_executable)
+    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 @functools.cache
@@ -52,7 +52,8 @@ def mounts() -> tuple[str, ...]:
     for path in outer:
         command += ["--ro-bind", str(path), str(path)]
     for name in ("site-packages", "dist-packages"):
-        for folder in (prefix / "lib" / version / name, prefix / "lib64" / version / name, prefix / "lib/python3" / name):
+        for place in ("lib/python3", f"lib/{version}", f"lib64/{version}"):
+            folder = prefix / place / name
             if folder.is_dir() and {*folder.parents} & {*outer}:
                 command += ["--size", "4096", "--tmpfs", str(folder), "--remount-ro", str(folder)]
     return tuple(command)

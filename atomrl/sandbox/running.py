@@ -49,8 +49,8 @@ class Result:
 def run(source: str, *, stdin: str = "", limits: Limits | None = None, sandbox: Sandbox = "bubblewrap") -> Result:
     """Run a Python program; it is killed, with all that it started, at a limit.
 
-    It has no network, sees no file but Python's own and those that it writes in `/tmp`, where it starts, and no variable
-    of this process's environment.
+    It has no network, sees no file but Python's own and those that it writes in `/tmp`, where it starts, and no
+    variable of this process's environment.
 
     Args:
         source: of the program.

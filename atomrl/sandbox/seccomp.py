@@ -17,7 +17,8 @@ FILES = (
 MEMORY = "mmap munmap mremap mprotect madvise brk msync mincore"
 THREADS = (
     "futex futex_waitv set_robust_list get_robust_list set_tid_address rseq membarrier arch_prctl sched_yield "
-    "sched_getaffinity sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min getpriority gettid"
+    "sched_getaffinity sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min getpriority "
+    "gettid"
 )
 PROCESSES = (
     "execve execveat exit exit_group wait4 waitid kill tkill tgkill getpid getppid getpgrp getpgid getsid setsid "

@@ -39,11 +39,12 @@ def judge(
 ) -> list[Verdict]:
     """Run tests, each a Python source, of a solution, another one; a test passes if it ends without an exception.
 
-    A name that a test uses and does not have is the solution's, called in the solution's process. Names of Python itself
-    and of its modules are Python's, whatever the solution calls so, unless they are in `entries`. What a call returns
-    or raises reaches the test as a plain value: None, numbers, strings, bytes, and lists, tuples, sets, dicts and ranges
-    of them (objects of subclasses become ones of these). Other objects stay where they are and can only be called, asked
-    for attributes and gone through: `Solution().solve(3)` works, and an object that says that it equals 3 does not.
+    A name that a test uses and does not have is the solution's, called in the solution's process. Names of Python
+    itself and of its modules are Python's, whatever the solution calls so, unless they are in `entries`. What a call
+    returns or raises reaches the test as a plain value: None, numbers, strings, bytes, and lists, tuples, sets, dicts
+    and ranges of them (objects of subclasses become ones of these). Other objects stay where they are and can only be
+    called, asked for attributes and gone through: `Solution().solve(3)` works, and an object that says that it equals 3
+    does not.
 
     A test that the solution does not survive is over, and the next ones get a fresh solution.
 

@@ -30,7 +30,8 @@ LAYERS = [
     {"cli", "grpo"},
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
-OPTIONAL = {"peft", "pyseccomp", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang", "httpx"}
+OPTIONAL = {"peft", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang", "httpx"}
+OPTIONAL |= {"pyseccomp"}
 MAX_FILE_LINES = 400
 MAX_BODY_LINES = 60
 
