@@ -7,10 +7,13 @@ Anybody else gets a user namespace of their own, where the kernel allows it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
+import functools
 import itertools
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -31,6 +34,7 @@ _DEVICES = ("/dev/null", "/dev/urandom")
 _FIRST_USER, _USERS = 60_578, 600
 """User ids that neither Linux distributions nor systemd give to anybody. Boxes take turns, since limits on processes
 are for all that a user has."""
+_PR_SET_CHILD_SUBREAPER = 36
 _turns = itertools.count(os.getpid() * 7)
 _ENVIRONMENT = {
     "HOME": "/tmp",
@@ -83,6 +87,9 @@ class Box:
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()  # the kernel kills what is in the box with it
         self.process.wait()
+        if (first := self._told("child-pid")) is not None:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(first, 0)  # it ends when all others in the box have
         for stream in (self.process.stdout, self.process.stderr, self.status):
             if stream is not None:
                 stream.close()
@@ -94,8 +101,16 @@ class Box:
         if self.status is None:
             code = self.process.returncode
             return code if code >= 0 else 128 - code
-        told = [json.loads(line) for line in self.said.splitlines() if line.strip()]
-        return next((int(line["exit-code"]) for line in told if "exit-code" in line), None)
+        return self._told("exit-code")
+
+    def _told(self, key: str) -> int | None:
+        """By bubblewrap, up to its end where that has come."""
+        while self.status is not None and select.select([self.status], [], [], 0)[0]:
+            if not (data := os.read(self.status.fileno(), 1 << 12)):
+                break
+            self.said.extend(data)
+        told = [json.loads(line) for line in self.said.splitlines() if line.endswith(b"}")]
+        return next((int(line[key]) for line in told if key in line), None)
 
 
 def start(
@@ -118,6 +133,7 @@ def start(
     """
     if sandbox == "none":
         return _bare(files, limits, stdin, stdout, stderr)
+    _adopt()
     with contextlib.ExitStack() as stack:
         rules = stack.enter_context(sealed(program(fork=limits.processes > 1)))
         given = {name: stack.enter_context(sealed(_bytes(text))) for name, text in files.items()}
@@ -134,6 +150,13 @@ def start(
             status.close()
             raise
         return Box(process, status)
+
+
+@functools.cache
+def _adopt() -> None:
+    """Become the parent of what outlives bubblewrap, to see its end: the first process of a box does by a moment, and
+    where this runs in a container the next in line may be one that never looks after those it is given."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def sealed(data: bytes) -> IO[bytes]:
@@ -171,7 +194,8 @@ def _bubblewrap(given: Mapping[str, IO[bytes]], limits: Limits, rules: IO[bytes]
     return [
         helper("bwrap"), *private, "--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv",
         *(word for item in _ENVIRONMENT.items() for word in ("--setenv", *item)),
-        *mounts(), "--dir", "/dev", *(word for path in _DEVICES for word in ("--dev-bind", path, path)), "--dir", CODE, *files,
+        *mounts(), "--dir", "/dev", *(word for path in _DEVICES for word in ("--dev-bind", path, path)),
+        "--dir", CODE, *files,
         "--perms", "1777", "--size", str(limits.files_mb << 20), "--tmpfs", "/tmp", "--chdir", "/tmp",
         "--remount-ro", "/", "--seccomp", str(rules.fileno()), "--json-status-fd", str(tell), "--",
     ]  # fmt: skip

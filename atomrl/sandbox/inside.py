@@ -281,15 +281,32 @@ def _judge(channel: Channel, number: int, source: str, names: Any, entries: list
 
 
 def _free_names(source: str) -> tuple[list[str], list[str]]:
-    """Names of a test that are Python's own modules, which need no import here and are the real ones whatever the
-    solution calls so; and those that may be the solution's."""
+    """Names that a test uses and does not have: those of Python's own modules, which are the real ones whatever the
+    solution calls so; and those of the solution.
+
+    Raises:
+        CannotSend: a name of nothing but attributes is used and is no such module (`np.allclose`). The solution could
+            call so what judges its results.
+    """
     import ast
 
     nodes = [*ast.walk(ast.parse(source))]
-    names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    loads = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     owners = [node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
-    modules = {name for name in owners if name in sys.stdlib_module_names and names.count(name) == owners.count(name)}
-    return sorted(modules), [name for name in dict.fromkeys(names) if name not in modules]
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+    free = [name for name in dict.fromkeys(loads) if name not in bound]
+    modules = [name for name in free if loads.count(name) == owners.count(name) and not hasattr(builtins, name)]
+    for name in modules:
+        if name not in sys.stdlib_module_names:
+            raise CannotSend(f"{name!r} is not imported by the test, and no function of the solution's")
+    return modules, [name for name in free if name not in modules]
 
 
 if __name__ == "__main__":

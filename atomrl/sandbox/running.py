@@ -84,7 +84,7 @@ def collect(box: Box, limits: Limits) -> Result:
     streams = {stream: bytearray() for stream in (box.process.stdout, box.process.stderr) if stream is not None}
     ended: Ended = "exit"
     with selectors.DefaultSelector() as selector:
-        for stream, found in [*streams.items(), *([(box.status, box.said)] if box.status else [])]:
+        for stream, found in [*streams.items(), *([(box.status, box.said)] if box.status is not None else [])]:
             selector.register(stream, selectors.EVENT_READ, found)
         while selector.get_map() and ended == "exit":
             left = began + limits.wall_s - time.monotonic()
