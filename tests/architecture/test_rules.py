@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Left to right; a module imports only from layers to its left, and from its own package.
 LAYERS = [
     {"episodes"},
-    {"types", "metrics", "hints", "files", "functions", "event_loop", "worker_process"},
+    {"types", "metrics", "hints", "files", "functions", "event_loop", "worker_process", "sandbox"},
     {"batches"},
     {"atoms"},
     {"protocols"},
@@ -32,7 +32,7 @@ LAYERS = [
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
 OPTIONAL = {"peft", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang", "httpx"}
-OPTIONAL |= {"bm25s", "faiss", "uvicorn", "Stemmer"}
+OPTIONAL |= {"bm25s", "faiss", "uvicorn", "Stemmer", "pyseccomp"}
 MAX_FILE_LINES = 400
 MAX_BODY_LINES = 60
 
