@@ -121,7 +121,7 @@ def _play(
         parts = None
         if reply is not None:
             reward = None if reply.reward is None else float(reply.reward)
-            text, label = _plain(reply.text[: start.most_characters]), _plain(reply.label)
+            text, label = reply.text[: start.most_characters], _plain(reply.label)
             parts = {"text": text, "role": reply.role, "reward": reward, "label": label}
         answer(start.key, word, parts, seconds)
         what = inbox.get()

@@ -14,8 +14,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Left to right; a module imports only from layers to its left, and from its own package.
 LAYERS = [
     {"episodes"},
-    {"types", "metrics", "hints", "files", "functions", "event_loop", "worker_process", "sandbox"},
-    {"batches"},
+    {"types", "metrics", "hints", "files", "functions", "event_loop", "worker_process"},
+    {"batches", "sandbox"},
     {"atoms"},
     {"protocols"},
     {"objective"},
