@@ -138,4 +138,4 @@ def test_half_a_character_is_a_question_mark(played, tokenizer):
     failed = [item.episode for item in found if item.episode.failure]
     assert len(failed) == 8 and all(episode.message.startswith("RuntimeError: ?") for episode in failed)
     answered = [item.episode.turns[0] for item in found if not item.episode.failure]
-    assert {(turn.reply, turn.label) for turn in answered} == {("a?b", "?")}
+    assert {(turn.reply, turn.label) for turn in answered} == {("a\ufffdb", "?")}
