@@ -24,6 +24,8 @@ K1, B = 0.9, 0.4
 """Of Anserini, which Search-R1's BM25 retriever is made with."""
 RUN_WORDS = 1 << 22
 """Words of documents that are sorted at once."""
+KNOWN_WORDS = 1 << 20
+"""Words whose stems are remembered."""
 JOIN_ENTRIES = 1 << 22
 """Entries of the index that are made at once; more where a single word has more."""
 DATA, INDICES, INDPTR = (f"{name}.csc.index.npy" for name in ("data", "indices", "indptr"))
@@ -54,19 +56,35 @@ class BM25:
         return BM25Index(folder, Words(self.language))
 
 
+class _Numbers(dict[str, int]):
+    """The number of each word as it stands in a text, -1 of a stop word; gives a new stem the next number."""
+
+    def __init__(self, words: Words, vocabulary: dict[str, int]) -> None:
+        super().__init__()
+        self._words, self._vocabulary = words, vocabulary
+
+    def __missing__(self, word: str) -> int:
+        if len(self) >= KNOWN_WORDS:
+            self.clear()
+        stem = self._words.stem(word)
+        self[word] = number = self._vocabulary.setdefault(stem, len(self._vocabulary)) if stem else -1
+        return number
+
+
 class _Runs:
     """Counts the words of documents, run by run, and joins the runs."""
 
     def __init__(self, words: Words, folder: Path) -> None:
         self.words, self.folder = words, folder
         self.vocabulary: dict[str, int] = {}
+        self._numbers = _Numbers(words, self.vocabulary)
         self.lengths, self.frequencies = array("i"), np.zeros(0, np.int64)
         self._tokens, self._first, self._paths = array("i"), 0, list[Path]()
 
     def add(self, text: str) -> None:
         """The next document."""
-        vocabulary = self.vocabulary
-        found = [vocabulary.setdefault(word, len(vocabulary)) for word in self.words(text)]
+        numbers = map(self._numbers.__getitem__, self.words.split(text))
+        found = [number for number in numbers if number >= 0]
         self._tokens.extend(found)
         self.lengths.append(len(found))
         if len(self._tokens) >= RUN_WORDS:

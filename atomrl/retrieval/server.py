@@ -184,10 +184,6 @@ def serve(service: Service, listener: socket.socket, ready: Callable[[], None]) 
     """
     import uvicorn
 
-    listener.listen(BACKLOG)
-    ready()
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has ended
-        signal.signal(number, lambda *_: None)
     settings = uvicorn.Config(
         service,
         lifespan="off",
@@ -197,4 +193,13 @@ def serve(service: Service, listener: socket.socket, ready: Callable[[], None]) 
         limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=int(GRACE_S),
     )
-    uvicorn.Server(settings).run(sockets=[listener])
+    server = uvicorn.Server(settings)
+
+    def end(*_: Any) -> None:
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn has its own while it runs, and calls these once more then
+        signal.signal(number, end)
+    listener.listen(BACKLOG)
+    ready()
+    server.run(sockets=[listener])
