@@ -14,7 +14,13 @@ from tests.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted([*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
-MODELS = ["runs/quickstart-warm-start/model", "runs/quickstart/model", "Qwen/Qwen2.5-1.5B-Instruct"]
+MODELS = [
+    "runs/quickstart-warm-start/model",
+    "runs/quickstart/model",
+    "runs/quickstart-search-warm-start/model",
+    "runs/quickstart-search/model",
+    "Qwen/Qwen2.5-1.5B-Instruct",
+]
 """What the configs start from."""
 REWARD_MODEL = "runs/rlhf-reward-model/model"
 TEXTS = {"char": "data/shakespeare_char", "model": "data/corpus_gpt2"}
