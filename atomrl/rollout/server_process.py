@@ -13,8 +13,8 @@ from pathlib import Path
 _GRACE_S = 10.0
 _TAIL_LINES = 15
 # Stands between us and the server, which may not listen while it starts, nor its own children ever. Linux tells it when
-# the process that asked for it has gone, also when that was killed; then all of the group go, with the shared memory that
-# they have mapped: what is killed cannot remove its name.
+# the process that asked for it has gone, also when that was killed; then all of the group go, with the shared memory
+# that they have mapped: what is killed cannot remove its name.
 _LAUNCH = """
 import contextlib, ctypes, os, signal, subprocess, sys
 def shared():
