@@ -56,7 +56,7 @@ def rollout_metrics(
         special_ids: the tokenizer's special tokens, one of which ends a completion.
     """
     drawn = list(by_group(trajectories).values())
-    groups = [given for group in drawn if (given := [t.reward for t in group if t.reward is not None])]
+    groups = [given for group in drawn if (given := [t.earned for t in group if t.earned is not None])]
     scores = [reward for group in groups for reward in group]
     metrics = spread("critic/score", scores) | _part_metrics(trajectories)
     if any(len(group) > 1 for group in groups):
@@ -137,8 +137,8 @@ def length_correlation(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     alike: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for item in trajectories:
         part = next(iter(item.reward_parts.values()), None)
-        if item.reward is not None and part is not None:
-            pair = float(item.response_tokens), item.reward
+        if item.earned is not None and part is not None:
+            pair = float(item.response_tokens), item.earned
             groups[item.prompt_id].append(pair)
             alike[item.prompt_id, part >= 1.0].append(pair)
     name = "reward/length_correlation"

@@ -113,7 +113,10 @@ def test_an_environment_beside_a_reward(folder):
     reward = "reward={functions: [environment, {function: exact_match, weight: 0}]}"
     assert main(["train", "c.yaml", reward, "train.steps=1", "data.eval=train.jsonl", "eval.before=false"]) == 0
     (row,) = [row for row in read_metrics(folder / "runs/run/metrics.jsonl") if "critic/score/mean" in row]
-    assert row["reward/environment/mean"] == pytest.approx(row["critic/score/mean"])
+    lines = (folder / "runs/run/rollouts/step_000001/train.jsonl").read_text().splitlines()
+    turns = [turn["reward"] or 0.0 for line in lines for turn in json.loads(line)["episode"]["turns"]]
+    assert row["critic/score/mean"] == pytest.approx(row["reward/environment/mean"] + sum(turns) / len(lines))
+    assert any(turns)
     assert row["reward/exact_match/mean"] == 0
 
 

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from atomrl.batches import AdvantageBatch
 from atomrl.data.rows import to_rows
 from atomrl.episodes import Episode, Turn
 from atomrl.loop.episode_report import episode_metrics
+from atomrl.loop.report import rollout_metrics
 from atomrl.types import Sample, Segment, Trajectory
 
 SAMPLE = Sample(sample_id="a", prompt="", ground_truth="")
@@ -79,3 +81,12 @@ def test_turns_and_states_of_rows():
     assert torch.equal(cut.turn_ids, rows.turn_ids[:4, :8]) and torch.equal(cut.state_ids >= 0, cut.turn_ids >= 0)
     single = to_rows([STEP[2]])
     assert single.turn_ids is None and single.state_ids is None
+
+
+def test_groups_are_mixed_by_what_turns_earn():
+    """Equal outcomes with different rewards of turns: there is something to learn, and the metrics say so."""
+    group = [replace(STEP[0], index=index, token_rewards=((3, 0.5 * index),)) for index in range(2)]
+    rows = to_rows(group)
+    metrics = rollout_metrics(group, AdvantageBatch(**vars(rows), advantages=torch.zeros(rows.tokens.shape)))
+    assert metrics["by_group/frac_mixed"] == 1.0
+    assert (metrics["critic/score/min"], metrics["critic/score/max"]) == (1.0, 1.5)
