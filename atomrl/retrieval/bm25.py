@@ -8,6 +8,7 @@ to disk, and joined word by word.
 from __future__ import annotations
 
 import json
+import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -169,22 +170,45 @@ def _blocks(indptr: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 class BM25Index:
-    """Finds the documents that share words with a query."""
+    """Finds the documents that share words with a query.
+
+    bm25s ranks all documents for each query; here only those are looked at that have one of its words.
+    """
 
     def __init__(self, folder: Path, words: Words) -> None:
         import bm25s
 
-        self._words = words
-        self._bm25 = bm25s.BM25.load(folder, mmap=True, show_progress=False)
-        self._documents = int(self._bm25.scores["num_docs"])
+        bm25 = bm25s.BM25.load(folder, mmap=True, show_progress=False)
+        self._words, self._vocabulary = words, bm25.vocab_dict
+        self._added, self._documents, self._starts = (bm25.scores[name] for name in ("data", "indices", "indptr"))
+        self._count, self._own = int(bm25.scores["num_docs"]), threading.local()
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[tuple[int, float]]]:
-        """Of each query the best documents that have one of its words, with their BM25, the best first."""
-        asked = [self._words(query) for query in queries]
-        found, scores = self._bm25.retrieve(
-            asked, k=min(topk, self._documents), show_progress=False, backend_selection="numpy"
-        )
-        return [
-            [(int(place), float(score)) for place, score in zip(places, row, strict=True) if score > 0]
-            for places, row in zip(found, scores, strict=True)
-        ]
+        """Of each query the best documents that have one of its words, with their BM25, the best first; of equal ones
+        the first of the corpus."""
+        return [self._best(self._words(query), topk) for query in queries]
+
+    def _best(self, words: Sequence[str], topk: int) -> list[tuple[int, float]]:
+        numbers = [number for word in words if (number := self._vocabulary.get(word)) is not None]
+        spans = [slice(self._starts[number], self._starts[number + 1]) for number in numbers]
+        if not spans:
+            return []
+        documents = np.concatenate([self._documents[span] for span in spans])
+        totals = self._totals()
+        np.add.at(totals, documents, np.concatenate([self._added[span] for span in spans]))
+        scores = totals[documents]
+        totals[documents] = 0
+        rank = topk * len(spans)  # each document stands there once for each of its words
+        if rank < len(scores):
+            kept = scores >= np.partition(scores, -rank)[-rank]
+            documents, scores = documents[kept], scores[kept]
+        documents, first = np.unique(documents, return_index=True)
+        order = np.argsort(-scores[first], kind="stable")[:topk]
+        return list(zip(documents[order].tolist(), scores[first][order].tolist(), strict=True))
+
+    def _totals(self) -> np.ndarray:
+        """A zero for each document, of this thread."""
+        if not hasattr(self._own, "totals"):
+            self._own.totals = np.zeros(self._count, np.float32)
+        totals: np.ndarray = self._own.totals
+        return totals

@@ -28,6 +28,8 @@ GRACE_S = 5.0
 ENCODED_AT_ONCE = 64
 """Queries, where so many wait: an encoder is faster at many together, and has all cores. BM25 is not: each thread takes
 one request at a time."""
+BM25_THREADS = 4
+"""At most: each holds a number for each document, and Python runs one at a time for most of their work."""
 Message = MutableMapping[str, Any]
 
 
@@ -39,7 +41,7 @@ class Batcher:
     """
 
     def __init__(self, index: Index) -> None:
-        threads, self._at_once = (1, ENCODED_AT_ONCE) if index.kind == "dense" else (cores(), 1)
+        threads, self._at_once = (1, ENCODED_AT_ONCE) if index.kind == "dense" else (min(cores(), BM25_THREADS), 1)
         self._index = index
         self._waiting: asyncio.Queue[tuple[Sequence[str], int, asyncio.Future[list[list[Hit]]]]] = asyncio.Queue()
         self._executor = ThreadPoolExecutor(threads, "search")
