@@ -75,7 +75,7 @@ ATTACKS = {
     "installed packages": "import importlib.util\n"
     "[print(BROKE, n) for n in ('atomrl', 'torch', 'numpy', 'pip', 'pytest', 'setuptools') if importlib.util.find_spec(n)]",
     "files of packages": "[print(BROKE, p) for p in sys.path if p.endswith('-packages') and os.path.isdir(p) and os.listdir(p)]",
-    "write into the host": "attempt(open, {canary!r} + '/reward.json', 'w')\nattempt(os.makedirs, {canary!r})",
+    "write into the host": "attempt(open, {canary!r} + '/reward.json', 'w')",
     "write into Python": "attempt(open, os.__file__, 'a')\nattempt(open, os.path.dirname(os.__file__) + '/x.py', 'w')\n"
     "attempt(os.unlink, os.__file__)\nattempt(os.chmod, os.__file__, 0o777)\nattempt(os.rename, os.__file__, '/tmp/x')",
     "write outside tmp": "[attempt(open, p + TOKEN, 'w') for p in ('/', '/code/', '/dev/', '/usr/', '/lib/', '/root/')]\n"
