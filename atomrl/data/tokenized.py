@@ -10,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
+from atomrl.batches import RowBatch
 from atomrl.data.completions import written
 from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import COMPLETIONS, ENVIRONMENT, LoadReport, PromptContent, Scored
-from atomrl.types import Message, RowBatch, Sample
+from atomrl.types import Message, Sample
 
 log = logging.getLogger(__name__)
 Items = Sequence[tuple[str, Sample]]
