@@ -37,8 +37,9 @@ HAS, NEAR = ": population ", ", nearest larger place "
 WORDS = (
     *(POPULATION, LARGER, NEXT, HAS, NEAR),
     *("<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>"),
+    *(f"{pair:02}" for pair in range(100)),
 )
-"""What a tokenizer for this task has as one token each."""
+"""What a tokenizer for this task has as one token each; with pairs of digits, a number is shorter to copy."""
 
 
 class Place(NamedTuple):
