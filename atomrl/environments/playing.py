@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from atomrl.environments.table import CHECKS, ENVIRONMENTS
@@ -120,7 +121,7 @@ def _drive(episode: Generator[Any, str, Any], say: Say) -> Any:
                 text = say(said)
             except Cut as cut:
                 episode.throw(cut)
-                return None  # it went on as if nothing had happened
+                raise  # it went on as if nothing had happened
             said = episode.send(text)
     except StopIteration as end:
         return end.value
@@ -162,6 +163,11 @@ def as_reply(said: Any) -> Reply | None:
     if reply is not None:
         if not isinstance(reply.text, str) or reply.role not in ("", "tool", "user"):
             raise Misplayed(f"a Reply has a text and the role '', 'tool' or 'user', not {reply!r:.200}")
+        if not isinstance(reply.label, str):
+            raise Misplayed(f"the label of a Reply is a text, not {reply.label!r:.100}")
         if reply.reward is not None and not math.isfinite(float(reply.reward)):
             raise Misplayed(f"the reward of a Reply is a finite number, not {reply.reward!r}")
+        if not reply.text.isascii():  # half a character, of which no tokenizer can make tokens
+            whole = reply.text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            reply = replace(reply, text=whole)
     return reply

@@ -2,6 +2,7 @@
 
 ENVIRONMENTS = {
     "python": "atomrl.environments.python.python",
+    "places": "atomrl.environments.places.places",
     "search_r1": "atomrl.environments.search.search_r1",
 }
 """By their dotted path: imported in a worker, or when a config is checked."""

@@ -60,6 +60,7 @@ class ContinuousBatch:
         for key in gone & self.parking.leaving.keys():
             del self.parking.leaving[key]
         self._take_out([place for place, row in enumerate(self.rows) if id(row) in gone])
+        self._rows_changed()
         self._leave_groups(states)
         self._clean(states)
 
@@ -79,6 +80,7 @@ class ContinuousBatch:
     def take_back(self) -> None:
         """Let all rows wait again, with what they have, and forget what the cache holds."""
         self.waiting.extendleft(reversed(self._take_out(range(len(self.rows)))))
+        self._rows_changed()
         self._leave_groups(self.parking.forget_all())
         for group in self.groups.values():
             group.index = group.hidden = None
@@ -104,15 +106,17 @@ class ContinuousBatch:
     def _go_on(self, version: int) -> None:
         """Let rows that were parked into the batch: what they have is cached, and what was added to it since is fed to
         them token by token, in the steps that draw others' tokens."""
+        if not self.parking.leaving:
+            return
         rows = [row for row in self.waiting if id(row) in self.parking.leaving][: self.max_rows - len(self.rows)]
         if not rows:
             return
+        self._reserve(rows, 0)
         kept = [self.parking.leaving.pop(id(row)) for row in rows]
         going = {id(row) for row in rows}
         staying = [row for row in self.waiting if id(row) not in going]
         self.waiting.clear()
         self.waiting.extend(staying)
-        self._reserve(rows, 0)
         columns = []
         for row, (slot, length) in zip(rows, [(each.slot, len(each.state.token_ids)) for each in kept], strict=True):
             row.set_version(version)
@@ -210,11 +214,19 @@ class ContinuousBatch:
         if 0 < self.cache.slots < slots:
             slots = max(slots, min(self.max_rows, 2 * self.cache.slots))
         limit = max(row.limit for row in entering)
-        self.cache.reserve(slots, max(len(row.token_ids) for row in entering) + 1, limit)
+        self._grow(slots, max(len(row.token_ids) for row in entering) + 1, limit)
         shape = (max(len(self.tokens), self.cache.slots), max(self.tokens.shape[1], limit + 1))
         if shape != self.tokens.shape:  # one token more than the limit, for what is drawn beyond the end
             more = (0, shape[1] - self.tokens.shape[1], 0, shape[0] - len(self.tokens))
             self.tokens, self.logprobs = (F.pad(buffer, more) for buffer in (self.tokens, self.logprobs))
+
+    def _grow(self, slots: int, tokens: int, most_tokens: int) -> None:
+        try:
+            self.cache.reserve(slots, tokens, most_tokens)
+        except BaseException:  # no memory left: some of it has grown
+            self.take_back()
+            self.cache.free()
+            raise
 
     def _first_logits(self, rows: Sequence[RequestState], slots: Tensor) -> Tensor:
         """[N, V] for the next token of entering rows, after their prompt or after all they have, which is cached."""
@@ -242,7 +254,7 @@ class ContinuousBatch:
         self.batch.longest = min(self.limit, self.longest)
         self.longest += 1
         self.batch.lengths = state[_LENGTH] - 1
-        self.cache.reserve(0, self.batch.longest, self.limit)
+        self._grow(0, self.batch.longest, self.limit)
         logits = self.model.logits(self.cache.decode(state[_TOKEN], self.batch))
         self._draw(state, self.rows, self.by_rule, logits)
 
@@ -314,10 +326,11 @@ class ContinuousBatch:
         for found, slot in zip(states, slots, strict=True):
             if found.request.keep_cache:
                 self._leave_groups(self.parking.park(Parked(found, slot, self._group(found).prompt)))
+        self._rows_changed()  # not before: it may move rows to slots that nobody has
         return [(found, "stop" if stop else "length") for found, stop in zip(states, stopped, strict=True)]
 
     def _take_out(self, places: Sequence[int]) -> list[RequestState]:
-        """End rows of the batch, with what was drawn for them in their state."""
+        """End rows of the batch, with what was drawn for them in their state; `_rows_changed` is then to be called."""
         if not places:
             return []
         ended, rows = self.state[:, places], [self.rows[place] for place in places]
@@ -329,7 +342,6 @@ class ContinuousBatch:
         gone = set(places)
         staying = [place for place in range(len(self.rows)) if place not in gone]
         self.rows, self.state = [self.rows[place] for place in staying], self.state[:, staying]
-        self._rows_changed()
         return rows
 
     def _leave_groups(self, states: Sequence[RequestState]) -> None:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from atomrl.models.loading import read_weights
 from atomrl.models.spec import unsupported
@@ -66,6 +67,13 @@ class SGLangEngine(ServerEngine):
         super().__init__(*args)
 
     @classmethod
+    def unsupported(cls, config: PretrainedConfig) -> str | None:
+        """Why SGLang would compute another model; None where it does not."""
+        if config.model_type == "llama" and getattr(config, "mlp_bias", False):
+            return "mlp_bias: SGLang's Llama has no biases there, and passes over those of a checkpoint without a word"
+        return None
+
+    @classmethod
     def refusal(cls, sampling: SamplingParams) -> str | None:
         """Why SGLang cannot give the log-probs that are asked for; None where it can."""
         if sampling.logprobs_over == "kept" and sampling.temperature > 0 and not 0 < sampling.top_k <= _MOST_KEPT:
@@ -110,7 +118,7 @@ class SGLangEngine(ServerEngine):
         stops = state.rule.is_stop.nonzero()[:, 0].tolist()
         kept = sampling.logprobs_over == "kept" and sampling.temperature > 0
         params: dict[str, Any] = {
-            "max_new_tokens": sampling.max_completion_tokens,
+            "max_new_tokens": request.sampling.max_completion_tokens,
             "min_new_tokens": sampling.min_completion_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -205,12 +213,16 @@ class SGLangEngine(ServerEngine):
             await self.client.post(server, "/end_weight_update", {})
         on_gpu = server.about["device"] == "cuda" and torch.device(self.options.device).type == "cuda"
         address, ranks = urlsplit(server.url), int(server.about["tp_size"])
-        with socket.create_connection((address.hostname, address.port), timeout=self.options.server_timeout_s) as found:
-            host = found.getsockname()[0]  # by which it reaches us
+        place = address.hostname, address.port
+        try:
+            with socket.create_connection(place, timeout=self.options.server_timeout_s) as found:
+                host = found.getsockname()[0]  # by which it reaches us
+        except OSError as error:
+            raise ServerGone(f"{type(error).__name__} {error}") from None
         timeout_s = self.options.server_timeout_s + _SPARE_S
         group = ServerGroup(host, "nccl" if on_gpu else "gloo", ranks, timeout_s)
-        place = {"master_address": host, "master_port": group.port, "rank_offset": 1, "world_size": ranks + 1}
-        body = place | {"group_name": group.name, "backend": group.backend}
+        body = {"master_address": host, "master_port": group.port, "rank_offset": 1, "world_size": ranks + 1}
+        body |= {"group_name": group.name, "backend": group.backend}
         await self._together(server, group.join(), "/init_weights_update_group", body)
         return group
 

@@ -14,7 +14,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Left to right; a module imports only from layers to its left, and from its own package.
 LAYERS = [
     {"episodes"},
-    {"types", "metrics", "hints", "files", "functions", "event_loop", "worker_process", "sandbox"},
+    {"types", "metrics", "hints", "files", "functions", "event_loop", "worker_process"},
+    {"batches", "sandbox"},
     {"atoms"},
     {"protocols"},
     {"objective"},
@@ -22,7 +23,7 @@ LAYERS = [
     {"config"},
     {"doctor", "cluster"},
     {"data", "models", "rewards", "tracking"},
-    {"weights", "environments"},
+    {"weights", "environments", "retrieval"},
     {"rollout", "training"},
     {"loop"},
     {"pool"},
@@ -31,7 +32,7 @@ LAYERS = [
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
 OPTIONAL = {"peft", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang", "httpx"}
-OPTIONAL |= {"pyseccomp"}
+OPTIONAL |= {"bm25s", "faiss", "uvicorn", "Stemmer", "pyseccomp"}
 MAX_FILE_LINES = 400
 MAX_BODY_LINES = 60
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
@@ -72,6 +72,8 @@ def vllm(kind, path, tokenizer):
 def sglang(path, tokenizer, way="files"):
     """A server of ours that speaks as SGLang does, or SGLang itself (`make test-sglang`), which has no LoRA on CPUs."""
     url, lora_rank = None, 0
+    if reason := SGLangEngine.unsupported(AutoConfig.from_pretrained(path)):
+        pytest.skip(reason)
     if find_spec("sglang") is None:
         url, lora_rank = fake_server(path, way), 4
     elif way == "collective":  # one server for both ways
@@ -581,10 +583,14 @@ def merge(folder, adapters, target):
     return target
 
 
-def test_adapters_are_added_and_replaced(make_engine, folder, tmp_path):
-    engine, prompts = make_engine(folder), prompts_of(*random_prompts(3))
+def with_adapters(engine):
     if isinstance(engine, SGLangEngine) and not engine.options.lora_rank:
-        pytest.skip("SGLang has no adapters on a CPU")
+        pytest.skip("SGLang's kernels for adapters (--enable-lora) are for GPUs alone; the server here has none")
+    return engine
+
+
+def test_adapters_are_added_and_replaced(make_engine, folder, tmp_path):
+    engine, prompts = with_adapters(make_engine(folder)), prompts_of(*random_prompts(3))
     sampling = SamplingParams(completions_per_prompt=2, max_completion_tokens=20)
     trainer = Trainer(load(folder), random_adapters(engine.weight_shapes()))
     transfer = InProcessTransfer(trainer, engine)
@@ -806,7 +812,7 @@ def test_other_weights_than_the_trainers_are_found(make_engine, folder, name, ch
 
 
 def test_other_adapters_than_the_trainers_are_found(make_engine, folder):
-    engine = readable(make_engine(folder))
+    engine = with_adapters(readable(make_engine(folder)))
     trainer = Trainer(load(folder), random_adapters(engine.weight_shapes()))
     InProcessTransfer(trainer, engine)(version=1)
     if any(".lora_" in found.name and found.value is None for found in engine.weight_hashes()):

@@ -91,7 +91,9 @@ def kinds(solution, tests, **given):
 def test_what_holds_passes_and_what_does_not_fails(sandbox):
     found = judge(FAIR, [*HOLD, *FAIL, *UNSERVED], limits=LIMITS, entries=["sum"])
     wanted = ["passed"] * len(HOLD) + ["failed"] * len(FAIL) + ["unserved"] * len(UNSERVED)
-    wrong = [(test, one) for test, one, kind in zip(HOLD + FAIL + UNSERVED, found, wanted, strict=True) if one[0] != kind]
+    wrong = [
+        (test, one) for test, one, kind in zip(HOLD + FAIL + UNSERVED, found, wanted, strict=True) if one[0] != kind
+    ]
     assert wrong == []
 
 
