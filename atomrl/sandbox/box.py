@@ -139,7 +139,6 @@ def start(
     """
     if sandbox == "none":
         return _bare(files, limits, stdin, stdout, stderr)
-    _adopt()
     with contextlib.ExitStack() as stack:
         rules = stack.enter_context(sealed(program(fork=limits.processes > 1)))
         given = {name: stack.enter_context(sealed(_bytes(text))) for name, text in files.items()}
@@ -159,10 +158,11 @@ def start(
 
 
 @functools.cache
-def _adopt() -> None:
+def adopt() -> None:
     """Become the parent of what outlives bubblewrap, to see its end: the first process of a box does by a moment, and
     where this runs in a container the next in line may be one that never looks after those it is given."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def sealed(data: bytes) -> IO[bytes]:

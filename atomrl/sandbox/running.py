@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import IO, Any, Literal, get_args
 
 from atomrl.hints import did_you_mean
-from atomrl.sandbox.box import Box, Limits, Sandbox, sealed, start
+from atomrl.sandbox.box import Box, Limits, Sandbox, adopt, sealed, start
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ def run(source: str, *, stdin: str = "", limits: Limits | None = None, sandbox: 
         SandboxError: as `check`, or the sandbox itself failed.
     """
     check(sandbox)
+    adopt()
     with sealed(stdin.encode(errors="replace")) as given:
         return _run({"main.py": source}, given, limits or Limits(), sandbox)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from atomrl.sandbox import inside
-from atomrl.sandbox.box import Box, Limits, Sandbox, start
+from atomrl.sandbox.box import Box, Limits, Sandbox, adopt, start
 from atomrl.sandbox.running import SandboxError, check
 
 _MAX_VERDICTS_BYTES = 1 << 20
@@ -60,6 +60,7 @@ def judge(
         SandboxError: as `run`.
     """
     check(sandbox)
+    adopt()
     limits, end = limits or Limits(), time.monotonic() + total_s
     verdicts: list[Verdict] = []
     while len(verdicts) < len(tests) and time.monotonic() < end:

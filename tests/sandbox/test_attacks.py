@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tests.sandbox.attacks import ATTACKS, CALLS, MANY, QUICK, SECRET, WITH_PROC
 ROOT = Path(__file__).parents[2]
 UNCONTAINED = [
     "fork once", "network: udp", "environment of the parent", "the parent's files", "write into the host", "proc",
-    "symlink out of tmp", "vfork by subprocess", "signal the host's processes",
+    "vfork by subprocess", "signal the host's processes",
 ]  # fmt: skip
 """Those that an ordinary process achieves without any harm."""
 
@@ -73,15 +74,16 @@ def test_secrets_of_the_environment_are_seen_without_a_sandbox_only(sandbox, can
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_an_ordinary_user_is_as_safe(sandbox, tmp_path):
+def test_an_ordinary_user_is_as_safe(sandbox):
     python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     if python is None or sys.version_info[:2] != _version(python):
         pytest.skip("there is no Python of this version that every user can run")
     import pyseccomp
 
-    packages = tmp_path.parent / "for-another-user"
+    packages = Path(tempfile.mkdtemp(prefix="atomrl-for-another-user-"))
+    packages.chmod(0o755)
     folder = packages / "canary"
-    folder.mkdir(parents=True)
+    folder.mkdir()
     shutil.copy(pyseccomp.__file__, packages)
     shutil.copytree(ROOT / "atomrl" / "sandbox", packages / "atomrl" / "sandbox")
     shutil.copytree(ROOT / "tests" / "sandbox", packages / "tests" / "sandbox")
@@ -89,14 +91,12 @@ def test_an_ordinary_user_is_as_safe(sandbox, tmp_path):
         shutil.copy(ROOT / name, packages / name)
     folder.joinpath("tests.json").write_text("[]")
     os.chown(folder, 65534, 65534)
-    for parent in packages.parents:
-        if not parent.stat().st_mode & 1:
-            parent.chmod(0o755) if parent.is_relative_to(tmp_path.parents[2]) else pytest.skip(f"{parent} is closed")
     nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all"]
     done = subprocess.run(
         [*nobody, python, "-m", "tests.sandbox.attacks", str(folder)],
         cwd=packages, env={"A_SECRET": SECRET, "PATH": os.environ["PATH"]}, capture_output=True, text=True,
     )  # fmt: skip
+    shutil.rmtree(packages)
     if "cannot be run safely" in done.stderr:
         pytest.skip(f"no sandbox for other users: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
