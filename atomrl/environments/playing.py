@@ -6,12 +6,13 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from atomrl.environments.table import ENVIRONMENTS
+from atomrl.environments.table import CHECKS, ENVIRONMENTS
 from atomrl.episodes import Reply
 from atomrl.functions import find_function
-from atomrl.hints import did_you_mean
+from atomrl.hints import did_you_mean, said_as
 from atomrl.types import Sample
 
 Say = Callable[["Reply | str | None"], str]
@@ -44,7 +45,7 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
         args: what it is called with beside the sample (and `seed`, where it takes one).
 
     Raises:
-        EpisodeError: there is none, or it does not take its `args`.
+        EpisodeError: there is none, it does not take its `args`, or it cannot be played on this machine.
 
     Example:
         >>> find_environment("search_r1", {"topk": 3}).__name__
@@ -68,6 +69,9 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
         signature.bind(*positional, **args, **_seed(signature.parameters, args, 0))
     except TypeError as error:
         raise EpisodeError(f"args: {name!r} takes {signature}: {error}") from error
+    if name in CHECKS:
+        with said_as(EpisodeError, f"function: {name!r}", RuntimeError):
+            find_function(CHECKS[name])(**args)
     return function
 
 
@@ -117,7 +121,7 @@ def _drive(episode: Generator[Any, str, Any], say: Say) -> Any:
                 text = say(said)
             except Cut as cut:
                 episode.throw(cut)
-                return None  # it went on as if nothing had happened
+                raise  # it went on as if nothing had happened
             said = episode.send(text)
     except StopIteration as end:
         return end.value
@@ -159,6 +163,11 @@ def as_reply(said: Any) -> Reply | None:
     if reply is not None:
         if not isinstance(reply.text, str) or reply.role not in ("", "tool", "user"):
             raise Misplayed(f"a Reply has a text and the role '', 'tool' or 'user', not {reply!r:.200}")
+        if not isinstance(reply.label, str):
+            raise Misplayed(f"the label of a Reply is a text, not {reply.label!r:.100}")
         if reply.reward is not None and not math.isfinite(float(reply.reward)):
             raise Misplayed(f"the reward of a Reply is a finite number, not {reply.reward!r}")
+        if not reply.text.isascii():  # half a character, of which no tokenizer can make tokens
+            whole = reply.text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            reply = replace(reply, text=whole)
     return reply

@@ -5,10 +5,13 @@ What a worker gets is pickled by the trainer; what it answers is JSON.
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -54,18 +57,29 @@ def serve(connection: Connection) -> None:
     and label (or None) and seconds; `end` with the outcome and seconds; `failed` with a kind and a message. The key
     None is of no episode: `pong`, or `unusable` with a reason.
     """
-    lock, inboxes = threading.Lock(), dict[int, SimpleQueue[Any]]()
+    lock, inboxes, process = threading.Lock(), dict[int, SimpleQueue[Any]](), os.getpid()
     functions: dict[str, Callable[..., Any]] = {}
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):  # an event loop for each episode that is asynchronous
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
     def answer(*message: Any) -> None:
+        if os.getpid() != process:
+            os._exit(1)  # a fork that an environment has made goes on by mistake
         with lock:
-            say(connection, message)
+            try:
+                say(connection, message)
+            except OSError:
+                os._exit(1)  # an environment has closed it, or there is nobody any more
 
     while True:
         try:
             message = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             return
+        except Exception as error:  # unpickling runs code of the columns' own
+            answer(None, "unusable", f"{type(error).__name__}: {error}"[:MAX_MESSAGE])
+            continue
         if isinstance(message, Ping):
             answer(None, "pong")
         elif isinstance(message, Start):
@@ -76,37 +90,46 @@ def serve(connection: Connection) -> None:
             except (Exception, SystemExit) as error:
                 answer(None, "unusable", f"{type(error).__name__}: {error}"[:MAX_MESSAGE])
                 continue
-            inbox = inboxes[message.key] = SimpleQueue()
-            work = (functions[message.name], message, inbox, answer)
-            threading.Thread(target=_play, args=work, daemon=True).start()
-        elif message.key in inboxes:
-            inboxes[message.key].put(message.what)
-            if message.what == CLOSE:
+            inboxes[message.key] = SimpleQueue()
+            work = (functions[message.name], message, inboxes, answer)
+            try:
+                threading.Thread(target=_play, args=work, daemon=True).start()
+            except RuntimeError as error:  # there are as many as the machine allows
                 del inboxes[message.key]
+                answer(message.key, "failed", "error", _describe(error))
+        elif (inbox := inboxes.get(message.key)) is not None:
+            inbox.put(message.what)
 
 
-def _play(function: Callable[..., Any], start: Start, inbox: SimpleQueue[Any], answer: Callable[..., None]) -> None:
+def _play(
+    function: Callable[..., Any], start: Start, inboxes: dict[int, SimpleQueue[Any]], answer: Callable[..., None]
+) -> None:
     """An episode, on its thread."""
-    began, opened = time.perf_counter(), False
+    began, opened, over, inbox = time.perf_counter(), False, False, inboxes[start.key]
 
     def hand_over(said: Reply | str | None) -> str:
-        nonlocal began, opened
+        nonlocal began, opened, over
+        if over:
+            raise Closed
         reply, seconds = as_reply(said), time.perf_counter() - began
         if reply is None and opened:
             raise Misplayed("it said None after the model's first turn; say a Reply or text, or return the outcome")
+        if reply is not None and reply.reward is not None and not opened:
+            raise Misplayed("the reward of its first words is of no turn: there has been none")
         word = "reply" if opened else "opening"
         opened = True
         parts = None
         if reply is not None:
             reward = None if reply.reward is None else float(reply.reward)
-            text = reply.text[: start.most_characters]
-            parts = {"text": text, "role": reply.role, "reward": reward, "label": reply.label}
+            text, label = reply.text[: start.most_characters], _plain(reply.label)
+            parts = {"text": text, "role": reply.role, "reward": reward, "label": label}
         answer(start.key, word, parts, seconds)
         what = inbox.get()
         began = time.perf_counter()
         if what == CLOSE:
             raise Closed
         if what == CUT:
+            over = True
             raise Cut
         return str(what)
 
@@ -114,14 +137,22 @@ def _play(function: Callable[..., Any], start: Start, inbox: SimpleQueue[Any], a
         outcome = play(function, start.sample, start.args, start.seed, hand_over)
         answer(start.key, "end", outcome, time.perf_counter() - began)
     except Closed:
-        pass
+        if over:  # it went on as if nothing had happened
+            answer(start.key, "end", 0.0, time.perf_counter() - began)
     except Misplayed as error:
-        answer(start.key, "failed", "invalid", str(error)[:MAX_MESSAGE])
-    except (Exception, SystemExit) as error:
+        answer(start.key, "failed", "invalid", _plain(str(error)[:MAX_MESSAGE]))
+    except BaseException as error:  # also SystemExit, and asyncio's CancelledError
         answer(start.key, "failed", "error", _describe(error))
+    finally:
+        del inboxes[start.key]
+
+
+def _plain(text: str) -> str:
+    """Without halves of surrogate pairs, which no tokenizer and no file takes."""
+    return text.encode(errors="replace").decode()
 
 
 def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:300]}{place}"
+    return _plain(f"{type(error).__name__}: {str(error)[:300]}{place}")

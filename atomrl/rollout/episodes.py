@@ -38,6 +38,7 @@ class _Play:
     """Of the model, turn by turn."""
     turns: list[Turn] = field(default_factory=list)
     opening_tokens: int = 0
+    opening: str = ""
     drawing: str | None = None
     """The id of the request for the turn that the engine is drawing."""
     last: str | None = None
@@ -81,7 +82,8 @@ class EpisodeEngine(RolloutEngine):
         self._plays: dict[str, _Play] = {}
         self._by_key: dict[int, _Play] = {}
         self._by_turn: dict[str, _Play] = {}
-        self._special, self._still = frozenset(tokenizer.all_special_ids), False
+        self._special = frozenset(tokenizer.all_special_ids)
+        self._paused = self._asleep = False
 
     @property
     def version(self) -> int:  # type: ignore[override]
@@ -94,15 +96,23 @@ class EpisodeEngine(RolloutEngine):
         Raises:
             ValueError: a request has no sample, or its id is in use; or as the engine. None is then begun.
         """
+        names = set(self._plays)
         for request in requests:
             if request.sample is None:
                 raise ValueError(f"request {request.request_id!r} has no sample for the environment")
-            if request.request_id in self._plays:
+            if request.request_id in names:
                 raise ValueError(f"request {request.request_id!r} is there already")
-        for request in requests:
-            assert request.sample is not None
-            play = _Play(request, self.pool.start(request.sample, request.seed), list(request.prompt_token_ids))
-            self._plays[request.request_id] = self._by_key[play.key] = play
+            if not request.prompt_token_ids:
+                raise ValueError(f"request {request.request_id!r}: the prompt has no tokens")
+            names.add(request.request_id)
+        try:
+            for request in requests:
+                assert request.sample is not None
+                play = _Play(request, self.pool.start(request.sample, request.seed), list(request.prompt_token_ids))
+                self._plays[request.request_id] = self._by_key[play.key] = play
+        except BaseException:
+            self.abort([request.request_id for request in requests])
+            raise
 
     def poll(self, wait_s: float = math.inf) -> list[GenerationOutput]:
         """Go on until at least one episode has ended, but no longer than `wait_s` seconds and what cannot be
@@ -113,7 +123,7 @@ class EpisodeEngine(RolloutEngine):
             EpisodeError: the environment cannot be used.
         """
         end, finished = time.monotonic() + wait_s, list[GenerationOutput]()
-        while self._plays and not self._still and not finished:
+        while self._plays and not (self._paused or self._asleep or finished):
             waits = 0.0 if self._by_turn else min(WAIT_S, max(0.0, end - time.monotonic()))
             finished += self._take_answers(self.pool.answers(waits))
             if self._by_turn and not finished:
@@ -126,9 +136,12 @@ class EpisodeEngine(RolloutEngine):
     def _take_answers(self, answers: Iterable[tuple[int, Answer]]) -> list[GenerationOutput]:
         """Begin the next turns, all at once, since a call may have to wait for an engine; the episodes that ended."""
         taken = [(play := self._by_key[key], self._take_answer(play, answer)) for key, answer in answers]
-        turns = [self._next_turn(play) for play, then in taken if then == "turn"]
+        turns = [(play, self._next_turn(play)) for play, then in taken if then == "turn"]
         if turns:
-            self.engine.submit(turns)
+            self.engine.submit([request for _, request in turns])
+        for play, request in turns:
+            play.drawing = request.request_id
+            self._by_turn[request.request_id] = play
         return [self._finished(play, then) for play, then in taken if isinstance(then, Answer)]
 
     def _take_turns(self, outputs: Iterable[GenerationOutput]) -> None:
@@ -146,7 +159,7 @@ class EpisodeEngine(RolloutEngine):
         play.tokens += written
         play.segments += output.segments
         play.texts.append(output.text)
-        play.turns.append(Turn(model_tokens=len(written)))
+        play.turns.append(Turn(model_tokens=len(written), text=output.text))
 
     def _text_of(self, play: _Play, output: GenerationOutput) -> str:
         """What an environment reads: with special tokens, but without an end-of-turn token at its end; up to the end
@@ -167,7 +180,10 @@ class EpisodeEngine(RolloutEngine):
             reward, label = (answer.reply.reward, answer.reply.label) if answer.reply else (None, "")
             turn = play.turns[-1]
             play.turns[-1] = replace(
-                turn, seconds=turn.seconds + answer.seconds, reward=reward, label=label or turn.label
+                turn,
+                seconds=turn.seconds + answer.seconds,
+                reward=turn.reward if reward is None else reward,
+                label=label or turn.label,
             )
         if answer.ended:
             return answer
@@ -188,10 +204,12 @@ class EpisodeEngine(RolloutEngine):
         if ids:
             play.tokens += ids
             play.segments.append(Segment(origin="environment", token_ids=tuple(ids)))
+        cut = len(ids) >= self.settings.max_reply_tokens
+        said = str(self.tokenizer.decode(ids)) if cut else reply.text
         if play.turns:
-            play.turns[-1] = replace(play.turns[-1], reply_tokens=len(ids))
+            play.turns[-1] = replace(play.turns[-1], reply_tokens=len(ids), reply=said)
         else:
-            play.opening_tokens = len(ids)
+            play.opening_tokens, play.opening = len(ids), said
         return None
 
     def _next_turn(self, play: _Play) -> GenerationRequest:
@@ -205,8 +223,6 @@ class EpisodeEngine(RolloutEngine):
         )
         name = f"{request.request_id}#{turn}"
         first = play.drawn == 0
-        play.drawing = name
-        self._by_turn[name] = play
         return replace(
             request,
             request_id=name,
@@ -242,6 +258,7 @@ class EpisodeEngine(RolloutEngine):
                 turns=tuple(play.turns),
                 ended=play.ended,
                 opening_tokens=play.opening_tokens,
+                opening=play.opening,
                 outcome=answer.outcome,
                 failure=answer.failure,
                 message=answer.message,
@@ -265,12 +282,12 @@ class EpisodeEngine(RolloutEngine):
 
     def pause(self) -> None:
         """Draw no token until `resume`; episodes stay."""
-        self._still = True
+        self._paused = True
         self.engine.pause()
 
     def resume(self) -> None:
         """Go on; an episode under way continues with the weights there are now."""
-        self._still = False
+        self._paused = False
         self.engine.resume()
 
     def sleep(self) -> None:
@@ -282,10 +299,12 @@ class EpisodeEngine(RolloutEngine):
         if self._plays:
             raise RuntimeError(f"the engine holds {len(self._plays)} episodes; let them end or abort them first")
         self.engine.sleep()
+        self._asleep = True
 
     def wake(self) -> None:
         """Undo `sleep`."""
         self.engine.wake()
+        self._asleep = False
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """As the engine's."""

@@ -13,6 +13,9 @@ _USER, _MODEL, _REPLY = "atomrl-user-words", "atomrl-model-words", "atomrl-reply
 class ReplyTokens:
     """Tokenizes replies, each alone: tokens that were sampled are never encoded again, so a row only grows.
 
+    What an environment says holds no special token: a document that contains the text of an end-of-turn token cannot
+    end a turn. Added tokens that are not special (`<think>`, `<tool_call>`, a tokenizer's own tags) stay tokens.
+
     A raw reply is its text. One with a role is what the chat template writes between the end of the assistant's words
     and its next ones, which is found by rendering a conversation of dummies; the end-of-turn token is left out where
     the model wrote it itself.
@@ -36,7 +39,7 @@ class ReplyTokens:
             last_token: of the model's turn before it; None: there is none.
             most: tokens of the reply's own text; what is beyond is cut, and what the template writes around it is not.
         """
-        text = self._ids(reply.text)[:most]
+        text = self._ids(reply.text, split=True)[:most]
         if not reply.role:
             return text
         before, after = (self._ids(part) for part in self.around(reply.role, opening=last_token is None))
@@ -44,8 +47,9 @@ class ReplyTokens:
             before = before[1:]
         return [*before, *text, *after]
 
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
+    def _ids(self, text: str, split: bool = False) -> list[int]:
+        options = {"add_special_tokens": False, "verbose": False, "split_special_tokens": split}
+        ids: list[int] = self.tokenizer(text, **options)["input_ids"] if text else []
         return ids
 
     def around(self, role: str, opening: bool = False) -> tuple[str, str]:

@@ -118,7 +118,7 @@ class SGLangEngine(ServerEngine):
         stops = state.rule.is_stop.nonzero()[:, 0].tolist()
         kept = sampling.logprobs_over == "kept" and sampling.temperature > 0
         params: dict[str, Any] = {
-            "max_new_tokens": sampling.max_completion_tokens,
+            "max_new_tokens": request.sampling.max_completion_tokens,
             "min_new_tokens": sampling.min_completion_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

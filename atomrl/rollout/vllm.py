@@ -43,7 +43,7 @@ def request_fields(state: RequestState) -> dict[str, Any]:
     sampling = state.rule.sampling
     ranked = (sampling.top_k or -1) if sampling.logprobs_over == "kept" and sampling.temperature > 0 else 0
     return {
-        "max_tokens": sampling.max_completion_tokens,
+        "max_tokens": state.request.sampling.max_completion_tokens,
         "min_tokens": sampling.min_completion_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -103,7 +103,7 @@ def test_vllm_goes_on_from_its_prefix_cache(in_vllm, folder):
     llm.step = step
     assert len(found) == 24 and {item.episode.ended for item in found} == {"environment"}
     origins = ["prompt", *["model", "environment"] * 3, "model"]
-    assert all([segment.origin for segment in item.segments] == origins for item in found)
+    assert all([part.origin for part in item.segments] == origins for item in found)
     assert largest_error(folder, found) < 5e-5
     used = 0
     for item in found:
