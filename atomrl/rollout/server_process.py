@@ -56,13 +56,15 @@ class ServerProcess:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         words, environment = command(port)
-        self.folder = tempfile.TemporaryDirectory(prefix="atomrl-server-")
+        # For what it leaves behind too. A short name, since sockets in it may have 107 letters.
+        parent = "/tmp" if os.path.isdir("/tmp") else None
+        self.folder = tempfile.TemporaryDirectory(prefix="atomrl-server-", dir=parent, ignore_cleanup_errors=True)
         self.output = Path(self.folder.name) / "output.txt"
         launcher = [sys.executable, "-c", _LAUNCH, str(os.getpid()), *words]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 launcher,
-                env=os.environ | dict(environment),
+                env=os.environ | {"TMPDIR": self.folder.name} | dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

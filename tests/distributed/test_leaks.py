@@ -1,0 +1,51 @@
+"""Engines that are opened and closed again and again leave nothing behind."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_tiny_model
+
+TIMES = 4
+RAYS = 2
+"""Sockets that Ray leaves open in this process with each `ray.init` and `ray.shutdown`, also with nothing of ours."""
+ROOT = Path(__file__).parents[2]
+NEEDS = {"vllm": "vllm", "vllm-server": "vllm", "sglang": "sglang", "replicas": "ray", "collective": "ray"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("leaks") / "model", scale=0.2, head_dim=32)
+
+
+@pytest.mark.parametrize("kind", ["native", *NEEDS])
+def test_what_is_closed_is_gone(kind, model, tmp_path, request):
+    """No process, thread, open file, folder or shared memory: after each time as after the second, since the first
+    loads what is loaded once."""
+    if (needs := NEEDS.get(kind)) and find_spec(needs) is None:
+        pytest.skip(f"{needs} is not installed")
+    if needs == "vllm":
+        request.getfixturevalue("vllm")
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.distributed.open_and_close", kind, str(model), str(TIMES)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("THERE ")]
+    assert len(found) == TIMES
+    once = {str(tmp_path / f"torchinductor_{getpass.getuser()}")}  # of torch.compile, for all later processes
+    assert not found[0]["processes"] and not {*found[0]["folders"]} - once, found[0]
+    for times, later in enumerate(found[2:], start=1):
+        more = {what: Counter(now) - Counter(found[1][what]) for what, now in later.items()}
+        if needs == "ray" and more["files"]["socket"] <= RAYS * times:
+            del more["files"]["socket"]
+        assert {what: list(now) for what, now in more.items() if now} == {}
+    assert not {*map(str, tmp_path.iterdir())} - once, "left when the process ended"
