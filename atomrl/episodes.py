@@ -44,6 +44,10 @@ class Turn:
     """Of what the model wrote."""
     label: str = ""
     """Of the reply."""
+    text: str = ""
+    """What the model wrote, decoded without special tokens."""
+    reply: str = ""
+    """What the environment answered, as far as it is in the row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,8 @@ class Episode:
     failure: FailureKind | None = None
     message: str = ""
     """Of the failure."""
+    opening: str = ""
+    """What the environment wrote before the model began."""
 
     @property
     def turn_rewards(self) -> tuple[tuple[int, float], ...]:

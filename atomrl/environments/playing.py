@@ -9,10 +9,10 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from atomrl.environments.table import ENVIRONMENTS
+from atomrl.environments.table import CHECKS, ENVIRONMENTS
 from atomrl.episodes import Reply
 from atomrl.functions import find_function
-from atomrl.hints import did_you_mean
+from atomrl.hints import did_you_mean, said_as
 from atomrl.types import Sample
 
 Say = Callable[["Reply | str | None"], str]
@@ -45,7 +45,7 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
         args: what it is called with beside the sample (and `seed`, where it takes one).
 
     Raises:
-        EpisodeError: there is none, or it does not take its `args`.
+        EpisodeError: there is none, it does not take its `args`, or it cannot be played on this machine.
 
     Example:
         >>> find_environment("search_r1", {"topk": 3}).__name__
@@ -64,11 +64,14 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
             "replies, an async function f(sample, say, ...), or a class with reset(sample) and step(text)"
         )
     positional = [] if _is_class(function) else [None] * (2 if _is_coroutine(function) else 1)
-    parameters = inspect.signature(function).parameters
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind(*positional, **args, **_seed(parameters, args, 0))
+        signature.bind(*positional, **args, **_seed(signature.parameters, args, 0))
     except TypeError as error:
-        raise EpisodeError(f"args: {name!r} takes {inspect.signature(function)}: {error}") from error
+        raise EpisodeError(f"args: {name!r} takes {signature}: {error}") from error
+    if name in CHECKS:
+        with said_as(EpisodeError, f"function: {name!r}", RuntimeError):
+            find_function(CHECKS[name])(**args)
     return function
 
 

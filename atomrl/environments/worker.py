@@ -121,8 +121,8 @@ def _play(
         parts = None
         if reply is not None:
             reward = None if reply.reward is None else float(reply.reward)
-            text = reply.text[: start.most_characters]
-            parts = {"text": text, "role": reply.role, "reward": reward, "label": reply.label}
+            text, label = reply.text[: start.most_characters], _plain(reply.label)
+            parts = {"text": text, "role": reply.role, "reward": reward, "label": label}
         answer(start.key, word, parts, seconds)
         what = inbox.get()
         began = time.perf_counter()
@@ -140,14 +140,19 @@ def _play(
         if over:  # it went on as if nothing had happened
             answer(start.key, "end", 0.0, time.perf_counter() - began)
     except Misplayed as error:
-        answer(start.key, "failed", "invalid", str(error)[:MAX_MESSAGE])
+        answer(start.key, "failed", "invalid", _plain(str(error)[:MAX_MESSAGE]))
     except BaseException as error:  # also SystemExit, and asyncio's CancelledError
         answer(start.key, "failed", "error", _describe(error))
     finally:
         del inboxes[start.key]
 
 
+def _plain(text: str) -> str:
+    """Without halves of surrogate pairs, which no tokenizer and no file takes."""
+    return text.encode(errors="replace").decode()
+
+
 def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:300]}{place}"
+    return _plain(f"{type(error).__name__}: {str(error)[:300]}{place}")
