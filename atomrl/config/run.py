@@ -115,11 +115,22 @@ class RunConfig(Section):
                 f"asynchronous.min_completions={least} is larger than rollout.completions_per_prompt="
                 f"{rollout.completions_per_prompt}"
             )
+        self._check_environment()
         if rollout.min_completion_tokens > rollout.max_completion_tokens:
             raise ValueError("rollout.min_completion_tokens is larger than rollout.max_completion_tokens")
         if rollout.min_completion_tokens > (self.eval.max_completion_tokens or rollout.max_completion_tokens):
             raise ValueError("rollout.min_completion_tokens holds in evaluation too: over eval.max_completion_tokens")
         return self
+
+    def _check_environment(self) -> None:
+        judges = [*self.reward.functions, *self.reward.by_data_source.values()]
+        if self.environment is None:
+            if self.kind == "train" and any(judge.function == "environment" for judge in judges):
+                raise ValueError("reward.functions: environment is the outcome of episodes; there is no environment")
+        elif self.kind != "train":
+            raise ValueError("environment: this kind of run draws no rollouts; remove the section")
+        elif self.rollout.min_completion_tokens:
+            raise ValueError("rollout.min_completion_tokens: turns of an episode have no least length; remove it")
 
     @property
     def gpt(self) -> schema.GptConfig | None:

@@ -82,8 +82,6 @@ class _Episode:
     """Hashes of its answers, which a repetition must give again."""
     repeated: int = 0
     """Answers that its worker has given, up to `len(heard)` for the second time."""
-    asked: bool = True
-    """It owes an answer."""
     suspect: bool = False
     deadline: float = 0.0
 
@@ -106,6 +104,8 @@ class EnvironmentPool:
         self.settings = settings
         self.workers: list[_Worker] = []
         self._episodes: dict[int, _Episode] = {}
+        self._asked: dict[int, _Episode] = {}
+        """Those that owe an answer."""
         self._homeless: deque[_Episode] = deque()
         self._answers: list[tuple[int, Answer]] = []
         self._clock, self._seen, self._ended_loading, self._keys = 0.0, time.monotonic(), 0, 0
@@ -113,7 +113,7 @@ class EnvironmentPool:
     @property
     def waiting(self) -> bool:
         """Whether an answer is to come."""
-        return bool(self._answers) or any(episode.asked for episode in self._episodes.values())
+        return bool(self._answers or self._asked)
 
     def start(self, sample: Sample, seed: int) -> int:
         """Begin an episode; its key. Its first answer is what the environment says before the model's first turn.
@@ -126,7 +126,7 @@ class EnvironmentPool:
         most = CHARACTERS_PER_TOKEN * settings.max_reply_tokens
         with said_as(EpisodeError, f"environment: sample {sample.sample_id!r} cannot be sent to a worker", Exception):
             start = pickle.dumps(Start(self._keys, settings.function, dict(settings.args), sample, seed, most))
-        episode = self._episodes[self._keys] = _Episode(self._keys, start)
+        episode = self._episodes[self._keys] = self._asked[self._keys] = _Episode(self._keys, start)
         self._homeless.append(episode)
         self._house()
         return episode.key
@@ -143,6 +143,7 @@ class EnvironmentPool:
         """Give an episode up."""
         episode = self._episodes.pop(key, None)
         if episode is not None:
+            self._asked.pop(key, None)
             self._answers = [(other, answer) for other, answer in self._answers if other != key]
             self._leave(episode, closing=True)
 
@@ -167,6 +168,7 @@ class EnvironmentPool:
             worker.kill()
         self.workers.clear()
         self._episodes.clear()
+        self._asked.clear()
         self._homeless.clear()
         self._answers.clear()
 
@@ -175,7 +177,7 @@ class EnvironmentPool:
     def _tell(self, key: int, what: str | int) -> None:
         episode = self._episodes[key]
         episode.said.append(what)
-        episode.asked, episode.deadline = True, self._clock + self.settings.timeout_s
+        self._asked[key], episode.deadline = episode, self._clock + self.settings.timeout_s
         if episode.worker is not None:
             self._send(episode.worker, Say(key, what))
 
@@ -272,13 +274,14 @@ class EnvironmentPool:
         elif word == "failed":
             self._finish(episode, Answer(ended=True, failure=rest[0], message=rest[1]))
         else:
-            episode.asked = False
+            self._asked.pop(key, None)
             parts, seconds = rest
             self._answers.append((key, Answer(None if parts is None else Reply(**parts), seconds=seconds)))
 
     def _finish(self, episode: _Episode, answer: Answer) -> None:
         """The last answer of an episode."""
         del self._episodes[episode.key]
+        self._asked.pop(episode.key, None)
         self._answers.append((episode.key, answer))
         self._leave(episode, closing=False)
 
@@ -306,7 +309,7 @@ class EnvironmentPool:
                 self._send(worker, Ping())
 
     def _late(self, worker: _Worker) -> list[_Episode]:
-        return [one for one in worker.episodes.values() if one.asked and self._clock >= one.deadline]
+        return [one for one in self._asked.values() if one.worker is worker and self._clock >= one.deadline]
 
     def _time_out(self, worker: _Worker) -> None:
         """Some of its episodes hang, and it does not: they are over, and it is ended after the others."""
@@ -335,7 +338,7 @@ class EnvironmentPool:
                 crash = Answer(ended=True, failure="crash", message=message)
                 self._finish(episode, self._too_late() if stuck else crash)
             else:
-                episode.suspect = episode.asked and worker.ready
+                episode.suspect = episode.key in self._asked and worker.ready
                 self._homeless.append(episode)
 
     def _kill(self, worker: _Worker) -> None:

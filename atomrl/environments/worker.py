@@ -106,6 +106,7 @@ def _play(
 ) -> None:
     """An episode, on its thread."""
     began, opened, over, inbox = time.perf_counter(), False, False, inboxes[start.key]
+    speaking = threading.Lock()
 
     def hand_over(said: Reply | str | None) -> str:
         nonlocal began, opened, over
@@ -133,8 +134,16 @@ def _play(
             raise Cut
         return str(what)
 
+    def say_alone(said: Reply | str | None) -> str:
+        if not speaking.acquire(blocking=False):
+            raise Misplayed("it said something before the model had answered what it said last")
+        try:
+            return hand_over(said)
+        finally:
+            speaking.release()
+
     try:
-        outcome = play(function, start.sample, start.args, start.seed, hand_over)
+        outcome = play(function, start.sample, start.args, start.seed, say_alone)
         answer(start.key, "end", outcome, time.perf_counter() - began)
     except Closed:
         if over:  # it went on as if nothing had happened

@@ -200,7 +200,7 @@ class Rewards:
         for part in self.parts:
             self._judge(part.name, scored, columns, any(item.reward_parts[part.name] is not None for item in scored))
         played = [item.episode for item in scored if item.episode is not None]
-        if played:
+        if played and ENVIRONMENT not in {part.name for part in self.parts}:  # whose failures those then are
             self._judge(ENVIRONMENT, scored, columns, any(episode.failure is None for episode in played))
         self._judge_total(scored)
 

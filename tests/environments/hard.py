@@ -139,3 +139,10 @@ def closes(sample):
         os.closerange(3, 200)
     yield "a"
     return 1.0
+
+
+async def two_at_once(sample, say):
+    """Does not wait for the model."""
+    import asyncio
+
+    await asyncio.gather(say("a"), say("b"))

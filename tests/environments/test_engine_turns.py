@@ -9,16 +9,18 @@ import pytest
 import torch
 from transformers import AddedToken
 
-from atomrl.config import EnvironmentConfig
-from atomrl.episodes import Reply
+from atomrl.config import EnvironmentConfig, RewardConfig
+from atomrl.episodes import Episode, Reply
 from atomrl.models.loading import read_weights
 from atomrl.protocols import WeightUpdate
+from atomrl.rewards import compute
+from atomrl.rewards.errors import RewardError
 from atomrl.rollout.episodes import EpisodeEngine
 from atomrl.rollout.generate import generate, requests_of
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.replies import ReplyTokens
 from atomrl.rollout.requests import EngineOptions
-from atomrl.types import GenerationRequest
+from atomrl.types import GenerationRequest, Sample, Segment, Trajectory
 from tests.environments.conftest import SAMPLING, samples
 from tests.environments.hard import Unsendable
 
@@ -211,3 +213,19 @@ def flat(segments):
 
 def logprobs(segments):
     return [value for part in segments if part.logprobs for value in part.logprobs]
+
+
+def test_an_environments_failures_are_counted_once_where_its_outcome_is_the_reward():
+    episode = Episode(turns=(), ended="failed", failure="error", message="no such luck")
+    lost = [
+        Trajectory(
+            prompt_id="a", index=index, sample=Sample(sample_id="a", prompt="", ground_truth=None), text="",
+            segments=(Segment(origin="prompt", token_ids=(5,)),), finish_reason="abort", episode=episode,
+        )
+        for index in range(compute.MIN_FAILURES - 1)
+    ]  # fmt: skip
+    rewards = compute.build_rewards(RewardConfig(functions=["environment"]))
+    with closing(rewards):
+        assert {item.reward for item in rewards(lost)} == {None}
+        with pytest.raises(RewardError, match="'environment' failed on every completion so far"):
+            rewards(lost)

@@ -127,6 +127,9 @@ def test_an_environment_beside_a_reward(folder):
     ([f"environment.function={PLAYED}:asyncio"], "has no function 'asyncio'"),
     ([f"environment.function={PLAYED}:Reply", "environment.args={text: a}"], "is no environment"),
     (["environment.max_turns=0"], "environment.max_turns"),
+    (["rollout.min_completion_tokens=4"], "turns of an episode have no least length"),
+    (["environment=null", "reward={functions: [environment]}"], "there is no environment"),
+    (["sft={}"], "environment: this kind of run draws no rollouts"),
 ])  # fmt: skip
 def test_what_cannot_be_played_is_refused_before_anything_runs(folder, capsys, keys, words):
     for command in (["train", "c.yaml", *keys, "--dry-run"], ["train", "c.yaml", *keys]):
