@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from atomrl.models.loading import read_weights
 from atomrl.models.spec import unsupported
@@ -64,6 +65,13 @@ class SGLangEngine(ServerEngine):
     def __init__(self, *args: Any) -> None:
         self.sent = {}
         super().__init__(*args)
+
+    @classmethod
+    def unsupported(cls, config: PretrainedConfig) -> str | None:
+        """Why SGLang would compute another model; None where it does not."""
+        if config.model_type == "llama" and getattr(config, "mlp_bias", False):
+            return "mlp_bias: SGLang's Llama has no biases there, and passes over those of a checkpoint without a word"
+        return None
 
     @classmethod
     def refusal(cls, sampling: SamplingParams) -> str | None:
