@@ -14,11 +14,7 @@ class ReplyTokens:
     """Tokenizes replies, each alone: tokens that were sampled are never encoded again, so a row only grows.
 
     What an environment says holds no special token: a document that contains the text of an end-of-turn token cannot
-<<<<<<< HEAD
-    end a turn. Added tokens that are not special (`<think>`, tags that a tokenizer was given) stay tokens.
-=======
     end a turn. Added tokens that are not special (`<think>`, `<tool_call>`, a tokenizer's own tags) stay tokens.
->>>>>>> main
 
     A raw reply is its text. One with a role is what the chat template writes between the end of the assistant's words
     and its next ones, which is found by rendering a conversation of dummies; the end-of-turn token is left out where
