@@ -52,5 +52,7 @@ def test_calls_tags_and_characters_are_bounded():
 
 
 def test_nothing_is_kept_between_calls():
-    replies, _ = said("<python>x = 1\nopen('/tmp/x', 'w')</python>", "<python>import os\nprint(os.listdir('/tmp'))\nx</python>")
+    replies, _ = said(
+        "<python>x = 1\nopen('/tmp/x', 'w')</python>", "<python>import os\nprint(os.listdir('/tmp'))\nx</python>"
+    )
     assert replies[1].text.startswith("\n<output>\n[]\n") and "NameError" in replies[1].text

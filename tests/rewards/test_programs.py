@@ -72,7 +72,9 @@ def test_the_share_of_tests(sandbox):
     assert score(MULTIPLIES_TO_THREE, STDIN) == 0.5
     assert score(MULTIPLIES_TO_THREE, STDIN, all_or_nothing=True) == 0.0
     assert score(ADDS, STDIN, all_or_nothing=True) == 1.0
-    assert score(FUNCTION, ["assert add(1, 2) == 3", "assert add(1, 2) == 4", "assert add(0, 1)"]) == pytest.approx(2 / 3)
+    assert score(FUNCTION, ["assert add(1, 2) == 3", "assert add(1, 2) == 4", "assert add(0, 1)"]) == pytest.approx(
+        2 / 3
+    )
 
 
 def test_the_last_block_is_the_program():
@@ -98,7 +100,12 @@ def test_what_is_no_test_is_an_error(tests):
 
 def test_in_a_run_attacks_score_nothing_and_honest_programs_do(sandbox, tmp_path):
     chosen = ["fork bomb", "two gigabytes", "endless output", "kill the parent", "write into the host", "sleep"]
-    texts = [block(ADDS), *(block(source_of(ATTACKS[name], str(tmp_path))) for name in chosen), "no program", block(ADDS)]
+    texts = [
+        block(ADDS),
+        *(block(source_of(ATTACKS[name], str(tmp_path))) for name in chosen),
+        "no program",
+        block(ADDS),
+    ]
     config = RewardConfig(functions=[{"function": "code", "args": {"case_s": 1.0}, "timeout_s": 30}], workers=2)
     rewards = build_rewards(config)
     try:

@@ -65,7 +65,9 @@ def test_secrets_of_the_environment_are_seen_without_a_sandbox_only(sandbox, can
         "for path in [f'/proc/{os.getppid()}/environ', *glob.glob('/proc/*/environ')]:\n"
         "    try: print(open(path).read())\n    except OSError: pass"
     )
-    trainer = f"from atomrl.sandbox import run\nprint([run({source!r}, sandbox=s).stdout for s in ('bubblewrap', 'none')])"
+    trainer = (
+        f"from atomrl.sandbox import run\nprint([run({source!r}, sandbox=s).stdout for s in ('bubblewrap', 'none')])"
+    )
     environment = {**os.environ, "A_SECRET": SECRET}
     done = subprocess.run([sys.executable, "-c", trainer], capture_output=True, text=True, env=environment, check=True)
     boxed, bare = ast.literal_eval(done.stdout)

@@ -62,8 +62,13 @@ def test_threads_event_loops_and_big_inputs_work(sandbox):
     assert run("print('\ud800' == 0)", stdin="\ud800").stdout == "False\n"
     children = "import subprocess, sys\nprint(subprocess.run([sys.executable, '-c', 'print(1)']).returncode)"
     assert run(children, limits=Limits(processes=4)).stdout.split() == ["1", "0"]
-    modules = "import bisect, collections, ctypes, decimal, fractions, hashlib, heapq, itertools, json, math, random, re"
-    assert run(f"{modules}, sqlite3, statistics, string, zlib, datetime, functools, typing\nprint('all')").stdout == "all\n"
+    modules = (
+        "import bisect, collections, ctypes, decimal, fractions, hashlib, heapq, itertools, json, math, random, re"
+    )
+    assert (
+        run(f"{modules}, sqlite3, statistics, string, zlib, datetime, functools, typing\nprint('all')").stdout
+        == "all\n"
+    )
 
 
 def test_the_same_program_gives_the_same(sandbox):
