@@ -32,8 +32,9 @@ CHARACTERS_PER_TOKEN = 32
 class Answer(NamedTuple):
     """What an environment said, once."""
 
-    reply: Reply | None = None
-    """None: nothing, before the model's first turn; or the episode has ended."""
+    replies: tuple[Reply, ...] = ()
+    """Several: messages of the same role. None: it said nothing, before the model's first turn, or the episode has
+    ended."""
     ended: bool = False
     outcome: float | None = None
     failure: FailureKind | None = None
@@ -248,7 +249,7 @@ class EnvironmentPool:
         else:
             episode.asked = False
             parts, seconds = rest
-            self._answers.append((key, Answer(None if parts is None else Reply(**parts), seconds=seconds)))
+            self._answers.append((key, Answer(tuple(Reply(**part) for part in parts), seconds=seconds)))
 
     def _finish(self, episode: _Episode, answer: Answer) -> None:
         """The last answer of an episode."""

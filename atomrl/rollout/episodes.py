@@ -157,26 +157,30 @@ class EpisodeEngine(RolloutEngine):
     def _take_answer(self, play: _Play, answer: Answer) -> GenerationOutput | None:
         """Go on with the model's next turn, or end the episode."""
         if play.turns:
-            reward, label = (answer.reply.reward, answer.reply.label) if answer.reply else (None, "")
-            turn = play.turns[-1]
+            turn, labels = play.turns[-1], tuple(reply.label for reply in answer.replies)
+            rewards = [reply.reward for reply in answer.replies if reply.reward is not None]
             play.turns[-1] = replace(
-                turn, seconds=turn.seconds + answer.seconds, reward=reward, label=label or turn.label
+                turn,
+                seconds=turn.seconds + answer.seconds,
+                reward=sum(rewards) if rewards else turn.reward,
+                label=labels[0] if labels else turn.label,
+                labels=labels or turn.labels,
             )
         if answer.ended:
             return self._finished(play, answer)
-        if answer.reply is not None and (why := self._add_reply(play, answer.reply)):
+        if answer.replies and (why := self._add_replies(play, answer.replies)):
             play.ended = why
             self.pool.cut(play.key)
             return None
         self._next_turn(play)
         return None
 
-    def _add_reply(self, play: _Play, reply: Reply) -> Ended | None:
-        """The reply's tokens in the row, or why it has no room there."""
+    def _add_replies(self, play: _Play, replies: Sequence[Reply]) -> Ended | None:
+        """The replies' tokens in the row, or why they have no room there."""
         if len(play.turns) >= self.settings.max_turns:
             return "turns"
         last = play.tokens[-1] if play.turns else None
-        ids = self.replies.encode(reply, last, self.settings.max_reply_tokens)
+        ids = self.replies.encode(replies, last, self.settings.max_reply_tokens)
         if len(ids) >= play.left:
             return "length"
         if ids:
