@@ -2,5 +2,6 @@
 
 ENVIRONMENTS = {
     "search_r1": "atomrl.environments.search.search_r1",
+    "tools": "atomrl.environments.tools.call_tools",
 }
 """By their dotted path: imported in a worker, or when a config is checked."""

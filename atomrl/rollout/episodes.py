@@ -70,11 +70,18 @@ class EpisodeEngine(RolloutEngine):
         engine: draws the turns.
         tokenizer: of the model.
         settings: the section `environment`.
+        tools: JSON schemas that prompts were rendered with.
     """
 
-    def __init__(self, engine: RolloutEngine, tokenizer: Any, settings: EnvironmentConfig) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: Any,
+        settings: EnvironmentConfig,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
-        self.pool, self.replies = EnvironmentPool(settings), ReplyTokens(tokenizer)
+        self.pool, self.replies = EnvironmentPool(settings), ReplyTokens(tokenizer, tools)
         self.seeded, self.exact, self.returns_candidates = engine.seeded, engine.exact, engine.returns_candidates
         self._plays: dict[str, _Play] = {}
         self._by_key: dict[int, _Play] = {}
@@ -168,12 +175,24 @@ class EpisodeEngine(RolloutEngine):
             )
         if answer.ended:
             return self._finished(play, answer)
-        if answer.replies and (why := self._add_replies(play, answer.replies)):
+        replies = answer.replies if play.turns else self._opening(answer.replies)
+        if replies and (why := self._add_replies(play, replies)):
             play.ended = why
             self.pool.cut(play.key)
             return None
         self._next_turn(play)
         return None
+
+    def _opening(self, replies: Sequence[Reply]) -> Sequence[Reply]:
+        """What the environment begins with: text behind the prompt, or the end of the prompt's last message."""
+        if self.settings.opening:
+            return [replace(reply, role="user") for reply in replies or [Reply(text="")]]
+        if replies and replies[0].role:
+            raise ValueError(
+                f"environment: it begins with a reply of the role {replies[0].role!r}, but the prompt has been closed; "
+                "environment.opening=true leaves it open"
+            )
+        return replies
 
     def _add_replies(self, play: _Play, replies: Sequence[Reply]) -> Ended | None:
         """The replies' tokens in the row, or why they have no room there."""

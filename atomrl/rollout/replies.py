@@ -102,11 +102,11 @@ class ReplyTokens:
     def _opening(self, role: str, texts: Sequence[str]) -> str:
         """What follows the words of the prompt's last message where the environment goes on with it."""
         if role != "user":
-            raise ValueError(f"a reply with the role {role!r} before the model's first turn: it is 'user' or ''")
-        text = self._rendered([{"role": "user", "content": _USER + "".join(texts)}], True)
-        if text.count(_USER) != 1:
-            raise ValueError("environment.opening: the chat template leaves out, or repeats, a user's message")
-        return text.partition(_USER)[2]
+            raise ValueError(f"a reply with the role {role!r} before the model's first turn: it is 'user'")
+        if not self.tokenizer.chat_template:
+            raise ValueError("opening: the tokenizer has no chat template; remove it, and what is said first is text")
+        *before, user = self._conversation("user")[:-1]
+        return self._rendered([*before, user | {"content": _USER + texts[0]}], True).partition(_USER)[2]
 
     def _after_model(self, role: str, texts: Sequence[str]) -> str:
         """What follows the model's words: the end of its turn, the messages, and what begins its next turn."""
