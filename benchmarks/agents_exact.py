@@ -8,7 +8,7 @@ quotes, the text of special tokens, characters of several bytes, one message or 
 1. each turn's prompt is the row so far, and the row is the prompt, what was drawn and what was answered, id by id;
 2. what is trained on (`loss_mask`) is what was drawn, and nothing else;
 3. where the model wrote what its tokenizer would write, the row is the whole conversation as the template writes it,
-   tokenized at once: by templates and tokenizers that are able to (`WHOLE`).
+   tokenized at once, for the templates that write it so (`COMPARED`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from atomrl.config import DataConfig, EnvironmentConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows
 from atomrl.environments import Reply
+from atomrl.environments.playing import as_replies
+from atomrl.environments.pool import Answer
 from atomrl.rollout.episodes import EpisodeEngine
 from atomrl.rollout.fake import FakeEngine
 from atomrl.rollout.generate import generate
@@ -38,11 +40,8 @@ PIECES = (
     "the model", " ", "\n", "\n\n", '"quoted"', "<|im_end|>", "</s>", "<s>", "[INST]", "<tool_call>", "Zürich", "日本", "🙂",
     "  two", "x\\n", "{1: 2}", "</think>", "<think>", "answer", ".", "'", "<|eot_id|>", "<end_of_turn>", "\t",
 )  # fmt: skip
-WHOLE = {"byte-level", "added", "words"}
-"""Tokenizers for which a text in pieces has the tokens of the text, where special tokens stand between them."""
-COMPARED = set(TEMPLATES) - {"qwen3", "thinking", "deepseek"}
-"""Templates that write a conversation as it was when the next word was to be written: no thoughts are dropped or put
-in."""
+COMPARED = set(TEMPLATES) - {"qwen3", "thinking", "deepseek", "mistral", "llama2"}
+"""Templates that write the model's words as they were: no thoughts are dropped or put in, and no spaces."""
 
 
 class RandomEngine(FakeEngine):
@@ -59,8 +58,9 @@ class RandomEngine(FakeEngine):
             request = state.request
             rng, eos = random.Random(request.seed), self.tokenizer.eos_token_id
             if self.plain:
-                text = "".join(rng.choices(("model", "answer", "x", "1"), k=rng.randint(1, 6)))
-                tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], eos]
+                text = " ".join(rng.choices(("model", "answer", "x", "1"), k=rng.randint(1, 6)))
+                front, whole = (self.tokenizer.encode(part, add_special_tokens=False) for part in ("\n", f"\n{text}"))
+                tokens = [*whole[len(front) :], eos]
             else:
                 tokens = [rng.randrange(len(self.tokenizer)) for _ in range(rng.randint(1, 12))]
                 tokens += [eos] if rng.random() < 0.7 else []
@@ -71,15 +71,16 @@ class RandomEngine(FakeEngine):
         return finished
 
 
-def random_text(rng: random.Random, most: int = 8) -> str:
-    return "".join(rng.choices(PIECES, k=rng.randint(0, most)))
+def random_text(rng: random.Random, plain: bool = False) -> str:
+    text = "".join(rng.choices([piece for piece in PIECES if not plain or not {*"<["} & {*piece}], k=rng.randint(0, 8)))
+    return f"x {text} x" if plain else text  # nothing to trim
 
 
 def answers(name: str, role: str, plain: bool) -> list[list[str]]:
     """What is answered in an episode, turn by turn: one text, or those of several messages."""
     rng = random.Random(name)
     counts = [rng.randint(1, 3) if role == "tool" else 1 for _ in range(rng.randint(1, 4))]
-    return [[f"x{random_text(rng)}x" if plain else random_text(rng) for _ in range(count)] for count in counts]
+    return [[random_text(rng, plain) for _ in range(count)] for count in counts]
 
 
 def babble(sample: Sample, *, role: str = "user", plain: bool = False) -> Iterator[Any]:
@@ -87,6 +88,37 @@ def babble(sample: Sample, *, role: str = "user", plain: bool = False) -> Iterat
     yield Reply(text=random_text(random.Random(sample.sample_id)), role="user") if sample.columns["opening"] else None
     for texts in answers(sample.sample_id, role, plain):
         yield [Reply(text=text, role=role) for text in texts]  # type: ignore[arg-type]
+
+
+class Here:
+    """Plays episodes in this process: an `EnvironmentPool` without processes."""
+
+    def __init__(self, role: str, plain: bool) -> None:
+        self.role, self.plain = role, plain
+        self.episodes: list[Iterator[Any]] = []
+        self.due: list[tuple[int, Answer]] = []
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self.due)
+
+    def start(self, sample: Sample, seed: int) -> int:
+        self.episodes.append(babble(sample, role=self.role, plain=self.plain))
+        self.say(len(self.episodes) - 1, "")
+        return len(self.episodes) - 1
+
+    def say(self, key: int, text: str) -> None:
+        try:
+            self.due.append((key, Answer(tuple(as_replies(next(self.episodes[key]))))))
+        except StopIteration:
+            self.due.append((key, Answer(ended=True)))
+
+    def answers(self, wait_s: float) -> list[tuple[int, Answer]]:
+        found, self.due = self.due, []
+        return found
+
+    def close(self) -> None:
+        self.episodes.clear()
 
 
 def check(item: Trajectory, engine: RandomEngine, name: str) -> None:
@@ -135,19 +167,14 @@ def play(kind: str, template: str, role: str, plain: bool, episodes: int, openin
         for index in range(episodes)
     ]
     prompts: list[Prompt] = processor.to_prompts([(item.sample_id, item) for item in items])
-    settings = EnvironmentConfig(
-        function="benchmarks.agents_exact.babble",
-        args={"role": role, "plain": plain},
-        max_turns=6,
-        opening=opening,
-        workers=1,
-    )
+    settings = EnvironmentConfig(function="benchmarks.agents_exact.babble", max_turns=6, opening=opening)
     engine = RandomEngine(tokenizer, plain)
     with closing(EpisodeEngine(engine, tokenizer, settings)) as whole:
+        whole.pool = Here(role, plain)  # type: ignore[assignment]
         for item in generate(whole, prompts, SamplingParams(max_completion_tokens=100_000, seed=seed)):
             assert item.episode is not None and item.episode.failure is None, item.episode
             check(item, engine, f"{item.prompt_id}/{item.index}")
-            if plain and not opening and kind in WHOLE and template in COMPARED:
+            if plain and not opening and template in COMPARED:
                 messages = conversation(item, tokenizer, role, system)
                 text = tokenizer.apply_chat_template(messages, tokenize=False)
                 written = tokenizer(text, add_special_tokens=False)["input_ids"]

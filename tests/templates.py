@@ -132,7 +132,7 @@ TEXT = [
     "The model writes, something answers, and the model goes on: how far is it from here to there?\n\nNobody knows.",
     'A result is {"temperature": 21.5, "city": "Zürich"}; an error is Error: there is no tool \'x\'.',
     "<think>\nWhat now?\n</think>\n\n  def f(x):\n    return x ** 2\n", "日本語 и русский 🙂 too",
-    "user assistant system tool model INST Functions Tools tools tool_response ipython",
+    "answer quoted two x user assistant system tool model INST Functions Tools tools tool_response ipython",
 ]  # fmt: skip
 
 

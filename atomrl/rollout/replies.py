@@ -70,7 +70,7 @@ class ReplyTokens:
         first, *others = _FORGED.split(after)
         ids = self._following(first, before)
         for part in others:
-            ids += self._following(names.get(part, part), split=part in names)
+            ids += self._spelled(names[part]) if part in names else self._following(part)
         return ids
 
     def check(self, role: Literal["tool", "user"], opening: bool = False) -> list[str]:
@@ -177,6 +177,13 @@ class ReplyTokens:
             return text
         cut = str(self.tokenizer.decode(ids[:most], clean_up_tokenization_spaces=False))
         return cut.rstrip("\ufffd")  # a character in the middle
+
+    def _spelled(self, text: str) -> list[int]:
+        """The text of a special token, without it."""
+        ids = self._following(text, split=True)
+        if set(self.tokenizer.convert_ids_to_tokens(ids)) & set(self._special):  # sentencepiece has it as a piece too
+            ids = [token for character in text for token in self._following(character, split=True)]
+        return ids
 
     def _following(self, text: str, before: str = "", split: bool = False) -> list[int]:
         """The tokens of a text that others come before: sentencepiece puts a space in front of a text that begins."""
