@@ -117,16 +117,26 @@ def _tools_of(tools: Sequence[Mapping[str, Any]], stack: ExitStack) -> tuple[dic
             objects.append(one := made(**tool["args"]))
             if callable(close := getattr(one, "close", None)):
                 stack.callback(close)
-            known |= {method.__name__: _checked(getattr(one, method.__name__)) for method in _functions(tool)}
+            known |= {method.__name__: _checked(getattr(one, method.__name__), {}) for method in _functions(tool)}
         else:
-            known[made.__name__] = _checked(functools.partial(made, **tool["args"]) if tool["args"] else made)
+            known[made.__name__] = _checked(made, tool["args"])
     return known, objects
 
 
-def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """With arguments that fit its hints, or a ValidationError."""
-    checked: Callable[..., Any] = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(function)
-    return checked
+class _Refused(ValueError):
+    """An argument that is not the model's to give."""
+
+
+def _checked(function: Callable[..., Any], own: Mapping[str, Any]) -> Callable[..., Any]:
+    """With arguments that fit its hints, and the config's own; otherwise a ValidationError or `_Refused`."""
+    checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(function)
+
+    def call(**given: Any) -> Any:
+        if taken := own.keys() & given.keys():
+            raise _Refused(f"{min(taken)}: Unexpected keyword argument")
+        return checked(**given, **own)
+
+    return call
 
 
 def _reset(one: Any, sample: Sample) -> str:
@@ -157,6 +167,8 @@ def _answer(call: Call, known: Mapping[str, Callable[..., Any]]) -> Reply:
     except ValidationError as error:
         reasons = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)]
         return wrong("invalid", f"{call.name}: {'; '.join(reasons)}")
+    except _Refused as error:
+        return wrong("invalid", f"{call.name}: {error}")
     except Exception as error:
         return wrong("error", f"{call.name}: {type(error).__name__}: {error}")
     if isinstance(result, Reply):

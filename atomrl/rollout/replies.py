@@ -46,18 +46,17 @@ class ReplyTokens:
             replies: one, or several messages of the same role.
             last_token: of the model's turn before it; None: there is none, and a message is the end of the prompt's
                 last one (`environment.opening`).
-            most: tokens of the replies' own text, in equal parts; what is beyond is cut, and what the template writes
-                around it is not.
+            most: tokens of the replies' own text. Where there are more, each gets an equal part, and what is beyond is
+                cut; what the template writes around it is not.
 
         Raises:
             ValueError: the chat template has no place for such messages.
         """
         replies = [replies] if isinstance(replies, Reply) else list(replies)
-        most = max(1, most // len(replies))
         role = replies[0].role
         if not role:
             return self._following("".join(reply.text for reply in replies))[:most]
-        texts = [self._cut(reply.text, most) for reply in replies]
+        texts = self._cut([reply.text for reply in replies], most)
         names = {f"atomrl-special-{index}-words": token for index, token in enumerate(self._special)}
         for name, token in names.items():
             texts = [text.replace(token, name) for text in texts]
@@ -113,9 +112,15 @@ class ReplyTokens:
         conversation = self._conversation(role)
         text = self._rendered([*conversation, *self._messages(role, texts)], True).partition(_MODEL)[2]
         if "tool_calls" in conversation[-1]:  # the words are an argument of a call, whose end is the model's too
-            end = self.tokenizer.eos_token
+            end = self._end(text)
             text = end + text.partition(end)[2]
         return text
+
+    def _end(self, text: str) -> str:
+        """The token that ends the model's turn, in a text behind its words: the tokenizer's, else the first special."""
+        if (eos := self.tokenizer.eos_token) and eos in text:
+            return str(eos)
+        return min((token for token in self._special if token in text), key=text.index, default="")
 
     def _conversation(self, role: str) -> list[Message]:
         """Dummies up to the assistant's words that a message of the role may follow: the first that the template takes.
@@ -140,7 +145,7 @@ class ReplyTokens:
                     break
                 problems.append(problem)
             else:
-                raise ValueError(f"a reply with the role {role!r}: the chat template {problems[0]}")
+                raise ValueError(f"a reply with the role {role!r}: the chat template {problems[0]}")  # the plainest way
         return self._openings[role]
 
     def _problem(self, way: list[Message], role: str) -> str | None:
@@ -157,7 +162,7 @@ class ReplyTokens:
             return "does not keep what came before it"
         if after.count(_REPLY) != len(texts):
             return "leaves it out"
-        if "tool_calls" in way[-1] and (not self.tokenizer.eos_token or self.tokenizer.eos_token not in after):
+        if "tool_calls" in way[-1] and not self._end(after):
             return "writes no end-of-sequence token behind a call"
         return None
 
@@ -172,11 +177,15 @@ class ReplyTokens:
 
     # ---- Tokens ----
 
-    def _cut(self, text: str, most: int) -> str:
-        if len(ids := self._ids(text, split=True)) <= most:
-            return text
-        cut = str(self.tokenizer.decode(ids[:most], clean_up_tokenization_spaces=False))
-        return cut.rstrip("\ufffd")  # a character in the middle
+    def _cut(self, texts: Sequence[str], most: int) -> list[str]:
+        found = [self._ids(text, split=True) for text in texts]
+        if sum(map(len, found)) <= most:
+            return list(texts)
+        part, cut = max(1, most // len(texts)), []
+        for text, ids in zip(texts, found, strict=True):
+            short = str(self.tokenizer.decode(ids[:part], clean_up_tokenization_spaces=False))
+            cut.append(text if len(ids) <= part else short.rstrip("\ufffd"))  # the first half of a character
+        return cut
 
     def _spelled(self, text: str) -> list[int]:
         """The text of a special token, without it."""
