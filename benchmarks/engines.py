@@ -68,7 +68,7 @@ KINDS = {
     "vllm, two actors": Kind("vllm", 2, 0.5, ("vllm", "ray")),
 }
 ONES = {"two actors": {"all": "actor", "half": "actor, half"}}
-WORK = {"3M": {"prompts": 16, "fixed": 64, "ragged": 256}, "80M": {"prompts": 4, "fixed": 48, "ragged": 128}}
+WORK = {"3M": {"prompts": 16, "fixed": 64, "ragged": 256}, "80M": {"prompts": 16, "fixed": 48, "ragged": 128}}
 """Of a step: prompts, and the longest completion of each workload."""
 BAR = 1.2
 

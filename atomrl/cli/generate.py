@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--prompt: the prompt is empty")
     from atomrl.data.processor import DataProcessor
     from atomrl.rollout.generate import generate
-    from atomrl.runs.build import build_engine, eval_sampling, model_path, policy_tokenizer
+    from atomrl.runs.build import build_rollout, eval_sampling, model_path, policy_tokenizer
     from atomrl.types import Sample
 
     config = config_over({"run_name": "generate", "data": {"train": "-", "max_prompt_tokens": NO_LIMIT}}, arguments)
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     sample = Sample(sample_id="prompt", prompt=text, ground_truth=None)
     (prompt,) = DataProcessor(tokenizer, config.data).to_prompts([("prompt", sample)])
     config = within_context(config, len(prompt.token_ids))
-    engine = build_engine(model_path(config), tokenizer, config.rollout, config.model)
+    engine = build_rollout(config, model_path(config), tokenizer, None)
     completions = generate(engine, [prompt], eval_sampling(config))
     engine.close()
     for number, completion in enumerate(completions, start=1):

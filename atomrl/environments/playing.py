@@ -55,22 +55,22 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     """
     if "." not in name and ":" not in name and name not in ENVIRONMENTS:
         hint = did_you_mean(name, ENVIRONMENTS, "built in are")
-        raise EpisodeError(f"environment.function: unknown environment {name!r}; {hint} (your own is ./my_file.py:f)")
+        raise EpisodeError(f"function: unknown environment {name!r}; {hint} (your own is ./my_file.py:f)")
     try:
         function = find_function(ENVIRONMENTS.get(name, name))
     except ValueError as error:
-        raise EpisodeError(f"environment.function: {error}") from error
+        raise EpisodeError(f"function: {error}") from error
     if not _is_coroutine(function) and not inspect.isgeneratorfunction(function) and not _is_class(function):
         raise EpisodeError(
-            f"environment.function: {name!r} is no environment: a generator function f(sample, ...) that yields "
+            f"function: {name!r} is no environment: a generator function f(sample, ...) that yields "
             "replies, an async function f(sample, say, ...), or a class with reset(sample) and step(text)"
         )
     positional = [] if _is_class(function) else [None] * (2 if _is_coroutine(function) else 1)
-    parameters = inspect.signature(function).parameters
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind(*positional, **args, **_seed(parameters, args, 0))
+        signature.bind(*positional, **args, **_seed(signature.parameters, args, 0))
     except TypeError as error:
-        raise EpisodeError(f"environment.args: {name!r} takes {inspect.signature(function)}: {error}") from error
+        raise EpisodeError(f"args: {name!r} takes {signature}: {error}") from error
     return function
 
 

@@ -3,5 +3,11 @@
 ENVIRONMENTS = {
     "search_r1": "atomrl.environments.search.search_r1",
     "tools": "atomrl.environments.tools.call_tools",
+    "gymnasium": "atomrl.environments.adapters.gymnasium_text.play",
+    "textarena": "atomrl.environments.adapters.text_arena.play",
+    "textworld": "atomrl.environments.adapters.text_world.play",
+    "skyrl_gym": "atomrl.environments.adapters.skyrl.play",
+    "openenv": "atomrl.environments.adapters.openenv_client.play",
+    "reasoning_gym": "atomrl.environments.adapters.retries.play",
 }
 """By their dotted path: imported in a worker, or when a config is checked."""

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from atomrl.config import EnvironmentConfig
 from atomrl.environments.pool import Answer, EnvironmentPool
@@ -43,6 +43,8 @@ class _Play:
     last: str | None = None
     """The id of that for the turn before, whose cache the engine may have kept."""
     ended: Ended = "environment"
+    cut: bool = False
+    """The model's last turn ended at a limit."""
 
     @property
     def drawn(self) -> int:
@@ -86,7 +88,7 @@ class EpisodeEngine(RolloutEngine):
         self._plays: dict[str, _Play] = {}
         self._by_key: dict[int, _Play] = {}
         self._by_turn: dict[str, _Play] = {}
-        self._still = False
+        self._special, self._still = frozenset(tokenizer.all_special_ids), False
 
     @property
     def version(self) -> int:  # type: ignore[override]
@@ -120,15 +122,21 @@ class EpisodeEngine(RolloutEngine):
         end, finished = time.monotonic() + wait_s, list[GenerationOutput]()
         while self._plays and not self._still and not finished:
             waits = 0.0 if self._by_turn else min(WAIT_S, max(0.0, end - time.monotonic()))
-            for key, answer in self.pool.answers(waits):
-                if ended := self._take_answer(self._by_key[key], answer):
-                    finished.append(ended)
+            finished += self._take_answers(self.pool.answers(waits))
             if self._by_turn and not finished:
                 limit = min(wait_s, POLL_S) if self.pool.waiting else end - time.monotonic()
                 self._take_turns(self.engine.poll(max(0.0, limit)))
             if time.monotonic() >= end:
                 break
         return finished
+
+    def _take_answers(self, answers: Iterable[tuple[int, Answer]]) -> list[GenerationOutput]:
+        """Begin the next turns, all at once, since a call may have to wait for an engine; the episodes that ended."""
+        taken = [(play := self._by_key[key], self._take_answer(play, answer)) for key, answer in answers]
+        turns = [self._next_turn(play) for play, then in taken if then == "turn"]
+        if turns:
+            self.engine.submit(turns)
+        return [self._finished(play, then) for play, then in taken if isinstance(then, Answer)]
 
     def _take_turns(self, outputs: Iterable[GenerationOutput]) -> None:
         """Hand what the model wrote to the environment."""
@@ -140,7 +148,7 @@ class EpisodeEngine(RolloutEngine):
             self.pool.say(play.key, text)
 
     def _add_turn(self, play: _Play, output: GenerationOutput) -> None:
-        play.drawing = None
+        play.drawing, play.cut = None, output.finish_reason == "length"
         written = [token for segment in output.segments for token in segment.token_ids]
         play.tokens += written
         play.segments += output.segments
@@ -151,8 +159,7 @@ class EpisodeEngine(RolloutEngine):
         """What an environment reads: with special tokens, but without an end-of-turn token at its end; up to the end
         of the first stop string, though characters that the last token has beyond it stay in the row."""
         tokens = [token for segment in output.segments for token in segment.token_ids]
-        special = set(self.tokenizer.all_special_ids)
-        while tokens and output.finish_reason == "stop" and tokens[-1] in special:
+        while tokens and output.finish_reason == "stop" and tokens[-1] in self._special:
             tokens.pop()
         text = str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         ends = [at + len(stop) for stop in self._stops(play.request.sampling) if (at := text.find(stop)) >= 0]
@@ -161,8 +168,8 @@ class EpisodeEngine(RolloutEngine):
     def _stops(self, sampling: SamplingParams) -> tuple[str, ...]:
         return tuple(dict.fromkeys([*sampling.stop, *self.settings.stop]))
 
-    def _take_answer(self, play: _Play, answer: Answer) -> GenerationOutput | None:
-        """Go on with the model's next turn, or end the episode."""
+    def _take_answer(self, play: _Play, answer: Answer) -> Answer | Literal["turn"] | None:
+        """What follows: the model's next turn, the end with this answer, or nothing before another answer."""
         if play.turns:
             turn, labels = play.turns[-1], tuple(reply.label for reply in answer.replies)
             rewards = [reply.reward for reply in answer.replies if reply.reward is not None]
@@ -174,14 +181,13 @@ class EpisodeEngine(RolloutEngine):
                 labels=labels or turn.labels,
             )
         if answer.ended:
-            return self._finished(play, answer)
+            return answer
         replies = answer.replies if play.turns else self._opening(answer.replies)
         if replies and (why := self._add_replies(play, replies)):
             play.ended = why
             self.pool.cut(play.key)
             return None
-        self._next_turn(play)
-        return None
+        return "turn"
 
     def _opening(self, replies: Sequence[Reply]) -> Sequence[Reply]:
         """What the environment begins with: text behind the prompt, or the end of the prompt's last message."""
@@ -211,7 +217,8 @@ class EpisodeEngine(RolloutEngine):
             play.opening_tokens = len(ids)
         return None
 
-    def _next_turn(self, play: _Play) -> None:
+    def _next_turn(self, play: _Play) -> GenerationRequest:
+        """The request for it."""
         request, turn = play.request, len(play.turns)
         sampling = replace(
             request.sampling,
@@ -221,7 +228,9 @@ class EpisodeEngine(RolloutEngine):
         )
         name = f"{request.request_id}#{turn}"
         first = play.drawn == 0
-        drawn = replace(
+        play.drawing = name
+        self._by_turn[name] = play
+        return replace(
             request,
             request_id=name,
             group_id=request.group_id if first else name,
@@ -232,13 +241,12 @@ class EpisodeEngine(RolloutEngine):
             keep_cache=turn + 1 < self.settings.max_turns,
             continues=play.last,
         )
-        play.drawing = name
-        self._by_turn[name] = play
-        self.engine.submit([drawn])
 
     def _finished(self, play: _Play, answer: Answer) -> GenerationOutput:
         if answer.failure is not None:
             play.ended = "failed"
+        elif play.cut and not play.left:
+            play.ended = "length"  # whatever the environment made of the words that there are
         del self._plays[play.request.request_id], self._by_key[play.key]
         self._forget_cache(play)
         return self._output(play, answer)

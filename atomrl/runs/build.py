@@ -271,6 +271,16 @@ def tool_schemas(config: RunConfig) -> Sequence[Mapping[str, Any]]:
     return args.get("schemas", ())  # type: ignore[no-any-return]
 
 
+def processor(config: RunConfig, tokenizer: Any, max_prompt_tokens: int | None = None) -> DataProcessor:
+    """What makes prompts of problems: with the tools that the model may call, and as the environment goes on with them.
+
+    Args:
+        max_prompt_tokens: overrides the config's.
+    """
+    opening = config.environment is not None and config.environment.opening
+    return DataProcessor(tokenizer, config.data, max_prompt_tokens, tool_schemas(config), opening)
+
+
 def build_rollout(config: RunConfig, path: str, tokenizer: Any, cluster: RayCluster | None) -> RolloutEngine:
     """The engine of a run: in this process, or replicas of it in Ray actors where there is a `cluster`; with an
     environment, where the config has one.

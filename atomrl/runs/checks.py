@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from atomrl.config import ConfigError, RunConfig
-from atomrl.environments.playing import find_environment
+from atomrl.environments.playing import EpisodeError, find_environment
 from atomrl.environments.tool_calls import find_form
 from atomrl.environments.tools import find_schemas, has_objects
 from atomrl.hints import said_as
@@ -21,7 +21,7 @@ from atomrl.models.spec import unsupported
 from atomrl.pool.store import RolloutPool
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
 from atomrl.rollout.replies import ReplyTokens
-from atomrl.runs.build import engine_class, train_sampling
+from atomrl.runs.build import engine_class, tool_schemas, train_sampling
 
 log = logging.getLogger(__name__)
 
@@ -164,14 +164,16 @@ def check_environment(config: RunConfig, tokenizer: Any) -> None:
     """
     if (settings := config.environment) is None:
         return
-    with said_as(ConfigError, "environment", ValueError):
+    try:
         function = find_environment(settings.function, settings.args)
-        parameters = inspect.signature(function).parameters
-        default = parameters["role"].default if "role" in parameters else ""
-        role = "tool" if config.tools else settings.args.get("role", default)
-        replies = ReplyTokens(tokenizer, settings.args.get("schemas", ()) if config.tools else ())
+    except EpisodeError as error:
+        raise ConfigError(f"environment.{error}") from error
+    parameters = inspect.signature(function).parameters
+    role = settings.args.get("role", parameters["role"].default) if "role" in parameters else ""
+    role = "tool" if config.tools else role
+    with said_as(ConfigError, "environment", ValueError):
         if settings.opening and config.data.chat_template == "none":
             raise ValueError("opening: data.chat_template=none has no messages; remove one of the two")
-        if role or settings.opening:
-            for warning in replies.check(role or "user", settings.opening):
-                log.warning("environment: %s", warning)
+        replies = ReplyTokens(tokenizer, tool_schemas(config))
+        for warning in replies.check(role or "user", settings.opening) if role or settings.opening else ():
+            log.warning("environment: %s", warning)

@@ -64,8 +64,7 @@ class RLRun(Run):
         check_companions(config, self.algorithm, path, self.tokenizer)
         config = with_tools(config, self.tokenizer)
         check_environment(config, self.tokenizer)
-        tools, opening = build.tool_schemas(config), config.environment is not None and config.environment.opening
-        self.processor = DataProcessor(self.tokenizer, config.data, build.prompt_limit(config, path), tools, opening)
+        self.processor = build.processor(config, self.tokenizer, build.prompt_limit(config, path))
         self.held_out = build.load_split(config, self.processor, "eval")
         samples = build.load_split(config, self.processor, "train")
         self.stream = PromptStream(samples, seed=config.seed, shuffle=config.data.shuffle)
@@ -90,7 +89,10 @@ class RLRun(Run):
         """What groups of a pool were made with, and has to be the same where they are trained on."""
         shared = ("temperature", "top_p", "top_k", "logprobs_over", "completions_per_prompt")
         sampling = {f"rollout.{key}": str(getattr(self.config.rollout, key)) for key in shared}
-        return self.identity | sampling | {"reward": self.config.reward.model_dump_json(exclude={"workers"})}
+        judged = {"reward": self.config.reward.model_dump_json(exclude={"workers"})}
+        if self.config.environment is not None:
+            judged["environment"] = self.config.environment.model_dump_json(exclude={"workers", "timeout_s"})
+        return self.identity | sampling | judged
 
     def describe_data(self) -> Sequence[str]:
         held_out = describe_samples("eval", self.held_out, self.processor) if self.held_out else ["eval: none"]

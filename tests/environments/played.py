@@ -102,3 +102,14 @@ def chatting(sample, *, role="user"):
     for _ in range(3):
         text = yield Reply(text="Go on, please.", role=role)
     return float(len(text) > 0)
+
+
+def vowels(sample, *, turns=2, seconds=0.0):
+    """Its outcome is the share of vowels in what was written; a turn with one earns 0.1."""
+    text, written = (yield None), ""
+    for _ in range(turns):
+        written += text
+        time.sleep(seconds)
+        text = yield Reply(text=str(len(text)), reward=0.1 * any(letter in "aeiou" for letter in text))
+    written += text
+    return sum(letter in "aeiou" for letter in written) / max(1, len(written))

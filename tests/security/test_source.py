@@ -21,9 +21,9 @@ MAY_LISTEN = {  # on 127.0.0.1, or between the machines of a cluster that a conf
     "atomrl/rollout/server_process.py",
 }
 OPENS_A_PORT = {"bind", "listen", "create_server", "start_server", "serve_forever", "Listener"}
-MAY_UNPICKLE = {"atomrl/rewards/worker.py", "benchmarks/simulate_cluster.py"}
-"""What a reward's worker gets is pickled by the trainer that started it; what it answers is JSON. The simulation times
-what it pickled itself."""
+MAY_UNPICKLE = {"atomrl/rewards/worker.py", "atomrl/environments/worker.py", "benchmarks/simulate_cluster.py"}
+"""What a worker of rewards or environments gets is pickled by the trainer that started it; what it answers is JSON. The
+simulation times what it pickled itself."""
 
 
 def faults(source: str, path: str = "x.py") -> list[str]:
@@ -71,7 +71,7 @@ def _of_call(node: ast.AST, path: str):
     if keywords.get("shell", "False") != "False" or name in ("os.system", "os.popen", "subprocess.getoutput"):
         yield f"{name} runs a shell"
     of_inspect = name == "signature.bind"  # whether a function takes arguments
-    if short in OPENS_A_PORT and path not in MAY_LISTEN and not of_inspect:
+    if short in OPENS_A_PORT and name != "signature.bind" and path not in MAY_LISTEN and not of_inspect:
         yield f"calls {name}, which opens a port"
     if short == "recv" and not node.args and path not in MAY_UNPICKLE:
         yield f"calls {name}(), which unpickles what it receives"

@@ -1,0 +1,118 @@
+"""Whole runs with an environment: resumed, killed, asynchronous, by each algorithm of a kind, refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from atomrl.cli.main import main
+from atomrl.tracking.recorder import Recorder
+from atomrl.tracking.run_directory import read_metrics
+from tests.loop.test_recovery import PROBLEMS, seen, stop_after
+from tests.tiny import make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+PLAYED = ROOT / "tests" / "environments" / "played.py"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_tiny_model(tmp_path / "model", "qwen2")
+    rows = [{"prompt": f"{k}+1=", "ground_truth": str(k + 1), "data_source": "sums"} for k in range(PROBLEMS)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "run_name": "run",
+        "model": {"path": "model", "dtype": "float32"},
+        "data": {"train": "train.jsonl", "max_prompt_tokens": 32},
+        "rollout": {"prompts_per_step": 3, "completions_per_prompt": 2, "max_completion_tokens": 40},
+        "environment": {"function": f"{PLAYED}:vowels", "max_turn_tokens": 6},
+        "train": {"steps": 6, "learning_rate": 1e-3},
+        "checkpoint": {"every_steps": 1, "keep": 9},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+def weights(run):
+    return load_file(run / "model" / "model.safetensors")
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
+def test_a_run_learns_from_episodes_and_goes_on_as_if_it_had_not_stopped(folder, monkeypatch):
+    assert main(["train", "c.yaml", "run_name=whole"]) == 0
+    rows = read_metrics(folder / "runs" / "whole" / "metrics.jsonl")
+    assert len(rows) == 6 and all(row["actor/grad_norm"] > 0 for row in rows)
+    assert all(0 < row["critic/score/mean"] < 1 for row in rows)
+    log = Recorder.log
+    stop_after(monkeypatch, 3)
+    assert main(["train", "c.yaml"]) == 130
+    monkeypatch.setattr(Recorder, "log", log)
+    assert main(["train", "c.yaml", "--resume"]) == 0
+    assert same(weights(folder / "runs" / "whole"), weights(folder / "runs" / "run"))
+
+
+def test_killed_within_an_episode_it_ends_with_the_same_weights(folder):
+    slow = "environment.args={seconds: 0.2}"
+    assert main(["train", "c.yaml", "run_name=whole"]) == 0
+    command = [sys.executable, "-m", "atomrl.cli.main", "train", "c.yaml", slow]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    while process.poll() is None and not (folder / "runs" / "run" / "checkpoints" / "step_000002").exists():
+        time.sleep(0.01)
+    time.sleep(0.25)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert main(["train", "c.yaml", slow, "--resume"]) == 0
+    assert same(weights(folder / "runs" / "whole"), weights(folder / "runs" / "run"))
+
+
+@pytest.mark.parametrize("more", [[], ["asynchronous.on_update=abort"], ["asynchronous.on_update=wait"]])
+def test_asynchronously(folder, more):
+    arguments = ["asynchronous.max_staleness=2", "environment.args={seconds: 0.02}", *more]
+    assert main(["train", "c.yaml", *arguments]) == 0
+    rows = read_metrics(folder / "runs" / "run" / "metrics.jsonl")
+    assert len(rows) == 6 and max(row["async/staleness_max"] for row in rows) <= 2
+    assert set(seen(folder / "runs" / "run").values()) == {1}
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce_pp", "rloo", "dapo", "gspo"])
+def test_other_algorithms(folder, algorithm):
+    assert main(["train", "c.yaml", f"algorithm={{name: {algorithm}}}", "train.steps=2"]) == 0
+    rows = read_metrics(folder / "runs" / "run" / "metrics.jsonl")
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+
+
+def test_an_environment_beside_a_reward(folder):
+    reward = "reward={functions: [environment, {function: exact_match, weight: 0}]}"
+    assert main(["train", "c.yaml", reward, "train.steps=1", "data.eval=train.jsonl", "eval.before=false"]) == 0
+    (row,) = [row for row in read_metrics(folder / "runs/run/metrics.jsonl") if "critic/score/mean" in row]
+    assert row["reward/environment/mean"] == pytest.approx(row["critic/score/mean"])
+    assert row["reward/exact_match/mean"] == 0
+
+
+@pytest.mark.parametrize("keys, words", [
+    (["environment.function=serch_r1"], "did you mean 'search_r1'?"),
+    (["environment.function=nowhere.at_all"], "module 'nowhere' cannot be imported"),
+    (["environment.args={turms: 3}"], "unexpected keyword argument 'turms'"),
+    ([f"environment.function={PLAYED}:asyncio"], "has no function 'asyncio'"),
+    ([f"environment.function={PLAYED}:Reply", "environment.args={text: a}"], "is no environment"),
+    (["environment.max_turns=0"], "environment.max_turns"),
+])  # fmt: skip
+def test_what_cannot_be_played_is_refused_before_anything_runs(folder, capsys, keys, words):
+    for command in (["train", "c.yaml", *keys, "--dry-run"], ["train", "c.yaml", *keys]):
+        assert main(command) == 2
+        assert words in capsys.readouterr().err
+    assert not (folder / "runs").exists()
