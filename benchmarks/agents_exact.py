@@ -37,8 +37,8 @@ from atomrl.types import FinishReason, Prompt, Sample, SamplingParams, Trajector
 from tests.templates import TEMPLATES, TOKENIZERS, TOOL_ROLE, make_tokenizer
 
 PIECES = (
-    "the model", " ", "\n", "\n\n", '"quoted"', "<|im_end|>", "</s>", "<s>", "[INST]", "<tool_call>", "Zürich", "日本", "🙂",
-    "  two", "x\\n", "{1: 2}", "</think>", "<think>", "answer", ".", "'", "<|eot_id|>", "<end_of_turn>", "\t",
+    "the model", " ", "\n", "\n\n", '"quoted"', "<|im_end|>", "</s>", "<s>", "[INST]", "<tool_call>", "Zürich", "日本",
+    "🙂", "  two", "x\\n", "{1: 2}", "</think>", "<think>", "answer", ".", "'", "<|eot_id|>", "<end_of_turn>", "\t",
 )  # fmt: skip
 COMPARED = set(TEMPLATES) - {"qwen3", "thinking", "deepseek", "mistral", "llama2"}
 """Templates that write the model's words as they were: no thoughts are dropped or put in, and no spaces."""

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Chat templates of the shape of published families, and tokenizers of five kinds, made here."""
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ HERMES_TOOLS = (
 )
 HERMES_CALLS = (
     "{% for call in message.tool_calls or [] %}{% if message.content or not loop.first %}{{ '\n' }}{% endif %}"
-    "{{ '<tool_call>\n{\"name\": \"' + call.function.name + '\", \"arguments\": ' }}{{ call.function.arguments|tojson }}"
+    '{{ \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}{{ call.function.arguments|tojson }}'
     "{{ '}\n</tool_call>' }}{% endfor %}"
 )
 HERMES_RESULT = (
@@ -59,7 +60,7 @@ LLAMA3 = (
     "{{ '\n\n' }}{% endfor %}{{ messages[0].content|trim + '<|eot_id|>' }}{% set messages = messages[1:] %}{% endif %}"
     "{% for message in messages %}{% if message.tool_calls %}{% if message.tool_calls|length != 1 %}"
     "{{ raise_exception('one call at a time') }}{% endif %}{% set call = message.tool_calls[0].function %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n{\"name\": \"' + call.name + '\", \"parameters\": ' }}"
+    '{{ \'<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "\' + call.name + \'", "parameters": \' }}'
     "{{ call.arguments|tojson + '}<|eot_id|>' }}{% elif message.role == 'tool' %}"
     "{{ '<|start_header_id|>ipython<|end_header_id|>\n\n' }}{{ message.content|tojson }}{{ '<|eot_id|>' }}{% else %}"
     "{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content|trim + '<|eot_id|>' }}"
@@ -72,12 +73,12 @@ MISTRAL = (
     "{{ '[AVAILABLE_TOOLS]' + tools|tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}"
     "{{ '[INST] ' + message.content + ' [/INST]' }}{% elif message.tool_calls %}{{ '[TOOL_CALLS][' }}"
     "{% for call in message.tool_calls %}{% if call.id|length != 9 %}{{ raise_exception('ids have nine characters') }}"
-    "{% endif %}{{ '{\"name\": \"' + call.function.name + '\", \"arguments\": ' + call.function.arguments|tojson + "
+    '{% endif %}{{ \'{"name": "\' + call.function.name + \'", "arguments": \' + call.function.arguments|tojson + '
     "', \"id\": \"' + call.id + '\"}' + ('' if loop.last else ', ') }}{% endfor %}{{ ']' + eos_token }}"
     "{% elif message.role == 'assistant' %}{{ ' ' + message.content + eos_token }}{% elif message.role == 'tool' %}"
     "{% if not (messages[loop.index0 - 1].tool_calls or messages[loop.index0 - 1].role == 'tool') %}"
     "{{ raise_exception('a result follows a call') }}{% endif %}"
-    "{{ '[TOOL_RESULTS]{\"content\": ' + message.content|tojson + ', \"call_id\": \"' + message.tool_call_id + "
+    '{{ \'[TOOL_RESULTS]{"content": \' + message.content|tojson + \', "call_id": "\' + message.tool_call_id + '
     "'\"}[/TOOL_RESULTS]' }}{% else %}{{ raise_exception('only user, assistant and tool') }}{% endif %}{% endfor %}"
 )
 LLAMA2 = (
@@ -109,7 +110,9 @@ DEEPSEEK = (
     "{% endfor %}{% if ns.tool %}{{ '<|tool_outputs_end|>' }}{% elif add_generation_prompt %}{{ '<|Assistant|><think>\n' "
     "}}{% endif %}"
 )
-NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('a system message is first') }}{% endif %}" + PHI
+NEEDS_SYSTEM = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('a system message is first') }}{% endif %}" + PHI
+)
 
 TEMPLATES = {  # template, end of turn, special tokens beside it
     "qwen2.5": (QWEN25, "<|im_end|>", ["<|im_start|>"]),
@@ -142,7 +145,9 @@ def _byte_level(special: list[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(TEXT, trainer)
     return tokenizer
 

@@ -7,9 +7,10 @@ import inspect
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
-from atomrl.environments.table import ENVIRONMENTS
+from atomrl.environments.table import ENVIRONMENTS, PACKAGES
 from atomrl.episodes import Reply
 from atomrl.functions import find_function
 from atomrl.hints import did_you_mean
@@ -56,6 +57,8 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     if "." not in name and ":" not in name and name not in ENVIRONMENTS:
         hint = did_you_mean(name, ENVIRONMENTS, "built in are")
         raise EpisodeError(f"function: unknown environment {name!r}; {hint} (your own is ./my_file.py:f)")
+    if name in PACKAGES and find_spec(name) is None:
+        raise EpisodeError(f"function: {name} is not installed: pip install {PACKAGES[name]}")
     try:
         function = find_function(ENVIRONMENTS.get(name, name))
     except ValueError as error:

@@ -11,3 +11,12 @@ ENVIRONMENTS = {
     "reasoning_gym": "atomrl.environments.adapters.retries.play",
 }
 """By their dotted path: imported in a worker, or when a config is checked."""
+PACKAGES = {
+    "gymnasium": "gymnasium",
+    "textarena": "textarena",
+    "textworld": "textworld",
+    "skyrl_gym": "skyrl-gym",
+    "openenv": "openenv-core",
+    "reasoning_gym": "reasoning-gym",
+}
+"""Of those that need one: what to install; the module has the environment's name."""

@@ -61,7 +61,7 @@ def llama(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
     rest = text.rpartition("<|python_tag|>")[2].strip()
     if not tagged and not rest.startswith("{"):
         return []
-    calls, decoder = [], json.JSONDecoder()
+    calls, decoder = list[Call](), json.JSONDecoder()
     while rest:
         try:
             value, end = decoder.raw_decode(rest)

@@ -1,4 +1,4 @@
-"""Tools: functions, objects and MCP servers that the model calls in its own format, and the environment that answers."""
+"""Tools: functions, objects and MCP servers that the model calls in its own format, and what answers."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _functions(tool: Mapping[str, Any]) -> list[Callable[..., Any]]:
 
 
 def _schema(function: Callable[..., Any], tool: Mapping[str, Any]) -> Schema:
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     given = {} if inspect.isclass(find_function(tool["function"])) else tool["args"]
     try:

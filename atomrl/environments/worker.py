@@ -50,9 +50,9 @@ class Ping(NamedTuple):
 def serve(connection: Connection) -> None:
     """Play the episodes that are begun, until the connection is closed.
 
-    Each of its answers is a list: a key, a word, and what belongs to it: `opening` and `reply` with a list of text, role,
-    reward and label of each message (empty: nothing is said) and seconds; `end` with the outcome and seconds; `failed` with a kind and a message. The key
-    None is of no episode: `pong`, or `unusable` with a reason.
+    Each of its answers is a list: a key, a word, and what belongs to it: `opening` and `reply` with a list of text,
+    role, reward and label of each message (empty: nothing is said) and seconds; `end` with the outcome and seconds;
+    `failed` with a kind and a message. The key None is of no episode: `pong`, or `unusable` with a reason.
     """
     lock, inboxes = threading.Lock(), dict[int, SimpleQueue[Any]]()
     functions: dict[str, Callable[..., Any]] = {}

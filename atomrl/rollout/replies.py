@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from atomrl.episodes import Reply
 
@@ -72,10 +72,11 @@ class ReplyTokens:
             ids += self._spelled(names[part]) if part in names else self._following(part)
         return ids
 
-    def check(self, role: Literal["tool", "user"], opening: bool = False) -> list[str]:
+    def check(self, role: str, opening: bool = False) -> list[str]:
         """Whether the chat template has a place for an environment's messages.
 
         Args:
+            role: `tool` or `user`.
             opening: whether the environment begins.
 
         Returns:
@@ -132,11 +133,11 @@ class ReplyTokens:
             if not self.tokenizer.chat_template:
                 raise ValueError(f"a reply with the role {role!r}: the tokenizer has no chat template; reply with ''")
             system, user = {"role": "system", "content": "atomrl-system-words"}, {"role": "user", "content": _USER}
-            plain = {"role": "assistant", "content": _MODEL}
+            plain: Message = {"role": "assistant", "content": _MODEL}
             arguments = {"name": "atomrl", "arguments": {"words": _MODEL}}
             call = {"id": _CALL_ID, "type": "function", "function": arguments}
-            calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-            ways = [[user, plain], [system, user, plain]]
+            calling: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+            ways: list[list[Message]] = [[user, plain], [system, user, plain]]
             ways += [[user, calling], [system, user, calling]] if role == "tool" else []
             problems = []
             for way in ways:

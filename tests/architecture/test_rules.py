@@ -30,7 +30,10 @@ LAYERS = [
     {"cli", "grpo"},
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
-OPTIONAL = {"peft", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang", "httpx"}
+OPTIONAL = {
+    "peft", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang", "httpx", "mcp",
+    "httpx2", "gymnasium", "textarena", "textworld", "skyrl_gym", "openenv",
+}  # fmt: skip
 MAX_FILE_LINES = 400
 MAX_BODY_LINES = 60
 

@@ -35,7 +35,10 @@ def played(name, args, player, prompt="Play.", truth=None, most=40, **columns):
     return said, rewards, play_environment(function, sample, args, 0, say)
 
 
-@pytest.mark.parametrize("file", [path for path in ADAPTERS.glob("*.py") if path.stem != "__init__"], ids=lambda p: p.stem)
+FILES = [path for path in ADAPTERS.glob("*.py") if path.stem != "__init__"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_an_adapter_is_short(file):
     """At most thirty lines of code: statements without imports, docstrings and blank lines."""
     (function,) = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
@@ -65,16 +68,13 @@ def test_gymnasium():
 
 def test_textarena():
     pytest.importorskip("textarena")
-    low, high = [1], [20]
 
     def player(said):
-        guess = (low[0] + high[0]) // 2
-        if "higher" in said[-1]:
-            low[0] = player.guess + 1
-        elif "lower" in said[-1] and len(said) > 1:
-            high[0] = player.guess - 1
-        player.guess = guess = (low[0] + high[0]) // 2
-        return f"[{guess}]"
+        low, high = 1, 20
+        for answer in said[1:]:  # bisects
+            guess = (low + high) // 2
+            low, high = (guess + 1, high) if "higher" in answer else (low, guess - 1)
+        return f"[{(low + high) // 2}]"
 
     said, _, outcome = played("textarena", {"id": "GuessTheNumber-v0"}, player, seed=5)
     assert outcome == 1.0 and "Guess The Number" in said[0] and len(said[1]) < 60, "only what is new"

@@ -28,7 +28,8 @@ SUN, MOON = Reply(text="sun", role="tool"), Reply(text="moon", role="tool")
 
 @pytest.mark.parametrize("template, replies, written", [
     ("qwen2.5", [Reply(text="sun", role="user")], "\n<|im_start|>user\nsun<|im_end|>\n<|im_start|>assistant\n"),
-    ("thinking", [Reply(text="sun", role="user")], "\n<|im_start|>user\nsun<|im_end|>\n<|im_start|>assistant\n<think>\n"),
+    ("thinking", [Reply(text="sun", role="user")],
+     "\n<|im_start|>user\nsun<|im_end|>\n<|im_start|>assistant\n<think>\n"),
     ("qwen2.5", [SUN, MOON], "\n<|im_start|>user\n<tool_response>\nsun\n</tool_response>\n<tool_response>\nmoon\n"
      "</tool_response><|im_end|>\n<|im_start|>assistant\n"),
     ("llama3", [SUN], '<|start_header_id|>ipython<|end_header_id|>\n\n"sun"<|eot_id|><|start_header_id|>assistant'
@@ -94,13 +95,13 @@ def test_what_has_no_place_is_refused_with_the_reason(template):
     if template in TOOL_ROLE:
         replies.check("tool")
     else:
-        with pytest.raises(ValueError, match="role 'tool': the chat template refuses it behind .* (alternate|only user)"):
+        with pytest.raises(ValueError, match=r"role 'tool': the chat template refuses it .* (alternate|only user)"):
             replies.check("tool")
 
 
 @pytest.mark.parametrize("template, reason", [
     (None, "no chat template"),
-    ("{% for m in messages %}{% if m.role != 'tool' %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}", "leaves it"),
+    ("{% for m in messages %}{% if m.role != 'tool' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}", "leaves"),
     ("{{ messages|length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "does not keep"),
     ("{% for m in messages[-1:] %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "does not keep"),
 ])  # fmt: skip
@@ -111,9 +112,9 @@ def test_templates_that_do_not_keep_prefixes_are_refused(template, reason):
         ReplyTokens(tokenizer).check("tool")
 
 
-SCHEMA = {"type": "function", "function": {"name": "add_two", "description": "Adds.", "parameters": {
-    "type": "object", "required": ["text"], "properties": {
-        "text": {"type": "string", "description": "t"}, "number": {"type": "integer", "description": "n"}}}}}  # fmt: skip
+PROPERTIES = {"text": {"type": "string", "description": "t"}, "number": {"type": "integer", "description": "n"}}
+PARAMETERS = {"type": "object", "required": ["text"], "properties": PROPERTIES}
+SCHEMA = {"type": "function", "function": {"name": "add_two", "description": "Adds.", "parameters": PARAMETERS}}
 
 
 def test_published_templates():

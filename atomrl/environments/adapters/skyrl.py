@@ -4,7 +4,7 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 from atomrl.episodes import Reply
-from atomrl.types import Sample
+from atomrl.types import Message, Sample
 
 
 def play(
@@ -22,8 +22,7 @@ def play(
     truth = {"ground_truth": sample.ground_truth}
     given = {"reward_spec": truth, "extra_info": {}, **sample.columns, **(extras or {})}
     game = skyrl_gym.make(id, env_config=config or {}, extras=given)
-    is_text = isinstance(sample.prompt, str)
-    prompt = [{"role": "user", "content": sample.prompt}] if is_text else [dict(item) for item in sample.prompt]  # type: ignore[call-overload]
+    prompt = [Message(role="user", content=sample.prompt)] if isinstance(sample.prompt, str) else [*sample.prompt]
     if game.init([dict(message) for message in prompt])[0] != prompt:
         raise ValueError(f"{id}: its init changes the prompt; write the whole prompt into the data")
     text = yield None

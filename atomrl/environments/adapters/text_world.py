@@ -9,8 +9,8 @@ from atomrl.types import Sample
 def play(sample: Sample, *, role: Role = "user") -> Generator[Reply, str, float]:
     """An episode of the game in the file that the row's column `game` names (`.z8`, as `tw-make` writes).
 
-    The model writes a command a turn: its last line that is not empty. Points are rewards of the turns, as shares of the
-    most that the game gives, and the last ones the outcome.
+    The model writes a command a turn: its last line that is not empty. Points are rewards of the turns, as shares of
+    the most that the game gives, and the last ones the outcome.
     """
     import textworld
 
