@@ -69,7 +69,7 @@ $(SGLANG)/installed: pyproject.toml tools/sglang_cpu.py
 
 # The suite of engines with SGLang's own server, on a CPU.
 test-sglang: $(SGLANG)/installed
-	$(SGLANG)/bin/python -m pytest -q tests/conformance/test_engines.py -k sglang
+	$(SGLANG)/bin/python -m pytest -q tests/conformance/test_engines.py tests/conformance/test_sglang_faults.py -k sglang
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest -n 2

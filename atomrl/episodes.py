@@ -46,6 +46,10 @@ class Turn:
     """Of the reply; of several messages, of the first."""
     labels: tuple[str, ...] = ()
     """Of all messages of the reply, in their order: where the model called tools, one for each call."""
+    text: str = ""
+    """What the model wrote, decoded without special tokens."""
+    reply: str = ""
+    """What the environment answered, as far as it is in the row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,8 @@ class Episode:
     failure: FailureKind | None = None
     message: str = ""
     """Of the failure."""
+    opening: str = ""
+    """What the environment wrote before the model began."""
 
     @property
     def turn_rewards(self) -> tuple[tuple[int, float], ...]:

@@ -10,8 +10,9 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
 from atomrl.metrics import Metrics
-from atomrl.types import AdvantageBatch, GenerationOutput, GenerationRequest, RowBatch, TrainingBatch, Trajectory
+from atomrl.types import GenerationOutput, GenerationRequest, Trajectory
 
 NOTHING: Mapping[str, float] = MappingProxyType({})
 ModelInput = Literal["old_logprobs", "old_entropy", "ref_logprobs", "teacher_logprobs", "values", "scores"]

@@ -1,20 +1,15 @@
-"""The data of a training step: one frozen type per stage.
+"""The data of a training step up to the trajectory, ragged and plain Python: one frozen type per stage.
 
     Sample -> Prompt -> GenerationRequest -> GenerationOutput -> Trajectory
-        -> RowBatch -> AdvantageBatch -> TrainingBatch
 
-Axes: B rows (one per trajectory that is trained on), T tokens, V vocabulary. Up to `Trajectory` everything is ragged
-and plain Python; from `RowBatch` on it is tensors `[B, T]`.
-
-A token tensor is indexed by the token itself: `logprobs[b, t] = log p(tokens[b, t] | tokens[b, <t])`, and position
-0 is always masked. Rows are right-padded, so a causal model needs no attention mask.
+From there on it is tensors: `atomrl/batches.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from atomrl.episodes import Episode, FailureKind
 
@@ -272,124 +267,3 @@ def by_group(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
     for trajectory in trajectories:
         groups.setdefault(trajectory.prompt_id, []).append(trajectory)
     return groups
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowBatch:
-    """Prompt and completion in one right-padded row.
-
-    Example: prompt (5, 6), completion (7, 8, 9), padded to T=6:
-        tokens    = [5, 6, 7, 8, 9, 0]
-        loss_mask = [0, 0, 1, 1, 1, 0]
-        lengths   = 5
-    """
-
-    tokens: Tensor
-    """[B, T] int64."""
-    loss_mask: Tensor
-    """[B, T] bool: what the model wrote."""
-    lengths: Tensor
-    """[B] int64: tokens of the row without padding."""
-    prompt_lengths: Tensor
-    """[B] int64."""
-    group_ids: Tensor
-    """[B] int64: equal for completions of one prompt."""
-    rewards: Tensor
-    """[B] float32; 0 for demonstrations and preferences, which come from the data and earn nothing."""
-    truncated: Tensor
-    """[B] bool: it did not end by itself: cut at the limit on completions or on rows, or called off."""
-    response_lengths: Tensor | None = None
-    """[B] int64: tokens after the prompt as sampled, also where the row was cut. None: those of the row."""
-    trajectory_index: Tensor | None = None
-    """[B] int64: which of the step's trajectories the row is."""
-    staleness: Tensor | None = None
-    """[B, T] int32: versions between the weights that wrote each token and the trainer's; 0 off the model's tokens."""
-    token_rewards: Tensor | None = None
-    """[B, T] float32 beside `rewards`: what an environment gave at a token. None: nothing."""
-    rollout_logprobs: Tensor | None = None
-    """[B, T] float32, from the engine."""
-    candidates: RaggedIds | None = None
-    """Of [B, T]: the tokens that each token was drawn from, over which all log-probs then are."""
-    old_logprobs: Tensor | None = None
-    """[B, T] float32, from the trainer at the start of the step. None on a step with a single update, where they
-    are the log-probs themselves."""
-    ref_logprobs: Tensor | None = None
-    """[B, T] float32, from the frozen reference."""
-    teacher_logprobs: Tensor | None = None
-    """[B, T] float32, from the teacher."""
-    values: Tensor | None = None
-    """[B, T] float32, from the critic."""
-    scores: Tensor | None = None
-    """[B] float32, from the reward model that is trained."""
-    old_entropy: Tensor | None = None
-    """[B, T] float32, nats of the trainer's distributions at the start of the step."""
-    reward_parts: Tensor | None = None
-    """[B, K, 2] float32: value (NaN where missing) and weight of each part of the reward."""
-    baseline_rewards: Tensor | None = None
-    """[B] float32: of the extra rollout of the row's prompt; NaN where missing."""
-    labels: Tensor | None = None
-    """[B] int64, of preferences: 1 chosen or good, -1 rejected or bad, 0 neither; None for rollouts."""
-    pair_ids: Tensor | None = None
-    """[B] int64, of preferences: equal for the chosen and the rejected row of a pair; -1 for rows of no pair."""
-    pair_margins: Tensor | None = None
-    """[B] float32, of preferences: by how much the data says that the chosen completion of the pair is better."""
-    mismatched: Tensor | None = None
-    """[B] bool, of preferences: a prompt with the completion of another one, which is scored and not trained on."""
-
-    @property
-    def rows(self) -> int:
-        return int(self.tokens.shape[0])
-
-    def unit_ids(self, unit: Literal["row", "group", "pair"]) -> Tensor | None:
-        """[B] what a split keeps together has the same number; None where every row stands for itself.
-
-        Args:
-            unit: an algorithm's `row_unit`.
-        """
-        return {"row": None, "group": self.group_ids, "pair": self.pair_ids}[unit]
-
-    @property
-    def sampled_lengths(self) -> Tensor:
-        """[B] int64: tokens after the prompt as sampled, whatever was cut off the row."""
-        return self.lengths - self.prompt_lengths if self.response_lengths is None else self.response_lengths
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdvantageBatch(RowBatch):
-    """Rows with what an algorithm made of a whole step."""
-
-    advantages: Tensor
-    """[B, T] float32, 0 off the mask, no gradient."""
-    returns: Tensor | None = None
-    """[B, T] float32: what a critic is fitted to."""
-    token_filter: Tensor | None = None
-    """[B, T] bool: tokens that the algorithm chose out of the whole step."""
-    rollout_is_weights: Tensor | None = None
-    """[B, T] float32: importance weights against the rollout policy that take the whole step."""
-    pair_ref_margins: Tensor | None = None
-    """[B] float32: the reference's margin that a pair is compared with, where it is not the pair's own."""
-    state: Mapping[str, float] = field(default_factory=dict)
-    """What the algorithm keeps from step to step, as it is after this one (an adaptive KL coefficient)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingBatch(AdvantageBatch):
-    """The rows of exactly one optimizer step, with their weights in the loss."""
-
-    loss_weights: Tensor
-    """[B, T] float32: the loss is `(loss_weights * per_token).sum()` over all micro-batches."""
-
-
-Rows = TypeVar("Rows", bound=RowBatch)
-
-
-def select_rows(batch: Rows, index: Tensor) -> Rows:
-    """The rows at `index` ([N] int64), cut to the longest of them."""
-    longest = int(batch.lengths[index].max()) if len(index) else 0
-    changes: dict[str, Any] = {}
-    for name, value in vars(batch).items():
-        if isinstance(value, RaggedIds):
-            changes[name] = value.select(index, longest)
-        elif value is not None and name != "state":
-            changes[name] = value[index, :longest] if value.dim() == 2 else value[index]
-    return replace(batch, **changes)

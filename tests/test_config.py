@@ -254,8 +254,7 @@ def test_the_documentation_has_every_key_with_its_default(pytestconfig):
     names = {"run_name": main["run_name"], "model": {"path": "PATH"}, "data": {"train": "train.jsonl"}}
     assert config == build_config(names), "the defaults"
     shown = set(known_keys())
-    shown -= set(dotted({"tools": tools["tools"][0]}))
-    for tree in (main, lora, cluster, asynchronous, environment, teacher, sft, pretrain, preference):
+    for tree in (main, lora, cluster, asynchronous, environment, tools, teacher, sft, pretrain, preference):
         shown -= set(dotted(tree))
     assert not [key for key in shown if not key.startswith("algorithm.")], "keys that the documentation lacks"
     assert build(**lora).model.lora == build(model={"lora": {}}).model.lora

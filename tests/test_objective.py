@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from atomrl.algorithms.table import objective_of
+from atomrl.batches import RowBatch, TrainingBatch, select_rows
 from atomrl.metrics import merge, values
 from atomrl.objective import PolicyObjective
 from atomrl.objective.clip import CISPOClip, PPOClip
 from atomrl.objective.policy import rollout_gap
 from atomrl.protocols import ModelOutputs
-from atomrl.types import RowBatch, TrainingBatch, select_rows
 
 
 def rows(count: int = 8, tokens: int = 9, seed: int = 0) -> RowBatch:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pandas
 import pytest
 
 from atomrl import runs
@@ -16,7 +17,7 @@ from tests.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted([*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
-MODELS = ["runs/quickstart-warm-start/model", "runs/quickstart/model", "Qwen/Qwen2.5-1.5B-Instruct"]
+MODELS = ["runs/quickstart-warm-start/model", "runs/quickstart/model", "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-3B"]
 """What the configs start from."""
 REWARD_MODEL = "runs/rlhf-reward-model/model"
 TEXTS = {"char": "data/shakespeare_char", "model": "data/corpus_gpt2"}
@@ -29,7 +30,7 @@ def scratch(tmp_path_factory):
     """A working directory with all that the configs name, small."""
     folder = tmp_path_factory.mktemp("scratch")
     for path in MODELS:
-        make_tiny_model(folder / path, "qwen2", max_position_embeddings=4096)
+        make_tiny_model(folder / path, "qwen2", max_position_embeddings=8192)
     model = folder / MODELS[0]
     save_scalar(load_scalar(str(model), dtype="float32"), load_tokenizer(model), folder / REWARD_MODEL)
     problem, gsm8k = {"prompt": "1+1=", "ground_truth": "2"}, {"question": "1+1=", "answer": "so\n#### 2"}
@@ -44,6 +45,10 @@ def scratch(tmp_path_factory):
     for name, row in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text((json.dumps(row) + "\n") * 20)
+    asked = {"prompt": [{"role": "user", "content": "Who?"}], "golden_answers": ["A", "B"], "data_source": "nq"}
+    (folder / "data" / "nq_hotpotqa_train").mkdir()
+    for name in ("train", "test"):
+        pandas.DataFrame([asked] * 20).to_parquet(folder / "data" / "nq_hotpotqa_train" / f"{name}.parquet")
     text = folder / "text.txt"
     text.write_text("The sun is the east,\nand it is fair.\n" * 2000)
     for maker, out in TEXTS.items():

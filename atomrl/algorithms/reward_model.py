@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from atomrl.atoms.preference_losses import bradley_terry_loss, reward_centring_loss
+from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
 from atomrl.metrics import Mean, Sum
 from atomrl.objective.advantage_inputs import given
 from atomrl.objective.base import MINIMISE, Formulation, Goal, SupervisedObjective
@@ -16,7 +17,6 @@ from atomrl.objective.choice import Formula
 from atomrl.objective.pairing import complete, labels_of, pair_rows
 from atomrl.objective.preference_score import AtLeast0
 from atomrl.protocols import NOTHING, LossOutput, ModelOutputs, Output, RowUnit
-from atomrl.types import AdvantageBatch, RowBatch, TrainingBatch
 
 
 class RewardModelObjective(SupervisedObjective):

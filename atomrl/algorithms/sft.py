@@ -10,12 +10,12 @@ from torch import Tensor
 from atomrl.atoms.masks import masked_sum
 from atomrl.atoms.reductions import token_mean, weighted_sum
 from atomrl.atoms.supervised_losses import nll_loss
+from atomrl.batches import TrainingBatch
 from atomrl.metrics import Mean
 from atomrl.objective.advantage_inputs import given
 from atomrl.objective.base import MINIMISE, Formulation, Goal, SupervisedObjective
 from atomrl.objective.choice import Formula
 from atomrl.protocols import LossOutput, ModelOutputs
-from atomrl.types import TrainingBatch
 
 
 class SFTObjective(SupervisedObjective):

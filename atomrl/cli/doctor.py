@@ -22,6 +22,8 @@ EXTRAS = {
     "reasoning-gym": "data.train=reasoning_gym:NAME",
     "math-verify": "the boxed reward",
     "pyarrow": "Parquet files",
+    "bm25s": "atomrl retriever",
+    "faiss-cpu": "atomrl retriever --encoder",
 }
 """Optional packages and what needs them."""
 CORE = ("torch", "transformers", "tokenizers", "safetensors", "pydantic", "pyyaml", "rich", "jaxtyping", "numpy")

@@ -19,6 +19,7 @@ COMMANDS = {
     "eval": "score a model on held-out problems",
     "generate": "complete a prompt",
     "reward": "try rewards on a file of completions",
+    "retriever": "serve the documents of a corpus to models that search",
     "data": "check a data file, make one from a task, or tokenize text",
     "explain": "print the objective of a config: its equation, atoms and papers, and what is known to go wrong",
     "atoms": "list the atoms, or show one: equation, shapes, paper, example",

@@ -6,7 +6,9 @@ Layouts of demonstrations, recognised by their fields:
 - `messages`: a conversation (TRL's conversational rows), or `conversations` with `from` and `value` (ShareGPT);
 - `instruction`, `input` (may be empty) and `output` (Alpaca).
 
-What the assistant says is trained on, from its first message after the prompt to the last; what others say is not.
+What the assistant says is trained on, from its first message after the prompt to the last; what others say is not. In
+lists of messages, one with the role `environment` is what an environment answers within the assistant's turn (`Reply`):
+its text follows as it is.
 
 Layouts of preferences:
 
@@ -23,10 +25,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from atomrl.data.problems import DataError
-from atomrl.data.sources import COMPLETIONS, Convert, PromptContent, Scored, check_messages, check_prompt, missing
+from atomrl.data.sources import (
+    COMPLETIONS,
+    ENVIRONMENT,
+    ROLES,
+    Convert,
+    PromptContent,
+    Scored,
+    check_messages,
+    check_prompt,
+    missing,
+)
 from atomrl.types import Message, Sample
 
 if TYPE_CHECKING:
@@ -34,6 +47,8 @@ if TYPE_CHECKING:
 
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 HH_TURN = "\n\nAssistant:"
+TURNS = (*ROLES, ENVIRONMENT)
+ANSWERED = ("assistant", ENVIRONMENT), (ENVIRONMENT, "assistant")
 
 
 def demonstration_reader(prompt_field: str, completion_field: str) -> Convert:
@@ -88,11 +103,22 @@ def demonstrated(
 def _conversation(name: str, messages: Any) -> tuple[PromptContent, PromptContent]:
     if name == "conversations" and isinstance(messages, list):
         messages = [_sharegpt(message) for message in messages]
-    checked = check_messages(messages, f"field {name!r}")
+    checked = check_messages(messages, f"field {name!r}", TURNS)
     first = next((place for place, message in enumerate(checked) if message["role"] == "assistant"), None)
     if not first:
         raise DataError(f"field {name!r} has no message of the assistant" + ("" if first is None else " after another"))
+    if any(message["role"] == ENVIRONMENT for message in checked[:first]):
+        raise DataError(f"field {name!r}: what the environment says stands between two messages of the assistant")
     return _as_content(checked[:first]), _turns(name, checked[first:])
+
+
+def written(messages: Sequence[Message]) -> PromptContent:
+    """A demonstration that a generator has written as messages, checked as one of a file.
+
+    Raises:
+        DataError: what is wrong with it.
+    """
+    return _answer("completion", messages, several=True)
 
 
 def _sharegpt(message: Any) -> dict[str, Any]:
@@ -201,7 +227,7 @@ def _as_content(messages: tuple[Message, ...]) -> PromptContent:
 def _answer(name: str, value: Any, several: bool = False) -> PromptContent:
     """What the assistant says: text, or its message (`several`: or messages from its first to its last)."""
     if isinstance(value, list):
-        return _turns(name, check_messages(value, f"field {name!r}"), several)
+        return _turns(name, check_messages(value, f"field {name!r}", TURNS if several else ROLES), several)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"field {name!r} " + ("is empty" if isinstance(value, str) else "must be text or messages"))
     return value
@@ -214,6 +240,9 @@ def _turns(name: str, turns: tuple[Message, ...], several: bool = True) -> Promp
         raise DataError(f"field {name!r} must {what} after the prompt, not {', '.join(roles) or 'nothing'}")
     if not all(turn["content"].strip() for turn in turns if turn["role"] == "assistant"):
         raise DataError(f"field {name!r} has an empty message of the assistant")
+    pairs = set(pairwise(roles))
+    if any(ENVIRONMENT in pair and pair not in ANSWERED for pair in pairs):
+        raise DataError(f"field {name!r}: what the environment says stands between two messages of the assistant")
     return turns[0]["content"] if len(turns) == 1 else turns
 
 

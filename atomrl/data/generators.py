@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, cast
 
-from atomrl.data import arithmetic, chain, countdown, stack_machine
+from atomrl.data import arithmetic, chain, countdown, places, stack_machine
 from atomrl.data.problems import DataError
 from atomrl.hints import did_you_mean, said_as
 from atomrl.types import Message
 
 Row = dict[str, Any]
-Draw = Callable[[random.Random, Row], str | tuple[str, str]]
+Draw = Callable[[random.Random, Row], str | list[Message] | tuple[str, str]]
 """`demonstrate` or `pair` of a generator."""
 
 
@@ -28,18 +28,22 @@ class Generator:
 
     make: Callable[..., Row]
     """`make(rng, **arguments)`: one problem."""
-    demonstrate: Callable[[random.Random, Row], str] | None = None
-    """`demonstrate(rng, row)`: the text of a completion that solves it, for supervised training."""
+    demonstrate: Callable[[random.Random, Row], str | list[Message]] | None = None
+    """`demonstrate(rng, row)`: the text of a completion that solves it, for supervised training; or messages of the
+    assistant with those of an environment (role `environment`) between them."""
     pair: Callable[[random.Random, Row], tuple[str, str]] | None = None
     """`pair(rng, row)`: a better and a worse completion, for training on preferences."""
     words: Sequence[str] = ()
     """What a tokenizer made for the task has as one token each."""
+    split_by: Callable[[Row], str] | None = None
+    """What decides the split of a problem, and so is in one of them alone; None: its normalised content."""
 
 
 GENERATORS = {
     "arithmetic": Generator(arithmetic.make),
     "chain": Generator(chain.make, chain.demonstrate, chain.pair, chain.WORDS),
     "countdown": Generator(countdown.make),
+    "places": Generator(places.make, places.demonstrate, words=places.WORDS, split_by=places.split_by),
     "stack_machine": Generator(stack_machine.make),
 }
 
@@ -76,6 +80,12 @@ def content_split(content: str) -> Literal["train", "eval"]:
     return "train" if int.from_bytes(digest, "little") % EVAL_SHARE else "eval"
 
 
+def row_split(task: str, row: Row) -> Literal["train", "eval"]:
+    """The split to which a problem of a task belongs: by its content, or by what the task says decides it."""
+    decides = GENERATORS[task].split_by if task in GENERATORS else None
+    return content_split(normalise_content(decides(row) if decides else row["prompt"]))
+
+
 def generate(task: str, size: int, seed: int = 0, split: Literal["train", "eval"] = "train", **args: Any) -> list[Row]:
     """`size` problems of a generator, distinct by normalised content, all of one split.
 
@@ -103,7 +113,7 @@ def generate(task: str, size: int, seed: int = 0, split: Literal["train", "eval"
     misses = 0
     for row in _draws(task, f"{task}/{seed}/{split}", args):
         content = normalise_content(row["prompt"])
-        if content in seen or content_split(content) != split:
+        if content in seen or row_split(task, row) != split:
             misses += 1
             if misses >= PATIENCE:
                 raise DataError(

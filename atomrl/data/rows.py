@@ -1,14 +1,15 @@
 """From ragged trajectories to tensor rows, and from rows to the batches of single optimizer steps."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, select_rows
 from atomrl.protocols import Algorithm
-from atomrl.types import AdvantageBatch, RaggedIds, RowBatch, Segment, TrainingBatch, Trajectory, by_group, select_rows
+from atomrl.types import RaggedIds, Segment, Trajectory, by_group
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class _Row:
     """Of the weights that wrote each token; -1 where the model did not."""
     logprobs: list[float]
     """From the engine; 0 where there is none."""
+    turns: list[int]
+    """Of each token; -1 where the model did not write it."""
 
     @property
     def written(self) -> list[Segment]:
@@ -58,6 +61,7 @@ def to_rows(
         tokens[number, : lengths[number]] = torch.tensor(row.trajectory.token_ids[: lengths[number]])
         versions[number, : lengths[number]] = torch.tensor(row.versions)
         logprobs[number, : lengths[number]] = torch.tensor(row.logprobs)
+    turn_ids, state_ids = _turns(rows, groups, longest)
     loss_mask = versions >= 0
     loss_mask[:, :1] = False  # nothing predicts the first token
     unfinished = [
@@ -76,6 +80,8 @@ def to_rows(
         trajectory_index=_integers(row.index for row in rows),
         staleness=None if version is None else (version - versions).masked_fill(versions < 0, 0),
         token_rewards=_token_rewards(rows, longest),
+        turn_ids=turn_ids,
+        state_ids=state_ids,
         rollout_logprobs=None if any(part.logprobs is None for row in rows for part in row.written) else logprobs,
         candidates=_candidates(rows, longest),
         reward_parts=_reward_parts(items),
@@ -93,7 +99,55 @@ def _row(index: int, trajectory: Trajectory, limit: int | None) -> _Row | None:
         logprobs += segment.logprobs if written and segment.logprobs is not None else [0.0] * size
     if trajectory.reward is None or max(versions[:limit], default=-1) < 0:
         return None
-    return _Row(index, trajectory, versions[:limit], logprobs[:limit])
+    return _Row(index, trajectory, versions[:limit], logprobs[:limit], turn_numbers(trajectory)[:limit])
+
+
+def turn_numbers(trajectory: Trajectory) -> list[int]:
+    """The turn of each token, from 0; -1 where the model did not write it.
+
+    An episode says how long its turns are; without one, what the model wrote at one go is a turn.
+
+    Example:
+        >>> from atomrl.types import Sample
+        >>> parts = [("prompt", 1), ("model", 2), ("environment", 1), ("model", 1)]
+        >>> segments = tuple(Segment(origin=origin, token_ids=(5,) * size) for origin, size in parts)
+        >>> sample = Sample(sample_id="a", prompt="", ground_truth="")
+        >>> turn_numbers(Trajectory(prompt_id="0:a", index=0, sample=sample, segments=segments, text="",
+        ...     finish_reason="stop"))
+        [-1, 0, 0, -1, 1]
+    """
+    if trajectory.episode is not None:
+        numbers = [-1] * (trajectory.prompt_tokens + trajectory.episode.opening_tokens)
+        for number, turn in enumerate(trajectory.episode.turns):
+            numbers += [number] * turn.model_tokens + [-1] * turn.reply_tokens
+        return numbers
+    numbers, turn = [], 0
+    for segment in trajectory.segments:
+        if segment.origin == "model":
+            numbers += [turn] * len(segment.token_ids)
+        else:
+            turn = max(numbers, default=-1) + 1
+            numbers += [-1] * len(segment.token_ids)
+    return numbers
+
+
+def _turns(rows: Sequence[_Row], groups: Mapping[str, int], longest: int) -> tuple[Tensor | None, Tensor | None]:
+    """[B, T] the turn of each token, and the state in which its turn began: what the environment had shown last, before
+    that the prompt. None where no row has a second turn."""
+    if not any(max(row.turns) > 0 for row in rows):
+        return None, None
+    turn_ids, state_ids = torch.full((2, len(rows), longest), -1, dtype=torch.long)
+    states: dict[tuple[int, tuple[int, ...]], int] = {}
+    for number, row in enumerate(rows):
+        turn_ids[number, : len(row.turns)] = torch.tensor(row.turns)
+        tokens, group = row.trajectory.token_ids, groups[row.trajectory.prompt_id]
+        shown, start = tuple[int, ...](), row.trajectory.prompt_tokens
+        for place, turn in enumerate(row.turns):
+            if turn >= 0:
+                shown = tokens[start:place] or shown
+                start = place + 1
+                state_ids[number, place] = states.setdefault((group, shown), len(states))
+    return turn_ids, state_ids
 
 
 def _integers(numbers: Iterator[int]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 ROLES = ("system", "developer", "user", "assistant", "tool")
+ENVIRONMENT = "environment"
+"""The role of what an environment says within the assistant's turn: its text as it is, without the chat template."""
 RESERVED = ("prompts", "completions", "ground_truth")
 
 
@@ -30,7 +32,8 @@ PromptContent = str | tuple[Message, ...]
 """Text, or messages."""
 Scored = tuple[tuple[PromptContent, float], ...]
 """Completions with their scores: of a demonstration one, 0; of a pair the better one first; one with a label by itself
-is 1 if good and -1 if bad. A demonstration may be messages, of which the first is the assistant's."""
+is 1 if good and -1 if bad. A demonstration may be messages, of which the first and the last are the assistant's, and
+those of an environment stand between two of the assistant's."""
 COMPLETIONS = "completions"
 """The column of a sample that holds them."""
 Convert = Callable[[str, Mapping[str, Any]], Sample]
@@ -237,11 +240,12 @@ def check_prompt(prompt: Any) -> PromptContent:
     return check_messages(prompt)
 
 
-def check_messages(messages: Any, what: str = "the prompt") -> tuple[Message, ...]:
+def check_messages(messages: Any, what: str = "the prompt", roles: Sequence[str] = ROLES) -> tuple[Message, ...]:
     """Messages as a tuple.
 
     Args:
         what: how errors name them.
+        roles: that they may have.
 
     Raises:
         DataError: they are no messages, or all empty.
@@ -257,8 +261,8 @@ def check_messages(messages: Any, what: str = "the prompt") -> tuple[Message, ..
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise DataError(f"{place}: {key!r} must be text")
-        if message["role"] not in ROLES:
-            raise DataError(f"{place}: unknown role {message['role']!r} (known: {', '.join(ROLES)})")
+        if message["role"] not in roles:
+            raise DataError(f"{place}: unknown role {message['role']!r} (known: {', '.join(roles)})")
     if not any(message["content"].strip() for message in messages):
         raise DataError(f"{what}: its messages are all empty")
     return tuple(messages)

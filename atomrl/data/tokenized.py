@@ -10,10 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
+from atomrl.batches import RowBatch
+from atomrl.data.completions import written
 from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor
-from atomrl.data.sources import COMPLETIONS, LoadReport, PromptContent, Scored
-from atomrl.types import Message, RowBatch, Sample
+from atomrl.data.sources import COMPLETIONS, ENVIRONMENT, LoadReport, PromptContent, Scored
+from atomrl.types import Message, Sample
 
 log = logging.getLogger(__name__)
 Items = Sequence[tuple[str, Sample]]
@@ -21,6 +23,8 @@ Items = Sequence[tuple[str, Sample]]
 Read = Callable[[Sample, Sequence[int], Sequence[int], str], Sequence[int]]
 """A reward model's way to read: sample, prompt and completion as token ids, completion as text -> the whole row."""
 SAMPLES_AT_ONCE = 512
+SAID = ("assistant", ENVIRONMENT)
+"""Roles whose words are tokenized as they are, each message by itself."""
 
 
 class Example(NamedTuple):
@@ -178,13 +182,15 @@ class TokenizedSamples:
             return cast(Scored, sample.columns[COMPLETIONS])
         row = {**sample.columns, "ground_truth": sample.ground_truth}
         drawn = self._draw(random.Random(f"{self._seed}/{prompt_id}"), row)
-        return ((drawn, 0.0),) if isinstance(drawn, str) else ((drawn[0], 1.0), (drawn[1], 0.0))
+        if isinstance(drawn, tuple):
+            return ((drawn[0], 1.0), (drawn[1], 0.0))
+        return ((drawn if isinstance(drawn, str) else written(drawn), 0.0),)
 
     def _encode(self, items: Items) -> list[list[Example]]:
         """The completions of each; none of a prompt that is too long."""
         prompts = self._processor.within_limit([sample for _, sample in items])
         groups = [self.completions(prompt_id, sample) for prompt_id, sample in items]
-        said = iter(self._ended([text for group in groups for turns, _ in group for text in _said(turns)]))
+        said = iter(self._ids([text for group in groups for turns, _ in group for text in _said(turns)]))
         found: list[list[Example]] = []
         for (_, sample), prompt, group in zip(items, prompts, groups, strict=True):
             margin = group[0][1] - group[-1][1]
@@ -197,51 +203,67 @@ class TokenizedSamples:
             found.append(examples)
         return found
 
-    def _ended(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of completions, each ended by the end-of-sequence token."""
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         tokenizer = self._processor.tokenizer
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-sequence token, so a model could not learn to stop")
-        encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        return [[*tokens, tokenizer.eos_token_id] for tokens in encoded]
+        encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return encoded
 
     def _example(
-        self, sample: Sample, prompt: Sequence[int], turns: PromptContent, answers: Sequence[list[int]]
+        self, sample: Sample, prompt: Sequence[int], turns: PromptContent, said: Sequence[list[int]]
     ) -> Example:
-        """A completion; or several turns, each of the assistant's as it would have been sampled, then what the chat
-        template puts between it and the assistant's next one.
+        """A completion; or several turns, each of the assistant's as it would have been sampled: with the
+        end-of-sequence token behind it, or where an environment answers, with its words as they are and the assistant's
+        next ones; then what the chat template puts between it and the assistant's next turn.
 
         Raises:
             DataError: the template writes a conversation otherwise once it goes on, so the tokens would not be those
                 that the model sees in use.
         """
-        if isinstance(turns, str):
-            if self._read is None:
-                return demonstration(prompt, answers[0])
-            return demonstration([], self._read(sample, prompt, answers[0], turns))
         tokenizer, processor = self._processor.tokenizer, self._processor
+        if isinstance(turns, str):
+            completion = [*said[0], tokenizer.eos_token_id]
+            if self._read is None:
+                return demonstration(prompt, completion)
+            return demonstration([], self._read(sample, prompt, completion, turns))
         start = sample.prompt
         messages = [Message(role="user", content=start)] if isinstance(start, str) else list(start)
-        tokens, learned, text = [*prompt], [False] * len(prompt), ""
-        following = iter(answers)
-        for turn in turns:
-            if turn["role"] == "assistant":
-                longer = processor.rendered(messages, sample.sample_id)
-                if not longer.startswith(text):
-                    raise DataError(
-                        f"{sample.sample_id}: the chat template writes earlier turns otherwise once a conversation "
-                        "goes on; give each of the assistant's turns as a row of its own"
-                    )
-                between = longer[len(text) :].removeprefix(tokenizer.eos_token) if text else ""
-                said = next(following)
-                ids = tokenizer(between, add_special_tokens=False)["input_ids"] if between else []
-                tokens += [*ids, *said]
-                learned += [False] * len(ids) + [True] * len(said)
-                text = longer + turn["content"]
-            messages.append(turn)
+        tokens, learned, text, following = [*prompt], [False] * len(prompt), "", iter(said)
+        parts = _conversation_turns(turns)
+        for number, part in enumerate(parts):
+            if part[0]["role"] != "assistant":
+                messages += part
+                continue
+            longer = processor.rendered(messages, sample.sample_id) if len(parts) > 1 else ""
+            if not longer.startswith(text):
+                raise DataError(
+                    f"{sample.sample_id}: the chat template writes earlier turns otherwise once a conversation goes "
+                    "on; give each of the assistant's turns as a row of its own"
+                )
+            between = longer[len(text) :].removeprefix(tokenizer.eos_token) if number else ""
+            pieces = [(self._ids([between])[0], False)] if between else []
+            pieces += [(next(following), message["role"] == "assistant") for message in part]
+            for ids, own in [*pieces, ([tokenizer.eos_token_id], True)]:
+                tokens += ids
+                learned += [own] * len(ids)
+            words = "".join(message["content"] for message in part)
+            messages.append(Message(role="assistant", content=words))
+            text = longer + words
         return Example(np.array(tokens, dtype=np.int32), np.array(learned, dtype=np.bool_))
 
 
 def _said(turns: PromptContent) -> list[str]:
-    """What the assistant says in them."""
-    return [turns] if isinstance(turns, str) else [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    """What the assistant says in them, and what an environment answers within its turns."""
+    return [turns] if isinstance(turns, str) else [turn["content"] for turn in turns if turn["role"] in SAID]
+
+
+def _conversation_turns(turns: Sequence[Message]) -> list[list[Message]]:
+    """A turn as the chat template sees it: a message, or the assistant's with what environments answer within it."""
+    parts: list[list[Message]] = []
+    for turn in turns:
+        if parts and ENVIRONMENT in (turn["role"], parts[-1][-1]["role"]):
+            parts[-1].append(turn)
+        else:
+            parts.append([turn])
+    return parts

@@ -10,10 +10,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from atomrl.environments.table import ENVIRONMENTS, PACKAGES
+from atomrl.environments.table import CHECKS, ENVIRONMENTS, PACKAGES
 from atomrl.episodes import Reply
 from atomrl.functions import find_function
-from atomrl.hints import did_you_mean
+from atomrl.hints import did_you_mean, said_as
 from atomrl.types import Sample
 
 Said = Reply | str | Sequence[Reply] | None
@@ -48,7 +48,7 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
         args: what it is called with beside the sample (and `seed`, where it takes one).
 
     Raises:
-        EpisodeError: there is none, or it does not take its `args`.
+        EpisodeError: there is none, it does not take its `args`, or it cannot be played on this machine.
 
     Example:
         >>> find_environment("search_r1", {"topk": 3}).__name__
@@ -74,6 +74,9 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
         signature.bind(*positional, **args, **_seed(signature.parameters, args, 0))
     except TypeError as error:
         raise EpisodeError(f"args: {name!r} takes {signature}: {error}") from error
+    if name in CHECKS:
+        with said_as(EpisodeError, f"function: {name!r}", RuntimeError):
+            find_function(CHECKS[name])(**args)
     return function
 
 
@@ -123,7 +126,7 @@ def _drive(episode: Generator[Any, str, Any], say: Say) -> Any:
                 text = say(said)
             except Cut as cut:
                 episode.throw(cut)
-                return None  # it went on as if nothing had happened
+                raise  # it went on as if nothing had happened
             said = episode.send(text)
     except StopIteration as end:
         return end.value
@@ -166,8 +169,18 @@ def as_replies(said: Any) -> list[Reply]:
             raise Misplayed(f"it said {said!r:.100}; an environment says a Reply, text, or (at first) None")
         if not isinstance(reply.text, str) or reply.role not in ("", "tool", "user"):
             raise Misplayed(f"a Reply has a text and the role '', 'tool' or 'user', not {reply!r:.200}")
+        if not isinstance(reply.label, str):
+            raise Misplayed(f"the label of a Reply is a text, not {reply.label!r:.100}")
         if len(found) > 1 and reply.role != "tool":
             raise Misplayed(f"several replies at once have the role 'tool', not {reply.role!r}")
         if reply.reward is not None and not math.isfinite(float(reply.reward)):
             raise Misplayed(f"the reward of a Reply is a finite number, not {reply.reward!r}")
-    return [reply if reply.reward is None else replace(reply, reward=float(reply.reward)) for reply in found]
+    return [_plain(reply) for reply in found]
+
+
+def _plain(reply: Reply) -> Reply:
+    """With half a character replaced, of which no tokenizer can make tokens."""
+    text = reply.text
+    if not text.isascii():
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return replace(reply, text=text, reward=None if reply.reward is None else float(reply.reward))

@@ -7,12 +7,12 @@ import json
 import pickle
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 from atomrl.config import EnvironmentConfig
+from atomrl.environments.channel import Channel
 from atomrl.environments.playing import EpisodeError
 from atomrl.environments.worker import CLOSE, CUT, Ping, Say, Start
 from atomrl.episodes import FailureKind, Reply
@@ -21,6 +21,7 @@ from atomrl.types import Sample
 from atomrl.worker_process import WorkerProcess
 
 TICK_S = 0.05
+FLUSH_S = 0.005
 PONG_S = 0.1
 LOAD_LIMIT_S = 300.0
 """For starting a worker and importing the environment in it; no part of an episode's time."""
@@ -42,25 +43,44 @@ class Answer(NamedTuple):
     """Of the failure."""
     seconds: float = 0.0
 
+    @property
+    def reply(self) -> Reply | None:
+        """The first of them."""
+        return self.replies[0] if self.replies else None
+
 
 @dataclass(eq=False)
 class _Worker(WorkerProcess):
+    channel: Channel = field(init=False)
     episodes: dict[int, _Episode] = field(default_factory=dict)
     ready: bool = False
     """It has imported the environment."""
     retiring: bool = False
     """One of its episodes hangs: it gets no others, and is ended with the last."""
     alone: bool = False
-    """For a single episode, which may have been what ended another worker."""
+    """For episodes that may have been what ended another worker, one at a time until it has answered."""
     pong_by: float | None = None
     """When it has to have answered, or it is stuck as a whole."""
+
+    def __post_init__(self) -> None:
+        self.channel = Channel(self.connection)
+
+    @property
+    def suspected(self) -> bool:
+        """Whether one of its episodes may be what ended another worker."""
+        return any(episode.suspect for episode in self.episodes.values())
+
+    def kill(self) -> None:
+        """End it and all that it started."""
+        self.channel.detach()
+        super().kill()
 
 
 @dataclass(eq=False)
 class _Episode:
     key: int
-    sample: Sample
-    seed: int
+    start: bytes
+    """What begins it in a worker."""
     worker: _Worker | None = None
     said: list[Any] = field(default_factory=list)
     """To the environment so far: texts, and `CUT`."""
@@ -102,9 +122,17 @@ class EnvironmentPool:
         return bool(self._answers) or any(episode.asked for episode in self._episodes.values())
 
     def start(self, sample: Sample, seed: int) -> int:
-        """Begin an episode; its key. Its first answer is what the environment says before the model's first turn."""
+        """Begin an episode; its key. Its first answer is what the environment says before the model's first turn.
+
+        Raises:
+            EpisodeError: the sample cannot be sent to a worker.
+        """
         self._keys += 1
-        episode = self._episodes[self._keys] = _Episode(self._keys, sample, seed)
+        settings = self.settings
+        most = CHARACTERS_PER_TOKEN * settings.max_reply_tokens
+        with said_as(EpisodeError, f"environment: sample {sample.sample_id!r} cannot be sent to a worker", Exception):
+            start = pickle.dumps(Start(self._keys, settings.function, dict(settings.args), sample, seed, most))
+        episode = self._episodes[self._keys] = _Episode(self._keys, start)
         self._homeless.append(episode)
         self._house()
         return episode.key
@@ -158,63 +186,64 @@ class EnvironmentPool:
             self._send(episode.worker, Say(key, what))
 
     def _house(self) -> None:
-        """Give episodes without a worker one; those that may have ended theirs one each, as room is."""
+        """Give episodes without a worker one; those that may have ended theirs one where no other such is, once there
+        is."""
         size, kept = self.settings.workers, deque[_Episode]()
         while self._homeless:
             episode = self._homeless.popleft()
             if episode.key not in self._episodes:
                 continue
-            usual = [worker for worker in self.workers if not worker.retiring and not worker.alone]
-            alone = sum(worker.alone for worker in self.workers)
-            if episode.suspect and alone >= size:
-                kept.append(episode)
-                continue
-            if episode.suspect or len(usual) < size:
+            alike = [one for one in self.workers if not one.retiring and one.alone == episode.suspect]
+            room = [one for one in alike if not one.suspected] if episode.suspect else alike
+            if len(alike) < size and not (episode.suspect and room):
                 worker = _Worker.start("atomrl.environments.worker")
                 worker.alone = episode.suspect
                 self.workers.append(worker)
+            elif room:
+                worker = min(room, key=lambda one: len(one.episodes))
             else:
-                worker = min(usual, key=lambda one: len(one.episodes))
+                kept.append(episode)
+                continue
             self._move_in(episode, worker)
         self._homeless = kept
 
     def _move_in(self, episode: _Episode, worker: _Worker) -> None:
-        settings = self.settings
         episode.worker, episode.repeated = worker, 0
         worker.episodes[episode.key] = episode
-        limit = settings.timeout_s if worker.ready else LOAD_LIMIT_S
-        episode.deadline = self._clock + limit * (1 + len(episode.said))
-        most = CHARACTERS_PER_TOKEN * settings.max_reply_tokens
-        start = Start(episode.key, settings.function, dict(settings.args), episode.sample, episode.seed, most)
-        where = f"environment: sample {episode.sample.sample_id!r} cannot be sent to a worker process"
-        with said_as(EpisodeError, where, pickle.PicklingError, TypeError, AttributeError):
-            self._send(worker, start)
+        episode.deadline = self._clock + (self.settings.timeout_s if worker.ready else LOAD_LIMIT_S)
+        worker.channel.send(episode.start)
         for what in episode.said:
             self._send(worker, Say(episode.key, what))
 
-    def _send(self, worker: _Worker, message: Start | Say | Ping) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # heard as the end of the worker
-            worker.connection.send(message)
+    def _send(self, worker: _Worker, message: Say | Ping) -> None:
+        worker.channel.send(pickle.dumps(message))
 
     def _hear(self, wait_s: float) -> None:
         connections = {worker.connection: worker for worker in self.workers}
         if not connections:
             return
+        if any(worker.channel.pending for worker in self.workers):
+            wait_s = min(wait_s, FLUSH_S)
         for connection in wait(list(connections), timeout=0.0 if self._answers else wait_s):
             self._listen(connections[connection])  # type: ignore[index]
+        for worker in self.workers:
+            worker.channel.flush()
         now = time.monotonic()
         self._clock += min(now - self._seen, 2 * TICK_S)
         self._seen = now
 
     def _listen(self, worker: _Worker) -> None:
         """All that a worker has said."""
-        while worker in self.workers and worker.connection.poll(0):
-            try:
-                answer = worker.answer()
-            except (EOFError, OSError, ValueError):
-                self._lost(worker)
-                return
-            self._take(worker, answer)
+        try:
+            answers = [json.loads(message) for message in worker.channel.receive()]
+        except ValueError:
+            self._lost(worker)
+            return
+        for answer in answers:
+            if worker in self.workers:
+                self._take(worker, answer)
+        if worker.channel.ended and worker in self.workers:
+            self._lost(worker)
 
     def _take(self, worker: _Worker, answer: Any) -> None:
         key, word, *rest = answer
@@ -228,7 +257,7 @@ class EnvironmentPool:
             else:
                 worker.ready = True
                 for episode in worker.episodes.values():
-                    episode.deadline = self._clock + self.settings.timeout_s * (1 + len(episode.said))
+                    episode.deadline = self._clock + self.settings.timeout_s
             return
         if key not in worker.episodes:  # given up
             return
@@ -237,11 +266,13 @@ class EnvironmentPool:
         digest = hashlib.blake2b(json.dumps([word, *rest[:1]]).encode(), digest_size=16).digest()
         place, episode.repeated = episode.repeated, episode.repeated + 1
         if place < len(episode.heard):
+            episode.deadline = self._clock + self.settings.timeout_s
             if episode.heard[place] != digest:
                 message = "it answered other than before when it was played again, after its worker process had ended"
                 self._finish(episode, Answer(ended=True, failure="error", message=message))
             return
         episode.heard.append(digest)
+        episode.suspect = False
         if word == "end":
             self._finish(episode, Answer(ended=True, outcome=rest[0], seconds=rest[1]))
         elif word == "failed":
@@ -295,7 +326,7 @@ class EnvironmentPool:
 
     def _lost(self, worker: _Worker, stuck: bool = False) -> None:
         """A worker has ended, or one of its episodes keeps it from answering at all: its episodes are played again in
-        others, and each that was at work in a worker of its own, which tells which one it was."""
+        others, those that were at work one by one, which tells which one it was."""
         if not worker.ready:
             self._ended_loading += 1
             if self._ended_loading >= MAX_ENDED_LOADING:
@@ -305,7 +336,7 @@ class EnvironmentPool:
         self._kill(worker)
         for episode in episodes:
             episode.worker = None
-            if worker.alone and worker.ready:
+            if episode.suspect and worker.ready:
                 message = "its process ended (by os._exit, a signal, or for want of memory)"
                 crash = Answer(ended=True, failure="crash", message=message)
                 self._finish(episode, self._too_late() if stuck else crash)

@@ -94,10 +94,10 @@ def information(documents: list[str]) -> str:
 
     Example:
         >>> information(['"Paris"\\nCapital of France.'])
-        '\\n\\n<information>Doc 1(Title: "Paris") Capital of France.\\n</information>\\n\\n'
+        '\\n\\n<information>Doc 1(Title: "Paris") Capital of France.</information>\\n\\n'
     """
     shown = ""
     for number, contents in enumerate(documents, 1):
         title, _, text = contents.partition("\n")
         shown += f"Doc {number}(Title: {title}) {text}\n"
-    return f"\n\n<information>{shown}</information>\n\n"
+    return f"\n\n<information>{shown.strip()}</information>\n\n"

@@ -1,6 +1,8 @@
 """The built-in environments by name."""
 
 ENVIRONMENTS = {
+    "python": "atomrl.environments.python.python",
+    "places": "atomrl.environments.places.places",
     "search_r1": "atomrl.environments.search.search_r1",
     "tools": "atomrl.environments.tools.call_tools",
     "gymnasium": "atomrl.environments.adapters.gymnasium_text.play",
@@ -20,3 +22,6 @@ PACKAGES = {
     "reasoning_gym": "reasoning-gym",
 }
 """Of those that need one: what to install; the module has the environment's name."""
+CHECKS = {"python": "atomrl.environments.python.refuse"}
+"""Functions that are called with the `args` when a config is checked, and raise a RuntimeError where it cannot be
+played on this machine."""

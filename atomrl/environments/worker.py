@@ -5,10 +5,13 @@ What a worker gets is pickled by the trainer; what it answers is JSON.
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -54,18 +57,29 @@ def serve(connection: Connection) -> None:
     role, reward and label of each message (empty: nothing is said) and seconds; `end` with the outcome and seconds;
     `failed` with a kind and a message. The key None is of no episode: `pong`, or `unusable` with a reason.
     """
-    lock, inboxes = threading.Lock(), dict[int, SimpleQueue[Any]]()
+    lock, inboxes, process = threading.Lock(), dict[int, SimpleQueue[Any]](), os.getpid()
     functions: dict[str, Callable[..., Any]] = {}
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):  # an event loop for each episode that is asynchronous
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
     def answer(*message: Any) -> None:
+        if os.getpid() != process:
+            os._exit(1)  # a fork that an environment has made goes on by mistake
         with lock:
-            say(connection, message)
+            try:
+                say(connection, message)
+            except OSError:
+                os._exit(1)  # an environment has closed it, or there is nobody any more
 
     while True:
         try:
             message = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             return
+        except Exception as error:  # unpickling runs code of the columns' own
+            answer(None, "unusable", f"{type(error).__name__}: {error}"[:MAX_MESSAGE])
+            continue
         if isinstance(message, Ping):
             answer(None, "pong")
         elif isinstance(message, Start):
@@ -76,34 +90,43 @@ def serve(connection: Connection) -> None:
             except (Exception, SystemExit) as error:
                 answer(None, "unusable", f"{type(error).__name__}: {error}"[:MAX_MESSAGE])
                 continue
-            inbox = inboxes[message.key] = SimpleQueue()
-            work = (functions[message.name], message, inbox, answer)
-            threading.Thread(target=_play, args=work, daemon=True).start()
-        elif message.key in inboxes:
-            inboxes[message.key].put(message.what)
-            if message.what == CLOSE:
+            inboxes[message.key] = SimpleQueue()
+            work = (functions[message.name], message, inboxes, answer)
+            try:
+                threading.Thread(target=_play, args=work, daemon=True).start()
+            except RuntimeError as error:  # there are as many as the machine allows
                 del inboxes[message.key]
+                answer(message.key, "failed", "error", _describe(error))
+        elif (inbox := inboxes.get(message.key)) is not None:
+            inbox.put(message.what)
 
 
-def _play(function: Callable[..., Any], start: Start, inbox: SimpleQueue[Any], answer: Callable[..., None]) -> None:
+def _play(
+    function: Callable[..., Any], start: Start, inboxes: dict[int, SimpleQueue[Any]], answer: Callable[..., None]
+) -> None:
     """An episode, on its thread."""
-    began, opened = time.perf_counter(), False
+    began, opened, over, inbox = time.perf_counter(), False, False, inboxes[start.key]
 
     def hand_over(said: Said) -> str:
-        nonlocal began, opened
+        nonlocal began, opened, over
+        if over:
+            raise Closed
         replies, seconds = as_replies(said), time.perf_counter() - began
         if not replies and opened:
             raise Misplayed("it said None after the model's first turn; say a Reply or text, or return the outcome")
+        if not opened and any(reply.reward is not None for reply in replies):
+            raise Misplayed("the reward of its first words is of no turn: there has been none")
         word = "reply" if opened else "opening"
         opened = True
         most = start.most_characters // max(1, len(replies))
-        parts = [asdict(replace(reply, text=reply.text[:most])) for reply in replies]
+        parts = [asdict(replace(reply, text=reply.text[:most], label=_plain(reply.label))) for reply in replies]
         answer(start.key, word, parts, seconds)
         what = inbox.get()
         began = time.perf_counter()
         if what == CLOSE:
             raise Closed
         if what == CUT:
+            over = True
             raise Cut
         return str(what)
 
@@ -111,14 +134,22 @@ def _play(function: Callable[..., Any], start: Start, inbox: SimpleQueue[Any], a
         outcome = play(function, start.sample, start.args, start.seed, hand_over)
         answer(start.key, "end", outcome, time.perf_counter() - began)
     except Closed:
-        pass
+        if over:  # it went on as if nothing had happened
+            answer(start.key, "end", 0.0, time.perf_counter() - began)
     except Misplayed as error:
-        answer(start.key, "failed", "invalid", str(error)[:MAX_MESSAGE])
-    except (Exception, SystemExit) as error:
+        answer(start.key, "failed", "invalid", _plain(str(error)[:MAX_MESSAGE]))
+    except BaseException as error:  # also SystemExit, and asyncio's CancelledError
         answer(start.key, "failed", "error", _describe(error))
+    finally:
+        del inboxes[start.key]
+
+
+def _plain(text: str) -> str:
+    """Without halves of surrogate pairs, which no tokenizer and no file takes."""
+    return text.encode(errors="replace").decode()
 
 
 def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:300]}{place}"
+    return _plain(f"{type(error).__name__}: {str(error)[:300]}{place}")

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atomrl.batches import RowBatch
 from atomrl.data.tokenized import TokenizedSamples
 from atomrl.objective.advantage_inputs import given
-from atomrl.types import RowBatch
 
 EVAL_PAIRS = 256
 """Held-out prompts in a forward pass of their own."""

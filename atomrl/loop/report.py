@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from atomrl.batches import AdvantageBatch
 from atomrl.metrics import Count, Max, Mean, Metrics, merge, spread, values
 from atomrl.rewards.compute import failure_counts
-from atomrl.types import AdvantageBatch, Trajectory, by_group
+from atomrl.types import Trajectory, by_group
 
 ANSWER = re.compile(r"</answer>|\\boxed\{[^{}]{0,200}+\}|####\s{0,9}+\S{1,99}+\s")
 """A closed answer. Bounded and possessive, so that a text of a million characters takes linear time."""

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 import torch
 
 from atomrl.atoms.masks import masked_sum
+from atomrl.batches import RowBatch
 from atomrl.loop.report import Stopwatch, update_metrics
 from atomrl.loop.sync import learn
 from atomrl.objective.advantage_inputs import given
 from atomrl.protocols import Algorithm, TrainingBackend
-from atomrl.types import RowBatch
 
 EVAL_SAMPLES = 64
 """Held-out samples in a forward pass of their own."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from atomrl.batches import AdvantageBatch, RowBatch
 from atomrl.config import RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows, to_training_batches
@@ -24,7 +25,6 @@ from atomrl.metrics import Metrics
 from atomrl.objective.advantage_inputs import given
 from atomrl.protocols import Algorithm, ModelInput, RolloutEngine, TrainingBackend, WeightTransfer
 from atomrl.tracking.recorder import Recorder
-from atomrl.types import AdvantageBatch, RowBatch
 
 log = logging.getLogger(__name__)
 PHASES: Mapping[str, frozenset[ModelInput]] = {

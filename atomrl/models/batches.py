@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomrl.types import Rows, select_rows
+from atomrl.batches import Rows, select_rows
 
 
 def micro_batches(

@@ -20,6 +20,7 @@ from atomrl.atoms.shaping import weighted_reward
 from atomrl.atoms.whiten import masked_whiten
 from atomrl.objective.advantage_inputs import AdvantageChoice, AdvantageInputs, AdvantagesAndReturns, given
 from atomrl.objective.choice import Custom, Formula, Setting
+from atomrl.objective.turn_advantage import TurnAdvantage
 
 Discount = Annotated[float, Field(ge=0, le=1)]
 
@@ -347,4 +348,4 @@ Centred = GRPONoStdAdvantage | RLOOAdvantage | OPOAdvantage | GPGAdvantage | ReM
 Scaled = GRPOAdvantage | MaxRLAdvantage | GDPOAdvantage
 PassAtK = PassAtKAdvantage | PassAtKAnalyticAdvantage
 ByToken = ReinforcePPAdvantage | ReinforcePPBaselineAdvantage | GAEAdvantage | ReverseKLAdvantage
-Advantage = Plain | Centred | Scaled | PassAtK | ByToken | CustomAdvantage
+Advantage = Plain | Centred | Scaled | PassAtK | ByToken | TurnAdvantage | CustomAdvantage

@@ -24,6 +24,11 @@ class AdvantageInputs:
     """[B, T] what the model wrote."""
     token_rewards: Tensor | None = None
     """[B, T] beside the outcomes: what an environment gave at a token."""
+    turn_ids: Tensor | None = None
+    """[B, T] the turn that each token is of, -1 off the model's. None: every row has one turn."""
+    state_ids: Tensor | None = None
+    """[B, T] what the environment had last shown when the turn began, as a number; -1 off the model's tokens. None:
+    every row has one turn."""
     kl_penalty: Tensor | None = None
     """[B, T] beta KL, where it is part of the reward."""
     parts: Tensor | None = None
@@ -49,11 +54,32 @@ class AdvantageInputs:
     @property
     def by_token(self) -> Tensor:
         """[B, T] the outcome at the last token that the model wrote, and token rewards, less each token's penalty."""
+        return self._with_token_rewards(reward_at_last_token(self.rewards, given(self.mask)))
+
+    @property
+    def beside_outcome(self) -> Tensor:
+        """[B, T] token rewards, less each token's penalty."""
+        return self._with_token_rewards(torch.zeros_like(given(self.mask), dtype=self.rewards.dtype))
+
+    def _with_token_rewards(self, rewards: Tensor) -> Tensor:
         mask = given(self.mask)
-        rewards = reward_at_last_token(self.rewards, mask)
         if self.token_rewards is not None:
             rewards = rewards + on_written_tokens(self.token_rewards, mask)
         return rewards if self.kl_penalty is None else kl_penalised_reward(rewards, self.kl_penalty, 1.0, mask)
+
+    @property
+    def turns(self) -> Tensor:
+        """[B, T] the turn of each token that is trained, -1 elsewhere."""
+        mask = given(self.mask)
+        turn_ids = torch.zeros_like(mask, dtype=torch.long) if self.turn_ids is None else self.turn_ids
+        return turn_ids.masked_fill(~mask, -1)
+
+    @property
+    def states(self) -> Tensor:
+        """[B, T] the state in which each token's turn began; where every row has one turn, its group."""
+        mask = given(self.mask)
+        state_ids = self.group_ids[:, None].expand_as(mask) if self.state_ids is None else self.state_ids
+        return state_ids.masked_fill(~mask, -1)
 
 
 class AdvantagesAndReturns(NamedTuple):

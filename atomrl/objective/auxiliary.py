@@ -14,11 +14,11 @@ from atomrl.atoms.distillation import generalised_jsd
 from atomrl.atoms.masks import masked_sum
 from atomrl.atoms.reductions import weighted_sum
 from atomrl.atoms.value_losses import clipped_value_loss, clipped_values
+from atomrl.batches import TrainingBatch
 from atomrl.metrics import Mean, Metrics, Sum
 from atomrl.objective.advantage_inputs import given
 from atomrl.objective.choice import Choice, Formula, Setting
 from atomrl.protocols import ModelOutputs
-from atomrl.types import TrainingBatch
 
 
 class ValueLoss(Choice):

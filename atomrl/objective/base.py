@@ -8,9 +8,9 @@ from pydantic import BaseModel, Field
 from torch import Tensor
 
 from atomrl.atoms.reductions import sequence_mean
+from atomrl.batches import AdvantageBatch, RowBatch
 from atomrl.objective.choice import FROZEN, Choice, Formula, Setting, changed, check_name, choices_of, validated
 from atomrl.protocols import NOTHING, ModelInput, Output, RowUnit, Update
-from atomrl.types import AdvantageBatch, RowBatch
 
 
 class Goal(NamedTuple):

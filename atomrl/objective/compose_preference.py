@@ -11,6 +11,7 @@ from torch import Tensor
 from atomrl.atoms.masks import masked_sum, row_sum
 from atomrl.atoms.preference_scores import implicit_reward
 from atomrl.atoms.reductions import weighted_sum
+from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, select_rows
 from atomrl.metrics import Mean, Metrics, Sum
 from atomrl.objective.advantage_inputs import given
 from atomrl.objective.base import MINIMISE, Formulation, Goal, SupervisedObjective
@@ -20,7 +21,6 @@ from atomrl.objective.preference_loss import REFERENCE, AotUnpairedLoss, LabelLo
 from atomrl.objective.preference_score import LogRatioScore, Nll, Score, TokenMeanNll
 from atomrl.objective.shaping import GroupFilter
 from atomrl.protocols import NOTHING, LossOutput, ModelInput, ModelOutputs, RowUnit
-from atomrl.types import AdvantageBatch, RowBatch, TrainingBatch, select_rows
 
 MEAN_TOKENS = "chosen_tokens"
 """In an algorithm's state: the mean length of the step's chosen completions."""

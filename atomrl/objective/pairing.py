@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from atomrl.types import RowBatch
+from atomrl.batches import RowBatch
 
 
 def row_keys(rows: RowBatch) -> Tensor:

@@ -12,6 +12,7 @@ from atomrl.atoms.kl import adaptive_coefficient, k1_kl
 from atomrl.atoms.masks import masked_mean, masked_sum
 from atomrl.atoms.ratios import token_log_ratio
 from atomrl.atoms.reductions import weighted_sum
+from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
 from atomrl.metrics import Max, Mean, Metrics, Sum
 from atomrl.objective.advantage import Advantage, GRPOAdvantage
 from atomrl.objective.advantage_inputs import AdvantageInputs, AdvantagesAndReturns, given
@@ -29,7 +30,6 @@ from atomrl.objective.shaping import GroupFilter, Shaping
 from atomrl.objective.token_filter import FilterInputs, TokenFilter
 from atomrl.objective.update import TrustRegion
 from atomrl.protocols import NOTHING, LossOutput, ModelInput, ModelOutputs, Output, RowUnit
-from atomrl.types import AdvantageBatch, RowBatch, TrainingBatch
 
 COEFFICIENT = "kl_coefficient"
 """Where an adaptive coefficient is kept in an algorithm's state."""

@@ -9,10 +9,10 @@ from torch import Tensor
 from atomrl.atoms import preference_scores as scores
 from atomrl.atoms.masks import row_mean, row_sum
 from atomrl.atoms.supervised_losses import nll_loss
+from atomrl.batches import RowBatch
 from atomrl.objective.advantage_inputs import given
 from atomrl.objective.choice import Choice, Formula, Setting
 from atomrl.objective.pairing import shared_lengths
-from atomrl.types import RowBatch
 
 AnySign = Annotated[float, Field(allow_inf_nan=False)]
 AtLeast0 = Annotated[AnySign, Field(ge=0)]

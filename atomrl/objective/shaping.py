@@ -8,8 +8,8 @@ from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt,
 from torch import Tensor
 
 from atomrl.atoms.shaping import clipped_reward, repetition_penalty, soft_overlong_penalty
+from atomrl.batches import RowBatch
 from atomrl.objective.choice import Choice, Formula, Setting
-from atomrl.types import RowBatch
 
 
 class Shaping(Choice, type="penalties"):

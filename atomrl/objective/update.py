@@ -10,11 +10,11 @@ from torch import Tensor
 
 from atomrl.atoms import natural_gradient as steps
 from atomrl.atoms.kl import distribution_kl
+from atomrl.batches import TrainingBatch
 from atomrl.metrics import Count, Mean, Metrics, merge
 from atomrl.objective.advantage_inputs import given
 from atomrl.objective.choice import Choice
 from atomrl.protocols import Algorithm, Forward, Output, UpdateOutput
-from atomrl.types import TrainingBatch
 
 DISTRIBUTIONS: frozenset[Output] = frozenset({"distributions"})
 

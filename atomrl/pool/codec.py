@@ -15,13 +15,14 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 
+from atomrl.episodes import Episode, Turn
 from atomrl.types import RaggedIds, RewardFailure, Sample, Segment, Trajectory
 
 SIZES = struct.Struct("<5I")
@@ -78,6 +79,7 @@ def encode(group: Sequence[Trajectory]) -> Encoded:
         "prompt_tokens": len(prompt),
         "segments": segments,
         "token_rewards": [item.token_rewards for item in group],
+        "episode": [None if item.episode is None else asdict(item.episode) for item in group],
         "reward_parts": [dict(item.reward_parts) for item in group],
         "part_weights": [dict(item.part_weights) for item in group],
         "reward_failures": [[asdict(failure) for failure in item.reward_failures] for item in group],
@@ -166,6 +168,7 @@ def decode(payload: bytes) -> list[Trajectory]:
                 sample=sample,
                 segments=tuple([prompt if row == PROMPT else cursor.segment(*row) for row in rows]),
                 token_rewards=tuple([(where, value) for where, value in header["token_rewards"][place]]),
+                episode=episode_of(header["episode"][place]),
                 reward_parts=header["reward_parts"][place],
                 part_weights=header["part_weights"][place],
                 reward_failures=tuple([RewardFailure(**failure) for failure in header["reward_failures"][place]]),
@@ -173,6 +176,20 @@ def decode(payload: bytes) -> list[Trajectory]:
             )
         )
     return group
+
+
+def episode_of(fields: Mapping[str, Any] | None) -> Episode | None:
+    """An episode from its fields, as `dataclasses.asdict` gives them.
+
+    Example:
+        >>> from dataclasses import asdict
+        >>> one = Episode(turns=(Turn(model_tokens=2, label="search"),), ended="turns")
+        >>> episode_of(asdict(one)) == one
+        True
+    """
+    if fields is None:
+        return None
+    return Episode(**{**fields, "turns": tuple([Turn(**turn) for turn in fields["turns"]])})
 
 
 class _Cursor:

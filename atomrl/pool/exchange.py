@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from atomrl.files import write_jsonl
+from atomrl.pool.codec import episode_of
 from atomrl.pool.errors import PoolError
 from atomrl.pool.store import RolloutPool
 from atomrl.types import RaggedIds, RewardFailure, Sample, Segment, Trajectory
 
-AS_TEXT = ("sample", "reward_parts", "part_weights", "made_with")
+AS_TEXT = ("sample", "episode", "reward_parts", "part_weights", "made_with")
 """Columns whose values have no common type: in Parquet they are JSON."""
 BATCH = 64
 """Groups that are written to a pool in one transaction."""
@@ -31,6 +32,7 @@ def export_rows(pool: RolloutPool) -> Iterator[dict[str, Any]]:
             yield {
                 "group": about["id"], "uses": about["uses"], "written": about["written"], "run": about["run"], **row,
                 "sample": asdict(item.sample),
+                "episode": None if item.episode is None else asdict(item.episode),
                 "segments": [_segment_row(part) for part in item.segments],
                 "reward_parts": dict(item.reward_parts),
                 "part_weights": dict(item.part_weights),
@@ -59,7 +61,7 @@ def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
     """
     given = dict(row)
     for name in AS_TEXT:
-        if isinstance(given[name], str):
+        if isinstance(given.get(name), str):
             given[name] = json.loads(given[name])
     sample, parts = given["sample"], []
     for part in given["segments"]:
@@ -78,6 +80,7 @@ def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
         | {
             "sample": Sample(**sample),
             "segments": tuple(parts),
+            "episode": episode_of(given.get("episode")),
             "token_rewards": tuple((int(where), float(reward)) for where, reward in given["token_rewards"]),
             "reward_failures": tuple(RewardFailure(**failure) for failure in given["reward_failures"]),
         }

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Self
 from pydantic import ValidationError
 
 from atomrl.episodes import FailureKind
-from atomrl.rewards.errors import NoScore, RewardError, RewardStop, require
+from atomrl.rewards.errors import NoScore, RewardError, RewardStop
 from atomrl.rewards.table import CLASSES, POOLED, REWARDS, AnyReward, find_reward, importable_name
 from atomrl.types import Trajectory
 
@@ -137,7 +137,7 @@ def find_scorer(
     style = _style(function)
     _check_signature(name, function, style, args)
     if built_in is not None and built_in in POOLED:
-        require(built_in, POOLED[built_in].package, POOLED[built_in].extra)
+        POOLED[built_in].check(args)
     return Scorer(
         name=built_in or name,
         function=function,

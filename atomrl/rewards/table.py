@@ -2,15 +2,15 @@
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import atomrl.rewards as built_in
 from atomrl.functions import OF_FILE, find_function
 from atomrl.hints import did_you_mean
-from atomrl.rewards import boxes, tasks
-from atomrl.rewards.errors import RewardError
+from atomrl.rewards import boxes, programs, tasks
+from atomrl.rewards.errors import RewardError, require
 
 AnyReward = Callable[..., Any]
 """A function or class of any of the kinds that `calling.Style` lists."""
@@ -31,17 +31,18 @@ CLASSES = LOADING | SERVICES | {"environment": "atomrl.rewards.outcome.Environme
 
 @dataclass(frozen=True)
 class Pooled:
-    """A built-in reward that runs in worker processes: the package that it calls may hang or end its process."""
+    """A built-in reward that runs in worker processes: what it calls may hang or end its process."""
 
-    package: str
-    extra: str
-    warm_up: Callable[[], None]
-    """Imports the package."""
+    check: Callable[[Mapping[str, Any]], None]
+    """Raises a RewardError where it cannot be used here with its args."""
+    warm_up: Callable[[], None] = lambda: None
+    """Imports what takes long to import."""
 
 
 POOLED = {
-    "boxed": Pooled("math_verify", "math", boxes.warm_up),
-    "reasoning_gym": Pooled("reasoning_gym", "tasks", tasks.warm_up),
+    "boxed": Pooled(lambda args: require("boxed", "math_verify", "math"), boxes.warm_up),
+    "code": Pooled(programs.check_sandbox),
+    "reasoning_gym": Pooled(lambda args: require("reasoning_gym", "reasoning_gym", "tasks"), tasks.warm_up),
 }
 """All other built-in rewards are string operations that are linear in the length of the text, and exact arithmetic on
 numbers of at most 100 characters: they run in this process."""

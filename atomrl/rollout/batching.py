@@ -60,6 +60,7 @@ class ContinuousBatch:
         for key in gone & self.parking.leaving.keys():
             del self.parking.leaving[key]
         self._take_out([place for place, row in enumerate(self.rows) if id(row) in gone])
+        self._rows_changed()
         self._leave_groups(states)
         self._clean(states)
 
@@ -79,6 +80,7 @@ class ContinuousBatch:
     def take_back(self) -> None:
         """Let all rows wait again, with what they have, and forget what the cache holds."""
         self.waiting.extendleft(reversed(self._take_out(range(len(self.rows)))))
+        self._rows_changed()
         self._leave_groups(self.parking.forget_all())
         for group in self.groups.values():
             group.index = group.hidden = None
@@ -314,10 +316,11 @@ class ContinuousBatch:
         for found, slot in zip(states, slots, strict=True):
             if found.request.keep_cache:
                 self._leave_groups(self.parking.park(Parked(found, slot, self._group(found).prompt)))
+        self._rows_changed()  # not before: it may move rows to slots that nobody has
         return [(found, "stop" if stop else "length") for found, stop in zip(states, stopped, strict=True)]
 
     def _take_out(self, places: Sequence[int]) -> list[RequestState]:
-        """End rows of the batch, with what was drawn for them in their state."""
+        """End rows of the batch, with what was drawn for them in their state; `_rows_changed` is then to be called."""
         if not places:
             return []
         ended, rows = self.state[:, places], [self.rows[place] for place in places]
@@ -329,7 +332,6 @@ class ContinuousBatch:
         gone = set(places)
         staying = [place for place in range(len(self.rows)) if place not in gone]
         self.rows, self.state = [self.rows[place] for place in staying], self.state[:, staying]
-        self._rows_changed()
         return rows
 
     def _leave_groups(self, states: Sequence[RequestState]) -> None:

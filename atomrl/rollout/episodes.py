@@ -38,6 +38,7 @@ class _Play:
     """Of the model, turn by turn."""
     turns: list[Turn] = field(default_factory=list)
     opening_tokens: int = 0
+    opening: str = ""
     drawing: str | None = None
     """The id of the request for the turn that the engine is drawing."""
     last: str | None = None
@@ -153,7 +154,7 @@ class EpisodeEngine(RolloutEngine):
         play.tokens += written
         play.segments += output.segments
         play.texts.append(output.text)
-        play.turns.append(Turn(model_tokens=len(written)))
+        play.turns.append(Turn(model_tokens=len(written), text=output.text))
 
     def _text_of(self, play: _Play, output: GenerationOutput) -> str:
         """What an environment reads: with special tokens, but without an end-of-turn token at its end; up to the end
@@ -211,10 +212,12 @@ class EpisodeEngine(RolloutEngine):
         if ids:
             play.tokens += ids
             play.segments.append(Segment(origin="environment", token_ids=tuple(ids)))
+        cut = len(ids) >= self.settings.max_reply_tokens
+        said = str(self.tokenizer.decode(ids)) if cut else "\n".join(reply.text for reply in replies)
         if play.turns:
-            play.turns[-1] = replace(play.turns[-1], reply_tokens=len(ids))
+            play.turns[-1] = replace(play.turns[-1], reply_tokens=len(ids), reply=said)
         else:
-            play.opening_tokens = len(ids)
+            play.opening_tokens, play.opening = len(ids), said
         return None
 
     def _next_turn(self, play: _Play) -> GenerationRequest:
@@ -265,6 +268,7 @@ class EpisodeEngine(RolloutEngine):
                 turns=tuple(play.turns),
                 ended=play.ended,
                 opening_tokens=play.opening_tokens,
+                opening=play.opening,
                 outcome=answer.outcome,
                 failure=answer.failure,
                 message=answer.message,

@@ -77,6 +77,8 @@ class ServedEngine:
 class _Replica:
     actor: Actor
     held: dict[str, GenerationRequest] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)
+    """Ids of finished requests whose cache it may have kept."""
     polling: Any = None
     """What it was last asked to draw, until it answers."""
     asked: float = 0.0
@@ -86,7 +88,12 @@ class _Replica:
 
     def finish(self, outputs: Iterable[GenerationOutput]) -> list[GenerationOutput]:
         """The outputs of requests that it held."""
-        found = [output for output in outputs if self.held.pop(output.request_id, None)]
+        found = []
+        for output in outputs:
+            if request := self.held.pop(output.request_id, None):
+                found.append(output)
+                if request.keep_cache:
+                    self.kept.add(output.request_id)
         self.restarts = 0 if found else self.restarts
         return found
 
@@ -94,8 +101,9 @@ class _Replica:
 class ReplicatedEngine:
     """A `RolloutEngine` whose requests are drawn by several engines in Ray actors.
 
-    A group goes whole to the replica that holds the fewest tokens to draw. A replica that dies is started again with
-    the current weights, and what it held is drawn again, from the same seeds.
+    A group goes whole to the replica that holds the fewest tokens to draw, and a request that continues another to the
+    one that has drawn that. A replica that dies is started again with the current weights, and what it held is drawn
+    again, from the same seeds.
 
     Args:
         build: makes an engine, in the actor; must be picklable.
@@ -149,7 +157,7 @@ class ReplicatedEngine:
         began = time.monotonic()
         self.cluster.end(replica.actor)
         try:
-            replica.actor, replica.polling = self._start(replica.actor.index), None
+            replica.actor, replica.polling, replica.kept = self._start(replica.actor.index), None, set()
             self._know(replica)
             if self.published:
                 self._take(replica, self.cluster.submit(replica.actor, "update_weights", self.channel.again()))
@@ -171,6 +179,7 @@ class ReplicatedEngine:
             ValueError: as in every engine. None of the requests is then taken in.
         """
         owners = {request.group_id: replica for replica in self.replicas for request in replica.held.values()}
+        homes = {name: replica for replica in self.replicas for name in replica.kept}
         load = {
             id(replica): sum(request.sampling.max_completion_tokens for request in replica.held.values())
             for replica in self.replicas
@@ -179,7 +188,8 @@ class ReplicatedEngine:
         for request in requests:
             if any(request.request_id in replica.held for replica in self.replicas):
                 raise ValueError(f"request {request.request_id!r} is there already")
-            owner = owners.get(request.group_id) or min(self.replicas, key=lambda replica: load[id(replica)])
+            owner = homes.get(request.continues or "") or owners.get(request.group_id)
+            owner = owner or min(self.replicas, key=lambda replica: load[id(replica)])
             owners[request.group_id] = owner
             load[id(owner)] += request.sampling.max_completion_tokens
             parts[id(owner)].append(request)
@@ -189,6 +199,7 @@ class ReplicatedEngine:
                 if part := parts[id(replica)]:
                     self._call(replica, "submit", part)
                     replica.held |= {request.request_id: request for request in part}
+                    replica.kept -= {request.continues for request in part}
                     taken += [request.request_id for request in part]
         except ValueError:
             self.abort(taken)
@@ -242,11 +253,14 @@ class ReplicatedEngine:
                 raise TimeoutError(self.cluster.silent([r.actor for r in overdue if r.polling in silent]))
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
-        """Give up requests (None: all), and return what they have so far."""
+        """Give up requests (None: all), and return what they have so far; forget what is kept of finished ones."""
         names = None if request_ids is None else set(request_ids)
         found: list[GenerationOutput] = []
         for replica in self.replicas:
             gone = [name for name in replica.held if names is None or name in names]
+            if kept := [name for name in replica.kept if names is None or name in names]:
+                replica.kept.difference_update(kept)
+                self.cluster.submit(replica.actor, "abort", kept)  # nobody has to wait for it
             if gone:
                 found += self._call(replica, "abort", gone)
                 if replica.polling is not None:  # it ended before the actor took the next call

@@ -205,12 +205,16 @@ class SGLangEngine(ServerEngine):
             await self.client.post(server, "/end_weight_update", {})
         on_gpu = server.about["device"] == "cuda" and torch.device(self.options.device).type == "cuda"
         address, ranks = urlsplit(server.url), int(server.about["tp_size"])
-        with socket.create_connection((address.hostname, address.port), timeout=self.options.server_timeout_s) as found:
-            host = found.getsockname()[0]  # by which it reaches us
+        place = address.hostname, address.port
+        try:
+            with socket.create_connection(place, timeout=self.options.server_timeout_s) as found:
+                host = found.getsockname()[0]  # by which it reaches us
+        except OSError as error:
+            raise ServerGone(f"{type(error).__name__} {error}") from None
         timeout_s = self.options.server_timeout_s + _SPARE_S
         group = ServerGroup(host, "nccl" if on_gpu else "gloo", ranks, timeout_s)
-        place = {"master_address": host, "master_port": group.port, "rank_offset": 1, "world_size": ranks + 1}
-        body = place | {"group_name": group.name, "backend": group.backend}
+        body = {"master_address": host, "master_port": group.port, "rank_offset": 1, "world_size": ranks + 1}
+        body |= {"group_name": group.name, "backend": group.backend}
         await self._together(server, group.join(), "/init_weights_update_group", body)
         return group
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.sft import SFT
+from atomrl.batches import RowBatch
 from atomrl.config import ConfigError, PreferenceConfig, RunConfig, SftConfig
 from atomrl.data.completions import demonstration_reader, preference_reader
 from atomrl.data.generators import task_words
@@ -28,7 +29,6 @@ from atomrl.objective import PreferenceObjective
 from atomrl.objective.advantage_inputs import given
 from atomrl.runs.base import Evaluation, Run, identity
 from atomrl.runs.build import context_tokens, model_path, policy_tokenizer, with_steps
-from atomrl.types import RowBatch
 
 Split = Literal["train", "eval"]
 

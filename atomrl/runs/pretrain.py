@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from atomrl.algorithms.sft import PRETRAINING
+from atomrl.batches import RowBatch
 from atomrl.config import ConfigError, PretrainConfig, RunConfig
 from atomrl.data.tokenized import Example, rows_from_tokens
 from atomrl.data.tokens import TOKENIZER, Split, TokenFolder
@@ -17,7 +18,7 @@ from atomrl.rollout.generate import generate
 from atomrl.runs.base import Evaluation, Run
 from atomrl.runs.build import build_engine, context_tokens, model_path
 from atomrl.tracking.resume import model_identity, tokenizer_identity
-from atomrl.types import Prompt, RowBatch, Sample, SamplingParams
+from atomrl.types import Prompt, Sample, SamplingParams
 from atomrl.weights import InProcessTransfer
 
 SEED_OF_VALIDATION = 0

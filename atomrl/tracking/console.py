@@ -25,6 +25,7 @@ SHOWN = {
     "tok/s": ("perf/throughput", "{:,.0f}"),
 }
 """What is shown: label -> metric and format."""
+REPLY_STYLE = "cyan"
 COMPLETIONS, CHARACTERS = 3, 200
 """Of a step that are shown, and how much of each prompt (its end) and completion (its start)."""
 
@@ -95,10 +96,11 @@ class ProgressBar:
         for name in ("reward", "advantage"):
             table.add_column(name, justify="right")
         for row in rows[:: -(-len(rows) // COMPLETIONS)]:
-            prompt, completion = (printable(text.strip()) for text in (prompt_text(row["prompt"]), row["completion"]))
+            prompt = printable(prompt_text(row["prompt"]).strip())
             numbers = ("-" if row[name] is None else f"{row[name]:.3g}" for name in ("reward", "advantage"))
             short = Text(f"…{prompt[-CHARACTERS:]}" if len(prompt) > CHARACTERS else prompt)
-            table.add_row(short, Text(completion[:CHARACTERS] + "…" * (len(completion) > CHARACTERS)), *numbers)
+            episode = row.get("episode")
+            table.add_row(short, Text(shortened(row["completion"])) if episode is None else by_turn(episode), *numbers)
         self._console.print(table)
 
     def _eta(self, step: int) -> str:
@@ -135,6 +137,49 @@ def printable(text: str) -> str:
     return "".join(
         char if char.isprintable() or char in "\t\n" else char.encode("unicode_escape").decode() for char in text
     )
+
+
+def shortened(text: str) -> str:
+    """The start of a text, as it may be shown."""
+    shown = printable(text.strip())
+    return shown[:CHARACTERS] + "…" * (len(shown) > CHARACTERS)
+
+
+def by_turn(episode: Mapping[str, Any]) -> Text:
+    """Who wrote what: the model's words as they are; the environment's set off, with label, seconds and the reward of
+    the turn; and how it ended, where the environment did not end it.
+
+    Args:
+        episode: as it is written to `rollouts/`.
+
+    Example:
+        >>> turn = {"text": "<search>Paris", "reply": "a city", "label": "search", "seconds": 0.25, "reward": None}
+        >>> last = {"text": "a city", "reply": "", "label": "", "seconds": 0.0, "reward": None}
+        >>> print(by_turn({"opening": "", "turns": [turn] * 9 + [last], "ended": "turns", "message": ""}))
+        <search>Paris
+        > search (0.25 s): a city
+        <search>Paris
+        > search (0.25 s): a city
+        ... 7 more
+        a city
+        ended: turns
+    """
+    turns, lines = episode["turns"], list[tuple[str, str]]()
+    if episode["opening"]:
+        lines.append((f"> {shortened(episode['opening'])}", REPLY_STYLE))
+    for number, turn in enumerate(turns):
+        if 1 < number < len(turns) - 1:
+            lines += [(f"... {len(turns) - 3} more", "")] * (number == 2)
+            continue
+        lines.append((shortened(turn["text"]), ""))
+        if turn["reply"] or turn["label"] or turn["reward"] is not None:
+            reward = "" if turn["reward"] is None else f", reward {turn['reward']:.3g}"
+            about = f"{printable(turn['label'])} ({turn['seconds']:.2f} s{reward})".strip()
+            lines.append((f"> {about}: {shortened(turn['reply'])}", REPLY_STYLE))
+    if episode["ended"] != "environment":
+        why = f": {episode['failure']}: {shortened(episode['message'])}" if episode.get("failure") else ""
+        lines.append((f"ended: {episode['ended']}{why}", "bold"))
+    return Text("\n").join(Text(text, style=style) for text, style in lines)
 
 
 def prompt_text(prompt: Any) -> str:

@@ -259,7 +259,8 @@ def rollout_rows(
 ) -> list[dict[str, Any]]:
     """One JSON-ready dict per trajectory.
 
-    `policy_version` is that of the newest weights that wrote a token of it, `policy_versions` are all.
+    `policy_version` is that of the newest weights that wrote a token of it, `policy_versions` are all. With an
+    environment there is an `episode`: its turns (who wrote what, reward, label, seconds) and how it ended.
 
     Args:
         advantages: by the trajectory's index; what was not trained on has none and is written as null.
@@ -287,6 +288,7 @@ def rollout_rows(
                 "finish_reason": item.finish_reason,
                 "policy_version": versions[-1] if versions else None,
                 "policy_versions": versions,
+                **({} if item.episode is None else {"episode": asdict(item.episode)}),
             }
         )
     return rows

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from atomrl.batches import RowBatch, Rows, TrainingBatch, select_rows
 from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
 from atomrl.metrics import Count, Metrics, merge
 from atomrl.models.batches import group_pieces, micro_batches, padded_tokens, zero_weight_row
@@ -21,7 +22,7 @@ from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUni
 from atomrl.training.collective import Collective, check_launcher
 from atomrl.training.optimizer import Optimizer
 from atomrl.training.roles import SOURCES, TRAINED, Role, RoleName, check_forward_mode, sources
-from atomrl.types import RaggedIds, RowBatch, Rows, TrainingBatch, select_rows
+from atomrl.types import RaggedIds
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

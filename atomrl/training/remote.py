@@ -11,12 +11,12 @@ from typing import Any, get_args
 
 from torch import Tensor
 
+from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.cluster.ray_cluster import Actor, ActorDied, RayCluster
 from atomrl.config import ConfigError
 from atomrl.metrics import Metrics, merge
 from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightUpdate
 from atomrl.training.roles import SOURCES, TRAINED, RoleName
-from atomrl.types import RowBatch, TrainingBatch
 
 
 class ServedBackend:

@@ -14,13 +14,13 @@ from torch import Tensor
 from atomrl.atoms.logits import head_logits
 from atomrl.atoms.logprobs import row_logprobs
 from atomrl.atoms.natural_gradient import fisher_vector_product, flat
+from atomrl.batches import RowBatch
 from atomrl.config import ConfigError
 from atomrl.models.kernels import plain_formulas
 from atomrl.models.lora import adapters_disabled
 from atomrl.models.shared_prefix import states_before
 from atomrl.protocols import Output
 from atomrl.training.optimizer import Optimizer
-from atomrl.types import RowBatch
 
 RoleName = Literal["policy", "reference", "critic", "teacher", "reward_model"]
 SOURCES: Mapping[str, tuple[RoleName, Output]] = {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from atomrl.batches import RowBatch, TrainingBatch, select_rows
 from atomrl.data.rows import to_training_batches
 from atomrl.protocols import Algorithm, ModelOutputs
-from atomrl.types import RowBatch, TrainingBatch, select_rows
 
 GROUP, LIMIT = 4, 8
 
@@ -46,6 +48,31 @@ def make_rows(groups: int = 3, tokens: int = 11, seed: int = 0, rewards: Tensor 
         values=numbers(),
         teacher_logprobs=-2 * numbers(),
     )
+
+
+def with_turns(rows: RowBatch, seed: int = 2) -> RowBatch:
+    """The same as episodes of up to three turns: a reply of a token or two after the first and the second, which the
+    model did not write; rewards of turns at their last tokens; two states that turns may begin in."""
+    generator = torch.Generator().manual_seed(seed)
+    mask, turn_ids = rows.loss_mask.clone(), torch.full(rows.tokens.shape, -1)
+    state_ids, rewards = turn_ids.clone(), torch.zeros(mask.shape, dtype=torch.float64)
+    for row in range(rows.rows):
+        places = mask[row].nonzero()[:, 0].tolist()
+        cuts = [cut for cut in (2, 5) if cut < len(places) - 1]
+        reply = {places[cut] for cut in cuts} | {places[cuts[-1] + 1] for _ in cuts[-1:] if cuts[-1] + 2 < len(places)}
+        turn, own = 0, 0
+        for place in places:
+            if place in reply:
+                mask[row, place] = False
+                turn, own = turn + (own > 0), 0
+                continue
+            turn_ids[row, place], own = turn, own + 1
+            draw = int(torch.randint(2, (1,), generator=generator)) if own == 1 else draw
+            state_ids[row, place] = 10 * int(rows.group_ids[row]) + (1 + draw if turn else 0)
+            later = [p for p in places if p > place and p not in reply and p == place + 1]
+            if not later:
+                rewards[row, place] = torch.rand(1, generator=generator, dtype=torch.float64)
+    return replace(rows, loss_mask=mask, turn_ids=turn_ids, state_ids=state_ids, token_rewards=rewards)
 
 
 def moved_logprobs(rows: RowBatch, seed: int = 1) -> Tensor:

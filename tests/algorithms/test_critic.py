@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from atomrl.algorithms.table import objective_of
+from atomrl.batches import RowBatch, TrainingBatch, select_rows
 from atomrl.loop.report import critic_metrics
 from atomrl.metrics import merge, values
 from atomrl.objective import PolicyObjective
 from atomrl.objective.policy import COEFFICIENT
 from atomrl.protocols import ModelOutputs
-from atomrl.types import RowBatch, TrainingBatch, select_rows
 from tests.algorithms.batches import training_batch
 
 KL = {"type": "k1", "coefficient": 0.1, "apply_to": "reward", "target": None}

@@ -141,6 +141,10 @@ CASES = {
     "untrained_critic": ({"advantage": "gae", "value": {"coefficient": 0.0}}, {}),
     "value_clip_without_effect": ({"advantage": "gae"}, {}),
     "entropy_explosion": ({"entropy": {"coefficient": 0.01}}, {}),
+    "deviation_of_turns": ({"advantage": "gigpo"}, {}),
+    "small_rewards_of_turns": ({"advantage": "turn_grpo"}, {}),
+    "states_without_weight": ({"advantage": {"type": "gigpo", "omega": 0.0}}, {}),
+    "other_turns_untrained": ({"advantage": {"type": "last_turn", "divide_by_std": False}}, {}),
     "standardised_without_groups": ({"advantage": "raw", "group_filter": "mixed_outcomes"}, {}),
 }
 QUIET = {"advantage": "grpo_no_std"}
@@ -159,6 +163,8 @@ SAYS = {
     "discounted_away": "with gamma=0.99", "critic_far_away": "with lam=0.95",
     "value_without_critic": "there is no critic", "untrained_critic": "value.coefficient is 0",
     "value_clip_without_effect": "the clip of values never acts", "entropy_explosion": "nothing bounds the bonus",
+    "deviation_of_turns": "division by a group's deviation", "small_rewards_of_turns": "by the deviation of turns of",
+    "states_without_weight": "with omega=0", "other_turns_untrained": "turns before the last learn nothing",
     "standardised_without_groups": "groups that raw would have learned from",
 }  # fmt: skip
 

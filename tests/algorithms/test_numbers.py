@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from atomrl.algorithms.table import objective_of
+from atomrl.batches import RowBatch
 from atomrl.objective import AdvantageInputs, PolicyObjective
 from atomrl.objective.policy import COEFFICIENT
-from atomrl.types import RowBatch
 from tests.algorithms.batches import loss_gradient, make_rows, moved_logprobs, training_batch
 
 

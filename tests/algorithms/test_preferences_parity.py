@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from atomrl.atoms.reductions import sequence_mean
+from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.objective import PreferenceObjective
 from atomrl.objective.preference_loss import BcoLoss, OddsRatioLoss
 from atomrl.objective.preference_score import LogprobScore, LogRatioScore, TokenMeanNll
 from atomrl.protocols import ModelOutputs
-from atomrl.types import RowBatch, TrainingBatch
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 PER_TOKEN = {"ipo", "sigmoid_norm"}

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from atomrl.algorithms.table import ALGORITHMS, objective_of
+from atomrl.batches import select_rows
 from atomrl.objective import PolicyObjective
 from atomrl.objective.choice import choices_of
-from atomrl.types import select_rows
 from tests.algorithms.batches import GROUP, LIMIT, loss_gradient, make_rows, moved_logprobs, training_batch
 
 
@@ -34,6 +34,8 @@ EXTRA = {
     "adaptive KL in the reward": ("reinforce_pp", {"kl": {"target": 0.1}}),
     "overlong filtering": ("dapo", {"shaping": {"mask_truncated": True, "repetition_ngram_tokens": 2}}),
     "distillation beside rewards": ("grpo", {"distillation": {"coefficient": 0.3, "beta": 0.1}}),
+    "credit by turn": ("grpo", {"advantage": {"type": "turn_grpo", "gamma": 0.9}}),
+    "credit of the last turn": ("rloo", {"advantage": {"type": "last_turn", "divide_by_std": False}}),
     "dppo by kl": ("dppo", {"clip": "dppo_kl"}),
     "dual clip of sequences": ("gspo", {"clip": {"dual": 1.001}}),
     "gmpo of opo with straight-through k1": ("gmpo", {"advantage": "opo", "kl": {"type": "k1", "k2_gradient": True,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from atomrl.algorithms.reward_model import RewardModelObjective
+from atomrl.batches import RowBatch, TrainingBatch, select_rows
 from atomrl.metrics import merge, values
 from atomrl.protocols import ModelOutputs
-from atomrl.types import RowBatch, TrainingBatch, select_rows
 
 SCORES = [2.0, 0.5, -1.0, 1.0, 0.25, 0.25]
 MARGINS = [2.0, 2.0, 1.0, 1.0, 1.0, 1.0]

@@ -15,6 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"episodes"},
     {"types", "metrics", "hints", "files", "functions", "event_loop", "worker_process"},
+    {"batches", "sandbox"},
     {"atoms"},
     {"protocols"},
     {"objective"},
@@ -22,7 +23,7 @@ LAYERS = [
     {"config"},
     {"doctor", "cluster"},
     {"data", "models", "rewards", "tracking"},
-    {"weights", "environments"},
+    {"weights", "environments", "retrieval"},
     {"rollout", "training"},
     {"loop"},
     {"pool"},
@@ -30,10 +31,9 @@ LAYERS = [
     {"cli", "grpo"},
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
-OPTIONAL = {
-    "peft", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang", "httpx", "mcp",
-    "httpx2", "gymnasium", "textarena", "textworld", "skyrl_gym", "openenv",
-}  # fmt: skip
+OPTIONAL = {"peft", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang", "httpx"}
+OPTIONAL |= {"bm25s", "faiss", "uvicorn", "Stemmer", "pyseccomp"}
+OPTIONAL |= {"mcp", "httpx2", "gymnasium", "textarena", "textworld", "skyrl_gym", "openenv"}
 MAX_FILE_LINES = 400
 MAX_BODY_LINES = 60
 

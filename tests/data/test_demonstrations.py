@@ -5,17 +5,24 @@ import tracemalloc
 from dataclasses import replace
 
 import pytest
+import torch
 
-from atomrl.config import DataConfig, PreferenceConfig
+from atomrl.algorithms.sft import SFT
+from atomrl.config import DataConfig, ModelConfig, PreferenceConfig, TrainConfig
 from atomrl.data.completions import demonstration_reader, preference_reader
 from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor
+from atomrl.data.rows import to_training_batches
 from atomrl.data.sources import load_samples
 from atomrl.data.tokenized import TokenizedSamples, demonstration, rows_from_tokens
+from atomrl.metrics import values
 from atomrl.models.loading import load_tokenizer
+from atomrl.training import roles
+from atomrl.training.local import LocalBackend
 from tests.tiny import make_tiny_model
 
 USER, ASSISTANT = {"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}
+ASKS, ANSWERS = {"role": "assistant", "content": "<add>2 2"}, {"role": "environment", "content": "=4>"}
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +45,8 @@ def load(tmp_path, *rows, field="completion", **config):
         ({"prompt": [USER], "completion": [ASSISTANT]}, (USER,), "4"),
         ({"messages": [USER, ASSISTANT]}, "2+2=", "4"),
         ({"messages": [USER, ASSISTANT, USER, ASSISTANT]}, "2+2=", (ASSISTANT, USER, ASSISTANT)),
+        ({"prompt": "2+2=", "completion": [ASKS, ANSWERS, ASSISTANT]}, "2+2=", (ASKS, ANSWERS, ASSISTANT)),
+        ({"messages": [USER, ASKS, ANSWERS, ASSISTANT]}, "2+2=", (ASKS, ANSWERS, ASSISTANT)),
         ({"conversations": [{"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}]}, "2+2=", "4"),
         ({"instruction": "Add.", "input": "2+2", "output": "4"}, "Add.\n\n2+2", "4"),
         ({"instruction": "Add 2+2.", "input": "", "output": "4"}, "Add 2+2.", "4"),
@@ -63,6 +72,12 @@ def test_layouts(tmp_path, row, prompt, turns):
         ({"messages": [ASSISTANT]}, "has no message of the assistant after another"),
         ({"messages": [USER, ASSISTANT, USER]}, "must begin and end with the assistant"),
         ({"messages": "hello"}, "field 'messages' must be text or a list of messages"),
+        ({"messages": [USER, ASKS, ANSWERS]}, "must begin and end with the assistant"),
+        ({"messages": [USER, ANSWERS, ASSISTANT]}, "stands between two messages of the assistant"),
+        ({"messages": [USER, ASSISTANT, USER, ANSWERS, ASSISTANT]}, "stands between two messages of the assistant"),
+        ({"messages": [USER, ASKS, ANSWERS, ANSWERS, ASSISTANT]}, "stands between two messages of the assistant"),
+        ({"prompt": "2+2=", "completion": [ASKS, ANSWERS, USER, ASSISTANT]}, "stands between two messages of the ass"),
+        ({"prompt": [USER, ANSWERS], "completion": "4"}, "unknown role 'environment'"),
         ({"conversations": [{"from": "robot", "value": "x"}]}, "must have 'from'"),
         ({"instruction": "a", "output": 3}, "must be text"),
     ],
@@ -92,6 +107,63 @@ def test_a_conversation_trains_what_the_assistant_says_as_it_would_have_been_sam
     text = tokenizer.decode(rows.tokens[0, : rows.lengths[0]])
     assert text.replace(eos, "").startswith(prompt.replace(eos, "")), "what is between turns is the template's"
     assert rows.labels is None and rows.pair_ids is None and not rows.rewards.any()
+
+
+def test_what_an_environment_answers_is_in_the_row_and_not_trained(tmp_path, tokenizer):
+    """As in an episode: what the assistant writes before it has no end of sequence, and no template is between."""
+    again = {"role": "user", "content": "and 1+1?"}
+    data = tokenized(tokenizer, load(
+        tmp_path,
+        {"prompt": "2+2=", "completion": [ASKS, ANSWERS, ASSISTANT]},
+        {"messages": [USER, ASKS, ANSWERS, ASSISTANT, again, ASKS, ANSWERS, ASSISTANT]},
+    ))  # fmt: skip
+    rows = data.rows([("0", data.samples[0]), ("1", data.samples[1])])
+    eos = tokenizer.eos_token_id
+    prompt = tokenizer.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]
+    asks, answers, ends = (tokenizer.encode(turn["content"]) for turn in (ASKS, ANSWERS, ASSISTANT))
+    expected, mask = [*prompt, *asks, *answers, *ends, eos], [0] * len(prompt) + [1] * len(asks) + [0] * len(answers)
+    mask += [1] * (len(ends) + 1)
+    assert rows.tokens[0, : rows.lengths[0]].tolist() == rows.tokens[1, : len(expected)].tolist() == expected
+    assert rows.loss_mask[0, : rows.lengths[0]].tolist() == rows.loss_mask[1, : len(mask)].tolist() == mask
+    assert rows.prompt_lengths.tolist() == [len(prompt)] * 2
+    own = tokenizer.decode(rows.tokens[1][rows.loss_mask[1]])
+    assert own == (ASKS["content"] + ASSISTANT["content"] + tokenizer.eos_token) * 2
+    whole = [USER, {"role": "assistant", "content": "<add>2 2=4>4"}, again]
+    text = tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+    row = tokenizer.decode(rows.tokens[1]).replace(tokenizer.eos_token, "")
+    assert row.startswith(text.replace(tokenizer.eos_token, "")), "the template sees one turn of the assistant"
+
+
+def test_no_template_is_needed_for_what_an_environment_answers(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    data = tokenized(tokenizer, load(tmp_path, {"prompt": "2+2=", "completion": [ASKS, ANSWERS, ASSISTANT]}))
+    (row,) = data.rows([("0", data.samples[0])]).tokens
+    assert tokenizer.decode(row) == f"2+2=<add>2 2=4>4{tokenizer.eos_token}"
+
+
+def test_loss_and_gradient_know_nothing_of_targets_under_the_mask(tmp_path, tokenizer, monkeypatch):
+    data = tokenized(tokenizer, load(tmp_path, {"prompt": "2+2=", "completion": [ASKS, ANSWERS, ASSISTANT]}))
+    rows, row_logprobs = data.rows([("0", data.samples[0])]), roles.row_logprobs
+    folder = make_tiny_model(tmp_path / "model")
+    model, train = ModelConfig(path=str(folder), dtype="float32"), TrainConfig()
+
+    def trained(changed):
+        """Loss and gradient where the targets at `changed` are others; what the model reads is the same."""
+
+        def with_others(states, head, tokens, *rest):
+            others = torch.randint(3, 90, tokens.shape, generator=torch.Generator().manual_seed(5))
+            return row_logprobs(states, head, torch.where(changed, others, tokens), *rest)
+
+        monkeypatch.setattr(roles, "row_logprobs", with_others)
+        backend = LocalBackend(model, train, SFT, total_updates=1)
+        (batch,) = to_training_batches(SFT.advantages(rows, {}), SFT, updates=1, epochs=1, seed=0, step=1)
+        found = values(backend.gradients(batch, SFT))
+        return found, [weight.grad for weight in backend.policy.model.parameters()]
+
+    (loss, gradient), (same, also) = trained(rows.loss_mask & False), trained(~rows.loss_mask)
+    assert loss == same and all(torch.equal(a, b) for a, b in zip(gradient, also, strict=True))
+    last = torch.arange(rows.tokens.shape[1])[None] == rows.lengths[:, None] - 1
+    assert trained(last)[0] != loss, "nothing was changed at all"
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, tokenizer, monkeypatch):

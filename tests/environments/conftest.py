@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,12 @@ from atomrl.rollout.requests import EngineOptions
 from atomrl.types import Prompt, Sample, SamplingParams
 from tests.tiny import make_tiny_model
 
-ENGINES = {"native": NativeEngine, "hf": HFEngine}
+ENGINES = {
+    "native": NativeEngine.from_pretrained,
+    "pytorch": partial(NativeEngine.from_pretrained, use_kernel=False),
+    "hf": HFEngine.from_pretrained,
+}
+"""`pytorch` is the native engine as it is on a GPU: without the kernels for CPUs, which never move a row."""
 SAMPLING = SamplingParams(completions_per_prompt=4, max_completion_tokens=96, seed=7)
 
 
@@ -49,14 +55,14 @@ def played(folder, tokenizer):
     """Episodes of a function of `played.py`."""
 
     def play(function, engine="native", sampling=SAMPLING, prompts=None, by_rounds=False, concurrent=32, **settings):
-        made = ENGINES[engine].from_pretrained(folder, tokenizer, EngineOptions(torch.float32, "cpu", concurrent))
+        made = ENGINES[engine](folder, tokenizer, EngineOptions(torch.float32, "cpu", concurrent))
         if by_rounds:
             made.batch.parking.go_on = lambda state: False
         settings = {"function": f"tests.environments.played.{function}", "max_turn_tokens": 12, **settings}
         with closing(EpisodeEngine(made, tokenizer, EnvironmentConfig(**settings))) as episodes:
             found = generate(episodes, prompts or samples(tokenizer), sampling)
             assert not episodes._plays and not episodes._by_turn and not episodes._by_key
-            if engine == "native":
+            if engine != "hf":
                 assert not made.batch.groups and not made.batch.parking.slots and not made.held
             return found
 

@@ -113,3 +113,12 @@ def vowels(sample, *, turns=2, seconds=0.0):
         text = yield Reply(text=str(len(text)), reward=0.1 * any(letter in "aeiou" for letter in text))
     written += text
     return sum(letter in "aeiou" for letter in written) / max(1, len(written))
+
+
+def odd(sample):
+    """Says half of a surrogate pair, and fails with one."""
+    yield None
+    if sample.sample_id.startswith("bad"):
+        raise RuntimeError("\ud800")
+    yield Reply(text="a\ud800b", label="\udfff")
+    return 1.0

@@ -45,8 +45,11 @@ def test_an_episode_is_what_was_sampled_and_what_was_answered(played, tokenizer)
 @pytest.mark.parametrize("function, settings", [
     ("echo", {}), ("opening", {}), ("waiting", {}), ("Steps", {}), ("cut_short", {"max_turns": 5}),
 ])  # fmt: skip
-def test_tokens_fed_to_the_cache_and_rounds_are_the_same(played, function, settings):
-    fed, rounds, again = (played(function, by_rounds=by_rounds, **settings) for by_rounds in (False, True, False))
+@pytest.mark.parametrize("engine", ["native", "pytorch"])
+def test_tokens_fed_to_the_cache_and_rounds_are_the_same(played, function, settings, engine):
+    fed, rounds, again = (
+        played(function, engine, by_rounds=by_rounds, **settings) for by_rounds in (False, True, False)
+    )
     assert [item.token_ids for item in fed] == [item.token_ids for item in rounds]
     for one, other in zip(fed, rounds, strict=True):
         for mine, theirs in zip(one.segments, other.segments, strict=True):

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import atomrl.grpo as facade
 from atomrl.algorithms.grpo import GRPO
+from atomrl.batches import TrainingBatch
 from atomrl.grpo import (
     compute_advantages,
     compute_kl_penalty,
@@ -19,7 +20,6 @@ from atomrl.grpo import (
 )
 from atomrl.models.loading import load_policy, load_tokenizer
 from atomrl.protocols import ModelOutputs
-from atomrl.types import TrainingBatch
 from tests.tiny import make_tiny_model
 
 FIVE = ("generate_samples", "get_action_log_probs", "compute_advantages", "compute_policy_loss", "compute_kl_penalty")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.algorithms.table import objective_of
+from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.config import DataConfig, RunConfig, build_config
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
@@ -16,7 +17,7 @@ from atomrl.loop.groups import EngineSource
 from atomrl.loop.sync import Parts, Progress, Save, run_step, run_steps
 from atomrl.metrics import Count, Metrics
 from atomrl.rollout.fake import FakeEngine
-from atomrl.types import RowBatch, Sample, SamplingParams, TrainingBatch, Trajectory
+from atomrl.types import Sample, SamplingParams, Trajectory
 from tests.tiny import make_tiny_tokenizer
 
 

@@ -9,11 +9,35 @@ from tests.parity import harness
 from tests.parity.not_covered import NOT_COVERED
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
-PEERS = ["verl", "trl", "openrlhf", "skyrl", "slime", "nemo_rl", "roll", "areal", "prime_rl"]
-NAMES = ["verl", "TRL", "OpenRLHF", "SkyRL", "slime", "NeMo-RL", "ROLL", "AReaL", "prime-rl"]
+PEERS = [
+    "verl",
+    "trl",
+    "openrlhf",
+    "skyrl",
+    "slime",
+    "nemo_rl",
+    "roll",
+    "areal",
+    "prime_rl",
+    "verl_agent",
+    "multi_turn_rl_agent",
+]
+NAMES = [
+    "verl",
+    "TRL",
+    "OpenRLHF",
+    "SkyRL",
+    "slime",
+    "NeMo-RL",
+    "ROLL",
+    "AReaL",
+    "prime-rl",
+    "verl-agent",
+    "Multi-Turn-RL-Agent",
+]
 INTRODUCTION = """# The same numbers as the libraries that people trust
 
-`tests/parity/golden/` holds the inputs and outputs of functions of nine libraries, recorded by running them. Each file
+`tests/parity/golden/` holds inputs and outputs of functions of eleven libraries, recorded by running them. Each file
 is one function; what it computes, to the last epsilon, is written in the file. `pytest tests/parity` gives our atoms
 the same inputs and compares values, gradients and metrics within the file's own tolerances. Check another folder of
 the same format with `pytest tests/parity --parity DIR`. This page is made by `python -m tests.parity.report`.

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 from atomrl.config import PoolConfig
+from atomrl.episodes import Episode, Turn
 from atomrl.types import RaggedIds, RewardFailure, Sample, Segment, Trajectory
 
 
@@ -55,10 +56,21 @@ def rich_group(candidates: RaggedIds) -> list[Trajectory]:
             index=4, segments=turns, finish_reason="environment", reward=None, token_rewards=((5, 0.5),),
             reward_parts={"r": None, "s": 0.5}, part_weights={"s": 2.0},
             reward_failures=(RewardFailure(reward="r", kind="timeout", message="10 s"),), baseline_reward=0.25,
-            **shared,
+            episode=rich_episode(), **shared,
         ),
         Trajectory(index=5, segments=(prompt,), finish_reason="abort", **shared),
     ]  # fmt: skip
+
+
+def rich_episode() -> Episode:
+    """An episode with all that one may have."""
+    turns = (
+        Turn(model_tokens=1, reply_tokens=2, seconds=0.1, reward=0.5, label="search", text="é\ud800", reply="<i>ß</i>"),
+        Turn(model_tokens=0),
+    )
+    return Episode(
+        turns=turns, ended="failed", opening_tokens=3, opening="go", outcome=-0.5, failure="crash", message="exit 3"
+    )
 
 
 class Clock:

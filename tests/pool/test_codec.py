@@ -1,16 +1,20 @@
 """What goes into a pool comes out of it."""
 
 import math
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
 
 from atomrl.data.rows import to_rows
+from atomrl.episodes import Episode, Turn
 from atomrl.pool.codec import decode, encode, sample_json
+from atomrl.pool.exchange import _read, export_rows, trajectory_of, write_rows
+from atomrl.pool.store import RolloutPool
 from atomrl.types import RaggedIds, Sample
-from tests.pool.made import group, rich_group
+from tests.pool.made import group, rich_episode, rich_group, settings
 
 
 def test_a_group_comes_back_as_it_was():
@@ -26,6 +30,24 @@ def test_turns_versions_candidates_and_failures_come_back():
     assert again.counts.equal(ragged.counts) and again.ids.equal(ragged.ids) and again.counts.dtype == torch.int32
     segments = [replace(part, candidates=ragged if part.candidates else None) for part in found[0].segments]
     assert [replace(found[0], segments=tuple(segments)), found[1]] == made
+
+
+def utf8(episode):
+    """Without a lone surrogate, which no environment's worker lets through."""
+    if episode is None:
+        return None
+    return replace(episode, turns=tuple(replace(turn, text="é") for turn in episode.turns))
+
+
+def test_an_episode_comes_back_whole():
+    ragged = RaggedIds(torch.tensor([1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32))
+    found = decode(encode(rich_group(ragged)).payload)
+    assert [item.episode for item in found] == [rich_episode(), None]
+    defaults = {field.name: field.default for kind in (Episode, Turn) for field in fields(kind)}
+    episode = found[0].episode
+    given = [*vars(episode).items(), *vars(episode.turns[0]).items()]
+    plain = {name for name, value in given if value == defaults[name]}
+    assert not plain, f"these are not tested: {plain}"
 
 
 def test_rows_of_a_group_from_a_pool_are_those_of_the_group():
@@ -74,3 +96,16 @@ def test_what_is_no_group_or_no_plain_data_is_refused():
         encode([])
     with pytest.raises(ValueError, match=r"the problem a cannot be kept .*float32.*columns"):
         sample_json(Sample(sample_id="a", prompt="", ground_truth=np.float32(1)))
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_an_episode_is_in_an_export_and_comes_back(tmp_path, form):
+    if form == "parquet":
+        pytest.importorskip("pyarrow")
+    ragged = RaggedIds(torch.tensor([1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32))
+    made = [replace(item, episode=utf8(item.episode)) for item in rich_group(ragged)]
+    with closing(RolloutPool(tmp_path / "pool.sqlite", settings())) as pool:
+        pool.put([made])
+        assert write_rows(export_rows(pool), tmp_path / f"rows.{form}") == 2
+    found = [trajectory_of(row) for row in _read(tmp_path / f"rows.{form}")]
+    assert [item.episode for item in found] == [utf8(rich_episode()), None]

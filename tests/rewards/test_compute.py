@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from atomrl.config import RewardConfig, RewardItem
 from atomrl.functions import search_in
 from atomrl.rewards import compute
-from atomrl.rewards.errors import RewardError
-from atomrl.rewards.table import POOLED, REWARDS, find_reward, importable_name
+from atomrl.rewards.errors import RewardError, require
+from atomrl.rewards.table import POOLED, REWARDS, Pooled, find_reward, importable_name
 from atomrl.types import Sample, by_group
 from tests.rewards.batches import rollouts, values
 
@@ -488,6 +488,6 @@ def test_a_name_alone_is_a_reward():
 
 
 def test_a_missing_package_is_named_before_the_run(monkeypatch):
-    monkeypatch.setitem(POOLED, "boxed", replace(POOLED["boxed"], package="no_such_package"))
+    monkeypatch.setitem(POOLED, "boxed", Pooled(lambda args: require("boxed", "no_such_package", "math")))
     with pytest.raises(RewardError, match=r"boxed reward needs the extra: pip install 'atomrl\[math\]'"):
         build("boxed")

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import torch
 
+from atomrl.batches import TrainingBatch
 from atomrl.metrics import Mean, Sum
 from atomrl.protocols import LossOutput
-from atomrl.types import TrainingBatch
 
 
 def make_batch(rows=6, longest=14, vocabulary=90, seed=0, **changes):

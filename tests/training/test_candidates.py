@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from atomrl.algorithms.table import objective_of
+from atomrl.batches import select_rows
 from atomrl.config import ConfigError, ModelConfig, TrainConfig, build_config
 from atomrl.data.rows import to_rows, to_training_batches
 from atomrl.metrics import values
@@ -18,7 +19,7 @@ from atomrl.rollout.requests import EngineOptions
 from atomrl.runs import prepare_run, rl
 from atomrl.runs.checks import check_engine
 from atomrl.training.local import LocalBackend
-from atomrl.types import RaggedIds, SamplingParams, Segment, select_rows
+from atomrl.types import RaggedIds, SamplingParams, Segment
 from tests.engines import prompts_of
 from tests.models.test_loading import save_gpt2
 from tests.tiny import make_tiny_model

@@ -1,0 +1,149 @@
+"""The tests of a programming problem, in the layouts that data sets have them in."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_STDIN = ("stdin_stdout", "stdin", "")
+_TOLERANCE = 1e-6
+_CALL = """\
+import json as _json
+import solution as _solution
+
+def _plain(value):
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+_args, _wanted = _json.loads({args!r}), _json.loads({wanted!r})
+_owner = _solution if hasattr(_solution, {name!r}) else _solution.Solution()
+_found = _plain(getattr(_owner, {name!r})(*_args))
+assert _found == _wanted or (isinstance(_wanted, list) and len(_wanted) > 0 and _found == _wanted[0])
+"""
+"""A call as the `fn_name` of APPS means it: tuples are lists, and what is wanted may be in a list."""
+
+
+class Case(NamedTuple):
+    """One test: what a program reads and has to write, or a source that calls functions."""
+
+    stdin: str = ""
+    stdout: str = ""
+    source: str | None = None
+
+
+def cases_of(tests: Any, row: Mapping[str, Any]) -> list[Case]:
+    """The tests of a problem.
+
+    Args:
+        tests: `{"inputs": [...], "outputs": [...]}`, with `fn_name` for calls in place of programs (APPS, TACO, verl);
+            a list of `{"input": ..., "output": ...}`, with `type` or `testtype` (PrimeIntellect, LiveCodeBench); a list
+            of assertions (MBPP); a source with assertions, functions `test_*`, or `check(candidate)` (HumanEval); or
+            any of these as JSON.
+        row: the other columns, of which `entry_point`, `fn_name`, `test_imports` and `test_setup_code` are read.
+
+    Raises:
+        ValueError: they are none of these, or there are none.
+
+    Example:
+        >>> cases_of('{"inputs": ["1 2"], "outputs": ["3"]}', {})
+        [Case(stdin='1 2', stdout='3', source=None)]
+        >>> [case.source for case in cases_of(["assert f(1) == 2"], {"test_imports": ["import math"]})]
+        ['import math\\nassert f(1) == 2']
+    """
+    if isinstance(tests, str):
+        tests = _parsed(tests)
+    before = [*(row.get("test_imports") or []), row.get("test_setup_code") or ""]
+    setup = "".join(f"{line}\n" for line in before if line)
+    if isinstance(tests, str):
+        cases = [Case(source=setup + source) for source in _sources(tests, row.get("entry_point"))]
+    elif isinstance(tests, Mapping) and {"inputs", "outputs"} <= {*tests}:
+        name = tests.get("fn_name") or row.get("fn_name")
+        if len(tests["inputs"]) != len(tests["outputs"]):
+            raise ValueError(f"there are {len(tests['inputs'])} inputs and {len(tests['outputs'])} outputs")
+        cases = [_case(given, wanted, name) for given, wanted in zip(tests["inputs"], tests["outputs"], strict=True)]
+    elif isinstance(tests, list) and all(isinstance(item, str) for item in tests):
+        cases = [Case(source=setup + item) for item in tests]
+    elif isinstance(tests, list) and all(isinstance(one, Mapping) and {"input", "output"} <= {*one} for one in tests):
+        cases = [_case(item["input"], item["output"], _function_of(item, row)) for item in tests]
+    else:
+        raise ValueError(f"these are no tests of a program (docs/rewards.md#code): {str(tests)[:200]!r}")
+    if not cases:
+        raise ValueError("there are no tests")
+    return cases
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _function_of(item: Mapping[str, Any], row: Mapping[str, Any]) -> str | None:
+    """What a case calls; None: it is a program's."""
+    if (item.get("type") or item.get("testtype") or "") in _STDIN and not item.get("fn_name"):
+        return None
+    name = item.get("fn_name") or (item.get("metadata") or {}).get("func_name") or row.get("fn_name")
+    if not name:
+        raise ValueError(f"a test that calls a function does not name it (fn_name): {str(item)[:200]!r}")
+    return str(name)
+
+
+def _case(given: Any, wanted: Any, name: str | None) -> Case:
+    if name is None:
+        return Case(stdin=_text(given), stdout=_text(wanted))
+    if isinstance(given, str):  # an argument on each line
+        given = [_parsed(line) for line in given.splitlines() if line.strip()]
+    wanted = _parsed(wanted) if isinstance(wanted, str) else wanted
+    return Case(source=_CALL.format(args=json.dumps(given), wanted=json.dumps(wanted), name=name))
+
+
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _sources(source: str, entry: str | None) -> list[str]:
+    """A test for each assertion at the top, with what stands before it, and for each function that is one."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        raise ValueError(f"the tests are neither JSON nor Python: {error}: {source[:200]!r}") from error
+    before: list[ast.stmt] = []
+    found: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Assert):
+            found.append(ast.unparse(ast.Module([*before, node], [])))
+        else:
+            before.append(node)
+    functions = [node.name for node in before if isinstance(node, ast.FunctionDef)]
+    calls = [f"{name}()" for name in functions if name.startswith("test_")]
+    if "check" in functions and entry:
+        calls.append(f"check({entry})")
+    setup = ast.unparse(ast.Module(before, []))
+    return found + [f"{setup}\n{call}" for call in calls]
+
+
+def same_output(found: str, wanted: str) -> bool:
+    """Whether a program wrote what it should: the same words on the same lines, whatever white space is around them;
+    a word with a decimal point may differ by a millionth.
+
+    Example:
+        >>> same_output("1  2\\n0.3333333\\n", "1 2\\n0.333333333"), same_output("1\\n2", "1 2")
+        (True, False)
+    """
+    mine, theirs = ([line.split() for line in text.strip().splitlines()] for text in (found, wanted))
+    if [len(line) for line in mine] != [len(line) for line in theirs]:
+        return False
+    words = zip((word for line in mine for word in line), (word for line in theirs for word in line), strict=True)
+    return all(one == other or _near(one, other) for one, other in words)
+
+
+def _near(found: str, wanted: str) -> bool:
+    if "." not in wanted or max(len(found), len(wanted)) > 40:
+        return False
+    try:
+        return math.isclose(float(found), float(wanted), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    except ValueError:
+        return False

@@ -1,0 +1,14 @@
+"""Programs that a model wrote, run where they can do no harm: Python in bubblewrap, with nothing of this machine.
+
+Example:
+    >>> from atomrl.sandbox import Limits
+    >>> Limits().processes
+    1
+"""
+
+from atomrl.sandbox.box import Limits as Limits
+from atomrl.sandbox.box import Sandbox as Sandbox
+from atomrl.sandbox.running import Result as Result
+from atomrl.sandbox.running import SandboxError as SandboxError
+from atomrl.sandbox.running import check as check
+from atomrl.sandbox.running import run as run

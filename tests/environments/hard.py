@@ -1,0 +1,141 @@
+"""Environments that are hard on their worker."""
+
+from contextlib import suppress
+
+
+def patient(sample, *, turns=2):
+    """Says how long the text was."""
+    text = yield None
+    for _ in range(turns):
+        text = yield str(len(text))
+    return 1.0
+
+
+class Unsendable:
+    """A value of a column that cannot be pickled."""
+
+    def __reduce__(self):
+        raise RuntimeError("not for sending")
+
+
+class Unreadable:
+    """One that cannot be unpickled."""
+
+    def __reduce__(self):
+        return (_broken, ())
+
+
+def _broken():
+    raise RuntimeError("not to be read")
+
+
+def deaf(sample):
+    """Goes on when there is no further turn."""
+    while True:
+        with suppress(Exception):
+            yield "a"
+
+
+async def deaf_and_waiting(sample, say):
+    """Goes on as well, and says something shorter."""
+    said = "long" * 40
+    while True:
+        try:
+            await say(said)
+        except Exception:
+            said = "s"
+
+
+async def cancelled(sample, say):
+    """Ends with what is no Exception."""
+    import asyncio
+
+    await say()
+    raise asyncio.CancelledError("a task was cancelled")
+
+
+def closing_badly(sample):
+    """Does not let itself be closed."""
+    text = yield None
+    while True:
+        with suppress(BaseException):
+            text = yield text
+
+
+class NoStart:
+    """Its `__init__` raises."""
+
+    def __init__(self):
+        raise OSError("no such game")
+
+    def reset(self, sample):
+        """Never called."""
+
+    def step(self, text):
+        """Never called."""
+
+
+def odd_label(sample):
+    """Its label is a list."""
+    from atomrl.environments import Reply
+
+    yield None
+    yield Reply(text="a", label=["b"])
+
+
+def early_reward(sample):
+    """Rewards a turn before there is one."""
+    from atomrl.environments import Reply
+
+    yield Reply(text="a", reward=1.0)
+
+
+def surrogate(sample):
+    """Says half a character, as what read a broken file name or JSON may."""
+    yield None
+    yield "a\ud800b"
+    return 1.0
+
+
+async def sleepy(sample, say):
+    """Waits a little."""
+    import asyncio
+
+    await say()
+    await asyncio.sleep(0.5)
+    await say("b")
+    return 1.0
+
+
+def forking(sample):
+    """Forks a child that goes on by mistake, starts threads and processes, changes the folder, prints."""
+    import multiprocessing
+    import os
+    import subprocess
+    import sys
+    import threading
+
+    yield None
+    print("printed")
+    sys.stdout.flush()
+    os.chdir("/")
+    threading.Thread(target=lambda: None).start()
+    subprocess.run(["true"], check=True)
+    process = multiprocessing.get_context("fork").Process(target=print, args=("forked",))
+    process.start()
+    process.join()
+    if os.fork() == 0:
+        raise RuntimeError("in the child")
+    yield "a"
+    return 1.0
+
+
+def closes(sample):
+    """Closes what is not its own."""
+    import os
+
+    yield None
+    if sample.sample_id.startswith("bad"):
+        os.closerange(3, 200)
+    yield "a"
+    return 1.0

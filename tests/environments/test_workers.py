@@ -1,0 +1,155 @@
+"""Workers that are stopped, killed, crowded or misused: the trainer never waits for one."""
+
+import os
+import resource
+import signal
+import time
+from contextlib import closing
+
+import pytest
+
+from atomrl.config import EnvironmentConfig
+from atomrl.environments.playing import EpisodeError
+from atomrl.environments.pool import EnvironmentPool
+from atomrl.types import Sample
+from tests.environments.hard import Unreadable, Unsendable
+
+
+def sample(name="s0", **columns):
+    return Sample(sample_id=name, prompt=name, ground_truth=None, columns=columns)
+
+
+def make_pool(function, **settings):
+    settings = {"workers": 1, **settings}
+    return closing(EnvironmentPool(EnvironmentConfig(function=f"tests.environments.hard.{function}", **settings)))
+
+
+def heard(pool, count, limit_s=20.0):
+    """The next answers of as many episodes."""
+    found, end = {}, time.monotonic() + limit_s
+    while len(found) < count and time.monotonic() < end:
+        found |= dict(pool.answers(0.2))
+    assert len(found) >= count
+    return found
+
+
+def test_a_worker_that_is_stopped_keeps_nobody_waiting():
+    with make_pool("patient", timeout_s=2.0) as pool:
+        keys = [pool.start(sample(), 0) for _ in range(20)]
+        heard(pool, 20)
+        os.kill(pool.workers[0].process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        for key in keys:
+            pool.say(key, "x" * 100_000)
+        assert time.monotonic() - began < 1
+        found = heard(pool, 20)
+        assert {answer.reply.text for answer in found.values()} == {"100000"}, "played again by another worker"
+
+
+def next_answer(pool, key):
+    return heard(pool, 1)[key]
+
+
+def test_a_sample_that_cannot_be_sent_leaves_nothing_behind():
+    with make_pool("patient") as pool:
+        with pytest.raises(EpisodeError, match="sample 's0' cannot be sent to a worker: not for sending"):
+            pool.start(sample(value=Unsendable()), 0)
+        assert not pool.waiting and not pool.workers
+
+
+def test_a_sample_that_cannot_be_read_is_said():
+    with (
+        make_pool("patient") as pool,
+        pytest.raises(EpisodeError, match="cannot be used: RuntimeError: not to be read"),
+    ):
+        pool.start(sample(value=Unreadable()), 0)
+        heard(pool, 1)
+
+
+@pytest.mark.parametrize("function", ["deaf", "deaf_and_waiting", "closing_badly"])
+def test_an_environment_that_goes_on_after_the_last_turn_has_the_outcome_0(function):
+    with make_pool(function) as pool:
+        key = pool.start(sample(), 0)
+        next_answer(pool, key)
+        if function == "closing_badly":
+            pool.say(key, "x")
+            next_answer(pool, key)
+        pool.cut(key)
+        answer = next_answer(pool, key)
+        assert answer.ended
+        assert answer.outcome == 0.0 or (function == "closing_badly" and "ignored GeneratorExit" in answer.message)
+
+
+@pytest.mark.parametrize("function, failure, words", [
+    ("cancelled", "error", "CancelledError: a task was cancelled"),
+    ("NoStart", "error", "OSError: no such game"),
+    ("odd_label", "invalid", "label"),
+    ("early_reward", "invalid", "no turn"),
+])  # fmt: skip
+def test_what_goes_wrong_is_said_at_once(function, failure, words):
+    with make_pool(function) as pool:
+        key = pool.start(sample(), 0)
+        began = time.monotonic()
+        answer = next_answer(pool, key)
+        if not answer.ended:
+            pool.say(key, "x")
+            answer = next_answer(pool, key)
+        assert time.monotonic() - began < 10
+        assert answer.failure == failure and words in answer.message
+
+
+def test_half_a_character_is_replaced():
+    with make_pool("surrogate") as pool:
+        key = pool.start(sample(), 0)
+        next_answer(pool, key)
+        pool.say(key, "x")
+        assert next_answer(pool, key).reply.text == "a\ufffdb"
+
+
+def test_more_episodes_at_once_than_files_may_be_open():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
+    try:
+        with make_pool("sleepy") as pool:
+            keys = [pool.start(sample(), 0) for _ in range(150)]
+            heard(pool, 150)
+            for key in keys:
+                pool.say(key, "x")
+            assert {answer.failure for answer in heard(pool, 150).values()} == {None}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_forks_threads_prints_and_folders_are_an_episodes_own_business(capfd):
+    with make_pool("forking") as pool:
+        for _ in range(2):
+            key = pool.start(sample(), 0)
+            next_answer(pool, key)
+            pool.say(key, "x")
+            assert next_answer(pool, key).reply.text == "a"
+            pool.say(key, "x")
+            assert next_answer(pool, key).outcome == 1.0
+    out, err = capfd.readouterr()
+    assert "printed" not in out and "printed" in err
+
+
+def test_an_environment_that_closes_the_connection_costs_its_own_episode():
+    with make_pool("closes") as pool:
+        bad, good = pool.start(sample("bad"), 0), pool.start(sample(), 0)
+        heard(pool, 2)
+        pool.say(bad, "x")
+        assert next_answer(pool, bad).failure == "crash"
+        pool.say(good, "x")
+        assert next_answer(pool, good).reply.text == "a"
+
+
+def test_no_process_is_left(tmp_path):
+    with make_pool("patient", workers=2) as pool:
+        for _ in range(2):
+            pool.start(sample(), 0)
+        heard(pool, 2)
+        pids = [worker.process.pid for worker in pool.workers]
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -1,0 +1,176 @@
+"""The service: the published clients' requests, many clients at once, bad requests, and how it ends."""
+
+import signal
+import socket
+import threading
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from atomrl.environments.search import information, retrieve, search_r1
+from atomrl.types import Sample
+from tests.retrieval.conftest import WORDS, address, get, post, rows, served, start, write
+
+pytest.importorskip("bm25s")
+pytest.importorskip("Stemmer")
+pytest.importorskip("uvicorn")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """Its address; document N has the word `unN` and no other has it."""
+    documents = [{**row, "contents": f"{row['contents']} un{row['id']}"} for row in rows(300)]
+    with served(str(write(tmp_path_factory.mktemp("service") / "corpus.jsonl", documents))) as url:
+        yield url
+
+
+def test_the_request_of_search_r1(service):
+    """Its trainer posts the queries of a turn together, and reads title and text of `contents`."""
+    status, found = post(service, {"queries": ["un7 ban", "un8"], "topk": 3, "return_scores": True})
+    assert status == 200 and set(found) == {"result"} and len(found["result"]) == 2
+    for hits, number in zip(found["result"], (7, 8), strict=True):
+        assert all(set(hit) == {"document", "score"} for hit in hits) and len(hits) <= 3
+        title, _, text = hits[0]["document"]["contents"].partition("\n")
+        assert title == f'"T{number}"' and f"un{number}" in text.split()
+        assert [hit["score"] for hit in hits] == sorted((hit["score"] for hit in hits), reverse=True)
+
+
+def test_its_example_of_400_queries_for_5_documents(service):
+    queries = ["What is the capital of ban?", "Explain bar dir."] * 200
+    status, found = post(service, {"queries": queries, "topk": 5, "return_scores": True})
+    assert status == 200 and [len(hits) for hits in found["result"]] == [5] * 400
+    assert found["result"][0] == found["result"][398]
+
+
+def test_documents_stand_by_themselves_without_scores(service):
+    """As Search-R1's and SkyRL's servers answer where `return_scores` is false or not given."""
+    for body in ({"queries": ["un9"]}, {"queries": ["un9"], "topk": None, "return_scores": False}):
+        status, found = post(service, body)
+        assert status == 200 and found["result"][0][0]["id"] == "9" and "contents" in found["result"][0][0]
+
+
+def test_the_request_of_verls_search_tool(service):
+    """A list of queries with these headers; the documents of each are numbered, with title and text."""
+    headers = {"Accept": "application/json"}
+    status, found = post(service, {"queries": ["un1", "un2 bar"], "topk": 3, "return_scores": True}, headers=headers)
+    assert status == 200 and found.get("result")
+    for hits in found["result"]:
+        lines = [item["document"]["contents"].split("\n") for item in hits]
+        assert all(len(parts) == 2 and parts[0].startswith('"T') for parts in lines)
+
+
+def test_the_request_of_skyrls_search_tool(service):
+    """One query in a list, or as `query`; it strips the contents."""
+    headers = {"Accept": "application/json"}
+    for body in ({"queries": ["un5"]}, {"query": "un5"}, {"query": ["un5"]}):
+        status, found = post(service, {**body, "topk": 3, "return_scores": True}, headers=headers)
+        assert status == 200 and found["result"][0][0]["document"]["contents"].strip().startswith('"T5"')
+
+
+def test_the_environment_searches_in_it(service):
+    episode = search_r1(Sample(sample_id="a", prompt="?", ground_truth=None), url=f"{service}/retrieve", topk=2)
+    assert next(episode) is None
+    reply = episode.send("<think>hm</think><search> un11 ban </search>")
+    documents = retrieve(f"{service}/retrieve", "un11 ban", 2, 5.0)
+    assert reply.text == information(documents) and reply.text.startswith('\n\n<information>Doc 1(Title: "T11") ')
+    assert reply.text.endswith("</information>\n\n") and "\nDoc 2(Title: " in reply.text
+    assert episode.send("<search></search>").text == "\n\n<information></information>\n\n"
+    with pytest.raises(StopIteration):
+        episode.send("<answer>11</answer>")
+
+
+def test_64_clients_at_once_get_their_own_answers(service):
+    def ask(client: int) -> bool:
+        for number in range(client, client + 8):
+            one, two = f"un{number}", f"un{number + 100} {WORDS[client]}"
+            topk = 1 + client % 3
+            status, found = post(service, {"queries": [one, two], "topk": topk, "return_scores": True})
+            first, second = found["result"]
+            assert status == 200 and [len(first), len(second) <= topk] == [1, True]
+            assert first[0]["document"]["id"] == str(number) and second[0]["document"]["id"] == str(number + 100)
+        return True
+
+    before = get(service, "/health")["queries"]
+    with ThreadPoolExecutor(64) as pool:
+        assert all(pool.map(ask, range(64)))
+    assert get(service, "/health")["queries"] == before + 64 * 16
+
+
+def test_health(service):
+    found = get(service, "/health")
+    assert found["status"] == "ok" and found["kind"] == "bm25" and found["documents"] == 300
+    assert 1 << 20 < found["memory_bytes"] < 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (b"{oops", 400, "no JSON"),
+        (b"\xff", 400, "no JSON"),
+        ([], 422, "must be an object"),
+        ({}, 422, "give `queries`"),
+        ({"queries": ["a"], "query": "a"}, 422, "give `queries`"),
+        ({"queries": "a"}, 422, "a list of texts"),
+        ({"queries": [1]}, 422, "a list of texts"),
+        ({"query": {"a": 1}}, 422, "a list of texts"),
+        ({"queries": ["a"] * 5000}, 422, "5000 queries"),
+        ({"queries": ["a"], "topk": -1}, 422, "`topk`"),
+        ({"queries": ["a"], "topk": 2.5}, 422, "`topk`"),
+        ({"queries": ["a"], "topk": True}, 422, "`topk`"),
+        ({"queries": ["a"], "topk": 10**6}, 422, "`topk`"),
+        ({"queries": ["a"], "return_scores": "yes"}, 422, "`return_scores`"),
+        (b'"' + b"x" * (17 << 20), 413, "longer than"),
+    ],
+)  # fmt: skip
+def test_bad_requests_get_a_reason(service, body, status, said):
+    found = post(service, body)
+    assert found[0] == status and said in found[1]["detail"]
+    assert post(service, {"queries": []}) == (200, {"result": []}), "the service goes on"
+
+
+def test_other_addresses_and_methods_are_refused(service):
+    assert post(service, {"queries": []}, "/search")[0] == 404
+    assert post(service, {"queries": []}, "/health")[0] == 405
+    with pytest.raises(urllib.error.HTTPError) as error:
+        get(service, "/retrieve")
+    assert error.value.code == 405
+    error.value.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_when_told_and_answers_what_is_under_way(corpus, number):
+    process = start(str(corpus), "--port", "0")
+    url, found = address(process), []
+    busy = [threading.Thread(target=lambda: found.append(post(url, {"queries": WORDS * 20}))) for _ in range(2)]
+    for thread in busy:
+        thread.start()
+    while get(url, "/health")["queries"] == 0:
+        pass
+    process.send_signal(number)
+    for thread in busy:
+        thread.join(20)
+    assert process.wait(10) == 0 and process.stdout.read() == ""
+    process.stdout.close()
+    assert len(found) == 2 and all(status == 200 for status, _ in found)
+    with pytest.raises(OSError):
+        post(url, {"queries": []})
+
+
+def test_an_address_that_is_taken_is_said_before_an_index_is_made(corpus):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        process = start(str(corpus), "--port", str(other.getsockname()[1]))
+        text, _ = process.communicate(timeout=20)
+    assert process.returncode == 2 and "cannot listen at 127.0.0.1" in text and "--port" in text
+    assert not list(corpus.parent.glob("*.bm25"))
+
+
+def test_a_corpus_that_changes_is_an_error_and_not_another_document(corpus):
+    with served(str(corpus)) as url:
+        assert post(url, {"queries": ["ban"]})[0] == 200
+        corpus.write_text('{"contents": "ban"}\n' * 500)
+        status, found = post(url, {"queries": ["ban"]})
+        assert status == 500 and "written to since the service began" in found["detail"]
