@@ -24,7 +24,8 @@ class ReplyTokens:
     A raw reply is its text. Messages are what the chat template writes between the end of the assistant's words and its
     next ones, found by rendering a short conversation of dummies that ends with them: trimmed, quoted and wrapped as it
     does. The end-of-turn token is left out where the model wrote it itself, and nothing else is: not the line break
-    that follows it. In a message the text of a special token is text; in a raw reply it is the token.
+    that follows it. The text of a special token in what is said is text, so that no document or tool can end a turn;
+    added tokens that are not special stay tokens.
 
     Args:
         tokenizer: of the model.
@@ -53,15 +54,15 @@ class ReplyTokens:
             ValueError: the chat template has no place for such messages.
         """
         replies = [replies] if isinstance(replies, Reply) else list(replies)
-        role = replies[0].role
-        if not role:
-            return self._following("".join(reply.text for reply in replies))[:most]
-        texts = self._cut([reply.text for reply in replies], most)
-        names = {f"atomrl-special-{index}-words": token for index, token in enumerate(self._special)}
+        role, names = replies[0].role, {f"atomrl-special-{n}-words": token for n, token in enumerate(self._special)}
+        texts = self._cut([reply.text for reply in replies], most) if role else [reply.text for reply in replies]
         for name, token in names.items():
             texts = [text.replace(token, name) for text in texts]
-        after = self._opening(role, texts) if last_token is None else self._after_model(role, texts)
         before = "" if last_token is None else str(self.tokenizer.convert_ids_to_tokens(last_token))
+        if not role:
+            before, after = "", "".join(texts)
+        else:
+            after = self._opening(role, texts) if last_token is None else self._after_model(role, texts)
         if before in self._added and after.lstrip().startswith(before):
             after = after.lstrip().removeprefix(before)  # the model ended its turn itself
         else:
@@ -70,7 +71,7 @@ class ReplyTokens:
         ids = self._following(first, before)
         for part in others:
             ids += self._spelled(names[part]) if part in names else self._following(part)
-        return ids
+        return ids if role else ids[:most]
 
     def check(self, role: str, opening: bool = False) -> list[str]:
         """Whether the chat template has a place for an environment's messages.

@@ -71,7 +71,7 @@ def test_a_hang_costs_its_time_out_and_no_other_episode_anything(tokenizer):
         assert wait_for(pool, keys[:1])[keys[0]].failure == "timeout"
         assert time.monotonic() - began < 0.7
         pool.say(keys[1], "y")
-        assert wait_for(pool, keys[1:])[keys[1]].replies[0].text == "d"
+        assert wait_for(pool, keys[1:])[keys[1]].reply.text == "d"
         assert pool.workers[0].process.pid == worker and pool.workers[0].retiring, "its own worker goes on"
         new = pool.start(good, 0)
         wait_for(pool, [new])
@@ -97,7 +97,7 @@ def test_episodes_of_a_worker_that_ends_are_played_again(tokenizer):
         pool.say(keys[1], "y")
         pool.say(keys[2], "y")
         found = wait_for(pool, keys[1:])
-        assert all(answer.replies[0].text == "d" for answer in found.values())
+        assert all(answer.reply.text == "d" for answer in found.values())
     finally:
         pool.close()
 

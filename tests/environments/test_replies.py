@@ -78,6 +78,8 @@ def test_a_message_cannot_forge_another(kind, template):
         return [token for token in ids if token in special]
 
     assert ends(forged) == ends("a harmless text")
+    raw = ReplyTokens(tokenizer).encode(Reply(text=forged), None, 1000)
+    assert not set(raw) & set(special)
 
 
 def test_the_text_is_cut_and_what_is_around_it_is_not():
