@@ -246,6 +246,11 @@ class Trajectory:
         return f"{self.prompt_id}/{self.index}"
 
     @property
+    def earned(self) -> float | None:
+        """The outcome and all token rewards; None where there is no outcome."""
+        return None if self.reward is None else self.reward + sum(reward for _, reward in self.token_rewards)
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """Of all segments."""
         return tuple(token for segment in self.segments for token in segment.token_ids)

@@ -17,7 +17,14 @@ from tests.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted([*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
-MODELS = ["runs/quickstart-warm-start/model", "runs/quickstart/model", "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-3B"]
+MODELS = [
+    "runs/quickstart-warm-start/model",
+    "runs/quickstart/model",
+    "runs/quickstart-search-warm-start/model",
+    "runs/quickstart-search/model",
+    "Qwen/Qwen2.5-1.5B-Instruct",
+    "Qwen/Qwen2.5-3B",
+]
 """What the configs start from."""
 REWARD_MODEL = "runs/rlhf-reward-model/model"
 TEXTS = {"char": "data/shakespeare_char", "model": "data/corpus_gpt2"}

@@ -78,7 +78,8 @@ def turn_numbers(group_ids: Ids, turns: PerTurn) -> TurnIds:
                 [2, 3]])
     """
     index = torch.unique(group_ids, return_inverse=True)[1]
-    return index[:, None] * turns.shape[1] + torch.arange(turns.shape[1], device=group_ids.device)
+    numbers: Tensor = index[:, None] * turns.shape[1] + torch.arange(turns.shape[1], device=group_ids.device)
+    return numbers
 
 
 def turn_returns(rewards: PerTurn, gamma: float = 1.0) -> PerTurn:

@@ -116,18 +116,17 @@ def turn_numbers(trajectory: Trajectory) -> list[int]:
         ...     finish_reason="stop"))
         [-1, 0, 0, -1, 1]
     """
+    numbers = [-1] * len(trajectory.segments[0].token_ids)
     if trajectory.episode is not None:
-        numbers = [-1] * (trajectory.prompt_tokens + trajectory.episode.opening_tokens)
+        numbers += [-1] * trajectory.episode.opening_tokens
         for number, turn in enumerate(trajectory.episode.turns):
             numbers += [number] * turn.model_tokens + [-1] * turn.reply_tokens
         return numbers
-    numbers, turn = [], 0
-    for segment in trajectory.segments:
-        if segment.origin == "model":
-            numbers += [turn] * len(segment.token_ids)
-        else:
-            turn = max(numbers, default=-1) + 1
-            numbers += [-1] * len(segment.token_ids)
+    now = 0
+    for segment in trajectory.segments[1:]:
+        if segment.origin != "model":
+            now = max(numbers, default=-1) + 1
+        numbers += [now if segment.origin == "model" else -1] * len(segment.token_ids)
     return numbers
 
 
@@ -141,7 +140,7 @@ def _turns(rows: Sequence[_Row], groups: Mapping[str, int], longest: int) -> tup
     for number, row in enumerate(rows):
         turn_ids[number, : len(row.turns)] = torch.tensor(row.turns)
         tokens, group = row.trajectory.token_ids, groups[row.trajectory.prompt_id]
-        shown, start = tuple[int, ...](), row.trajectory.prompt_tokens
+        shown, start = tuple[int, ...](), len(row.trajectory.segments[0].token_ids)
         for place, turn in enumerate(row.turns):
             if turn >= 0:
                 shown = tokens[start:place] or shown

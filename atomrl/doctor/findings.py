@@ -1,7 +1,7 @@
 """What a rule says, and the small statistics that rules are made of."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -9,6 +9,10 @@ Row = Mapping[str, float | None]
 """A line of `metrics.jsonl`: "step" and metrics by name."""
 MetricRows = Sequence[Row]
 Severity = Literal["error", "warning"]
+Verdict = Iterator[str]
+"""What a rule says where it holds."""
+SHORT, MEDIUM, LONG = 3, 5, 10
+"""Steps that have to agree before a rule speaks: the longer, the noisier its metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)

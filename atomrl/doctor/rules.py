@@ -11,11 +11,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from atomrl.doctor.findings import MetricRows, Row, Severity, column, recent, shift
-
-Verdict = Iterator[str]
-SHORT, MEDIUM, LONG = 3, 5, 10
-"""Steps that have to agree before a rule speaks: the longer, the noisier its metrics."""
+from atomrl.doctor.episode_rules import environment_failures, invalid_actions, replies_die_out, replies_in_the_loss
+from atomrl.doctor.findings import (
+    LONG,
+    MEDIUM,
+    SHORT,
+    MetricRows,
+    Row,
+    Severity,
+    Verdict,
+    column,
+    recent,
+    shift,
+)
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,13 @@ def length_limit(rows: MetricRows) -> Verdict:
     complete and then run on, see docs/failures/missing_stop_token.md.
     """
     cut = median(recent(rows, "response_length/clip_ratio", MEDIUM))
-    if cut >= 0.15:
+    turns = median(recent(rows, "environment/ended/turns", MEDIUM, default=0.0))
+    if cut >= 0.15 and turns > 0.5 * cut:
+        yield (
+            f"{turns:.0%} of the episodes end at the limit on turns (median of {MEDIUM} steps). Try: a larger "
+            "environment.max_turns, or a prompt that says how many there are."
+        )
+    elif cut >= 0.15:
         limit = "".join(f" of {longest:.0f} tokens" for longest in column(rows[-1:], "response_length/max"))
         yield f"{cut:.0%} of the completions are cut at the limit{limit} (median of {MEDIUM} steps)."
 
@@ -344,10 +358,14 @@ def gradient_spikes(rows: MetricRows) -> Verdict:
 
 NO_SIGNAL = frozenset({"no_updates", "missing_stop_token", "length_limit", "learning_rate_too_high", "constant_reward"})
 """What leaves all completions without reward."""
+ASKS_NO_MORE = frozenset({"replies_in_the_loss", "environment_failures", "learning_rate_too_high"})
+"""What ends the use of an environment."""
 
 RULES = (
     Rule("error", skipped_updates),
-    Rule("error", reward_failures),
+    Rule("error", replies_in_the_loss),
+    Rule("error", environment_failures),
+    Rule("error", reward_failures, frozenset({"environment_failures"})),
     Rule("error", stale_weights),
     Rule("error", rollout_gap, frozenset({"stale_weights"})),
     Rule("error", learning_rate_too_high, frozenset({"stale_weights"})),
@@ -359,6 +377,8 @@ RULES = (
     Rule("error", constant_reward, NO_SIGNAL),
     Rule("warning", no_mixed_groups, NO_SIGNAL),
     Rule("warning", dead_reward_part, NO_SIGNAL),
+    Rule("warning", invalid_actions, frozenset({"learning_rate_too_high", "missing_stop_token"})),
+    Rule("warning", replies_die_out, ASKS_NO_MORE),
     Rule("warning", entropy_collapse, frozenset({"learning_rate_too_high", "constant_reward"})),
     Rule("warning", gradient_spikes, frozenset({"learning_rate_too_high"})),
 )

@@ -121,6 +121,5 @@ def with_baselines(trajectories: Sequence[Trajectory], extra: Sequence[Trajector
 def is_accepted(algorithm: Algorithm, group: Sequence[Trajectory]) -> bool:
     """Whether a group is trained on. What the model wrote no token of becomes no row: its reward is no signal."""
     written = [item for item in group if any(part.origin == "model" and part.token_ids for part in item.segments)]
-    given = [(item.reward, item.token_rewards) for item in written if item.reward is not None]
-    rewards = [outcome + sum(reward for _, reward in by_token) for outcome, by_token in given]
+    rewards = [item.earned for item in written if item.earned is not None]
     return algorithm.accepts_group is None or algorithm.accepts_group(rewards)

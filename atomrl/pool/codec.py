@@ -107,7 +107,7 @@ def columns(group: Sequence[Trajectory]) -> dict[str, Any]:
     found = {part.policy_version for item in group for part in item.segments}
     versions = [version for version in found if version is not None] or [0]
     lengths = [sum([len(part.token_ids) for part in item.segments if part.origin != "prompt"]) for item in group]
-    rewards = [item.reward for item in group if item.reward is not None]
+    rewards = [item.earned for item in group if item.earned is not None]
     return {
         "digest": digest,
         "checksum": checksum(payload),

@@ -8,6 +8,7 @@ to disk, and joined word by word.
 from __future__ import annotations
 
 import json
+import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ K1, B = 0.9, 0.4
 """Of Anserini, which Search-R1's BM25 retriever is made with."""
 RUN_WORDS = 1 << 22
 """Words of documents that are sorted at once."""
+KNOWN_WORDS = 1 << 20
+"""Words whose stems are remembered."""
 JOIN_ENTRIES = 1 << 22
 """Entries of the index that are made at once; more where a single word has more."""
 DATA, INDICES, INDPTR = (f"{name}.csc.index.npy" for name in ("data", "indices", "indptr"))
@@ -54,19 +57,35 @@ class BM25:
         return BM25Index(folder, Words(self.language))
 
 
+class _Numbers(dict[str, int]):
+    """The number of each word as it stands in a text, -1 of a stop word; gives a new stem the next number."""
+
+    def __init__(self, words: Words, vocabulary: dict[str, int]) -> None:
+        super().__init__()
+        self._words, self._vocabulary = words, vocabulary
+
+    def __missing__(self, word: str) -> int:
+        if len(self) >= KNOWN_WORDS:
+            self.clear()
+        stem = self._words.stem(word)
+        self[word] = number = self._vocabulary.setdefault(stem, len(self._vocabulary)) if stem else -1
+        return number
+
+
 class _Runs:
     """Counts the words of documents, run by run, and joins the runs."""
 
     def __init__(self, words: Words, folder: Path) -> None:
         self.words, self.folder = words, folder
         self.vocabulary: dict[str, int] = {}
+        self._numbers = _Numbers(words, self.vocabulary)
         self.lengths, self.frequencies = array("i"), np.zeros(0, np.int64)
         self._tokens, self._first, self._paths = array("i"), 0, list[Path]()
 
     def add(self, text: str) -> None:
         """The next document."""
-        vocabulary = self.vocabulary
-        found = [vocabulary.setdefault(word, len(vocabulary)) for word in self.words(text)]
+        numbers = map(self._numbers.__getitem__, self.words.split(text))
+        found = [number for number in numbers if number >= 0]
         self._tokens.extend(found)
         self.lengths.append(len(found))
         if len(self._tokens) >= RUN_WORDS:
@@ -151,22 +170,45 @@ def _blocks(indptr: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 class BM25Index:
-    """Finds the documents that share words with a query."""
+    """Finds the documents that share words with a query.
+
+    bm25s ranks all documents for each query; here only those are looked at that have one of its words.
+    """
 
     def __init__(self, folder: Path, words: Words) -> None:
         import bm25s
 
-        self._words = words
-        self._bm25 = bm25s.BM25.load(folder, mmap=True, show_progress=False)
-        self._documents = int(self._bm25.scores["num_docs"])
+        bm25 = bm25s.BM25.load(folder, mmap=True, show_progress=False)
+        self._words, self._vocabulary = words, bm25.vocab_dict
+        self._added, self._documents, self._starts = (bm25.scores[name] for name in ("data", "indices", "indptr"))
+        self._count, self._own = int(bm25.scores["num_docs"]), threading.local()
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[tuple[int, float]]]:
-        """Of each query the best documents that have one of its words, with their BM25, the best first."""
-        asked = [self._words(query) for query in queries]
-        found, scores = self._bm25.retrieve(
-            asked, k=min(topk, self._documents), show_progress=False, backend_selection="numpy"
-        )
-        return [
-            [(int(place), float(score)) for place, score in zip(places, row, strict=True) if score > 0]
-            for places, row in zip(found, scores, strict=True)
-        ]
+        """Of each query the best documents that have one of its words, with their BM25, the best first; of equal ones
+        the first of the corpus."""
+        return [self._best(self._words(query), topk) for query in queries]
+
+    def _best(self, words: Sequence[str], topk: int) -> list[tuple[int, float]]:
+        numbers = [number for word in words if (number := self._vocabulary.get(word)) is not None]
+        spans = [slice(self._starts[number], self._starts[number + 1]) for number in numbers]
+        if not spans:
+            return []
+        documents = np.concatenate([self._documents[span] for span in spans])
+        totals = self._totals()
+        np.add.at(totals, documents, np.concatenate([self._added[span] for span in spans]))
+        scores = totals[documents]
+        totals[documents] = 0
+        rank = topk * len(spans)  # each document stands there once for each of its words
+        if rank < len(scores):
+            kept = scores >= np.partition(scores, -rank)[-rank]
+            documents, scores = documents[kept], scores[kept]
+        documents, first = np.unique(documents, return_index=True)
+        order = np.argsort(-scores[first], kind="stable")[:topk]
+        return list(zip(documents[order].tolist(), scores[first][order].tolist(), strict=True))
+
+    def _totals(self) -> np.ndarray:
+        """A zero for each document, of this thread."""
+        if not hasattr(self._own, "totals"):
+            self._own.totals = np.zeros(self._count, np.float32)
+        totals: np.ndarray = self._own.totals
+        return totals

@@ -28,6 +28,8 @@ GRACE_S = 5.0
 ENCODED_AT_ONCE = 64
 """Queries, where so many wait: an encoder is faster at many together, and has all cores. BM25 is not: each thread takes
 one request at a time."""
+BM25_THREADS = 4
+"""At most: each holds a number for each document, and Python runs one at a time for most of their work."""
 Message = MutableMapping[str, Any]
 
 
@@ -39,7 +41,7 @@ class Batcher:
     """
 
     def __init__(self, index: Index) -> None:
-        threads, self._at_once = (1, ENCODED_AT_ONCE) if index.kind == "dense" else (cores(), 1)
+        threads, self._at_once = (1, ENCODED_AT_ONCE) if index.kind == "dense" else (min(cores(), BM25_THREADS), 1)
         self._index = index
         self._waiting: asyncio.Queue[tuple[Sequence[str], int, asyncio.Future[list[list[Hit]]]]] = asyncio.Queue()
         self._executor = ThreadPoolExecutor(threads, "search")
@@ -184,10 +186,6 @@ def serve(service: Service, listener: socket.socket, ready: Callable[[], None]) 
     """
     import uvicorn
 
-    listener.listen(BACKLOG)
-    ready()
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has ended
-        signal.signal(number, lambda *_: None)
     settings = uvicorn.Config(
         service,
         lifespan="off",
@@ -197,4 +195,13 @@ def serve(service: Service, listener: socket.socket, ready: Callable[[], None]) 
         limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=int(GRACE_S),
     )
-    uvicorn.Server(settings).run(sockets=[listener])
+    server = uvicorn.Server(settings)
+
+    def end(*_: Any) -> None:
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn has its own while it runs, and calls these once more then
+        signal.signal(number, end)
+    listener.listen(BACKLOG)
+    ready()
+    server.run(sockets=[listener])

@@ -48,5 +48,14 @@ class Words:
 
     def __call__(self, text: str) -> list[str]:
         """The words of a text, in order."""
-        found = [word for word in WORD.findall(text.lower()) if word not in self._stop]
-        return list(self._stem.stemWords(found)) if self._stem else found
+        return [stem for word in self.split(text) if (stem := self.stem(word))]
+
+    def split(self, text: str) -> list[str]:
+        """The words as they stand there, in lower case."""
+        return WORD.findall(text.lower())
+
+    def stem(self, word: str) -> str:
+        """What a word is counted as; empty for a stop word."""
+        if word in self._stop:
+            return ""
+        return str(self._stem.stemWord(word)) if self._stem else word

@@ -106,6 +106,8 @@ def _run(
         if left > 0 and not (stop and any(one.kind != "passed" for one in verdicts)):
             short = Limits(**{**vars(limits), "wall_s": min(limits.wall_s, left)})
             result = run(program, stdin=case.stdin, limits=short, sandbox=sandbox)
+            if result.ended == "timeout" and left < limits.cpu_s < limits.wall_s:
+                break  # for want of time for all
             right = result.ended == "exit" and same_output(result.stdout, case.stdout)
             verdicts.append(Verdict("timeout" if result.ended == "timeout" else "passed" if right else "failed"))
     sources = [case.source for case in cases if case.source is not None]

@@ -106,15 +106,17 @@ class ContinuousBatch:
     def _go_on(self, version: int) -> None:
         """Let rows that were parked into the batch: what they have is cached, and what was added to it since is fed to
         them token by token, in the steps that draw others' tokens."""
+        if not self.parking.leaving:
+            return
         rows = [row for row in self.waiting if id(row) in self.parking.leaving][: self.max_rows - len(self.rows)]
         if not rows:
             return
+        self._reserve(rows, 0)
         kept = [self.parking.leaving.pop(id(row)) for row in rows]
         going = {id(row) for row in rows}
         staying = [row for row in self.waiting if id(row) not in going]
         self.waiting.clear()
         self.waiting.extend(staying)
-        self._reserve(rows, 0)
         columns = []
         for row, (slot, length) in zip(rows, [(each.slot, len(each.state.token_ids)) for each in kept], strict=True):
             row.set_version(version)
@@ -212,11 +214,19 @@ class ContinuousBatch:
         if 0 < self.cache.slots < slots:
             slots = max(slots, min(self.max_rows, 2 * self.cache.slots))
         limit = max(row.limit for row in entering)
-        self.cache.reserve(slots, max(len(row.token_ids) for row in entering) + 1, limit)
+        self._grow(slots, max(len(row.token_ids) for row in entering) + 1, limit)
         shape = (max(len(self.tokens), self.cache.slots), max(self.tokens.shape[1], limit + 1))
         if shape != self.tokens.shape:  # one token more than the limit, for what is drawn beyond the end
             more = (0, shape[1] - self.tokens.shape[1], 0, shape[0] - len(self.tokens))
             self.tokens, self.logprobs = (F.pad(buffer, more) for buffer in (self.tokens, self.logprobs))
+
+    def _grow(self, slots: int, tokens: int, most_tokens: int) -> None:
+        try:
+            self.cache.reserve(slots, tokens, most_tokens)
+        except BaseException:  # no memory left: some of it has grown
+            self.take_back()
+            self.cache.free()
+            raise
 
     def _first_logits(self, rows: Sequence[RequestState], slots: Tensor) -> Tensor:
         """[N, V] for the next token of entering rows, after their prompt or after all they have, which is cached."""
@@ -244,7 +254,7 @@ class ContinuousBatch:
         self.batch.longest = min(self.limit, self.longest)
         self.longest += 1
         self.batch.lengths = state[_LENGTH] - 1
-        self.cache.reserve(0, self.batch.longest, self.limit)
+        self._grow(0, self.batch.longest, self.limit)
         logits = self.model.logits(self.cache.decode(state[_TOKEN], self.batch))
         self._draw(state, self.rows, self.by_rule, logits)
 

@@ -89,7 +89,8 @@ class EpisodeEngine(RolloutEngine):
         self._plays: dict[str, _Play] = {}
         self._by_key: dict[int, _Play] = {}
         self._by_turn: dict[str, _Play] = {}
-        self._special, self._still = frozenset(tokenizer.all_special_ids), False
+        self._special = frozenset(tokenizer.all_special_ids)
+        self._paused = self._asleep = False
 
     @property
     def version(self) -> int:  # type: ignore[override]
@@ -102,15 +103,23 @@ class EpisodeEngine(RolloutEngine):
         Raises:
             ValueError: a request has no sample, or its id is in use; or as the engine. None is then begun.
         """
+        names = set(self._plays)
         for request in requests:
             if request.sample is None:
                 raise ValueError(f"request {request.request_id!r} has no sample for the environment")
-            if request.request_id in self._plays:
+            if request.request_id in names:
                 raise ValueError(f"request {request.request_id!r} is there already")
-        for request in requests:
-            assert request.sample is not None
-            play = _Play(request, self.pool.start(request.sample, request.seed), list(request.prompt_token_ids))
-            self._plays[request.request_id] = self._by_key[play.key] = play
+            if not request.prompt_token_ids:
+                raise ValueError(f"request {request.request_id!r}: the prompt has no tokens")
+            names.add(request.request_id)
+        try:
+            for request in requests:
+                assert request.sample is not None
+                play = _Play(request, self.pool.start(request.sample, request.seed), list(request.prompt_token_ids))
+                self._plays[request.request_id] = self._by_key[play.key] = play
+        except BaseException:
+            self.abort([request.request_id for request in requests])
+            raise
 
     def poll(self, wait_s: float = math.inf) -> list[GenerationOutput]:
         """Go on until at least one episode has ended, but no longer than `wait_s` seconds and what cannot be
@@ -121,7 +130,7 @@ class EpisodeEngine(RolloutEngine):
             EpisodeError: the environment cannot be used.
         """
         end, finished = time.monotonic() + wait_s, list[GenerationOutput]()
-        while self._plays and not self._still and not finished:
+        while self._plays and not (self._paused or self._asleep or finished):
             waits = 0.0 if self._by_turn else min(WAIT_S, max(0.0, end - time.monotonic()))
             finished += self._take_answers(self.pool.answers(waits))
             if self._by_turn and not finished:
@@ -134,9 +143,12 @@ class EpisodeEngine(RolloutEngine):
     def _take_answers(self, answers: Iterable[tuple[int, Answer]]) -> list[GenerationOutput]:
         """Begin the next turns, all at once, since a call may have to wait for an engine; the episodes that ended."""
         taken = [(play := self._by_key[key], self._take_answer(play, answer)) for key, answer in answers]
-        turns = [self._next_turn(play) for play, then in taken if then == "turn"]
+        turns = [(play, self._next_turn(play)) for play, then in taken if then == "turn"]
         if turns:
-            self.engine.submit(turns)
+            self.engine.submit([request for _, request in turns])
+        for play, request in turns:
+            play.drawing = request.request_id
+            self._by_turn[request.request_id] = play
         return [self._finished(play, then) for play, then in taken if isinstance(then, Answer)]
 
     def _take_turns(self, outputs: Iterable[GenerationOutput]) -> None:
@@ -231,8 +243,6 @@ class EpisodeEngine(RolloutEngine):
         )
         name = f"{request.request_id}#{turn}"
         first = play.drawn == 0
-        play.drawing = name
-        self._by_turn[name] = play
         return replace(
             request,
             request_id=name,
@@ -292,12 +302,12 @@ class EpisodeEngine(RolloutEngine):
 
     def pause(self) -> None:
         """Draw no token until `resume`; episodes stay."""
-        self._still = True
+        self._paused = True
         self.engine.pause()
 
     def resume(self) -> None:
         """Go on; an episode under way continues with the weights there are now."""
-        self._still = False
+        self._paused = False
         self.engine.resume()
 
     def sleep(self) -> None:
@@ -309,10 +319,12 @@ class EpisodeEngine(RolloutEngine):
         if self._plays:
             raise RuntimeError(f"the engine holds {len(self._plays)} episodes; let them end or abort them first")
         self.engine.sleep()
+        self._asleep = True
 
     def wake(self) -> None:
         """Undo `sleep`."""
         self.engine.wake()
+        self._asleep = False
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """As the engine's."""

@@ -99,20 +99,20 @@ class HFEngine(RequestEngine):
         tokens = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
         sampler = _Sampler(width, [state.request.seed for state in states], rule, device)
-        ends = _Ends(width, len(rows), rule, device)
+        limits = [state.request.sampling.max_completion_tokens for state in states]
+        ends = _Ends(width, limits, rule, device)
         sequences = self.model.generate(
             input_ids=tokens,
             attention_mask=mask,
-            generation_config=GenerationConfig(max_new_tokens=rule.sampling.max_completion_tokens, pad_token_id=0),
+            generation_config=GenerationConfig(max_new_tokens=max(limits), pad_token_id=0),
             logits_processor=LogitsProcessorList([sampler]),
             stopping_criteria=StoppingCriteriaList([ends]),
         )
         logprobs = torch.stack(sampler.logprobs, dim=1)
         if logprobs.isnan().any():
             raise ValueError(DIVERGED)
-        drawn, stopped = (sequences[:, width:].tolist(), logprobs.tolist()), ends.lengths.tolist()
-        for state, row, own, length in zip(states, *drawn, stopped, strict=True):
-            length = length or sequences.shape[1] - width
+        drawn, stopped = (sequences[:, width:].tolist(), logprobs.tolist()), ends.stopped.tolist()
+        for state, row, own, length in zip(states, *drawn, ends.lengths.tolist(), strict=True):
             state.set_version(self.version)
             state.token_ids, state.logprobs = row[:length], own[:length]
             self.waiting.remove(state)
@@ -154,12 +154,14 @@ class _Sampler(LogitsProcessor):
 
 
 class _Ends(StoppingCriteria):
-    """Our stop rule; `lengths` [N] is where each row stopped, 0 where it has not."""
+    """Our stop rule, and a limit [N] for each row; `lengths` [N] is where it ended, 0 where it has not, and `stopped`
+    [N] whether by the rule."""
 
-    def __init__(self, width: int, count: int, rule: StopRule, device: torch.device):
-        self.width, self.rule = width, rule
-        self.rows = torch.arange(count, device=device)
-        self.lengths = torch.zeros(count, dtype=torch.int64, device=device)
+    def __init__(self, width: int, limits: list[int], rule: StopRule, device: torch.device):
+        self.width, self.rule, self.limits = width, rule, torch.tensor(limits, device=device)
+        self.rows = torch.arange(len(limits), device=device)
+        self.lengths = torch.zeros_like(self.limits)
+        self.stopped = torch.zeros_like(self.limits, dtype=torch.bool)
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         completions = input_ids[:, self.width :]
@@ -167,6 +169,6 @@ class _Ends(StoppingCriteria):
         going = self.lengths == 0
         ends = self.rule.token_ends(input_ids[:, -1], length)
         ends[list(self.rule.string_ends(completions, self.rows, length))] = True
-        ends &= going
-        self.lengths = torch.where(ends, length, self.lengths)
+        self.stopped |= ends & going
+        self.lengths = torch.where((ends | (length >= self.limits)) & going, length, self.lengths)
         return self.lengths > 0

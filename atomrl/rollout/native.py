@@ -145,6 +145,7 @@ class NativeEngine(RequestEngine):
             RuntimeError: there are requests.
         """
         super().sleep()
+        self.batch.take_back()
         self.batch.cache.free()
 
     def close(self) -> None:

@@ -169,8 +169,10 @@ class RequestEngine(RolloutEngine):
         raise NotImplementedError
 
     def rule_of(self, sampling: SamplingParams) -> StopRule:
-        """When completions with a sampling end; one for all that differ in number, seed and step alone."""
-        key = replace(sampling, completions_per_prompt=1, seed=0, step=0)
+        """How completions with a sampling are drawn and end; one for all that differ in number, room, seed and step
+        alone."""
+        room = max(1, sampling.min_completion_tokens)
+        key = replace(sampling, completions_per_prompt=1, max_completion_tokens=room, seed=0, step=0)
         if key not in self._rules:
             if reason := self.refusal(key):
                 raise ValueError(reason)

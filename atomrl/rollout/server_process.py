@@ -13,15 +13,26 @@ from pathlib import Path
 _GRACE_S = 10.0
 _TAIL_LINES = 15
 # Stands between us and the server, which may not listen while it starts, nor its own children ever. Linux tells it when
-# the process that asked for it has gone, also when that was killed; then all of the group go.
+# the process that asked for it has gone, also when that was killed; then all of the group go, with the shared memory
+# that they have mapped: what is killed cannot remove its name.
 _LAUNCH = """
-import ctypes, os, signal, subprocess, sys
+import contextlib, ctypes, os, signal, subprocess, sys
+def shared():
+    found = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(pid)) == os.getpgrp():
+                with open(f"/proc/{pid}/maps") as maps:
+                    found |= {line.split()[-1] for line in maps if " /dev/shm/" in line and "(deleted)" not in line}
+    return found
 def end(*_):
+    names = shared() if sys.platform == "linux" else ()
     server.terminate()
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         server.wait(2)
-    except subprocess.TimeoutExpired:
-        pass
+    for name in names:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
     os.killpg(0, signal.SIGKILL)
 server = subprocess.Popen(sys.argv[2:])
 signal.signal(signal.SIGTERM, end)

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from atomrl.models.loading import read_weights
 from atomrl.models.spec import unsupported
@@ -66,6 +67,13 @@ class SGLangEngine(ServerEngine):
         super().__init__(*args)
 
     @classmethod
+    def unsupported(cls, config: PretrainedConfig) -> str | None:
+        """Why SGLang would compute another model; None where it does not."""
+        if config.model_type == "llama" and getattr(config, "mlp_bias", False):
+            return "mlp_bias: SGLang's Llama has no biases there, and passes over those of a checkpoint without a word"
+        return None
+
+    @classmethod
     def refusal(cls, sampling: SamplingParams) -> str | None:
         """Why SGLang cannot give the log-probs that are asked for; None where it can."""
         if sampling.logprobs_over == "kept" and sampling.temperature > 0 and not 0 < sampling.top_k <= _MOST_KEPT:
@@ -110,7 +118,7 @@ class SGLangEngine(ServerEngine):
         stops = state.rule.is_stop.nonzero()[:, 0].tolist()
         kept = sampling.logprobs_over == "kept" and sampling.temperature > 0
         params: dict[str, Any] = {
-            "max_new_tokens": sampling.max_completion_tokens,
+            "max_new_tokens": request.sampling.max_completion_tokens,
             "min_new_tokens": sampling.min_completion_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

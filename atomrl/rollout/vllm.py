@@ -16,7 +16,7 @@ from torch import Tensor
 from atomrl.models.loading import base_path, model_config_only, resolve_folder
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
 from atomrl.rollout.checkpoints import EMBEDDING, HEAD, cpu_cache_bytes, is_tied, published_shapes
-from atomrl.rollout.requests import EngineOptions, RequestEngine, RequestState
+from atomrl.rollout.requests import DIVERGED, EngineOptions, RequestEngine, RequestState
 from atomrl.rollout.stopping import StopRule, eos_token_ids
 from atomrl.rollout.vllm_worker import WORKER_EXTENSION
 from atomrl.types import FinishReason, SamplingParams
@@ -43,7 +43,7 @@ def request_fields(state: RequestState) -> dict[str, Any]:
     sampling = state.rule.sampling
     ranked = (sampling.top_k or -1) if sampling.logprobs_over == "kept" and sampling.temperature > 0 else 0
     return {
-        "max_tokens": sampling.max_completion_tokens,
+        "max_tokens": state.request.sampling.max_completion_tokens,
         "min_tokens": sampling.min_completion_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -212,6 +212,8 @@ class VLLMEngine(RequestEngine):
                 self._take(state, delta)
                 if output.finished:
                     finished.append((state, "length" if delta.finish_reason == "length" else "stop"))
+            if any(state.diverged() for state, _ in finished):
+                raise ValueError(DIVERGED)
             if finished or time.monotonic() >= end:
                 return finished
 

@@ -85,9 +85,15 @@ class Box:
         if self.status is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()  # the kernel kills what is in the box with it
+        first = None
+        if self.status is not None and self.process.poll() is None:
+            select.select([self.status], [], [], 1.0)  # until it has told whom to kill: at once, or it never will
+            if (first := self._told("child-pid")) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(first, signal.SIGKILL)  # the first process of the box, and with it the kernel kills all
+        self.process.kill()
         self.process.wait()
-        if (first := self._told("child-pid")) is not None:
+        if (first := first or self._told("child-pid")) is not None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(first, 0)  # it ends when all others in the box have
         for stream in (self.process.stdout, self.process.stderr, self.status):

@@ -96,7 +96,7 @@ def collect(box: Box, limits: Limits) -> Result:
                 if not data:
                     selector.unregister(key.fileobj)
                 key.data.extend(data)
-                if len(key.data) > limits.output_bytes:
+                if len(key.data) > limits.output_bytes and key.fileobj is not box.status:
                     ended = "output"
     if ended == "exit":
         try:

@@ -63,9 +63,12 @@ def judge(
     limits, end = limits or Limits(), time.monotonic() + total_s
     verdicts: list[Verdict] = []
     while len(verdicts) < len(tests) and time.monotonic() < end:
+        began = time.monotonic()
         with ExitStack() as stack:
             solver, tester = _start(solution, tests[len(verdicts) :], entries, limits, sandbox, stack)
             found = _hear(tester, len(tests) - len(verdicts), limits, end)
+            if not found and end - began < limits.wall_s / 2 and time.monotonic() >= end:
+                break  # for want of time for all
             if not found:
                 _require_ran(tester, solver)
                 found = [Verdict("timeout", f"it was not over after {limits.wall_s:g} s, or memory was")]

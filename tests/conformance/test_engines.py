@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig
@@ -72,6 +72,8 @@ def vllm(kind, path, tokenizer):
 def sglang(path, tokenizer, way="files"):
     """A server of ours that speaks as SGLang does, or SGLang itself (`make test-sglang`), which has no LoRA on CPUs."""
     url, lora_rank = None, 0
+    if reason := SGLangEngine.unsupported(AutoConfig.from_pretrained(path)):
+        pytest.skip(reason)
     if find_spec("sglang") is None:
         url, lora_rank = fake_server(path, way), 4
     elif way == "collective":  # one server for both ways

@@ -102,7 +102,8 @@ def test_vllm_goes_on_from_its_prefix_cache(in_vllm, folder):
     found = generate(in_vllm, PROMPTS, SAMPLING)
     llm.step = step
     assert len(found) == 24 and {item.episode.ended for item in found} == {"environment"}
-    assert all([s.origin for s in item.segments] == ["prompt", *["model", "environment"] * 3, "model"] for item in found)
+    origins = ["prompt", *["model", "environment"] * 3, "model"]
+    assert all([part.origin for part in item.segments] == origins for item in found)
     assert largest_error(folder, found) < 5e-5
     used = 0
     for item in found:

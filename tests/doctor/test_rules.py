@@ -46,6 +46,10 @@ NAMES = {name.replace("/", "_").replace("@", "_"): name for name in HEALTHY} | {
     "skipped": "actor/skipped_updates", "bonus": "reward/bonus/mean",
     "penalty": "reward/length_penalty/mean", "trained": "train/rows", "accepted": "rollout/groups_accepted",
     "low": "critic/advantages/min", "high": "critic/advantages/max", "identical": "by_group/frac_identical",
+    "turns_cut": "environment/ended/turns", "failed": "environment/ended/failed",
+    "searches": "environment/replies/search",
+    "replies": "environment/replies", "invalid": "environment/replies/invalid", "trained_replies": "train/reply_tokens",
+    "timeouts": "reward/environment/timeouts",
     "gap": "training/rollout_probs_diff_mean/staleness_0", "stale_gap": "training/rollout_probs_diff_mean/staleness_1",
 }  # fmt: skip
 
@@ -73,11 +77,25 @@ SICK = {
     "dead_reward_part": {"reward_strict_math_mean": 0.0, "bonus": 0.4},
     "entropy_collapse": {"actor_entropy": late(0.3, 0.01), "by_group_frac_mixed": late(0.9, 0.3)},
     "gradient_spikes": {"actor_grad_norm": lambda step: 9.0 if step == 15 else 0.2},
+    "replies_in_the_loss": {"trained_replies": 40.0, "replies": 1.5, "searches": late(1.4, 0.0)},
+    "environment_failures": {
+        "failed": late(0.0, 0.2),
+        "timeouts": late(0.0, 9.0),
+        "reward_missing_ratio": late(0.0, 0.2),
+    },
+    "invalid_actions": {"replies": 2.0, "invalid": lambda step: 0.9 + 0.01 * step},
+    "replies_die_out": {
+        "replies": late(1.5, 0.1),
+        "searches": lambda step: max(0.01, 1.4 - 0.12 * step),
+        "train_accuracy": late(0.45, 0.3),
+    },
 }
 MORE_SICK = [
     ("learning_rate_too_high", {"critic_score_mean": late(0.4, 0.05), "actor_entropy": late(0.3, 2.0)}),
     ("learning_rate_too_high", {"critic_score_mean": late(0.4, 0.0), "critic_score_max": late(1.0, 0.0),
                                 "response_length_clip_ratio": late(0.0, 1.0)}),
+    ("length_limit", {"response_length_clip_ratio": 0.4, "turns_cut": 0.38}),
+    ("replies_die_out", {"replies": late(1.5, 0.1), "searches": late(1.4, None)}),
     ("learning_rate_too_high", {"actor_ppo_kl": 0.05, "actor_pg_clipfrac": 0.6}),
     ("pays_for_length", {"correlation": 0.999}),
     ("pays_for_length", {"correlation": 0.96, "equally": lambda step: 0.5 + 0.3 * (step % 2)}),
@@ -111,6 +129,12 @@ NEARLY = {
     "some cut": {"response_length_clip_ratio": 0.1, "response_length_ran_on_ratio": 0.1},
     "some steps without mixed groups": {"by_group_frac_mixed": lambda step: 0.0 if step % 5 else 0.1},
     "one step of equal rewards": {"critic_score_max": lambda step: 0.0 if step == 9 else 1.0},
+    "searches only where it must, and is better for it": {
+        "replies": lambda step: max(0.1, 1.4 - 0.1 * step), "searches": lambda step: max(0.05, 1.4 - 0.1 * step),
+        "train_accuracy": lambda step: min(0.98, 0.4 + 0.03 * step)},
+    "invalid actions that are unlearned": {"replies": 2.0, "invalid": lambda step: 1.6 * 0.95**step, "failed": 0.0,
+                                           "trained_replies": 0.0},
+    "seldom asked at all": {"replies": 0.1, "searches": late(0.1, 0.0)},
     "noise": {"critic_score_mean": lambda step: 0.4 + 0.05 * (step * 7 % 5), "actor_grad_norm":
               lambda step: 0.1 + 0.3 * (step % 3)},
     "a penalty that nobody earns": {"penalty": 0.0},
@@ -130,6 +154,16 @@ def test_a_sick_run_hears_its_illness_and_nothing_else(name, changes):
 def test_at_temperature_0_problems_are_not_called_easy():
     [finding] = diagnose(rows(by_group_frac_mixed=0.0, by_group_frac_all_bad=0.2, identical=1.0))
     assert "same text" in finding.what and "easy" not in finding.what and "rollout.temperature=1" in finding.advice
+
+
+def test_a_limit_on_turns_is_not_called_one_on_tokens():
+    [finding] = diagnose(rows(response_length_clip_ratio=0.4, turns_cut=0.38))
+    assert finding.id == "length_limit" and "environment.max_turns" in finding.advice and "38%" in finding.what
+
+
+def test_failures_of_an_environment_are_counted_by_kind():
+    [finding] = diagnose(rows(**SICK["environment_failures"]))
+    assert "20% of the episodes (timeouts 9)" in finding.what
 
 
 def test_every_rule_is_tested():

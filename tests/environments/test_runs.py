@@ -95,11 +95,28 @@ def test_other_algorithms(folder, algorithm):
     assert all(row["actor/grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.parametrize("name, advantage", [("gigpo", None), ("grpo", "turn_grpo"), ("rloo", "last_turn")])
+def test_credit_by_turn(folder, name, advantage):
+    """Turns of one completion have advantages of their own, from rewards of turns and an outcome."""
+    kind = f", advantage: {advantage}" if advantage else ""
+    assert main(["train", "c.yaml", f"algorithm={{name: {name}{kind}}}", "train.steps=2"]) == 0
+    rows = read_metrics(folder / "runs" / "run" / "metrics.jsonl")
+    assert all(row["actor/grad_norm"] > 0 and row["environment/turns/mean"] == 3 for row in rows)
+    assert all(row["train/reply_tokens"] == 0 and 0 < row["environment/token_share"] < 0.5 for row in rows)
+    lines = (folder / "runs/run/rollouts/step_000001/train.jsonl").read_text().splitlines()
+    episodes = [json.loads(line)["episode"] for line in lines]
+    assert {len(episode["turns"]) for episode in episodes} == {3}
+    assert all(turn["reply"].isdigit() and turn["text"] for episode in episodes for turn in episode["turns"][:2])
+
+
 def test_an_environment_beside_a_reward(folder):
     reward = "reward={functions: [environment, {function: exact_match, weight: 0}]}"
     assert main(["train", "c.yaml", reward, "train.steps=1", "data.eval=train.jsonl", "eval.before=false"]) == 0
     (row,) = [row for row in read_metrics(folder / "runs/run/metrics.jsonl") if "critic/score/mean" in row]
-    assert row["reward/environment/mean"] == pytest.approx(row["critic/score/mean"])
+    lines = (folder / "runs/run/rollouts/step_000001/train.jsonl").read_text().splitlines()
+    turns = [turn["reward"] or 0.0 for line in lines for turn in json.loads(line)["episode"]["turns"]]
+    assert row["critic/score/mean"] == pytest.approx(row["reward/environment/mean"] + sum(turns) / len(lines))
+    assert any(turns)
     assert row["reward/exact_match/mean"] == 0
 
 

@@ -38,6 +38,8 @@ def moved(value: Any, size: float) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         uneven = size * (1 + torch.arange(value.numel()) % 3).to(value).reshape(value.shape)
         return value * (1 + uneven) + uneven
+    if isinstance(value, Tensor):  # unevenly too: equal ids must not stay equal
+        return value + 1 + (torch.arange(value.numel()) % 2).reshape(value.shape)
     return None if value is None else value + 1
 
 

@@ -54,7 +54,10 @@ def test_scores_are_those_of_the_definition(corpus, monkeypatch, run, join):
     index, rng = index_of(corpus), random.Random(1)
     texts = [row["contents"] for row in rows(500)]
     queries = [" ".join(rng.choices(WORDS, k=rng.randint(1, 6))) for _ in range(40)]
-    for query, hits in zip(queries, index.search(queries, 500), strict=True):
+    ranked = index.search(queries, 500)
+    for topk in (1, 3):
+        assert index.search(queries, topk) == [hits[:topk] for hits in ranked]
+    for query, hits in zip(queries, ranked, strict=True):
         wanted = by_definition(texts, query)
         assert {int(document["id"]) for document, _ in hits} == set(wanted)
         assert [score for _, score in hits] == pytest.approx(sorted(wanted.values(), reverse=True), rel=1e-5)

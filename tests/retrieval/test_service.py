@@ -1,5 +1,6 @@
 """The service: the published clients' requests, many clients at once, bad requests, and how it ends."""
 
+import json
 import signal
 import socket
 import threading
@@ -67,6 +68,12 @@ def test_the_request_of_skyrls_search_tool(service):
     for body in ({"queries": ["un5"]}, {"query": "un5"}, {"query": ["un5"]}):
         status, found = post(service, {**body, "topk": 3, "return_scores": True}, headers=headers)
         assert status == 200 and found["result"][0][0]["document"]["contents"].strip().startswith('"T5"')
+
+
+def test_skyrls_own_search_tool(service):
+    tools = pytest.importorskip("skyrl_gym.tools.search")
+    tool = tools.SearchToolGroup(search_url=f"{service}/retrieve", topk=2, timeout=10)
+    assert json.loads(tool.search(" un5 "))["result"].startswith('Doc 1: "T5"\n')
 
 
 def test_the_environment_searches_in_it(service):

@@ -311,6 +311,18 @@ def test_a_process_is_ended_with_all_it_has_started():
     assert not alive(child)
 
 
+def test_shared_memory_of_a_server_that_has_to_be_killed_goes_with_it():
+    code = "import signal, time; from multiprocessing.shared_memory import SharedMemory as S; "
+    code += "signal.signal(15, signal.SIG_IGN); m = S(create=True, size=9); print(m.name, flush=True); time.sleep(99)"
+    process = ServerProcess(lambda port: ([sys.executable, "-c", code], {}))
+    while not process.tail():
+        time.sleep(0.05)
+    name = Path("/dev/shm") / process.tail()
+    assert name.exists()
+    process.end()
+    assert not name.exists()
+
+
 def test_a_run_trains_with_servers_that_are_there(fakes, tmp_path, folder):
     from atomrl.cli.main import main
 

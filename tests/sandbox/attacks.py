@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -11,8 +13,8 @@ from atomrl.sandbox import Limits, box, run
 BROKE = "BROKE"
 SECRET = "s3cr3t-0f-the-trainer"
 TOKEN = "atomrl-attack-trace"
-QUICK = Limits(cpu_s=1, wall_s=3, memory_mb=256, files_mb=8)
-MANY = Limits(cpu_s=1, wall_s=3, memory_mb=256, files_mb=8, processes=16)
+QUICK = Limits(cpu_s=1, wall_s=2, memory_mb=256, files_mb=8)
+MANY = Limits(cpu_s=1, wall_s=2, memory_mb=256, files_mb=8, processes=16)
 
 PROLOGUE = f"""
 import ctypes, errno, os, sys, time
@@ -73,7 +75,7 @@ ATTACKS = {
     "installed packages": "import importlib.util\n"
     "[print(BROKE, n) for n in ('atomrl', 'torch', 'numpy', 'pip', 'pytest', 'setuptools') if importlib.util.find_spec(n)]",
     "files of packages": "[print(BROKE, p) for p in sys.path if p.endswith('-packages') and os.path.isdir(p) and os.listdir(p)]",
-    "write into the host": "attempt(open, {canary!r} + '/reward.json', 'w')\nattempt(os.makedirs, {canary!r})",
+    "write into the host": "attempt(open, {canary!r} + '/reward.json', 'w')",
     "write into Python": "attempt(open, os.__file__, 'a')\nattempt(open, os.path.dirname(os.__file__) + '/x.py', 'w')\n"
     "attempt(os.unlink, os.__file__)\nattempt(os.chmod, os.__file__, 0o777)\nattempt(os.rename, os.__file__, '/tmp/x')",
     "write outside tmp": "[attempt(open, p + TOKEN, 'w') for p in ('/', '/code/', '/dev/', '/usr/', '/lib/', '/root/')]\n"
@@ -187,7 +189,7 @@ def calls_of(numbers: dict[str, int]) -> str:
     )
 
 
-def faults_of(source: str, limits: Limits, canary: Path) -> list[str]:
+def faults_of(source: str, limits: Limits, canary: Path, sandbox: str = "bubblewrap") -> list[str]:
     """What a program achieved that it should not, and what it left behind. Empty where it was contained."""
     before = {path.name: path.read_bytes() for path in canary.iterdir()}
     namespaces, end = [], box.Box.end
@@ -199,7 +201,7 @@ def faults_of(source: str, limits: Limits, canary: Path) -> list[str]:
     box.Box.end = recorded
     began = time.monotonic()
     try:
-        result = run(source, stdin="the input", limits=limits)
+        result = run(source, stdin="the input", limits=limits, sandbox=sandbox)
     finally:
         box.Box.end = end
     seconds = time.monotonic() - began
@@ -215,6 +217,8 @@ def faults_of(source: str, limits: Limits, canary: Path) -> list[str]:
     for folder in ("/tmp", "/var/tmp", "/dev/shm", "."):
         if os.path.lexists(f"{folder}/{TOKEN}"):
             faults.append(f"it left {folder}/{TOKEN}")
+    if sandbox == "none":
+        return faults
     if not namespaces or not namespaces[0].isdigit():
         faults.append("its namespace is unknown")
     elif left := _processes_in(namespaces[0]):
@@ -236,3 +240,12 @@ def _processes_in(namespace: str) -> list[str]:
             return []
         time.sleep(0.01)
     return found
+
+
+if __name__ == "__main__":  # by another user than the one who runs the tests
+    found = {}
+    for attacks, allowed in ((ATTACKS, QUICK), (WITH_PROCESSES, MANY)):
+        for name, attack in attacks.items():
+            found[name] = faults_of(source_of(attack, sys.argv[1]), allowed, Path(sys.argv[1]))
+    found["calls"] = faults_of(calls_of(CALLS), QUICK, Path(sys.argv[1]))
+    print(json.dumps(found))

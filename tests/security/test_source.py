@@ -61,7 +61,8 @@ def _of_call(node: ast.AST, path: str):
     keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
     if name in EXECUTES or short in PARSES_BY_EVAL:
         yield f"calls {name}"
-    if name.partition(".")[0] in PICKLES and path not in MAY_UNPICKLE:
+    for_its_worker = name == "pickle.dumps" and path == "atomrl/environments/pool.py"
+    if name.partition(".")[0] in PICKLES and path not in MAY_UNPICKLE and not for_its_worker:
         yield f"calls {name}"
     if name == "torch.load" and keywords.get("weights_only") != "True":
         yield "torch.load without weights_only=True"
@@ -74,7 +75,7 @@ def _of_call(node: ast.AST, path: str):
     if keywords.get("shell", "False") != "False" or name in ("os.system", "os.popen", "subprocess.getoutput"):
         yield f"{name} runs a shell"
     of_inspect = name == "signature.bind"  # whether a function takes arguments
-    if short in OPENS_A_PORT and name != "signature.bind" and path not in MAY_LISTEN and not of_inspect:
+    if short in OPENS_A_PORT and path not in MAY_LISTEN and not of_inspect:
         yield f"calls {name}, which opens a port"
     if short == "recv" and not node.args and path not in MAY_UNPICKLE:
         yield f"calls {name}(), which unpickles what it receives"

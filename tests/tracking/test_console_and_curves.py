@@ -1,15 +1,16 @@
 import io
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from atomrl.config import ConfigError
-from atomrl.tracking.console import ProgressBar, describe
+from atomrl.tracking.console import ProgressBar, by_turn, describe
 from atomrl.tracking.curves import draw_curves, panels
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
+from tests.pool.made import rich_episode
 from tests.tracking.helpers import make_config, make_scored
 
 METRICS = {
@@ -151,3 +152,18 @@ def test_no_metrics_and_no_matplotlib_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"atomrl\[plot\]"):
         draw_curves(tmp_path)
+
+
+def test_an_episode_is_shown_turn_by_turn():
+    """Who wrote what; what steers a terminal is spelled out in a reply as well."""
+    episode = asdict(rich_episode())
+    episode["turns"] = list(episode["turns"])
+    episode["turns"][0] |= {"text": "who?", "reply": "\x1b[2Jé" + "z" * 500}
+    row = {"prompt": "p", "completion": "who?", "reward": None, "advantage": None, "episode": episode}
+    stream = io.StringIO()
+    ProgressBar(1, stream=stream).show_completions(1, [row])
+    text = stream.getvalue()
+    assert r"\x1b[2J" in text and "\x1b" not in text and text.count("z") < 250 and "ended: failed" in text
+    opening, said, answered, last, ended = by_turn(episode).plain.splitlines()
+    assert (opening, said, last, ended) == ("> go", "who?", "", "ended: failed: crash: exit 3")
+    assert answered.startswith(r"> search (0.10 s, reward 0.5): \x1b[2Jézzz") and answered.endswith("z…")

@@ -1,6 +1,7 @@
 import json
 import math
 import subprocess
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -8,6 +9,7 @@ import yaml
 
 from atomrl.config import ConfigError, build_config
 from atomrl.tracking.run_directory import RunDirectory, read_metrics, rollout_rows
+from tests.pool.made import rich_episode
 from tests.tracking.helpers import make_config, make_scored
 
 
@@ -199,3 +201,20 @@ def test_another_number_of_threads_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run_directory, "describe_environment", lambda: here | {"threads": 77})
     RunDirectory.create(make_config(tmp_path), resume=True)
     assert f"threads: {here['threads']} -> 77; the last bits of results may differ" in capsys.readouterr().err
+
+
+def test_an_episode_is_written_turn_by_turn(tmp_path):
+    first = replace(make_scored()[0], episode=rich_episode())
+    with_episode, without = rollout_rows(1, [first, make_scored()[1]], {})
+    assert "episode" not in without and with_episode["episode"]["ended"] == "failed"
+    written = json.loads(json.dumps(with_episode["episode"]))
+    assert [turn["label"] for turn in written["turns"]] == ["search", ""] and written["message"] == "exit 3"
+    first = {
+        "model_tokens": 1,
+        "reply_tokens": 2,
+        "seconds": 0.1,
+        "reward": 0.5,
+        "label": "search",
+        "reply": "<i>ß</i>",
+    }
+    assert written["turns"][0] == {**first, "text": rich_episode().turns[0].text}

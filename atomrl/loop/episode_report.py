@@ -1,0 +1,50 @@
+"""Metrics of episodes: what an environment said, how long it took, and how episodes ended."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import get_args
+
+from atomrl.batches import RowBatch
+from atomrl.episodes import Ended
+from atomrl.metrics import spread
+from atomrl.types import Trajectory
+
+
+def episode_metrics(trajectories: Sequence[Trajectory], batch: RowBatch) -> dict[str, float]:
+    """`environment/...` of all that a step drew, and `train/reply_tokens`, which must be 0; nothing where no trajectory
+    is an episode.
+
+    Args:
+        trajectories: also those that are not trained on.
+        batch: the rows that were made of them.
+
+    Example:
+        >>> from tests.pool.made import group, rich_episode
+        >>> from dataclasses import replace
+        >>> from atomrl.data.rows import to_rows
+        >>> one, other = group(1)
+        >>> found = episode_metrics([replace(one, episode=rich_episode()), other], to_rows([other]))
+        >>> found["environment/turns/mean"], found["environment/replies/search"], found["environment/ended/failed"]
+        (2.0, 1.0, 1.0)
+    """
+    episodes = [(item, item.episode) for item in trajectories if item.episode is not None]
+    if not episodes:
+        return {}
+    count = len(episodes)
+    turns = [turn for _, episode in episodes for turn in episode.turns]
+    metrics = spread("environment/turns", (len(episode.turns) for _, episode in episodes))
+    answered = [turn for turn in turns if turn.reply_tokens or turn.label]
+    metrics["environment/replies"] = len(answered) / count
+    for label, number in sorted(Counter(turn.label for turn in answered if turn.label).items()):
+        metrics[f"environment/replies/{label}"] = number / count
+    seconds = [turn.seconds for turn in turns] or [0.0]
+    metrics["environment/seconds/mean"] = sum(seconds) / len(seconds)
+    metrics["environment/seconds/max"] = max(seconds)
+    written = sum(item.response_tokens for item, _ in episodes)
+    said = sum(len(part.token_ids) for item, _ in episodes for part in item.segments if part.origin == "environment")
+    metrics["environment/token_share"] = said / max(1, written)
+    ends = Counter(episode.ended for _, episode in episodes)
+    metrics |= {f"environment/ended/{kind}": ends[kind] / count for kind in get_args(Ended)}
+    if batch.turn_ids is not None:
+        metrics["train/reply_tokens"] = float((batch.loss_mask & (batch.turn_ids < 0)).sum())
+    return metrics

@@ -1,0 +1,61 @@
+"""The reward of Search-R1."""
+
+import pytest
+
+from atomrl.rewards import search_r1_em
+from atomrl.rewards.search import last_answer, normalised
+
+
+def score(text, truth):
+    return search_r1_em([""], [text], [truth])[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "right"),
+    [
+        ("Paris", "Paris", True),
+        (" the  PARIS. ", "Paris", True),
+        ("Paris, France", "Paris", False),
+        ("a cat's life", "Cats Life", True),  # punctuation goes before articles are looked for
+        ("theatre", "atre", False),
+        ("U.S.A.", ["America", "USA"], True),
+        ("1,234", 1234, True),
+        ("Zürich", "Zurich", False),
+        ("", "Paris", False),
+    ],
+)
+def test_an_answer_is_right_but_for_case_punctuation_and_articles(answer, truth, right):
+    assert score(f"<think>so</think><answer>{answer}</answer>", truth) == right
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Paris", None),
+        ("<answer>Paris", None),
+        ("Paris</answer>", None),
+        ("</answer><answer>", None),
+        ("<answer>Rome</answer><answer>Paris</answer>", "Paris"),
+        ("<answer>Rome</answer> <answer>Paris", "Rome"),
+        ("<answer>a\nb</answer>", "a\nb"),
+        ("<answer>one <answer>two</answer>", "one <answer>two"),  # as the published pattern reads it
+        ("<ANSWER>Paris</ANSWER>", None),
+    ],
+)
+def test_the_last_answer_counts(text, answer):
+    assert last_answer(text) == answer
+
+
+def test_no_answer_is_not_the_one_of_the_prompts_example():
+    """The published code finds the tags of the prompt where the model wrote none."""
+    assert score("I do not know.", "Beijing") == score("I should use <answer> now", "Beijing") == 0.0
+
+
+def test_a_truth_that_is_none_is_named():
+    for truth in (None, [], [None], {"target": ["x"]}):
+        with pytest.raises(TypeError, match="ground_truth must be text, or a list of right answers"):
+            score("<answer>x</answer>", truth)
+
+
+def test_normalised():
+    assert normalised("An  A-Team, the «best»!") == "ateam «best»"

@@ -1,0 +1,165 @@
+"""Programs run, are stopped at their limits, and are refused where there is no sandbox."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from atomrl.environments.playing import EpisodeError, find_environment
+from atomrl.rewards.calling import find_scorer
+from atomrl.rewards.errors import RewardError
+from atomrl.sandbox import Limits, SandboxError, check, layout, run, running
+from atomrl.sandbox.tools import python, shown
+
+
+@pytest.fixture
+def forgotten(monkeypatch):
+    """A process that has not found any sandbox working."""
+    monkeypatch.setattr(running, "_found_working", set())
+    layout.helper.cache_clear()
+    yield
+    layout.helper.cache_clear()
+
+
+@pytest.mark.parametrize("sandbox", ["bubblewrap", "none"])
+def test_a_program_reads_writes_and_exits(sandbox, request):
+    if sandbox == "bubblewrap":
+        request.getfixturevalue("sandbox")
+    source = "import sys\nprint(input().upper() + 'ß')\nprint('bad', file=sys.stderr)\nsys.exit(3)"
+    result = run(source, stdin="abc\n", sandbox=sandbox)
+    assert (result.stdout, result.stderr, result.code, result.ended) == ("ABCß\n", "bad\n", 3, "exit")
+    assert not result.ok and run("pass", sandbox=sandbox).ok
+    assert run("import os\nos.kill(os.getpid(), 11)", sandbox=sandbox).code == 128 + 11
+
+
+@pytest.mark.parametrize(
+    ("source", "ended"),
+    [
+        ("while True: pass", "timeout"),
+        ("import time; time.sleep(99)", "timeout"),
+        ("while True: print('x' * 1000)", "output"),
+        ("import os\nos.close(1); os.close(2)\nimport time; time.sleep(99)", "timeout"),
+    ],
+)
+def test_a_limit_ends_it(source, ended, sandbox):
+    result = run(source, limits=Limits(cpu_s=1, wall_s=1.5, output_bytes=5000))
+    assert result.ended == ended and result.seconds < 3 and len(result.stdout) <= 5000 and not result.ok
+
+
+def test_threads_event_loops_and_big_inputs_work(sandbox):
+    assert run("import asyncio\nprint(asyncio.run(asyncio.sleep(0.01, 5)))").stdout == "5\n"
+    threads = "import threading\nt = threading.Thread(target=print, args=('hi',))\nt.start()\nt.join()"
+    assert run(threads).stdout == "hi\n"
+    assert run("import sys\nprint(len(sys.stdin.read()))", stdin="x" * 3_000_000).stdout == "3000000\n"
+    assert run("x = 1\n" * 100_000 + "print('long')").stdout == "long\n"
+    assert run("print('\ud800' == 0)", stdin="\ud800").stdout == "False\n"
+    children = "import subprocess, sys\nprint(subprocess.run([sys.executable, '-c', 'print(1)']).returncode)"
+    assert run(children, limits=Limits(processes=4)).stdout.split() == ["1", "0"]
+    modules = "import bisect, collections, ctypes, decimal, fractions, hashlib, heapq, itertools, json, math, random, re"
+    assert run(f"{modules}, sqlite3, statistics, string, zlib, datetime, functools, typing\nprint('all')").stdout == "all\n"
+
+
+def test_the_same_program_gives_the_same(sandbox):
+    source = "print({str(k) for k in range(20)}, hash('x'), __name__)"
+    assert len({run(source).stdout for _ in range(3)}) == 1
+
+
+def test_many_at_once(sandbox):
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda k: run(f"print({k} * 2)").stdout, range(24)))
+    assert found == [f"{k * 2}\n" for k in range(24)]
+    assert threading.active_count() < 20
+
+
+def test_descriptors_and_children_do_not_pile_up(sandbox):
+    run("pass")
+    before = len(os.listdir("/proc/self/fd"))
+    for source in ("pass", "while True: print(1)", "raise ValueError"):
+        run(source, limits=Limits(wall_s=2, output_bytes=100))
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_it_ends_with_the_process_that_started_it(sandbox, tmp_path):
+    """Also where that one is killed."""
+    source = (
+        "from atomrl.sandbox import run, box\nimport sys\n"
+        "box.start({'main.py': 'import time; time.sleep(60)'}, box.Limits(), 'bubblewrap', -3)\n"
+        "import os, time; time.sleep(0.5); print(os.popen('ps -eo pid,ppid,args').read(), flush=True)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    parents = {int(line.split()[0]): int(line.split()[1]) for line in done.stdout.splitlines()[1:] if line.split()}
+    boxed = [int(line.split()[0]) for line in done.stdout.splitlines() if line.endswith("/code/main.py")]
+    own = [pid for pid in boxed if _has_parent(pid, done, parents)]
+    assert done.returncode == -9 and own
+    for _ in range(200):
+        if not any(os.path.exists(f"/proc/{pid}") for pid in own):
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("the program goes on")
+
+
+def _has_parent(pid, done, parents):
+    """Whether a process came from the one whose listing this is: the parent of the `ps` in it."""
+    lister = next(int(line.split()[0]) for line in done.stdout.splitlines() if line.endswith("ps -eo pid,ppid,args"))
+    family, root = set(), parents[lister]
+    while pid in parents:
+        family.add(pid)
+        pid = parents[pid]
+    while root in parents and root not in family:
+        if any(parents.get(member) == root for member in family):
+            return True
+        root = parents[root]
+        if root <= 1:
+            return False
+    return root in family
+
+
+def test_a_missing_program_is_named_and_what_to_install(forgotten, monkeypatch, tmp_path):
+    monkeypatch.setattr(layout.shutil, "which", lambda name, path=None: None if name == "bwrap" else f"/usr/bin/{name}")
+    for ask in (lambda: check("bubblewrap"), lambda: run("pass"), lambda: python("pass")):
+        with pytest.raises(SandboxError, match=r"bwrap is not installed.*apt install bubblewrap.*sandbox: none"):
+            ask()
+    with pytest.raises(RewardError, match=r"reward 'code': .*bwrap is not installed"):
+        find_scorer("code", {})
+    with pytest.raises(EpisodeError, match=r"function: 'python': .*bwrap is not installed"):
+        find_environment("python", {})
+    assert find_scorer("code", {"sandbox": "none"}) and find_environment("python", {"sandbox": "none"})
+
+
+def test_a_system_that_forbids_it_is_told(forgotten, monkeypatch):
+    monkeypatch.setattr(running, "start", lambda *given: _raise(PermissionError("no namespaces for you")))
+    with pytest.raises(SandboxError, match="no namespaces for you"):
+        check("bubblewrap")
+
+
+def _raise(error):
+    raise error
+
+
+def test_no_sandbox_is_said_once_and_loudly(forgotten, caplog):
+    for _ in range(3):
+        assert run("print(1)", sandbox="none").stdout == "1\n"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "runs as you" in caplog.text
+
+
+def test_an_unknown_one_is_no_sandbox():
+    for name in ("nothing", None, ["none"], ""):
+        with pytest.raises(SandboxError, match="unknown sandbox"):
+            check(name)
+
+
+def test_python_as_a_tool(sandbox):
+    assert python("print(6 * 7)") == "42"
+    assert python("1 / 0").endswith("ZeroDivisionError: division by zero")
+    assert python("import sys\nsys.exit(2)") == "It exited with code 2."
+    long = shown(run("print('a' * 500 + 'b' * 500)"), Limits(), 100)
+    assert len(long) < 110 and long.startswith("aaa") and long.endswith("bbb") and "\n...\n" in long
