@@ -9,8 +9,10 @@ import pytest
 from atomrl import runs
 from atomrl.cli.config_arguments import load_config
 from atomrl.cli.main import main
+from atomrl.environments.table import PACKAGES
 from atomrl.models.loading import load_tokenizer
 from atomrl.models.scalar import load_scalar, save_scalar
+from tests.templates import QWEN25
 from tests.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +42,10 @@ def scratch(tmp_path_factory):
     save_scalar(load_scalar(str(model), dtype="float32"), load_tokenizer(model), folder / REWARD_MODEL)
     problem, gsm8k = {"prompt": "1+1=", "ground_truth": "2"}, {"question": "1+1=", "answer": "so\n#### 2"}
     pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    (folder / "Qwen/Qwen2.5-1.5B-Instruct/chat_template.jinja").write_text(QWEN25)
+    game = {"prompt": "Play.", "seed": 1, "game": "games/1.z8"}
     files = {
+        "data/games.jsonl": game, "data/textworld.jsonl": game,
         "data/gsm8k/train.jsonl": gsm8k, "data/gsm8k/test.jsonl": gsm8k, "data/train.jsonl": problem,
         "data/eval.jsonl": problem, "runs/rlhf/pairs.jsonl": pair, "runs/rlhf/held_out_pairs.jsonl": pair,
     }  # fmt: skip
@@ -81,6 +86,9 @@ def test_there_are_configs_of_every_command():
 def test_a_dry_run_prepares_what_a_run_does(path, inside, capsys, monkeypatch):
     """And the other commands refuse it, in a dry run as in a run, with the command to use."""
     command, arguments = given(path)
+    environment = load_config(path, arguments[1:]).environment
+    if environment and environment.function in PACKAGES:
+        pytest.importorskip(environment.function)
     prepared = []
     monkeypatch.setattr(runs.Run, "execute", lambda self, *options: prepared.append(self) or {})
     before = sorted(inside.rglob("*"))

@@ -93,11 +93,12 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     Returns:
         The figures, and the config with the length of completions that was used.
     """
-    from atomrl.data.processor import DataProcessor
     from atomrl.data.sources import load_samples
     from atomrl.loop.evaluate import evaluate
     from atomrl.rewards.compute import build_rewards
     from atomrl.runs.build import build_rollout, device_name, eval_sampling, model_path, policy_tokenizer
+    from atomrl.runs.build import processor as build_processor
+    from atomrl.runs.checks import check_environment, with_tools
 
     rewards = build_rewards(
         config.reward, device=device_name(config.model.device), trust_remote_code=config.model.trust_remote_code
@@ -107,7 +108,9 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
         print(f"{report.source}: {len(report.problems)} rows with problems were skipped", file=sys.stderr)
     rewards.check_sources(report.samples)
     tokenizer = policy_tokenizer(config)
-    processor = DataProcessor(tokenizer, config.data)
+    config = with_tools(config, tokenizer)
+    check_environment(config, tokenizer)
+    processor = build_processor(config, tokenizer)
     check_writable(out)
     prompts = processor.token_ids(processor.filter_overlong(report.samples)[0])
     prefix = tokenizer.encode(response_prefix, add_special_tokens=False)

@@ -1,7 +1,7 @@
 """The configuration: its schema, files and overrides, and errors that name the key."""
 
 from atomrl.config.base import ConfigError, Section
-from atomrl.config.environments import EnvironmentConfig
+from atomrl.config.environments import EnvironmentConfig, ToolConfig
 from atomrl.config.files import merge_trees, nest, parse_overrides, read_yaml
 from atomrl.config.run import RunConfig, build_config, dump_config, known_keys
 from atomrl.config.schema import (

@@ -1,8 +1,8 @@
-"""The section `environment`: what answers the model."""
+"""The sections `environment` and `tools`: what answers the model."""
 
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from atomrl.config.base import Section
 
@@ -16,6 +16,8 @@ class EnvironmentConfig(Section):
     function: str
     """A built-in name, or a dotted path to a generator function, an async function, or a class with reset and step."""
     args: dict[str, Any] = {}
+    opening: bool = False
+    """The environment begins: what it says first is the end of the prompt's last message."""
     stop: tuple[str, ...] = ()
     """Strings that end a turn of the model, beside `rollout.stop`."""
     max_turns: int = Field(8, ge=1)
@@ -28,3 +30,35 @@ class EnvironmentConfig(Section):
     """For one answer of the environment."""
     workers: int = Field(2, ge=1)
     """Processes that episodes run in, many at once in each."""
+
+
+class ToolConfig(Section):
+    """What the model may call (docs/tools.md)."""
+
+    function: str | None = None
+    """A dotted path to a function with type hints and a docstring, or to a class whose methods are such."""
+    args: dict[str, Any] = {}
+    """Arguments that the config gives and the model does not see; of a class, those that it is made with."""
+    mcp: str | tuple[str, ...] | None = None
+    """All tools of an MCP server: the command that starts it, or its address."""
+    env: dict[str, str] = {}
+    """Environment variables of a command; it has but a few others."""
+    headers_env: dict[str, str] = {}
+    """HTTP headers for an address, by the environment variables that have their values."""
+    timeout_s: float = Field(20.0, gt=0)
+    """For finding an MCP server, and for one call of it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, tree: Any) -> Any:
+        return {"function": tree} if isinstance(tree, str) else tree
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.function is None) == (not self.mcp):
+            raise ValueError("a tool is a function or an MCP server: give function or mcp")
+        if isinstance(self.mcp, str) and not self.mcp.startswith(("http://", "https://")):
+            raise ValueError(f"mcp is a command as a list of words, or an address with http://, not {self.mcp!r}")
+        if self.args and self.mcp:
+            raise ValueError("args are a function's; an MCP server takes what is in its command or its address")
+        return self

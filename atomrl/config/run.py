@@ -14,13 +14,15 @@ from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.table import objective_of
 from atomrl.config import schema
 from atomrl.config.base import ConfigError, Section
-from atomrl.config.environments import EnvironmentConfig
+from atomrl.config.environments import EnvironmentConfig, ToolConfig
 from atomrl.config.names import foreign_names, suggestion
 from atomrl.objective import PolicyObjective, PreferenceObjective
 from atomrl.objective.choice import Choice
 
 Kind = Literal["train", "sft", "dpo", "reward-model", "pretrain"]
 """What a config is for: the command that takes it."""
+TOOLS = "tools"
+"""The environment that the section `tools` stands for."""
 ROWS_PER_UPDATE = 64
 """Of runs on given data, unless `train.rows_per_update` says otherwise."""
 
@@ -68,11 +70,20 @@ class RunConfig(Section):
     asynchronous: schema.AsynchronousConfig | None = None
     pool: schema.PoolConfig = schema.PoolConfig()
     environment: EnvironmentConfig | None = None
+    tools: tuple[ToolConfig, ...] = ()
+    """What the model may call; the built-in environment `tools` answers."""
 
     @model_validator(mode="before")
     @classmethod
     def _environments_reward(cls, tree: Any) -> Any:
-        """With an environment, its outcome is the reward, unless others are named."""
+        """With tools, an environment that answers calls; with an environment, its outcome is the reward, unless others
+        are named."""
+        if isinstance(tree, Mapping) and tree.get("tools"):
+            environment = tree.get("environment") or {}
+            if isinstance(environment, Mapping):
+                if environment.get("function", TOOLS) != TOOLS:
+                    raise ValueError(f"tools are answered by environment.function={TOOLS}; remove one of the two")
+                tree = {**tree, "environment": {**environment, "function": TOOLS}}
         if isinstance(tree, Mapping) and tree.get("environment"):
             reward = tree.get("reward") or {}
             if isinstance(reward, Mapping) and not {"functions", "by_data_source"} & reward.keys():

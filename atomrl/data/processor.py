@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from atomrl.config import DataConfig
+
+
+_END = "atomrl-end-of-words"
 
 
 class DataProcessor:
@@ -30,11 +33,18 @@ class DataProcessor:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, max_prompt_tokens: int | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        max_prompt_tokens: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        opening: bool = False,
     ) -> None:
         """
         Args:
             max_prompt_tokens: overrides the config's, where the model's context is shorter.
+            tools: JSON schemas that the chat template shows to the model.
+            opening: an environment goes on with the prompt's last message, so a prompt ends with its words.
 
         Raises:
             DataError: the system prompt's file is absent, or `chat_template: none` meets a system prompt.
@@ -46,6 +56,7 @@ class DataProcessor:
         self._has_template = config.chat_template == "auto" and bool(tokenizer.chat_template)
         if config.chat_template == "none" and self.system_prompt is not None:
             raise DataError("data.chat_template=none takes prompts as they are; remove the system prompt")
+        self.tools, self.opening = [dict(tool) for tool in tools], opening
         self._prefix = _tokens_in_front(tokenizer)
         # by identity: ids are unique within one data set only; keeping the sample keeps its identity
         self._cache: dict[int, tuple[Sample, array[int]]] = {}
@@ -139,7 +150,11 @@ class DataProcessor:
         if self.system_prompt is not None and not own_system:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         continued = messages[-1]["role"] == "assistant"
-        options = {"add_generation_prompt": not continued, "continue_final_message": continued}
+        if self.opening and messages[-1]["role"] != "user":
+            raise DataError(f"{place}: with environment.opening the last message of a prompt is the user's")
+        messages[-1]["content"] += _END if self.opening else ""
+        options: dict[str, Any] = {"add_generation_prompt": not continued, "continue_final_message": continued}
+        options |= {"tools": self.tools} if self.tools else {}
         # templates are programs and raise what they like
         with said_as(DataError, f"{place}: the chat template refuses the prompt", Exception):
             text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
@@ -147,7 +162,7 @@ class DataProcessor:
             self._system_checked = True
             if self.system_prompt.strip() not in text:
                 raise DataError("the tokenizer's chat template leaves out the system prompt")
-        return text
+        return text.partition(_END)[0]
 
 
 def read_system_prompt(config: DataConfig) -> str | None:

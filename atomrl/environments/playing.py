@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
-from atomrl.environments.table import CHECKS, ENVIRONMENTS
+from atomrl.environments.table import CHECKS, ENVIRONMENTS, PACKAGES
 from atomrl.episodes import Reply
 from atomrl.functions import find_function
 from atomrl.hints import did_you_mean, said_as
 from atomrl.types import Sample
 
-Say = Callable[["Reply | str | None"], str]
+Said = Reply | str | Sequence[Reply] | None
+"""What an environment says at once. Several replies are messages of the tool role, as many as calls were made."""
+Say = Callable[[Said], str]
 """Says something to the model and waits for what it writes; None is nothing, before its first turn. It raises `Cut`
 where there is no room for the answer, and `Closed` where nobody waits for it."""
 
@@ -54,6 +57,8 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     if "." not in name and ":" not in name and name not in ENVIRONMENTS:
         hint = did_you_mean(name, ENVIRONMENTS, "built in are")
         raise EpisodeError(f"function: unknown environment {name!r}; {hint} (your own is ./my_file.py:f)")
+    if name in PACKAGES and find_spec(name) is None:
+        raise EpisodeError(f"function: {name} is not installed: pip install {PACKAGES[name]}")
     try:
         function = find_function(ENVIRONMENTS.get(name, name))
     except ValueError as error:
@@ -133,7 +138,7 @@ def _step(environment: Any, sample: Sample, say: Say) -> Any:
     """A class: `step` returns a reply, or the outcome."""
     try:
         text = say(environment.reset(sample))
-        while isinstance(said := environment.step(text), Reply | str):
+        while isinstance(said := environment.step(text), Reply | str | list):
             text = say(said)
         return said
     finally:
@@ -142,32 +147,40 @@ def _step(environment: Any, sample: Sample, say: Say) -> Any:
 
 
 def _waiting(say: Say) -> Callable[..., Any]:
-    async def wait(said: Reply | str | None = None) -> str:
+    async def wait(said: Said = None) -> str:
         return await asyncio.to_thread(say, said)
 
     return wait
 
 
-def as_reply(said: Any) -> Reply | None:
-    """What an environment said.
+def as_replies(said: Any) -> list[Reply]:
+    """What an environment said; nothing where it said None.
 
     Raises:
-        Misplayed: it is no reply, no text and not None, or its reward is no finite number.
+        Misplayed: it is no reply, no text, no list of replies of the tool role and not None, or a reward is no finite
+            number.
     """
-    if said is None or isinstance(said, Reply):
-        reply: Reply | None = said
-    elif isinstance(said, str):
-        reply = Reply(text=said)
-    else:
-        raise Misplayed(f"it said {said!r:.100}; an environment says a Reply, text, or (at first) None")
-    if reply is not None:
+    if said is None:
+        return []
+    replies = said if isinstance(said, list | tuple) and said else [said]
+    found = [Reply(text=reply) if isinstance(reply, str) else reply for reply in replies]
+    for reply in found:
+        if not isinstance(reply, Reply):
+            raise Misplayed(f"it said {said!r:.100}; an environment says a Reply, text, or (at first) None")
         if not isinstance(reply.text, str) or reply.role not in ("", "tool", "user"):
             raise Misplayed(f"a Reply has a text and the role '', 'tool' or 'user', not {reply!r:.200}")
         if not isinstance(reply.label, str):
             raise Misplayed(f"the label of a Reply is a text, not {reply.label!r:.100}")
+        if len(found) > 1 and reply.role != "tool":
+            raise Misplayed(f"several replies at once have the role 'tool', not {reply.role!r}")
         if reply.reward is not None and not math.isfinite(float(reply.reward)):
             raise Misplayed(f"the reward of a Reply is a finite number, not {reply.reward!r}")
-        if not reply.text.isascii():  # half a character, of which no tokenizer can make tokens
-            whole = reply.text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            reply = replace(reply, text=whole)
-    return reply
+    return [_plain(reply) for reply in found]
+
+
+def _plain(reply: Reply) -> Reply:
+    """With half a character replaced, of which no tokenizer can make tokens."""
+    text = reply.text
+    if not text.isascii():
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return replace(reply, text=text, reward=None if reply.reward is None else float(reply.reward))

@@ -33,14 +33,20 @@ CHARACTERS_PER_TOKEN = 32
 class Answer(NamedTuple):
     """What an environment said, once."""
 
-    reply: Reply | None = None
-    """None: nothing, before the model's first turn; or the episode has ended."""
+    replies: tuple[Reply, ...] = ()
+    """Several: messages of the same role. None: it said nothing, before the model's first turn, or the episode has
+    ended."""
     ended: bool = False
     outcome: float | None = None
     failure: FailureKind | None = None
     message: str = ""
     """Of the failure."""
     seconds: float = 0.0
+
+    @property
+    def reply(self) -> Reply | None:
+        """The first of them."""
+        return self.replies[0] if self.replies else None
 
 
 @dataclass(eq=False)
@@ -276,7 +282,7 @@ class EnvironmentPool:
         else:
             self._asked.pop(key, None)
             parts, seconds = rest
-            self._answers.append((key, Answer(None if parts is None else Reply(**parts), seconds=seconds)))
+            self._answers.append((key, Answer(tuple(Reply(**part) for part in parts), seconds=seconds)))
 
     def _finish(self, episode: _Episode, answer: Answer) -> None:
         """The last answer of an episode."""

@@ -12,12 +12,12 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from atomrl.environments.playing import Closed, Cut, Misplayed, as_reply, find_environment, play
-from atomrl.episodes import Reply
+from atomrl.environments.playing import Closed, Cut, Misplayed, Said, as_replies, find_environment, play
 from atomrl.types import Sample
 from atomrl.worker_process import say
 
@@ -53,9 +53,9 @@ class Ping(NamedTuple):
 def serve(connection: Connection) -> None:
     """Play the episodes that are begun, until the connection is closed.
 
-    Each of its answers is a list: a key, a word, and what belongs to it: `opening` and `reply` with text, role, reward
-    and label (or None) and seconds; `end` with the outcome and seconds; `failed` with a kind and a message. The key
-    None is of no episode: `pong`, or `unusable` with a reason.
+    Each of its answers is a list: a key, a word, and what belongs to it: `opening` and `reply` with a list of text,
+    role, reward and label of each message (empty: nothing is said) and seconds; `end` with the outcome and seconds;
+    `failed` with a kind and a message. The key None is of no episode: `pong`, or `unusable` with a reason.
     """
     lock, inboxes, process = threading.Lock(), dict[int, SimpleQueue[Any]](), os.getpid()
     functions: dict[str, Callable[..., Any]] = {}
@@ -108,22 +108,19 @@ def _play(
     began, opened, over, inbox = time.perf_counter(), False, False, inboxes[start.key]
     speaking = threading.Lock()
 
-    def hand_over(said: Reply | str | None) -> str:
+    def hand_over(said: Said) -> str:
         nonlocal began, opened, over
         if over:
             raise Closed
-        reply, seconds = as_reply(said), time.perf_counter() - began
-        if reply is None and opened:
+        replies, seconds = as_replies(said), time.perf_counter() - began
+        if not replies and opened:
             raise Misplayed("it said None after the model's first turn; say a Reply or text, or return the outcome")
-        if reply is not None and reply.reward is not None and not opened:
+        if not opened and any(reply.reward is not None for reply in replies):
             raise Misplayed("the reward of its first words is of no turn: there has been none")
         word = "reply" if opened else "opening"
         opened = True
-        parts = None
-        if reply is not None:
-            reward = None if reply.reward is None else float(reply.reward)
-            text, label = reply.text[: start.most_characters], _plain(reply.label)
-            parts = {"text": text, "role": reply.role, "reward": reward, "label": label}
+        most = start.most_characters // max(1, len(replies))
+        parts = [asdict(replace(reply, text=reply.text[:most], label=_plain(reply.label))) for reply in replies]
         answer(start.key, word, parts, seconds)
         what = inbox.get()
         began = time.perf_counter()

@@ -73,11 +73,18 @@ class EpisodeEngine(RolloutEngine):
         engine: draws the turns.
         tokenizer: of the model.
         settings: the section `environment`.
+        tools: JSON schemas that prompts were rendered with.
     """
 
-    def __init__(self, engine: RolloutEngine, tokenizer: Any, settings: EnvironmentConfig) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: Any,
+        settings: EnvironmentConfig,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
-        self.pool, self.replies = EnvironmentPool(settings), ReplyTokens(tokenizer)
+        self.pool, self.replies = EnvironmentPool(settings), ReplyTokens(tokenizer, tools)
         self.seeded, self.exact, self.returns_candidates = engine.seeded, engine.exact, engine.returns_candidates
         self._plays: dict[str, _Play] = {}
         self._by_key: dict[int, _Play] = {}
@@ -177,35 +184,48 @@ class EpisodeEngine(RolloutEngine):
     def _take_answer(self, play: _Play, answer: Answer) -> Answer | Literal["turn"] | None:
         """What follows: the model's next turn, the end with this answer, or nothing before another answer."""
         if play.turns:
-            reward, label = (answer.reply.reward, answer.reply.label) if answer.reply else (None, "")
-            turn = play.turns[-1]
+            turn, labels = play.turns[-1], tuple(reply.label for reply in answer.replies)
+            rewards = [reply.reward for reply in answer.replies if reply.reward is not None]
             play.turns[-1] = replace(
                 turn,
                 seconds=turn.seconds + answer.seconds,
-                reward=turn.reward if reward is None else reward,
-                label=label or turn.label,
+                reward=sum(rewards) if rewards else turn.reward,
+                label=labels[0] if labels else turn.label,
+                labels=labels or turn.labels,
             )
         if answer.ended:
             return answer
-        if answer.reply is not None and (why := self._add_reply(play, answer.reply)):
+        replies = answer.replies if play.turns else self._opening(answer.replies)
+        if replies and (why := self._add_replies(play, replies)):
             play.ended = why
             self.pool.cut(play.key)
             return None
         return "turn"
 
-    def _add_reply(self, play: _Play, reply: Reply) -> Ended | None:
-        """The reply's tokens in the row, or why it has no room there."""
+    def _opening(self, replies: Sequence[Reply]) -> Sequence[Reply]:
+        """What the environment begins with: text behind the prompt, or the end of the prompt's last message."""
+        if self.settings.opening:
+            return [replace(reply, role="user") for reply in replies or [Reply(text="")]]
+        if replies and replies[0].role:
+            raise ValueError(
+                f"environment: it begins with a reply of the role {replies[0].role!r}, but the prompt has been closed; "
+                "environment.opening=true leaves it open"
+            )
+        return replies
+
+    def _add_replies(self, play: _Play, replies: Sequence[Reply]) -> Ended | None:
+        """The replies' tokens in the row, or why they have no room there."""
         if len(play.turns) >= self.settings.max_turns:
             return "turns"
         last = play.tokens[-1] if play.turns else None
-        ids = self.replies.encode(reply, last, self.settings.max_reply_tokens)
+        ids = self.replies.encode(replies, last, self.settings.max_reply_tokens)
         if len(ids) >= play.left:
             return "length"
         if ids:
             play.tokens += ids
             play.segments.append(Segment(origin="environment", token_ids=tuple(ids)))
         cut = len(ids) >= self.settings.max_reply_tokens
-        said = str(self.tokenizer.decode(ids)) if cut else reply.text
+        said = str(self.tokenizer.decode(ids)) if cut else "\n".join(reply.text for reply in replies)
         if play.turns:
             play.turns[-1] = replace(play.turns[-1], reply_tokens=len(ids), reply=said)
         else:

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import math
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import fields, replace
 from functools import partial
@@ -265,6 +265,22 @@ def actor_model(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update={"device": model.device.partition(":")[0]})
 
 
+def tool_schemas(config: RunConfig) -> Sequence[Mapping[str, Any]]:
+    """Of the tools that the prompt shows (`checks.with_tools`)."""
+    args = config.environment.args if config.tools and config.environment else {}
+    return args.get("schemas", ())  # type: ignore[no-any-return]
+
+
+def processor(config: RunConfig, tokenizer: Any, max_prompt_tokens: int | None = None) -> DataProcessor:
+    """What makes prompts of problems: with the tools that the model may call, and as the environment goes on with them.
+
+    Args:
+        max_prompt_tokens: overrides the config's.
+    """
+    opening = config.environment is not None and config.environment.opening
+    return DataProcessor(tokenizer, config.data, max_prompt_tokens, tool_schemas(config), opening)
+
+
 def build_rollout(config: RunConfig, path: str, tokenizer: Any, cluster: RayCluster | None) -> RolloutEngine:
     """The engine of a run: in this process, or replicas of it in Ray actors where there is a `cluster`; with an
     environment, where the config has one.
@@ -277,7 +293,9 @@ def build_rollout(config: RunConfig, path: str, tokenizer: Any, cluster: RayClus
     else:
         build = partial(build_engine, path, tokenizer, config.rollout, actor_model(config.model))
         engine = ReplicatedEngine(build, cluster)
-    return engine if config.environment is None else EpisodeEngine(engine, tokenizer, config.environment)
+    if config.environment is None:
+        return engine
+    return EpisodeEngine(engine, tokenizer, config.environment, tool_schemas(config))
 
 
 def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -> str:

@@ -1,6 +1,8 @@
 """What has to be true of the models beside the policy, found before weights are loaded."""
 
+import inspect
 import json
+import logging
 from collections.abc import Mapping
 from contextlib import closing
 from importlib.util import find_spec
@@ -10,13 +12,18 @@ from typing import Any
 
 from atomrl.config import ConfigError, RunConfig
 from atomrl.environments.playing import EpisodeError, find_environment
+from atomrl.environments.tool_calls import find_form
+from atomrl.environments.tools import find_schemas, has_objects
 from atomrl.hints import said_as
 from atomrl.models.loading import load_tokenizer, model_config_only, resolve_folder
 from atomrl.models.scalar import is_classifier
 from atomrl.models.spec import unsupported
 from atomrl.pool.store import RolloutPool
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
-from atomrl.runs.build import engine_class, train_sampling
+from atomrl.rollout.replies import ReplyTokens
+from atomrl.runs.build import engine_class, tool_schemas, train_sampling
+
+log = logging.getLogger(__name__)
 
 
 def check_companions(config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any) -> None:
@@ -105,19 +112,6 @@ def check_pool(config: RunConfig, identity: Mapping[str, str]) -> None:
             pool.check_identity(identity, adopt=False)
 
 
-def check_environment(config: RunConfig) -> None:
-    """That the environment is there and takes its `args`.
-
-    Raises:
-        ConfigError: it is not, or does not.
-    """
-    if (settings := config.environment) is not None:
-        try:
-            find_environment(settings.function, settings.args)
-        except EpisodeError as error:
-            raise ConfigError(f"environment.{error}") from error
-
-
 def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
     """The class of the engine: it is installed, and gives the log-probs that are asked for.
 
@@ -131,3 +125,55 @@ def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
         key = f"rollout.engine={config.rollout.engine}"
         raise ConfigError(f"{key}: {engine.package} is not installed: pip install 'atomrl[{engine.package}]'")
     return engine
+
+
+def with_tools(config: RunConfig, tokenizer: Any) -> RunConfig:
+    """The config with all that the environment `tools` has to know: the tools' schemas, and how the model calls them.
+
+    Servers are connected to, and left again.
+
+    Raises:
+        ConfigError: a tool cannot be used, an MCP server does not answer, the chat template has no place for tools, or
+            nothing gives a reward.
+    """
+    if not config.tools:
+        return config
+    assert config.environment is not None, "which the section tools stands for"
+    if config.data.chat_template == "none":
+        raise ConfigError("tools: data.chat_template=none leaves them out of the prompt")
+    if any(tool.mcp for tool in config.tools) and find_spec("mcp") is None:
+        raise ConfigError("tools: mcp is not installed: pip install 'atomrl[mcp]'")
+    tools = [tool.model_dump(mode="json") for tool in config.tools]
+    with said_as(ConfigError, "tools", ValueError, OSError):
+        schemas = find_schemas(tools)
+        form = find_form(tokenizer, schemas)
+        objects = has_objects(tools)
+    if not objects and [item.function for item in config.reward.functions] == ["environment"]:
+        raise ConfigError("reward.functions: tools that are functions give no reward; name a reward")
+    changes = {"args": {"tools": tools, "schemas": schemas, "form": form}, "opening": objects}
+    return config.model_copy(update={"environment": config.environment.model_copy(update=changes)})
+
+
+def check_environment(config: RunConfig, tokenizer: Any) -> None:
+    """That the environment can be called, and that the chat template has a place for what it says.
+
+    As whom it speaks tells its argument `role`; of one without, nothing is known before it speaks.
+
+    Raises:
+        ConfigError: it cannot, or it has none.
+    """
+    if (settings := config.environment) is None:
+        return
+    try:
+        function = find_environment(settings.function, settings.args)
+    except EpisodeError as error:
+        raise ConfigError(f"environment.{error}") from error
+    parameters = inspect.signature(function).parameters
+    role = settings.args.get("role", parameters["role"].default) if "role" in parameters else ""
+    role = "tool" if config.tools else role
+    with said_as(ConfigError, "environment", ValueError):
+        if settings.opening and config.data.chat_template == "none":
+            raise ValueError("opening: data.chat_template=none has no messages; remove one of the two")
+        replies = ReplyTokens(tokenizer, tool_schemas(config))
+        for warning in replies.check(role or "user", settings.opening) if role or settings.opening else ():
+            log.warning("environment: %s", warning)

@@ -27,7 +27,7 @@ from atomrl.rewards.actor import move_models
 from atomrl.rewards.compute import build_rewards
 from atomrl.runs import build
 from atomrl.runs.base import Evaluation, Run, identity
-from atomrl.runs.checks import check_companions, check_engine, check_environment, check_pool
+from atomrl.runs.checks import check_companions, check_engine, check_environment, check_pool, with_tools
 from atomrl.tracking.resume import model_identity
 from atomrl.types import Sample
 from atomrl.weights import InProcessTransfer
@@ -62,8 +62,9 @@ class RLRun(Run):
         self.rewards = build_rewards(config.reward, local_rewards, device=device, trust_remote_code=trusted)
         self.tokenizer = build.policy_tokenizer(config)
         check_companions(config, self.algorithm, path, self.tokenizer)
-        check_environment(config)
-        self.processor = DataProcessor(self.tokenizer, config.data, build.prompt_limit(config, path))
+        config = with_tools(config, self.tokenizer)
+        check_environment(config, self.tokenizer)
+        self.processor = build.processor(config, self.tokenizer, build.prompt_limit(config, path))
         self.held_out = build.load_split(config, self.processor, "eval")
         samples = build.load_split(config, self.processor, "train")
         self.stream = PromptStream(samples, seed=config.seed, shuffle=config.data.shuffle)

@@ -33,6 +33,7 @@ LAYERS = [
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
 OPTIONAL = {"peft", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang", "httpx"}
 OPTIONAL |= {"bm25s", "faiss", "uvicorn", "Stemmer", "pyseccomp"}
+OPTIONAL |= {"mcp", "httpx2", "gymnasium", "textarena", "textworld", "skyrl_gym", "openenv"}
 MAX_FILE_LINES = 400
 MAX_BODY_LINES = 60
 

@@ -1,0 +1,167 @@
+"""Servers of the Model Context Protocol as tools: a connection for each in every worker. Needs the `mcp` extra."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from atomrl.episodes import Reply
+
+_servers: dict[str, McpServer] = {}
+_lock = threading.Lock()
+
+
+def connected(tool: Mapping[str, Any]) -> McpServer:
+    """The server of an item of the section `tools`: one connection for all episodes of this process."""
+    key = json.dumps(tool, sort_keys=True)
+    with _lock:
+        if key not in _servers:
+            _servers[key] = McpServer(tool)
+            _servers[key].schemas()
+        return _servers[key]
+
+
+class McpServer:
+    """An MCP server, by its command or its address; connected when it is first used, and again after it was lost.
+
+    Args:
+        tool: of the section `tools`: `mcp`, `env`, `headers_env`, `timeout_s`.
+    """
+
+    def __init__(self, tool: Mapping[str, Any]) -> None:
+        self.tool, self.names = tool, list[str]()
+        self._loop = asyncio.new_event_loop()
+        self._connecting = asyncio.Lock()
+        self._client: Any = None
+        self._lost = asyncio.Event()
+        self._holding: asyncio.Task[None] | None = None
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Of its tools, as a chat template shows them.
+
+        Raises:
+            ConnectionError, TimeoutError: it does not answer.
+        """
+        listed = self._run(self._list())
+        self.names = [tool.name for tool in listed]
+        parts = [
+            {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+            for tool in listed
+        ]
+        return [{"type": "function", "function": part} for part in parts]
+
+    def call(self, name: str, **arguments: Any) -> Reply:
+        """Call a tool. What the server says is wrong with the call is a reply: `error`, or `invalid` where it refuses
+        the arguments.
+
+        Raises:
+            ConnectionError, TimeoutError: it does not answer.
+        """
+        label, text = self._run(self._call(name, arguments))
+        return Reply(text=text if label == name else f"Error: {text}", role="tool", label=label)
+
+    def close(self) -> None:
+        """End the connection, and the process of a command."""
+        self._run(self._lose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    # ---- On the loop's thread ----
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _list(self) -> list[Any]:
+        client, found, cursor = await self._connected(), [], None
+        async with self._answering():
+            while True:
+                page = await client.list_tools(cursor=cursor)
+                found += page.tools
+                if (cursor := page.next_cursor) is None:
+                    return found
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> tuple[str, str]:
+        from mcp import MCPError
+        from mcp_types import INVALID_PARAMS, METHOD_NOT_FOUND
+
+        client = await self._connected()
+        async with self._answering():
+            try:
+                result = await client.call_tool(name, arguments)
+            except MCPError as error:
+                if error.code in (INVALID_PARAMS, METHOD_NOT_FOUND):
+                    return "invalid", error.message
+                raise
+        texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+        return "error" if result.is_error else name, "\n".join(texts)
+
+    @asynccontextmanager
+    async def _answering(self) -> AsyncIterator[None]:
+        """What goes wrong within is the server's fault, and loses the connection."""
+        try:
+            async with asyncio.timeout(self.tool["timeout_s"]):
+                yield
+        except TimeoutError as error:
+            raise TimeoutError(f"{self._name}: no answer within {self.tool['timeout_s']:g} s") from error
+        except Exception as error:
+            await self._lose()
+            raise ConnectionError(f"{self._name}: {error}") from error
+
+    async def _connected(self) -> Any:
+        async with self._connecting:
+            if self._client is None or self._holding is None or self._holding.done():
+                ready: asyncio.Future[Any] = self._loop.create_future()
+                self._lost = asyncio.Event()
+                self._holding = self._loop.create_task(self._hold(ready, self._lost))
+                async with self._answering():
+                    self._client = await asyncio.shield(ready)
+            return self._client
+
+    async def _hold(self, ready: asyncio.Future[Any], lost: asyncio.Event) -> None:
+        """A connection, which has to begin and end in one task."""
+        try:
+            async with AsyncExitStack() as stack:
+                client = await stack.enter_async_context(await self._open(stack))
+                ready.set_result(client)
+                await lost.wait()
+        except BaseException as error:
+            if not ready.done():
+                ready.set_exception(ConnectionError(f"it cannot be reached: {_first(error)}"))
+
+    async def _open(self, stack: AsyncExitStack) -> Any:
+        from mcp import Client, StdioServerParameters
+        from mcp.client.streamable_http import streamable_http_client
+
+        given, limit = self.tool["mcp"], self.tool["timeout_s"]
+        if not isinstance(given, str):
+            command, *words = given
+            server: Any = StdioServerParameters(command=command, args=words, env=self.tool["env"] or None)
+        else:
+            import httpx2
+
+            headers = {name: os.environ[variable] for name, variable in self.tool["headers_env"].items()}
+            http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=limit))
+            server = streamable_http_client(given, http_client=http)
+        return Client(server, read_timeout_seconds=limit)
+
+    async def _lose(self) -> None:
+        """Let the next call connect anew."""
+        self._client = None
+        self._lost.set()
+        if self._holding is not None:
+            await asyncio.wait([self._holding], timeout=self.tool["timeout_s"])
+
+    @property
+    def _name(self) -> str:
+        given = self.tool["mcp"]
+        return f"the MCP server {given if isinstance(given, str) else ' '.join(given)}"
+
+
+def _first(error: BaseException) -> BaseException:
+    """Of errors of several tasks, the first."""
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -1,0 +1,198 @@
+"""Tool calls as models write them: which format a chat template has, and the calls that are in a text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Schema = Mapping[str, Any]
+"""Of a tool, as `transformers.utils.get_json_schema` makes it."""
+Form = str | Mapping[str, Any]
+"""A name of `FORMS`, or the `response_template` of a tokenizer (transformers)."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the model wants to be called.
+
+    Example:
+        >>> hermes('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+        [Call(name='add', arguments={'a': 1}, problem='')]
+    """
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    """Why it cannot be read."""
+
+
+def hermes(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times: Hermes, Qwen 2.5, Qwen 3."""
+    return [_from_json(block) for block in _blocks(text)]
+
+
+def xml(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
+    """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`: Qwen3-Coder, Qwen 3.5.
+
+    What a value is says the tool's schema: text as it stands, everything else as JSON.
+    """
+    calls = []
+    for block in _blocks(text):
+        found = re.search(r"<function=([^>\n]+)>(.*?)(?:</function>|$)", block, re.DOTALL)
+        if not found:
+            calls.append(Call(problem="it has no <function=NAME>"))
+            continue
+        name, body = found[1].strip(), found[2]
+        given = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", body, re.DOTALL)
+        types = _types(name, schemas)
+        calls.append(Call(name, {key: _value(value, types.get(key)) for key, value in given}))
+    return calls
+
+
+def llama(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
+    """The whole answer is `{"name": ..., "parameters": {...}}`, with or without `<|python_tag|>`: Llama 3.1 to 3.3.
+
+    Several follow each other, with or without a semicolon.
+    """
+    tagged = "<|python_tag|>" in text
+    rest = text.rpartition("<|python_tag|>")[2].strip()
+    if not tagged and not rest.startswith("{"):
+        return []
+    calls, decoder = list[Call](), json.JSONDecoder()
+    while rest:
+        try:
+            value, end = decoder.raw_decode(rest)
+        except ValueError as error:
+            return [*calls, Call(problem=f"it is no JSON: {error}")]
+        if not tagged and not (isinstance(value, dict) and "name" in value):
+            return calls  # an answer that is JSON
+        calls.append(_from_value(value))
+        rest = rest[end:].lstrip(" \n;")
+    return calls
+
+
+def mistral(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
+    """`[TOOL_CALLS]` and a list of `{"name": ..., "arguments": {...}}`, or `NAME[ARGS]{...}`: Mistral."""
+    _, tag, rest = text.partition("[TOOL_CALLS]")
+    if not tag:
+        return []
+    if named := re.findall(r"([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\](.*?)(?=\[TOOL_CALLS\]|$)", rest, re.DOTALL):
+        return [_from_json(arguments, name) for name, arguments in named]
+    try:
+        values, _ = json.JSONDecoder().raw_decode(rest.strip())
+    except ValueError as error:
+        return [Call(problem=f"it is no JSON: {error}")]
+    return [_from_value(value) for value in (values if isinstance(values, list) else [values])]
+
+
+FORMS: dict[str, Callable[[str, Sequence[Schema]], list[Call]]] = {
+    "hermes": hermes, "xml": xml, "llama": llama, "mistral": mistral,
+}  # fmt: skip
+
+
+def find_calls(text: str, form: Form, schemas: Sequence[Schema] = ()) -> list[Call]:
+    """The calls of what a model wrote in one turn; those that it only thought of (`<think>`) are none."""
+    text = text.rpartition("</think>")[2].partition("<think>")[0]
+    return FORMS[form](text, schemas) if isinstance(form, str) else _by_template(text, form, schemas)
+
+
+def _by_template(text: str, template: Mapping[str, Any], schemas: Sequence[Schema]) -> list[Call]:
+    from transformers.utils.chat_parsing import parse_response
+
+    try:
+        message = parse_response(text, dict(template), prefix="", tools=[dict(schema) for schema in schemas])
+    except ValueError as error:
+        return [Call(problem=str(error))]
+    return [_from_value(call.get("function", call)) for call in message.get("tool_calls") or ()]
+
+
+def find_form(tokenizer: Any, schemas: Sequence[Schema]) -> Form:
+    """The format in which a model calls tools: the tokenizer's own `response_template`, else the one in which its chat
+    template writes a call, found by letting it write one.
+
+    Raises:
+        ValueError: the chat template leaves tools or calls out, or writes calls in a format that is not known.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template, which would say how this model calls tools")
+    user, name = {"role": "user", "content": "words"}, str(schemas[0]["function"]["name"])
+    given = {"text": 'two "words"\n<b>', "number": 7}
+    call = {"id": "atomrl001", "type": "function", "function": {"name": name, "arguments": given}}
+    assistant = {"role": "assistant", "content": "", "tool_calls": [call]}
+    tools = [dict(schema) for schema in schemas]
+    try:
+        prompt = tokenizer.apply_chat_template([user], tools=tools, tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template([user, assistant], tools=tools, tokenize=False)
+    except Exception as error:  # templates are programs and raise what they like
+        raise ValueError(f"the chat template refuses tools: {error}") from error
+    if any(str(schema["function"]["name"]) not in prompt for schema in schemas):
+        raise ValueError("the chat template leaves tools out: this model is not made to call them")
+    written = whole[len(_shared_start(prompt, whole)) :]
+    if template := getattr(tokenizer, "response_template", None):
+        return dict(template)
+    properties = {"text": {"type": "string"}, "number": {"type": "integer"}}
+    probe = {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+    for end in sorted({token for token in (tokenizer.eos_token, *_added(tokenizer)) if token}, key=len, reverse=True):
+        if (found := written.rstrip().removesuffix(end)) != written.rstrip():
+            written = found
+            break
+    for form in FORMS:
+        if find_calls(written, form, [probe]) == [Call(name, given)]:
+            return form
+    raise ValueError(f"the chat template writes tool calls as {written[:200]!r}; known are {', '.join(FORMS)}")
+
+
+def _added(tokenizer: Any) -> list[str]:
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+def _shared_start(one: str, other: str) -> str:
+    pairs = enumerate(zip(one, other, strict=False))
+    return one[: next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))]
+
+
+def _blocks(text: str) -> list[str]:
+    """What stands in `<tool_call>`; the last need not be closed, since a stop string may have ended it."""
+    return re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL)
+
+
+def _from_json(text: str, name: str = "") -> Call:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        return Call(problem=f"it is no JSON: {error}")
+    return _from_value({"name": name, "arguments": value} if name else value)
+
+
+def _from_value(value: Any) -> Call:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return Call(problem='it is no object with a "name" and "arguments"')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # OpenAI writes JSON in a text
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return Call(value["name"], problem="its arguments are no JSON object")
+    if not isinstance(arguments, dict):
+        return Call(value["name"], problem="its arguments are no JSON object")
+    return Call(value["name"], arguments)
+
+
+def _types(name: str, schemas: Sequence[Schema]) -> dict[str, Any]:
+    for schema in schemas:
+        if schema["function"]["name"] == name:
+            properties = schema["function"].get("parameters", {}).get("properties", {})
+            return {key: value.get("type") for key, value in properties.items()}
+    return {}
+
+
+def _value(text: str, kind: Any) -> Any:
+    if kind == "string":
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

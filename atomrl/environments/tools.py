@@ -1,0 +1,186 @@
+"""Tools: functions, objects and MCP servers that the model calls in its own format, and what answers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from typing import Any
+
+from pydantic import ConfigDict, ValidationError, validate_call
+
+from atomrl.environments.mcp_server import McpServer, connected
+from atomrl.environments.tool_calls import Call, Form, Schema, find_calls
+from atomrl.episodes import Reply
+from atomrl.functions import find_function
+from atomrl.types import Sample
+
+BROKEN = (ConnectionError, TimeoutError)
+"""What a tool raises where a service is to blame, and not what the model asked for."""
+AT_ONCE = 8
+"""Calls of one turn that run at the same time."""
+HIDDEN = ("reset", "get_reward", "close")
+"""Methods of a class that are no tools."""
+
+
+def call_tools(
+    sample: Sample, *, tools: Sequence[Mapping[str, Any]], schemas: Sequence[Schema], form: Form
+) -> Generator[Any, str, float | None]:
+    """An episode: each call of a tool is answered by a message of the role `tool`; an answer without one ends it.
+
+    Where a tool is a class, an object of it is made for the episode: `reset(**row)` may return text for the end of the
+    prompt, its other public methods are the tools, and `get_reward()` gives the outcome. Otherwise the outcome is None.
+
+    Args:
+        sample: the problem.
+        tools: the items of the section `tools`.
+        schemas: of all tools, as the prompt shows them.
+        form: in which the model calls (`tool_calls.find_form`).
+
+    Raises:
+        ConnectionError, TimeoutError: a service that a tool needs does not answer.
+    """
+    with ExitStack() as stack:
+        known, objects = _tools_of(tools, stack)
+        opening = "".join(_reset(one, sample) for one in objects)
+        text = yield Reply(text=opening, role="user") if objects else None
+        while calls := find_calls(text, form, schemas):
+            text = yield _answers(calls, known)
+        rewards = [_finished(one.get_reward()) for one in objects if hasattr(one, "get_reward")]
+        return float(sum(rewards)) if rewards else None
+
+
+def find_schemas(tools: Sequence[Mapping[str, Any]]) -> list[Schema]:
+    """The JSON schemas of tools: of functions and methods from type hints and docstring, of servers as they say.
+
+    Raises:
+        ValueError: there is no such function, it lacks hints or docstring, or two have the same name.
+        ConnectionError, TimeoutError: an MCP server does not answer.
+    """
+    found: list[Schema] = []
+    for tool in tools:
+        if tool["mcp"]:
+            with closing(McpServer(tool)) as server:
+                found += server.schemas()
+        else:
+            found += [_schema(function, tool) for function in _functions(tool)]
+    names = [schema["function"]["name"] for schema in found]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"tools: there are two tools of the name {min(twice)!r}")
+    return found
+
+
+def has_objects(tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one of the tools is a class, which begins the episode and may end it with a reward."""
+    return any(tool["function"] and inspect.isclass(find_function(tool["function"])) for tool in tools)
+
+
+def _functions(tool: Mapping[str, Any]) -> list[Callable[..., Any]]:
+    function = find_function(tool["function"])
+    if not inspect.isclass(function):
+        return [function]
+    if not callable(getattr(function, "reset", None)):
+        raise ValueError(f"tools: {tool['function']!r} is a class without a method reset")
+    members = inspect.getmembers(function, inspect.isfunction)
+    return [method for name, method in members if name not in HIDDEN and not name.startswith("_")]
+
+
+def _schema(function: Callable[..., Any], tool: Mapping[str, Any]) -> Schema:
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    given = {} if inspect.isclass(find_function(tool["function"])) else tool["args"]
+    try:
+        inspect.signature(function).bind_partial(**given)
+        schema: dict[str, Any] = get_json_schema(function)
+    except Exception as error:  # of type hints and docstrings, each its own
+        raise ValueError(f"tools: {tool['function']!r} cannot be a tool: {error}") from error
+    parameters = schema["function"]["parameters"]
+    parameters["properties"] = {key: value for key, value in parameters["properties"].items() if key not in given}
+    if "required" in parameters:
+        parameters["required"] = [key for key in parameters["required"] if key not in given]
+    return schema
+
+
+def _tools_of(tools: Sequence[Mapping[str, Any]], stack: ExitStack) -> tuple[dict[str, Callable[..., Any]], list[Any]]:
+    """What answers to each name, for one episode, and the objects that were made for it."""
+    known: dict[str, Callable[..., Any]] = {}
+    objects = []
+    for tool in tools:
+        if tool["mcp"]:
+            server = connected(tool)
+            known |= {name: functools.partial(server.call, name) for name in server.names}
+        elif inspect.isclass(made := find_function(tool["function"])):
+            objects.append(one := made(**tool["args"]))
+            if callable(close := getattr(one, "close", None)):
+                stack.callback(close)
+            known |= {method.__name__: _checked(getattr(one, method.__name__), {}) for method in _functions(tool)}
+        else:
+            known[made.__name__] = _checked(made, tool["args"])
+    return known, objects
+
+
+class _Refused(ValueError):
+    """An argument that is not the model's to give."""
+
+
+def _checked(function: Callable[..., Any], own: Mapping[str, Any]) -> Callable[..., Any]:
+    """With arguments that fit its hints, and the config's own; otherwise a ValidationError or `_Refused`."""
+    checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(function)
+
+    def call(**given: Any) -> Any:
+        if taken := own.keys() & given.keys():
+            raise _Refused(f"{min(taken)}: Unexpected keyword argument")
+        return checked(**given, **own)
+
+    return call
+
+
+def _reset(one: Any, sample: Sample) -> str:
+    row = {**sample.columns, "prompt": sample.prompt, "ground_truth": sample.ground_truth}
+    return str(_finished(one.reset(**row)) or "")
+
+
+def _answers(calls: Sequence[Call], known: Mapping[str, Callable[..., Any]]) -> list[Reply]:
+    """A message for each call, in their order; the calls run at the same time."""
+    if len(calls) == 1:
+        return [_answer(calls[0], known)]
+    with ThreadPoolExecutor(min(AT_ONCE, len(calls))) as threads:
+        return list(threads.map(lambda call: _answer(call, known), calls))
+
+
+def _answer(call: Call, known: Mapping[str, Callable[..., Any]]) -> Reply:
+    def wrong(label: str, message: str) -> Reply:
+        return Reply(text=f"Error: {message}", role="tool", label=label)
+
+    if call.problem:
+        return wrong("invalid", f"the call {call.name or 'of a tool'} cannot be read: {call.problem}")
+    if call.name not in known:
+        return wrong("invalid", f"there is no tool {call.name!r}; there are: {', '.join(known)}")
+    try:
+        result = _finished(known[call.name](**call.arguments))
+    except BROKEN:
+        raise
+    except ValidationError as error:
+        reasons = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)]
+        return wrong("invalid", f"{call.name}: {'; '.join(reasons)}")
+    except _Refused as error:
+        return wrong("invalid", f"{call.name}: {error}")
+    except Exception as error:
+        return wrong("error", f"{call.name}: {type(error).__name__}: {error}")
+    if isinstance(result, Reply):
+        return result
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    return Reply(text=text, role="tool", label=call.name)
+
+
+def _finished(result: Any) -> Any:
+    """The result of a function, whether it is asynchronous or not."""
+    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+async def _awaited(result: Any) -> Any:
+    return await result

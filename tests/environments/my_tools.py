@@ -1,0 +1,154 @@
+"""Tools of the tests, as a user would write them."""
+
+import asyncio
+import json
+import os
+import threading
+import time
+from typing import Literal
+
+together = threading.Barrier(3)
+
+
+def weather(city: str, unit: Literal["C", "F"] = "C") -> dict:
+    """The weather of a city.
+
+    Args:
+        city: its name
+        unit: of the temperature
+    """
+    return {"city": city, "temperature": 21, "unit": unit}
+
+
+def divide(a: int, b: int) -> float:
+    """Divides.
+
+    Args:
+        a: the dividend
+        b: the divisor
+    """
+    return a / b
+
+
+async def slow(seconds: float) -> str:
+    """Waits.
+
+    Args:
+        seconds: how long
+    """
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+def meet(name: str) -> str:
+    """Waits for two others.
+
+    Args:
+        name: who comes
+    """
+    together.wait(10)
+    return f"{name} came"
+
+
+def shop(item: str, currency: str) -> str:
+    """What a thing costs.
+
+    Args:
+        item: the thing
+        currency: of the price
+    """
+    return f"{item}: 3 {currency}"
+
+
+def down(query: str) -> str:
+    """Asks a service.
+
+    Args:
+        query: what
+    """
+    raise ConnectionError("the service is down")
+
+
+def die() -> str:
+    """Ends the process."""
+    os._exit(3)
+
+
+def nothing_said(x: int) -> int:
+    return x
+
+
+class Counter:
+    """An environment as TRL has them."""
+
+    def __init__(self, step: int = 1):
+        self.step = step
+
+    def reset(self, prompt, target, **row):
+        self.target, self.count, self.closed = target, 0, False
+        return f" Count to {target}."
+
+    def increment(self, by: int = 1) -> str:
+        """Increments the counter.
+
+        Args:
+            by: how much
+        """
+        self.count += by * self.step
+        return str(self.count)
+
+    def _hidden(self):
+        raise NotImplementedError
+
+    def get_reward(self) -> float:
+        return float(self.count == self.target)
+
+
+MCP_SERVER = '''
+import os, sys, time
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("sums")
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+@server.tool()
+def fail() -> str:
+    """Fails."""
+    raise ToolError("no such luck")
+
+@server.tool()
+def hang() -> str:
+    """Hangs."""
+    time.sleep(60)
+
+@server.tool()
+def leave() -> str:
+    """Ends the server."""
+    os._exit(1)
+
+@server.tool()
+def secret() -> str:
+    """What it sees of the environment."""
+    return f"{os.environ.get('GIVEN')} {os.environ.get('HIDDEN')}"
+
+if len(sys.argv) > 1:
+    server.run("streamable-http", port=int(sys.argv[1]))
+else:
+    server.run()
+'''
+
+
+def called(name, /, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def wait_until(condition, limit_s=10.0):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

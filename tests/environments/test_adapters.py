@@ -1,0 +1,171 @@
+"""Other people's environments, played by a scripted player in this process; the packages are optional."""
+
+import ast
+import socket
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from atomrl.data.generators import generate
+from atomrl.environments.playing import as_replies, find_environment
+from atomrl.environments.playing import play as play_environment
+from atomrl.types import Sample
+from tests.environments.my_tools import wait_until
+
+ADAPTERS = Path(__file__).parents[2] / "atomrl" / "environments" / "adapters"
+
+
+def played(name, args, player, prompt="Play.", truth=None, most=40, **columns):
+    """What is said, the rewards of turns, and the outcome; the player is given what was said last."""
+    said, rewards = [], []
+    function = find_environment(name, args)
+
+    def say(words):
+        (reply,) = as_replies(words) or [None]
+        if reply:
+            said.append(reply.text)
+            rewards.append(reply.reward)
+        assert len(said) < most
+        return player(said)
+
+    sample = Sample(sample_id="a", prompt=prompt, ground_truth=truth, columns=columns)
+    return said, rewards, play_environment(function, sample, args, 0, say)
+
+
+FILES = [path for path in ADAPTERS.glob("*.py") if path.stem != "__init__"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_an_adapter_is_short(file):
+    """At most thirty lines of code: statements without imports, docstrings and blank lines."""
+    (function,) = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
+    code = file.read_text().splitlines()[function.body[0].end_lineno : function.end_lineno]
+    assert len([line for line in code if line.strip()]) <= 30
+
+
+LAKE = {"id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "args": {"is_slippery": False}}
+
+
+def test_gymnasium():
+    pytest.importorskip("gymnasium")
+    way = iter(["I go DOWN.", "hm", "not right: down", "right", "right", "down", "right"])
+    said, rewards, outcome = played("gymnasium", LAKE, lambda said: next(way))
+    assert said[0] == "\n[S]FFF\nFHFH\nFFFH\nHFFG" and said[1].splitlines()[2] == "[F]HFH"
+    assert said[2] == "Name an action: left, down, right, up." and outcome == 1.0
+    assert rewards == [None, 0.0, None, 0.0, 0.0, 0.0, 0.0]
+    way = iter(["down", "right"])
+    assert played("gymnasium", LAKE, lambda said: next(way))[2] == 0.0
+    cards = {"id": "Blackjack-v1", "actions": ["stick", "hit"]}
+    games = [played("gymnasium", cards, lambda said: "stick", seed=seed) for seed in (1, 1, 2, 3)]
+    assert games[0] == games[1] and len({tuple(game[0]) for game in games}) > 1 and games[0][0][0].startswith("\n(")
+    taxi = {"id": "Taxi-v4", "actions": ["south", "north", "east", "west", "pickup", "dropoff"]}
+    said, rewards, _ = played("gymnasium", taxi, lambda said: "north", most=300, seed=3)
+    assert "(R)" in said[0] and "<Y>" in said[0] and "[ ]" in said[0] and set(rewards[1:]) == {-1.0}
+
+
+def test_textarena():
+    pytest.importorskip("textarena")
+
+    def player(said):
+        low, high = 1, 20
+        for answer in said[1:]:  # bisects
+            guess = (low + high) // 2
+            low, high = (guess + 1, high) if "higher" in answer else (low, guess - 1)
+        return f"[{(low + high) // 2}]"
+
+    said, _, outcome = played("textarena", {"id": "GuessTheNumber-v0"}, player, seed=5)
+    assert outcome == 1.0 and "Guess The Number" in said[0] and len(said[1]) < 60, "only what is new"
+    wrong = [played("textarena", {"id": "GuessTheNumber-v0"}, lambda said: "no", seed=5) for _ in range(2)]
+    assert wrong[0] == wrong[1] and wrong[0][2] < 1 and "invalid move" in wrong[0][0][1]
+
+
+def test_textworld(tmp_path):
+    textworld = pytest.importorskip("textworld")
+    options = textworld.GameOptions()
+    options.nb_rooms, options.nb_objects, options.quest_length, options.seeds = 2, 3, 2, 5
+    options.path, options.force_recompile = str(tmp_path / "game.z8"), True
+    file, game = textworld.make(options)
+    commands = iter(["", *game.metadata["walkthrough"]])
+    said, rewards, outcome = played("textworld", {}, lambda said: f"I think.\n{next(commands)}\n", game=file)
+    assert outcome == 1.0 and sum(reward or 0 for reward in rewards) == 0 and "TextWorld" in said[0]
+
+
+def test_skyrl_gym():
+    pytest.importorskip("skyrl_gym")
+    answers = iter(["It is 4.\n#### 4", "#### 3"])
+    said, rewards, outcome = played(
+        "skyrl_gym", {"id": "gsm8k_multi_turn", "extras": {"max_turns": 3}}, lambda said: next(answers), truth="3"
+    )
+    assert outcome == 1.0 and rewards == [pytest.approx(0.2 / 3)] and "tentative numeric answer" in said[0]
+
+
+def test_reasoning_gym():
+    pytest.importorskip("reasoning_gym")
+    (row,) = generate("reasoning_gym:leg_counting", 1)
+    given = {"prompt": row["prompt"], "truth": row["ground_truth"], "reasoning_gym": row["reasoning_gym"]}
+    answers = iter(["<answer>0</answer>", f"<answer>{row['ground_truth']}</answer>"])
+    said, _, outcome = played("reasoning_gym", {"tries": 3}, lambda said: next(answers), **given)
+    assert outcome == 1.0 and len(said) == 1 and "not right" in said[0]
+    said, _, outcome = played("reasoning_gym", {"tries": 3}, lambda said: "I do not know", **given)
+    assert outcome == 0.0 and len(said) == 2
+
+
+OPENENV_SERVER = """
+import sys
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+class Guess(Action):
+    message: str
+
+class Hint(Observation):
+    hint: str
+
+class Game(Environment):
+    def __init__(self):
+        super().__init__()
+        self._state = State()
+
+    def reset(self, seed=None, episode_id=None, **more):
+        self.number, self.count = 7, 0
+        return Hint(hint="Guess.", done=False, reward=0.0)
+
+    def step(self, action, timeout_s=None, **more):
+        self.count += 1
+        right = int(action.message) == self.number
+        return Hint(hint="larger", done=right, reward=1.0 if right else -0.1)
+
+    @property
+    def state(self):
+        return self._state
+
+uvicorn.run(create_fastapi_app(Game, Guess, Hint), host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
+"""
+
+
+def test_openenv(tmp_path):
+    pytest.importorskip("openenv")
+    (tmp_path / "game.py").write_text(OPENENV_SERVER)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, str(tmp_path / "game.py"), str(port)])
+    try:
+
+        def there():
+            with closing(socket.socket()) as one:
+                return one.connect_ex(("127.0.0.1", port)) == 0
+
+        wait_until(there, 90.0)
+        guesses = iter(["3", "5", "7"])
+        args = {"url": f"http://127.0.0.1:{port}", "action": "message", "observation": "hint"}
+        said, rewards, outcome = played("openenv", args, lambda said: next(guesses))
+        assert said == ["Guess.", "larger", "larger"] and rewards == [None, -0.1, -0.1] and outcome == 1.0
+    finally:
+        server.kill()
+        server.wait()
+    with pytest.raises(ConnectionError):
+        played("openenv", args, lambda said: "1")

@@ -1,0 +1,330 @@
+"""Tools: calls are read in the model's own format, run, and answered; what goes wrong is said to whom it concerns."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing
+
+import pytest
+
+from atomrl.config import ConfigError, EnvironmentConfig, ToolConfig, build_config
+from atomrl.data.processor import DataProcessor
+from atomrl.environments import tools as module
+from atomrl.environments.mcp_server import McpServer
+from atomrl.environments.tool_calls import FORMS, Call, find_calls, find_form
+from atomrl.rollout.episodes import EpisodeEngine
+from atomrl.rollout.fake import FakeEngine
+from atomrl.rollout.generate import generate
+from atomrl.runs.checks import check_environment, with_tools
+from atomrl.types import Sample, SamplingParams
+from tests.environments.my_tools import MCP_SERVER, called, wait_until
+from tests.templates import make_tokenizer
+
+PATH = "tests.environments.my_tools"
+
+
+def config_of(*tools, **changes):
+    tree = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}, "tools": list(tools)}
+    return build_config(tree | {"reward": {"functions": ["exact_match"]}} | changes)
+
+
+class Script(FakeEngine):
+    """Writes given texts, turn by turn."""
+
+    def __init__(self, tokenizer, texts):
+        super().__init__(lambda prompt, index: (), tokenizer)
+        self.texts = texts
+
+    def _advance(self, end):
+        finished = []
+        while self.waiting:
+            state = self.waiting.popleft()
+            text = self.texts[int(state.request.request_id.rpartition("#")[2])]
+            state.set_version(0)
+            state.token_ids = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+            state.logprobs = [-1.0] * len(state.token_ids)
+            finished.append((state, "stop"))
+        return finished
+
+
+def played(config, *texts, template="qwen2.5", **columns):
+    """An episode in which the model writes these texts: its trajectory, and the row as text."""
+    tokenizer = make_tokenizer("added", template)
+    config = with_tools(config, tokenizer)
+    check_environment(config, tokenizer)
+    environment = config.environment
+    schemas = environment.args["schemas"]
+    processor = DataProcessor(tokenizer, config.data, 9999, schemas, environment.opening)
+    sample = Sample(sample_id="a", prompt="Do it.", ground_truth=None, columns=columns)
+    with closing(EpisodeEngine(Script(tokenizer, texts), tokenizer, environment, schemas)) as engine:
+        sampling = SamplingParams(max_completion_tokens=9999)
+        (item,) = generate(engine, processor.to_prompts([("a", sample)]), sampling)
+    return item, tokenizer.decode(item.token_ids)
+
+
+def conversation(config, *messages, template="qwen2.5", prompt="Do it."):
+    """As the template writes it whole."""
+    tokenizer = make_tokenizer("added", template)
+    schemas = with_tools(config, tokenizer).environment.args["schemas"]
+    said = [{"role": "user", "content": prompt}, *messages]
+    return tokenizer.apply_chat_template(said, tools=list(schemas), tokenize=False)
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+def result(content):
+    return {"role": "tool", "content": content}
+
+
+def test_a_call_is_answered_as_the_template_writes_it():
+    config, call = config_of(f"{PATH}.weather"), called("weather", city="Zürich")
+    item, row = played(config, call, "It is 21 degrees.")
+    answer = json.dumps({"city": "Zürich", "temperature": 21, "unit": "C"}, ensure_ascii=False)
+    whole = conversation(config, assistant(call), result(answer), assistant("It is 21 degrees."))
+    assert row == whole.rstrip("\n") and '"weather"' in row
+    assert item.finish_reason == "environment" and item.episode.outcome is None
+    assert [turn.labels for turn in item.episode.turns] == [("weather",), ()]
+
+
+def test_calls_of_one_turn_run_at_the_same_time_and_are_answered_in_order():
+    config = config_of(f"{PATH}.meet", f"{PATH}.divide")
+    calls = "\n".join([called("meet", name="A"), called("divide", a=1, b=0), called("meet", name="B"),
+                       called("meet", name="C"), "<tool_call>{oops</tool_call>", called("nobody")])  # fmt: skip
+    item, row = played(config, calls, "Good.")
+    answers = ["A came", "Error: divide: ZeroDivisionError: division by zero", "B came", "C came"]
+    assert item.episode.turns[0].labels == ("meet", "error", "meet", "meet", "invalid", "invalid")
+    problem = "it is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
+    last = [f"Error: the call of a tool cannot be read: {problem}"]
+    last += ["Error: there is no tool 'nobody'; there are: meet, divide"]
+    whole = conversation(config, assistant(calls), *map(result, answers + last), assistant("Good."))
+    assert row == whole.rstrip("\n")
+
+
+@pytest.mark.parametrize("call, label, words", [
+    (called("divide", a=6, b=3), "divide", "2.0"),
+    (called("divide", a="6", b=3), "divide", "2.0"),
+    (called("divide", a="six", b=3), "invalid", "Error: divide: a: Input should be a valid integer"),
+    (called("divide", a=6), "invalid", "Error: divide: b: Missing required argument"),
+    (called("divide", a=6, b=3, c=1), "invalid", "Error: divide: c: Unexpected keyword argument"),
+    (called("weather", city="B", unit="K"), "invalid", "unit: Input should be 'C' or 'F'"),
+    (called("slow", seconds=0.01), "slow", "done"),
+    (called("shop", item="tea"), "shop", "tea: 3 EUR"),
+    ('<tool_call>{"name": "divide"', "invalid", "cannot be read"),
+    ('<tool_call>[1]</tool_call>', "invalid", 'no object with a "name"'),
+    ('<tool_call>{"name": "divide", "arguments": 3}</tool_call>', "invalid", "arguments are no JSON object"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_call_is_said_to_the_model(call, label, words):
+    tools = [f"{PATH}.divide", f"{PATH}.weather", f"{PATH}.slow"]
+    tools += [{"function": f"{PATH}.shop", "args": {"currency": "EUR"}}]
+    item, row = played(config_of(*tools), call, "So.")
+    assert item.episode.turns[0].labels == (label,)
+    assert words in row and item.episode.failure is None
+
+
+def test_what_the_config_gives_the_model_neither_sees_nor_changes():
+    config = config_of({"function": f"{PATH}.shop", "args": {"currency": "EUR"}})
+    item, row = played(config, called("shop", item="tea", currency="USD"), "So.")
+    assert "currency" not in row.partition("</tools>")[0]
+    assert "USD\n</tool_response>" not in row and item.episode.turns[0].labels == ("invalid",)
+
+
+def test_a_thought_of_a_call_is_none():
+    item, _ = played(config_of(f"{PATH}.weather"), f"<think>{called('weather', city='B')}</think>Hm.")
+    assert len(item.episode.turns) == 1
+
+
+@pytest.mark.parametrize("tool, failure", [("down", "error"), ("die", "crash")])
+def test_a_broken_tool_gives_no_reward(tool, failure):
+    arguments = {"query": "x"} if tool == "down" else {}
+    item, _ = played(config_of(f"{PATH}.{tool}"), called(tool, **arguments), "So.")
+    assert item.episode.failure == failure and item.finish_reason == "abort"
+
+
+def test_a_class_is_made_for_each_episode_and_gives_the_reward():
+    config = config_of({"function": f"{PATH}.Counter", "args": {"step": 2}}, reward={})
+    assert [item.function for item in config.reward.functions] == ["environment"]
+    twice = called("increment") + "\n" + called("increment", by=2)
+    item, row = played(config, called("increment"), twice, "Done.", target=8)
+    assert item.episode.outcome == 1.0
+    prompt = "Do it. Count to 8."
+    messages = [assistant(called("increment")), result("2"), assistant(twice), result("4"), result("8")]
+    whole = conversation(config, *messages, assistant("Done."), prompt=prompt)
+    assert row == whole.rstrip("\n") and item.episode.opening_tokens > 0
+    item, _ = played(config, "No.", target=8)
+    assert item.episode.outcome == 0.0
+
+
+# ---- Formats ----
+
+PLAIN = [("hermes", "qwen2.5"), ("hermes", "qwen3"), ("xml", "xml"), ("llama", "llama3"), ("mistral", "mistral")]
+PROPERTIES = {"text": {"type": "string"}, "n": {"type": "integer"}, "l": {"type": "array"}}
+PARAMETERS = {"type": "object", "properties": PROPERTIES}
+SCHEMAS = [{"type": "function", "function": {"name": "f", "description": "F.", "parameters": PARAMETERS}}]
+
+
+@pytest.mark.parametrize("form, template", PLAIN)
+def test_a_call_that_the_template_writes_is_read_again(form, template):
+    tokenizer = make_tokenizer("added", template)
+    assert find_form(tokenizer, SCHEMAS) == form
+    arguments = {"text": 'a "b" </x>\n{1}', "n": 3, "l": [1, {"a": None}]}
+    call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    user = {"role": "user", "content": "words"}
+    front = tokenizer.apply_chat_template([user], tools=SCHEMAS, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template([user, message], tools=SCHEMAS, tokenize=False)[len(front) :]
+    assert find_calls(text.replace(tokenizer.eos_token, "").rstrip(), form, SCHEMAS) == [Call("f", arguments)]
+
+
+@pytest.mark.parametrize("form, text, names", [
+    ("hermes", "no call", []),
+    ("hermes", called("a") + called("b"), ["a", "b"]),
+    ("hermes", '<tool_call>{"name": "a", "arguments": "{\\"x\\": 1}"}', ["a"]),
+    ("xml", "<tool_call>\n<function=a>\n</function>\n</tool_call>", ["a"]),
+    ("llama", '{"name": "a", "parameters": {}}', ["a"]),
+    ("llama", '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', ["a", "b"]),
+    ("llama", '{"answer": 3}', []),
+    ("llama", "It is 3.", []),
+    ("mistral", '[TOOL_CALLS] [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]', ["a", "b"]),
+    ("mistral", '[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[ARGS]{}', ["a", "b"]),
+])  # fmt: skip
+def test_formats(form, text, names):
+    found = find_calls(text, form, SCHEMAS)
+    assert [call.name for call in found] == names and not any(call.problem for call in found)
+
+
+@pytest.mark.parametrize("form, text", [
+    ("hermes", "<tool_call>{</tool_call>"), ("hermes", "<tool_call>3</tool_call>"),
+    ("xml", "<tool_call>f()</tool_call>"),
+    ("llama", '{"name": "a", "para'), ("llama", "<|python_tag|>print(3)"), ("mistral", "[TOOL_CALLS] f(3)"),
+    ("mistral", "[TOOL_CALLS]f[ARGS]{x}"),
+])  # fmt: skip
+def test_what_cannot_be_read_is_a_call_with_a_problem(form, text):
+    (call,) = find_calls(text, form, SCHEMAS)
+    assert call.problem and form in FORMS
+
+
+def test_a_tokenizer_that_brings_a_response_template():
+    """Of transformers; a format that none of ours reads."""
+    template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"<call:(?P<name>\w+)>", "close": "</call>", "repeats": True, "content": "json",
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"content": "text"},
+        },
+    }  # fmt: skip
+    text = 'Well. <call:f>{"n": 3}</call><call:g>{}</call>'
+    assert find_calls(text, template, SCHEMAS) == [Call("f", {"n": 3}), Call("g", {})]
+    (broken,) = find_calls("<call:f>{</call>", template, SCHEMAS)
+    assert broken.problem
+    tokenizer = make_tokenizer("added", "qwen2.5", adds_bos=False)
+    tokenizer.response_template = template
+    try:
+        assert find_form(tokenizer, SCHEMAS) == template
+    finally:
+        del tokenizer.response_template
+
+
+# ---- What is refused before a run ----
+
+
+@pytest.mark.parametrize("tools, changes, template, words", [
+    ([f"{PATH}.nothing_said"], {}, "qwen2.5", "nothing_said' cannot be a tool: .* no docstring"),
+    ([f"{PATH}.absent"], {}, "qwen2.5", "no function 'absent'"),
+    ([{"function": f"{PATH}.shop", "args": {"curency": "EUR"}}], {}, "qwen2.5", "unexpected keyword .*curency"),
+    ([f"{PATH}.weather", f"{PATH}.weather"], {}, "qwen2.5", "two tools of the name 'weather'"),
+    (["pathlib.Path"], {}, "qwen2.5", "without a method reset"),
+    ([f"{PATH}.weather"], {}, "gemma", "leaves tools out"),
+    ([f"{PATH}.weather"], {"reward": {}}, "qwen2.5", "functions give no reward"),
+    ([f"{PATH}.weather"], {"data": {"train": "t", "chat_template": "none"}}, "qwen2.5", "leaves them out of"),
+    ([{"mcp": ["/no/such/command"]}], {}, "qwen2.5", "the MCP server /no/such/command: it cannot be reached"),
+])  # fmt: skip
+def test_what_cannot_be_a_tool_is_refused(tools, changes, template, words):
+    if "mcp" in tools[0]:
+        pytest.importorskip("mcp")
+    tokenizer = make_tokenizer("added", template)
+    with pytest.raises(ConfigError, match=words):
+        with_tools(config_of(*tools, **changes), tokenizer)
+
+
+@pytest.mark.parametrize("tool, words", [
+    ({}, "give function or mcp"), ({"function": "a.b", "mcp": ["c"]}, "give function or mcp"),
+    ({"mcp": "python server.py"}, "a command as a list"), ({"mcp": ["a"], "args": {"b": 1}}, "args are a function's"),
+])  # fmt: skip
+def test_the_section(tool, words):
+    with pytest.raises(ConfigError, match=words):
+        config_of(tool)
+    assert config_of("a.b").environment.function == "tools"
+    assert config_of("a.b", environment={"max_turns": 3}).environment.max_turns == 3
+    with pytest.raises(ConfigError, match="remove one of the two"):
+        config_of("a.b", environment={"function": "search_r1"})
+
+
+# ---- MCP ----
+
+
+@pytest.fixture
+def mcp_file(tmp_path):
+    pytest.importorskip("mcp", reason="needs the extra mcp")
+    file = tmp_path / "server.py"
+    file.write_text(MCP_SERVER)
+    return str(file)
+
+
+def server_of(**tool):
+    return McpServer(ToolConfig(**tool).model_dump(mode="json"))
+
+
+def test_an_mcp_server_by_its_command(mcp_file, monkeypatch):
+    monkeypatch.setenv("HIDDEN", "key")
+    config = config_of({"mcp": [sys.executable, mcp_file], "env": {"GIVEN": "yes"}}, f"{PATH}.divide")
+    calls = "".join([called("add", a=2, b=3), called("divide", a=6, b=3), called("fail"), called("add", a="x", b=3),
+                     called("secret")])  # fmt: skip
+    item, row = played(config, calls, "Five.")
+    assert item.episode.turns[0].labels[:3] == ("add", "divide", "error")
+    assert item.episode.turns[0].labels[3] in ("invalid", "error") and item.episode.turns[0].labels[4] == "secret"
+    answers = row.partition("<|im_end|>\n<|im_start|>user\n<tool_response>")[2].split("<tool_response>")
+    assert "\n5\n" in answers[0] and "no such luck" in answers[2] and "yes None" in answers[4]
+
+
+def test_an_mcp_server_that_ends_or_hangs_is_a_failure_and_is_found_again(mcp_file):
+    with closing(server_of(mcp=[sys.executable, mcp_file], timeout_s=5.0)) as server:
+        assert {schema["function"]["name"] for schema in server.schemas()} >= {"add", "fail", "hang", "leave"}
+        with pytest.raises(ConnectionError, match=r"the MCP server .*server\.py"):
+            server.call("leave")
+        assert server.call("add", a=1, b=2).text == "3", "it has been started again"
+        server.tool = {**server.tool, "timeout_s": 0.5}
+        began = time.monotonic()
+        with pytest.raises((TimeoutError, ConnectionError), match="the MCP server"):
+            server.call("hang")
+        assert time.monotonic() - began < 2.5
+
+
+def test_an_mcp_server_by_its_address(mcp_file):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with closing(server_of(mcp=f"http://127.0.0.1:{port}/mcp", timeout_s=5.0)) as server:
+        with pytest.raises(ConnectionError, match="cannot be reached"):
+            server.schemas()
+        process = subprocess.Popen([sys.executable, mcp_file, str(port)], stdout=subprocess.DEVNULL)
+        try:
+            wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, 30.0)
+            assert len(server.schemas()) == 5
+            reply = server.call("add", a=1, b=2)
+            assert (reply.text, reply.label, reply.role) == ("3", "add", "tool")
+        finally:
+            process.kill()
+            process.wait()
+        with pytest.raises((TimeoutError, ConnectionError)):
+            server.call("add", a=1, b=2)
+
+
+def test_the_environment_is_in_the_table():
+    assert EnvironmentConfig(function="tools").function == "tools" and module.AT_ONCE > 1
