@@ -131,7 +131,7 @@ def _play(
             raise Cut
         return str(what)
 
-    def say_alone(said: Reply | str | None) -> str:
+    def say_alone(said: Said) -> str:
         if not speaking.acquire(blocking=False):
             raise Misplayed("it said something before the model had answered what it said last")
         try:
