@@ -189,7 +189,11 @@ def episode_of(fields: Mapping[str, Any] | None) -> Episode | None:
     """
     if fields is None:
         return None
-    return Episode(**{**fields, "turns": tuple([Turn(**turn) for turn in fields["turns"]])})
+    return Episode(**{**fields, "turns": tuple([_turn(turn) for turn in fields["turns"]])})
+
+
+def _turn(fields: Mapping[str, Any]) -> Turn:
+    return Turn(**{**fields, "labels": tuple(fields["labels"])})
 
 
 class _Cursor:

@@ -65,7 +65,16 @@ def rich_group(candidates: RaggedIds) -> list[Trajectory]:
 def rich_episode() -> Episode:
     """An episode with all that one may have."""
     turns = (
-        Turn(model_tokens=1, reply_tokens=2, seconds=0.1, reward=0.5, label="search", text="é\ud800", reply="<i>ß</i>"),
+        Turn(
+            model_tokens=1,
+            reply_tokens=2,
+            seconds=0.1,
+            reward=0.5,
+            label="search",
+            labels=("search", "error"),
+            text="é\ud800",
+            reply="<i>ß</i>",
+        ),
         Turn(model_tokens=0),
     )
     return Episode(

@@ -215,6 +215,7 @@ def test_an_episode_is_written_turn_by_turn(tmp_path):
         "seconds": 0.1,
         "reward": 0.5,
         "label": "search",
+        "labels": ["search", "error"],
         "reply": "<i>ß</i>",
     }
     assert written["turns"][0] == {**first, "text": rich_episode().turns[0].text}
