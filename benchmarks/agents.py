@@ -58,7 +58,7 @@ def tool(sample: Sample, *, seconds: float = 0.0, tails: bool = False, turns: in
 
 
 def tail(rng: random.Random) -> float:
-    """Seconds between 0.05 and 5, evenly in their logarithm's square: most are short, a few are long."""
+    """Seconds between 0.05 and 5: most are short, a few are long."""
     return SHORT_S * math.exp(math.log(LONG_S / SHORT_S) * rng.random() ** 3)
 
 

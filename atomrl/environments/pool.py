@@ -34,7 +34,7 @@ class Answer(NamedTuple):
     """What an environment said, once."""
 
     replies: tuple[Reply, ...] = ()
-    """Several: messages of the same role. None: it said nothing, before the model's first turn, or the episode has
+    """Several: messages of the same role. Empty: it said nothing, before the model's first turn, or the episode has
     ended."""
     ended: bool = False
     outcome: float | None = None

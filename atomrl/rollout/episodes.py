@@ -34,8 +34,6 @@ class _Play:
     tokens: list[int] = field(default_factory=list)
     """Prompt, and what came after it."""
     segments: list[Segment] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    """Of the model, turn by turn."""
     turns: list[Turn] = field(default_factory=list)
     opening_tokens: int = 0
     opening: str = ""
@@ -165,7 +163,6 @@ class EpisodeEngine(RolloutEngine):
         written = [token for segment in output.segments for token in segment.token_ids]
         play.tokens += written
         play.segments += output.segments
-        play.texts.append(output.text)
         play.turns.append(Turn(model_tokens=len(written), text=output.text))
 
     def _text_of(self, play: _Play, output: GenerationOutput) -> str:
@@ -272,7 +269,7 @@ class EpisodeEngine(RolloutEngine):
         return GenerationOutput(
             request_id=play.request.request_id,
             segments=tuple(play.segments),
-            text="".join(play.texts),
+            text="".join(turn.text for turn in play.turns),
             finish_reason=FINISH[play.ended],
             episode=Episode(
                 turns=tuple(play.turns),

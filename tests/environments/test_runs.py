@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from atomrl.cli.main import main
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import read_metrics
-from tests.loop.test_recovery import PROBLEMS, seen, stop_after
-from tests.tiny import make_tiny_model
+from tests.loop.test_recovery import seen, stop_after, write_problems
 
 ROOT = Path(__file__).parents[2]
 PLAYED = ROOT / "tests" / "environments" / "played.py"
@@ -25,9 +24,7 @@ PLAYED = ROOT / "tests" / "environments" / "played.py"
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    make_tiny_model(tmp_path / "model", "qwen2")
-    rows = [{"prompt": f"{k}+1=", "ground_truth": str(k + 1), "data_source": "sums"} for k in range(PROBLEMS)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_problems(tmp_path)
     config = {
         "run_name": "run",
         "model": {"path": "model", "dtype": "float32"},

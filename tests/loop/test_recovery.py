@@ -23,12 +23,17 @@ from tests.tiny import make_tiny_model
 STEPS, PROBLEMS = 12, 18  # three a step: two epochs
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def write_problems(tmp_path):
+    """A tiny model, and problems in a file."""
     make_tiny_model(tmp_path / "model", "qwen2")
     rows = [{"prompt": f"{k}+1=", "ground_truth": str(k + 1), "data_source": "sums"} for k in range(PROBLEMS)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_problems(tmp_path)
     config = {
         "run_name": "run",
         "model": {"path": "model", "dtype": "float32"},

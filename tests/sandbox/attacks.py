@@ -78,7 +78,7 @@ ATTACKS = {
     "write into the host": "attempt(open, {canary!r} + '/reward.json', 'w')",
     "write into Python": "attempt(open, os.__file__, 'a')\nattempt(open, os.path.dirname(os.__file__) + '/x.py', 'w')\n"
     "attempt(os.unlink, os.__file__)\nattempt(os.chmod, os.__file__, 0o777)\nattempt(os.rename, os.__file__, '/tmp/x')",
-    "write outside tmp": "[attempt(open, p + TOKEN, 'w') for p in ('/', '/code/', '/dev/', '/usr/', '/lib/', '/root/')]\n"
+    "write outside tmp": "[attempt(open, p + TOKEN, 'w') for p in ('/', '/code/', '/dev/', '/usr/', '/lib/', '/home/', '/var/', '/etc/')]\n"
     "[attempt(os.mkdir, p + TOKEN) for p in ('/', '/code/', '/dev/', '/usr/')]",
     "write into its own source": "attempt(open, '/code/main.py', 'w')\nattempt(os.unlink, '/code/main.py')",
     "write into packages": "[attempt(open, p + '/x.py', 'w') for p in sys.path if p.endswith('-packages')] or print('none')",
