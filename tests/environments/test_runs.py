@@ -106,6 +106,26 @@ def test_credit_by_turn(folder, name, advantage):
     assert all(turn["reply"].isdigit() and turn["text"] for episode in episodes for turn in episode["turns"][:2])
 
 
+@pytest.mark.parametrize("algorithm", ["ppo", "gigpo", "dr_grpo"])
+def test_a_run_whose_episodes_are_longer_than_the_context(folder, algorithm, monkeypatch):
+    """In several updates, and resumed: the same weights."""
+    keys = [f"algorithm={{name: {algorithm}}}", "environment.args={turns: 9}", "environment.max_turns=12"]
+    keys += ["environment.when_full=drop_oldest", "train.steps=2", "train.rows_per_update=3"]
+    assert main(["train", "c.yaml", *keys, "run_name=whole"]) == 0
+    for row in read_metrics(folder / "runs" / "whole" / "metrics.jsonl"):
+        assert row["train/rows"] > 2 * 6 and row["environment/dropped_turns"] > 3 and row["actor/grad_norm"] > 0
+        assert row["training/rollout_probs_diff_max"] < 1e-4 and row["training/updates"] == 2
+        assert row["train/reply_tokens"] == 0 and row["train/cut_rows"] == 0
+    lines = (folder / "runs/whole/rollouts/step_000001/train.jsonl").read_text().splitlines()
+    assert len(lines) == 6 and all(json.loads(line)["advantage"] is not None for line in lines)
+    stop_after(monkeypatch, 1)
+    assert main(["train", "c.yaml", *keys]) == 130
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    assert main(["train", "c.yaml", *keys, "--resume"]) == 0
+    assert same(weights(folder / "runs" / "whole"), weights(folder / "runs" / "run"))
+
+
 def test_an_environment_beside_a_reward(folder):
     reward = "reward={functions: [environment, {function: exact_match, weight: 0}]}"
     assert main(["train", "c.yaml", reward, "train.steps=1", "data.eval=train.jsonl", "eval.before=false"]) == 0
