@@ -49,7 +49,7 @@ class ToolConfig(Section):
     headers_env: dict[str, str] = {}
     """HTTP headers for an address, by the environment variables that have their values."""
     timeout_s: float = Field(20.0, gt=0)
-    """For finding an MCP server, and for one call of it."""
+    """For one call, and for finding an MCP server. `environment.timeout_s` is for all calls of a turn."""
 
     @model_validator(mode="before")
     @classmethod

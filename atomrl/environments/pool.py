@@ -56,7 +56,7 @@ class _Worker(WorkerProcess):
     ready: bool = False
     """It has imported the environment."""
     retiring: bool = False
-    """One of its episodes hangs: it gets no others, and is ended with the last."""
+    """One of its episodes hangs, or has left a thread behind: it gets no others, and is ended with the last."""
     alone: bool = False
     """For episodes that may have been what ended another worker, one at a time until it has answered."""
     pong_by: float | None = None
@@ -256,6 +256,8 @@ class EnvironmentPool:
             if word == "pong":
                 worker.pong_by = None
                 self._time_out(worker)
+            elif word == "left_behind":
+                worker.retiring = True
             else:
                 worker.ready = True
                 for episode in worker.episodes.values():
