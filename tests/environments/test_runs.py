@@ -153,3 +153,25 @@ def test_what_cannot_be_played_is_refused_before_anything_runs(folder, capsys, k
         assert main(command) == 2
         assert words in capsys.readouterr().err
     assert not (folder / "runs").exists()
+
+
+def test_generate_plays_an_episode_and_shows_who_wrote_what(folder, capsys):
+    given = ["generate", "model", "--config", "c.yaml", "--prompt", "1+1="]
+    assert main([*given, "--n", "2", "--seed", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n> 6\n") + out.count("\n> 5\n") >= 2, "the environment says how long the text was"
+    assert out.count("--- ended by the environment after 3 turns, outcome 0") == 2 and "--- 2 of 2" in out
+    assert main([*given, "--seed", "3", "environment.max_turns=2"]) == 0
+    assert "--- ended at environment.max_turns after 2 turns" in capsys.readouterr().out
+    for row, words in (('{"a": 1', "--row: it is no JSON"), ("[1]", "--row: it is no JSON object")):
+        assert main([*given, "--row", row]) == 2 and words in capsys.readouterr().err
+    assert main([*given, "environment.function=serch_r1"]) == 2 and "search_r1" in capsys.readouterr().err
+
+
+def test_generate_gives_an_environment_the_columns_of_its_problem(folder, capsys):
+    own = folder / "own.py"
+    own.write_text("def f(sample):\n    yield f'{sample.ground_truth} {sample.columns[\"level\"]}'\n    return 1 / 0\n")
+    given = ["generate", "model", "--config", "c.yaml", "--prompt", "1+1=", "environment.function=./own.py:f"]
+    assert main([*given, "--row", '{"ground_truth": "7", "level": 3}']) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("> 7 3\n") and "--- ended by a failure after 1 turn: error: ZeroDivisionError" in out
