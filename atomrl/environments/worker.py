@@ -56,8 +56,9 @@ def serve(connection: Connection) -> None:
 
     Each of its answers is a list: a key, a word, and what belongs to it: `opening` and `reply` with a list of text,
     role, reward and label of each message (empty: nothing is said) and seconds; `end` with the outcome and seconds;
-    `failed` with a kind and a message. The key None is of no episode: `pong`, `unusable` with a reason, or
-    `left_behind`: threads go on with calls that nobody waits for.
+    `failed` with a kind and a message. The key None is of no episode: `pong`; `thread` with a key and
+    the number of the thread that plays it; `unusable` with a reason; `left_behind`: threads go on with calls that
+    nobody waits for.
     """
     lock, inboxes, process = threading.Lock(), dict[int, SimpleQueue[Any]](), os.getpid()
     functions: dict[str, Callable[..., Any]] = {}
@@ -108,6 +109,7 @@ def _play(
 ) -> None:
     """An episode, on its thread."""
     began, opened, over, inbox = time.perf_counter(), False, False, inboxes[start.key]
+    answer(None, "thread", start.key, threading.get_native_id())
     speaking = threading.Lock()
 
     def hand_over(said: Said) -> str:
