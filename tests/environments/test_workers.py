@@ -15,6 +15,7 @@ from atomrl.environments.playing import EpisodeError
 from atomrl.environments.pool import EnvironmentPool
 from atomrl.types import Sample
 from tests.environments.hard import Unreadable, Unsendable
+from tests.environments.my_tools import wait_until
 
 
 def sample(name="s0", **columns):
@@ -167,14 +168,11 @@ def test_what_left_its_session_ends_with_the_worker(ends):
         next_answer(pool, key)
         pool.say(key, "x")
         next_answer(pool, key)
-        assert len(running(name)) == 2 + (not ends)
+        wait_until(lambda: len(running(name)) == 2 + (not ends))
         if ends:
             pool.say(key, "x")
             assert next_answer(pool, key).failure == "crash"
-    end = time.monotonic() + 5
-    while running(name) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not running(name)
+    wait_until(lambda: not running(name))
 
 
 def test_no_process_is_left(tmp_path):
