@@ -23,7 +23,7 @@ def test_an_episode_is_what_was_sampled_and_what_was_answered(played, tokenizer)
     for item in found:
         episode = item.episode
         assert episode.ended == "environment" and episode.outcome == 3.0 and len(episode.turns) == 4
-        assert all(turn.label == "echo" and turn.reward == 0.5 for turn in episode.turns[:3])
+        assert all(turn.labels == ("echo",) and turn.reward == 0.5 for turn in episode.turns[:3])
         assert episode.turns[3].reply_tokens == 0 and episode.turns[3].reward is None
         replies = tokens_by_origin(item, "environment")
         assert [len(reply) for reply in replies] == [turn.reply_tokens for turn in episode.turns[:3]]
