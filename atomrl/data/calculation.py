@@ -1,6 +1,6 @@
 """Sums and products, one kind of which needs a computer: the task of the Python quickstart.
 
-"What is 4837+6?" a small model can learn to say at once. "What is 483*962?" it cannot, but a program can. The
+"Add 6 to 4837." a small model can learn to answer at once. "Multiply 483 by 962." it cannot, but a program can. The
 environment `python` runs what the model writes between `<python>` and `</python>`; `exact_match` scores the answer.
 
 Demonstrations run the program or say the answer at once, by chance and whatever the question is; either way they end
@@ -16,8 +16,8 @@ from typing import Any
 from atomrl.types import Message
 
 WORDS = (
-    *("What is ", "<python>print(", ")</python>", "\n<output>\n", "\n</output>\n"),
-    *("<answer>", "</answer>"),
+    *("Add ", " to ", "Multiply ", " by "),
+    *("<python>print(", ")</python>", "\n<output>\n", "\n</output>\n", "<answer>", "</answer>"),
 )
 """What a tokenizer for this task has as one token each."""
 PROGRAMS = 0.5
@@ -37,18 +37,20 @@ def make(rng: random.Random, products: float = 0.5) -> dict[str, Any]:
     Example:
         >>> row = make(random.Random(1), products=1.0)
         >>> row["prompt"], row["ground_truth"], row["data_source"]
-        ('What is 967*921?', '890607', 'calculation-product')
+        ('Multiply 967 by 921.', '890607', 'calculation-product')
     """
     if not 0.0 <= products <= 1.0:
         raise ValueError(f"products must be between 0 and 1, got {products}")
     if rng.random() < products:
         first, second = rng.randint(100, 999), rng.randint(100, 999)
-        expression, answer, kind = f"{first}*{second}", first * second, "product"
+        prompt, expression = f"Multiply {first} by {second}.", f"{first}*{second}"
+        answer, kind = first * second, "product"
     else:
         first, second = rng.randrange(10_000), rng.randint(1, 9)
-        expression, answer, kind = f"{first}+{second}", first + second, "sum"
+        prompt, expression = f"Add {second} to {first}.", f"{first}+{second}"
+        answer, kind = first + second, "sum"
     return {
-        "prompt": f"What is {expression}?",
+        "prompt": prompt,
         "ground_truth": str(answer),
         "data_source": f"calculation-{kind}",
         "expression": expression,

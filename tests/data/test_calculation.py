@@ -15,10 +15,10 @@ from configs.right_at_a_cost import right_at_a_cost
 def test_answers_are_those_of_the_questions():
     rows = generate("calculation", 400)
     for row in rows:
-        first, sign, second = re.fullmatch(r"What is (\d+)([+*])(\d+)\?", row["prompt"]).groups()
-        value = int(first) * int(second) if sign == "*" else int(first) + int(second)
+        verb, first, second = re.fullmatch(r"(Add|Multiply) (\d+) (?:to|by) (\d+)\.", row["prompt"]).groups()
+        value = int(first) * int(second) if verb == "Multiply" else int(first) + int(second)
         assert row["ground_truth"] == str(value)
-        assert row["data_source"] == ("calculation-product" if sign == "*" else "calculation-sum")
+        assert row["data_source"] == ("calculation-product" if verb == "Multiply" else "calculation-sum")
     assert 150 < sum(row["data_source"] == "calculation-sum" for row in rows) < 250
     assert {row["data_source"] for row in generate("calculation", 50, products=1.0)} == {"calculation-product"}
     with pytest.raises(ValueError, match="between 0 and 1"):
