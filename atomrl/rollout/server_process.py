@@ -6,9 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+
+from atomrl.files import TemporaryFolder
 
 _GRACE_S = 10.0
 _TAIL_LINES = 15
@@ -56,15 +56,13 @@ class ServerProcess:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         words, environment = command(port)
-        # For what it leaves behind too. A short name, since sockets in it may have 107 letters.
-        parent = "/tmp" if os.path.isdir("/tmp") else None
-        self.folder = tempfile.TemporaryDirectory(prefix="atomrl-server-", dir=parent, ignore_cleanup_errors=True)
-        self.output = Path(self.folder.name) / "output.txt"
+        self.folder = TemporaryFolder("serving", short=True)  # for what it leaves behind, too
+        self.output = self.folder.path / "output.txt"
         launcher = [sys.executable, "-c", _LAUNCH, str(os.getpid()), *words]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 launcher,
-                env=os.environ | {"TMPDIR": self.folder.name} | dict(environment),
+                env=os.environ | {"TMPDIR": str(self.folder.path)} | dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -93,7 +91,7 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self.folder.cleanup()
+        self.folder.close()
 
 
 def free_port() -> int:

@@ -8,7 +8,6 @@ import logging
 import math
 import queue
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 from transformers import PretrainedConfig
 
+from atomrl.files import TemporaryFolder
 from atomrl.models.loading import base_path, model_config_only, read_weights, resolve_folder
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.rollout.checkpoints import is_tied, published_shapes, write_weights
@@ -65,7 +65,7 @@ class ServerEngine(RequestEngine):
         self.folder, self.config, self.eos, self.options = folder, config, eos, options
         self.shapes, self.tied = published_shapes(folder, config), is_tied(config)
         self.own, self.on_cpu = not options.server, torch.device(options.device).type == "cpu"
-        self.files = tempfile.TemporaryDirectory(prefix="atomrl-weights-")
+        self.files = TemporaryFolder("update")
         self.updated = False  # servers have been given no other weights than they start with
         self.weights: Path | None = None
         self.adapters: Path | None = None
@@ -123,7 +123,7 @@ class ServerEngine(RequestEngine):
 
     def _keep(self, update: WeightUpdate) -> None:
         """Lay out new weights for all servers, also for those that start again later."""
-        folder = Path(self.files.name) / f"weights-{next(self.names)}"
+        folder = self.files.path / f"weights-{next(self.names)}"
         self.weights = write_weights(update, folder, self.options.dtype, self.tied)
 
     async def _load(self, server: Server) -> None:
@@ -331,7 +331,7 @@ class ServerEngine(RequestEngine):
         Raises:
             RuntimeError: a server refuses them.
         """
-        parent, tensors = Path(self.files.name), list(update.tensors)
+        parent, tensors = self.files.path, list(update.tensors)
         if tensors:
             self._keep(replace(update, tensors=tensors))
         self.adapters = None
@@ -397,4 +397,4 @@ class ServerEngine(RequestEngine):
             if server.process is not None:
                 server.process.end()
         self.client.close()
-        self.files.cleanup()
+        self.files.close()
