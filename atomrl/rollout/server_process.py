@@ -16,7 +16,7 @@ _TAIL_LINES = 15
 # the process that asked for it has gone, also when that was killed; then all of the group go, with the shared memory
 # that they have mapped: what is killed cannot remove its name.
 _LAUNCH = """
-import contextlib, ctypes, os, signal, subprocess, sys
+import contextlib, ctypes, os, signal, subprocess, sys, time
 def shared():
     found = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -28,15 +28,18 @@ def shared():
 def end(*_):
     names = shared() if sys.platform == "linux" else ()
     server.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        server.wait(2)
+    deadline = time.monotonic() + 2
+    with contextlib.suppress(ChildProcessError):  # not server.wait, in the middle of which this is called
+        while time.monotonic() < deadline and not os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            time.sleep(0.02)
     for name in names:
         with contextlib.suppress(OSError):
             os.unlink(name)
     os.killpg(0, signal.SIGKILL)
 server = subprocess.Popen(sys.argv[2:])
 signal.signal(signal.SIGTERM, end)
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 if os.getppid() != int(sys.argv[1]):
     end()
 sys.exit(server.wait() % 256)

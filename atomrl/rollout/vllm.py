@@ -172,7 +172,6 @@ class VLLMEngine(RequestEngine):
         from vllm.lora.request import LoRARequest
 
         folder = self.folder.path / str(version)
-        folder.mkdir()
         write_adapters(adapters, folder)
         self.llm.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
         for earlier in folder.parent.iterdir():
@@ -210,7 +209,9 @@ class VLLMEngine(RequestEngine):
                 state, (delta,) = self.held[output.request_id], output.outputs
                 self._take(state, delta)
                 if output.finished:
-                    finished.append((state, "length" if delta.finish_reason == "length" else "stop"))
+                    if delta.finish_reason not in ("stop", "length"):
+                        raise RuntimeError(f"vLLM ended a completion with {delta.finish_reason!r}")
+                    finished.append((state, delta.finish_reason))
             if any(state.diverged() for state, _ in finished):
                 raise ValueError(DIVERGED)
             if finished or time.monotonic() >= end:
