@@ -22,6 +22,7 @@ LAYERS = [
     {"algorithms"},
     {"config"},
     {"doctor", "cluster", "importers"},
+    {"reading"},
     {"data", "models", "rewards", "tracking"},
     {"weights", "environments", "retrieval"},
     {"rollout", "training"},

@@ -34,8 +34,8 @@ BOUNDED = "r_i <- clip(r_i)"
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 FILTER = "--algo.dynamic_filtering_enable --actor.model_name_or_path m --data.prompt_dataset d.jsonl"
 
-# File -> prompts in a step, completions of a prompt, completions in an optimizer step, and how many of these a step has;
-# and all lines of the equation.
+# File -> prompts in a step, completions of a prompt, completions in an optimizer step, optimizer steps in a step; and
+# all lines of the equation.
 MEANING: dict[str, tuple[tuple[int, int, int, int], list[str]]] = {
     "verl_grpo_kl.sh": (
         (256, 5, 64 * 5, 4),
