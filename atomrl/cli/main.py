@@ -25,6 +25,9 @@ COMMANDS = {
     "atoms": "list the atoms, or show one: equation, shapes, paper, example",
     "import": "turn a config of verl, TRL or OpenRLHF into one of ours, or a nanoGPT checkpoint into a model folder",
     "export": "merge a checkpoint's adapters and write a plain model folder",
+    "rollouts": "look at the completions of a run, or write them to a file",
+    "compare": "put runs side by side: a table, the keys that differ, a picture",
+    "diff": "say where two runs begin to differ",
     "plot": "draw the curves of a run",
     "doctor": "say what is wrong with a run; without one, what this machine has and what will be used",
 }
