@@ -26,6 +26,7 @@ COMMANDS = {
     "import": "turn a nanoGPT checkpoint into a model folder",
     "export": "merge a checkpoint's adapters and write a plain model folder",
     "plot": "draw the curves of a run",
+    "ui": "look at runs in a browser: live curves, completions, comparison",
     "doctor": "say what is wrong with a run; without one, what this machine has and what will be used",
 }
 """Command -> what it does. `atomrl.cli.NAME`, or the module of `MODULES`, has `add_arguments(parser)` and
