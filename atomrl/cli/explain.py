@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from atomrl.objective.explain import latex, page
-    from atomrl.runs.explained import objective_in, setting_in
+    from atomrl.config.explained import objective_in, setting_in
 
     config = config_from(arguments)
     objective = objective_in(config)

@@ -14,7 +14,7 @@ import yaml
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
 from atomrl.objective.explain import page
 from atomrl.reading.run import config_differences
-from atomrl.runs.explained import objective_in, setting_in
+from atomrl.config.explained import objective_in, setting_in
 
 NEEDED = ("run_name", "output_dir")
 

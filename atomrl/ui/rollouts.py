@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 
@@ -49,7 +49,7 @@ def wanted(query: Mapping[str, str]) -> tuple[RolloutFilter, Order, bool]:
     order = query.get("sort") or "step"
     if order not in get_args(Order):
         raise BadQuestion(f"sort={order!r} is none of {', '.join(get_args(Order))}")
-    return RolloutFilter(**given), order, query.get("descending") == "true"
+    return RolloutFilter(**given), cast(Order, order), query.get("descending") == "true"
 
 
 def page(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class Routes:
             ("/api/runs/{id}", self.run),
             ("/api/runs/{id}/card", self.card),
             ("/api/runs/{id}/config", self.config),
+            ("/api/runs/{id}/about", self.about),
             ("/api/runs/{id}/metrics", self.metrics),
             ("/api/runs/{id}/tail", self.tail),
             ("/api/runs/{id}/log", self.log),
@@ -103,7 +104,12 @@ class Routes:
         with self._reading(request) as (_, run):
             config = run.config
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else ""
-        return answer(request, {"yaml": text} | self.questions.about(config))
+        return answer(request, {"yaml": text})
+
+    def about(self, request: Request) -> Response:
+        with self._reading(request) as (_, run):
+            config = run.config
+        return answer(request, self.questions.about(config))
 
     def metrics(self, request: Request) -> Response:
         """Curves: a header of JSON behind its length, then float32."""

@@ -27,7 +27,7 @@ export const CHARTS = [
   ["memory", (name) => /memory/.test(name)],
   ["rate", (name) => name === "actor/lr"],
 ];
-export const FIRST = ["reward", "accuracy", "signal", "loss", "margins", "length"];
+export const FIRST = ["reward", "accuracy", "signal", "loss", "margins", "length", "entropy", "gradient"];
 
 function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -42,6 +42,11 @@ function labels(names) {
 function summary(title, series) {
   const parts = series.map(({ label, x, y }) => t("curve_said", { label, first: number(y[0]), last: number(y[y.length - 1]), from: x[0], to: x[x.length - 1] }));
   return `${title}: ${parts.join("; ")}`;
+}
+
+function last(column) {
+  for (let i = (column || []).length - 1; i >= 0; i--) if (column[i] !== null && column[i] !== undefined) return column[i];
+  return null;
 }
 
 /** Draw flags of findings at their steps. */
@@ -108,7 +113,7 @@ export function Chart({ title, series, findings = [], onStep, sync, onZoom, heig
         scales: { x: { time: false } },
         axes: [{ ...axis, size: 26, gap: 2 }, { ...axis, size: 52, gap: 3, values: (_, values) => values.map((value) => number(value)) }],
         series: [
-          { label: t("step"), value: (_, value) => (value === null ? "–" : String(value)) },
+          { label: t("step"), value: (_, value) => (value === null || value === undefined ? "" : String(value)) },
           ...series.map((one, i) => ({
             label: one.label,
             stroke: color(`--c${(one.color ?? i) % 8}`),
@@ -116,7 +121,8 @@ export function Chart({ title, series, findings = [], onStep, sync, onZoom, heig
             dash: DASHES[(one.color !== undefined ? Math.floor(one.color / 8) : Math.floor(i / 2)) % DASHES.length],
             spanGaps: true,
             points: { show: Boolean(one.dots) || one.x.length < 2, size: 6 },
-            value: (_, value) => number(value),
+            // Where no step is pointed at: the newest value.
+            value: (self, value, place, at) => number(at === null || at === undefined ? last(self.data[place]) : value),
           })),
         ],
         hooks: {

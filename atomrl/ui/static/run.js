@@ -71,12 +71,15 @@ function Evaluations({ run }) {
 }
 
 function Config({ run }) {
-  const [found, error] = useGet(`/api/runs/${run.id}/config`, []);
+  const [config, error] = useGet(`/api/runs/${run.id}/config`, []);
+  const [about, failure] = useGet(`/api/runs/${run.id}/about`, []);
   const [text, setText] = useState("");
-  if (!found) return error ? html`<${Failure} error=${error} />` : html`<p role="status" class="loading">${t("asking_schema")}</p>`;
+  if (!config) return error ? html`<${Failure} error=${error} />` : html`<${Loading} />`;
+  const found = about || {};
   const changed = Object.entries(found.changed || {});
-  const lines = found.yaml.split("\n").filter((line) => !text || line.toLowerCase().includes(text.toLowerCase()));
+  const lines = config.yaml.split("\n").filter((line) => !text || line.toLowerCase().includes(text.toLowerCase()));
   return html`
+    ${!about && !failure && html`<p role="status" class="loading">${t("asking_schema")}</p>`}<${Failure} error=${failure} />
     ${(found.errors || []).length > 0 && html`<div class="failure" role="alert"><p>${t("other_version")}</p><pre>${visible(found.errors.join("\n"))}</pre></div>`}
     ${found.failed && html`<p class="failure" role="alert">${visible(found.failed)}</p>`}
     ${changed.length > 0 && html`<h2>${t("changed")}</h2><div class="scroll" tabindex="0" role="region" aria-label=${t("changed")}><table><thead><tr><th scope="col">${t("key")}</th><th scope="col">${t("value")}</th><th scope="col">${t("default")}</th></tr></thead>
