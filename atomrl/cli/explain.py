@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from atomrl.objective.explain import latex, page
     from atomrl.config.explained import objective_in, setting_in
+    from atomrl.objective.explain import latex, page
 
     config = config_from(arguments)
     objective = objective_in(config)

@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
+from atomrl.config.explained import objective_in, setting_in
 from atomrl.objective.explain import page
 from atomrl.reading.run import config_differences
-from atomrl.config.explained import objective_in, setting_in
 
 NEEDED = ("run_name", "output_dir")
 

@@ -15,6 +15,8 @@ CURVES = (
     "actor/entropy", "actor/ppo_kl", "actor/grad_norm", "perf/throughput",
 )  # fmt: skip
 POINTS = 5 * SPARK_POINTS
+PLACES = ("run_name", "output_dir")
+"""Keys that say where a run is, and not what it is."""
 
 
 def part(run: Run, run_id: str, name: str) -> dict[str, Any]:
@@ -30,13 +32,20 @@ def part(run: Run, run_id: str, name: str) -> dict[str, Any]:
 
 
 def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The cards, the config keys in which any two differ, and the curves by metric, one for each run that has it."""
-    keys = dict.fromkeys(key for one in parts for key in one["config"])
-    values = {key: [one["config"].get(key) for one in parts] for key in keys}
-    differing = {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+    """The cards, the config keys in which any two differ, those that only some have (as of another version), and the
+    curves by metric, one for each run that has it."""
+    keys = dict.fromkeys(key for one in parts for key in one["config"] if key not in PLACES)
+    differing, partial = {}, {}
+    for key in keys:
+        given = [one["config"][key] for one in parts if key in one["config"]]
+        if any(value != given[0] for value in given):
+            differing[key] = [one["config"].get(key) for one in parts]
+        elif len(given) < len(parts):
+            partial[key] = [one["config"].get(key) for one in parts]
     metrics = dict.fromkeys(metric for one in parts for metric in one["curves"])
     return {
         "runs": [one["card"] for one in parts],
         "config": differing,
+        "partial": partial,
         "curves": {metric: [one["curves"].get(metric) for one in parts] for metric in metrics},
     }

@@ -44,6 +44,13 @@ function summary(title, series) {
   return `${title}: ${parts.join("; ")}`;
 }
 
+/** What a curve is drawn between: with some air, also where it is flat. */
+function around(_, low, high) {
+  if (low === null || high === null) return [0, 1];
+  if (low === high) return [low - (Math.abs(low) / 10 || 0.5), high + (Math.abs(high) / 10 || 0.5)];
+  return uPlot.rangeNum(low, high, 0.08, true);
+}
+
 function last(column) {
   for (let i = (column || []).length - 1; i >= 0; i--) if (column[i] !== null && column[i] !== undefined) return column[i];
   return null;
@@ -110,7 +117,7 @@ export function Chart({ title, series, findings = [], onStep, sync, onZoom, heig
         height,
         legend: { live: true },
         cursor: { y: false, sync: sync ? { key: sync } : undefined, focus: { prox: 16 }, drag: { x: true, y: false } },
-        scales: { x: { time: false } },
+        scales: { x: { time: false }, y: { range: around } },
         axes: [{ ...axis, size: 26, gap: 2 }, { ...axis, size: 52, gap: 3, values: (_, values) => values.map((value) => number(value)) }],
         series: [
           { label: t("step"), value: (_, value) => (value === null || value === undefined ? "" : String(value)) },

@@ -28,6 +28,13 @@ function seriesOf(found, metric, grouped) {
   });
 }
 
+function Keys({ runs, rows, title }) {
+  return html`<div class="scroll" tabindex="0" role="region" aria-label=${title}><table>
+    <thead><tr><th scope="col">${t("key")}</th>${runs.map((run) => html`<th scope="col">${visible(run.name)}</th>`)}</tr></thead>
+    <tbody>${rows.map(([key, values]) => html`<tr><th scope="row"><code>${visible(key)}</code></th>${values.map((value) => html`<td><code>${value === null ? "–" : visible(JSON.stringify(value))}</code></td>`)}</tr>`)}</tbody>
+  </table></div>`;
+}
+
 export function Compare({ ids }) {
   const [found, error] = useGet(`/api/compare?runs=${ids.join(",")}`, ids);
   const [grouped, setGrouped] = useKept("compare-grouped", "no");
@@ -52,8 +59,9 @@ export function Compare({ ids }) {
         <td><${Status} status=${run.status} /></td><td>${run.step}</td><td>${number(run.value)}</td><td>${number(heldOut(run))}</td>
         <td>${run.findings.map((one) => one.id.replaceAll("_", " ")).join(", ") || t("none")}</td></tr>`)}</tbody></table></div>
     <h2>${t("config_differs")}</h2>
-    ${differing.length ? html`<div class="scroll" tabindex="0" role="region" aria-label=${t("config_differs")}><table><thead><tr><th scope="col">${t("key")}</th>${found.runs.map((run) => html`<th scope="col">${visible(run.name)}</th>`)}</tr></thead>
-      <tbody>${differing.map(([key, values]) => html`<tr><th scope="row"><code>${visible(key)}</code></th>${values.map((value) => html`<td><code>${visible(JSON.stringify(value) ?? "–")}</code></td>`)}</tr>`)}</tbody></table></div>` : html`<p>${t("nothing_differs")}</p>`}
+    ${differing.length ? html`<${Keys} runs=${found.runs} rows=${differing} title=${t("config_differs")} />` : html`<p>${t("nothing_differs")}</p>`}
+    ${Object.keys(found.partial).length > 0 && html`<details><summary>${t("config_partial", { n: Object.keys(found.partial).length })}</summary>
+      <${Keys} runs=${found.runs} rows=${Object.entries(found.partial)} title=${t("config_partial", { n: "" })} /></details>`}
     <div class="bar"><h2>${t("curves")}</h2><label><input type="checkbox" checked=${grouped === "yes"} onChange=${(event) => setGrouped(event.target.checked ? "yes" : "no")} /> ${t("over_seeds")}</label></div>
     <div class="charts">${charts.map(([title, series]) => series.length > 0 && html`<${Chart} key=${title + grouped} title=${title} series=${series} sync="compare" height=${190} />`)}</div>`;
 }

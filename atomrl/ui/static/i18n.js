@@ -1,5 +1,5 @@
 // The words of the pages, in English and Chinese: key: [English, Chinese].
-const WORDS = {
+export const WORDS = {
   ago: ["{time} ago", "{time}前"], left: ["{time} left", "剩余 {time}"], left_sentence: ["About {time} left.", "大约还需 {time}。"],
   running: ["running", "运行中"], finished: ["finished", "已完成"], stopped: ["stopped", "已停止"], failed: ["failed", "失败"],
   gone: ["This is not there (any more).", "不存在（或已被删除）。"], unauthorized: ["Open the address that `atomrl ui` printed.", "请打开 `atomrl ui` 输出的地址。"],
@@ -52,7 +52,7 @@ const WORDS = {
   formula_z: ["Advantage A = (reward − mean) / deviation", "优势 A =（奖励 − 均值）/ 标准差"], formula_centred: ["Advantage A = reward − mean", "优势 A = 奖励 − 均值"], formula_others: ["Advantage A = reward − mean of the others", "优势 A = 奖励 − 其余的均值"], formula_reward: ["Advantage A = reward", "优势 A = 奖励"],
   formula_other: ["The recorded advantages follow from no simple formula of these rewards: the algorithm shapes or normalises them further (see Config, Equation).", "记录的优势不是这些奖励的简单函数：算法还做了塑形或归一化（见配置页的公式）。"],
   n_tokens: ["{n} tokens", "{n} 词元"], turns: ["{n} turns", "{n} 轮"], ended: ["Ended", "结束"], prompt_through: ["One prompt through the run", "一个提示贯穿整个运行"],
-  least: ["least", "最小"], most: ["most", "最大"], config_differs: ["Where their configs differ", "配置的不同之处"], nothing_differs: ["Nowhere.", "没有不同。"], over_seeds: ["Mean and range over seeds", "按种子取均值与范围"],
+  least: ["least", "最小"], most: ["most", "最大"], config_differs: ["Where their configs differ", "配置的不同之处"], config_partial: ["Keys that only some of them have, as of another version: {n}", "只有部分运行才有的键（版本不同）：{n}"], nothing_differs: ["Nowhere.", "没有不同。"], over_seeds: ["Mean and range over seeds", "按种子取均值与范围"],
   starting: ["Starting…", "启动中…"], started_as: ["{name} is starting (process {process}); it appears under Runs.", "{name} 正在启动（进程 {process}），会出现在运行列表。"], check: ["Check", "检查"],
   valid: ["A valid config: {kind}, {steps} steps of {updates} update(s).", "配置有效：{kind}，{steps} 步，每步 {updates} 次更新。"], launch: ["Launch", "启动"],
   run_goes_on: ["A run that is launched goes on when this page or the server is closed.", "启动的运行在关闭本页或服务器后仍会继续。"],
