@@ -3,6 +3,7 @@
 from atomrl.config.base import ConfigError, Section
 from atomrl.config.environments import EnvironmentConfig, ToolConfig
 from atomrl.config.files import merge_trees, nest, parse_overrides, read_yaml
+from atomrl.config.fsdp import FSDPConfig
 from atomrl.config.run import RunConfig, build_config, dump_config, known_keys
 from atomrl.config.schema import (
     AsynchronousConfig,

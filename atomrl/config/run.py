@@ -15,6 +15,7 @@ from atomrl.algorithms.table import objective_of
 from atomrl.config import schema
 from atomrl.config.base import ConfigError, Section
 from atomrl.config.environments import EnvironmentConfig, ToolConfig
+from atomrl.config.fsdp import FSDPConfig
 from atomrl.config.names import foreign_names, suggestion
 from atomrl.objective import PolicyObjective, PreferenceObjective
 from atomrl.objective.choice import Choice
@@ -67,6 +68,7 @@ class RunConfig(Section):
     critic: schema.CriticConfig = schema.CriticConfig()
     teacher: schema.TeacherConfig | None = None
     cluster: schema.ClusterConfig | None = None
+    fsdp: FSDPConfig | None = None
     asynchronous: schema.AsynchronousConfig | None = None
     pool: schema.PoolConfig = schema.PoolConfig()
     environment: EnvironmentConfig | None = None

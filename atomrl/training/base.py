@@ -122,6 +122,10 @@ class BaseBackend(ABC):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def before_backward(self, last: bool) -> None:
+        """Called before each micro-batch of an update."""
+        del last  # of interest where gradients are summed over ranks
+
     @torch.no_grad()
     def forward_only(self, rows: RowBatch, needs: Collection[ModelInput]) -> RowBatch:
         """Add what is asked for, without gradient.
@@ -191,7 +195,8 @@ class BaseBackend(ABC):
 
         def accumulate(split: list[Tensor]) -> list[Metrics]:
             parts = []
-            for index in split:
+            for number, index in enumerate(split, 1):
+                self.before_backward(last=number == len(split))
                 micro = self._micro(batch, index)
                 outputs = ModelOutputs(**self._outputs(micro, wanted))
                 result = algorithm.loss(outputs, micro)
