@@ -110,7 +110,7 @@ def is_other_rank(config: RunConfig) -> bool:
     from atomrl.training.collective import check_launcher, launched
     from atomrl.worker_process import die_with
 
-    if config.fsdp is None:
+    if config.backend is None:
         check_launcher(1)
     if (started := launched()) is None:
         return False
@@ -123,9 +123,9 @@ def follow(config: RunConfig, dry_run: bool) -> int:
     from atomrl.runs.build import device_name
     from atomrl.training.ranks import follow_launcher
 
-    assert config.fsdp is not None
+    assert config.backend is not None
     if not dry_run:
-        follow_launcher(config.fsdp, device_name(config.model.device))
+        follow_launcher(config.backend, device_name(config.model.device))
     return 0
 
 

@@ -318,14 +318,14 @@ def build_trainer(
     config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any, cluster: RayCluster | None
 ) -> TrainingBackend:
     """The training back end, with the models that the algorithm needs beside the policy: in this process, on the ranks
-    of `fsdp`, or in Ray actors where the cluster has a role `trainer`.
+    of `backend`, or in Ray actors where the cluster has a role `trainer`.
 
     Args:
         path: the policy that training starts from.
     """
-    if config.fsdp is not None:
+    if config.backend is not None:
         return RankedBackend(
-            partial(rank_trainer, config, algorithm, path), config.fsdp, device_name(config.model.device), tokenizer
+            partial(rank_trainer, config, algorithm, path), config.backend, device_name(config.model.device), tokenizer
         )
     if cluster is None or "trainer" not in cluster.wanted:
         return local_trainer(config, algorithm, path, tokenizer)
@@ -346,9 +346,9 @@ def rank_trainer(
     config: RunConfig, algorithm: Algorithm, path: str, ranks: Ranks, device: torch.device
 ) -> TrainingBackend:
     """The training back end of a rank."""
-    assert config.fsdp is not None
+    assert config.backend is not None
     settings = _trainer_settings(config, algorithm, path)
-    return FSDPBackend(config.fsdp, collective=ranks, device=device, **settings)
+    return FSDPBackend(config.backend, collective=ranks, device=device, **settings)
 
 
 def _trainer_settings(config: RunConfig, algorithm: Algorithm, path: str) -> dict[str, Any]:

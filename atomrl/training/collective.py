@@ -64,6 +64,6 @@ def check_launcher(world: int) -> None:
     if world == 1 and started is not None:
         raise ConfigError(
             f"this back end is a single process, and a launcher started {started.world} of it "
-            f"(WORLD_SIZE={started.world}), each of which would train a model of its own: give the section fsdp "
-            "(`fsdp={}`), or start it without torchrun or accelerate"
+            f"(WORLD_SIZE={started.world}), each of which would train a model of its own: give the section backend "
+            "(`backend.type=fsdp`), or start it without torchrun or accelerate"
         )

@@ -42,13 +42,16 @@ class FSDPBackend(BaseBackend):
         model, train, algorithm, named: as of `BaseBackend`; `collective` are the `Ranks`.
     """
 
+    whole_weights, begins_again = False, False
+    """The other ranks wait inside of a layer for one whose memory runs out."""
+
     def __init__(
         self, settings: FSDPConfig, model: ModelConfig, train: Any, algorithm: Algorithm, **named: Any
     ) -> None:
         self.settings, self.skeletons = settings, dict[RoleName, nn.Module]()
         world, replicas = named["collective"].world, settings.replicas
         if world % replicas:
-            raise ConfigError(f"fsdp.replicas={replicas} does not divide the {world} ranks")
+            raise ConfigError(f"backend.replicas={replicas} does not divide the {world} ranks")
         shape, names = (
             ((replicas, world // replicas), ("replicate", "shard")) if replicas > 1 else ((world,), ("shard",))
         )
@@ -123,7 +126,7 @@ class FSDPBackend(BaseBackend):
 
     def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
         """The policy's weights for an engine, on rank 0; others have none."""
-        model = self.gathered("policy", adapters_alone)
+        model = self.gathered(next(iter(self.roles)), adapters_alone)
         if model is None:
             return WeightUpdate(version)
         policy: Any = model

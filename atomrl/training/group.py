@@ -62,7 +62,8 @@ class Ranks(Collective):
             self.host, self.outcome = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
             self.waiting = dist.new_group(backend="gloo", timeout=IDLE)
         self._closed = threading.Event()
-        threading.Thread(target=self._beat, args=(store.clone(),), name="heart of this rank", daemon=True).start()
+        self._heart = threading.Thread(target=self._beat, args=(store.clone(),), name="heart of this rank", daemon=True)
+        self._heart.start()
 
     def max(self, number: int) -> int:
         """The largest number that a rank gave."""
@@ -148,7 +149,7 @@ class Ranks(Collective):
         now = self._beats()
         silent = [str(rank) for rank in range(self.world) if now[rank] == start[rank]]
         if silent:
-            return f"rank {', '.join(silent)} stands still, or is gone (fsdp.timeout_s={self.timeout_s:g})"
+            return f"rank {', '.join(silent)} stands still, or is gone (backend.timeout_s={self.timeout_s:g})"
         return otherwise.partition("\n")[0]
 
     def _beats(self) -> list[int]:
@@ -164,6 +165,7 @@ class Ranks(Collective):
     def close(self) -> None:
         """Leave the group."""
         self._closed.set()
+        self._heart.join(STOPPED_S)
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from atomrl.batches import RowBatch, TrainingBatch
-from atomrl.config import ConfigError, FSDPConfig
+from atomrl.config import ConfigError, RankedConfig
 from atomrl.metrics import Metrics
 from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightUpdate
 from atomrl.training.collective import launched
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 START_S, END_S, NOTICE_S = 600.0, 10.0, 1.0
 
 
-def rank_count(settings: FSDPConfig, device: str) -> int:
+def rank_count(settings: RankedConfig, device: str) -> int:
     """How many ranks a run has.
 
     Args:
@@ -50,12 +50,12 @@ def rank_count(settings: FSDPConfig, device: str) -> int:
     if started is not None:
         if given not in (None, started.world):
             raise ConfigError(
-                f"fsdp.ranks={given}, and the launcher started {started.world} (WORLD_SIZE); leave it out"
+                f"backend.ranks={given}, and the launcher started {started.world} (WORLD_SIZE); leave it out"
             )
         return started.world
     gpus = torch.cuda.device_count() if device.startswith("cuda") else 0
     if gpus and given is not None and given > gpus:
-        raise ConfigError(f"fsdp.ranks={given}: torch sees {gpus} CUDA devices on this machine")
+        raise ConfigError(f"backend.ranks={given}: torch sees {gpus} CUDA devices on this machine")
     if gpus and ":" in device and given != 1:
         raise ConfigError(f"model.device={device}: ranks have a GPU each; leave the number out")
     return given or gpus or 1
@@ -82,7 +82,7 @@ class RankedBackend:
 
     concurrent = False
 
-    def __init__(self, build: Build, settings: FSDPConfig, device: str, tokenizer: Any = None) -> None:
+    def __init__(self, build: Build, settings: RankedConfig, device: str, tokenizer: Any = None) -> None:
         self.processes: dict[int, WorkerProcess] = {}
         self.broken, self.busy, self.ranks = False, True, None
         count = rank_count(settings, device)
@@ -217,7 +217,7 @@ def join_launched(device: str, timeout_s: float) -> Ranks:
     return Ranks(store, rank, world, rank_device(device, started.local_rank), timeout_s, started.on_one_machine)
 
 
-def follow_launcher(settings: FSDPConfig, device: str) -> None:
+def follow_launcher(settings: RankedConfig, device: str) -> None:
     """Be a rank other than 0 of those that a launcher started, until rank 0 ends it."""
     rank_count(settings, device)
     started = launched()

@@ -62,7 +62,7 @@ def load_shards(trained: Mapping[RoleName, Optimizer], ranks: Collective, folder
     if not (state / SHARDS).is_dir():
         raise ConfigError(
             f"{folder} holds no {STATE_FOLDER}/{SHARDS}: it is no checkpoint of several ranks; go on without the "
-            "section fsdp, or start a new run from its model"
+            "section backend, or start a new run from its model"
         )
     saved = json.loads((state / COUNTS).read_text(encoding="utf-8"))
     if saved["skipped_in_a_row"].keys() != trained.keys():
