@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from atomrl.algorithms.reward_model import RewardModelObjective
 from atomrl.algorithms.table import objective_of
 from atomrl.config import schema
+from atomrl.config.backend import BackendConfig
 from atomrl.config.base import ConfigError, Section
 from atomrl.config.environments import EnvironmentConfig, ToolConfig
 from atomrl.config.names import foreign_names, suggestion
@@ -67,6 +68,8 @@ class RunConfig(Section):
     critic: schema.CriticConfig = schema.CriticConfig()
     teacher: schema.TeacherConfig | None = None
     cluster: schema.ClusterConfig | None = None
+    backend: BackendConfig | None = None
+    """Of several processes; None: one process trains."""
     asynchronous: schema.AsynchronousConfig | None = None
     pool: schema.PoolConfig = schema.PoolConfig()
     environment: EnvironmentConfig | None = None

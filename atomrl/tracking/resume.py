@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError, RunConfig, build_config
+from atomrl.reading.lines import flat_tree
 
 HARMLESS = (
     "run_name", "output_dir", "checkpoint", "tracking", "eval.every_steps", "eval.before", "eval.after",
@@ -15,7 +16,7 @@ HARMLESS = (
     "model.path", "model.tokenizer", "data.train",
     # Speed and memory; the objective stays, though not its last bits.
     "model.device", "model.gradient_checkpointing", "model.compile", "rollout.max_concurrent_completions",
-    "train.tokens_per_micro_batch", "train.rows_per_micro_batch",
+    "train.tokens_per_micro_batch", "train.rows_per_micro_batch", "backend",
     # How long one waits, and how much room there is.
     "pool.timeout_s", "pool.lease_s", "pool.capacity", "pool.ttl_s",
     "asynchronous.timeout_s", "cluster.timeout_s", "rollout.server_timeout_s",
@@ -45,20 +46,6 @@ def stopping_changes(changes: list[str], now: RunConfig) -> list[str]:
     if now.train.schedule == "constant" and not now.train.warmup_ratio:
         free = (*HARMLESS, "train.steps")
     return [line for line in changes if not f"{line.partition(':')[0]}.".startswith(tuple(f"{key}." for key in free))]
-
-
-def flat_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested dict with dotted keys.
-
-    Example:
-        >>> flat_tree({"a": {"b": 1}, "c": [2]})
-        {'a.b': 1, 'c': [2]}
-    """
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        nested = isinstance(value, Mapping) and value
-        flat.update(flat_tree(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value})
-    return flat
 
 
 def model_identity(folder: Path) -> str:

@@ -13,8 +13,8 @@ import yaml
 from safetensors.torch import load_file
 
 from atomrl.cli.main import main
+from atomrl.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
-from atomrl.tracking.run_directory import read_metrics
 from tests.loop.test_recovery import seen, stop_after, write_problems
 
 ROOT = Path(__file__).parents[2]

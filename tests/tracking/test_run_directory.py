@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from atomrl.config import ConfigError, build_config
-from atomrl.tracking.run_directory import RunDirectory, read_metrics, rollout_rows
+from atomrl.reading.lines import read_metrics
+from atomrl.tracking.run_directory import RunDirectory, rollout_rows
 from tests.pool.made import rich_episode
 from tests.tracking.helpers import make_config, make_scored
 
