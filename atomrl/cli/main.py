@@ -30,6 +30,7 @@ COMMANDS = {
     "compare": "put runs side by side: a table, the keys that differ, a picture",
     "diff": "say where two runs begin to differ",
     "plot": "draw the curves of a run",
+    "ui": "look at runs in a browser: live curves, completions, comparison",
     "doctor": "say what is wrong with a run; without one, what this machine has and what will be used",
 }
 """Command -> what it does. `atomrl.cli.NAME`, or the module of `MODULES`, has `add_arguments(parser)` and

@@ -42,26 +42,29 @@ def hold(folder: Path) -> None:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process on this machine holds the run's lock. It is asked, not tried: trying could make a run that
-    is just starting fail.
+    """Whether a process on this machine holds the run's lock; in that process, whether it has since it began."""
+    return owner(folder) is not None
 
-    In the process that holds it: whether it has held it since it began.
-    """
+
+def owner(folder: Path) -> int | None:
+    """The process on this machine that holds the run's lock, if one does; 0 where it is one that is not seen from here
+    (of another container). The kernel is asked, the lock is not tried: that could make a run that is just starting
+    fail."""
     if folder.resolve() in _held:
-        return True
+        return os.getpid()
     if not sys.platform.startswith("linux"):  # whose struct flock this is
-        return False
+        return None
     try:
         handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
-        return False
+        return None
     try:
         # type, whence, start, length, pid; the kernel puts F_UNLCK where no one's lock would stand in the way.
         question = struct.pack(FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-        answer = fcntl.fcntl(handle, fcntl.F_GETLK, question)
-        return bool(struct.unpack(FLOCK, answer)[0] != fcntl.F_UNLCK)
+        kind, _, _, _, process = struct.unpack(FLOCK, fcntl.fcntl(handle, fcntl.F_GETLK, question))
+        return max(0, int(process)) if kind != fcntl.F_UNLCK else None
     except OSError:  # a file system without locks
-        return False
+        return None
     finally:
         os.close(handle)
 

@@ -184,6 +184,23 @@ class RolloutIndex:
         """The numbers of the completions of the same prompt in the same step, itself among them."""
         return np.flatnonzero(self.groups == self.groups[number])
 
+    def place(self, number: int) -> tuple[int, str, int]:
+        """Step, split and place in the file: what names a rollout also after a `refresh`."""
+        index = bisect_right(self._firsts, number) - 1
+        file = self._ordered[index]
+        return file.step, file.split, number - self._firsts[index]
+
+    def number_at(self, step: int, split: str, place: int) -> int:
+        """The number of a rollout by its `place`.
+
+        Raises:
+            LookupError: there is none.
+        """
+        for first, file in zip(self._firsts, self._ordered, strict=True):
+            if (file.step, file.split) == (step, split) and 0 <= place < len(file):
+                return first + place
+        raise LookupError(f"there is no rollout {place} of {split} in step {step}")
+
     def prompt_of(self, number: int) -> str:
         """The hash of a rollout's prompt: 16 hexadecimal digits."""
         return self._prompt_names[int(self._prompts[number])]
