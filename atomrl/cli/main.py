@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from atomrl.hints import did_you_mean
 
 COMMANDS = {
+    "init": "make a folder for a project of your own, which runs at once",
     "train": "train a model with reinforcement learning",
     "sft": "train a model on demonstrations",
     "reward-model": "train a reward model on pairs of completions",
