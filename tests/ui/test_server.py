@@ -217,6 +217,20 @@ def test_nothing_is_launched_elsewhere_or_over_a_run(tmp_path):
     assert not (tmp_path / "runs" / ".launches").exists()
 
 
+def test_a_run_that_is_just_ending_is_waited_for(tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "one")
+    owners, spawned = iter([7, 7, None]), []
+    monkeypatch.setattr("atomrl.ui.launches.owner", lambda _: next(owners))
+    monkeypatch.setattr("atomrl.ui.launches.kind_of", lambda _: "train")
+    monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: spawned.append(arguments))
+    with pytest.raises(LaunchError, match="it is running"):
+        Launcher(tmp_path).resume(folder)
+    (folder / "summary.json").write_text('{"finished": false}')
+    Launcher(tmp_path).resume(folder)
+    [arguments] = spawned
+    assert arguments[:2] == ["train", str(folder / "config.yaml")] and arguments[-1] == "--resume"
+
+
 def test_only_a_process_that_writes_the_run_is_stopped(tmp_path):
     folder = make_run(tmp_path / "one")
     (folder / ".lock").write_text(f"process {os.getppid()} on {os.uname().nodename}\n")  # it wrote it once

@@ -187,7 +187,7 @@ export function visible(text) {
 export const MARKS = { running: "●", finished: "✓", stopped: "❙❙", failed: "✕" };
 
 export function Status({ status }) {
-  return html`<span class=${`status ${status}`}><span aria-hidden="true">${MARKS[status]}</span> ${t(status)}</span>`;
+  return html`<span class=${`status ${status}`}><span aria-hidden="true">${MARKS[status]}</span> <span class="word">${t(status)}</span></span>`;
 }
 
 export function Failure({ error }) {
