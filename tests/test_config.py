@@ -248,17 +248,18 @@ def documented(pytestconfig):
 
 
 def test_the_documentation_has_every_key_with_its_default(pytestconfig):
-    main, lora, cluster, asynchronous, environment, tools, *rest = documented(pytestconfig)
+    main, lora, cluster, ranked, asynchronous, environment, tools, *rest = documented(pytestconfig)
     teacher, sft, pretrain, preference, algorithm = rest
     config = build_config(main)
     names = {"run_name": main["run_name"], "model": {"path": "PATH"}, "data": {"train": "train.jsonl"}}
     assert config == build_config(names), "the defaults"
     shown = set(known_keys())
-    for tree in (main, lora, cluster, asynchronous, environment, tools, teacher, sft, pretrain, preference):
+    for tree in (main, lora, cluster, ranked, asynchronous, environment, tools, teacher, sft, pretrain, preference):
         shown -= set(dotted(tree))
     assert not [key for key in shown if not key.startswith("algorithm.")], "keys that the documentation lacks"
     assert build(**lora).model.lora == build(model={"lora": {}}).model.lora
     assert build(**cluster).cluster == build(cluster={}).cluster
+    assert build(**ranked).backend == build(backend={"type": "fsdp"}).backend
     assert build(**asynchronous).asynchronous == build(asynchronous={}).asynchronous
     assert build(**environment).environment == build(environment={"function": "PATH"}).environment
     assert build(model={"path": None}, **sft).sft == build(model={"path": None}, sft={"gpt": {}}).sft

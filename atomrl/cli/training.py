@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import sys
@@ -42,6 +43,7 @@ ADVICE = {
     "model.gradient_checkpointing=true; atomrl train CONFIG --dry-run estimates the memory.",
     "Diverged": "Lower train.learning_rate; model.dtype=float32 does not overflow so soon; RUN/rollouts has the "
     "rewards that it happened with. --resume --allow-changes goes on from the checkpoint before, with other settings.",
+    "RankFailed": "--resume goes on from the newest checkpoint.",
     "ActorDied": "--resume goes on from the newest checkpoint.",
     "NoSignal": "With other settings, --resume goes on from the newest checkpoint.",
 }
@@ -77,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     from atomrl.runs import check_command, prepare_run
 
     check_command(config, command)
+    if is_other_rank(config):
+        return follow(config, arguments.dry_run)
     print(compact(config), file=sys.stderr)
     if arguments.dry_run:
         for title, lines in prepare_run(config).describe():
@@ -98,6 +102,30 @@ def run(arguments: argparse.Namespace) -> int:
     if not summary.get("finished", True):
         print(f"stopped early: {how_to_go_on(command, config, arguments)}", file=sys.stderr)
         return INTERRUPTED
+    return 0
+
+
+def is_other_rank(config: RunConfig) -> bool:
+    """Whether a launcher started this process as one of several ranks, and rank 0 is another."""
+    from atomrl.training.collective import check_launcher, launched
+    from atomrl.worker_process import die_with
+
+    if config.backend is None:
+        check_launcher(1)
+    if (started := launched()) is None:
+        return False
+    die_with(os.getppid())  # torchrun, killed, leaves its processes behind
+    return started.rank > 0
+
+
+def follow(config: RunConfig, dry_run: bool) -> int:
+    """Do what rank 0 says until it ends; what there is to check and to print is its business."""
+    from atomrl.runs.build import device_name
+    from atomrl.training.ranks import follow_launcher
+
+    assert config.backend is not None
+    if not dry_run:
+        follow_launcher(config.backend, device_name(config.model.device))
     return 0
 
 

@@ -47,6 +47,34 @@ def micro_batches(
     return [torch.tensor(batch) for batch in batches]
 
 
+def micro_batches_for(
+    ranks: int,
+    lengths: Tensor,
+    group_ids: Tensor | None,
+    tokens_per_micro_batch: int,
+    rows_per_micro_batch: int | None = None,
+) -> list[Tensor]:
+    """`micro_batches` of about equally many padded tokens, as many as there are ranks, or a multiple of it: ranks wait
+    for each other at each.
+
+    Fewer where there are fewer rows (or groups) than ranks.
+
+    Example:
+        >>> micro_batches_for(2, torch.tensor([8, 4, 4, 2, 2, 2]), None, tokens_per_micro_batch=99)
+        [tensor([0]), tensor([1, 2, 3, 4, 5])]
+    """
+
+    def split(budget: int) -> list[Tensor]:
+        return micro_batches(lengths, group_ids, budget, rows_per_micro_batch)
+
+    wanted = -(-len(split(tokens_per_micro_batch)) // ranks) * ranks
+    low, high = 1, tokens_per_micro_batch  # the smallest budget with no more micro-batches than that
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(split(middle)) <= wanted else (middle + 1, high)
+    return split(high)
+
+
 def padded_tokens(lengths: Tensor, index: Tensor) -> int:
     """What the rows at `index` take in one forward pass: rows times the longest of them.
 

@@ -195,7 +195,7 @@ class GPT(nn.Module):
         """
         weight, (rows, length) = self.model.embed_tokens.weight, tokens.shape
         if self.shares_prompts:
-            return self.stream_states(tokens, row_stream(rows, length)).view(rows, length, -1)
+            return self._stream_states(tokens, row_stream(rows, length)).view(rows, length, -1)
         x = F.embedding(tokens, weight).to(self.compute_dtype or weight.dtype)
         cos, sin = self.rope_tables(length, tokens.device)
         for layer in self.model.layers:
@@ -209,6 +209,10 @@ class GPT(nn.Module):
 
     def stream_states(self, tokens: Tensor, stream: Stream) -> Tensor:
         """States of a `shared_prefix.Stream` after the final norm: tokens [B, T] -> [n, H], at each of its `before`."""
+        return self._stream_states(tokens, stream)
+
+    def _stream_states(self, tokens: Tensor, stream: Stream) -> Tensor:
+        # Apart from the two that call it: either gathers this model's weights where they are in shards, and once alone.
         weight = self.model.embed_tokens.weight
         x = F.embedding(tokens.flatten()[stream.source], weight).to(self.compute_dtype or weight.dtype)
         attend = self._stream_attention(x, stream, explicit=tokens.shape[1] <= BMM_MAX_TOKENS)

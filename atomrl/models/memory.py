@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from atomrl.atoms.logprobs import CHUNK_ELEMENTS
-from atomrl.config import RunConfig
+from atomrl.config import BackendConfig, RunConfig
 from atomrl.models.gpt import BMM_MAX_TOKENS
 from atomrl.models.loading import compute_dtype, model_config_only
 from atomrl.models.transformers_model import check_causal
@@ -50,8 +50,8 @@ def activation_bytes_per_token(config: Any, row_tokens: int, size: int, on_cpu: 
     return size * (4 * hidden + 2 * query + 2 * keys + 3 * inner + attention), size * hidden
 
 
-def memory_estimate(config: RunConfig, algorithm: Algorithm) -> dict[str, int]:
-    """Bytes of each part of a run on one device, and their total; loads no weights.
+def memory_estimate(config: RunConfig, algorithm: Algorithm, ranks: int = 1) -> dict[str, int]:
+    """Bytes of each part of a run on one device, or on the first of several ranks, and their total; loads no weights.
 
     Activations, the log-prob chunk and the key-value cache are at their largest, for rows of full length. What torch
     itself takes is not in it. The parts do not all peak at once, so the total is an upper estimate.
@@ -59,6 +59,7 @@ def memory_estimate(config: RunConfig, algorithm: Algorithm) -> dict[str, int]:
     Args:
         config: of the run; the config.json of its model, and of teacher and critic, must be at hand.
         algorithm: what it needs is held: a frozen copy of the start, a teacher, a critic.
+        ranks: of the config's `backend`.
 
     Raises:
         ConfigError: the model's config is not there.
@@ -84,7 +85,8 @@ def memory_estimate(config: RunConfig, algorithm: Algorithm) -> dict[str, int]:
         return tokens * (layer + layers * checkpoint if model.gradient_checkpointing else layers * layer)
 
     _, _, keys, _ = _widths(shape)
-    decoded = min(rollout.max_concurrent_completions, rollout.prompts_per_step * rollout.completions_per_prompt)
+    kept = rollout.max_concurrent_completions * (1 if config.environment is None else 2)  # as many between two turns
+    decoded = min(kept, rollout.prompts_per_step * rollout.completions_per_prompt)
     cached = decoded * rollout.max_completion_tokens + rollout.prompts_per_step * config.data.max_prompt_tokens
     chunk = min(CHUNK_ELEMENTS, tokens * shape.vocab_size)
     parts = {
@@ -107,7 +109,41 @@ def memory_estimate(config: RunConfig, algorithm: Algorithm) -> dict[str, int]:
         critic = model_config_only(config.critic.path or path, trusted)
         parts["critic"] = 4 * critic_parameters(critic, trusted) * FLOAT32  # weights, gradients and Adam's two moments
         parts["critic activations"] = activations(critic)
+    if config.backend is not None:
+        parts = in_shards(parts, shape, total, compute, trained, config.backend, ranks)
     return parts | {"total": sum(parts.values())}
+
+
+SHARDED = ("trainer weights", "optimizer", "gradients", "reference", "teacher", "critic")
+
+
+def in_shards(
+    parts: dict[str, int], shape: Any, total: int, compute: int, trained: int, backend: BackendConfig, ranks: int
+) -> dict[str, int]:
+    """What of a run's memory is rank 0's: a share of what lies in shards, and what is gathered for a moment.
+
+    Gathered are the embedding, the output matrix and two layers (one computes, the next arrives), in the dtype of
+    computation, and the gradients of as much before they are summed. Weights on their way to the engine are whole, in
+    the CPU's memory of rank 0.
+
+    Args:
+        parts: of one device, as `memory_estimate` has them.
+        shape: the policy's transformers config.
+        total, trained: its parameters.
+        compute: bytes of a number in the forward pass.
+    """
+    shards = ranks // backend.replicas
+    found = {name: -(-size // shards) if name in SHARDED else size for name, size in parts.items()}
+    if backend.reduce == "update":
+        found["gradients"] += trained * FLOAT32
+    ends = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    layer = (total - ends) // shape.num_hidden_layers
+    found["rounded weights"] = 0
+    found["gathered weights"] = (ends + 2 * layer) * compute
+    found["gathered gradients"] = (ends + layer) * compute if trained == total else 0
+    if backend.cpu_offload:
+        found |= {name: 0 for name in SHARDED if name in found}
+    return found
 
 
 def critic_parameters(config: Any, trust_remote_code: bool = False) -> int:

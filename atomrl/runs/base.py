@@ -18,10 +18,11 @@ from atomrl.loop.sync import Progress, run_steps
 from atomrl.models.loading import resolve_folder
 from atomrl.models.memory import memory_estimate
 from atomrl.protocols import Algorithm, TrainingBackend
-from atomrl.runs.build import build_trainer, cluster_roles, open_cluster, starting_model
+from atomrl.runs.build import build_trainer, cluster_roles, device_name, open_cluster, starting_model
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.resume import model_identity, tokenizer_identity
 from atomrl.tracking.run_directory import RunDirectory
+from atomrl.training.ranks import rank_count
 
 Callback = Callable[[int, Mapping[str, float]], None]
 """Called after each step with its number and metrics."""
@@ -80,8 +81,17 @@ class Run(ABC):
             sections.append(("cluster", describe(cluster, roles, self.config.model.device)))
         if self.config.gpt is not None:
             return sections
-        parts = memory_estimate(self.config, self.algorithm)
+        ranks = self.ranks
+        parts = memory_estimate(self.config, self.algorithm, ranks)
+        if ranks > 1:
+            sections.append(("ranks", [f"{ranks}, of which the memory of the first, which also draws, is"]))
         return [*sections, ("memory", [f"{name:<20}{readable(size)}" for name, size in parts.items()])]
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train."""
+        backend = self.config.backend
+        return 1 if backend is None else rank_count(backend, device_name(self.config.model.device))
 
     @abstractmethod
     def open(self, stack: ExitStack) -> None:

@@ -32,7 +32,10 @@ from atomrl.rollout.sglang import SGLangEngine
 from atomrl.rollout.vllm import VLLMEngine
 from atomrl.rollout.vllm_server import VLLMServerEngine
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory
+from atomrl.training.fsdp import FSDPBackend
+from atomrl.training.group import Ranks
 from atomrl.training.local import LocalBackend
+from atomrl.training.ranks import RankedBackend
 from atomrl.training.remote import RemoteBackend
 from atomrl.training.roles import RoleName
 from atomrl.types import Sample, SamplingParams
@@ -314,12 +317,16 @@ def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -
 def build_trainer(
     config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any, cluster: RayCluster | None
 ) -> TrainingBackend:
-    """The training back end, with the models that the algorithm needs beside the policy: in this process, or in Ray
-    actors where the cluster has a role `trainer`.
+    """The training back end, with the models that the algorithm needs beside the policy: in this process, on the ranks
+    of `backend`, or in Ray actors where the cluster has a role `trainer`.
 
     Args:
         path: the policy that training starts from.
     """
+    if config.backend is not None:
+        return RankedBackend(
+            partial(rank_trainer, config, algorithm, path), config.backend, device_name(config.model.device), tokenizer
+        )
     if cluster is None or "trainer" not in cluster.wanted:
         return local_trainer(config, algorithm, path, tokenizer)
     there = config.model_copy(update={"model": actor_model(config.model)})
@@ -330,20 +337,30 @@ def build_trainer(
 def local_trainer(
     config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any, roles: Collection[RoleName] | None = None
 ) -> TrainingBackend:
-    """A training back end in this process, with the models of all roles, or of some.
+    """A training back end in this process, with the models of all roles, or of some."""
+    device = device_name(config.model.device)
+    return LocalBackend(tokenizer=tokenizer, device=device, roles=roles, **_trainer_settings(config, algorithm, path))
 
-    It takes log-probs at the temperature of sampling where a run draws rollouts, and at 1 elsewhere.
-    """
-    return LocalBackend(
-        config.model.model_copy(update={"path": path}),
-        config.train,
-        algorithm,
-        total_updates=config.train.steps * config.updates_per_step,
-        tokenizer=tokenizer,
-        device=device_name(config.model.device),
-        temperature=config.rollout.temperature if config.kind == "train" else 1.0,
-        critic=config.critic,
-        teacher=config.teacher.path if config.teacher else None,
-        seed=config.seed,
-        roles=roles,
-    )
+
+def rank_trainer(
+    config: RunConfig, algorithm: Algorithm, path: str, ranks: Ranks, device: torch.device
+) -> TrainingBackend:
+    """The training back end of a rank."""
+    assert config.backend is not None
+    settings = _trainer_settings(config, algorithm, path)
+    return FSDPBackend(config.backend, collective=ranks, device=device, **settings)
+
+
+def _trainer_settings(config: RunConfig, algorithm: Algorithm, path: str) -> dict[str, Any]:
+    """What all back ends are told. They take log-probs at the temperature of sampling where a run draws rollouts, and
+    at 1 elsewhere."""
+    return {
+        "model": config.model.model_copy(update={"path": path}),
+        "train": config.train,
+        "algorithm": algorithm,
+        "total_updates": config.train.steps * config.updates_per_step,
+        "temperature": config.rollout.temperature if config.kind == "train" else 1.0,
+        "critic": config.critic,
+        "teacher": config.teacher.path if config.teacher else None,
+        "seed": config.seed,
+    }

@@ -21,7 +21,8 @@ from atomrl.models.spec import unsupported
 from atomrl.pool.store import RolloutPool
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
 from atomrl.rollout.replies import ReplyTokens
-from atomrl.runs.build import engine_class, tool_schemas, train_sampling
+from atomrl.runs.build import cluster_roles, device_name, engine_class, tool_schemas, train_sampling
+from atomrl.training.ranks import rank_count
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,37 @@ def check_fresh_tokenizer(config: RunConfig, tokenizer: Any) -> None:
         )
 
 
+def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
+    """That several ranks can train what a config asks for.
+
+    Raises:
+        ConfigError: they cannot be started, or not do it.
+    """
+    if (backend := config.backend) is None:
+        return
+    device = device_name(config.model.device)
+    count = rank_count(backend, device)
+    if count % backend.replicas:
+        raise ConfigError(f"backend.replicas={backend.replicas} does not divide the {count} ranks")
+    if backend.cpu_offload and device == "cpu":
+        raise ConfigError("backend.cpu_offload: on a CPU all is in its memory already; leave it out")
+    if algorithm.update is not None:
+        raise ConfigError(
+            f"backend: algorithm.update of {algorithm.name} differentiates the policy forward, as a whole; run it "
+            "without the section backend"
+        )
+    if config.model.compile:
+        raise ConfigError(
+            "model.compile: layers whose weights are gathered for a moment are not compiled; leave it out"
+        )
+    apart = set(cluster_roles(config, algorithm)) - {"rollout", "reward"}
+    if apart:
+        raise ConfigError(
+            f"cluster.resources: with a backend of several ranks, those have {', '.join(sorted(apart))}; leave it out, "
+            "and cluster.placement; cluster.replicas=N has engines apart"
+        )
+
+
 def check_pool(config: RunConfig, identity: Mapping[str, str]) -> None:
     """That the pool which a run would train from, if there is one already, was filled by its like.
 
@@ -143,6 +175,12 @@ def with_tools(config: RunConfig, tokenizer: Any) -> RunConfig:
         raise ConfigError("tools: data.chat_template=none leaves them out of the prompt")
     if any(tool.mcp for tool in config.tools) and find_spec("mcp") is None:
         raise ConfigError("tools: mcp is not installed: pip install 'atomrl[mcp]'")
+    over = [tool for tool in config.tools if tool.function and tool.timeout_s >= config.environment.timeout_s]
+    if over:
+        log.warning(
+            "tools: %s: timeout_s=%g is not below environment.timeout_s=%g, which ends the whole episode first",
+            over[0].function, over[0].timeout_s, config.environment.timeout_s,
+        )  # fmt: skip
     tools = [tool.model_dump(mode="json") for tool in config.tools]
     with said_as(ConfigError, "tools", ValueError, OSError):
         schemas = find_schemas(tools)

@@ -16,7 +16,7 @@ HARMLESS = (
     "model.path", "model.tokenizer", "data.train",
     # Speed and memory; the objective stays, though not its last bits.
     "model.device", "model.gradient_checkpointing", "model.compile", "rollout.max_concurrent_completions",
-    "train.tokens_per_micro_batch", "train.rows_per_micro_batch",
+    "train.tokens_per_micro_batch", "train.rows_per_micro_batch", "backend",
     # How long one waits, and how much room there is.
     "pool.timeout_s", "pool.lease_s", "pool.capacity", "pool.ttl_s",
     "asynchronous.timeout_s", "cluster.timeout_s", "rollout.server_timeout_s",

@@ -16,7 +16,7 @@ from torch import Tensor
 from atomrl.batches import RowBatch, Rows, TrainingBatch, select_rows
 from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
 from atomrl.metrics import Count, Metrics, merge
-from atomrl.models.batches import group_pieces, micro_batches, padded_tokens, zero_weight_row
+from atomrl.models.batches import group_pieces, micro_batches, micro_batches_for, padded_tokens, zero_weight_row
 from atomrl.models.kernels import plain_formulas, round_once
 from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUnit, UpdateOutput, needs_teacher
 from atomrl.training.collective import Collective, check_launcher
@@ -106,6 +106,10 @@ class BaseBackend(ABC):
 
     concurrent = False
     """Its models compute one after the other."""
+    whole_weights = True
+    """Whether its weights are plain tensors, which an algorithm's own update can work on."""
+    begins_again = True
+    """Whether a step in which memory ran out can begin again with smaller micro-batches."""
 
     @abstractmethod
     def load_model(self, name: RoleName, path: str, config: ModelConfig) -> torch.nn.Module:
@@ -121,6 +125,10 @@ class BaseBackend(ABC):
         """Give back what the allocator keeps for later."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def before_backward(self, last: bool) -> None:
+        """Called before each micro-batch of an update."""
+        del last  # of interest where gradients are summed over ranks
 
     @torch.no_grad()
     def forward_only(self, rows: RowBatch, needs: Collection[ModelInput]) -> RowBatch:
@@ -191,7 +199,8 @@ class BaseBackend(ABC):
 
         def accumulate(split: list[Tensor]) -> list[Metrics]:
             parts = []
-            for index in split:
+            for number, index in enumerate(split, 1):
+                self.before_backward(last=number == len(split))
                 micro = self._micro(batch, index)
                 outputs = ModelOutputs(**self._outputs(micro, wanted))
                 result = algorithm.loss(outputs, micro)
@@ -204,8 +213,10 @@ class BaseBackend(ABC):
     def _own_update(self, batch: TrainingBatch, algorithm: Algorithm) -> list[Metrics]:
         """The algorithm's step of the policy, and before it the critic's."""
         assert algorithm.update is not None
-        if self.collective.world > 1:
-            raise ConfigError(f"algorithm.update: that of {algorithm.name} runs in one process, not in several ranks")
+        if self.collective.world > 1 or not self.whole_weights:
+            raise ConfigError(
+                f"algorithm.update: that of {algorithm.name} needs whole weights in one process, not in several ranks"
+            )
         update, parts = algorithm.update, []
         actor = self.trained["policy"]
         if "critic" in self.trained and "values" in algorithm.outputs:
@@ -246,12 +257,13 @@ class BaseBackend(ABC):
 
     def _split(self, rows: RowBatch, group_ids: Tensor | None) -> list[Tensor]:
         """The rows of each micro-batch of all ranks."""
-        most = self.train.rows_per_micro_batch
-        if self.collective.world > 1:
-            most = min(most or rows.rows, -(-rows.rows // self.collective.world))
+        ranks, most, tokens = self.collective.world, self.train.rows_per_micro_batch, self.tokens_per_micro_batch
         if group_ids is None and self.policy.model.shares_prompts:
-            group_ids = group_pieces(rows.lengths, rows.group_ids, self.tokens_per_micro_batch, most)
-        return micro_batches(rows.lengths, group_ids, self.tokens_per_micro_batch, most)
+            together = min(most or rows.rows, -(-rows.rows // ranks))
+            group_ids = group_pieces(rows.lengths, rows.group_ids, tokens, together)
+        if ranks == 1:
+            return micro_batches(rows.lengths, group_ids, tokens, most)
+        return micro_batches_for(ranks, rows.lengths, group_ids, tokens, most)
 
     def _in_micro_batches(self, rows: RowBatch, unit: RowUnit, compute: Callable[[list[Tensor]], Result]) -> Result:
         """`compute(this rank's micro-batches)`; where memory runs out on any rank, again on all with smaller ones.
@@ -273,6 +285,12 @@ class BaseBackend(ABC):
                 if not is_out_of_memory(error):
                     raise
                 reason = str(error).partition("\n")[0] or type(error).__name__
+                if not self.begins_again:
+                    size = max(padded_tokens(rows.lengths, index) for index in mine if len(index))
+                    raise ConfigError(
+                        f"out of memory with {size} padded tokens in a micro-batch ({reason}); go on with "
+                        f"train.tokens_per_micro_batch={size // 2}"
+                    ) from error
             # The error is gone here, and with it the tensors that its traceback held.
             if not self.collective.any(bool(reason)):
                 return result

@@ -1,10 +1,11 @@
 """What the ranks of a back end agree on: decisions, sums and metrics.
 
-Every rank makes the same calls in the same order. A single process agrees with itself at no cost; a back end of many
-ranks brings a `Collective` of its own (tests/training/test_ranks.py has that of `torch.distributed`).
+Every rank makes the same calls in the same order. A single process agrees with itself at no cost; several have
+`group.Ranks`.
 """
 
 import os
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -39,11 +40,30 @@ class Collective:
         return metrics
 
 
+class Launched(NamedTuple):
+    """What a launcher says of the process that it started."""
+
+    rank: int
+    world: int
+    local_rank: int
+    """Among those of this machine."""
+    on_one_machine: bool
+
+
+def launched() -> Launched | None:
+    """This process's place among those that a launcher (torchrun, accelerate) started; None where it started one, or
+    none did."""
+    given = {name: int(os.environ.get(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    rank, world, local_rank, beside = given.values()
+    return Launched(rank, world, local_rank, beside == world) if world > 1 else None
+
+
 def check_launcher(world: int) -> None:
     """Raise ConfigError where a launcher (torchrun, accelerate) started another number of processes than `world`."""
-    started = os.environ.get("WORLD_SIZE") or "1"
-    if world == 1 and started != "1":
+    started = launched()
+    if world == 1 and started is not None:
         raise ConfigError(
-            f"this back end is a single process, and a launcher started {started} of it (WORLD_SIZE={started}), each "
-            "of which would train a model of its own: start it without torchrun or accelerate"
+            f"this back end is a single process, and a launcher started {started.world} of it "
+            f"(WORLD_SIZE={started.world}), each of which would train a model of its own: give the section backend "
+            "(`backend.type=fsdp`), or start it without torchrun or accelerate"
         )

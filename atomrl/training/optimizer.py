@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ class Optimizer:
         train, name, weights = self.train, self.name, list(self.weights.values())
         rate = learning_rate(updates, self.total_updates, self.peak, train)
         total = torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None], foreach=True)
-        norm = total.item()
+        norm = whole(total).item()
         if norm > train.max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(weights, train.max_grad_norm, total, foreach=True)
         metrics: Metrics = {f"{name}/lr": Mean(rate)}
@@ -101,6 +102,11 @@ class Optimizer:
         for key, value in state.items():
             kind, _, name = key.partition("/")
             self.adamw.state[self.weights[name]][kind] = value.to(device)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that may lie in shards over several ranks, all of which ask for it."""
+    return cast(Tensor, tensor.full_tensor()) if hasattr(tensor, "full_tensor") else tensor
 
 
 def learning_rate(update: int, total_updates: int, peak: float, train: TrainConfig) -> float:

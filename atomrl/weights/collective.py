@@ -47,7 +47,7 @@ def _broadcast(group: Any, tensor: Tensor) -> None:
     group.broadcast([tensor], options).wait()
 
 
-def _listen(host: str, timeout: timedelta) -> tuple[Any, int]:
+def open_store(host: str, timeout: timedelta) -> tuple[Any, int]:
     """A store at an address, and its port there; nothing listens on any other address."""
     listener = socket.socket()
     listener.bind((host, 0))
@@ -76,7 +76,7 @@ class ServerGroup:
     def __init__(self, host: str, backend: str, ranks: int, timeout_s: float) -> None:
         self.host, self.backend, self.ranks, self.timeout = host, backend, ranks, timedelta(seconds=timeout_s)
         self.name = f"atomrl-{os.getpid()}-{next(self._numbers)}"
-        self.store, self.port = _listen(host, self.timeout)
+        self.store, self.port = open_store(host, self.timeout)
         self.group: Any = None
 
     def join(self) -> Future[None]:
@@ -130,7 +130,7 @@ class CollectiveChannel:
 
     def __init__(self, host: str, backend: str, timeout_s: float) -> None:
         self.host, self.backend, self.timeout_s = host, backend, timeout_s
-        self.store, self.port = _listen(host, timedelta(seconds=timeout_s))
+        self.store, self.port = open_store(host, timedelta(seconds=timeout_s))
         self.groups = 0
         self.group: tuple[str, Any, int] | None = None
         """Name, group and number of readers, while it works."""

@@ -21,7 +21,7 @@ LAYERS = [
     {"objective"},
     {"algorithms"},
     {"config"},
-    {"doctor", "cluster"},
+    {"doctor", "cluster", "importers"},
     {"reading"},
     {"data", "models", "rewards", "tracking"},
     {"weights", "environments", "retrieval"},

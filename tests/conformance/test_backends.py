@@ -1,18 +1,23 @@
 """What every training back end must do; to add one, add a maker to `BACKENDS`."""
 
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from atomrl.config import LoraConfig, ModelConfig, TrainConfig
+from atomrl.config import ConfigError, FSDPConfig, LoraConfig, ModelConfig, TrainConfig
 from atomrl.metrics import Sum, values
 from atomrl.models.loading import load_tokenizer
 from atomrl.protocols import UpdateOutput
+from atomrl.training.fsdp import FSDPBackend
+from atomrl.training.group import Ranks
 from atomrl.training.local import LocalBackend
 from atomrl.types import RaggedIds
+from atomrl.weights.collective import LOOPBACK, open_store
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of
 
@@ -29,20 +34,45 @@ def make_local(folder, algorithm=None, *, lora=None, train=None, dtype="float32"
     )
 
 
-BACKENDS = {"local": make_local}
+def make_fsdp(folder, algorithm=None, *, lora=None, train=None, dtype="float32", **settings):
+    """A rank that is the only one; more are held against one process in tests/training/test_fsdp.py."""
+    return FSDPBackend(
+        FSDPConfig(type="fsdp"),
+        ModelConfig(path=str(folder), dtype=dtype, lora=lora),
+        TrainConfig(**({"learning_rate": 0.01} | (train or {}))),
+        algorithm or make_algorithm(),
+        **({"total_updates": 4, "tokenizer": load_tokenizer(folder), "device": "cpu"} | settings),
+    )
+
+
+BACKENDS = {"local": make_local, "fsdp": make_fsdp}
+
+
+@contextmanager
+def one_rank():
+    store, _ = open_store(LOOPBACK, timedelta(seconds=60))
+    ranks = Ranks(store, 0, 1, torch.device("cpu"), 60.0)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(params=list(BACKENDS))
 def make(request, tmp_path):
     folder = make_tiny_model(tmp_path / "base", "qwen2")
+    with ExitStack() as stack:
+        given = {} if request.param == "local" else {"collective": stack.enter_context(one_rank())}
+        yield from maker(request.param, folder, given)
+
+
+def maker(kind, folder, given):
 
     def build(algorithm=None, **settings):
-        backend = BACKENDS[request.param](folder, algorithm, **settings)
+        backend = BACKENDS[kind](folder, algorithm, **given, **settings)
         built.append(backend)
         return backend
 
     built = []
-    build.folder = folder
+    build.folder, build.kind = folder, kind
     yield build
     for backend in built:
         backend.close()
@@ -276,6 +306,10 @@ def test_an_algorithm_may_bring_its_own_update(make):
 
     backend = make(train={"rows_per_micro_batch": 2})
     before = snapshot(backend)
+    if make.kind != "local":
+        with pytest.raises(ConfigError, match="needs whole weights"):
+            backend.train_step(make_batch(), make_algorithm(update=sign_descent))
+        return
     metrics = values(backend.train_step(make_batch(), make_algorithm(update=sign_descent)))
     assert metrics == {"own/parts": 3.0}
     moved = [(tensor - before[name]).abs().max().item() for name, tensor in weights_of(backend).items()]

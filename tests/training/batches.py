@@ -61,5 +61,8 @@ def weights_of(backend):
     update, weights = backend.weight_update(0), {}
     for name, tensor in update.tensors:
         adapter = update.adapters.get(name)
-        weights[name] = tensor if adapter is None else tensor + adapter.scale * adapter.b @ adapter.a
+        if adapter is not None:
+            added = adapter.scale * adapter.b @ adapter.a
+            tensor = tensor + (added if added.shape == tensor.shape else added.T)  # GPT-2 keeps them transposed
+        weights[name] = tensor
     return weights

@@ -1,0 +1,40 @@
+"""The section `backend`: a trainer of several processes."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from atomrl.config.base import Section
+
+
+class RankedConfig(Section):
+    """What every back end of several processes (ranks) has."""
+
+    ranks: int | None = Field(None, ge=1)
+    """Processes that train, the one that you start included. null: as many as torchrun or accelerate started; without
+    them one for each GPU, and one on a machine without."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Within which all ranks must come to the same point; the run ends with an error that names who did not."""
+
+
+class FSDPConfig(RankedConfig):
+    """Weights, gradients and moments in shards over the ranks (PyTorch's FSDP2)."""
+
+    type: Literal["fsdp"]
+    replicas: int = Field(1, ge=1)
+    """Hybrid sharding: whole copies of the shards, each over ranks / replicas ranks."""
+    reduce: Literal["micro_batch", "update"] = "micro_batch"
+    """When gradients are summed over ranks: after each micro-batch, or once in an update, until when every rank holds
+    all of them."""
+    cpu_offload: bool = False
+    """Shards of weights, gradients and moments are kept in the CPU's memory; needs GPUs."""
+
+    @model_validator(mode="after")
+    def _whole_copies(self) -> Self:
+        if self.ranks is not None and self.ranks % self.replicas:
+            raise ValueError(f"replicas={self.replicas} does not divide ranks={self.ranks}")
+        return self
+
+
+BackendConfig = FSDPConfig
+"""The back ends of several processes, told apart by `type`."""

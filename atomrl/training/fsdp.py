@@ -1,0 +1,161 @@
+"""The back end of several ranks: weights, gradients and moments in shards (PyTorch's FSDP2, `fully_shard`)."""
+
+import copy
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from atomrl.batches import RowBatch, TrainingBatch
+from atomrl.config import ConfigError, FSDPConfig, ModelConfig
+from atomrl.metrics import Metrics
+from atomrl.models.loading import compute_dtype, model_weights
+from atomrl.models.lora import adapter_weights
+from atomrl.models.scalar import ScalarModel
+from atomrl.protocols import Algorithm, ModelInput, WeightUpdate
+from atomrl.training.base import BaseBackend
+from atomrl.training.optimizer import whole
+from atomrl.training.role_models import load_role, save_role
+from atomrl.training.roles import TRAINED, RoleName
+from atomrl.training.shards import load_shards, save_shards
+
+
+class FSDPBackend(BaseBackend):
+    """Trains on several ranks, each of which has a shard of every weight, gradient and moment.
+
+    A layer's weights are gathered for the moment in which it computes. Gradients are sums over ranks, as they are over
+    micro-batches, so the step is that of one process but for rounding. All methods are collective.
+
+    Args:
+        settings: replicas, when gradients are summed, and where shards lie.
+        model, train, algorithm, named: as of `BaseBackend`; `collective` are the `Ranks`.
+    """
+
+    whole_weights, begins_again = False, False
+    """The other ranks wait inside of a layer for one whose memory runs out."""
+
+    def __init__(
+        self, settings: FSDPConfig, model: ModelConfig, train: Any, algorithm: Algorithm, **named: Any
+    ) -> None:
+        self.settings, self.skeletons = settings, dict[RoleName, nn.Module]()
+        world, replicas = named["collective"].world, settings.replicas
+        if world % replicas:
+            raise ConfigError(f"backend.replicas={replicas} does not divide the {world} ranks")
+        shape, names = (
+            ((replicas, world // replicas), ("replicate", "shard")) if replicas > 1 else ((world,), ("shard",))
+        )
+        self.mesh = init_device_mesh(torch.device(named["device"]).type, shape, mesh_dim_names=names)
+        super().__init__(model, train, algorithm, **named)
+        torch.manual_seed(named.get("seed", 0) + 1_000_003 * self.collective.rank)  # of dropout, after equal weights
+
+    def load_model(self, name: RoleName, path: str, config: ModelConfig) -> nn.Module:
+        """A role's model, cut into shards."""
+        compute = compute_dtype(config.dtype, self.device)
+        trained_whole = name in TRAINED and config.lora is None
+        dtype = torch.float32 if trained_whole else compute
+        model = load_role(name, path, config, torch.device("cpu"), dtype)
+        if name in TRAINED:
+            self.skeletons[name] = without_weights(model)
+        rounded = compute if trained_whole and compute != torch.float32 else None
+        self._shard(model, MixedPrecisionPolicy(rounded, torch.float32 if rounded else None, cast_forward_inputs=False))
+        return model
+
+    def _shard(self, model: nn.Module, precision: MixedPrecisionPolicy) -> None:
+        offload = CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy()
+        lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module))
+        for unit in (*next(lists, ()), model):
+            fully_shard(unit, mesh=self.mesh, mp_policy=precision, offload_policy=offload)
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):  # neither setting reaches the units within
+                unit.set_gradient_divide_factor(1.0)
+                unit.set_force_sum_reduction_for_comms(True)
+        cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
+        entries = ("values", "scores") if isinstance(model, ScalarModel) else ("forward_hidden", "stream_states")
+        for entry in entries:
+            if hasattr(model, entry):
+                register_fsdp_forward_method(model, entry)
+
+    def before_backward(self, last: bool) -> None:
+        """Where gradients are summed once in an update, that is after its last micro-batch."""
+        if self.settings.reduce == "update":
+            for name in self.trained:
+                self.roles[name].model.set_requires_gradient_sync(last)
+
+    def forward_only(self, rows: RowBatch, needs: Collection[ModelInput]) -> RowBatch:
+        found = super().forward_only(rows, needs)
+        self._reshard()
+        return found
+
+    def gradients(self, batch: TrainingBatch, algorithm: Algorithm, of: Collection[RoleName] | None = None) -> Metrics:
+        found = super().gradients(batch, algorithm, of)
+        self._reshard()
+        return found
+
+    def _reshard(self) -> None:
+        """Let go of what forward passes gathered last: embedding, final norm and output matrix."""
+        for role in self.roles.values():
+            role.model.reshard()
+
+    def gathered(self, name: RoleName, adapters_alone: bool = False) -> nn.Module | None:
+        """A role's model with all of its weights in the CPU's memory of rank 0; None on other ranks."""
+        found: dict[str, Tensor] = {}
+        seen: dict[nn.Parameter, Tensor] = {}
+        for key, weight in self.roles[name].model.named_parameters(remove_duplicate=False):
+            if adapters_alone and ".lora_" not in key:
+                continue
+            if weight not in seen:
+                full = whole(weight.detach())
+                seen[weight] = full.cpu() if self.collective.rank == 0 else full.new_empty(0)
+            found[key] = seen[weight]
+        if self.collective.rank:
+            return None
+        model = copy.deepcopy(self.skeletons[name])
+        model.load_state_dict(found, assign=True, strict=False)
+        return model
+
+    def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
+        """The policy's weights for an engine, on rank 0; others have none."""
+        model = self.gathered(next(iter(self.roles)), adapters_alone)
+        if model is None:
+            return WeightUpdate(version)
+        policy: Any = model
+        weights = () if adapters_alone else list(model_weights(policy))
+        return WeightUpdate(version, weights, adapter_weights(policy))
+
+    def save(self, folder: Path) -> None:
+        """Write the models and the tokenizer for transformers, and beside them, in shards, what it takes to go on
+        exactly, on any number of ranks."""
+        for name in self.trained:
+            if (model := self.gathered(name)) is not None:
+                save_role(name, model, self.tokenizer, folder)
+        save_shards(self.trained, self.collective, self.updates, folder)
+
+    def load(self, folder: Path) -> None:
+        """Continue from `save`: exactly on the same number of ranks, and within rounding on another.
+
+        Raises:
+            ConfigError: the folder holds no such state, or it is another model's.
+        """
+        self.updates = load_shards(self.trained, self.collective, folder)
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """A copy whose parameters have shapes, and no storage.
+
+    Example:
+        >>> [str(weight.device) for weight in without_weights(nn.Linear(2, 2)).parameters()]
+        ['meta', 'meta']
+    """
+    memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, cast(dict[int, Any], memo))

@@ -1,0 +1,211 @@
+"""A group of processes that train together: how they meet, what they agree through, and who is named when one fails."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from atomrl.metrics import Metrics, merge
+from atomrl.training.collective import Collective
+
+Result = TypeVar("Result")
+IDLE = timedelta(days=365)
+"""How long ranks wait for a command: rollouts take what they take."""
+GRACE_S = 3.0
+"""Within which all ranks have met an error that all meet."""
+BEAT_S, STOPPED_S = 0.5, 2.5
+"""How often a rank shows that it runs, and after what silence it stands still."""
+
+
+class RankFailed(RuntimeError):
+    """A rank died, stands still, or met an error that the others did not; the group cannot go on."""
+
+
+class Ranks(Collective):
+    """This process's place in a group, and the collective operations of `torch.distributed`.
+
+    What rank 0 has the others do (`send`, `receive`) is done within `together`, which makes sure that all came to the
+    same end. Where one did not, the others raise `RankFailed` with its name.
+
+    Args:
+        store: where the ranks meet.
+        rank, world: as torchrun counts them.
+        device: of this rank.
+        timeout_s: within which all ranks must come to the same collective operation.
+        local: all ranks are on this machine, and talk through nothing but its loopback.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, world: int, device: torch.device, timeout_s: float, local: bool = True
+    ) -> None:
+        self.rank, self.world, self.timeout_s, self.commands = rank, world, timeout_s, 0
+        self.own_error = False
+        """Whether this rank met an error that others did not."""
+        self.gone: Callable[[], dict[int, str]] = dict
+        """Which ranks' processes have ended, and how, where this process started them."""
+        self.store = PrefixStore("atomrl", store.clone())
+        limit = timedelta(seconds=timeout_s)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        with _loopback(local):
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+            self.host, self.outcome = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
+            self.waiting = dist.new_group(backend="gloo", timeout=IDLE)
+        self._closed = threading.Event()
+        self._heart = threading.Thread(target=self._beat, args=(store.clone(),), name="heart of this rank", daemon=True)
+        self._heart.start()
+
+    def max(self, number: int) -> int:
+        """The largest number that a rank gave."""
+        found = torch.tensor(number)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.host)
+        return int(found)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def sum(self, metrics: Metrics) -> Metrics:
+        """Metrics of all ranks merged, on the CPU."""
+        parts: list[Any] = [None] * self.world
+        dist.all_gather_object(parts, on_cpu(metrics), group=self.host)
+        return merge(parts)
+
+    def send(self, command: Any) -> None:
+        """On rank 0: have the others receive it."""
+        with self._named():
+            dist.broadcast(torch.zeros(1), 0, group=self.waiting)
+            dist.broadcast_object_list([command], 0, group=self.host)
+
+    def receive(self) -> Any:
+        """On the other ranks: what is sent next, however long it takes."""
+        found = [None]
+        dist.broadcast(torch.zeros(1), 0, group=self.waiting)
+        dist.broadcast_object_list(found, 0, group=self.host)
+        return found[0]
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """What all ranks do at the same time.
+
+        Raises:
+            RankFailed: a rank met an error that others did not, died, or stands still.
+            Exception: what `work` raised on all ranks alike.
+        """
+        self.commands += 1
+        try:
+            result = work()
+        except Exception as error:
+            if not _of_network(error):
+                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                self.store.set(f"error/{self.commands}/{self.rank}", reason)
+                if self._all_ended():
+                    raise
+                self.own_error = True
+            raise RankFailed(self._blame(str(error))) from error
+        with self._named():
+            failed = torch.zeros(1)
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.outcome)
+        if failed.item():
+            raise RankFailed(self._blame("an error"))
+        return result
+
+    def _all_ended(self) -> bool:
+        """Whether all ranks come to the end of this command, within the time by which ranks differ."""
+        with suppress(RuntimeError):
+            failed = dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX, group=self.outcome, async_op=True)
+            assert failed is not None
+            return bool(failed.wait(timedelta(seconds=GRACE_S)))
+        return False
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors of a collective operation, with the rank that is the reason."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankFailed(self._blame(str(error))) from error
+
+    def _blame(self, otherwise: str) -> str:
+        """Which rank is the reason that a collective operation failed, and what it said."""
+        end, start = time.monotonic() + STOPPED_S, self._beats()
+        while time.monotonic() < end:
+            for rank in range(self.world):
+                if self.store.check([key := f"error/{self.commands}/{rank}"]):
+                    return f"rank {rank}: {self.store.get(key).decode()}"
+            if gone := self.gone():
+                return ", ".join(f"rank {rank} {how}" for rank, how in gone.items())
+            time.sleep(0.05)
+        now = self._beats()
+        silent = [str(rank) for rank in range(self.world) if now[rank] == start[rank]]
+        if silent:
+            return f"rank {', '.join(silent)} stands still, or is gone (backend.timeout_s={self.timeout_s:g})"
+        return otherwise.partition("\n")[0]
+
+    def _beats(self) -> list[int]:
+        return [self.store.add(f"beat/{rank}", 0) for rank in range(self.world)]
+
+    def _beat(self, store: Any) -> None:
+        """Show that this process runs."""
+        own = PrefixStore("atomrl", store)
+        with suppress(Exception):  # the store is gone, and with it the run
+            while not self._closed.wait(BEAT_S):
+                own.add(f"beat/{self.rank}", 1)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._closed.set()
+        self._heart.join(STOPPED_S)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def on_cpu(metrics: Metrics) -> Metrics:
+    """Metrics whose tensors are on the CPU, fetched at once.
+
+    Example:
+        >>> from atomrl.metrics import Sum
+        >>> on_cpu({"a": Sum(torch.tensor(2.0)), "b": Sum(1.0)})
+        {'a': Sum(total=tensor(2., dtype=torch.float64)), 'b': Sum(total=1.0)}
+    """
+    waiting = [part for metric in metrics.values() for part in vars(metric).values() if isinstance(part, Tensor)]
+    if not waiting:
+        return metrics
+    device = next((part.device for part in waiting if part.device.type != "cpu"), waiting[0].device)
+    fetched = iter(torch.stack([part.detach().to(device).double() for part in waiting]).cpu().unbind())
+    return {
+        name: type(metric)(*(next(fetched) if isinstance(p, Tensor) else p for p in vars(metric).values()))
+        for name, metric in metrics.items()
+    }
+
+
+def _of_network(error: Exception) -> bool:
+    """Whether an error says that another rank is gone or late."""
+    signs = ("gloo", "closed by peer", "Connection reset", "Timed out waiting", "NCCL", "Broken pipe")
+    return isinstance(error, RankFailed | dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    )
+
+
+@contextmanager
+def _loopback(local: bool) -> Iterator[None]:
+    """Groups that are made within it talk through the loopback alone, where all ranks are on this machine."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if local else ()
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "lo" if sys.platform == "linux" else "lo0"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            os.environ.update({} if value is None else {name: value})

@@ -1,0 +1,278 @@
+"""A back end on several ranks, called from one: `RankedBackend` on rank 0, and `follow` on the others.
+
+Rank 0 is the process of the run. It starts the others itself, or torchrun has started all of them; either way they
+join a group, get from rank 0 what builds their back end, and then carry out each call of it at the same time.
+"""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import threading
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from atomrl.batches import RowBatch, TrainingBatch
+from atomrl.config import ConfigError, RankedConfig
+from atomrl.metrics import Metrics
+from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightUpdate
+from atomrl.training.collective import launched
+from atomrl.training.group import RankFailed, Ranks
+from atomrl.weights.collective import LOOPBACK, open_store
+from atomrl.worker_process import WorkerProcess, say
+
+Build = Callable[[Ranks, torch.device], TrainingBackend]
+Result = TypeVar("Result")
+START_S, END_S, NOTICE_S = 600.0, 10.0, 1.0
+
+
+def rank_count(settings: RankedConfig, device: str) -> int:
+    """How many ranks a run has.
+
+    Args:
+        device: as `model.device` is resolved.
+
+    Raises:
+        ConfigError: a launcher started another number, or there are fewer GPUs.
+    """
+    given, started = settings.ranks, launched()
+    if started is not None:
+        if given not in (None, started.world):
+            raise ConfigError(
+                f"backend.ranks={given}, and the launcher started {started.world} (WORLD_SIZE); leave it out"
+            )
+        return started.world
+    gpus = torch.cuda.device_count() if device.startswith("cuda") else 0
+    if gpus and given is not None and given > gpus:
+        raise ConfigError(f"backend.ranks={given}: torch sees {gpus} CUDA devices on this machine")
+    if gpus and ":" in device and given != 1:
+        raise ConfigError(f"model.device={device}: ranks have a GPU each; leave the number out")
+    return given or gpus or 1
+
+
+def rank_device(device: str, local_rank: int) -> torch.device:
+    """Of a rank: its own GPU, or the CPU."""
+    return torch.device("cuda", local_rank) if device.startswith("cuda") else torch.device("cpu")
+
+
+class RankedBackend:
+    """A `TrainingBackend` on several ranks, of which this process is rank 0.
+
+    Args:
+        build: makes a rank's back end, on each of them; must be picklable.
+        settings: how many ranks, and how long they wait for each other.
+        device: as `model.device` is resolved.
+        tokenizer: that checkpoints are written with.
+
+    Raises:
+        ConfigError: they cannot be started, or what `build` raises on all of them.
+        RankFailed: one did not start.
+    """
+
+    concurrent = False
+
+    def __init__(self, build: Build, settings: RankedConfig, device: str, tokenizer: Any = None) -> None:
+        self.processes: dict[int, WorkerProcess] = {}
+        self.broken, self.busy, self.ranks = False, True, None
+        count = rank_count(settings, device)
+        self.threads = max(1, torch.get_num_threads() // count)
+        try:
+            self.ranks = ranks = self._meet(count, device, settings.timeout_s)
+            ranks.gone = self._gone
+            own = rank_device(device, int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0)
+            ranks.send(build)
+            with _threads(self.threads):
+                backend: Any = ranks.together(lambda: build(ranks, own))
+            self.backend, backend.tokenizer = backend, tokenizer
+        except BaseException:
+            self.broken = True
+            self.close()
+            raise
+        self.busy = False
+        self._handler: Any = None
+        with suppress(ValueError):  # not the main thread: a death is noticed when the ranks are called
+            self._handler = signal.signal(signal.SIGUSR1, self._on_death)
+            threading.Thread(target=self._watch, name="watch over ranks", daemon=True).start()
+
+    def _meet(self, count: int, device: str, timeout_s: float) -> Ranks:
+        """Start the other ranks, unless a launcher has, and join their group."""
+        if launched() is not None:
+            return join_launched(device, timeout_s)
+        store, port = open_store(LOOPBACK, timedelta(seconds=START_S))
+        settings = {"port": port, "world": count, "device": device, "timeout_s": timeout_s, "threads": self.threads}
+        for rank in range(1, count):
+            self.processes[rank] = WorkerProcess.start(__name__)
+            self.processes[rank].connection.send_bytes(json.dumps(settings | {"rank": rank}).encode())
+        for rank, process in self.processes.items():
+            try:
+                process.answer()
+            except (EOFError, OSError, ValueError) as error:
+                raise RankFailed(f"rank {rank} did not start") from error
+        return Ranks(store, 0, count, rank_device(device, 0), timeout_s)
+
+    def _gone(self) -> dict[int, str]:
+        ended = {rank: worker.process.poll() for rank, worker in self.processes.items()}
+        return {
+            rank: f"(pid {self.processes[rank].process.pid}) died "
+            + (f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}")
+            for rank, code in ended.items()
+            if code is not None
+        }
+
+    def _watch(self) -> None:
+        """Interrupt what this process does where a rank dies meanwhile: rollouts would go on for long."""
+        while not self.broken:
+            for worker in self.processes.values():
+                with suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(0.2)
+                    if not self.broken and not threading.Event().wait(NOTICE_S) and not self.broken:
+                        os.kill(os.getpid(), signal.SIGUSR1)
+                        return
+            if not self.processes:
+                return
+
+    def _on_death(self, number: int, frame: FrameType | None) -> None:
+        if not self.broken and not self.busy and (gone := self._gone()):
+            self.broken = True
+            raise RankFailed(", ".join(f"rank {rank} {how}" for rank, how in gone.items()))
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """A method of every rank's back end; what rank 0's gives."""
+        if self.broken or self.ranks is None:
+            raise RankFailed("the ranks are gone")
+        self.busy = True
+        try:
+            self.ranks.send((method, arguments))
+            with _threads(self.threads):
+                return self.ranks.together(lambda: getattr(self.backend, method)(*arguments))
+        except RankFailed as error:
+            self.broken = True
+            raise RankFailed(f"{error}; {method} broke off") from error
+        except Exception:
+            raise
+        except BaseException:  # interrupted: the others wait somewhere in the middle
+            self.broken = True
+            raise
+        finally:
+            self.busy = False
+
+    def forward_only(self, rows: RowBatch, needs: Collection[ModelInput]) -> RowBatch:
+        """The rows with what is asked for."""
+        found: RowBatch = self._call("forward_only", rows, frozenset(needs))
+        return found
+
+    def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
+        """One optimizer step on the whole batch."""
+        found: Metrics = self._call("train_step", batch, algorithm)
+        return found
+
+    def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
+        """The policy's weights for an engine, gathered here."""
+        found: WeightUpdate = self._call("weight_update", version, adapters_alone)
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Models for transformers, and the shards of all ranks; all must see the folder."""
+        self._call("save", folder.resolve())
+
+    def load(self, folder: Path) -> None:
+        """Continue from `save`."""
+        self._call("load", folder.resolve())
+
+    def close(self) -> None:
+        """End the other ranks, in order where they still answer."""
+        if not self.broken and self.ranks is not None:
+            with suppress(RankFailed):
+                self.ranks.send(None)
+                self.backend.close()
+        orderly, self.broken = not self.broken, True
+        for worker in self.processes.values():
+            if orderly:
+                with suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(END_S)
+            worker.kill()
+        if self.ranks is not None:
+            self.ranks.close()
+            self.ranks = None
+        if getattr(self, "_handler", None) is not None:
+            signal.signal(signal.SIGUSR1, self._handler)
+
+
+def join_launched(device: str, timeout_s: float) -> Ranks:
+    """The group of the processes that torchrun, or a launcher that sets the same variables, has started."""
+    started = launched()
+    assert started is not None
+    store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))
+    return Ranks(store, rank, world, rank_device(device, started.local_rank), timeout_s, started.on_one_machine)
+
+
+def follow_launcher(settings: RankedConfig, device: str) -> None:
+    """Be a rank other than 0 of those that a launcher started, until rank 0 ends it."""
+    rank_count(settings, device)
+    started = launched()
+    assert started is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 ends its step, and then this
+    _follow(join_launched(device, settings.timeout_s), rank_device(device, started.local_rank))
+
+
+def serve(connection: Connection) -> None:
+    """Be a rank that rank 0 started (`worker_process`)."""
+    given: Mapping[str, Any] = json.loads(connection.recv_bytes())
+    torch.set_num_threads(given["threads"])
+    say(connection, {"ready": True})
+    limit, rank = timedelta(seconds=START_S), given["rank"]
+    store = TCPStore(LOOPBACK, given["port"], is_master=False, wait_for_workers=False, timeout=limit)
+    device = rank_device(given["device"], rank)
+    _follow(Ranks(store, rank, given["world"], device, given["timeout_s"]), device)
+
+
+def _follow(ranks: Ranks, device: torch.device) -> None:
+    """Do what rank 0 says, at the same time as all."""
+    logging.disable(logging.WARNING)  # rank 0 says it
+    try:
+        build = ranks.receive()
+        backend: Any = ranks.together(lambda: build(ranks, device))
+        while (command := ranks.receive()) is not None:
+            with suppress(_MetByAll):
+                _carry_out(ranks, backend, *command)
+        backend.close()
+        ranks.close()
+    except Exception as error:
+        if not isinstance(error, RankFailed) or ranks.own_error:
+            traceback.print_exc()
+        os._exit(1)  # the others' collective operations fail at once
+
+
+class _MetByAll(Exception):
+    """An error that rank 0 raises as well."""
+
+
+def _carry_out(ranks: Ranks, backend: Any, method: str, arguments: Sequence[Any]) -> None:
+    try:
+        ranks.together(lambda: getattr(backend, method)(*arguments))
+    except RankFailed:
+        raise
+    except Exception as error:
+        raise _MetByAll from error
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,111 @@
+"""A checkpoint of several ranks: exact on as many, and the same on fewer and on more."""
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from atomrl.config import ConfigError, CriticConfig, LoraConfig
+from atomrl.data.rows import to_training_batches
+from atomrl.metrics import values
+from tests.conformance.test_backends import one_rank
+from tests.training.batches import weights_of
+from tests.training.equality import case, drawn, make_models, run_ranks, with_ranks
+
+CASES = {
+    "critic": case("ppo", critic=CriticConfig(learning_rate=1e-3)),
+    "transformers": case("grpo", model="other"),
+    "adapters": case("grpo", lora=LoraConfig(rank=3, dropout=0.3)),
+}
+
+
+def step(backend, algorithm, number):
+    made = backend.forward_only(drawn(number), algorithm.needs)
+    (part,) = to_training_batches(algorithm.advantages(made), algorithm, updates=1, epochs=1, seed=0, step=number)
+    return values(backend.train_step(part, algorithm))
+
+
+def go_on(backend, algorithm):
+    metrics = [step(backend, algorithm, number) for number in (2, 3)]
+    return metrics, {name: tensor.clone() for name, tensor in weights_of(backend).items()}
+
+
+def save_and_go_on(folder, checkpoints, ranks):
+    """Two steps, a checkpoint, two more steps; and the same again from the checkpoint."""
+    found = {}
+    for name, given in CASES.items():
+        backend, algorithm = with_ranks(given, folder, ranks)
+        for number in range(2):
+            step(backend, algorithm, number)
+        backend.save(checkpoints / name)
+        ranks.max(0)
+        straight = go_on(backend, algorithm)
+        again, _ = with_ranks(given, folder, ranks)
+        again.load(checkpoints / name)
+        found[name] = straight, go_on(again, algorithm)
+    return found
+
+
+def load_and_go_on(folder, checkpoints, ranks):
+    found = {}
+    for name, given in CASES.items():
+        backend, algorithm = with_ranks(given, folder, ranks)
+        backend.load(checkpoints / name)
+        found[name] = go_on(backend, algorithm)
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_then_one_then_three(tmp_path):
+    folder = make_models(tmp_path)
+    by_two, by_one = tmp_path / "two", tmp_path / "one"
+    (tmp_path / "ran_2").mkdir()
+    (tmp_path / "ran_3").mkdir()
+    first, _ = run_ranks(partial(save_and_go_on, folder, by_two), 2, tmp_path / "ran_2")
+    for name, (straight, again) in first.items():
+        assert straight[0] == again[0], "bit for bit"
+        assert all(torch.equal(tensor, again[1][key]) for key, tensor in straight[1].items()), name
+    with one_rank() as ranks:
+        for name, given in CASES.items():
+            backend, algorithm = with_ranks(given, folder, ranks)
+            backend.load(by_two / name)
+            backend.save(by_one / name)
+            if name != "adapters":  # whose dropout is another with other ranks
+                alike(go_on(backend, algorithm), first[name][0])
+    third = run_ranks(partial(load_and_go_on, folder, by_one), 3, tmp_path / "ran_3")[0]
+    for name in CASES.keys() - {"adapters"}:
+        alike(third[name], first[name][0])
+    assert third["adapters"][1].keys() == first["adapters"][0][1].keys()
+
+
+def alike(found, expected):
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6, nan_ok=True)
+    for name, tensor in expected[1].items():
+        assert (tensor - found[1][name]).abs().max() <= 1e-5 * tensor.abs().max(), name
+
+
+def test_a_checkpoint_is_complete_plain_and_of_its_model(tmp_path):
+    folder, given = make_models(tmp_path), CASES["critic"]
+    with one_rank() as ranks:
+        backend, algorithm = with_ranks(given, folder, ranks)
+        step(backend, algorithm, 0)
+        backend.save(tmp_path / "checkpoint")
+        files = [path for path in (tmp_path / "checkpoint").rglob("*") if path.is_file()]
+        assert {path.suffix for path in files} <= {".json", ".safetensors", ".jinja"}, "nothing is pickled"
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").state_dict()
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights_of(backend).items())
+        other, _ = with_ranks(CASES["transformers"], folder, ranks)
+        with pytest.raises(ConfigError, match="with a critic"):
+            other.load(tmp_path / "checkpoint")
+        other.save(tmp_path / "other")
+        untied, _ = with_ranks(case("grpo", model="untied"), folder, ranks)
+        with pytest.raises(ConfigError, match="of another model"):
+            untied.load(tmp_path / "other")
+        (shard,) = (tmp_path / "checkpoint" / "training_state" / "shards").iterdir()
+        shard.write_bytes(shard.read_bytes()[:100])
+        with pytest.raises(ConfigError, match="cannot be read"):
+            backend.load(tmp_path / "checkpoint")
+        with pytest.raises(ConfigError, match="no checkpoint of several ranks"):
+            backend.load(tmp_path)
