@@ -17,7 +17,7 @@ export const WORDS = {
   new_run: ["New run", "新运行"], count: ["{shown} of {all} runs, {running} running", "共 {all} 个运行，显示 {shown} 个，{running} 个运行中"],
   nothing_found: ["Nothing matches.", "没有匹配的内容。"], no_runs: ["No runs in {folder} yet: start one, and it appears here.", "{folder} 中还没有运行：启动后会出现在这里。"],
   status: ["Status", "状态"], name: ["Name", "名称"], algorithm: ["Algorithm", "算法"], value: ["Reward / loss", "奖励 / 损失"], held_out: ["held-out", "留出集"],
-  accuracy: ["Accuracy", "准确率"], findings: ["Findings", "诊断"], learning_rate: ["Learning rate", "学习率"], seed: ["Seed", "种子"], updated: ["Updated", "更新"],
+  accuracy: ["Accuracy", "准确率"], held_out_accuracy: ["Held-out accuracy", "留出准确率"], findings: ["Findings", "诊断"], lr: ["LR", "学习率"], learning_rate: ["Learning rate", "学习率"], seed: ["Seed", "种子"], updated: ["Updated", "更新"],
   overview: ["Overview", "概览"], charts: ["Charts", "曲线"], rollouts: ["Rollouts", "回答"], config: ["Config", "配置"], log: ["Log", "日志"],
   verdict: ["Verdict", "结论"], verdict_running: ["Running: step {step} of {steps}.", "运行中：第 {step} / {steps} 步。"], verdict_finished: ["Finished after {step} steps.", "已完成，共 {step} 步。"],
   verdict_stopped: ["Stopped on request after step {step} of {steps}; it can be resumed.", "应要求停在第 {step} / {steps} 步，可以继续。"],

@@ -118,8 +118,8 @@ export function Runs() {
   const choose = (id) => setChosen(chosen.includes(id) ? chosen.filter((other) => other !== id) : [...chosen, id]);
   const shown = groups.reduce((count, [, runs]) => count + runs.length, 0);
   const running = found.runs.filter((run) => run.status === "running").length;
-  const columns = ["status", "name", "algorithm", "progress", "value", "accuracy", "findings", "learning_rate", "seed", "updated"];
-  const wide = ["algorithm", "learning_rate", "seed", "updated"];
+  const columns = ["status", "name", "algorithm", "progress", "value", "accuracy", "findings", "lr", "seed", "updated"];
+  const wide = ["algorithm", "lr", "seed", "updated"];
   return html`
     <h1>${t("runs")} <small>${visible(found.folder)}</small></h1>
     <div class="bar">
