@@ -20,7 +20,7 @@ from atomrl.training.collective import Collective
 Result = TypeVar("Result")
 IDLE = timedelta(days=365)
 """How long ranks wait for a command: rollouts take what they take."""
-GRACE_S = 3.0
+GRACE_S = 5.0
 """Within which all ranks have met an error that all meet."""
 BEAT_S, STOPPED_S = 0.5, 2.5
 """How often a rank shows that it runs, and after what silence it stands still."""
