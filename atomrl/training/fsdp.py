@@ -1,6 +1,7 @@
 """The back end of several ranks: weights, gradients and moments in shards (PyTorch's FSDP2, `fully_shard`)."""
 
 import copy
+import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +30,9 @@ from atomrl.training.optimizer import whole
 from atomrl.training.role_models import load_role, save_role
 from atomrl.training.roles import TRAINED, RoleName
 from atomrl.training.shards import load_shards, save_shards
+
+# Outputs are views where there is no padding; nobody writes into them.
+warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
 
 class FSDPBackend(BaseBackend):
