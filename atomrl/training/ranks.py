@@ -220,7 +220,7 @@ def join_launched(device: str, timeout_s: float) -> Ranks:
     started = launched()
     assert started is not None
     store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))
-    return Ranks(store, rank, world, rank_device(device, started.local_rank), timeout_s, started.on_one_machine)
+    return Ranks(store, rank, world, rank_device(device, started.local_rank), timeout_s, started[2:])
 
 
 def follow_launcher(settings: RankedConfig, device: str) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,38 @@ def test_the_run_of_one_process_started_in_any_way_and_resumed_on_any_number(tra
         assert (tensor - weights(folder, "other")[name]).abs().max() <= 1e-4 * tensor.abs().max(), name
     code, said = train("other", "train.steps=5", "--resume")
     assert code == 2 and "several ranks" in said.err, "a checkpoint of ranks is none of one process"
+
+
+def children(pid):
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in path.read_text().split()] if path.exists() else []
+
+
+def gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks end when their group does")
+def test_no_rank_outlives_a_launcher_that_is_killed(train):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "atomrl"]
+    command = [*torchrun, "train", "c.yaml", "run_name=killed", "backend.type=fsdp", "train.steps=100000"]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}", "OMP_NUM_THREADS": "1"}
+    until = time.monotonic() + 240
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env) as launcher:
+        metrics = train.folder / "runs" / "killed" / "metrics.jsonl"
+        while not metrics.exists() or not metrics.read_text():
+            assert launcher.poll() is None and time.monotonic() < until
+            time.sleep(0.2)
+        ranks = children(launcher.pid)
+        assert len(ranks) == 2
+        launcher.kill()
+    while not all(map(gone, ranks)):
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
