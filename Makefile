@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CHECKED := tests/atoms tests/architecture tests/training tests/rollout tests/test_config.py
 
-.PHONY: install quickstart quickstart-search distributed test-distributed test-distributed-short \
+.PHONY: install quickstart quickstart-search quickstart-python distributed test-distributed test-distributed-short \
 	test-sglang check test test-cpus coverage gpu-check wheels lint clean
 
 install: .venv/installed
@@ -17,19 +17,12 @@ install: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
 	touch $@
 
-# A warm start, then GRPO. Earlier runs are kept beside the new ones.
-quickstart: install
-	for run in quickstart-warm-start quickstart; do \
+# A warm start, then GRPO: that steps pay; how often to search; when to run a program. Earlier runs are kept beside the new.
+quickstart quickstart-search quickstart-python: install
+	for run in $@-warm-start $@; do \
 		test ! -e runs/$$run || mv runs/$$run runs/$$run-until-$$(date +%Y%m%d-%H%M%S); done
-	$(BIN)/atomrl sft configs/quickstart_sft.yaml
-	$(BIN)/atomrl train configs/quickstart.yaml
-
-# The same with searches, which an environment answers: a tiny model learns to search as often as a question needs.
-quickstart-search: install
-	for run in quickstart-search-warm-start quickstart-search; do \
-		test ! -e runs/$$run || mv runs/$$run runs/$$run-until-$$(date +%Y%m%d-%H%M%S); done
-	$(BIN)/atomrl sft configs/quickstart_search_sft.yaml
-	$(BIN)/atomrl train configs/quickstart_search.yaml
+	$(BIN)/atomrl sft configs/$(subst -,_,$@)_sft.yaml
+	$(BIN)/atomrl train configs/$(subst -,_,$@).yaml
 
 # vLLM wants exact versions of torch, transformers and numpy, so it has an environment of its own, with Ray.
 APART := .venv-distributed

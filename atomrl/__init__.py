@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from typing import Any
 
     from atomrl.config import RunConfig
+    from atomrl.reading import Run
 
 __version__ = "0.1.0"
-__all__ = ["train"]
+__all__ = ["load_run", "train"]
 
 
 def train(
@@ -48,3 +49,20 @@ def train(
 
     loaded = config if isinstance(config, RunConfig) else load_config(config, overrides)
     return prepare_run(loaded, rewards).execute(resume, callbacks=callbacks)
+
+
+def load_run(path: str | Path) -> Run:
+    """The run in a folder: finished, under way or killed, of this or another version.
+
+    Raises:
+        ReadError: it is no run's folder; runs below it are named.
+
+    Example:
+        >>> import atomrl
+        >>> run = atomrl.load_run("runs/quickstart")  # doctest: +SKIP
+        >>> run.state.status, run.metrics["critic/score/mean"][-1]  # doctest: +SKIP
+        ('finished', 0.9921875)
+    """
+    from atomrl.reading import load_run as load
+
+    return load(path)

@@ -2,7 +2,7 @@
 
     Trajectory -> RowBatch -> AdvantageBatch -> TrainingBatch
 
-Axes: B rows (one per trajectory that is trained on), T tokens, V vocabulary.
+Axes: B rows (one per trajectory that is trained on, or several: `end_to_end`), T tokens, V vocabulary.
 
 A token tensor is indexed by the token itself: `logprobs[b, t] = log p(tokens[b, t] | tokens[b, <t])`, and position
 0 is always masked. Rows are right-padded, so a causal model needs no attention mask.
@@ -44,10 +44,13 @@ class RowBatch:
     """[B] float32; 0 for demonstrations and preferences, which come from the data and earn nothing."""
     truncated: Tensor
     """[B] bool: it did not end by itself: cut at the limit on completions or on rows, or called off."""
+    cut: Tensor | None = None
+    """[B] bool: the row was cut at the limit on rows. None: it was not."""
     response_lengths: Tensor | None = None
     """[B] int64: tokens after the prompt as sampled, also where the row was cut. None: those of the row."""
     trajectory_index: Tensor | None = None
-    """[B] int64: which of the step's trajectories the row is."""
+    """[B] int64: which of the step's trajectories the row is. Several rows are of one, in their order, where its
+    model no longer saw all that had come before; each of its tokens is trained on in one of them."""
     staleness: Tensor | None = None
     """[B, T] int32: versions between the weights that wrote each token and the trainer's; 0 off the model's tokens."""
     token_rewards: Tensor | None = None
@@ -133,6 +136,68 @@ class TrainingBatch(AdvantageBatch):
 
 
 Rows = TypeVar("Rows", bound=RowBatch)
+
+
+def end_to_end(rows: Rows) -> Rows:
+    """Trajectories as one row each: the rows of a trajectory one behind the other, and of what there is once for each
+    row that of its first. So advantages and loss weights are a trajectory's, however many rows it has.
+
+    Returns:
+        The same rows where every trajectory has one.
+
+    Example:
+        >>> import torch
+        >>> from tests.algorithms.batches import make_rows
+        >>> rows = replace(make_rows(groups=1), trajectory_index=torch.tensor([0, 0, 1, 2]))
+        >>> end_to_end(rows).rows, end_to_end(rows).lengths[0] == rows.lengths[:2].sum()
+        (3, tensor(True))
+    """
+    laid = _laid(rows)
+    if laid is None:
+        return rows
+    inside, places, first, lengths = laid
+    changes: dict[str, Any] = {"lengths": lengths}
+    for name, value in vars(rows).items():
+        if name not in ("state", "lengths") and value is not None:
+            if isinstance(value, RaggedIds):
+                changes[name] = None
+            elif value.dim() == 2:
+                flat = value.new_zeros(len(lengths) * int(lengths.max()))
+                changes[name] = flat.index_copy(0, places, value[inside]).view(len(lengths), -1)
+            else:
+                changes[name] = value[first]
+    return replace(rows, **changes)
+
+
+def taken_apart(whole: Tensor, rows: RowBatch) -> Tensor:
+    """What there is of each token of `end_to_end(rows)`, as one of each token of the rows: [N, S] -> [B, T]; 0 in the
+    padding."""
+    laid = _laid(rows)
+    if laid is None:
+        return whole
+    inside, places, _, _ = laid
+    return whole.new_zeros(inside.shape).masked_scatter(inside, whole.flatten()[places])
+
+
+def _laid(rows: RowBatch) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """Where the tokens of rows are when each trajectory is laid end to end: [B, T] which are no padding; the place of
+    each of those, flat; [N] the first row of each trajectory, and how long it then is. None: each has one row."""
+    import torch
+
+    if rows.trajectory_index is None:
+        return None
+    names, number = torch.unique(rows.trajectory_index, return_inverse=True)
+    if len(names) == rows.rows:
+        return None
+    order, counts = number.argsort(stable=True), torch.bincount(number)
+    first = order[counts.cumsum(0) - counts]
+    before = rows.lengths[order].cumsum(0) - rows.lengths[order]
+    starts = torch.empty_like(before).index_copy(0, order, before)
+    lengths = torch.zeros_like(names).index_add(0, number, rows.lengths)
+    columns = torch.arange(rows.tokens.shape[1])
+    inside = columns < rows.lengths[:, None]
+    places = number[:, None] * lengths.max() + (starts - starts[first][number])[:, None] + columns
+    return inside, places[inside], first, lengths
 
 
 def select_rows(batch: Rows, index: Tensor) -> Rows:

@@ -50,6 +50,9 @@ class Turn:
     """What the model wrote, decoded without special tokens."""
     reply: str = ""
     """What the environment answered, as far as it is in the row."""
+    sees_from: int = 0
+    """The first turn that the model still saw when it wrote this one, with what it saw before all turns: those between
+    had been dropped (`environment.when_full`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,18 @@
 """Files and folders that appear complete or not at all."""
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+_LEFT_S = 120.0
 
 
 def check_writable(path: Path) -> None:
@@ -84,3 +89,50 @@ def sha256(path: Path) -> str:
     """The hash of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class TemporaryFolder:
+    """A folder for as long as a process needs it. Those of its kind that killed processes have left are removed.
+
+    The folder itself is locked until it is closed, which no cleaner of `/tmp` undoes.
+
+    Args:
+        kind: in its name.
+        short: in `/tmp` whatever `TMPDIR` says: sockets in it may have 107 letters.
+
+    Example:
+        >>> folder = TemporaryFolder("example")
+        >>> folder.path.is_dir(), folder.close(), folder.path.exists()
+        (True, None, False)
+    """
+
+    def __init__(self, kind: str, short: bool = False) -> None:
+        parent = Path("/tmp" if short and os.path.isdir("/tmp") else tempfile.gettempdir())
+        for path in parent.glob(f"atomrl-{kind}-*"):
+            with suppress(OSError):  # in use, or of another user
+                if path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > _LEFT_S:
+                    lock = _locked(path)
+                    shutil.rmtree(path, ignore_errors=True)
+                    os.close(lock)
+        prefix = f"atomrl-{kind}-{os.getpid()}-"
+        self._folder = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
+        self.path = Path(self._folder.name)
+        self._lock = _locked(self.path)
+
+    def close(self) -> None:
+        """Remove it, if that is not done."""
+        self._folder.cleanup()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor that keeps a folder locked until it is closed; OSError where another does."""
+    found = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(found)
+        raise
+    return found

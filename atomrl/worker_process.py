@@ -15,9 +15,12 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Self
 
 _PR_SET_PDEATHSIG = 1
+_KILLS = 20
+"""Times that a worker's processes are looked for: they may start others meanwhile."""
 _COMMAND = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); import importlib; "
     "from atomrl.worker_process import begin; "
@@ -35,6 +38,8 @@ class WorkerProcess:
 
     process: subprocess.Popen[bytes]
     connection: Connection
+    mark: bytes
+    """Of the environment variables of the process, and of all that it starts."""
 
     @classmethod
     def start(cls, module: str) -> Self:
@@ -43,6 +48,7 @@ class WorkerProcess:
         On Linux it is told of the end of the thread that starts it, and then ends.
         """
         ours, theirs = socket.socketpair()
+        mark = f"ATOMRL_WORKER={os.urandom(8).hex()}"
         arguments = [json.dumps(_import_path()), module, str(theirs.fileno()), str(os.getpid())]
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _COMMAND, *arguments],
@@ -50,11 +56,11 @@ class WorkerProcess:
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a user's function prints must not mix with what a command prints
             # one thread each, and the same order of sets in every worker and every run
-            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0"},
+            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0"} | dict([mark.split("=")]),
             start_new_session=True,  # a group of its own, which is killed with all that a function started
         )
         theirs.close()
-        return cls(process, Connection(ours.detach()))
+        return cls(process, Connection(ours.detach()), mark.encode())
 
     def answer(self) -> Any:
         """The next thing that it says.
@@ -64,14 +70,51 @@ class WorkerProcess:
         """
         return json.loads(self.connection.recv_bytes())
 
+    def thread_seconds(self, thread: int) -> float:
+        """The time of the processor that one of its threads has had, in hundredths; 0 where that is not to be known."""
+        try:
+            stat = Path(f"/proc/{self.process.pid}/task/{thread}/stat").read_bytes()
+        except OSError:
+            return 0.0
+        user, system = stat.rpartition(b")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
     def kill(self) -> None:
-        """End it and all that it started."""
+        """End it and all that it started: its group, and on Linux what has left that, for as long as there is some."""
+        started = _marked(self.mark, self.process.pid)
         for kill in (os.killpg, os.kill):  # its group; itself, were it in another one
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(self.process.pid, signal.SIGKILL)
+        for _ in range(_KILLS):
+            if not (started := started - {self.process.pid}):
+                break
+            for pid in started:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            started = _marked(self.mark)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(2.0)
         self.connection.close()
+
+
+def _marked(mark: bytes, ancestor: int | None = None) -> set[int]:
+    """The processes that have a mark among the environment variables that they were started with, and all that come of
+    them or of an ancestor; those that have ended are left out. None where there is no /proc."""
+    parents, found = dict[int, int](), {ancestor} if ancestor else set[int]()
+    for name in os.listdir("/proc") if sys.platform == "linux" else ():
+        try:
+            with open(f"/proc/{name}/stat", "rb") as stat:  # of what is no process there is none
+                state, parent = stat.read().rpartition(b")")[2].split()[:2]
+            if state != b"Z":
+                parents[int(name)] = int(parent)
+                with open(f"/proc/{name}/environ", "rb") as environ:
+                    if mark in environ.read():
+                        found.add(int(name))
+        except (OSError, ValueError):  # it has ended, or is somebody else's
+            continue
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
 
 
 def begin(serve: Callable[[Connection], None], descriptor: int, parent: int) -> None:

@@ -12,6 +12,7 @@ from atomrl.cli.main import main
 from atomrl.environments.table import PACKAGES
 from atomrl.models.loading import load_tokenizer
 from atomrl.models.scalar import load_scalar, save_scalar
+from atomrl.sandbox import SandboxError, check
 from tests.templates import QWEN25
 from tests.tiny import make_tiny_model
 
@@ -22,6 +23,7 @@ MODELS = [
     "runs/quickstart/model",
     "runs/quickstart-search-warm-start/model",
     "runs/quickstart-search/model",
+    "runs/quickstart-python-warm-start/model",
     "Qwen/Qwen2.5-1.5B-Instruct",
     "Qwen/Qwen2.5-3B",
 ]
@@ -89,6 +91,11 @@ def test_a_dry_run_prepares_what_a_run_does(path, inside, capsys, monkeypatch):
     environment = load_config(path, arguments[1:]).environment
     if environment and environment.function in PACKAGES:
         pytest.importorskip(environment.function)
+    if environment and environment.function == "python":
+        try:
+            check("bubblewrap")
+        except SandboxError as error:
+            pytest.skip(str(error))
     prepared = []
     monkeypatch.setattr(runs.Run, "execute", lambda self, *options: prepared.append(self) or {})
     before = sorted(inside.rglob("*"))

@@ -21,14 +21,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: any mistake, with its key.
     """
     from atomrl.config import build_config, parse_overrides
-    from atomrl.functions import search_in
 
-    search_in(Path(path).resolve().parent)  # a config's own rewards and algorithms stand beside it
     return build_config(read_tree(path, parse_overrides(overrides)), str(path))
 
 
 def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A config file with changes, as a tree in AtomRL's own layout.
+    """A config file with changes, as a tree in AtomRL's own layout. What stands beside it is found from then on.
 
     Changes to a six-section file may name its own keys (`train_config.learning_rate`) and, for what that layout has no
     key for, AtomRL's (`data.prompt_field`). Notes about keys without effect go to stderr.
@@ -38,7 +36,9 @@ def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     """
     from atomrl.config import merge_trees, read_yaml
     from atomrl.config.alternative_layout import SECTIONS, is_six_section_layout, translate
+    from atomrl.functions import search_in
 
+    search_in(Path(path).resolve().parent)  # a config's own rewards and environments
     tree = read_yaml(path)
     if is_six_section_layout(tree):
         own = {key: value for key, value in changes.items() if key in SECTIONS}

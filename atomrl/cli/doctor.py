@@ -49,7 +49,7 @@ def examine_run(folder: Path) -> int:
     """Print all findings of a run, from its `metrics.jsonl`."""
     from atomrl.config import ConfigError
     from atomrl.doctor.watch import diagnose
-    from atomrl.tracking.run_directory import metrics_of
+    from atomrl.reading.lines import metrics_of
 
     rows = metrics_of(folder)
     for number, row in enumerate(rows, start=1):

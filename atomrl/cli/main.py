@@ -23,9 +23,13 @@ COMMANDS = {
     "data": "check a data file, make one from a task, or tokenize text",
     "explain": "print the objective of a config: its equation, atoms and papers, and what is known to go wrong",
     "atoms": "list the atoms, or show one: equation, shapes, paper, example",
-    "import": "turn a nanoGPT checkpoint into a model folder",
+    "import": "turn a config of verl, TRL or OpenRLHF into one of ours, or a nanoGPT checkpoint into a model folder",
     "export": "merge a checkpoint's adapters and write a plain model folder",
+    "rollouts": "look at the completions of a run, or write them to a file",
+    "compare": "put runs side by side: a table, the keys that differ, a picture",
+    "diff": "say where two runs begin to differ",
     "plot": "draw the curves of a run",
+    "ui": "look at runs in a browser: live curves, completions, comparison",
     "doctor": "say what is wrong with a run; without one, what this machine has and what will be used",
 }
 """Command -> what it does. `atomrl.cli.NAME`, or the module of `MODULES`, has `add_arguments(parser)` and

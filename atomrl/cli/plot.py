@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from atomrl.tracking.curves import draw_curves
+    from atomrl.reading.curves import draw_curves
 
     if arguments.out is not None:
         check_writable(arguments.out)

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import shutil
 import signal
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from atomrl.cluster.hosted import Hosted, identity, send_tensors_as_arrays
 from atomrl.cluster.places import Node, PlacementError, Wanted, places, plan, this_machine
 from atomrl.cluster.watch import Watch, speaks_http2
 from atomrl.config import ClusterConfig, ClusterRole
+from atomrl.files import TemporaryFolder
 
 START_S = 600.0
 """For loading a model in a new process; no part of `cluster.timeout_s`."""
 _REACH_S = 5.0
-_LEFT_S, _CLOSE_S = 120.0, 2.0
-_FOLDER = "atomrl-run-"
+_CLOSE_S = 2.0
 _HELPERS = ("monitor", "dashboard", "log_monitor")
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -73,9 +68,8 @@ class RayCluster:
 
     def __init__(self, config: ClusterConfig, roles: Sequence[ClusterRole], device: str = "auto") -> None:
         self.config = config
-        self.folder: str | None = None
-        self.lock = ExitStack()
-        """Of the folder."""
+        self.folder: TemporaryFolder | None = None
+        """Of Ray's session, where it is started here."""
         self.actors: list[Actor] = []
         if config.address is None:
             plan(config, roles, device, [this_machine()])  # before anything is started
@@ -108,34 +102,21 @@ class RayCluster:
                 ray.shutdown()
                 raise PlacementError(f"cluster.address={address}: {' '.join(str(error).split())}") from error
             return ray, True
-        folder = self.folder = self._make_folder()
+        folder = self.folder = TemporaryFolder("run", short=True)
         try:
             with _on_loopback():
-                ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _temp_dir=folder)
+                options = {"include_dashboard": False, "logging_level": logging.WARNING, "_temp_dir": str(folder.path)}
+                ray.init(address="local", **options)
             if (host := ray.nodes()[0]["NodeManagerAddress"]) != "127.0.0.1":
                 ray.shutdown()
                 raise RuntimeError(f"this version of Ray would listen on {host}, for the whole network")
         except BaseException as error:
             ray.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.close()
             if type(error) is Exception:  # Ray's own, after its limit of 30 s
                 raise PlacementError(f"cluster: Ray did not start on this machine: {error}") from error
             raise
         return ray, True
-
-    def _make_folder(self) -> str:
-        """For Ray's session, of this run alone, which locks it until it ends; those of runs that were killed are
-        removed."""
-        parent = Path("/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir())
-        for path in parent.glob(f"{_FOLDER}*"):
-            with suppress(OSError):  # in use, or of another user
-                if path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > _LEFT_S:
-                    with _locked(path):
-                        shutil.rmtree(path, ignore_errors=True)
-        # A short name, since sockets in it may have 107 letters.
-        folder = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=parent)
-        self.lock.enter_context(_locked(Path(folder)))
-        return folder
 
     def _watch(self) -> Watch:
         context = self.ray.get_runtime_context()
@@ -271,7 +252,7 @@ class RayCluster:
         """End what was started here, without a word to Ray; actors end with this process."""
         self._end_processes(*_HELPERS, "raylet", "gcs_server")
         if self.folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.close()
 
     def close(self) -> None:
         """End the actors, and the cluster where it was started here."""
@@ -287,19 +268,7 @@ class RayCluster:
         finally:
             self.watch.close()
             if self.folder:
-                shutil.rmtree(self.folder, ignore_errors=True)
-                self.lock.close()
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """The folder itself locked, which no cleaner of `/tmp` undoes; OSError where it is already."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
+                self.folder.close()
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The sections `environment` and `tools`: what answers the model."""
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,7 +10,8 @@ from atomrl.config.base import Section
 class EnvironmentConfig(Section):
     """What answers the model, turn by turn (docs/environments.md).
 
-    `rollout.max_completion_tokens` bounds all that comes after the prompt, replies included.
+    `rollout.max_completion_tokens` bounds all that comes after the prompt, replies included; with `when_full` all of it
+    that the model sees at once.
     """
 
     function: str
@@ -24,6 +25,8 @@ class EnvironmentConfig(Section):
     """Turns of the model; the environment may end the episode before."""
     max_turn_tokens: int | None = Field(None, ge=1)
     """Of the model in one turn; null: what is left of the episode."""
+    when_full: Literal["end", "drop_oldest"] = "end"
+    """What happens where another turn has no room: the episode ends, or the model goes on without its oldest turns."""
     max_reply_tokens: int = Field(512, ge=1)
     """Of the environment at once; what is beyond is cut."""
     timeout_s: float = Field(30.0, gt=0)
@@ -46,7 +49,7 @@ class ToolConfig(Section):
     headers_env: dict[str, str] = {}
     """HTTP headers for an address, by the environment variables that have their values."""
     timeout_s: float = Field(20.0, gt=0)
-    """For finding an MCP server, and for one call of it."""
+    """For one call, and for finding an MCP server. `environment.timeout_s` is for all calls of a turn."""
 
     @model_validator(mode="before")
     @classmethod

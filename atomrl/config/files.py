@@ -27,11 +27,17 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
                 raise ConfigError(f"override {argument!r}: {parent} was already given a value")
-        node[leaf] = _scalar(text)
+        node[leaf] = scalar(text)
     return tree
 
 
-def _scalar(text: str) -> Any:
+def scalar(text: str) -> Any:
+    """A value as YAML reads it, and as a number what is one: `1e-6`.
+
+    Example:
+        >>> scalar("1e-6"), scalar("[1, a]"), scalar("null"), scalar("a: b: c")
+        (1e-06, [1, 'a'], None, 'a: b: c')
+    """
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:

@@ -145,6 +145,29 @@ class RunConfig(Section):
             raise ValueError("environment: this kind of run draws no rollouts; remove the section")
         elif self.rollout.min_completion_tokens:
             raise ValueError("rollout.min_completion_tokens: turns of an episode have no least length; remove it")
+        if self.environment is not None and self.environment.when_full == "drop_oldest":
+            self._check_dropping(self.environment.max_turn_tokens)
+
+    def _check_dropping(self, turn: int | None) -> None:
+        """Where turns are dropped a completion has several rows: nothing may need it in one, and a turn has room."""
+        key, room = "environment.when_full=drop_oldest", self.rollout.max_completion_tokens
+        room = min(room, self.eval.max_completion_tokens or room)
+        if turn is None or 2 * turn > room:
+            raise ValueError(
+                f"{key} needs environment.max_turn_tokens of at most {room // 2}: where turns were dropped half of "
+                f"max_completion_tokens ({room}) is free"
+            )
+        if not isinstance(self.algorithm, PolicyObjective):
+            raise ValueError(
+                f"{key}: algorithm.name={self.algorithm.name} compares completions of one row each; take end"
+            )
+        for axis, parts in self.algorithm.used_axes().items():
+            for part in parts:
+                if part.by_completion:
+                    raise ValueError(
+                        f"{key}: algorithm.{axis}={part.type} takes all tokens of a completion together, which has "
+                        "several rows where turns are dropped; take one by token, or end"
+                    )
 
     @property
     def gpt(self) -> schema.GptConfig | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, cast
 
-from atomrl.data import arithmetic, chain, countdown, places, stack_machine
+from atomrl.data import arithmetic, calculation, chain, countdown, places, stack_machine
 from atomrl.data.problems import DataError
 from atomrl.hints import did_you_mean, said_as
 from atomrl.types import Message
@@ -41,6 +41,7 @@ class Generator:
 
 GENERATORS = {
     "arithmetic": Generator(arithmetic.make),
+    "calculation": Generator(calculation.make, calculation.demonstrate, words=calculation.WORDS),
     "chain": Generator(chain.make, chain.demonstrate, chain.pair, chain.WORDS),
     "countdown": Generator(countdown.make),
     "places": Generator(places.make, places.demonstrate, words=places.WORDS, split_by=places.split_by),

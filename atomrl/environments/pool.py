@@ -56,11 +56,13 @@ class _Worker(WorkerProcess):
     ready: bool = False
     """It has imported the environment."""
     retiring: bool = False
-    """One of its episodes hangs: it gets no others, and is ended with the last."""
+    """One of its episodes hangs, or has left a thread behind: it gets no others, and is ended with the last."""
     alone: bool = False
     """For episodes that may have been what ended another worker, one at a time until it has answered."""
     pong_by: float | None = None
     """When it has to have answered, or it is stuck as a whole."""
+    ran: dict[int, float] = field(default_factory=dict)
+    """Key -> seconds of the processor that the thread of a late episode had had when it was asked."""
 
     def __post_init__(self) -> None:
         self.channel = Channel(self.connection)
@@ -89,6 +91,8 @@ class _Episode:
     repeated: int = 0
     """Answers that its worker has given, up to `len(heard)` for the second time."""
     suspect: bool = False
+    thread: int = 0
+    """Of its worker, by the system's number."""
     deadline: float = 0.0
 
 
@@ -210,7 +214,7 @@ class EnvironmentPool:
         self._homeless = kept
 
     def _move_in(self, episode: _Episode, worker: _Worker) -> None:
-        episode.worker, episode.repeated = worker, 0
+        episode.worker, episode.repeated, episode.thread = worker, 0, 0
         worker.episodes[episode.key] = episode
         episode.deadline = self._clock + (self.settings.timeout_s if worker.ready else LOAD_LIMIT_S)
         worker.channel.send(episode.start)
@@ -253,9 +257,14 @@ class EnvironmentPool:
             raise EpisodeError(f"environment.function: {self.settings.function!r} cannot be used: {rest[0]}")
         if key is None:
             self._ended_loading = 0
-            if word == "pong":
+            if word == "thread":
+                if (begun := worker.episodes.get(rest[0])) is not None:
+                    begun.thread = rest[1]
+            elif word == "pong":
                 worker.pong_by = None
                 self._time_out(worker)
+            elif word == "left_behind":
+                worker.retiring = True
             else:
                 worker.ready = True
                 for episode in worker.episodes.values():
@@ -306,12 +315,13 @@ class EnvironmentPool:
         """Who took too long."""
         for worker in [*self.workers]:
             if worker.pong_by is not None and self._clock >= worker.pong_by:
-                self._lost(worker, stuck=True)
+                self._stuck(worker)
                 continue
             if worker.pong_by is None and self._late(worker):
                 if not worker.ready:
                     raise EpisodeError(f"environment.function: importing it took over {LOAD_LIMIT_S:.0f} s")
                 worker.pong_by = self._clock + PONG_S
+                worker.ran = {one.key: worker.thread_seconds(one.thread) for one in self._late(worker)}
                 self._send(worker, Ping())
 
     def _late(self, worker: _Worker) -> list[_Episode]:
@@ -323,13 +333,23 @@ class EnvironmentPool:
             worker.retiring = True
             self._finish(episode, self._too_late())
 
+    def _stuck(self, worker: _Worker) -> None:
+        """A worker does not answer. A late episode that has run meanwhile, as no other, is what holds the interpreter:
+        what waits for it has next to nothing of the processor. The others then need not be tried one by one."""
+        ran = {one.key: worker.thread_seconds(one.thread) - worker.ran.get(one.key, 0.0) for one in self._late(worker)}
+        most = max(ran.values(), default=0.0)
+        holding = [key for key, seconds in ran.items() if seconds == most > 0]
+        if len(holding) == 1:
+            self._finish(self._episodes[holding[0]], self._too_late())
+        self._lost(worker, stuck=True, known=len(holding) == 1)
+
     def _too_late(self) -> Answer:
         message = f"over {self.settings.timeout_s:g} s for an answer (environment.timeout_s allows more)"
         return Answer(ended=True, failure="timeout", message=message)
 
-    def _lost(self, worker: _Worker, stuck: bool = False) -> None:
+    def _lost(self, worker: _Worker, stuck: bool = False, known: bool = False) -> None:
         """A worker has ended, or one of its episodes keeps it from answering at all: its episodes are played again in
-        others, those that were at work one by one, which tells which one it was."""
+        others, those that were at work one by one, which tells which one it was, unless that is known."""
         if not worker.ready:
             self._ended_loading += 1
             if self._ended_loading >= MAX_ENDED_LOADING:
@@ -339,12 +359,12 @@ class EnvironmentPool:
         self._kill(worker)
         for episode in episodes:
             episode.worker = None
-            if episode.suspect and worker.ready:
+            if episode.suspect and worker.ready and not known:
                 message = "its process ended (by os._exit, a signal, or for want of memory)"
                 crash = Answer(ended=True, failure="crash", message=message)
                 self._finish(episode, self._too_late() if stuck else crash)
             else:
-                episode.suspect = episode.key in self._asked and worker.ready
+                episode.suspect = episode.key in self._asked and worker.ready and not known
                 self._homeless.append(episode)
 
     def _kill(self, worker: _Worker) -> None:

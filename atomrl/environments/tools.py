@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ConfigDict, ValidationError, validate_call
 
+from atomrl.environments.calls import CallThread, TooLong
 from atomrl.environments.mcp_server import McpServer, connected
 from atomrl.environments.tool_calls import Call, Form, Schema, find_calls
 from atomrl.episodes import Reply
@@ -46,11 +47,11 @@ def call_tools(
     """
     with ExitStack() as stack:
         known, objects = _tools_of(tools, stack)
-        opening = "".join(_reset(one, sample) for one in objects)
+        opening = "".join(one.reset(sample) for one in objects)
         text = yield Reply(text=opening, role="user") if objects else None
         while calls := find_calls(text, form, schemas):
             text = yield _answers(calls, known)
-        rewards = [_finished(one.get_reward()) for one in objects if hasattr(one, "get_reward")]
+        rewards = [one.thread.run(one.object.get_reward) for one in objects if hasattr(one.object, "get_reward")]
         return float(sum(rewards)) if rewards else None
 
 
@@ -105,21 +106,33 @@ def _schema(function: Callable[..., Any], tool: Mapping[str, Any]) -> Schema:
     return schema
 
 
-def _tools_of(tools: Sequence[Mapping[str, Any]], stack: ExitStack) -> tuple[dict[str, Callable[..., Any]], list[Any]]:
+@dataclass(frozen=True)
+class _Tool:
+    """What answers to a name, for one episode."""
+
+    call: Callable[..., Any]
+    limit_s: float | None
+    """None: it has a limit of its own, an MCP server's."""
+    thread: CallThread | None = None
+    """Of an object, whose methods all run on it, one after the other."""
+
+
+def _tools_of(tools: Sequence[Mapping[str, Any]], stack: ExitStack) -> tuple[dict[str, _Tool], list[_Object]]:
     """What answers to each name, for one episode, and the objects that were made for it."""
-    known: dict[str, Callable[..., Any]] = {}
+    known: dict[str, _Tool] = {}
     objects = []
     for tool in tools:
+        limit = tool["timeout_s"]
         if tool["mcp"]:
             server = connected(tool)
-            known |= {name: functools.partial(server.call, name) for name in server.names}
+            known |= {name: _Tool(functools.partial(server.call, name), None) for name in server.names}
         elif inspect.isclass(made := find_function(tool["function"])):
-            objects.append(one := made(**tool["args"]))
-            if callable(close := getattr(one, "close", None)):
-                stack.callback(close)
-            known |= {method.__name__: _checked(getattr(one, method.__name__), {}) for method in _functions(tool)}
+            objects.append(one := _Object(functools.partial(made, **tool["args"]), stack))
+            for method in _functions(tool):
+                bound = _checked(getattr(one.object, method.__name__), {})
+                known[method.__name__] = _Tool(bound, limit, one.thread)
         else:
-            known[made.__name__] = _checked(made, tool["args"])
+            known[made.__name__] = _Tool(_checked(made, tool["args"]), limit)
     return known, objects
 
 
@@ -139,20 +152,40 @@ def _checked(function: Callable[..., Any], own: Mapping[str, Any]) -> Callable[.
     return call
 
 
-def _reset(one: Any, sample: Sample) -> str:
-    row = {**sample.columns, "prompt": sample.prompt, "ground_truth": sample.ground_truth}
-    return str(_finished(one.reset(**row)) or "")
+class _Object:
+    """An object for an episode, on a thread of its own from beginning to end: some things are not for another one."""
+
+    def __init__(self, make: Callable[[], Any], stack: ExitStack) -> None:
+        self.thread = CallThread()
+        self.object: Any = None
+        stack.callback(lambda: self.thread.end(getattr(self.object, "close", None)))
+        self.object = self.thread.run(make)
+
+    def reset(self, sample: Sample) -> str:
+        row = {**sample.columns, "prompt": sample.prompt, "ground_truth": sample.ground_truth}
+        return str(self.thread.run(lambda: self.object.reset(**row)) or "")
 
 
-def _answers(calls: Sequence[Call], known: Mapping[str, Callable[..., Any]]) -> list[Reply]:
-    """A message for each call, in their order; the calls run at the same time."""
-    if len(calls) == 1:
-        return [_answer(calls[0], known)]
-    with ThreadPoolExecutor(min(AT_ONCE, len(calls))) as threads:
-        return list(threads.map(lambda call: _answer(call, known), calls))
+def _answers(calls: Sequence[Call], known: Mapping[str, _Tool]) -> list[Reply]:
+    """A message for each call, in their order; the calls run at the same time, but for those of one object."""
+    together: dict[Any, list[int]] = {}
+    for place, call in enumerate(calls):
+        thread = known[call.name].thread if call.name in known else None
+        together.setdefault(thread or place, []).append(place)
+    found: dict[int, Reply] = {}
+
+    def answer(places: Sequence[int]) -> None:
+        found.update({place: _answer(calls[place], known) for place in places})
+
+    if len(together) == 1:
+        answer(range(len(calls)))
+    else:
+        with ThreadPoolExecutor(min(AT_ONCE, len(together))) as threads:
+            list(threads.map(answer, together.values()))
+    return [found[place] for place in range(len(calls))]
 
 
-def _answer(call: Call, known: Mapping[str, Callable[..., Any]]) -> Reply:
+def _answer(call: Call, known: Mapping[str, _Tool]) -> Reply:
     def wrong(label: str, message: str) -> Reply:
         return Reply(text=f"Error: {message}", role="tool", label=label)
 
@@ -160,8 +193,11 @@ def _answer(call: Call, known: Mapping[str, Callable[..., Any]]) -> Reply:
         return wrong("invalid", f"the call {call.name or 'of a tool'} cannot be read: {call.problem}")
     if call.name not in known:
         return wrong("invalid", f"there is no tool {call.name!r}; there are: {', '.join(known)}")
+    tool = known[call.name]
     try:
-        result = _finished(known[call.name](**call.arguments))
+        result = tool.call(**call.arguments) if tool.limit_s is None else _limited(tool, call.arguments)
+    except TooLong as error:
+        return wrong("timeout", f"{call.name}: {error}")
     except BROKEN:
         raise
     except ValidationError as error:
@@ -177,10 +213,10 @@ def _answer(call: Call, known: Mapping[str, Callable[..., Any]]) -> Reply:
     return Reply(text=text, role="tool", label=call.name)
 
 
-def _finished(result: Any) -> Any:
-    """The result of a function, whether it is asynchronous or not."""
-    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
+def _limited(tool: _Tool, arguments: Mapping[str, Any]) -> Any:
+    thread = tool.thread or CallThread()
+    try:
+        return thread.run(lambda: tool.call(**arguments), tool.limit_s)
+    finally:
+        if tool.thread is None:
+            thread.end()

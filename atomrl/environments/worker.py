@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from atomrl.environments.calls import left_behind
 from atomrl.environments.playing import Closed, Cut, Misplayed, Said, as_replies, find_environment, play
 from atomrl.types import Sample
 from atomrl.worker_process import say
@@ -55,7 +56,9 @@ def serve(connection: Connection) -> None:
 
     Each of its answers is a list: a key, a word, and what belongs to it: `opening` and `reply` with a list of text,
     role, reward and label of each message (empty: nothing is said) and seconds; `end` with the outcome and seconds;
-    `failed` with a kind and a message. The key None is of no episode: `pong`, or `unusable` with a reason.
+    `failed` with a kind and a message. The key None is of no episode: `pong`; `thread` with a key and
+    the number of the thread that plays it; `unusable` with a reason; `left_behind`: threads go on with calls that
+    nobody waits for.
     """
     lock, inboxes, process = threading.Lock(), dict[int, SimpleQueue[Any]](), os.getpid()
     functions: dict[str, Callable[..., Any]] = {}
@@ -106,6 +109,7 @@ def _play(
 ) -> None:
     """An episode, on its thread."""
     began, opened, over, inbox = time.perf_counter(), False, False, inboxes[start.key]
+    answer(None, "thread", start.key, threading.get_native_id())
     speaking = threading.Lock()
 
     def hand_over(said: Said) -> str:
@@ -121,6 +125,8 @@ def _play(
         opened = True
         most = start.most_characters // max(1, len(replies))
         parts = [asdict(replace(reply, text=reply.text[:most], label=_plain(reply.label))) for reply in replies]
+        if left_behind.is_set():
+            answer(None, "left_behind")
         answer(start.key, word, parts, seconds)
         what = inbox.get()
         began = time.perf_counter()

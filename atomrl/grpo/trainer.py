@@ -13,9 +13,10 @@ from atomrl.files import write_jsonl
 from atomrl.grpo.arguments import NAMES, GRPOArgs, hint
 from atomrl.grpo.inputs import built_in_rows, dataset_rows, lora_section, reward_items
 from atomrl.models.loading import load_tokenizer, resolve_folder
+from atomrl.reading.lines import read_metrics
 from atomrl.runs.build import device_name
 from atomrl.runs.rl import RLRun
-from atomrl.tracking.run_directory import is_begun, read_metrics
+from atomrl.tracking.run_directory import is_begun
 
 INPUTS = "inputs"
 """In the run's folder: what was given as objects."""

@@ -74,9 +74,8 @@ def rollout_metrics(
     metrics["response_length/clip_ratio"] = sum(item.finish_reason == "length" for item in trajectories) / total
     metrics["response_length/ran_on_ratio"] = sum(runs_on(item, special_ids) for item in trajectories) / total
     metrics |= spread("prompt_length", (group[0].prompt_tokens for group in drawn))
-    cut = batch.lengths - batch.prompt_lengths < batch.sampled_lengths
     metrics["train/rows"] = float(batch.rows)
-    metrics["train/cut_rows"] = float(cut.sum())
+    metrics["train/cut_rows"] = 0.0 if batch.cut is None else float(batch.cut.sum())
     if batch.loss_mask.any():
         metrics |= spread("critic/advantages", batch.advantages[batch.loss_mask].tolist())
         metrics |= critic_metrics(batch)

@@ -15,10 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from atomrl.batches import AdvantageBatch, RowBatch
+from atomrl.batches import AdvantageBatch, RowBatch, end_to_end
 from atomrl.config import RunConfig
 from atomrl.data.processor import DataProcessor
-from atomrl.data.rows import to_rows, to_training_batches
+from atomrl.data.rows import credited, to_rows, to_training_batches
 from atomrl.loop.groups import GroupSource
 from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
 from atomrl.metrics import Metrics
@@ -206,7 +206,7 @@ def learn(
             with watch(phase):
                 rows = trainer.forward_only(rows, asked)
     with watch("adv"):
-        batch = algorithm.advantages(rows, state)
+        batch = credited(algorithm, rows, state)
         state.update(batch.state)
     with watch("update_actor"):
         seed = config.seed if config else 0
@@ -215,7 +215,8 @@ def learn(
 
 
 def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:
-    """Mean advantage of each row's trained tokens, by the index of its trajectory."""
+    """Mean advantage of each trajectory's trained tokens, by its index."""
+    batch = end_to_end(batch)
     tokens = batch.loss_mask.sum(1).clamp(min=1)
     means: list[float] = ((batch.advantages * batch.loss_mask).sum(1) / tokens).tolist()
     return dict(zip(given(batch.trajectory_index).tolist(), means, strict=True))

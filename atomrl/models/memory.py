@@ -85,7 +85,8 @@ def memory_estimate(config: RunConfig, algorithm: Algorithm, ranks: int = 1) -> 
         return tokens * (layer + layers * checkpoint if model.gradient_checkpointing else layers * layer)
 
     _, _, keys, _ = _widths(shape)
-    decoded = min(rollout.max_concurrent_completions, rollout.prompts_per_step * rollout.completions_per_prompt)
+    kept = rollout.max_concurrent_completions * (1 if config.environment is None else 2)  # as many between two turns
+    decoded = min(kept, rollout.prompts_per_step * rollout.completions_per_prompt)
     cached = decoded * rollout.max_completion_tokens + rollout.prompts_per_step * config.data.max_prompt_tokens
     chunk = min(CHUNK_ELEMENTS, tokens * shape.vocab_size)
     parts = {

@@ -79,6 +79,11 @@ class Choice(BaseModel):
         if after and "latex" not in vars(cls):
             cls.latex = " ".join(after.split())
 
+    @property
+    def by_completion(self) -> bool:
+        """Whether the loss has one number for all tokens of a completion, which then have to stand in one row."""
+        return False
+
     def required(self) -> frozenset[ModelInput]:
         """`needs`, with what its fields ask for."""
         return self.needs

@@ -120,6 +120,10 @@ class GMPOClip(TrustRegionClip, type="gmpo"):
     low: NonNegativeFloat = 0.4
     high: NonNegativeFloat = 0.4
 
+    @property
+    def by_completion(self) -> bool:
+        return True
+
     def __call__(self, inputs: PolicyInputs) -> Clipped:
         log_ratio, advantages, mask = inputs.log_ratio, inputs.advantages, inputs.mask
         clipped = sequence_clipped_log_ratio(log_ratio, advantages, self.low, self.high)

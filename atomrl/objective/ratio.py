@@ -11,6 +11,10 @@ from atomrl.objective.choice import Choice
 class RatioChoice(Choice):
     """One atom of log-probs, by token or by completion."""
 
+    @property
+    def by_completion(self) -> bool:
+        return self.type != "token"
+
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
         found: Tensor = self.atom(logprobs, old_logprobs, mask, **self.settings)
         return per_token(found, mask) if found.dim() == 1 else found

@@ -59,6 +59,10 @@ class ImportanceWeights(RolloutISChoice):
     low: NonNegativeFloat = 0.0
     switches: ClassVar = dict.fromkeys((row_sum, per_token), lambda self: not self.by_token)
 
+    @property
+    def by_completion(self) -> bool:
+        return not self.by_token and not self.whole_step  # which is made of whole trajectories
+
     def __call__(self, inputs: RolloutInputs) -> Tensor:
         log_ratio = inputs.log_ratio if self.by_token else row_sum(inputs.log_ratio, inputs.mask)
         weights: Tensor = self.atom(corrections.importance_weights(log_ratio, self.clamp), low=self.low, high=self.high)
@@ -144,6 +148,10 @@ class SequenceMask(RolloutISChoice, type="sequence_mask"):
     low: NonNegativeFloat = 0.999
     weighted: bool = False
 
+    @property
+    def by_completion(self) -> bool:
+        return True
+
     def __call__(self, inputs: RolloutInputs) -> Tensor:
         log_ratio, mask = inputs.log_ratio, inputs.mask
         keep = corrections.within(corrections.importance_weights(row_mean(log_ratio, mask)), self.low, self.high)
@@ -167,6 +175,10 @@ class KLRejection(RolloutISChoice, type="kl_rejection"):
     estimator: Literal["k1", "k3"] = "k3"
     switches: ClassVar = {k1_kl: lambda self: self.estimator == "k1", k3_kl: lambda self: self.estimator == "k3"}
 
+    @property
+    def by_completion(self) -> bool:
+        return self.level != "token"
+
     def __call__(self, inputs: RolloutInputs) -> Tensor:
         estimate, mask = k1_kl if self.estimator == "k1" else k3_kl, inputs.mask
         kl = estimate(inputs.rollout_logprobs, inputs.old_logprobs, mask)
@@ -186,6 +198,10 @@ class OffPolicySequences(RolloutISChoice, type="off_policy_sequences"):
     """
 
     bound: NonNegativeFloat = 0.05
+
+    @property
+    def by_completion(self) -> bool:
+        return True
 
     def __call__(self, inputs: RolloutInputs) -> Tensor:
         kl = k1_kl(inputs.rollout_logprobs, inputs.logprobs.detach(), inputs.mask)

@@ -47,7 +47,7 @@ class Parking:
     """The rows that are parked, by the id of their request, and those that are about to leave.
 
     Args:
-        most: rows that are parked at once; then the one that has been for the longest has to go.
+        most: rows that are kept at once; then the one that has been parked for the longest has to go.
     """
 
     def __init__(self, most: int) -> None:
@@ -69,7 +69,7 @@ class Parking:
     def park(self, row: Parked) -> list[RequestState]:
         """Keep a row. Returns those that had to go."""
         self.parked[row.state.request.request_id] = row
-        gone = list(self.parked)[: max(0, len(self.parked) - self.most)]
+        gone = list(self.parked)[: max(0, len(self.parked) + len(self.leaving) - self.most)]
         return self.forget(gone)
 
     def forget(self, names: Sequence[str]) -> list[RequestState]:

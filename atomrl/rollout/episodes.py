@@ -32,7 +32,11 @@ class _Play:
     key: int
     """Of the environment's side."""
     tokens: list[int] = field(default_factory=list)
-    """Prompt, and what came after it."""
+    """What the model sees: prompt, and what came after it, but for turns that were dropped."""
+    drawn: int = 0
+    """Tokens after the prompt, with those that were dropped."""
+    sees_from: int = 0
+    """The first turn that was not."""
     segments: list[Segment] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     opening_tokens: int = 0
@@ -46,14 +50,23 @@ class _Play:
     """The model's last turn ended at a limit."""
 
     @property
-    def drawn(self) -> int:
-        """Tokens after the prompt."""
-        return len(self.tokens) - len(self.request.prompt_token_ids)
-
-    @property
     def left(self) -> int:
         """Tokens that may still come."""
-        return self.request.sampling.max_completion_tokens - self.drawn
+        return self.request.sampling.max_completion_tokens - len(self.tokens) + len(self.request.prompt_token_ids)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """The next tokens of the row."""
+        self.tokens += tokens
+        self.drawn += len(tokens)
+
+    def drop_oldest(self, wanted: int) -> bool:
+        """Drop turns, the oldest first, until this many tokens may still come; the last one stays. Whether any was."""
+        before, begin = self.sees_from, len(self.request.prompt_token_ids) + self.opening_tokens
+        while self.left < wanted and self.sees_from < len(self.turns) - 1:
+            turn = self.turns[self.sees_from]
+            del self.tokens[begin : begin + turn.model_tokens + turn.reply_tokens]
+            self.sees_from += 1
+        return self.sees_from > before
 
 
 class EpisodeEngine(RolloutEngine):
@@ -65,7 +78,8 @@ class EpisodeEngine(RolloutEngine):
     numbers of its place in the row, so that how long an environment takes cannot change a token.
 
     An episode ends when the environment ends it, at `max_turns` or `max_completion_tokens` (the environment is then
-    asked for the outcome), or when the environment fails.
+    asked for the outcome), or when the environment fails. With `when_full: drop_oldest` the model goes on where
+    `max_completion_tokens` has no room for a reply and a turn: it then sees the prompt and the latest turns alone.
 
     Args:
         engine: draws the turns.
@@ -161,9 +175,9 @@ class EpisodeEngine(RolloutEngine):
     def _add_turn(self, play: _Play, output: GenerationOutput) -> None:
         play.drawing, play.cut = None, output.finish_reason == "length"
         written = [token for segment in output.segments for token in segment.token_ids]
-        play.tokens += written
+        play.add(written)
         play.segments += output.segments
-        play.turns.append(Turn(model_tokens=len(written), text=output.text))
+        play.turns.append(Turn(model_tokens=len(written), text=output.text, sees_from=play.sees_from))
 
     def _text_of(self, play: _Play, output: GenerationOutput) -> str:
         """What an environment reads: with special tokens, but without an end-of-turn token at its end; up to the end
@@ -216,10 +230,12 @@ class EpisodeEngine(RolloutEngine):
             return "turns"
         last = play.tokens[-1] if play.turns else None
         ids = self.replies.encode(replies, last, self.settings.max_reply_tokens)
+        if self.settings.when_full == "drop_oldest":
+            self._make_room(play, len(ids))
         if len(ids) >= play.left:
             return "length"
         if ids:
-            play.tokens += ids
+            play.add(ids)
             play.segments.append(Segment(origin="environment", token_ids=tuple(ids)))
         cut = len(ids) >= self.settings.max_reply_tokens
         said = str(self.tokenizer.decode(ids)) if cut else "\n".join(reply.text for reply in replies)
@@ -228,6 +244,13 @@ class EpisodeEngine(RolloutEngine):
         else:
             play.opening_tokens, play.opening = len(ids), said
         return None
+
+    def _make_room(self, play: _Play, reply_tokens: int) -> None:
+        """Where a reply and a turn have no room, drop turns until half of all that there may be is free behind the
+        reply: not only as much as is needed, since what is seen after the prompt is then computed anew."""
+        half = play.request.sampling.max_completion_tokens // 2
+        if play.left < reply_tokens + (self.settings.max_turn_tokens or 1) and play.drop_oldest(reply_tokens + half):
+            self._forget_cache(play)
 
     def _next_turn(self, play: _Play) -> GenerationRequest:
         """The request for it."""
@@ -264,6 +287,7 @@ class EpisodeEngine(RolloutEngine):
     def _forget_cache(self, play: _Play) -> None:
         if play.last is not None:
             self.engine.abort([play.last])
+            play.last = None
 
     def _output(self, play: _Play, answer: Answer) -> GenerationOutput:
         return GenerationOutput(

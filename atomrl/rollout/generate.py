@@ -63,6 +63,7 @@ def generate(engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Samplin
         ValueError: the engine refuses a prompt or the sampling, or its model's logits are not finite; none of these
             requests is then left in it.
         RuntimeError: the engine is paused or asleep, or finished a request of someone else's.
+        TimeoutError: it does not answer; it then still has the requests.
 
     Example:
         >>> generate(engine, prompts, SamplingParams(completions_per_prompt=8, seed=1, step=3))  # doctest: +SKIP
@@ -79,6 +80,8 @@ def generate(engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Samplin
             if not finished.keys() <= waiting:
                 raise RuntimeError(f"the engine finished {sorted(finished.keys() - waiting)[:3]}, submitted elsewhere")
             outputs |= finished
+    except TimeoutError:  # who does not answer would not answer that either
+        raise
     except BaseException:
         engine.abort(waiting)
         raise

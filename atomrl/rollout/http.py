@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from atomrl.rollout.requests import DIVERGED, RequestState
 from atomrl.rollout.server_process import ServerProcess
 from atomrl.types import FinishReason
 from atomrl.weights.collective import ServerGroup
+
+_RETRY_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Server:
     held: dict[str, RequestState] = field(default_factory=dict)
     wire_ids: dict[str, str] = field(default_factory=dict)
     """What its requests are called there: each attempt has a name of its own."""
+    kept: set[str] = field(default_factory=set)
+    """Ids of finished requests whose cache it may have kept."""
     restarts: int = 0
     """Since it last finished a request."""
     seeded: bool = True
@@ -83,6 +88,19 @@ class Server:
     def load(self) -> int:
         """Tokens that it may have to draw."""
         return sum(state.request.sampling.max_completion_tokens for state in self.held.values())
+
+    def holds(self, state: RequestState) -> bool:
+        """Whether it is to draw this, which has not been given up."""
+        return self.held.get(state.request.request_id) is state
+
+    def forget(self, state: RequestState, finished: bool = False) -> None:
+        """It has drawn this, if it is one of its own, or need not any more."""
+        if self.holds(state):
+            name = state.request.request_id
+            del self.held[name]
+            self.wire_ids.pop(name, None)
+            if finished and state.request.keep_cache:
+                self.kept.add(name)
 
 
 class Client:
@@ -118,6 +136,21 @@ class Client:
         except self.errors.HTTPError:
             return False
         return found.status_code == 200
+
+    async def until_up(self, server: Server, path: str, limit_s: float) -> None:
+        """Wait until a server says that it is well.
+
+        Raises:
+            RuntimeError: it was started here, and has ended.
+            TimeoutError: it is not, in time.
+        """
+        end = time.monotonic() + limit_s
+        while not await self.healthy(server, path):
+            if server.process is not None and (code := server.process.ended()) is not None:
+                raise RuntimeError(f"{server.name} ended with status {code}{server.last_words}")
+            if time.monotonic() > end:
+                raise TimeoutError(f"{server.name} was not up within {limit_s:g} s")
+            await asyncio.sleep(_RETRY_S)
 
     async def post(self, server: Server, path: str, body: Mapping[str, Any] | None = None, **options: Any) -> Any:
         """A server's answer to a request, from JSON.
@@ -159,15 +192,21 @@ def logprob_of(sent: float | None) -> float:
     return math.nan if sent is None or sent <= -9999.0 else float(sent)
 
 
-def by_our_weights(answer: Answer) -> Answer:
-    """The answer, unless the server has started again since it was given weights: the label of their version is gone.
+def checked(answer: Answer, server: Server) -> Answer:
+    """The answer, unless it cannot be trained on.
 
     Raises:
-        ServerGone: so it is.
+        ServerGone: the server has started again since it was given weights: the label of their version is gone.
+        RuntimeError: it does not say which weights drew which token, or the completion ended in no known way.
     """
     labels = {span["version"] for span in answer.spans if not str(span["version"]).isdigit()}
     if labels:
         raise ServerGone(f"it drew with weights of version {min(labels)}, which it starts with")
+    ends = [0, *(span["end"] for span in answer.spans)]
+    if [span["start"] for span in answer.spans] != ends[:-1] or ends[-1] != len(answer.token_ids):
+        raise RuntimeError(f"{server.name} does not say which weights drew each of {len(answer.token_ids)} tokens")
+    if answer.reason not in ("stop", "length", "abort"):
+        raise RuntimeError(f"{server.name} ended a completion with {answer.reason!r}")
     return answer
 
 

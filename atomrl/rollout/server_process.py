@@ -6,9 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+
+from atomrl.files import TemporaryFolder
 
 _GRACE_S = 10.0
 _TAIL_LINES = 15
@@ -16,7 +16,7 @@ _TAIL_LINES = 15
 # the process that asked for it has gone, also when that was killed; then all of the group go, with the shared memory
 # that they have mapped: what is killed cannot remove its name.
 _LAUNCH = """
-import contextlib, ctypes, os, signal, subprocess, sys
+import contextlib, ctypes, os, signal, subprocess, sys, time
 def shared():
     found = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -28,15 +28,18 @@ def shared():
 def end(*_):
     names = shared() if sys.platform == "linux" else ()
     server.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        server.wait(2)
+    deadline = time.monotonic() + 2
+    with contextlib.suppress(ChildProcessError):  # not server.wait, in the middle of which this is called
+        while time.monotonic() < deadline and not os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            time.sleep(0.02)
     for name in names:
         with contextlib.suppress(OSError):
             os.unlink(name)
     os.killpg(0, signal.SIGKILL)
 server = subprocess.Popen(sys.argv[2:])
 signal.signal(signal.SIGTERM, end)
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 if os.getppid() != int(sys.argv[1]):
     end()
 sys.exit(server.wait() % 256)
@@ -56,15 +59,13 @@ class ServerProcess:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         words, environment = command(port)
-        # For what it leaves behind too. A short name, since sockets in it may have 107 letters.
-        parent = "/tmp" if os.path.isdir("/tmp") else None
-        self.folder = tempfile.TemporaryDirectory(prefix="atomrl-server-", dir=parent, ignore_cleanup_errors=True)
-        self.output = Path(self.folder.name) / "output.txt"
+        self.folder = TemporaryFolder("serving", short=True)  # for what it leaves behind, too
+        self.output = self.folder.path / "output.txt"
         launcher = [sys.executable, "-c", _LAUNCH, str(os.getpid()), *words]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 launcher,
-                env=os.environ | {"TMPDIR": self.folder.name} | dict(environment),
+                env=os.environ | {"TMPDIR": str(self.folder.path)} | dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -93,7 +94,7 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self.folder.cleanup()
+        self.folder.close()
 
 
 def free_port() -> int:

@@ -8,7 +8,6 @@ import logging
 import math
 import queue
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,24 +18,25 @@ from typing import Any, ClassVar, Self
 import torch
 from transformers import PretrainedConfig
 
+from atomrl.files import TemporaryFolder
 from atomrl.models.loading import base_path, model_config_only, read_weights, resolve_folder
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.rollout.checkpoints import is_tied, published_shapes, write_weights
-from atomrl.rollout.http import Answer, Client, Server, ServerGone, by_our_weights, take_answer
-from atomrl.rollout.requests import EngineOptions, RequestEngine, RequestState
+from atomrl.rollout.http import Answer, Client, Server, ServerGone, checked, take_answer
+from atomrl.rollout.requests import EngineOptions, RequestState
+from atomrl.rollout.server_calls import ServerCalls
 from atomrl.rollout.server_process import ServerProcess
 from atomrl.rollout.stopping import StopRule, eos_token_ids
-from atomrl.types import FinishReason, GenerationRequest, SamplingParams
+from atomrl.types import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
 from atomrl.weights.files import write_adapters
 
 log = logging.getLogger(__name__)
 _RESTARTS = 3
 _START_S = 600.0
-_RETRY_S = 0.25
 _ABORT_S = 0.05
 
 
-class ServerEngine(RequestEngine):
+class ServerEngine(ServerCalls):
     """Draws completions in servers, its own or such as are there; groups are spread over them by load.
 
     One thread speaks to all servers. Each says of every token which weights drew it, so weights may change while
@@ -65,12 +65,10 @@ class ServerEngine(RequestEngine):
         self.folder, self.config, self.eos, self.options = folder, config, eos, options
         self.shapes, self.tied = published_shapes(folder, config), is_tied(config)
         self.own, self.on_cpu = not options.server, torch.device(options.device).type == "cpu"
-        self.files = tempfile.TemporaryDirectory(prefix="atomrl-weights-")
+        self.files = TemporaryFolder("update")
         self.updated = False  # servers have been given no other weights than they start with
         self.weights: Path | None = None
-        self.adapters: Path | None = None
-        self.ranks: dict[str, int] = {}
-        """Of the adapters, by the name of the weight that they sit on."""
+        self.adapters, self.ranks = None, {}
         self.answers: queue.SimpleQueue[tuple[RequestState, Answer | Exception]] = queue.SimpleQueue()
         self.names = itertools.count()
         self.servers: list[Server] = []
@@ -97,55 +95,10 @@ class ServerEngine(RequestEngine):
                 raise
         return engine
 
-    def _command(self, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
-        """What starts a server on a port of 127.0.0.1, and its environment beside ours."""
-        raise NotImplementedError
-
-    async def _check(self, server: Server) -> None:
-        """That a server which is up can do what is needed; RuntimeError where not."""
-        raise NotImplementedError
-
-    async def _generate(self, server: Server, state: RequestState, name: str) -> Answer:
-        """Have a completion drawn under a name."""
-        raise NotImplementedError
-
-    async def _abort(self, server: Server, name: str) -> None:
-        """Have a completion end where it is."""
-        raise NotImplementedError
-
-    async def _hold(self, server: Server) -> None:
-        """Draw no token, so that the completions under way can go on later from a cache that is computed again."""
-        raise NotImplementedError
-
-    async def _go_on(self, server: Server) -> None:
-        """Undo `_hold`."""
-        raise NotImplementedError
-
     def _keep(self, update: WeightUpdate) -> None:
         """Lay out new weights for all servers, also for those that start again later."""
-        folder = Path(self.files.name) / f"weights-{next(self.names)}"
+        folder = self.files.path / f"weights-{next(self.names)}"
         self.weights = write_weights(update, folder, self.options.dtype, self.tied)
-
-    async def _load(self, server: Server) -> None:
-        """Take `weights` and `adapters` (None: as they are, and none) and drop the cache; the server holds still."""
-        raise NotImplementedError
-
-    def _adapter_name(self) -> str | None:
-        """What the adapters that there are now are called in a server."""
-        return self.adapters.name if self.adapters else None
-
-    async def _name_version(self, server: Server) -> None:
-        """Have the tokens from here on marked with `version`."""
-        raise NotImplementedError
-
-    async def _hashes(self, server: Server) -> list[WeightHash]:
-        """Of the weights that it computes with; without a value where it cannot tell."""
-        names = [*self.shapes, *(f"{name}.{part}" for name in self.ranks for part in ("lora_A", "lora_B"))]
-        return [WeightHash(name, self.options.dtype, None) for name in names]
-
-    async def _set_memory(self, server: Server, asleep: bool) -> None:
-        """Give back the GPU's memory, or take it again."""
-        raise NotImplementedError
 
     def _new(self, url: str | None) -> Server:
         slots, kind = asyncio.Semaphore(self.options.max_concurrent_completions), type(self).__name__
@@ -156,55 +109,67 @@ class ServerEngine(RequestEngine):
 
     async def _ready(self, server: Server) -> None:
         """Wait until a server is up, and ask what it can do."""
-        limit = _START_S if server.process else self.options.server_timeout_s
-        end = time.monotonic() + limit
-        while not await self.client.healthy(server, self.health_path):
-            if server.process is not None and (code := server.process.ended()) is not None:
-                raise RuntimeError(f"{server.name} ended with status {code}{server.last_words}")
-            if time.monotonic() > end:
-                raise TimeoutError(f"{server.name} was not up within {limit:g} s")
-            await asyncio.sleep(_RETRY_S)
+        limit_s = _START_S if server.process else self.options.server_timeout_s
+        await self.client.until_up(server, self.health_path, limit_s)
         await self._check(server)
         await self._name_version(server)
 
     async def _repair(self, server: Server, life: int, error: ServerGone) -> None:
         """Have a server that failed up again with the current weights, once for all who noticed in its `life`."""
         async with server.change:
-            if server.life != life:
-                return
-            server.restarts += 1
-            if server.restarts > _RESTARTS:
-                raise RuntimeError(f"{server.name} failed {server.restarts} times in a row: {error}{server.last_words}")
-            log.warning("%s failed, and what it held is drawn again: %s%s", server.name, error, server.last_words)
-            if server.process is not None:
-                server.process.end()
-                server.process = await asyncio.to_thread(ServerProcess, self._command)
-                server.url = server.process.url
-            server.adapters = server.group = None
-            await self._ready(server)
-            if self.updated:
-                await self._take(server)
-            if self._paused:
-                await self._hold(server)
-            server.life += 1
+            while server.life == life:
+                server.restarts += 1
+                if server.restarts > _RESTARTS:
+                    times = f"failed {server.restarts} times in a row"
+                    raise RuntimeError(f"{server.name} {times}: {error}{server.last_words}")
+                log.warning("%s failed, and what it held is drawn again: %s%s", server.name, error, server.last_words)
+                try:
+                    await self._revive(server)
+                    server.life += 1
+                except ServerGone as again:
+                    error = again
+
+    async def _revive(self, server: Server) -> None:
+        """Start a server of our own again, or wait for one that is there; bring it to where it was."""
+        if server.process is not None:
+            await asyncio.to_thread(server.process.end)
+            server.process = await asyncio.to_thread(ServerProcess, self._command)
+            server.url = server.process.url
+        server.adapters = server.group = None
+        await self._ready(server)
+        await self._hold(server)  # one that failed once may be drawing
+        if self.updated:
+            await self._take(server)
+        if not self._paused:
+            await self._go_on(server)
 
     def _make_rule(self, sampling: SamplingParams) -> StopRule:
         return StopRule(sampling, self.eos, self.tokenizer, self.config.vocab_size, torch.device("cpu"))
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Take requests in, each group by one server.
+        """Take requests in, each group by one server, and what continues another by the one that has drawn that.
 
         Raises:
             ValueError: as in every engine. None of the requests is then taken in.
         """
         super().submit(requests)
         owners = {state.request.group_id: server for server in self.servers for state in server.held.values()}
+        homes = {name: server for server in self.servers for name in server.kept}
         while self.waiting:
             state = self.waiting.popleft()
-            group = state.request.group_id
-            server = owners[group] = owners.get(group) or min(self.servers, key=lambda server: server.load)
+            group, before = state.request.group_id, state.request.continues or ""
+            server = homes.get(before) or owners.get(group) or min(self.servers, key=lambda server: server.load)
+            owners[group] = server
+            server.kept.discard(before)
             server.held[state.request.request_id] = state
             self.client.start(self._draw(server, state))
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
+        """Give up requests (None: all), and return what they have so far; forget where the finished ones were drawn."""
+        names = None if request_ids is None else list(request_ids)
+        for server in self.servers:
+            server.kept.difference_update(server.kept.copy() if names is None else names)
+        return super().abort(names)
 
     async def _draw(self, server: Server, state: RequestState) -> None:
         """Have a request drawn until it is, and hand it to `poll`."""
@@ -215,19 +180,21 @@ class ServerEngine(RequestEngine):
             self.answers.put((state, error))
 
     async def _drawn(self, server: Server, state: RequestState) -> Answer:
-        while server.held.get(state.request.request_id) is state:
+        while server.holds(state):
             life = server.life
             try:
                 answer = await self._attempt(server, state)
             except ServerGone as error:
-                await self._repair(server, life, error)
+                server.wire_ids.pop(state.request.request_id, None)
+                if server.holds(state):
+                    await self._repair(server, life, error)
                 continue
             except TimeoutError:
                 if not self._paused:
                     raise
                 continue
             # What the server gave up for other adapters is drawn once more.
-            if answer.reason != "abort" or server.held.get(state.request.request_id) is not state:
+            if answer.reason != "abort" or not server.holds(state):
                 server.restarts = 0
                 return answer
         return Answer((), (), (), "abort")
@@ -235,14 +202,19 @@ class ServerEngine(RequestEngine):
     async def _attempt(self, server: Server, state: RequestState) -> Answer:
         name = f"atomrl-{id(self):x}-{next(self.names)}"
         async with server.change:
-            if server.held.get(state.request.request_id) is not state:
+            if not server.holds(state):
                 return Answer((), (), (), "abort")
             server.under_way += 1
             server.wire_ids[state.request.request_id] = name
+            adapters = server.adapters
         try:
-            return by_our_weights(await self._generate(server, state, name))
+            answer = checked(await self._generate(server, state, name), server)
         finally:
             server.under_way -= 1
+        wanted = server.holds(state) and adapters == self._adapter_name()
+        if answer.reason == "abort" and wanted:
+            raise ServerGone("it gave up a completion by itself")
+        return answer
 
     def _advance(self, end: float) -> list[tuple[RequestState, FinishReason]]:
         finished: list[tuple[RequestState, FinishReason]] = []
@@ -250,26 +222,14 @@ class ServerEngine(RequestEngine):
             while not finished or not self.answers.empty():
                 state, answer = self.answers.get(timeout=None if end == math.inf else max(0.0, end - time.monotonic()))
                 if self.held.get(state.request.request_id) is state:  # not given up in the meantime
-                    self._forget(state)
+                    for server in self.servers:
+                        server.forget(state, finished=True)
                     finished.append((state, take_answer(state, answer)))
         return finished
 
-    def _forget(self, state: RequestState) -> None:
-        for server in self.servers:
-            if server.held.get(state.request.request_id) is state:
-                del server.held[state.request.request_id]
-                server.wire_ids.pop(state.request.request_id, None)
-
     def _withdraw(self, states: Sequence[RequestState]) -> None:
         """Have the servers give up what they draw, and keep what they have drawn."""
-        names = [
-            (server, server.wire_ids[state.request.request_id], state)
-            for state in states
-            for server in self.servers
-            if server.held.get(state.request.request_id) is state and state.request.request_id in server.wire_ids
-        ]
-        for state in states:
-            self._forget(state)
+        names = self.client.run(self._let_go(states))
         missing = {id(state) for _, _, state in names}
         end = time.monotonic() + self.options.server_timeout_s
         held_back: list[tuple[RequestState, Answer | Exception]] = []
@@ -290,6 +250,15 @@ class ServerEngine(RequestEngine):
                 take_answer(state, replace(answer, reason="abort"))
         for item in held_back:
             self.answers.put(item)
+
+    async def _let_go(self, states: Sequence[RequestState]) -> list[tuple[Server, str, RequestState]]:
+        """Forget requests; which of them are being drawn, and their names there. (Not on the caller's thread: between
+        two of these steps a request could reach its server, or the server go.)"""
+        pairs = [(server, state) for server in self.servers for state in states if server.holds(state)]
+        names = [(server, server.wire_ids.get(state.request.request_id), state) for server, state in pairs]
+        for server, state in pairs:
+            server.forget(state)
+        return [(server, name, state) for server, name, state in names if name is not None]
 
     async def _abort_all(self, names: Iterable[tuple[Server, str]]) -> None:
         await asyncio.gather(*(self._abort(server, name) for server, name in names), return_exceptions=True)
@@ -313,13 +282,18 @@ class ServerEngine(RequestEngine):
     def pause(self) -> None:
         """Draw no token until `resume`; requests stay."""
         super().pause()
-        self._all(self._hold)
+        self._all(self._settle)
 
     def resume(self) -> None:
         """Go on; a request under way continues with the weights there are now."""
         if self._paused:
             super().resume()
-            self._all(self._go_on)
+            self._all(self._settle)
+
+    async def _settle(self, server: Server) -> None:
+        """Hold, or go on; not while it is repaired, which ends with the same."""
+        async with server.change:
+            await (self._hold if self._paused else self._go_on)(server)
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every weight that an update may bring, by its published name; a tied head has none."""
@@ -331,13 +305,12 @@ class ServerEngine(RequestEngine):
         Raises:
             RuntimeError: a server refuses them.
         """
-        parent, tensors = Path(self.files.name), list(update.tensors)
+        parent, tensors = self.files.path, list(update.tensors)
         if tensors:
             self._keep(replace(update, tensors=tensors))
         self.adapters = None
         if update.adapters:
             self.adapters = parent / f"adapters-{next(self.names)}"
-            self.adapters.mkdir()
             write_adapters(update.adapters, self.adapters)
         self.ranks = {name: len(adapter.a) for name, adapter in update.adapters.items()}
         self.version, self.updated = update.version, True
@@ -393,8 +366,8 @@ class ServerEngine(RequestEngine):
 
     def close(self) -> None:
         """End the servers that were started here, and remove the files."""
+        self.client.close()  # first, since to its tasks the end of a server is one to be mended
         for server in self.servers:
             if server.process is not None:
                 server.process.end()
-        self.client.close()
-        self.files.cleanup()
+        self.files.close()

@@ -156,7 +156,7 @@ class SGLangEngine(ServerEngine):
                 ranked = sorted(zip(values, ids, strict=True), reverse=True)
                 candidates.append([other for _, other in ranked])
                 logprobs.append(logprob_of(values[ids.index(token)]))
-        return Answer(tokens, logprobs, meta["weight_versions"], meta["finish_reason"]["type"], candidates)
+        return Answer(tokens, logprobs, meta["weight_versions"] or (), meta["finish_reason"]["type"], candidates)
 
     async def _abort(self, server: Server, name: str) -> None:
         await self.client.post(server, "/abort_request", {"rid": name})

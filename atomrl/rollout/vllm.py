@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
 
+from atomrl.files import TemporaryFolder
 from atomrl.models.loading import base_path, model_config_only, resolve_folder
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
 from atomrl.rollout.checkpoints import EMBEDDING, HEAD, cpu_cache_bytes, is_tied, published_shapes
@@ -94,7 +93,7 @@ class VLLMEngine(RequestEngine):
     ) -> None:
         super().__init__(tokenizer, llm.vllm_config.model_config.max_model_len)
         self.llm, self.shapes, self.tied, self.eos = llm, shapes, tied, eos
-        self.folder = tempfile.TemporaryDirectory(prefix="atomrl-adapters-")
+        self.folder = TemporaryFolder("adapter")
         self.adapters: Any = None
         self.ranks: dict[str, int] = {}
 
@@ -172,8 +171,7 @@ class VLLMEngine(RequestEngine):
     def _load_adapters(self, adapters: Mapping[str, Adapter], version: int) -> Any:
         from vllm.lora.request import LoRARequest
 
-        folder = Path(self.folder.name) / str(version)
-        folder.mkdir()
+        folder = self.folder.path / str(version)
         write_adapters(adapters, folder)
         self.llm.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
         for earlier in folder.parent.iterdir():
@@ -211,7 +209,9 @@ class VLLMEngine(RequestEngine):
                 state, (delta,) = self.held[output.request_id], output.outputs
                 self._take(state, delta)
                 if output.finished:
-                    finished.append((state, "length" if delta.finish_reason == "length" else "stop"))
+                    if delta.finish_reason not in ("stop", "length"):
+                        raise RuntimeError(f"vLLM ended a completion with {delta.finish_reason!r}")
+                    finished.append((state, delta.finish_reason))
             if any(state.diverged() for state, _ in finished):
                 raise ValueError(DIVERGED)
             if finished or time.monotonic() >= end:
@@ -255,6 +255,6 @@ class VLLMEngine(RequestEngine):
 
     def close(self) -> None:
         """Free what vLLM holds."""
-        self.folder.cleanup()
+        self.folder.close()
         self.llm.engine_core.shutdown()
         del self.llm

@@ -110,7 +110,7 @@ class VLLMServerEngine(ServerEngine):
             for token in drawn if kept else ():
                 ranked = sorted(token["top_logprobs"], key=lambda other: -other["logprob"])
                 candidates.append([other["token_id"] for other in ranked if other["logprob"] > -9999.0])
-        return Answer(tokens, logprobs, choice["weight_versions"] or [], choice["finish_reason"], candidates)
+        return Answer(tokens, logprobs, choice["weight_versions"] or (), choice["finish_reason"], candidates)
 
     async def _abort(self, server: Server, name: str) -> None:
         await self.client.post(server, "/abort_requests", {"request_ids": [f"generate-tokens-{name}"]})

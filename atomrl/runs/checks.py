@@ -175,6 +175,12 @@ def with_tools(config: RunConfig, tokenizer: Any) -> RunConfig:
         raise ConfigError("tools: data.chat_template=none leaves them out of the prompt")
     if any(tool.mcp for tool in config.tools) and find_spec("mcp") is None:
         raise ConfigError("tools: mcp is not installed: pip install 'atomrl[mcp]'")
+    over = [tool for tool in config.tools if tool.function and tool.timeout_s >= config.environment.timeout_s]
+    if over:
+        log.warning(
+            "tools: %s: timeout_s=%g is not below environment.timeout_s=%g, which ends the whole episode first",
+            over[0].function, over[0].timeout_s, config.environment.timeout_s,
+        )  # fmt: skip
     tools = [tool.model_dump(mode="json") for tool in config.tools]
     with said_as(ConfigError, "tools", ValueError, OSError):
         schemas = find_schemas(tools)

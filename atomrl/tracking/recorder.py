@@ -5,8 +5,10 @@ from typing import Any, Self
 
 from atomrl.config import RunConfig
 from atomrl.doctor.watch import Doctor
+from atomrl.reading.lines import read_metrics
+from atomrl.reading.metrics import accuracies
 from atomrl.tracking.console import ProgressBar
-from atomrl.tracking.run_directory import RunDirectory, accuracies, read_metrics, rollout_rows
+from atomrl.tracking.run_directory import RunDirectory, rollout_rows
 from atomrl.tracking.sinks import MAX_SAMPLES, SINKS, BackgroundSink, Sink
 from atomrl.types import Trajectory
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError, RunConfig, build_config
+from atomrl.reading.lines import flat_tree
 
 HARMLESS = (
     "run_name", "output_dir", "checkpoint", "tracking", "eval.every_steps", "eval.before", "eval.after",
@@ -45,20 +46,6 @@ def stopping_changes(changes: list[str], now: RunConfig) -> list[str]:
     if now.train.schedule == "constant" and not now.train.warmup_ratio:
         free = (*HARMLESS, "train.steps")
     return [line for line in changes if not f"{line.partition(':')[0]}.".startswith(tuple(f"{key}." for key in free))]
-
-
-def flat_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested dict with dotted keys.
-
-    Example:
-        >>> flat_tree({"a": {"b": 1}, "c": [2]})
-        {'a.b': 1, 'c': [2]}
-    """
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        nested = isinstance(value, Mapping) and value
-        flat.update(flat_tree(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value})
-    return flat
 
 
 def model_identity(folder: Path) -> str:

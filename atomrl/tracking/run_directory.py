@@ -12,11 +12,9 @@ runs/NAME/
   .lock                                     held by the process that writes the run
 """
 
-import fcntl
 import json
 import logging
 import math
-import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +28,8 @@ from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config,
 from atomrl.doctor.findings import Finding, is_evaluation
 from atomrl.files import flush_to_disk, write_jsonl, write_text
 from atomrl.hints import nearest
+from atomrl.reading.lines import read_metrics
+from atomrl.reading.lock import LOCK, Locked, hold
 from atomrl.tracking import checkpoints
 from atomrl.tracking.checkpoints import disk_full_named, step_folder, step_folders
 from atomrl.tracking.environment import describe_environment, refuse_secrets
@@ -41,7 +41,6 @@ FRESH_MODEL = "fresh_model"
 """In a run that starts from a model made for it: that model."""
 PUBLISHED_WEIGHTS = "published"
 """Of a run that trains from a pool: its newest weights, for those who fill it."""
-LOCK = ".lock"
 STARTED = {"config.yaml", "env.json", "inputs", FRESH_MODEL, PUBLISHED_WEIGHTS, LOCK}
 """What a run has written that ended before its first step: such a folder is used again."""
 
@@ -97,7 +96,12 @@ class RunDirectory:
             )
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-            _lock(run.path)
+            hold(run.path)
+        except Locked as other:
+            raise ConfigError(
+                f"another process ({other}) is writing the run {run.path}: let it end or stop it, or take another "
+                "run_name"
+            ) from None
         except OSError as error:
             raise ConfigError(f"the run cannot write in {run.path} (output_dir/run_name): {error.strerror}") from error
         environment = describe_environment() | {"identity": dict(identity)}
@@ -240,7 +244,7 @@ class RunDirectory:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`, and `curves.png` where matplotlib is installed."""
         _write_json(self.path / "summary.json", dict(summary))
-        from atomrl.tracking.curves import draw_curves
+        from atomrl.reading.curves import draw_curves
 
         try:
             draw_curves(self.path)
@@ -294,52 +298,6 @@ def rollout_rows(
     return rows
 
 
-def accuracies(names: Iterable[str]) -> dict[str, str]:
-    """The metrics among `names` that are held-out accuracies, by what they are of. A data source may have slashes.
-
-    Example:
-        >>> accuracies(["val-core/openai/gsm8k/acc/mean@1", "eval/preference_accuracy", "actor/lr"])
-        {'openai/gsm8k': 'val-core/openai/gsm8k/acc/mean@1', 'preference': 'eval/preference_accuracy'}
-    """
-    found: dict[str, str] = {}
-    for name in names:
-        source, marked, _ = name.removeprefix("val-core/").rpartition("/acc/mean@")
-        if marked and name.startswith("val-core/"):
-            found[source] = name
-        elif name.startswith("eval/") and name.endswith("_accuracy"):
-            found[name.removeprefix("eval/").removesuffix("_accuracy")] = name
-    return found
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, none where it is not there; a last line that a kill tore is left out.
-
-    Raises:
-        ConfigError: a line before the last is not JSON.
-    """
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise ConfigError(f"{path}:{number} is not JSON; repair or remove that line") from None
-    return rows
-
-
-def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """The metrics of a run's folder.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    rows = read_metrics(run / "metrics.jsonl")
-    if not rows:
-        raise ConfigError(f"no metrics in {run} (looked for metrics.jsonl); is it the folder of a run?")
-    return rows
-
-
 def _write_json(path: Path, value: Any) -> None:
     _write(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
 
@@ -347,24 +305,3 @@ def _write_json(path: Path, value: Any) -> None:
 def _write(path: Path, text: str) -> None:
     with disk_full_named(path.parent, f"{path.name} was not written"):
         write_text(path, text, flush=True)
-
-
-def _lock(folder: Path) -> None:
-    """Hold the run's lock until this process ends, however it ends: the kernel lets go of it.
-
-    A lock of the process (`lockf`), not of the open file: workers that it forks do not keep it.
-    """
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        holder = os.read(handle, 100).decode(errors="replace").strip()
-        os.close(handle)
-        raise ConfigError(
-            f"another process ({holder or 'unknown'}) is writing the run {folder}: let it end or stop it, or take "
-            "another run_name"
-        ) from None
-    except OSError as error:  # some network file systems have no locks
-        log.warning("%s cannot be locked (%s): see to it that no other process writes this run", folder, error.strerror)
-    os.truncate(handle, 0)
-    os.write(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode())

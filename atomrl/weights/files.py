@@ -49,7 +49,9 @@ def write_update(update: WeightUpdate, folder: Path) -> None:
 
 
 def write_adapters(adapters: Mapping[str, Adapter], folder: Path) -> None:
-    """Write adapters as peft does. Their scale is in B, since engines know one scale for all."""
+    """Write adapters as peft does, into a folder that is there or not. Their scale is in B, since engines know one
+    scale for all."""
+    folder.mkdir(exist_ok=True)
     (rank,) = {len(adapter.a) for adapter in adapters.values()}
     tensors = {
         f"{_PREFIX}{name.removesuffix('.weight')}.{part}.weight": tensor.detach().contiguous()

@@ -21,19 +21,24 @@ LAYERS = [
     {"objective"},
     {"algorithms"},
     {"config"},
-    {"doctor", "cluster"},
+    {"doctor", "cluster", "importers"},
+    {"reading"},
     {"data", "models", "rewards", "tracking"},
     {"weights", "environments", "retrieval"},
     {"rollout", "training"},
     {"loop"},
     {"pool"},
     {"runs"},
+    {"ui"},
     {"cli", "grpo"},
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
 OPTIONAL = {"peft", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang", "httpx"}
 OPTIONAL |= {"bm25s", "faiss", "uvicorn", "Stemmer", "pyseccomp"}
+OPTIONAL |= {"starlette", "orjson", "playwright"}
 OPTIONAL |= {"mcp", "httpx2", "gymnasium", "textarena", "textworld", "skyrl_gym", "openenv"}
+IMPORTED_LAST = {"ui/routes.py"}
+"""Made of an optional package, and imported in a function by what needs it."""
 MAX_FILE_LINES = 400
 MAX_BODY_LINES = 60
 
@@ -89,6 +94,8 @@ def test_the_layer_check_can_fail():
 def test_optional_packages_are_imported_only_where_used():
     faults = []
     for path in FILES:
+        if path.relative_to(PACKAGE).as_posix() in IMPORTED_LAST:
+            continue
         for node in ast.parse(path.read_text()).body:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

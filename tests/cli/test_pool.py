@@ -15,8 +15,8 @@ from atomrl.cli.config_arguments import load_config
 from atomrl.cli.main import main
 from atomrl.objective.rollout_is import TokenTIS
 from atomrl.pool.source import PoolSource
+from atomrl.reading.lines import read_metrics
 from atomrl.runs.rl import RLRun
-from atomrl.tracking.run_directory import read_metrics
 from tests.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]

@@ -14,9 +14,9 @@ import torch
 import yaml
 
 from atomrl.cli.main import main
+from atomrl.reading.lines import read_metrics
 from atomrl.runs import base
 from atomrl.tracking.recorder import Recorder
-from atomrl.tracking.run_directory import read_metrics
 from tests.tiny import make_tiny_model
 
 CONFIG = {

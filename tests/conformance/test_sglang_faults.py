@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ from transformers import AutoTokenizer
 
 from atomrl.models.loading import read_weights
 from atomrl.protocols import WeightUpdate
-from atomrl.rollout.generate import generate
+from atomrl.rollout.generate import generate, requests_of
 from atomrl.rollout.http import Client
 from atomrl.rollout.requests import EngineOptions
 from atomrl.rollout.server_process import ServerProcess
@@ -37,6 +38,7 @@ threading.Event().wait()
 """
 PATHS = ["/init_weights_update_group", "/begin_weight_update", "/end_weight_update", "/weights_checker"]
 SAMPLING = SamplingParams(completions_per_prompt=2, max_completion_tokens=8)
+LONG = SamplingParams(completions_per_prompt=2, max_completion_tokens=400, ignore_eos=True)
 PROMPTS = prompts_of((5, 6, 7), (20, 21))
 
 
@@ -195,3 +197,54 @@ def up(url: str) -> bool:
         return httpx.get(f"{url}/health", trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def test_one_that_is_killed_again_while_it_is_brought_back_comes_back(fake, connect, folder, monkeypatch):
+    engine, trainer = connect(), Trainer(folder)
+    transfer = InProcessTransfer(trainer, engine)
+    transfer(1)
+    post, killed = Client.post, []
+
+    async def faulty(self, server, path, *args, **options):
+        if path == "/begin_weight_update" and len(killed) < 2:
+            killed.append(os.killpg(server.process.pid, signal.SIGKILL))
+        return await post(self, server, path, *args, **options)
+
+    monkeypatch.setattr(Client, "post", faulty)
+    transfer(2)
+    assert engine.servers[0].restarts == 2
+    check_goes_on(engine, trainer, 2)
+    assert engine.servers[0].restarts == 0
+
+
+def test_one_that_is_closed_with_requests_is_not_started_again(fake, connect, monkeypatch, caplog):
+    engine = connect()
+    engine.submit([request for prompt in PROMPTS for request in requests_of(prompt, LONG)])
+    while not engine.servers[0].under_way:
+        time.sleep(0.01)
+    started, make = [], ServerProcess.__init__
+    monkeypatch.setattr(ServerProcess, "__init__", lambda self, command: (started.append(self), make(self, command))[0])
+    engine.close()
+    monkeypatch.setattr(engine, "close", lambda: None)
+    assert not started and "failed" not in caplog.text
+
+
+def test_what_waits_for_a_server_that_starts_again_can_be_given_up_at_once(fake, connect, monkeypatch):
+    engine = connect(timeout_s=2.0)
+    (server,) = engine.servers
+    held = threading.Event()
+    make = ServerProcess.__init__
+    monkeypatch.setattr(ServerProcess, "__init__", lambda self, command: (held.wait(60), make(self, command))[1])
+    engine.submit([request for prompt in PROMPTS for request in requests_of(prompt, LONG)])
+    while not server.under_way:
+        time.sleep(0.01)
+    os.killpg(server.process.pid, signal.SIGKILL)
+    while not server.restarts:
+        time.sleep(0.01)
+    assert not server.life
+    try:
+        found = engine.abort()
+        assert len(found) == 4 and {output.finish_reason for output in found} == {"abort"}
+    finally:
+        held.set()
+    assert len(generate(engine, PROMPTS, SAMPLING)) == 4

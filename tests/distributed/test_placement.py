@@ -96,7 +96,7 @@ def test_nothing_listens_beyond_this_machine_and_nothing_is_left():
     with closing(RayCluster(ClusterConfig(resources={"rollout": {"num_cpus": 0.1}}), ["rollout"])) as cluster:
         actor = cluster.start("rollout", 0, Nothing)
         cluster.know(actor)
-        pids, folder = descendants(os.getpid()), Path(cluster.folder)
+        pids, folder = descendants(os.getpid()), cluster.folder.path
         assert actor.pid in pids and folder.is_dir()
         addresses = listening(pids)
         assert len(addresses) > 4

@@ -130,6 +130,23 @@ def forking(sample):
     return 1.0
 
 
+def leaves(sample, *, name, ends=False):
+    """Starts what leaves its session: plainly, behind a parent that has ended, and without a known variable."""
+    import os
+    import subprocess
+    import sys
+
+    text = yield None
+    forget = f"import time; {name!r}; time.sleep(600)"
+    daemon = f"import os, time; {name!r}; os.setsid(); os.fork() and os._exit(0); time.sleep(600)"
+    subprocess.Popen([sys.executable, "-c", forget], start_new_session=True)
+    subprocess.Popen([sys.executable, "-c", daemon]).wait()
+    if not ends:
+        subprocess.Popen([sys.executable, "-c", forget], start_new_session=True, env={})
+    yield text
+    os._exit(3)
+
+
 def closes(sample):
     """Closes what is not its own."""
     import os

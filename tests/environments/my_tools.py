@@ -74,6 +74,21 @@ def die() -> str:
     os._exit(3)
 
 
+def hang(seconds: float) -> str:
+    """Takes its time, and does not let itself be cancelled.
+
+    Args:
+        seconds: how long
+    """
+    time.sleep(seconds)
+    return "at last"
+
+
+def gives_up() -> str:
+    """Asks a service that does not answer."""
+    raise TimeoutError("the service is silent")
+
+
 def nothing_said(x: int) -> int:
     return x
 
@@ -102,6 +117,38 @@ class Counter:
 
     def get_reward(self) -> float:
         return float(self.count == self.target)
+
+
+class Notes:
+    """An object whose parts are one thread's."""
+
+    def __init__(self):
+        self.made, self.seen = threading.get_ident(), []
+
+    def reset(self, **row):
+        self._at_home()
+
+    def _at_home(self):
+        assert threading.get_ident() == self.made
+
+    def note(self, word: str, seconds: float = 0.0) -> str:
+        """Notes a word.
+
+        Args:
+            word: the word
+            seconds: how long it takes
+        """
+        self._at_home()
+        time.sleep(seconds)
+        self.seen.append(word)
+        return " ".join(self.seen)
+
+    def get_reward(self) -> float:
+        self._at_home()
+        return float(len(self.seen))
+
+    def close(self):
+        self._at_home()
 
 
 MCP_SERVER = '''

@@ -24,6 +24,14 @@ def opening(sample):
     return float(len(text))
 
 
+def opening_echo(sample):
+    """Begins with words of its own, and goes on for long."""
+    text = yield Reply(text="begin here")
+    for count in range(14):
+        text = yield Reply(text=f"{count} {text[:3]}", reward=0.25)
+    return 1.0
+
+
 async def waiting(sample, say, *, seconds=0.01):
     """An asynchronous one."""
     text = await say()

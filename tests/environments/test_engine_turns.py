@@ -15,11 +15,12 @@ from atomrl.models.loading import read_weights
 from atomrl.protocols import WeightUpdate
 from atomrl.rewards import compute
 from atomrl.rewards.errors import RewardError
+from atomrl.rollout.batch_rows import Parked, Parking
 from atomrl.rollout.episodes import EpisodeEngine
 from atomrl.rollout.generate import generate, requests_of
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.replies import ReplyTokens
-from atomrl.rollout.requests import EngineOptions
+from atomrl.rollout.requests import EngineOptions, RequestState
 from atomrl.types import GenerationRequest, Sample, Segment, Trajectory
 from tests.environments.conftest import SAMPLING, samples
 from tests.environments.hard import Unsendable
@@ -114,6 +115,23 @@ def test_what_is_kept_of_a_finished_request_does_not_outlive_sleep(made, tokeniz
             outputs += engine.poll()
         assert outputs[0].segments[0].token_ids == outputs[1].segments[0].token_ids
         assert is_clean(engine, episodes)
+
+
+def test_as_many_rows_are_kept_between_turns_as_are_drawn_and_no_more():
+    """Those that wait for a place in the batch, too."""
+
+    def request(name, **more):
+        return GenerationRequest(
+            request_id=name, group_id=name, prompt_token_ids=(7, 8, 9), sampling=SAMPLING, seed=0, **more
+        )
+
+    parking, gone = Parking(3), []
+    for number in range(6):
+        state = RequestState(request(f"{number}", keep_cache=True), None, token_ids=[9])
+        gone += [kept.request.request_id for kept in parking.park(Parked(state, number, (7, 8)))]
+        if number in (1, 2):
+            assert parking.go_on(RequestState(request(f"{number}+", continues=f"{number}"), None))
+    assert gone == ["0", "3", "4"] and sorted(parking.slots) == [1, 2, 5]
 
 
 def test_asleep_it_draws_nothing(made, tokenizer):

@@ -59,6 +59,27 @@ def make_pool(function, **settings):
     return pool
 
 
+def test_what_holds_the_interpreter_costs_one_time_out_and_the_others_no_more(tokenizer):
+    """It is known by the time of the processor that it had within a tenth of a second: where there is none to be had,
+    it is only found by trying all one by one. So three attempts."""
+    bad, *good = (prompt.sample for prompt in samples(tokenizer, bad=1)[:4])
+    took = []
+    while len(took) < 3 and not any(seconds < 3.0 for seconds in took):
+        pool = make_pool("faulty", args={"how": "stuck"}, timeout_s=2.0, workers=1)
+        try:
+            keys = [pool.start(one, 0) for one in (*good, bad)]
+            wait_for(pool, keys)
+            began = time.monotonic()
+            for key in (keys[-1], *keys[:-1]):
+                pool.say(key, "x")
+            assert wait_for(pool, keys[-1:])[keys[-1]].failure == "timeout"
+            took.append(time.monotonic() - began)
+            assert {answer.failure for answer in wait_for(pool, keys[:-1]).values()} == {None}
+        finally:
+            pool.close()
+    assert min(took) < 3.0, "all of them once more, one of them alone, would be 4 s"
+
+
 def test_a_hang_costs_its_time_out_and_no_other_episode_anything(tokenizer):
     pool = make_pool("faulty", args={"how": "hang"}, timeout_s=0.5, workers=1)
     good, bad = (prompt.sample for prompt in (samples(tokenizer)[1], samples(tokenizer, bad=1)[0]))

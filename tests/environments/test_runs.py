@@ -13,8 +13,8 @@ import yaml
 from safetensors.torch import load_file
 
 from atomrl.cli.main import main
+from atomrl.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
-from atomrl.tracking.run_directory import read_metrics
 from tests.loop.test_recovery import seen, stop_after, write_problems
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +106,26 @@ def test_credit_by_turn(folder, name, advantage):
     assert all(turn["reply"].isdigit() and turn["text"] for episode in episodes for turn in episode["turns"][:2])
 
 
+@pytest.mark.parametrize("algorithm", ["ppo", "gigpo", "dr_grpo"])
+def test_a_run_whose_episodes_are_longer_than_the_context(folder, algorithm, monkeypatch):
+    """In several updates, and resumed: the same weights."""
+    keys = [f"algorithm={{name: {algorithm}}}", "environment.args={turns: 9}", "environment.max_turns=12"]
+    keys += ["environment.when_full=drop_oldest", "train.steps=2", "train.rows_per_update=3"]
+    assert main(["train", "c.yaml", *keys, "run_name=whole"]) == 0
+    for row in read_metrics(folder / "runs" / "whole" / "metrics.jsonl"):
+        assert row["train/rows"] > 2 * 6 and row["environment/dropped_turns"] > 3 and row["actor/grad_norm"] > 0
+        assert row["training/rollout_probs_diff_max"] < 1e-4 and row["training/updates"] == 2
+        assert row["train/reply_tokens"] == 0 and row["train/cut_rows"] == 0
+    lines = (folder / "runs/whole/rollouts/step_000001/train.jsonl").read_text().splitlines()
+    assert len(lines) == 6 and all(json.loads(line)["advantage"] is not None for line in lines)
+    stop_after(monkeypatch, 1)
+    assert main(["train", "c.yaml", *keys]) == 130
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    assert main(["train", "c.yaml", *keys, "--resume"]) == 0
+    assert same(weights(folder / "runs" / "whole"), weights(folder / "runs" / "run"))
+
+
 def test_an_environment_beside_a_reward(folder):
     reward = "reward={functions: [environment, {function: exact_match, weight: 0}]}"
     assert main(["train", "c.yaml", reward, "train.steps=1", "data.eval=train.jsonl", "eval.before=false"]) == 0
@@ -133,3 +153,25 @@ def test_what_cannot_be_played_is_refused_before_anything_runs(folder, capsys, k
         assert main(command) == 2
         assert words in capsys.readouterr().err
     assert not (folder / "runs").exists()
+
+
+def test_generate_plays_an_episode_and_shows_who_wrote_what(folder, capsys):
+    given = ["generate", "model", "--config", "c.yaml", "--prompt", "1+1="]
+    assert main([*given, "--n", "2", "--seed", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n> 6\n") + out.count("\n> 5\n") >= 2, "the environment says how long the text was"
+    assert out.count("--- ended by the environment after 3 turns, outcome 0") == 2 and "--- 2 of 2" in out
+    assert main([*given, "--seed", "3", "environment.max_turns=2"]) == 0
+    assert "--- ended at environment.max_turns after 2 turns" in capsys.readouterr().out
+    for row, words in (('{"a": 1', "--row: it is no JSON"), ("[1]", "--row: it is no JSON object")):
+        assert main([*given, "--row", row]) == 2 and words in capsys.readouterr().err
+    assert main([*given, "environment.function=serch_r1"]) == 2 and "search_r1" in capsys.readouterr().err
+
+
+def test_generate_gives_an_environment_the_columns_of_its_problem(folder, capsys):
+    own = folder / "own.py"
+    own.write_text("def f(sample):\n    yield f'{sample.ground_truth} {sample.columns[\"level\"]}'\n    return 1 / 0\n")
+    given = ["generate", "model", "--config", "c.yaml", "--prompt", "1+1=", "environment.function=./own.py:f"]
+    assert main([*given, "--row", '{"ground_truth": "7", "level": 3}']) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("> 7 3\n") and "--- ended by a failure after 1 turn: error: ZeroDivisionError" in out

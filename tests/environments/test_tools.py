@@ -13,6 +13,7 @@ from atomrl.config import ConfigError, EnvironmentConfig, ToolConfig, build_conf
 from atomrl.data.processor import DataProcessor
 from atomrl.environments import tools as module
 from atomrl.environments.mcp_server import McpServer
+from atomrl.environments.pool import EnvironmentPool
 from atomrl.environments.tool_calls import FORMS, Call, find_calls, find_form
 from atomrl.rollout.episodes import EpisodeEngine
 from atomrl.rollout.fake import FakeEngine
@@ -142,6 +143,67 @@ def test_a_broken_tool_gives_no_reward(tool, failure):
     arguments = {"query": "x"} if tool == "down" else {}
     item, _ = played(config_of(f"{PATH}.{tool}"), called(tool, **arguments), "So.")
     assert item.episode.failure == failure and item.finish_reason == "abort"
+
+
+@pytest.mark.parametrize("tool", ["slow", "hang"])
+def test_a_call_that_takes_too_long_is_answered_and_touches_no_other(tool):
+    config = config_of({"function": f"{PATH}.{tool}", "timeout_s": 0.5}, f"{PATH}.divide")
+    calls = called("divide", a=6, b=3) + called(tool, seconds=60) + called("divide", a=8, b=2) + called(tool, seconds=0)
+    item, row = played(config, calls, "So.")
+    assert item.episode.turns[0].labels == ("divide", "timeout", "divide", tool) and item.episode.failure is None
+    assert f"Error: {tool}: no answer within 0.5 s" in row and 0.5 <= item.episode.turns[0].seconds < 0.7
+
+
+def test_a_limit_that_the_environments_comes_before_is_warned_of(caplog):
+    tokenizer = make_tokenizer("added", "qwen2.5")
+    for seconds, said in ((10.0, 0), (30.0, 1)):
+        with_tools(config_of({"function": f"{PATH}.hang", "timeout_s": seconds}), tokenizer)
+        assert caplog.text.count("ends the whole episode first") == said
+
+
+def test_a_service_that_gives_up_is_no_reply():
+    item, _ = played(config_of(f"{PATH}.gives_up"), called("gives_up"), "So.")
+    assert item.episode.failure == "error" and "the service is silent" in item.episode.message
+
+
+def test_a_worker_with_a_call_that_goes_on_is_replaced():
+    sample = Sample(sample_id="a", prompt="", ground_truth=None)
+    config = with_tools(config_of({"function": f"{PATH}.hang", "timeout_s": 0.2}), make_tokenizer("added", "qwen2.5"))
+    with closing(EnvironmentPool(config.environment.model_copy(update={"workers": 1}))) as pool:
+        first, second = pool.start(sample, 0), pool.start(sample, 0)
+        wait_for(pool, 2)
+        (worker,) = pool.workers
+        for key in (first, second):
+            pool.say(key, called("hang", seconds=60 if key == first else 0))
+        assert {answer.reply.label for answer in wait_for(pool, 2).values()} == {"timeout", "hang"}
+        assert worker.retiring
+        third = pool.start(sample, 0)
+        wait_for(pool, 1)
+        assert len(pool.workers) == 2, "new episodes have a new one"
+        for key in (first, second):
+            pool.say(key, "So.")
+        assert all(answer.ended and answer.failure is None for answer in wait_for(pool, 2).values())
+        assert worker not in pool.workers and worker.process.poll() is not None
+        pool.say(third, "So.")
+        assert wait_for(pool, 1)[third].ended
+
+
+def wait_for(pool, count, limit_s=20.0):
+    found, end = {}, time.monotonic() + limit_s
+    while len(found) < count and time.monotonic() < end:
+        found |= dict(pool.answers(0.2))
+    return found
+
+
+def test_an_object_is_one_threads_and_its_calls_keep_their_order():
+    words = [called("note", word=word, seconds=0.05 * (3 - place)) for place, word in enumerate("abc")]
+    item, row = played(config_of(f"{PATH}.Notes", reward={}), "".join(words), called("note", word="d"), "So.")
+    assert item.episode.outcome == 4.0 and "a b c d" in row
+    late = {"function": f"{PATH}.Notes", "timeout_s": 0.3}
+    calls = called("note", word="x") + called("note", word="y", seconds=60) + called("note", word="z")
+    item, row = played(config_of(late, reward={}), calls, "So.")
+    assert item.episode.turns[0].labels == ("note", "timeout", "timeout") and "has not come back" in row
+    assert item.episode.failure == "error" and "has not come back" in item.episode.message
 
 
 def test_a_class_is_made_for_each_episode_and_gives_the_reward():

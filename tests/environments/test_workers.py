@@ -3,8 +3,10 @@
 import os
 import resource
 import signal
+import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from atomrl.environments.playing import EpisodeError
 from atomrl.environments.pool import EnvironmentPool
 from atomrl.types import Sample
 from tests.environments.hard import Unreadable, Unsendable
+from tests.environments.my_tools import wait_until
 
 
 def sample(name="s0", **columns):
@@ -144,6 +147,32 @@ def test_an_environment_that_closes_the_connection_costs_its_own_episode():
         assert next_answer(pool, bad).failure == "crash"
         pool.say(good, "x")
         assert next_answer(pool, good).reply.text == "a"
+
+
+def running(name):
+    """The processes with a name among their arguments."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            found += [int(folder.name)] * (name.encode() in (folder / "cmdline").read_bytes())
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found by /proc")
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_left_its_session_ends_with_the_worker(ends):
+    """Also where the worker has ended by itself."""
+    name = f"left-{os.getpid()}-{ends}"
+    with make_pool("leaves", args={"name": name, "ends": ends}) as pool:
+        key = pool.start(sample(), 0)
+        next_answer(pool, key)
+        pool.say(key, "x")
+        next_answer(pool, key)
+        wait_until(lambda: len(running(name)) == 2 + (not ends))
+        if ends:
+            pool.say(key, "x")
+            assert next_answer(pool, key).failure == "crash"
+    wait_until(lambda: not running(name))
 
 
 def test_no_process_is_left(tmp_path):

@@ -13,9 +13,10 @@ import pytest
 
 from atomrl.cli.main import main
 from atomrl.config import ConfigError
+from atomrl.reading.lines import read_metrics
 from atomrl.tracking import checkpoints
 from atomrl.tracking.checkpoints import checkpoint_fault, step_folders
-from atomrl.tracking.run_directory import RunDirectory, read_metrics
+from atomrl.tracking.run_directory import RunDirectory
 from benchmarks import kills
 from tests.tracking.helpers import make_config
 

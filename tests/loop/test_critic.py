@@ -13,8 +13,8 @@ from atomrl.cli.main import main
 from atomrl.models.loading import load_tokenizer, read_safetensors
 from atomrl.models.scalar import load_scalar, save_scalar
 from atomrl.objective.policy import COEFFICIENT
+from atomrl.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
-from atomrl.tracking.run_directory import read_metrics
 from tests.models.test_loading import save_gpt2
 from tests.tiny import make_tiny_model
 
@@ -25,7 +25,7 @@ KL = {"type": "k2", "coefficient": 0.02, "apply_to": "reward", "target": 1e-6, "
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("atomrl.tracking.curves.draw_curves", lambda *args: None)
+    monkeypatch.setattr("atomrl.reading.curves.draw_curves", lambda *args: None)
     make_tiny_model(tmp_path / "model", "qwen2")
     rows = [{"prompt": f"write {k}", "ground_truth": "x"} for k in range(7)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

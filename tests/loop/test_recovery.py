@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from atomrl.cli.main import main
+from atomrl.reading.lines import read_metrics
 from atomrl.rollout.native import NativeEngine
 from atomrl.runs import rl
 from atomrl.tracking.recorder import Recorder
-from atomrl.tracking.run_directory import read_metrics
 from atomrl.training.local import LocalBackend
 from benchmarks import kills
 from tests.tiny import make_tiny_model

@@ -41,6 +41,16 @@ def test_parts_by_hand(tmp_path):
     assert parts["total"] == sum(size for name, size in parts.items() if name != "total")
 
 
+def test_rows_between_two_turns_are_kept_too(tmp_path):
+    folder, cached = make_tiny_model(tmp_path), []
+    for environment in (None, {"function": "f.py:f"}):
+        for concurrent in (2, 5, 99):  # of 8
+            tree = config(folder, rollout={"max_concurrent_completions": concurrent}).to_tree()
+            parts = memory_estimate(build_config(tree | {"environment": environment}), WITH_REFERENCE)
+            cached.append(parts["key-value cache"] // (2 * 2 * 16 * 4))  # of a token: 2 layers, 2 heads of 8
+    assert cached == [2 * 20 + 20, 5 * 20 + 20, 8 * 20 + 20, 4 * 20 + 20, 8 * 20 + 20, 8 * 20 + 20]
+
+
 def test_adapters_shrink_what_is_trained(tmp_path):
     folder = make_tiny_model(tmp_path)
     lora = {"model": {"lora": {"rank": 4}, "dtype": "bfloat16"}}

@@ -74,6 +74,7 @@ def rich_episode() -> Episode:
             labels=("search", "error"),
             text="é\ud800",
             reply="<i>ß</i>",
+            sees_from=1,
         ),
         Turn(model_tokens=0),
     )

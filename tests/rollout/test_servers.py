@@ -113,6 +113,62 @@ def test_a_server_that_hangs_is_named_within_its_time(fakes, connect):
     fake.hangs = False
 
 
+def test_a_server_that_hangs_is_not_asked_to_give_up_what_it_holds(fakes, connect):
+    """Which would wait as long once more."""
+    fake = fakes()
+    engine = connect(fake, timeout_s=4.0)
+    fake.hangs = True
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=rf"SGLangEngine at {fake.url} has not answered /generate within 4 s"):
+        generate(engine, PROMPTS, SHORT)
+    assert time.monotonic() - start < 8
+    fake.hangs = False
+
+
+@pytest.mark.parametrize("said", [[], None, [{"version": "0", "start": 0, "end": 7}]])
+def test_tokens_that_no_version_is_told_of_are_refused(fakes, connect, monkeypatch, said):
+    fake = fakes()
+    engine, answer = connect(fake), fake.answer
+
+    def other(request, logprobs):
+        found = answer(request, logprobs)
+        found["meta_info"]["weight_versions"] = said
+        return found
+
+    monkeypatch.setattr(fake, "answer", other)
+    long = SamplingParams(max_completion_tokens=8, ignore_eos=True)
+    with pytest.raises(RuntimeError, match=r"SGLangEngine .* does not say which weights drew each of 8 tokens"):
+        generate(engine, PROMPTS, long)
+
+
+def test_a_completion_that_ended_otherwise_is_refused(fakes, connect, monkeypatch):
+    fake = fakes()
+    engine, finish = connect(fake), fake.finish
+    monkeypatch.setattr(fake, "finish", lambda request, reason: finish(request, {"type": "error"}))
+    with pytest.raises(RuntimeError, match=r"SGLangEngine .* ended a completion with 'error'"):
+        generate(engine, PROMPTS, SHORT)
+
+
+def test_what_a_server_gives_up_by_itself_is_drawn_again_but_not_for_ever(fakes, connect, monkeypatch):
+    fake = fakes()
+    engine = connect(fake)
+    expected = drawn(engine)
+    answer, given_up = fake.answer, []
+
+    def abort(request, logprobs):
+        if len(given_up) < limit:
+            given_up.append(request.rid)
+            request.reason = {"type": "abort", "message": "no room"}
+        return answer(request, logprobs)
+
+    monkeypatch.setattr(fake, "answer", abort)
+    limit = 2
+    assert drawn(engine) == expected and len(given_up) == 2
+    limit = 10_000
+    with pytest.raises(RuntimeError, match="failed 4 times in a row: it gave up a completion by itself"):
+        drawn(engine)
+
+
 def test_a_server_that_is_not_there_is_named(connect):
     class Nowhere:
         url = "http://127.0.0.1:9"
@@ -306,7 +362,9 @@ def test_a_process_is_ended_with_all_it_has_started():
         time.sleep(0.05)
     child = int(process.tail())
     assert alive(child)
+    began = time.monotonic()
     process.end()
+    assert time.monotonic() - began < 2, "as if it was deaf"
     time.sleep(0.2)
     assert not alive(child)
 

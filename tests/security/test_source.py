@@ -20,8 +20,9 @@ MAY_LISTEN = {  # on 127.0.0.1, or between the machines of a cluster that a conf
     "atomrl/weights/collective.py",
     "atomrl/rollout/server_process.py",
     "atomrl/retrieval/server.py",
+    "atomrl/ui/server.py",
 }
-MAY_SERVE = {"atomrl/retrieval/server.py"}
+MAY_SERVE = {"atomrl/retrieval/server.py", "atomrl/ui/server.py"}
 OPENS_A_PORT = {"bind", "listen", "create_server", "start_server", "serve_forever", "Listener"}
 MAY_UNPICKLE = {"atomrl/rewards/worker.py", "atomrl/environments/worker.py", "benchmarks/simulate_cluster.py"}
 """What a worker of rewards or environments gets is pickled by the trainer that started it; what it answers is JSON. The

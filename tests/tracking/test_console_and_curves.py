@@ -5,9 +5,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from atomrl.config import ConfigError
+from atomrl.reading.curves import draw_curves, panels
+from atomrl.reading.lines import ReadError
 from atomrl.tracking.console import ProgressBar, by_turn, describe
-from atomrl.tracking.curves import draw_curves, panels
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.run_directory import RunDirectory
 from tests.pool.made import rich_episode
@@ -146,7 +146,7 @@ def test_the_picture_comes_from_the_metrics_alone(tmp_path):
 
 
 def test_no_metrics_and_no_matplotlib_are_named(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="no metrics"):
+    with pytest.raises(ReadError, match="no metrics"):
         draw_curves(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from atomrl.config import ConfigError, build_config
-from atomrl.tracking.run_directory import RunDirectory, read_metrics, rollout_rows
+from atomrl.reading.lines import read_metrics
+from atomrl.tracking.run_directory import RunDirectory, rollout_rows
 from tests.pool.made import rich_episode
 from tests.tracking.helpers import make_config, make_scored
 
@@ -217,5 +218,6 @@ def test_an_episode_is_written_turn_by_turn(tmp_path):
         "label": "search",
         "labels": ["search", "error"],
         "reply": "<i>ß</i>",
+        "sees_from": 1,
     }
     assert written["turns"][0] == {**first, "text": rich_episode().turns[0].text}

@@ -129,7 +129,7 @@ def config(model, folder, **rollout):
 
 
 def test_a_resumed_run_is_the_whole_one(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("atomrl.tracking.curves.draw_curves", lambda *args: None)
+    monkeypatch.setattr("atomrl.reading.curves.draw_curves", lambda *args: None)
     kept = {"logprobs_over": "kept", "top_p": 0.9, "temperature": 0.8}
     whole = prepare_run(config(folder, tmp_path / "whole", **kept)).execute()
     short = config(folder, tmp_path / "short", **kept)

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.hints import said_as
-from atomrl.tracking.run_directory import accuracies, metrics_of
+from atomrl.reading.lines import metrics_of
+from atomrl.reading.metrics import accuracies
 
 MetricRows = Sequence[Mapping[str, Any]]
 """Rows of `metrics.jsonl`."""
@@ -24,7 +25,7 @@ def draw_curves(run: Path | Sequence[Path], out: Path | None = None) -> Path:
 
     Raises:
         ImportError: matplotlib is not installed.
-        ConfigError: there are no metrics.
+        ReadError: there are no metrics.
     """
     runs = [run] if isinstance(run, Path) else list(run)
     drawn = panels(metrics_of(runs[0])) if len(runs) == 1 else compared(runs)

@@ -1,0 +1,368 @@
+"""OpenRLHF: the script that calls `openrlhf.cli.train_ppo_ray`, with dotted flags, or with the older underscores.
+
+OpenRLHF's `train.batch_size` counts completions, its `rollout.batch_size` prompts.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from atomrl.config import ConfigError
+from atomrl.importers.sources import Given, read_flags
+from atomrl.importers.translation import Moves, Translation
+
+DEFAULTS: Given = {
+    "data.input_key": "input",
+    "data.apply_chat_template": False,
+    "data.max_len": 2048,
+    "rollout.batch_size": 1024,
+    "rollout.n_samples_per_prompt": 1,
+    "rollout.temperature": 1.0,
+    "rollout.top_p": 1.0,
+    "train.batch_size": 128,
+    "train.micro_batch_size": 1,
+    "train.dynamic_batch_enable": False,
+    "train.max_tokens_per_gpu": 16192,
+    "train.max_epochs": 1,
+    "train.num_episodes": 1,
+    "train.seed": 42,
+    "actor.adam.lr": 1e-6,
+    "actor.adam.betas": [0.9, 0.95],
+    "actor.adam.eps": 1e-8,
+    "actor.adam.weight_decay": 0.0,
+    "actor.lr_scheduler": "cosine_with_min_lr",
+    "actor.lr_warmup_ratio": 0.03,
+    "actor.min_lr_ratio": 0.1,
+    "actor.max_norm": 1.0,
+    "actor.gradient_checkpointing_enable": False,
+    "actor.eps_clip": 0.2,
+    "actor.policy_loss_type": "ppo",
+    "critic.adam.lr": 9e-6,
+    "critic.value_clip": 0.5,
+    "algo.advantage.estimator": "gae",
+    "algo.advantage.gamma": 1.0,
+    "algo.advantage.lambd": 1.0,
+    "algo.advantage.no_std_norm": False,
+    "algo.advantage.is_correction_enable": False,
+    "algo.advantage.is_correction_threshold": [0.5, 5.0],
+    "algo.advantage.is_correction_type": "tis",
+    "algo.kl.init_coef": 0.01,
+    "algo.kl.horizon": 10000,
+    "algo.kl.estimator": "k1",
+    "algo.kl.use_loss": False,
+    "algo.dynamic_filtering_enable": False,
+    "algo.dynamic_filtering_range": [0, 1],
+    "reward.clip_range": [-10, 10],
+    "reward.overlong_penalty_factor": 1.0,
+    "eval.temperature": 0.6,
+    "eval.n_samples_per_prompt": 4,
+    "eval.steps": -1,
+    "ckpt.save_steps": -1,
+    "ckpt.max_num": 3,
+    "ds.lora.rank": 0,
+    "ds.lora.alpha": 16,
+    "ds.lora.dropout": 0.0,
+    "ds.lora.target_modules": "all-linear",
+    "logger.wandb.project": "openrlhf_train_ppo",
+}
+OLDER = {
+    "pretrain": "actor.model_name_or_path",
+    "critic_pretrain": "critic.model_name_or_path",
+    "reward_pretrain": "reward.model_name_or_path",
+    "remote_rm_url": "reward.remote_url",
+    "prompt_data": "data.prompt_dataset",
+    "eval_dataset": "eval.dataset",
+    "input_key": "data.input_key",
+    "label_key": "data.label_key",
+    "apply_chat_template": "data.apply_chat_template",
+    "max_samples": "data.max_samples",
+    "prompt_max_len": "data.prompt_max_len",
+    "generate_max_len": "rollout.max_new_tokens",
+    "rollout_batch_size": "rollout.batch_size",
+    "n_samples_per_prompt": "rollout.n_samples_per_prompt",
+    "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p",
+    "train_batch_size": "train.batch_size",
+    "micro_train_batch_size": "train.micro_batch_size",
+    "max_epochs": "train.max_epochs",
+    "num_episodes": "train.num_episodes",
+    "seed": "train.seed",
+    "actor_learning_rate": "actor.adam.lr",
+    "critic_learning_rate": "critic.adam.lr",
+    "adam_betas": "actor.adam.betas",
+    "l2": "actor.adam.weight_decay",
+    "lr_scheduler": "actor.lr_scheduler",
+    "lr_warmup_ratio": "actor.lr_warmup_ratio",
+    "max_norm": "actor.max_norm",
+    "gradient_checkpointing": "actor.gradient_checkpointing_enable",
+    "eps_clip": "actor.eps_clip",
+    "eps_clip_low_high": "actor.eps_clip_low_high",
+    "dual_clip": "actor.dual_clip",
+    "policy_loss_type": "actor.policy_loss_type",
+    "entropy_loss_coef": "actor.entropy_coef",
+    "value_clip": "critic.value_clip",
+    "advantage_estimator": "algo.advantage.estimator",
+    "gamma": "algo.advantage.gamma",
+    "lambd": "algo.advantage.lambd",
+    "no_advantage_std_norm": "algo.advantage.no_std_norm",
+    "enable_vllm_is_correction": "algo.advantage.is_correction_enable",
+    "vllm_is_truncated_threshold": "algo.advantage.is_correction_threshold",
+    "vllm_is_correction_type": "algo.advantage.is_correction_type",
+    "init_kl_coef": "algo.kl.init_coef",
+    "kl_target": "algo.kl.target",
+    "kl_horizon": "algo.kl.horizon",
+    "kl_estimator": "algo.kl.estimator",
+    "use_kl_loss": "algo.kl.use_loss",
+    "dynamic_filtering": "algo.dynamic_filtering_enable",
+    "dynamic_filtering_reward_range": "algo.dynamic_filtering_range",
+    "reward_clip_range": "reward.clip_range",
+    "overlong_buffer_len": "reward.overlong_buffer_len",
+    "overlong_penalty_factor": "reward.overlong_penalty_factor",
+    "eval_temperature": "eval.temperature",
+    "eval_n_samples_per_prompt": "eval.n_samples_per_prompt",
+    "eval_steps": "eval.steps",
+    "save_steps": "ckpt.save_steps",
+    "max_ckpt_num": "ckpt.max_num",
+    "lora_rank": "ds.lora.rank",
+    "lora_alpha": "ds.lora.alpha",
+    "lora_dropout": "ds.lora.dropout",
+    "target_modules": "ds.lora.target_modules",
+    "use_wandb": "logger.wandb.key",
+    "wandb_project": "logger.wandb.project",
+    "wandb_run_name": "logger.wandb.run_name",
+    "use_tensorboard": "logger.tensorboard_dir",
+}
+"""Flags before they had dots -> as they are now."""
+
+
+def _at_least_zero(value: Any) -> int:
+    return max(0, int(value))
+
+
+MOVES: Moves = {
+    "model.path": ("actor.model_name_or_path", str),
+    "model.gradient_checkpointing": ("actor.gradient_checkpointing_enable", bool),
+    "data.prompt_field": ("data.input_key", str),
+    "data.chat_template": ("data.apply_chat_template", lambda on: "auto" if on else "none"),
+    "seed": ("train.seed", int),
+    "rollout.prompts_per_step": ("rollout.batch_size", int),
+    "rollout.completions_per_prompt": ("rollout.n_samples_per_prompt", int),
+    "rollout.temperature": ("rollout.temperature", float),
+    "rollout.top_p": ("rollout.top_p", float),
+    "train.rows_per_update": ("train.batch_size", int),
+    "train.epochs_per_step": ("train.max_epochs", int),
+    "train.total_epochs": ("train.num_episodes", float),
+    "train.max_row_tokens": ("data.max_len", int),
+    "train.learning_rate": ("actor.adam.lr", float),
+    "train.adam_beta1": ("actor.adam.betas", lambda betas: float(betas[0])),
+    "train.adam_beta2": ("actor.adam.betas", lambda betas: float(betas[1])),
+    "train.adam_eps": ("actor.adam.eps", float),
+    "train.weight_decay": ("actor.adam.weight_decay", float),
+    "train.warmup_ratio": ("actor.lr_warmup_ratio", float),
+    "train.min_lr_ratio": ("actor.min_lr_ratio", float),
+    "train.max_grad_norm": ("actor.max_norm", float),
+    "eval.temperature": ("eval.temperature", float),
+    "eval.samples_per_prompt": ("eval.n_samples_per_prompt", int),
+    "eval.every_steps": ("eval.steps", _at_least_zero),
+    "checkpoint.every_steps": ("ckpt.save_steps", _at_least_zero),
+    "checkpoint.keep": ("ckpt.max_num", int),
+    "tracking.wandb_project": ("logger.wandb.project", str),
+}
+SCHEDULES = {"cosine_with_min_lr": "cosine", "cosine": "cosine", "linear": "linear", "constant": "constant"}
+ESTIMATORS = {
+    "gae": "gae",
+    "reinforce": "reinforce_pp",
+    "rloo": "rloo",
+    "reinforce_baseline": "reinforce_pp_baseline",
+    "group_norm": "grpo",
+    "dr_grpo": "grpo_no_std",
+}
+
+
+def translate(path: Path) -> Translation:
+    """OpenRLHF's file as a translation."""
+    if path.suffix == ".py":
+        raise ConfigError(f"{path}: OpenRLHF is given by flags: name the script (.sh) that calls it")
+    flags, notes, _ = read_flags(path, r"train_ppo(_ray)?(\.py)?$")
+    given = {OLDER.get(name, name): value for name, value in flags.items()}
+    t = Translation("OpenRLHF", given, DEFAULTS)
+    if renamed := [name for name in flags if name in OLDER]:
+        t.nearly(
+            f"{len(renamed)} flags are of an older version ({renamed[0]}, ...); those left out have today's defaults"
+        )
+    t.put(
+        "run_name", str(t("logger.wandb.run_name") or path.stem).replace("/", "-").lstrip("."), "logger.wandb.run_name"
+    )
+    t.move(MOVES)
+    _data(t)
+    _lengths_and_batches(t)
+    _model(t)
+    _objective(t)
+    _kl(t)
+    _shaping(t)
+    _reward(t)
+    sinks = [name for name, key in (("wandb", "logger.wandb.key"), ("tensorboard", "logger.tensorboard_dir")) if t(key)]
+    t.given = {key: value for key, value in t.given.items() if key != "logger.wandb.key"}  # which is a secret
+    t.put("tracking.sinks", sinks, "logger.tensorboard_dir")
+    for note in notes:
+        t.nearly(note)
+    return t
+
+
+def _data(t: Translation) -> None:
+    for key, name in (("data.train", "data.prompt_dataset"), ("data.eval", "eval.dataset")):
+        if (given := t(name)) is not None:
+            on_hub = not str(given).startswith((".", "/", "~")) and "." not in str(given).rpartition("/")[2]
+            file = str(given).rpartition("/")[2] + ".parquet" if on_hub else str(given)
+            why = (
+                "nothing is downloaded: write it once with datasets.load_dataset(...).to_parquet(...)" if on_hub else ""
+            )
+            t.put(key, file, name, because=why)
+    t.put("data.answer_field", t("data.label_key"), "data.label_key")
+    most = t("data.max_samples")
+    if most is not None and float(most) < 1e8:
+        t.put("data.train_size", int(most), "data.max_samples")
+
+
+def _lengths_and_batches(t: Translation) -> None:
+    longest, new = int(t("data.max_len")), t("rollout.max_new_tokens")
+    if new is not None:
+        t.put("rollout.max_completion_tokens", int(new), "rollout.max_new_tokens")
+    else:
+        why = "a completion may fill what its prompt leaves; rows are cut to train.max_row_tokens"
+        t.put("rollout.max_completion_tokens", longest, "data.max_len", because=why)
+    if (prompt := t("data.prompt_max_len")) is not None:
+        t.put("data.max_prompt_tokens", int(prompt), "data.prompt_max_len")
+    else:
+        t.put("data.max_prompt_tokens", longest - 1, "data.max_len")
+    if t("train.dynamic_batch_enable"):
+        t.put("train.tokens_per_micro_batch", int(t("train.max_tokens_per_gpu")), "train.max_tokens_per_gpu")
+    else:
+        t.put("train.rows_per_micro_batch", int(t("train.micro_batch_size")), "train.micro_batch_size")
+    t.name_of(["train.max_tokens_per_gpu", "train.micro_batch_size"])
+    schedule = t.choice("actor.lr_scheduler", t("actor.lr_scheduler"), SCHEDULES)
+    t.put("train.schedule", schedule, "actor.lr_scheduler")
+    t.put("eval.before", False)
+
+
+def _model(t: Translation) -> None:
+    dtype = t("ds.param_dtype") or "bf16"
+    t.put("model.dtype", t.choice("ds.param_dtype", dtype, {"bf16": "bfloat16"}), "ds.param_dtype")
+    if rank := int(t("ds.lora.rank")):
+        t.put("model.lora.rank", rank, "ds.lora.rank")
+        t.put("model.lora.alpha", float(t("ds.lora.alpha")), "ds.lora.alpha")
+        t.put("model.lora.dropout", float(t("ds.lora.dropout")), "ds.lora.dropout")
+        t.put("model.lora.target_modules", t("ds.lora.target_modules"), "ds.lora.target_modules")
+    t.put("rollout.engine", "native", because="AtomRL's own engine; where vLLM is installed, rollout.engine=vllm")
+
+
+def _objective(t: Translation) -> None:
+    place = "algo.advantage."
+    kind = t.choice("algo.advantage.estimator", t(place + "estimator"), ESTIMATORS)
+    advantage: dict[str, Any] = {"type": kind}
+    names = [place + "estimator"]
+    if kind in ("gae", "reinforce_pp"):
+        advantage |= {"gamma": float(t(place + "gamma"))}
+        names.append(place + "gamma")
+    if kind == "grpo":
+        advantage |= {"eps": 1e-9}
+    if kind == "gae":
+        advantage |= {"lam": float(t(place + "lambd")), "whiten": True}
+        names.append(place + "lambd")
+        t.put("critic.learning_rate", float(t("critic.adam.lr")), "critic.adam.lr")
+        if (start := t("critic.model_name_or_path") or t("reward.model_name_or_path")) is not None:
+            t.put("critic.path", str(start).split(",")[0], "critic.model_name_or_path", "reward.model_name_or_path")
+        value = {"type": "clipped", "coefficient": 1.0, "clip": float(t("critic.value_clip"))}
+        t.put("algorithm.value", value, "critic.value_clip")
+    if t(place + "no_std_norm") and kind in ("gae", "reinforce_pp", "reinforce_pp_baseline"):
+        raise t.refuse(place + "no_std_norm", True, "advantages are whitened here, or left as they are (whiten: false)")
+    t.put("algorithm.name", "ppo" if kind == "gae" else "grpo")
+    t.put("algorithm.advantage", advantage, *names)
+    bounds = t("actor.eps_clip_low_high") or [t("actor.eps_clip")] * 2
+    dual = None if t("actor.dual_clip") is None else float(t("actor.dual_clip"))
+    clip = {"type": "ppo", "low": float(bounds[0]), "high": float(bounds[1]), "dual": dual}
+    t.put("algorithm.clip", clip, "actor.eps_clip_low_high", "actor.eps_clip", "actor.dual_clip")
+    gspo = t.choice("actor.policy_loss_type", t("actor.policy_loss_type"), {"ppo": False, "gspo": True})
+    token: dict[str, Any] = {"type": "token", "clamp": 20.0}
+    ratio: dict[str, Any] = {"type": "sequence", "length_normalised": True, "clamp": None} if gspo else token
+    t.put("algorithm.ratio", ratio, "actor.policy_loss_type")
+    t.put("algorithm.loss_agg", {"type": "sequence_mean" if gspo else "token_mean"}, "actor.policy_loss_type")
+    t.put("algorithm.entropy.coefficient", float(t("actor.entropy_coef") or 0), "actor.entropy_coef")
+    if t(place + "is_correction_enable") and not gspo:
+        low, high = map(float, t(place + "is_correction_threshold"))
+        table = {
+            "tis": {"type": "token_tis"},
+            "icepop": {"type": "icepop"},
+            "seq-mask-tis": {"type": "sequence_mask", "weighted": True},
+        }
+        part = t.choice("is_correction_type", t(place + "is_correction_type"), table) | {"low": low, "high": high}
+        t.put(
+            "algorithm.rollout_is",
+            [part],
+            *(place + "is_correction_" + name for name in ("enable", "type", "threshold")),
+        )
+
+
+def _kl(t: Translation) -> None:
+    names = [f"algo.kl.{name}" for name in ("init_coef", "estimator", "use_loss", "target", "horizon")]
+    coefficient, estimator, in_loss, target, horizon = (t(name) for name in names)
+    kl = {
+        "type": estimator,
+        "coefficient": float(coefficient),
+        "apply_to": "loss" if in_loss else "reward",
+        "k2_gradient": False,
+    }
+    kl |= {"target": None if target is None else float(target), "horizon": float(horizon)}
+    group = t("algo.advantage.estimator") in ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+    why = "OpenRLHF takes the KL off token by token after the baseline, here it is part of the reward before it"
+    t.put("algorithm.kl", kl, *names, because=why if group and float(coefficient) and not in_loss else "")
+
+
+def _shaping(t: Translation) -> None:
+    low, high = map(float, t("reward.clip_range"))
+    why = "OpenRLHF bounds what is left after the baseline, here the reward"
+    t.put("algorithm.shaping", {"lowest": low, "highest": high}, "reward.clip_range", because=why)
+    if (buffer := t("reward.overlong_buffer_len")) is not None:
+        penalty = {
+            "soft_overlong": True,
+            "overlong_buffer_tokens": int(buffer),
+            "overlong_penalty": float(t("reward.overlong_penalty_factor")),
+        }
+        t.put("algorithm.shaping", penalty, "reward.overlong_buffer_len", "reward.overlong_penalty_factor")
+    if t("algo.dynamic_filtering_enable"):
+        bounds = list(map(float, t("algo.dynamic_filtering_range")))
+        if bounds != [0.0, 1.0]:
+            raise t.refuse(
+                "algo.dynamic_filtering_range", bounds, "groups are kept whose rewards are not all equal (0 1)"
+            )
+        why = "OpenRLHF keeps groups whose mean is within 0 and 1, which for rewards of 0 and 1 is the same"
+        t.put(
+            "algorithm.group_filter",
+            "mixed_outcomes",
+            "algo.dynamic_filtering_enable",
+            "algo.dynamic_filtering_range",
+            because=why,
+        )
+
+
+def _reward(t: Translation) -> None:
+    functions: list[dict[str, Any]] = []
+    for url in _listed(t("reward.remote_url")):
+        if url.endswith(".py"):
+            functions.append({"function": f"{url}:reward_func"})
+            t.nearly(
+                f"reward.remote_url={url}: reward_func(queries, prompts, labels) has other arguments than rewards here "
+                "(docs/rewards.md)"
+            )
+        else:
+            functions.append({"function": "http", "args": {"url": url}})
+    if not functions:
+        functions = [
+            {"function": "reward_model", "args": {"path": path}} for path in _listed(t("reward.model_name_or_path"))
+        ]
+    t.name_of(["reward.model_name_or_path"])
+    if functions:
+        t.put("reward.functions", functions, "reward.remote_url", "reward.model_name_or_path")
+
+
+def _listed(value: Any) -> list[str]:
+    return [] if value is None else str(value).split(",")

@@ -1,0 +1,190 @@
+"""Shell scripts read without a shell: the words of their commands, with the script's own variables put in."""
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from atomrl.config import ConfigError
+
+_EXPRESSION = r"(?:[^()]|\([^()]*\))*"
+_TOKEN = re.compile(
+    r"'[^']*'"
+    r'|"(?:\\.|[^"\\])*"'
+    r"|\\."
+    r"|(?<!\S)\#.*"
+    rf"|\$\(\({_EXPRESSION}\)\)"
+    r"|\$\{[^{}]*\}"
+    r"|\$[A-Za-z_@*]\w*",
+    re.DOTALL,
+)
+_VARIABLE = re.compile(rf"\$\(\((?P<sum>{_EXPRESSION})\)\)|\$\{{(?P<braced>[^{{}}]*)\}}|\$(?P<plain>[A-Za-z_]\w*|[@*])")
+_ASSIGNMENT = re.compile(
+    r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)*)?(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.DOTALL
+)
+_ARRAY = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)*)?[A-Za-z_]\w*\+?=\(")
+_OPENS, _CLOSES = {"if", "for", "while", "until", "case"}, {"fi", "done", "esac"}
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+
+
+@dataclass
+class Script:
+    """What a script would run."""
+
+    commands: list[list[str]] = field(default_factory=list)
+    """The words of each command."""
+    notes: list[str] = field(default_factory=list)
+    """What only a shell could have known."""
+
+
+def read_script(text: str, source: str) -> Script:
+    """The commands of a shell script.
+
+    Variables that the script sets are put in, `${NAME:-default}` and sums of whole numbers too. Whatever is of the
+    environment, or the output of a command, stays as it is written, with a note.
+
+    Args:
+        source: the script's name, for messages.
+
+    Raises:
+        ConfigError: a quote that is not closed.
+
+    Example:
+        >>> read_script('N=${N:-4}\\ntrain a.n=$((N * 2)) \\\\\\n  b="$N x"  # why', "s.sh").commands
+        [['train', 'a.n=8', 'b=4 x']]
+    """
+    reading = _Reading()
+    for line in _lines(text, source):
+        reading.line(line)
+    return Script(reading.commands, list(dict.fromkeys(reading.notes)))
+
+
+def _lines(text: str, source: str) -> Iterator[str]:
+    """Whole lines: those that go on, in a quote, an array or after a backslash, are one."""
+    rest, begun, number = text.replace("\r\n", "\n").split("\n"), "", 0
+    for index, line in enumerate(rest, 1):
+        number = number or index
+        begun += line
+        if begun.endswith("\\") and not begun.endswith("\\\\"):
+            begun = f"{begun[:-1]} "
+            continue
+        try:
+            words = shlex.split(_TOKEN.sub(_without_comment, begun))
+        except ValueError:  # a quote is open
+            begun += "\n"
+            continue
+        if _ARRAY.match(begun.strip()) and ")" not in "".join(words[-1:]):
+            begun = _TOKEN.sub(_without_comment, begun) + " "
+            continue
+        yield begun.strip()
+        begun, number = "", 0
+    if begun.strip():
+        raise ConfigError(f"{source}:{number}: what begins here is not closed (a quote, or the bracket of an array)")
+
+
+def _without_comment(found: re.Match[str]) -> str:
+    return "" if found.group().startswith("#") else found.group()
+
+
+class _Reading:
+    """Goes through the lines of a script and keeps what its variables are."""
+
+    def __init__(self) -> None:
+        self.variables: dict[str, str] = {}
+        self.commands: list[list[str]] = []
+        self.notes: list[str] = []
+        self.depth = 0
+
+    def line(self, line: str) -> None:
+        line = _TOKEN.sub(_without_comment, line).strip()
+        first = line.split(maxsplit=1)[0].rstrip(";") if line else ""
+        self.depth += (first in _OPENS) - (first in _CLOSES)
+        if not line or first in _OPENS | _CLOSES | {"then", "else", "elif", "do", "}", "{"}:
+            return
+        assigned = _ASSIGNMENT.fullmatch(line)
+        if assigned and self._is_one_word(assigned["value"]):
+            self._assign(assigned["name"], assigned["value"], bool(assigned["more"]))
+            return
+        words = shlex.split(self.expanded(line))
+        self.commands.append([word for word in words if word not in ("\\", "&")])
+
+    def _is_one_word(self, value: str) -> bool:
+        return value.startswith("(") or len(shlex.split(value)) <= 1 or "$(" in value
+
+    def _assign(self, name: str, value: str, more: bool) -> None:
+        array = value.startswith("(")
+        if array:
+            value = self.expanded(value.strip().removeprefix("(").removesuffix(")").replace("\n", " "))
+        else:
+            value = " ".join(shlex.split(self.expanded(value))) if "$(" not in value.replace("$((", "") else value
+        value = re.sub(r"\\\s*\n", " ", value)
+        if self.depth and name in self.variables and self.variables[name] != value:
+            self.notes.append(f"{name} is set under a condition: {value!r} was taken, the last")
+        self.variables[name] = self.variables.get(name, "") + (" " if array else "") * more + value if more else value
+
+    def expanded(self, text: str) -> str:
+        """A line with the values of variables, but in single quotes."""
+
+        def put(found: re.Match[str]) -> str:
+            token = found.group()
+            if token.startswith("'") or token.startswith("\\"):
+                return token
+            if token.startswith('"'):
+                inner = token[1:-1]
+                if re.fullmatch(r"\$\{\w+\[[@*]\]\}", inner):  # the words of an array
+                    return self.value(inner)
+                return '"' + _VARIABLE.sub(lambda v: self.value(v.group()).replace('"', '\\"'), inner) + '"'
+            return self.value(token)
+
+        return _TOKEN.sub(put, text)
+
+    def value(self, reference: str) -> str:
+        """What `$NAME`, `${NAME:-default}` or `$((sum))` stands for; itself where that is not in the script."""
+        found = _VARIABLE.fullmatch(reference)
+        if found is None:
+            return reference
+        if found["sum"] is not None:
+            return self._sum(found["sum"], reference)
+        inside = found["braced"] if found["braced"] is not None else found["plain"]
+        if inside in ("@", "*"):  # what the script is called with
+            return ""
+        name, mark, default = re.fullmatch(r"(\w*)(?:\[[@*]\])?(:?-|:?=)?(.*)", inside, re.DOTALL).groups()  # type: ignore[union-attr]
+        if name in self.variables:
+            return self.variables[name]
+        if mark:
+            default = default.strip("\"'")
+            self.notes.append(f"{name} is of the environment: its default {default!r} was taken")
+            return self.expanded(default)
+        self.notes.append(f"{reference} is not set in the script, and stays as it is written")
+        return reference
+
+    def _sum(self, expression: str, reference: str) -> str:
+        text = _VARIABLE.sub(lambda found: self.value(found.group()), expression)
+        text = re.sub(r"[A-Za-z_]\w*", lambda found: self.variables.get(found.group(), found.group()), text)
+        try:
+            return str(_computed(ast.parse(text.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError, KeyError):
+            self.notes.append(f"{reference} is no sum of whole numbers that the script sets")
+            return reference
+
+
+def _computed(node: ast.AST) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_computed(node.operand)
+    if isinstance(node, ast.BinOp):
+        left, right = _computed(node.left), _computed(node.right)
+        if isinstance(node.op, ast.Pow) and not 0 <= right <= 64:
+            raise ValueError("a power that is too large")
+        return int(_OPERATORS[type(node.op)](left, right))
+    raise ValueError(ast.dump(node))

@@ -1,0 +1,191 @@
+"""What a config of another library says, as keys with values: of a YAML file, a shell script, or a Python file."""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from atomrl.config import ConfigError, read_yaml
+from atomrl.config.files import scalar
+from atomrl.importers.shell import read_script
+
+Given = dict[str, Any]
+"""The keys with dots that a file gives, and its values."""
+
+
+def read_hydra(path: Path) -> tuple[Given, list[str]]:
+    """A YAML file, or the `key=value` words of a script's command that has most of them.
+
+    Returns:
+        The keys, and what could not be read from the file alone.
+
+    Raises:
+        ConfigError: it cannot be read, or has no such words.
+    """
+    if path.suffix in (".yaml", ".yml"):
+        return flat(read_yaml(path)), []
+    script = read_script(text_of(path), str(path))
+    found = [dict(_hydra_words(command)) for command in script.commands]
+    given = max(found, key=len, default={})
+    if not given:
+        raise ConfigError(f"{path}: there is no command with key=value in it")
+    return given, script.notes
+
+
+def _hydra_words(command: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    for word in command:
+        key = re.match(r"[+~]*([A-Za-z_]\w*(?:\.\w+)+)=", word)
+        if key:
+            yield key[1], _value(word[key.end() :])
+
+
+def read_flags(path: Path, program: str) -> tuple[Given, list[str], Mapping[str, Any]]:
+    """The `--flag value` words of a script's command, or a YAML file of flags.
+
+    Args:
+        program: a regular expression for the word that the library's command has, after which its flags come.
+
+    Returns:
+        The flags, what could not be read from the file alone, and the flags before `program` (of a launcher).
+    """
+    if path.suffix in (".yaml", ".yml"):
+        return flat(read_yaml(path)), [], {}
+    script = read_script(text_of(path), str(path))
+    best: tuple[Given, Mapping[str, Any]] = ({}, {})
+    for command in script.commands:
+        start = next((i for i, word in enumerate(command) if re.search(program, word)), None)
+        if start is not None and len(given := dict(_flag_words(command[start + 1 :]))) >= len(best[0]):
+            best = given, dict(_flag_words(command[:start]))
+    if not best[0]:
+        raise ConfigError(f"{path}: there is no command with --flags of {program}")
+    return best[0], script.notes, best[1]
+
+
+def _flag_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    flag: str | None = None
+    values: list[Any] = []
+    for word in [*words, "--"]:
+        if not word.startswith("--"):
+            values.append(_value(word))
+            continue
+        if flag:
+            yield flag, True if not values else values[0] if len(values) == 1 else values
+        flag, equals, value = word[2:].partition("=")
+        values = [_value(value)] if equals else []
+
+
+def read_calls(path: Path, *callables: str) -> tuple[dict[str, Given], list[str]]:
+    """The keyword arguments of some calls in a Python file, where they are literals or names of literals.
+
+    Returns:
+        For each callable that is called its keywords, a call's place 0, 1, ... among them for arguments without a
+        keyword; and what is no literal. A name that is no literal is `Name`.
+
+    Raises:
+        ConfigError: it is no Python.
+    """
+    try:
+        module = ast.parse(text_of(path), str(path))
+    except SyntaxError as error:
+        raise ConfigError(f"{path}:{error.lineno}: not valid Python: {error.msg}") from None
+    names = _literal_names(module)
+    found: dict[str, Given] = {}
+    notes: list[str] = []
+    for node in ast.walk(module):
+        if not isinstance(node, ast.Call) or (called := _called(node)) not in callables:
+            continue
+        if called in found:
+            notes.append(f"{path.name}:{node.lineno}: {called} is called again; the first call was taken")
+            continue
+        arguments = [
+            *((str(i), value) for i, value in enumerate(node.args)),
+            *((k.arg or "**", k.value) for k in node.keywords),
+        ]
+        found[called] = {}
+        for name, value in arguments:
+            try:
+                found[called][name] = _literal(value, names)
+            except ValueError:
+                text = ast.unparse(value)
+                if isinstance(value, ast.Name) or (isinstance(value, ast.List) and value.elts):
+                    found[called][name] = Name(text)
+                elif not (isinstance(value, ast.Call) and _called(value) in callables):  # which is read by itself
+                    notes.append(
+                        f"{path.name}:{value.lineno}: {called}({name}={text}) is no literal, so it was not read"
+                    )
+    return found, notes
+
+
+def _called(node: ast.Call) -> str:
+    return ast.unparse(node.func).rpartition(".")[2]
+
+
+class Name(str):
+    """What stands in a Python file where no literal does."""
+
+
+def _literal_names(module: ast.Module) -> dict[str, Any]:
+    """Names that are given a literal once."""
+    values: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            values.setdefault(node.targets[0].id, []).append(node.value)
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For) and isinstance(node.target, ast.Name):
+            values.setdefault(node.target.id, []).extend(
+                [node.value] if isinstance(node, ast.AnnAssign) and node.value else [node.target] * 2
+            )
+    literals = {}
+    for name, given in values.items():
+        try:
+            literals[name] = ast.literal_eval(given[0]) if len(given) == 1 else _refuse()
+        except ValueError:
+            continue
+    return literals
+
+
+def _refuse() -> Any:
+    raise ValueError("given more than once")
+
+
+def _literal(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
+    if isinstance(node, ast.List):
+        return [_literal(item, names) for item in node.elts]
+    return ast.literal_eval(node)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Given:
+    """A nested dict by keys with dots.
+
+    Example:
+        >>> flat({"a": {"b": 1, "c": {}}})
+        {'a.b': 1, 'a.c': {}}
+    """
+    found: Given = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = scalar(value) if isinstance(value, str) else value
+    return found
+
+
+def text_of(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        ConfigError: there is none, or it is no text (a pickle, which can run code when it is opened).
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "is no text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
+        hint = "; training_args.bin is a pickle, which can run code when opened: give the script or the YAML file"
+        raise ConfigError(f"{path} {reason}{hint if path.suffix in ('.bin', '.pt', '.pkl') else ''}") from None
+    return text
+
+
+def _value(text: str) -> Any:
+    return scalar(text)

@@ -1,0 +1,113 @@
+"""The course of a translation: which of the other library's keys were read, and what became of them."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from atomrl.config import ConfigError
+from atomrl.config.files import merge_trees, nest
+from atomrl.importers.sources import Given
+
+
+def same(value: Any) -> Any:
+    """The value as it is."""
+    return value
+
+
+Moves = Mapping[str, tuple[str | tuple[str, ...], Callable[[Any], Any]]]
+"""Our key -> theirs (the first that is given counts), and what makes our value of it."""
+
+
+class Translation:
+    """Keys of another library on their way to ours.
+
+    Args:
+        library: its name, for messages.
+        given: what the file says.
+        defaults: what the library takes for what the file does not say.
+
+    Example:
+        >>> t = Translation("verl", {"rollout.n": 8}, {"lr": 1e-6})
+        >>> t.move({"rollout.completions_per_prompt": ("rollout.n", int), "train.learning_rate": ("lr", float)})
+        >>> t.tree
+        {'rollout': {'completions_per_prompt': 8}, 'train': {'learning_rate': 1e-06}}
+        >>> t.carried, t.by_default
+        (['rollout.n=8 -> rollout.completions_per_prompt: 8'], ['lr=1e-06 -> train.learning_rate: 1e-06'])
+    """
+
+    def __init__(self, library: str, given: Given, defaults: Mapping[str, Any]) -> None:
+        self.library = library
+        self.given, self.defaults = given, defaults
+        self.tree: dict[str, Any] = {}
+        self.carried: list[str] = []
+        self.by_default: list[str] = []
+        self.approximated: list[str] = []
+        self._left: list[str] = []
+        self._read: set[str] = set()
+
+    def name_of(self, names: Iterable[str]) -> str | None:
+        """The first of some names of a key that is given, else the first that has a default."""
+        names = tuple(names)
+        self._read |= set(names)
+        return next((name for kind in (self.given, self.defaults) for name in names if name in kind), None)
+
+    def __call__(self, *names: str) -> Any:
+        """The value of a key that has these names: as given, else the library's default, else None."""
+        name = self.name_of(names)
+        return None if name is None else self.given.get(name, self.defaults.get(name))
+
+    def is_given(self, *names: str) -> bool:
+        """Whether the file says it."""
+        return any(self.given.get(name) is not None for name in names)
+
+    def put(self, key: str, value: Any, *names: str, because: str = "") -> None:
+        """Our key and its value, made of theirs.
+
+        Args:
+            names: theirs; those that are given are said, else that it is the library's default.
+            because: where the two do not mean quite the same: what is other.
+        """
+        self.tree = merge_trees(self.tree, nest(key, value))
+        self._read |= set(names)
+        said = [f"{name}={self.given[name]}" for name in names if name in self.given]
+        defaults = [f"{name}={self.defaults[name]}" for name in names if name in self.defaults]
+        line = f"{', '.join(said or defaults) or self.library} -> {key}: {value}"
+        if because:
+            self.approximated.append(f"{line} ({because})")
+        else:
+            (self.carried if said else self.by_default).append(line)
+
+    def move(self, moves: Moves) -> None:
+        """What moves by name alone; what is neither given nor has a default, or is null, keeps our default."""
+        for key, (names, make) in moves.items():
+            name = self.name_of((names,) if isinstance(names, str) else names)
+            if name is not None and (value := self(name)) is not None:
+                try:
+                    made = make(value)
+                except (TypeError, ValueError) as error:
+                    raise ConfigError(f"{self.library}'s {name}={value!r}: {error}") from None
+                self.put(key, made, name)
+
+    def nearly(self, line: str) -> None:
+        """Say what is not quite the same."""
+        self.approximated.append(line)
+
+    def leave(self, name: str, why: str) -> None:
+        """A key without a counterpart, with what to say of it."""
+        self._read.add(name)
+        if name in self.given:
+            self._left.append(f"{name}={self.given[name]} ({why})")
+
+    def refuse(self, name: str, value: Any, why: str) -> ConfigError:
+        """The error for a key that decides what is trained and has no counterpart: a config without it would lie."""
+        return ConfigError(f"{self.library}'s {name}={value} has no counterpart, and decides what is trained: {why}")
+
+    def choice(self, name: str, value: Any, table: Mapping[Any, Any]) -> Any:
+        """The value's entry in a table; all else is refused."""
+        if value not in table:
+            raise self.refuse(name, value, f"those that have one are {', '.join(map(str, table))}")
+        return table[value]
+
+    @property
+    def without_counterpart(self) -> list[str]:
+        """What was given and not read."""
+        return [*self._left, *(f"{name}={value}" for name, value in self.given.items() if name not in self._read)]

@@ -1,0 +1,93 @@
+"""How a run is: running, finished, stopped or failed; how far, and how long it will still take."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from atomrl.reading.lock import holder, is_held
+from atomrl.reading.metrics import MetricTable
+
+Status = Literal["running", "finished", "stopped", "failed"]
+PACE_STEPS = 20
+"""The newest steps, by whose median time the rest is estimated."""
+SILENCE_S, SILENT_STEPS = 120.0, 10
+"""A run on another machine, whose lock says nothing here, counts as running until it has been silent for this long, and
+for this many of its steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """How a run is, as its folder says it."""
+
+    status: Status
+    """`stopped`: asked to end, and resumable; `failed`: it ended without a summary, by an error or a kill."""
+    why: str
+    """By what the status is known."""
+    step: int
+    """The newest step."""
+    steps: int | None
+    """How many it is to make."""
+    step_seconds: float | None
+    """The median of the newest steps."""
+    eta_s: float | None
+    """Seconds that it will still take; of a run that is running."""
+    updated: float
+    """When something was last written: seconds since 1970."""
+
+    @property
+    def progress(self) -> float | None:
+        """From 0 to 1."""
+        return min(1.0, self.step / self.steps) if self.steps else None
+
+
+def state_of(folder: Path, config: Mapping[str, Any], summary: Mapping[str, Any], metrics: MetricTable) -> RunState:
+    """The state of a run.
+
+    Args:
+        folder: of the run.
+        config, summary: as they are in the folder; empty where they are not.
+        metrics: of the training steps.
+    """
+    step = int(metrics.steps[-1]) if len(metrics.steps) else 0
+    train = config.get("train")
+    given = train.get("steps") if isinstance(train, Mapping) else None
+    steps = given if isinstance(given, int) and given > 0 else None
+    times = metrics.points("timing_s/step")[1][-PACE_STEPS:]
+    pace = float(np.median(times)) if len(times) else None
+    updated = max((_modified(folder / name) for name in ("metrics.jsonl", "config.yaml", "summary.json")), default=0.0)
+    status, why = _status(folder, summary, updated, pace)
+    left = (steps - step) * pace if status == "running" and steps is not None and pace is not None else None
+    return RunState(
+        status=status, why=why, step=step, steps=steps, step_seconds=pace,
+        eta_s=None if left is None else max(0.0, left), updated=updated,
+    )  # fmt: skip
+
+
+def _status(folder: Path, summary: Mapping[str, Any], updated: float, pace: float | None) -> tuple[Status, str]:
+    if summary:
+        if summary.get("finished", True):
+            return "finished", "summary.json"
+        return "stopped", "summary.json: it was asked to end before its last step"
+    if is_held(folder):
+        return "running", "a process holds its lock"
+    last = holder(folder)
+    if last is not None and last[1] != os.uname().nodename:
+        silent = time.time() - updated
+        if silent < max(SILENCE_S, SILENT_STEPS * (pace or 0.0)):
+            return "running", f"on {last[1]}; it wrote {silent:.0f} s ago"
+        return "failed", f"on {last[1]}, and silent for {silent:.0f} s"
+    return "failed", "no process holds its lock, and there is no summary.json"
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,84 @@
+"""The process that knows configs: a question a line in, an answer a line out, both JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
+from atomrl.config.explained import objective_in, setting_in
+from atomrl.objective.explain import page
+from atomrl.reading.run import config_differences
+
+NEEDED = ("run_name", "output_dir")
+
+
+def about(config: RunConfig) -> dict[str, Any]:
+    """Kind, equation, what is other than the defaults, and where the run will be."""
+    objective = objective_in(config)
+    tree = config.to_tree()
+    return {
+        "kind": config.kind,
+        "equation": page(objective, setting_in(config, objective)),
+        "changed": {key: list(both) for key, both in config_differences(default_tree(tree), tree).items()},
+        "run_dir": str(config.run_dir),
+        "command": shlex.join(["atomrl", config.kind, f"{config.run_name}.yaml"]),
+        "steps": config.train.steps,
+        "updates_per_step": config.updates_per_step,
+        "errors": [],
+    }
+
+
+def default_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of this kind and algorithm in which all that can be left out is."""
+    least: dict[str, Any] = {name: tree[name] for name in NEEDED}
+    least["data"] = {"train": tree["data"]["train"]}
+    least["algorithm"] = {"name": tree["algorithm"]["name"]}
+    for section in ("sft", "pretrain"):
+        given = tree.get(section)
+        if given is not None:
+            least[section] = {"gpt": given["gpt"]} if given.get("gpt") is not None else {}
+    if tree["model"].get("path") is not None:
+        least["model"] = {"path": tree["model"]["path"]}
+    try:
+        return build_config(least).to_tree()
+    except ConfigError:  # some configs hold only together
+        return merge_trees({}, tree)
+
+
+def answer(question: Mapping[str, Any]) -> dict[str, Any]:
+    """What is asked: about a config as it is in a run's folder, or as text."""
+    try:
+        tree = question.get("config") or _tree_of(str(question.get("yaml", "")))
+        return about(build_config(tree))
+    except (ConfigError, ValueError) as error:
+        return {"errors": str(error).removeprefix("config:\n").splitlines()}
+
+
+def _tree_of(text: str) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"this is no YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError("a config is a mapping of sections, as in `data: {train: sums}`")
+    return tree
+
+
+def main() -> None:
+    """Answer until nobody asks any more."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever else prints, prints elsewhere
+    for line in sys.stdin:
+        answers.write(json.dumps(answer(json.loads(line)), default=str) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

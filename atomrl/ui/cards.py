@@ -1,0 +1,152 @@
+"""What the pages say of a run, as JSON-ready values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from atomrl.reading import MetricTable, Run
+from atomrl.reading.lines import flat_tree
+from atomrl.reading.metrics import Floats, accuracies
+from atomrl.reading.rollouts import Ints
+
+HEADLINES = (
+    "critic/score/mean",
+    "rewards/margins",
+    "reward_model/loss",
+    "sft/nll_per_token",
+    "train/loss",
+    "actor/pg_loss",
+)
+"""What a run is judged by first: the first of these that it has."""
+SPARK_POINTS = 60
+OF_ONE_RUN = ("seed", "run_name", "output_dir")
+"""Keys in which runs of one group may differ."""
+
+
+def card(run: Run, run_id: str, name: str) -> dict[str, Any]:
+    """What the list shows of a run."""
+    config, state = run.config, run.state
+    findings = run.findings
+    headline = next((metric for metric in HEADLINES if run.metrics.last(metric) is not None), None)
+    steps, values = run.metrics.points(headline) if headline else (run.metrics.steps[:0], np.zeros(0))
+    spark = downsample(steps, values, SPARK_POINTS)
+    held_out = accuracies(run.evaluations)
+    return {
+        "id": run_id,
+        "name": name,
+        "kind": kind(config),
+        "algorithm": algorithm(config),
+        "status": state.status,
+        "why": state.why,
+        "step": state.step,
+        "steps": state.steps,
+        "progress": state.progress,
+        "eta_s": state.eta_s,
+        "step_seconds": state.step_seconds,
+        "updated": state.updated,
+        "started": run.environment.get("time"),
+        "seed": config.get("seed"),
+        "learning_rate": at(config, "train", "learning_rate"),
+        "model": at(config, "model", "path"),
+        "headline": headline,
+        "value": run.metrics.last(headline) if headline else None,
+        "spark": [spark[0].tolist(), spark[1].tolist()],
+        "accuracy": run.metrics.last("train/accuracy"),
+        "held_out": {source: run.evaluations.last(metric) for source, metric in held_out.items()},
+        "findings": [{"id": found.id, "severity": found.severity, "step": found.step} for found in findings],
+        "group": group(config),
+        "problems": len(run.problems),
+    }
+
+
+def details(run: Run, run_id: str, name: str) -> dict[str, Any]:
+    """What the page of a run shows beside its curves."""
+    return card(run, run_id, name) | {
+        "metrics": list(run.metrics),
+        "evaluations": list(run.evaluations),
+        "evaluated": [
+            {"step": int(step), "values": {metric: number(column[place]) for metric, column in run.evaluations.items()}}
+            for place, step in enumerate(run.evaluations.steps)
+        ],
+        "findings": [
+            {name: getattr(found, name) for name in ("id", "severity", "step", "what", "advice", "page")}
+            for found in run.findings
+        ],
+        "summary": run.summary,
+        "environment": run.environment,
+        "problems": run.problems,
+        "last": {metric: run.metrics.last(metric) for metric in run.metrics},
+    }
+
+
+def kind(config: Mapping[str, Any]) -> str:
+    """Which kind of run a config is of, as its file says it."""
+    for section in ("sft", "pretrain"):
+        if config.get(section) is not None:
+            return section
+    return "train"
+
+
+def algorithm(config: Mapping[str, Any]) -> str:
+    """The algorithm's name, or the kind of a run that has none."""
+    name = at(config, "algorithm", "name") if kind(config) == "train" else kind(config)
+    return str(name or "")
+
+
+def group(config: Mapping[str, Any]) -> str:
+    """The same for runs that differ in nothing but their seed and name."""
+    flat = {key: value for key, value in flat_tree(config).items() if key not in OF_ONE_RUN}
+    return blake2b(repr(sorted(flat.items())).encode("utf-8", "replace"), digest_size=6).hexdigest()
+
+
+def at(tree: Mapping[str, Any], *keys: str) -> Any:
+    """A value of a nested dict, or None."""
+    value: Any = tree
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def number(value: float) -> float | None:
+    """A number as JSON has it: NaN is null."""
+    return None if np.isnan(value) else float(value)
+
+
+def downsample(steps: Ints, values: Floats, points: int) -> tuple[Ints, Floats]:
+    """At most so many points, by the least and the largest of each stretch, so that no spike is lost; the first and the
+    last point are kept.
+
+    Example:
+        >>> steps, values = downsample(np.arange(9), np.array([0.0, 0, 0, 0, 9, 0, 0, 0, 0]), 6)
+        >>> 9.0 in values, steps[0], steps[-1]
+        (True, np.int64(0), np.int64(8))
+    """
+    if len(steps) <= points:
+        return steps, values
+    stretches = max(1, (points - 2) // 2)
+    edges = np.linspace(0, len(steps), stretches + 1).astype(int)[:-1]
+    kept = {0, len(steps) - 1}
+    for start, end in zip(edges, [*edges[1:], len(steps)], strict=True):
+        part = values[start:end]
+        kept |= {start + int(part.argmin()), start + int(part.argmax())}
+    places = np.array(sorted(kept))
+    return steps[places], values[places]
+
+
+def packed(table: MetricTable, names: Iterable[str], points: int, first: int, last: int) -> tuple[list[Any], bytes]:
+    """Curves for a browser: of each that is there [name, number of points], and all their steps and values as float32,
+    name by name."""
+    header, body = [], []
+    for name in names:
+        steps, values = table.points(name)
+        if not len(steps):
+            continue
+        within = slice(int(np.searchsorted(steps, first)), int(np.searchsorted(steps, last, "right")))
+        steps, values = downsample(steps[within], values[within], points)
+        header.append([name, len(steps)])
+        body += [steps.astype("<f4").tobytes(), values.astype("<f4").tobytes()]
+    return header, b"".join(body)

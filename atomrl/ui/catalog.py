@@ -1,0 +1,132 @@
+"""The runs below a folder, each read when it is asked for, and kept while it is looked at."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from atomrl.reading import Run, find_runs
+from atomrl.reading.lock import is_held
+from atomrl.ui.cards import card
+
+SCAN_S = 2.0
+"""Seconds after which the folder is searched for new runs again."""
+KEPT = 6
+"""Runs that are kept in memory beside those that are running."""
+WATCHED = ("metrics.jsonl", "summary.json", "findings.jsonl", "config.yaml")
+Stamp = tuple[Any, ...]
+
+
+class UnknownRun(LookupError):
+    """There is no run with this id, or it is gone."""
+
+
+class Entry:
+    """A run that was found.
+
+    Attributes:
+        id: a hash of its place, so that it is the same for the next server.
+        name: its place below the folder.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path, name
+        self.id = blake2b(name.encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
+        self.lock = threading.Lock()
+        self.run: Run | None = None
+        self.stamp: Stamp = ()
+        self.card: dict[str, Any] = {}
+
+    def look(self) -> Stamp:
+        """What tells whether something has changed, without reading."""
+        stamps: list[Any] = []
+        for name in WATCHED:
+            try:
+                status = os.lstat(self.path / name)
+                stamps.append((status.st_ino, status.st_size, status.st_mtime_ns))
+            except OSError:
+                stamps.append(None)
+        ended = stamps[1] is not None
+        return (*stamps, not ended and is_held(self.path))
+
+
+class Catalog:
+    """The runs of a folder. Its methods may be called from several threads.
+
+    Args:
+        root: is searched; links in it are not followed.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._entries: dict[str, Entry] = {}
+        self._lock = threading.Lock()
+        self._scanned = -SCAN_S
+        self._used: list[Entry] = []
+
+    def entries(self) -> list[Entry]:
+        """All runs, by name."""
+        with self._lock:
+            if time.monotonic() - self._scanned >= SCAN_S:
+                self._scan()
+                self._scanned = time.monotonic()
+            return list(self._entries.values())
+
+    def entry(self, run_id: str) -> Entry:
+        """A run by its id.
+
+        Raises:
+            UnknownRun: there is none.
+        """
+        for entries in (self._entries.values(), self.entries()):
+            for entry in entries:
+                if entry.id == run_id:
+                    if not entry.path.is_dir():
+                        raise UnknownRun(run_id)
+                    return entry
+        raise UnknownRun(run_id)
+
+    @contextmanager
+    def reading(self, entry: Entry) -> Iterator[Run]:
+        """The run, read up to now. One thread at a time has it, so several that ask at once do not each read it."""
+        with entry.lock:
+            if entry.run is None:
+                entry.run = Run(entry.path)
+            else:
+                entry.run.refresh()
+            self._keep(entry)
+            yield entry.run
+
+    def card(self, entry: Entry) -> dict[str, Any]:
+        """What the list shows of a run; made anew where something has changed."""
+        stamp = entry.look()
+        if entry.stamp != stamp or not entry.card:
+            with self.reading(entry) as run:
+                if entry.stamp != stamp or not entry.card:
+                    entry.card = card(run, entry.id, entry.name)
+                    entry.stamp = stamp
+        return entry.card
+
+    def _scan(self) -> None:
+        found = {}
+        for path in find_runs(self.root):
+            name = path.relative_to(self.root).as_posix()
+            name = self.root.resolve().name if name == "." else name
+            found[name] = self._entries.get(name) or Entry(path, name)
+        self._entries = found
+
+    def _keep(self, entry: Entry) -> None:
+        """Forget what was read of runs that nobody has looked at for longest."""
+        with self._lock:
+            self._used = [other for other in self._used if other is not entry and other.run is not None] + [entry]
+            ended = [other for other in self._used[:-1] if not (other.stamp and other.stamp[-1])]
+            for other in ended[: max(0, len(ended) - KEPT)]:
+                if other.lock.acquire(blocking=False):
+                    other.run = None
+                    other.lock.release()

@@ -1,0 +1,132 @@
+"""Runs that are started from a page. Each is a process with a session of its own: it goes on whatever becomes of the
+page and of the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from atomrl.files import write_text
+from atomrl.reading.lock import owner
+
+FOLDER = ".launches"
+"""Below the folder of the runs: configs, logs and records of what was started. Not in a run's own folder, where a log
+before its start would make it a run that exists already."""
+
+
+class LaunchError(ValueError):
+    """A run cannot be started, stopped or resumed; the message says why."""
+
+
+class Launcher:
+    """Starts, stops and resumes runs.
+
+    Args:
+        root: the folder that is served; runs are started in it alone.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+        self._lock = threading.Lock()
+
+    def start(self, text: str, kind: str, run_dir: str) -> dict[str, Any]:
+        """Start a run.
+
+        Args:
+            text: its config, which has been checked.
+            kind: of run, the command that takes it.
+            run_dir: where it will be, as its config says.
+
+        Raises:
+            LaunchError: it would be elsewhere than in the folder, or is there already.
+        """
+        folder = Path(run_dir).resolve()
+        if not folder.is_relative_to(self.root) or folder == self.root:
+            raise LaunchError(f"{folder} is not in {self.root}, which this page shows; set output_dir={self.root}")
+        if (folder / "metrics.jsonl").exists():
+            raise LaunchError(f"the run {folder.name} exists already; take another run_name")
+        config = Path(f"{self._stem(folder.name)}.yaml")
+        write_text(config, text)
+        return self._spawn([kind, str(config)], folder, config)
+
+    def resume(self, folder: Path) -> dict[str, Any]:
+        """Go on with a run from its newest checkpoint.
+
+        Raises:
+            LaunchError: it is running.
+        """
+        if owner(folder) is not None:
+            raise LaunchError("it is running")
+        config, place = folder / "config.yaml", folder.resolve()
+        if not config.is_file() or config.is_symlink():
+            raise LaunchError("it has no config.yaml")
+        where = [f"output_dir={place.parent}", f"run_name={place.name}"]
+        return self._spawn([kind_of(config), str(config.resolve()), *where, "--resume"], place, config)
+
+    def stop(self, folder: Path) -> dict[str, Any]:
+        """Ask a run to end after its step.
+
+        Raises:
+            LaunchError: no process of this machine writes it.
+        """
+        process = owner(folder)
+        if not process or process == os.getpid():
+            raise LaunchError("no process on this machine writes it")
+        try:
+            os.kill(process, signal.SIGTERM)
+        except OSError as error:
+            raise LaunchError(f"process {process} cannot be asked: {error.strerror}") from None
+        return {"process": process}
+
+    def log_of(self, folder: Path) -> Path | None:
+        """The log of the newest start of a run from a page."""
+        wanted, newest = str(folder.resolve()), None
+        for record in sorted((self.root / FOLDER).glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
+            try:
+                if json.loads(record.read_text(encoding="utf-8")).get("run") == wanted:
+                    newest = record.with_suffix(".log")
+            except (OSError, ValueError, AttributeError):
+                continue
+        return newest if newest is not None and newest.is_file() and not newest.is_symlink() else None
+
+    def _stem(self, name: str) -> Path:
+        safe = re.sub(r"[^\w.-]", "_", name)[:60]
+        return self.root / FOLDER / f"{safe}.{time.strftime('%Y%m%d-%H%M%S')}.{os.getpid()}"
+
+    def _spawn(self, arguments: Sequence[str], folder: Path, config: Path) -> dict[str, Any]:
+        command = [sys.executable, "-m", "atomrl.cli.main", *arguments]
+        with self._lock:
+            stem = self._stem(folder.name)
+            stem.parent.mkdir(parents=True, exist_ok=True)
+            with Path(f"{stem}.log").open("ab") as log:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
+        threading.Thread(target=process.wait, daemon=True).start()  # so that none is left as a zombie
+        record = {"run": str(folder), "command": command, "process": process.pid, "time": time.time()}
+        write_text(Path(f"{stem}.json"), json.dumps(record) + "\n")
+        return record | {"name": folder.relative_to(self.root).as_posix()}
+
+
+KIND_OF = """
+import sys
+from atomrl.config import build_config, read_yaml
+print(build_config(read_yaml(sys.argv[1])).kind)
+"""
+
+
+def kind_of(config: Path) -> str:
+    """The command that takes a config. The schema knows, in a process of its own, as it needs torch."""
+    done = subprocess.run([sys.executable, "-c", KIND_OF, str(config)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LaunchError(f"its config is not of this version: {done.stderr.strip().splitlines()[-1]}")
+    return done.stdout.strip()

@@ -1,0 +1,254 @@
+"""Completions for the pages: lists, groups with their arithmetic, tokens, and a prompt through the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import numpy as np
+
+from atomrl.reading import Run
+from atomrl.reading.rollouts import SPLITS, Order, RolloutFilter, RolloutIndex
+from atomrl.ui.cards import number
+
+MAX_ROWS = 200
+SHOWN = 400
+"""Characters of a prompt (its end) and of a completion (its start) in a list."""
+MAX_PROMPT_ROWS = 2000
+BINS = 24
+NUMBER_KINDS: dict[str, type] = {
+    field.name: int if str(field.type).startswith("int") else float
+    for field in fields(RolloutFilter)
+    if str(field.type).startswith(("int", "float"))
+}
+
+
+class BadQuestion(ValueError):
+    """A parameter of a request is none that can be answered."""
+
+
+def wanted(query: Mapping[str, str]) -> tuple[RolloutFilter, Order, bool]:
+    """A filter and an order from the parameters of a request.
+
+    Raises:
+        BadQuestion: a value is of another kind than its parameter.
+    """
+    given: dict[str, Any] = {}
+    for field in fields(RolloutFilter):
+        text = query.get(field.name)
+        if text is None or text == "":
+            continue
+        try:
+            kind = NUMBER_KINDS.get(field.name)
+            given[field.name] = kind(text) if kind else text == "true" if field.name == "mixed" else text
+        except ValueError:
+            raise BadQuestion(f"{field.name}={text!r} is no number") from None
+    order = query.get("sort") or "step"
+    if order not in get_args(Order):
+        raise BadQuestion(f"sort={order!r} is none of {', '.join(get_args(Order))}")
+    return RolloutFilter(**given), cast(Order, order), query.get("descending") == "true"
+
+
+def page(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any]:
+    """A page of the rollouts that pass a filter, with how their rewards and lengths are spread."""
+    try:
+        offset, limit = max(0, int(query.get("offset") or 0)), min(MAX_ROWS, int(query.get("limit") or 50))
+    except ValueError:
+        raise BadQuestion("offset and limit are numbers") from None
+    found = index.select(*wanted(query))
+    shown = found[offset : offset + limit]
+    return {
+        "total": len(found),
+        "of": len(index),
+        "first_step": int(index.steps.min()) if len(index) else 0,
+        "last_step": int(index.steps.max()) if len(index) else 0,
+        "splits": [split for place, split in enumerate(SPLITS) if (index.splits == place).any()],
+        "sources": index.values("data_source"),
+        "finish_reasons": index.values("finish_reason"),
+        "rewards": histogram(index.numbers["reward"][found]),
+        "lengths": histogram(index.numbers["completion_tokens"][found]),
+        "rows": [_line(index, place, row) for place, row in zip(shown.tolist(), index.rows(shown), strict=True)],
+    }
+
+
+def histogram(values: Any) -> dict[str, Any]:
+    """Counts in equal bins, and their edges; of nothing, nothing."""
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return {"counts": [], "low": 0.0, "high": 0.0}
+    counts, edges = np.histogram(values, BINS)
+    return {"counts": counts.tolist(), "low": float(edges[0]), "high": float(edges[-1])}
+
+
+def _line(index: RolloutIndex, place: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    step, split, line = index.place(place)
+    prompt = prompt_text(row.get("prompt"))
+    return {
+        "step": step, "split": split, "place": line, "prompt": prompt[-SHOWN:],
+        "completion": str(row.get("completion", ""))[:SHOWN],
+        "reward": number(index.numbers["reward"][place]), "advantage": number(index.numbers["advantage"][place]),
+        "tokens": number(index.numbers["completion_tokens"][place]), "finish": row.get("finish_reason"),
+        "mixed": bool(index.mixed[place]), "prompt_hash": index.prompt_of(place),
+    }  # fmt: skip
+
+
+def prompt_text(prompt: Any) -> str:
+    """A prompt as text: messages with their roles, and what a prompt of another form is written like."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and all(isinstance(turn, dict) for turn in prompt):
+        return "".join(f"{turn.get('role', '')}: {turn.get('content', '')}\n" for turn in prompt)
+    return "" if prompt is None else str(prompt)
+
+
+def group(index: RolloutIndex, step: int, split: str, place: int) -> dict[str, Any]:
+    """The completions of a prompt in a step, with how their advantages follow from their rewards.
+
+    Raises:
+        LookupError: there is no such rollout.
+    """
+    asked = index.number_at(step, split, place)
+    members = index.group(asked)
+    rows = index.rows(members)
+    rewards = [number(value) for value in index.numbers["reward"][members]]
+    advantages = [number(value) for value in index.numbers["advantage"][members]]
+    first = next((row for row in rows if row), {})
+    return {
+        "step": step, "split": split, "prompt": prompt_text(first.get("prompt")),
+        "prompt_hash": index.prompt_of(asked), "ground_truth": first.get("ground_truth"),
+        "data_source": first.get("data_source"), "prompt_id": first.get("prompt_id"),
+        "arithmetic": arithmetic(rewards, advantages),
+        "steps_of_prompt": _steps_of_prompt(index, asked),
+        "members": [
+            {
+                "place": index.place(int(member))[2], "completion": row.get("completion", ""), "reward": reward,
+                "advantage": advantage, "reward_parts": row.get("reward_parts") or {},
+                "reward_failures": row.get("reward_failures") or {}, "tokens": row.get("completion_tokens"),
+                "finish": row.get("finish_reason"), "versions": row.get("policy_versions") or [],
+                "answer": row.get("answer"), "episode": row.get("episode"),
+            }
+            for member, row, reward, advantage in zip(members, rows, rewards, advantages, strict=True)
+        ],
+    }  # fmt: skip
+
+
+def arithmetic(rewards: Sequence[float | None], advantages: Sequence[float | None]) -> dict[str, Any]:
+    """Mean and deviation of a group's rewards, and which formula gives the advantages that were recorded.
+
+    Returns:
+        `formula`: the name of the one that gives all of them to one in a thousand; None where none does, as where
+        an algorithm shapes or normalises them further.
+
+    Example:
+        >>> arithmetic([1.0, 0.0], [0.7071, -0.7071])["formula"]
+        'z'
+    """
+    given = [reward for reward in rewards if reward is not None]
+    if not given:
+        return {"mean": None, "std": None, "formula": None}
+    mean, count = float(np.mean(given)), len(given)
+    std = float(np.std(given, ddof=1)) if count > 1 else 0.0
+    formulas = {
+        "z": [(reward - mean) / (std + 1e-6) for reward in given],
+        "centred": [reward - mean for reward in given],
+        "others": [(reward - mean) * count / (count - 1) for reward in given] if count > 1 else [],
+        "reward": given,
+    }
+    recorded = [a for reward, a in zip(rewards, advantages, strict=True) if reward is not None and a is not None]
+    formula = None
+    if len(recorded) == count:
+        matching = (name for name, values in formulas.items() if len(values) == count and _close(values, recorded))
+        formula = next(matching, None)
+    return {"mean": mean, "std": std, "formula": formula}
+
+
+def _close(one: Sequence[float], other: Sequence[float]) -> bool:
+    return bool(np.allclose(one, other, rtol=1e-3, atol=1e-3))
+
+
+def _steps_of_prompt(index: RolloutIndex, asked: int) -> list[list[int]]:
+    """[step, place of its first completion] of each step that had the prompt."""
+    split = SPLITS[index.splits[asked]]
+    found = index.select(RolloutFilter(prompt=index.prompt_of(asked), split=split))
+    _, first = np.unique(index.steps[found], return_index=True)
+    return [[step, place] for step, _, place in map(index.place, found[first].tolist())]
+
+
+def tokens(run: Run, step: int, split: str, place: int) -> dict[str, Any]:
+    """The tokens of a completion as texts, where the run has a checkpoint with its tokenizer.
+
+    Raises:
+        LookupError: there is no such rollout.
+    """
+    row = run.rollouts[run.rollouts.number_at(step, split, place)]
+    ids = row.get("token_ids")
+    if not isinstance(ids, list) or not all(isinstance(token, int) and token >= 0 for token in ids):
+        return {"ids": [], "texts": None, "why": "no token ids were recorded"}
+    path = _tokenizer_file(run.path)
+    if path is None:
+        return {"ids": ids, "texts": None, "why": "the run has no checkpoint with a tokenizer.json yet"}
+    try:
+        return {"ids": ids, "texts": _token_texts(path, path.stat().st_mtime_ns, tuple(ids)), "why": None}
+    except Exception as error:  # the tokenizers library raises plain Exceptions
+        return {"ids": ids, "texts": None, "why": f"tokenizer.json cannot be read: {error}"}
+
+
+def _tokenizer_file(run: Path) -> Path | None:
+    """In the newest checkpoint; not where a link leads out of the run."""
+    for folder in sorted((run / "checkpoints").glob("step_*[0-9]"), reverse=True):
+        path = folder / "tokenizer.json"
+        if path.is_file() and path.resolve().is_relative_to(run.resolve()):
+            return path
+    return None
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(path: Path, modified: int) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path))
+
+
+@lru_cache(maxsize=64)
+def _token_texts(path: Path, modified: int, ids: tuple[int, ...]) -> list[str]:
+    """The text of each token: what the text grows by when it is added. Where a character ends only with a later
+    token, it is that one's."""
+    tokenizer = _tokenizer(path, modified)
+    texts, start, before = list[str](), 0, ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(list(ids[start:end]), skip_special_tokens=False)
+        if text.endswith("�") and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(text[len(before) :] if text.startswith(before) else text)
+        # From here on only this token is before the next one: its text may depend on it, as a space before a word.
+        start = end - 1
+        before = tokenizer.decode([ids[start]], skip_special_tokens=False)
+    return texts
+
+
+def prompt_history(index: RolloutIndex, prompt: str, split: str | None) -> dict[str, Any]:
+    """One prompt through the run: its completions of each step that had it.
+
+    Raises:
+        LookupError: no rollout has it.
+    """
+    found = index.select(RolloutFilter(prompt=prompt, split=split or None))[:MAX_PROMPT_ROWS]
+    if not len(found):
+        raise LookupError("no rollout has this prompt")
+    rows = index.rows(found)
+    steps: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for place, row in zip(found.tolist(), rows, strict=True):
+        step, of, line = index.place(place)
+        reward = number(index.numbers["reward"][place])
+        shown = {"place": line, "completion": str(row.get("completion", "")), "reward": reward}
+        steps.setdefault((step, of), []).append(shown)
+    first = next((row for row in rows if row), {})
+    return {
+        "prompt": prompt_text(first.get("prompt")),
+        "ground_truth": first.get("ground_truth"),
+        "steps": [{"step": step, "split": of, "members": members} for (step, of), members in sorted(steps.items())],
+    }

@@ -1,0 +1,321 @@
+"""The addresses of the server and what they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import orjson
+import yaml
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from atomrl.reading import Run
+from atomrl.ui import cards, compare, rollouts
+from atomrl.ui.catalog import Catalog, UnknownRun
+from atomrl.ui.events import MAX_STREAMS, Watcher
+from atomrl.ui.launches import Launcher, LaunchError
+from atomrl.ui.questions import Questions
+
+STATIC = Path(__file__).parent / "static"
+TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+MIN_GZIP = 1400
+MAX_POINTS = 4000
+MAX_LOG = 200_000
+"""Bytes of a log that are shown at once."""
+
+
+class Routes:
+    """What is answered, from the runs of a catalog.
+
+    Args:
+        catalog: of the runs.
+        questions: what only the config's schema can answer.
+        launcher: starts and stops runs; None where that is not allowed.
+    """
+
+    def __init__(self, catalog: Catalog, questions: Questions, launcher: Launcher | None) -> None:
+        self.catalog, self.questions, self.launcher = catalog, questions, launcher
+        self.watcher = Watcher(catalog)
+        self.files = dict(static_files(STATIC))
+
+    def application(self) -> Starlette:
+        """The ASGI application, without its guard."""
+        gets: list[tuple[str, Callable[..., Any]]] = [
+            ("/", self.index),
+            ("/static/{name:path}", self.static),
+            ("/api/runs", self.runs),
+            ("/api/runs/{id}", self.run),
+            ("/api/runs/{id}/card", self.card),
+            ("/api/runs/{id}/config", self.config),
+            ("/api/runs/{id}/about", self.about),
+            ("/api/runs/{id}/metrics", self.metrics),
+            ("/api/runs/{id}/tail", self.tail),
+            ("/api/runs/{id}/log", self.log),
+            ("/api/runs/{id}/rollouts", self.rollouts),
+            ("/api/runs/{id}/rollouts/{step:int}/{split}/{place:int}", self.group),
+            ("/api/runs/{id}/rollouts/{step:int}/{split}/{place:int}/tokens", self.tokens),
+            ("/api/runs/{id}/prompts/{prompt}", self.prompt),
+            ("/api/compare", self.compare),
+            ("/api/events", self.events),
+        ]
+        routes = [Route(path, handler, methods=["GET"]) for path, handler in gets]
+        posts: list[tuple[str, Callable[..., Any]]] = [
+            ("/api/check", self.check),
+            ("/api/launches", self.launch),
+            ("/api/runs/{id}/stop", self.stop),
+            ("/api/runs/{id}/resume", self.resume),
+        ]
+        routes += [Route(path, handler, methods=["POST"]) for path, handler in posts]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _refused})
+
+    def index(self, request: Request) -> Response:
+        return self._file(request, "index.html")
+
+    def static(self, request: Request) -> Response:
+        return self._file(request, request.path_params["name"])
+
+    def runs(self, request: Request) -> Response:
+        found = [self.catalog.card(entry) for entry in self.catalog.entries()]
+        about = {"folder": str(self.catalog.root), "launch": self.launcher is not None}
+        return answer(request, about | {"runs": found})
+
+    def card(self, request: Request) -> Response:
+        with self._reading(request) as (entry, _):
+            pass
+        return answer(request, self.catalog.card(entry))
+
+    def run(self, request: Request) -> Response:
+        with self._reading(request) as (entry, run):
+            found = cards.details(run, entry.id, entry.name)
+        logged = self.launcher is not None and self.launcher.log_of(entry.path) is not None
+        return answer(request, found | {"launch": self.launcher is not None, "logged": logged})
+
+    def config(self, request: Request) -> Response:
+        with self._reading(request) as (_, run):
+            config = run.config
+        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else ""
+        return answer(request, {"yaml": text})
+
+    def about(self, request: Request) -> Response:
+        with self._reading(request) as (_, run):
+            config = run.config
+        return answer(request, self.questions.about(config))
+
+    def metrics(self, request: Request) -> Response:
+        """Curves: a header of JSON behind its length, then float32."""
+        query = request.query_params
+        names = query.get("keys", "").split("\n") if query.get("keys") else []
+        points = min(MAX_POINTS, whole(query.get("points"), 600))
+        first, last = whole(query.get("from"), 0), whole(query.get("to"), 2**52)
+        with self._reading(request) as (_, run):
+            trained, one = cards.packed(run.metrics, names, points, first, last)
+            evaluated, other = cards.packed(run.evaluations, names, points, first, last)
+            step = int(run.metrics.steps[-1]) if len(run.metrics.steps) else 0
+        header = orjson.dumps({"step": step, "train": trained, "eval": evaluated})
+        header += b" " * (-(len(header) + 4) % 4)
+        body = struct.pack("<I", len(header)) + header + one + other
+        return Response(body, media_type="application/octet-stream", headers={"cache-control": "no-store"})
+
+    def tail(self, request: Request) -> Response:
+        """The rows behind a step, and what is shown beside the curves; `rewritten` where the run was resumed from
+        before that step."""
+        after = whole(request.query_params.get("after"), 0)
+        with self._reading(request) as (entry, run):
+            table = run.metrics
+            start = int(table.steps.searchsorted(after, "right"))
+            rewritten = after > 0 and (start == 0 or int(table.steps[start - 1]) != after)
+            columns = {name: [cards.number(value) for value in column[start:]] for name, column in table.items()}
+            found = {"steps": table.steps[start:].tolist(), "columns": columns, "rewritten": rewritten}
+            found["run"] = cards.card(run, entry.id, entry.name)
+        return answer(request, found)
+
+    def log(self, request: Request) -> Response:
+        entry = self._entry(request)
+        path = self.launcher.log_of(entry.path) if self.launcher else None
+        if path is None:
+            return answer(request, {"text": None, "end": 0})
+        after = whole(request.query_params.get("after"), 0)
+        return answer(request, read_log(path, after))
+
+    def rollouts(self, request: Request) -> Response:
+        with self._reading(request) as (_, run), _questions():
+            return answer(request, rollouts.page(run.rollouts, request.query_params))
+
+    def group(self, request: Request) -> Response:
+        at = request.path_params
+        with self._reading(request) as (_, run), _questions():
+            return answer(request, rollouts.group(run.rollouts, at["step"], at["split"], at["place"]))
+
+    def tokens(self, request: Request) -> Response:
+        at = request.path_params
+        with self._reading(request) as (_, run), _questions():
+            return answer(request, rollouts.tokens(run, at["step"], at["split"], at["place"]))
+
+    def prompt(self, request: Request) -> Response:
+        split = request.query_params.get("split")
+        with self._reading(request) as (_, run), _questions():
+            return answer(request, rollouts.prompt_history(run.rollouts, request.path_params["prompt"], split))
+
+    def compare(self, request: Request) -> Response:
+        ids = [run for run in request.query_params.get("runs", "").split(",") if run][: compare.MAX_RUNS]
+        found = []
+        for run_id in ids:
+            entry = self._find(run_id)
+            with self.catalog.reading(entry) as run:
+                found.append(compare.part(run, entry.id, entry.name))
+        return answer(request, compare.together(found))
+
+    async def events(self, request: Request) -> Response:
+        if self.watcher.streams >= MAX_STREAMS:
+            raise HTTPException(503, "too many pages are open")
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(self.watcher.stream(), media_type="text/event-stream", headers=headers)
+
+    async def check(self, request: Request) -> Response:
+        text = (await _given(request)).get("yaml")
+        return answer(request, await asyncio.to_thread(self.questions.check, str(text or "")))
+
+    async def launch(self, request: Request) -> Response:
+        given, launcher = await _given(request), self._launcher()
+        checked = await asyncio.to_thread(self.questions.check, str(given.get("yaml") or ""))
+        if checked.get("errors"):
+            raise HTTPException(400, "\n".join(checked["errors"]))
+        with _launching():
+            launched = await asyncio.to_thread(launcher.start, str(given["yaml"]), checked["kind"], checked["run_dir"])
+        return answer(request, launched)
+
+    async def stop(self, request: Request) -> Response:
+        launcher, entry = self._launcher(), self._entry(request)
+        with _launching():
+            return answer(request, launcher.stop(entry.path))
+
+    async def resume(self, request: Request) -> Response:
+        launcher, entry = self._launcher(), self._entry(request)
+        with _launching():
+            return answer(request, await asyncio.to_thread(launcher.resume, entry.path))
+
+    def _launcher(self) -> Launcher:
+        if self.launcher is None:
+            raise HTTPException(403, "start the server with --allow-launch to start, stop and resume runs")
+        return self.launcher
+
+    def _find(self, run_id: str) -> Any:
+        try:
+            return self.catalog.entry(run_id)
+        except UnknownRun:
+            raise HTTPException(404, "there is no such run") from None
+
+    def _entry(self, request: Request) -> Any:
+        return self._find(request.path_params["id"])
+
+    @contextmanager
+    def _reading(self, request: Request) -> Iterator[tuple[Any, Run]]:
+        entry = self._entry(request)
+        with self.catalog.reading(entry) as run:
+            yield entry, run
+
+    def _file(self, request: Request, name: str) -> Response:
+        """One of the files that there were when the server started: no path is made of what is asked."""
+        if name not in self.files:
+            raise HTTPException(404, "there is no such file")
+        plain, packed, kind, tag = self.files[name]
+        headers = {"etag": tag, "cache-control": "no-cache", "vary": "accept-encoding"}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            return Response(packed, media_type=kind, headers=headers | {"content-encoding": "gzip"})
+        return Response(plain, media_type=kind, headers=headers)
+
+
+def static_files(folder: Path) -> Iterator[tuple[str, tuple[bytes, bytes, str, str]]]:
+    """Name -> content, compressed content, type and tag of the files of the pages."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.suffix in TYPES:
+            content = path.read_bytes()
+            tag = f'"{sha256(content).hexdigest()[:16]}"'
+            yield path.relative_to(folder).as_posix(), (content, gzip.compress(content), TYPES[path.suffix], tag)
+
+
+def answer(request: Request, content: Any) -> Response:
+    """JSON. What it lacks (NaN) is null; text that is no Unicode (half a surrogate pair) is marked."""
+    try:
+        body = orjson.dumps(content, default=str, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError:
+        body = orjson.dumps(_clean(content), default=str, option=orjson.OPT_NON_STR_KEYS)
+    headers = {"cache-control": "no-store"}
+    if len(body) > MIN_GZIP and "gzip" in request.headers.get("accept-encoding", ""):
+        body, headers["content-encoding"] = gzip.compress(body, 1), "gzip"
+    return Response(body, media_type="application/json", headers=headers)
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_clean(key): _clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(item) for item in value]
+    return str(value) if isinstance(value, int) and value.bit_length() > 63 else value
+
+
+def read_log(path: Path, after: int) -> dict[str, Any]:
+    """A log from a place on, or its end where there is more than is shown at once."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        start = max(after if after <= size else 0, size - MAX_LOG)
+        file.seek(start)
+        text = file.read(MAX_LOG).decode("utf-8", "replace")
+    return {"text": text, "start": start, "end": size}
+
+
+def whole(text: str | None, default: int) -> int:
+    """A parameter that is a whole number, not negative."""
+    if not text:
+        return default
+    if not text.isascii() or not text.isdigit() or len(text) > 16:
+        raise HTTPException(400, f"{text[:40]!r} is no whole number")
+    return int(text)
+
+
+async def _given(request: Request) -> dict[str, Any]:
+    try:
+        given = orjson.loads(await request.body())
+    except orjson.JSONDecodeError:
+        raise HTTPException(400, "the body is no JSON") from None
+    if not isinstance(given, dict):
+        raise HTTPException(400, "the body is no mapping")
+    return given
+
+
+@contextmanager
+def _questions() -> Iterator[None]:
+    try:
+        yield
+    except rollouts.BadQuestion as error:
+        raise HTTPException(400, str(error)) from None
+    except LookupError as error:
+        raise HTTPException(404, str(error)) from None
+
+
+@contextmanager
+def _launching() -> Iterator[None]:
+    try:
+        yield
+    except LaunchError as error:
+        raise HTTPException(409, str(error)) from None
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = orjson.dumps({"detail": error.detail})
+    return Response(body, error.status_code, {"cache-control": "no-store"}, "application/json")

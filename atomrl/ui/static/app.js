@@ -1,0 +1,74 @@
+// The frame around the pages.
+import { html, render, useState, useEffect, useLive, useKept, useKeys, connection, place, link } from "./lib.js";
+import { t, languages, setLanguage } from "./i18n.js";
+import { Runs } from "./runs.js";
+import { RunPage } from "./run.js";
+import { Compare } from "./compare.js";
+import { NewRun } from "./launch.js";
+
+function usePlace() {
+  const [at, setAt] = useState(place());
+  useEffect(() => {
+    const moved = () => setAt(place());
+    addEventListener("hashchange", moved);
+    return () => removeEventListener("hashchange", moved);
+  }, []);
+  return at;
+}
+
+function Page({ at }) {
+  const [first, ...rest] = at.path;
+  if (first === "run") return html`<${RunPage} id=${rest[0]} tab=${rest[1] || "overview"} rest=${rest.slice(2)} query=${at.query} />`;
+  if (first === "compare") return html`<${Compare} ids=${(rest[0] || "").split(",").filter(Boolean)} />`;
+  if (first === "new") return html`<${NewRun} query=${at.query} />`;
+  return html`<${Runs} />`;
+}
+
+function Help({ close }) {
+  useKeys({ Escape: close });
+  const keys = ["/", "j", "k", "[", "]", "Enter", "g", "?"];
+  return html`<section class="help" role="dialog" aria-label=${t("keyboard")}>
+    <h2>${t("keyboard")}</h2>
+    <dl>${keys.map((key) => html`<div><dt><kbd>${key}</kbd></dt><dd>${t(`key_${key}`)}</dd></div>`)}</dl>
+    <button onClick=${close}>${t("close")}</button>
+  </section>`;
+}
+
+function App() {
+  const at = usePlace();
+  const [language, setKept] = useKept("language", (navigator.language || "en").startsWith("zh") ? "zh" : "en");
+  const [theme, setTheme] = useKept("theme", "auto");
+  const [lost, setLost] = useState(false);
+  const [help, setHelp] = useState(false);
+  setLanguage(language);
+  useLive(() => setLost(connection.lost));
+  useKeys({ "?": () => setHelp(!help), g: () => (location.hash = "#/") });
+  useEffect(() => {
+    document.documentElement.lang = language === "zh" ? "zh-CN" : "en";
+    if (theme === "auto") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = theme;
+    dispatchEvent(new Event("theme"));
+  }, [language, theme]);
+  return html`
+    <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>${t("skip")}</a>
+    <header>
+      <a class="brand" href="#/">AtomRL</a>
+      <nav aria-label=${t("pages")}><a href="#/" aria-current=${at.path.length ? undefined : "page"}>${t("runs")}</a></nav>
+      <span class="lost" role="status">${lost ? t("lost") : ""}</span>
+      <label><span class="hidden">${t("language")}</span>
+        <select value=${language} onChange=${(event) => setKept(event.target.value)}>
+          ${Object.entries(languages).map(([code, name]) => html`<option value=${code}>${name}</option>`)}
+        </select></label>
+      <label><span class="hidden">${t("theme")}</span>
+        <select value=${theme} onChange=${(event) => setTheme(event.target.value)}>
+          ${["auto", "light", "dark"].map((name) => html`<option value=${name}>${t(name)}</option>`)}
+        </select></label>
+      <button class="quiet" onClick=${() => setHelp(!help)} aria-label=${t("keyboard")}>?</button>
+    </header>
+    <main id="main" tabindex="-1"><${Page} key=${language} at=${at} /></main>
+    ${help && html`<${Help} close=${() => setHelp(false)} />`}`;
+}
+
+// uPlot is a plain script; module scripts run after it.
+document.getElementById("app").replaceChildren();
+render(html`<${App} />`, document.getElementById("app"));

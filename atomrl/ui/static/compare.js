@@ -1,0 +1,67 @@
+// Runs beside each other: what differs in their configs, and their curves.
+import { html, useMemo, useEffect, useGet, useKept, number, link, Status, Failure, Loading, visible } from "./lib.js";
+import { t } from "./i18n.js";
+import { Chart, CHARTS } from "./charts.js";
+import { heldOut } from "./runs.js";
+
+/** Mean and range over the runs of a group, at the steps that all of them have. */
+function bands(curves, members) {
+  const given = members.map((i) => curves[i]).filter(Boolean);
+  if (!given.length) return [];
+  const at = given.map(([steps, values]) => new Map(steps.map((step, i) => [step, values[i]])));
+  const steps = given[0][0].filter((step) => at.every((one) => one.has(step)));
+  const over = (reduce) => steps.map((step) => reduce(at.map((one) => one.get(step))));
+  const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+  return [[steps, over(mean)], [steps, over((values) => Math.min(...values))], [steps, over((values) => Math.max(...values))]];
+}
+
+function seriesOf(found, metric, grouped) {
+  const curves = found.curves[metric];
+  if (!grouped) {
+    return found.runs.map((run, i) => curves[i] && { name: run.id, label: run.name, x: curves[i][0], y: curves[i][1], color: i, dots: curves[i][0].length < 12 }).filter(Boolean);
+  }
+  const groups = [...new Set(found.runs.map((run) => run.group))];
+  return groups.flatMap((group, color) => {
+    const members = found.runs.map((run, i) => (run.group === group ? i : -1)).filter((i) => i >= 0);
+    const label = found.runs[members[0]].name + (members.length > 1 ? ` ×${members.length}` : "");
+    return bands(curves, members).slice(0, members.length > 1 ? 3 : 1).map(([x, y], i) => ({ name: `${group}${i}`, label: `${label}${["", ` ${t("least")}`, ` ${t("most")}`][i]}`, x, y, color, fade: i > 0, dots: x.length < 12 }));
+  });
+}
+
+function Keys({ runs, rows, title }) {
+  return html`<div class="scroll" tabindex="0" role="region" aria-label=${title}><table>
+    <thead><tr><th scope="col">${t("key")}</th>${runs.map((run) => html`<th scope="col">${visible(run.name)}</th>`)}</tr></thead>
+    <tbody>${rows.map(([key, values]) => html`<tr><th scope="row"><code>${visible(key)}</code></th>${values.map((value) => html`<td><code>${value === null ? "–" : visible(JSON.stringify(value))}</code></td>`)}</tr>`)}</tbody>
+  </table></div>`;
+}
+
+export function Compare({ ids }) {
+  const [found, error] = useGet(`/api/compare?runs=${ids.join(",")}`, ids);
+  const [grouped, setGrouped] = useKept("compare-grouped", "no");
+  useEffect(() => {
+    document.title = `${t("compare")} · AtomRL`;
+  }, []);
+  const charts = useMemo(() => {
+    if (!found) return [];
+    const metrics = Object.keys(found.curves).filter((name) => found.curves[name].some(Boolean));
+    const titled = metrics.map((name) => {
+      const known = CHARTS.findIndex(([, test]) => test(name));
+      return [known < 0 ? 99 : known, name];
+    });
+    return titled.sort((a, b) => a[0] - b[0]).map(([place, name]) => [place < 99 ? `${t(`chart_${CHARTS[place][0]}`)}: ${name}` : name, seriesOf(found, name, grouped === "yes")]);
+  }, [found, grouped]);
+  if (!found) return error ? html`<h1>${t("compare")}</h1><${Failure} error=${error} />` : html`<${Loading} />`;
+  const differing = Object.entries(found.config);
+  return html`<h1>${t("compare_n", { n: found.runs.length })}</h1><${Failure} error=${error} />
+    <div class="scroll" tabindex="0" role="region" aria-label=${t("runs")}><table>
+      <thead><tr><th scope="col">${t("name")}</th><th scope="col">${t("status")}</th><th scope="col">${t("step")}</th><th scope="col">${t("value")}</th><th scope="col">${t("held_out")}</th><th scope="col">${t("findings")}</th></tr></thead>
+      <tbody>${found.runs.map((run, i) => html`<tr><th scope="row"><span class=${`swatch c${i % 8}`} aria-hidden="true"></span> <a href=${link(["run", run.id])}>${visible(run.name)}</a></th>
+        <td><${Status} status=${run.status} /></td><td>${run.step}</td><td>${number(run.value)}</td><td>${number(heldOut(run))}</td>
+        <td>${run.findings.map((one) => one.id.replaceAll("_", " ")).join(", ") || t("none")}</td></tr>`)}</tbody></table></div>
+    <h2>${t("config_differs")}</h2>
+    ${differing.length ? html`<${Keys} runs=${found.runs} rows=${differing} title=${t("config_differs")} />` : html`<p>${t("nothing_differs")}</p>`}
+    ${Object.keys(found.partial).length > 0 && html`<details><summary>${t("config_partial", { n: Object.keys(found.partial).length })}</summary>
+      <${Keys} runs=${found.runs} rows=${Object.entries(found.partial)} title=${t("config_partial", { n: "" })} /></details>`}
+    <div class="bar"><h2>${t("curves")}</h2><label><input type="checkbox" checked=${grouped === "yes"} onChange=${(event) => setGrouped(event.target.checked ? "yes" : "no")} /> ${t("over_seeds")}</label></div>
+    <div class="charts">${charts.map(([title, series]) => series.length > 0 && html`<${Chart} key=${title + grouped} title=${title} series=${series} sync="compare" height=${190} />`)}</div>`;
+}

@@ -1,0 +1,73 @@
+// The words of the pages, in English and Chinese: key: [English, Chinese].
+export const WORDS = {
+  ago: ["{time} ago", "{time}前"], left: ["{time} left", "剩余 {time}"], left_sentence: ["About {time} left.", "大约还需 {time}。"],
+  running: ["running", "运行中"], finished: ["finished", "已完成"], stopped: ["stopped", "已停止"], failed: ["failed", "失败"],
+  gone: ["This is not there (any more).", "不存在（或已被删除）。"], unauthorized: ["Open the address that `atomrl ui` printed.", "请打开 `atomrl ui` 输出的地址。"],
+  loading: ["Reading…", "读取中…"], lost: ["The server does not answer; trying again…", "服务器没有响应，正在重试…"],
+  skip: ["Skip to the content", "跳到正文"], pages: ["Pages", "页面"], parts: ["Parts of this run", "本次运行的各部分"],
+  runs: ["Runs", "运行"], run: ["Run", "运行"], language: ["Language", "语言"], theme: ["Colours", "配色"], auto: ["auto", "自动"], light: ["light", "浅色"], dark: ["dark", "深色"],
+  keyboard: ["Keyboard", "键盘"], close: ["Close", "关闭"], "key_/": ["search", "搜索"], key_j: ["next completion", "下一条回答"], key_k: ["previous completion", "上一条回答"],
+  "key_[": ["this prompt in an earlier step", "此提示在更早的步"], "key_]": ["this prompt in a later step", "此提示在更晚的步"],
+  key_Enter: ["on a curve: completions of that step", "在曲线上：该步的回答"], key_g: ["all runs", "全部运行"], "key_?": ["this help", "本帮助"],
+  choose: ["Choose {name}", "选择 {name}"], chosen: ["Chosen", "已选"], progress: ["Progress", "进度"], of_training: ["training", "训练"], none: ["none", "无"],
+  search: ["Search", "搜索"], search_runs: ["Search: name, algorithm, status, finding", "搜索：名称、算法、状态、诊断"], search_config: ["Search lines", "搜索行"],
+  sort: ["Sort", "排序"], by_updated: ["newest first", "最近更新"], by_name: ["name", "名称"], by_value: ["reward or loss", "奖励或损失"], by_needs: ["needs attention first", "需要关注的在前"],
+  group_seeds: ["Group by config minus seed", "按配置分组（忽略种子）"], group_of: ["{name} × {n}: mean {value}, held-out {held}", "{name} × {n}：均值 {value}，留出 {held}"],
+  compare: ["Compare", "比较"], compare_n: ["Compare {n} runs", "比较 {n} 个运行"], compare_hint: ["Choose two or more to compare", "勾选两个以上即可比较"],
+  new_run: ["New run", "新运行"], count: ["{shown} of {all} runs, {running} running", "共 {all} 个运行，显示 {shown} 个，{running} 个运行中"],
+  nothing_found: ["Nothing matches.", "没有匹配的内容。"], no_runs: ["No runs in {folder} yet: start one, and it appears here.", "{folder} 中还没有运行：启动后会出现在这里。"],
+  status: ["Status", "状态"], name: ["Name", "名称"], algorithm: ["Algorithm", "算法"], value: ["Reward / loss", "奖励 / 损失"], held_out: ["held-out", "留出集"],
+  findings: ["Findings", "诊断"], learning_rate: ["Learning rate", "学习率"], seed: ["Seed", "种子"], updated: ["Updated", "更新"],
+  overview: ["Overview", "概览"], charts: ["Charts", "曲线"], rollouts: ["Rollouts", "回答"], config: ["Config", "配置"], log: ["Log", "日志"],
+  verdict: ["Verdict", "结论"], verdict_running: ["Running: step {step} of {steps}.", "运行中：第 {step} / {steps} 步。"], verdict_finished: ["Finished after {step} steps.", "已完成，共 {step} 步。"],
+  verdict_stopped: ["Stopped on request after step {step} of {steps}; it can be resumed.", "应要求停在第 {step} / {steps} 步，可以继续。"],
+  verdict_failed: ["Ended without a summary at step {step} of {steps}: by an error or a kill. It can be resumed.", "在第 {step} / {steps} 步意外结束：出错或被杀死，可以继续。"],
+  verdict_errors: ["The doctor found {n} error(s), the first at step {step}: {name}.", "诊断发现 {n} 个错误，最早在第 {step} 步：{name}。"],
+  verdict_warnings: ["The doctor has {n} warning(s).", "诊断有 {n} 个警告。"], verdict_healthy: ["Nothing is wrong that the doctor knows of.", "诊断未发现问题。"],
+  verdict_accuracy: ["Held-out accuracy on {source} went from {from} to {to} (step {step}).", "{source} 的留出准确率从 {from} 变为 {to}（第 {step} 步）。"],
+  verdict_accuracy_one: ["Held-out accuracy on {source} was {value} at step {step}.", "{source} 的留出准确率在第 {step} 步为 {value}。"],
+  error: ["error", "错误"], warning: ["warning", "警告"], since_step: ["since step {step}", "自第 {step} 步"], try: ["Try:", "建议："], evidence: ["Completions of steps {from} to {to}", "第 {from} 到 {to} 步的回答"],
+  curves: ["Curves", "曲线"], evaluations: ["Evaluations", "评估"], facts: ["Facts", "信息"], model: ["Model", "模型"], step_seconds: ["A step takes", "每步用时"], started: ["Started", "开始"],
+  known_by: ["Status is known by", "状态依据"], command: ["Command", "命令"], machine: ["Machine", "机器"], commit: ["Commit", "提交"], resumed: ["Resumed at step", "从此步继续"],
+  unreadable: ["What could not be read", "无法读取的内容"], step: ["Step", "步"], asking_schema: ["Asking the config's schema (a few seconds at first)…", "正在查询配置模式（首次需要几秒）…"],
+  other_version: ["This version does not take this config:", "当前版本不接受此配置："], changed: ["Other than the defaults", "与默认值不同"], key: ["Key", "键"], default: ["Default", "默认"], equation: ["Equation", "公式"],
+  no_log: ["Only runs that were started from this page have a log here; of others it is where they were started.", "只有从本页启动的运行才有日志；其他运行的日志在其启动处。"],
+  stop: ["Stop after this step", "本步后停止"], resume: ["Resume", "继续"], variant: ["New run like this", "以此新建"], stop_asked: ["asked to end after its step", "已请求在本步后结束"], resume_asked: ["started", "已启动"],
+  charts_hint: ["Drag over a stretch to look closer, double-click for the whole run. A click on a step, or Enter, shows its completions.", "拖动可放大，双击恢复。点击某步或按 Enter 查看该步回答。"], whole_run: ["Whole run", "全部步"],
+  curve_said: ["{label} from {first} (step {from}) to {last} (step {to})", "{label} 从 {first}（第 {from} 步）到 {last}（第 {to} 步）"],
+  chart_reward: ["Reward", "奖励"], chart_accuracy: ["Accuracy", "准确率"], chart_signal: ["Groups: mixed, all good, all bad", "组：混合、全对、全错"], chart_loss: ["Loss (nats per token)", "损失（每词元 nats）"],
+  chart_margins: ["Margins of preferences", "偏好间隔"], chart_length: ["Completion length (tokens)", "回答长度（词元）"], chart_truncation: ["Cut at the limit", "被截断的比例"], chart_entropy: ["Entropy (nats per token)", "熵（每词元 nats）"],
+  chart_kl: ["KL", "KL"], chart_clip: ["Share of clipped tokens", "裁剪词元比例"], chart_gradient: ["Gradient norm", "梯度范数"], chart_gap: ["Gap between engine and trainer", "引擎与训练器概率差"],
+  chart_critic: ["Critic", "评论家"], chart_environment: ["Environment", "环境"], chart_staleness: ["Staleness", "陈旧度"], chart_phases: ["Seconds by phase", "各阶段秒数"], chart_throughput: ["Tokens per second", "每秒词元"],
+  chart_memory: ["Memory", "内存"], chart_rate: ["Learning rate", "学习率"],
+  text: ["Text", "文本"], first_step: ["From step", "起始步"], last_step: ["to step", "到步"], split: ["Part", "部分"], min_reward: ["Reward ≥", "奖励 ≥"], max_reward: ["Reward ≤", "奖励 ≤"],
+  min_length: ["Tokens ≥", "词元 ≥"], max_length: ["Tokens ≤", "词元 ≤"], finish_reason: ["Ended by", "结束原因"], data_source: ["Data source", "数据源"], any: ["any", "任意"], mixed: ["only mixed groups", "只看混合组"],
+  sort_step: ["step", "步"], sort_step_true: ["step, last first", "步（倒序）"], sort_reward: ["reward, lowest first", "奖励（低到高）"], sort_reward_true: ["reward, highest first", "奖励（高到低）"],
+  sort_advantage: ["advantage, lowest first", "优势（低到高）"], sort_advantage_true: ["advantage, highest first", "优势（高到低）"], sort_length: ["length, shortest first", "长度（短到长）"], sort_length_true: ["length, longest first", "长度（长到短）"],
+  all_prompts: ["All prompts", "全部提示"], reset: ["Reset", "重置"], rollouts_found: ["{n} of {of} completions", "{of} 条回答中的 {n} 条"], reward: ["Reward", "奖励"], length_tokens: ["Tokens", "词元"], before: ["Previous", "上一页"], next: ["Next", "下一页"],
+  no_rollouts: ["No completions were recorded (tracking.save_rollouts), or none yet.", "没有记录回答（tracking.save_rollouts），或尚无。"],
+  prompt: ["Prompt", "提示"], completion: ["Completion", "回答"], advantage: ["Advantage", "优势"], tokens: ["Tokens", "词元"], finish: ["Ended", "结束"], cut: ["cut", "截断"], eval: ["evaluation", "评估"],
+  group: ["Group", "组"], ground_truth: ["Ground truth", "标准答案"], through_run: ["This prompt through the run: {n} step(s)", "此提示贯穿运行：{n} 步"], arithmetic: ["Arithmetic", "计算"], mean: ["mean", "均值"], deviation: ["deviation", "标准差"],
+  no_rewards: ["No completion has a reward.", "没有回答得到奖励。"], no_signal: ["All rewards are the same: this group gives no gradient.", "所有奖励相同：该组没有梯度。"], not_trained: ["An evaluation: nothing was trained on it.", "评估：未用于训练。"],
+  formula_z: ["Advantage A = (reward − mean) / deviation", "优势 A =（奖励 − 均值）/ 标准差"], formula_centred: ["Advantage A = reward − mean", "优势 A = 奖励 − 均值"], formula_others: ["Advantage A = reward − mean of the others", "优势 A = 奖励 − 其余的均值"], formula_reward: ["Advantage A = reward", "优势 A = 奖励"],
+  formula_other: ["The recorded advantages follow from no simple formula of these rewards: the algorithm shapes or normalises them further (see Config, Equation).", "记录的优势不是这些奖励的简单函数：算法还做了塑形或归一化（见配置页的公式）。"],
+  n_tokens: ["{n} tokens", "{n} 词元"], turns: ["{n} turns", "{n} 轮"], ended: ["Ended", "结束"], prompt_through: ["One prompt through the run", "一个提示贯穿整个运行"],
+  least: ["least", "最小"], most: ["most", "最大"], config_differs: ["Where their configs differ", "配置的不同之处"], config_partial: ["Keys that only some of them have, as of another version: {n}", "只有部分运行才有的键（版本不同）：{n}"], nothing_differs: ["Nowhere.", "没有不同。"], over_seeds: ["Mean and range over seeds", "按种子取均值与范围"],
+  starting: ["Starting…", "启动中…"], started_as: ["{name} is starting (process {process}); it appears under Runs.", "{name} 正在启动（进程 {process}），会出现在运行列表。"], check: ["Check", "检查"],
+  valid: ["A valid config: {kind}, {steps} steps of {updates} update(s).", "配置有效：{kind}，{steps} 步，每步 {updates} 次更新。"], launch: ["Launch", "启动"],
+  run_goes_on: ["A run that is launched goes on when this page or the server is closed.", "启动的运行在关闭本页或服务器后仍会继续。"],
+};
+
+export const languages = { en: "English", zh: "中文" };
+let column = 0;
+
+export function setLanguage(code) {
+  column = code === "zh" ? 1 : 0;
+}
+
+/** The words of a key, with `{name}` filled in. */
+export function t(key, values = {}) {
+  const words = WORDS[key];
+  if (!words) return key;
+  return words[column].replace(/\{(\w+)\}/g, (_, name) => String(values[name] ?? ""));
+}

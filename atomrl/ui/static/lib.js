@@ -1,0 +1,262 @@
+// What all pages share: rendering, requests, live events, numbers and texts.
+import { html, render, h, useState, useEffect, useMemo, useRef, useCallback } from "./vendor/htm-preact.js";
+import { t } from "./i18n.js";
+
+export { html, render, h, useState, useEffect, useMemo, useRef, useCallback };
+
+/** JSON from the server; an Error with its words where it refuses. */
+export async function get(path) {
+  return read(await fetch(path, { headers: { accept: "application/json" } }));
+}
+
+export async function post(path, body) {
+  const headers = { "content-type": "application/json", "x-atomrl": "1" };
+  return read(await fetch(path, { method: "POST", headers, body: JSON.stringify(body) }));
+}
+
+async function read(response) {
+  if (response.ok) return response.json();
+  const text = await response.text();
+  let said = text.trim();
+  try {
+    said = JSON.parse(text).detail || said;
+  } catch {
+    // plain words
+  }
+  const error = new Error(said || `HTTP ${response.status}`);
+  error.status = response.status;
+  throw error;
+}
+
+/** Curves: {step, train: Map(name -> {x, y}), eval: likewise}. */
+export async function getCurves(id, keys, points, from = 0, to = 2 ** 52) {
+  const query = new URLSearchParams({ keys: keys.join("\n"), points, from, to });
+  const response = await fetch(`/api/runs/${id}/metrics?${query}`);
+  if (!response.ok) await read(response);
+  const buffer = await response.arrayBuffer();
+  const length = new DataView(buffer).getUint32(0, true);
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
+  let place = 4 + length;
+  const take = (count) => {
+    const found = Array.from(new Float32Array(buffer, place, count));
+    place += 4 * count;
+    return found;
+  };
+  const unpack = (parts) => new Map(parts.map(([name, count]) => [name, { x: take(count), y: take(count) }]));
+  return { step: header.step, train: unpack(header.train), eval: unpack(header.eval) };
+}
+
+// One stream for a tab, closed while the tab is hidden: browsers allow six connections to a server.
+const listeners = new Set();
+let source = null;
+export const connection = { lost: false };
+
+function tell(name, ids) {
+  for (const listener of [...listeners]) listener(name, ids);
+}
+
+function connect() {
+  if (document.hidden || source) return;
+  source = new EventSource("/api/events");
+  for (const name of ["ready", "changed", "gone"]) {
+    source.addEventListener(name, (event) => {
+      connection.lost = false;
+      tell(name, JSON.parse(event.data));
+    });
+  }
+  source.addEventListener("error", () => {
+    connection.lost = true;
+    tell("lost", []);
+    if (source && source.readyState === EventSource.CLOSED) {
+      source = null;
+      setTimeout(connect, 2000);
+    }
+  });
+}
+
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden && source) {
+    source.close();
+    source = null;
+  } else connect();
+});
+
+/** Call `listener(name, ids)` on "changed", "gone", "ready" (connected anew: anything may have changed), "lost". */
+export function useLive(listener) {
+  const newest = useRef(listener);
+  newest.current = listener;
+  useEffect(() => {
+    const call = (name, ids) => newest.current(name, ids);
+    listeners.add(call);
+    connect();
+    return () => listeners.delete(call);
+  }, []);
+}
+
+/** [value, error, reload] of a path; read again when one of the runs in `ids` has something new. */
+export function useGet(path, ids = []) {
+  const [found, setFound] = useState({ path: null, value: null, error: null });
+  const state = useRef({ current: path, busy: false, again: false });
+  state.current.current = path;
+  const load = useCallback(async () => {
+    const own = state.current;
+    if (own.busy) {
+      own.again = true;
+      return;
+    }
+    own.busy = true;
+    do {
+      own.again = false;
+      const asked = own.current;
+      if (asked === null) break;
+      try {
+        const value = await get(asked);
+        if (asked === own.current) setFound({ path: asked, value, error: null });
+      } catch (error) {
+        if (asked === own.current) setFound((old) => ({ path: asked, value: old.path === asked ? old.value : null, error }));
+      }
+      if (asked !== own.current) own.again = true;
+    } while (own.again);
+    own.busy = false;
+  }, []);
+  useEffect(() => {
+    load();
+  }, [path]);
+  useLive((name, changed) => {
+    if (name === "ready" || (name === "changed" && changed.some((id) => ids.includes(id)))) load();
+  });
+  return [found.value, found.error, load, found.path === path];
+}
+
+/** A call at most once in so many milliseconds, the last one always. */
+export function useThrottled(call, ms) {
+  const state = useRef({ timer: 0, last: 0 });
+  const newest = useRef(call);
+  newest.current = call;
+  return useCallback(() => {
+    const own = state.current;
+    clearTimeout(own.timer);
+    const wait = Math.max(0, own.last + ms - performance.now());
+    own.timer = setTimeout(() => {
+      own.last = performance.now();
+      newest.current();
+    }, wait);
+  }, []);
+}
+
+export function number(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (value === 0) return "0";
+  if (Number.isInteger(value) && size < 1e6) return String(value);
+  if (size >= 1e5 || size < 1e-3) return value.toExponential(digits - 1).replace("e+", "e");
+  return String(Number(value.toPrecision(size >= 100 ? Math.max(digits, 4) : digits)));
+}
+
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const s = Math.round(seconds);
+  if (s < 60) return `${s} s`;
+  if (s < 3600) return `${Math.floor(s / 60)} min ${String(s % 60).padStart(2, "0")} s`;
+  const hours = Math.floor(s / 3600);
+  return hours < 48 ? `${hours} h ${Math.floor((s % 3600) / 60)} min` : `${Math.round(hours / 24)} d`;
+}
+
+export function ago(time) {
+  if (!time) return "–";
+  return t("ago", { time: duration(Math.max(0, Date.now() / 1000 - time)) });
+}
+
+// Control characters, and those that turn the direction of what stands around them.
+const ODD = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/gu;
+
+/** A text of a model, data or config as it is: what cannot be seen is named, nothing in it is obeyed. */
+export function visible(text) {
+  const parts = [];
+  let start = 0;
+  for (const match of String(text).matchAll(ODD)) {
+    parts.push(text.slice(start, match.index));
+    const code = match[0].codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
+    parts.push(html`<span class="odd">U+${code}</span>`);
+    start = match.index + match[0].length;
+  }
+  parts.push(String(text).slice(start));
+  return parts;
+}
+
+export const MARKS = { running: "●", finished: "✓", stopped: "❙❙", failed: "✕" };
+
+export function Status({ status }) {
+  return html`<span class=${`status ${status}`}><span aria-hidden="true">${MARKS[status]}</span> ${t(status)}</span>`;
+}
+
+export function Failure({ error }) {
+  if (!error) return null;
+  const said = error.status === 404 ? t("gone") : error.status === 401 ? t("unauthorized") : error.message;
+  return html`<p class="failure" role="alert">${visible(said)}</p>`;
+}
+
+export function Loading() {
+  return html`<p class="loading" role="status">${t("loading")}</p>`;
+}
+
+/** A small curve without axes. */
+export function Spark({ points }) {
+  const [x, y] = points;
+  if (x.length < 2) return null;
+  const low = Math.min(...y);
+  const span = Math.max(...y) - low || 1;
+  const width = x[x.length - 1] - x[0] || 1;
+  const path = x.map((step, i) => `${((94 * (step - x[0])) / width + 3).toFixed(1)},${(21 - (18 * (y[i] - low)) / span).toFixed(1)}`);
+  return html`<svg class="spark" viewBox="0 0 100 24" aria-hidden="true"><polyline points=${path.join(" ")} /></svg>`;
+}
+
+/** Where we are: path and query of the address behind the #. */
+export function place() {
+  const [path, query] = location.hash.slice(1).split("?");
+  return { path: (path || "/").split("/").filter(Boolean).map(decodeURIComponent), query: new URLSearchParams(query || "") };
+}
+
+export function link(parts, query) {
+  const text = query && query.toString();
+  return `#/${parts.map(encodeURIComponent).join("/")}${text ? `?${text}` : ""}`;
+}
+
+/** Call on keys that are pressed outside of fields: {j: () => ...}. */
+export function useKeys(keys) {
+  const newest = useRef(keys);
+  newest.current = keys;
+  useEffect(() => {
+    const pressed = (event) => {
+      const field = event.target.closest && event.target.closest("input, textarea, select");
+      if (field || event.ctrlKey || event.metaKey || event.altKey) return;
+      const call = newest.current[event.key];
+      if (call) {
+        event.preventDefault();
+        call();
+      }
+    };
+    addEventListener("keydown", pressed);
+    return () => removeEventListener("keydown", pressed);
+  }, []);
+}
+
+/** A value kept in this browser. */
+export function useKept(name, initial) {
+  const [value, setValue] = useState(() => {
+    try {
+      return localStorage.getItem(`atomrl.${name}`) || initial;
+    } catch {
+      return initial;
+    }
+  });
+  const keep = (next) => {
+    setValue(next);
+    try {
+      localStorage.setItem(`atomrl.${name}`, next);
+    } catch {
+      // a browser that keeps nothing
+    }
+  };
+  return [value, keep];
+}

@@ -1,0 +1,198 @@
+// Completions: a list that is filtered and sorted, the group of one with its arithmetic, a prompt through the run.
+import { html, useState, useEffect, useMemo, useRef, useGet, useKeys, number, link, Failure, Loading, visible } from "./lib.js";
+import { t } from "./i18n.js";
+
+const PAGE = 50;
+const FIELDS = ["first_step", "last_step", "split", "text", "min_reward", "max_reward", "min_length", "max_length", "finish_reason", "data_source", "mixed", "prompt", "sort", "descending", "offset"];
+
+/** From blue for bad over nothing to orange for good; the number stands beside it, so colour says nothing alone. */
+export function tint(value, scale = 1) {
+  if (value === null || value === undefined || !scale) return "tint";
+  const level = Math.min(4, Math.ceil((4 * Math.abs(value)) / scale - 0.001));
+  return `tint ${level <= 0 ? "" : value > 0 ? `plus${level}` : `minus${level}`}`;
+}
+
+function go(run, query, change, rest = []) {
+  const next = new URLSearchParams(query);
+  for (const [name, value] of Object.entries(change)) {
+    if (value === null || value === "" || value === undefined) next.delete(name);
+    else next.set(name, value);
+  }
+  if (!("offset" in change)) next.delete("offset");
+  location.hash = link(["run", run.id, "rollouts", ...rest.map(String)], next).slice(1);
+}
+
+function Field({ name, query, change, type = "number", ...more }) {
+  const [text, setText] = useState(query.get(name) || "");
+  const timer = useRef(0);
+  useEffect(() => setText(query.get(name) || ""), [query.get(name)]);
+  const typed = (event) => {
+    setText(event.target.value);
+    clearTimeout(timer.current);
+    const value = event.target.value;
+    timer.current = setTimeout(() => change({ [name]: value }), 300);
+  };
+  return html`<label>${t(name)} <input type=${type} id=${`f-${name}`} step="any" value=${text} onInput=${typed} ...${more} /></label>`;
+}
+
+function Choice({ name, values, query, change }) {
+  return html`<label>${t(name)} <select value=${query.get(name) || ""} onChange=${(event) => change({ [name]: event.target.value })}>
+    <option value="">${t("any")}</option>${values.map((value) => html`<option value=${value}>${visible(value)}</option>`)}</select></label>`;
+}
+
+function Histogram({ title, bins }) {
+  if (!bins.counts.length) return null;
+  const top = Math.max(...bins.counts);
+  const said = `${title}: ${number(bins.low)} – ${number(bins.high)}`;
+  return html`<figure class="histogram"><svg viewBox="0 0 120 28" role="img" aria-label=${said} preserveAspectRatio="none">
+    ${bins.counts.map((count, i) => html`<rect x=${i * 5} y=${28 - (27 * count) / top} width="4.4" height=${(27 * count) / top} />`)}</svg>
+    <figcaption>${said}</figcaption></figure>`;
+}
+
+function Filters({ run, query, found, change }) {
+  const search = useRef(null);
+  useKeys({ "/": () => document.getElementById("f-text") && document.getElementById("f-text").focus() });
+  return html`<form class="bar filters" ref=${search} onSubmit=${(event) => event.preventDefault()}>
+    <${Field} name="text" type="search" query=${query} change=${change} />
+    <${Field} name="first_step" query=${query} change=${change} min="0" /><${Field} name="last_step" query=${query} change=${change} min="0" />
+    <${Choice} name="split" values=${found ? found.splits : []} query=${query} change=${change} />
+    <${Field} name="min_reward" query=${query} change=${change} /><${Field} name="max_reward" query=${query} change=${change} />
+    <${Field} name="min_length" query=${query} change=${change} min="0" /><${Field} name="max_length" query=${query} change=${change} min="0" />
+    <${Choice} name="finish_reason" values=${found ? found.finish_reasons : []} query=${query} change=${change} />
+    ${found && found.sources.length > 1 && html`<${Choice} name="data_source" values=${found.sources} query=${query} change=${change} />`}
+    <label><input type="checkbox" checked=${query.get("mixed") === "true"} onChange=${(event) => change({ mixed: event.target.checked ? "true" : null })} /> ${t("mixed")}</label>
+    <label>${t("sort")} <select value=${`${query.get("sort") || "step"} ${query.get("descending") || ""}`.trim()} onChange=${(event) => {
+      const [sort, descending] = event.target.value.split(" ");
+      change({ sort, descending: descending || null });
+    }}>${["step", "step true", "reward", "reward true", "advantage", "advantage true", "length", "length true"].map((value) => html`<option value=${value}>${t(`sort_${value.replace(" ", "_")}`)}</option>`)}</select></label>
+    ${query.get("prompt") && html`<button type="button" onClick=${() => change({ prompt: null })}>${t("all_prompts")}</button>`}
+    <button type="button" onClick=${() => (location.hash = link(["run", run.id, "rollouts"]).slice(1))}>${t("reset")}</button>
+  </form>`;
+}
+
+export function Rollouts({ run, rest, query }) {
+  if (rest[0] === "prompt") return html`<${PromptHistory} run=${run} prompt=${rest[1]} split=${query.get("split")} />`;
+  const asked = new URLSearchParams();
+  for (const name of FIELDS) if (query.get(name)) asked.set(name, query.get(name));
+  asked.set("limit", PAGE);
+  const [found, error, , fresh] = useGet(`/api/runs/${run.id}/rollouts?${asked}`, [run.id]);
+  const change = (values) => go(run, query, values, rest);
+  const rows = found ? found.rows : [];
+  const at = rest.length === 3 ? rows.findIndex((row) => String(row.step) === rest[0] && row.split === rest[1] && String(row.place) === rest[2]) : -1;
+  const open = (index) => {
+    const row = rows[index];
+    if (row) go(run, query, { offset: query.get("offset") }, [row.step, row.split, row.place]);
+  };
+  useKeys({ j: () => open(Math.min(rows.length - 1, at + 1)), k: () => open(Math.max(0, at - 1)) });
+  const offset = Number(query.get("offset") || 0);
+  const scale = Math.max(1e-9, ...rows.map((row) => Math.abs(row.advantage || 0)));
+  return html`
+    <${Filters} run=${run} query=${query} found=${found} change=${change} />
+    <${Failure} error=${error} />
+    ${!found ? !error && html`<${Loading} />` : html`
+    <div class=${`bar ${fresh ? "" : "old"}`}><span role="status">${t("rollouts_found", { n: found.total, of: found.of })}</span>
+      <${Histogram} title=${t("reward")} bins=${found.rewards} /><${Histogram} title=${t("length_tokens")} bins=${found.lengths} />
+      <span class="pager"><button disabled=${offset === 0} onClick=${() => change({ offset: Math.max(0, offset - PAGE) })}>${t("before")}</button>
+      ${found.total > 0 && html` ${offset + 1}–${Math.min(found.total, offset + PAGE)} `}
+      <button disabled=${offset + PAGE >= found.total} onClick=${() => change({ offset: offset + PAGE })}>${t("next")}</button></span></div>
+    <div class=${rest.length === 3 ? "split" : ""}>
+      ${found.of === 0 ? html`<p class="empty">${t("no_rollouts")}</p>` : found.total === 0 ? html`<p class="empty">${t("nothing_found")}</p>` : html`
+      <div class="scroll list" tabindex="0" role="region" aria-label=${t("rollouts")}><table class="rollouts">
+        <thead><tr>${["step", "prompt", "completion", "reward", "advantage", "tokens", "finish"].map((name) => html`<th scope="col">${t(name)}</th>`)}</tr></thead>
+        <tbody>${rows.map((row, i) => html`<tr key=${`${row.step}${row.split}${row.place}`} class=${i === at ? "chosen" : ""} onClick=${() => open(i)}>
+          <td class="nowrap"><a href=${link(["run", run.id, "rollouts", String(row.step), row.split, String(row.place)], query)} aria-current=${i === at ? "true" : undefined} onClick=${(event) => event.stopPropagation()}>${row.step}</a>${row.split === "eval" && html` <small>${t("eval")}</small>`}</td>
+          <td class="text prompt">${visible(row.prompt)}</td><td class="text">${visible(row.completion)}</td>
+          <td class="number">${number(row.reward)}</td><td class=${`number ${tint(row.advantage, scale)}`}>${number(row.advantage)}</td>
+          <td class="number">${number(row.tokens)}</td><td class=${row.finish === "length" ? "warning" : ""}>${row.finish === "length" ? t("cut") : visible(row.finish || "")}</td></tr>`)}</tbody>
+      </table></div>`}
+      ${rest.length === 3 && html`<${Group} run=${run} rest=${rest} query=${query} />`}
+    </div>`}`;
+}
+
+const FORMULAS = {
+  z: (r, m, s) => `(${number(r)} − ${number(m)}) / ${number(s)} = ${number((r - m) / (s + 1e-6))}`,
+  centred: (r, m) => `${number(r)} − ${number(m)} = ${number(r - m)}`,
+  others: (r, m, s, n) => `${number(r)} − ${number((m * n - r) / (n - 1))} = ${number(((r - m) * n) / (n - 1))}`,
+  reward: (r) => number(r),
+};
+
+function Group({ run, rest, query }) {
+  const [step, split, place] = rest;
+  const [found, error, , fresh] = useGet(`/api/runs/${run.id}/rollouts/${step}/${split}/${place}`, []);
+  const box = useRef(null);
+  const steps = found ? found.steps_of_prompt : [];
+  const here = steps.findIndex(([one]) => one === Number(step));
+  const move = (by) => {
+    const next = steps[here + by];
+    if (next === undefined) return;
+    go(run, query, { offset: query.get("offset") }, [next[0], split, next[1]]);
+  };
+  useKeys({ "[": () => move(-1), "]": () => move(1), Escape: () => go(run, query, { offset: query.get("offset") }) });
+  if (!found || !fresh) return html`<aside class="group">${error ? html`<${Failure} error=${error} />` : html`<${Loading} />`}</aside>`;
+  const { mean, std, formula } = found.arithmetic;
+  const rewards = found.members.map((member) => member.reward).filter((reward) => reward !== null);
+  const scale = Math.max(1e-9, ...found.members.map((member) => Math.abs(member.advantage || 0)));
+  return html`<aside class="group" ref=${box} aria-label=${t("group")}>
+    <div class="bar"><h2>${t("group")} <small>${t("step")} ${step}${found.data_source ? html` · ${visible(found.data_source)}` : ""}</small></h2>
+      <button onClick=${() => go(run, query, { offset: query.get("offset") })}>${t("close")}</button></div>
+    <h3>${t("prompt")}</h3><pre class="text page" tabindex="0">${visible(found.prompt)}</pre>
+    ${found.ground_truth !== null && found.ground_truth !== undefined && html`<p>${t("ground_truth")}: <code>${visible(typeof found.ground_truth === "string" ? found.ground_truth : JSON.stringify(found.ground_truth))}</code></p>`}
+    <p><a href=${link(["run", run.id, "rollouts", "prompt", found.prompt_hash], new URLSearchParams({ split }))}>${t("through_run", { n: steps.length })}</a></p>
+    <h3>${t("arithmetic")}</h3>
+    ${mean === null ? html`<p>${t("no_rewards")}</p>` : html`<p class="math">${t("mean")} = (${rewards.map((reward) => number(reward)).join(" + ")}) / ${rewards.length} = <strong>${number(mean)}</strong><br />
+      ${t("deviation")} = <strong>${number(std)}</strong></p>
+      <p>${split === "eval" ? t("not_trained") : std === 0 && rewards.length > 1 ? t("no_signal") : formula ? t(`formula_${formula}`) : t("formula_other")}</p>`}
+    <ol class="members">${found.members.map((member) => html`<${Member} key=${member.place} run=${run} member=${member} step=${step} split=${split} chosen=${String(member.place) === place}
+      math=${formula && split !== "eval" && member.reward !== null ? FORMULAS[formula](member.reward, mean, std, rewards.length) : null} scale=${scale} />`)}</ol>
+  </aside>`;
+}
+
+function Member({ run, member, step, split, chosen, math, scale }) {
+  const [shown, setShown] = useState(false);
+  const parts = Object.entries(member.reward_parts);
+  const failures = Object.entries(member.reward_failures);
+  return html`<li class=${chosen ? "chosen" : ""}>
+    <p class="bar"><strong>${t("reward")} ${number(member.reward)}</strong>
+      ${member.advantage !== null && html`<span class=${tint(member.advantage, scale)}>A ${member.advantage > 0 ? "▲" : member.advantage < 0 ? "▼" : "="} ${number(member.advantage)}</span>`}
+      <span>${t("n_tokens", { n: member.tokens ?? "?" })}</span>
+      ${member.finish === "length" ? html`<span class="warning">! ${t("cut")}</span>` : html`<span class="faint">${visible(member.finish || "")}</span>`}
+      ${parts.length > 1 && html`<span class="faint">${visible(parts.map(([name, value]) => `${name} ${number(value)}`).join(", "))}</span>`}
+      <button class="quiet" aria-expanded=${shown} onClick=${() => setShown(!shown)}>${t("tokens")}</button></p>
+    ${math && html`<p class="math">A = ${math}</p>`}
+    ${failures.map(([name, said]) => html`<p class="error">${visible(name)}: ${visible(said)}</p>`)}
+    ${shown ? html`<${Tokens} run=${run} step=${step} split=${split} place=${member.place} text=${member.completion} />` : html`<pre class="text" tabindex="0">${visible(member.completion)}</pre>`}
+    ${member.episode && html`<${Episode} episode=${member.episode} />`}
+  </li>`;
+}
+
+function Tokens({ run, step, split, place, text }) {
+  const [found, error] = useGet(`/api/runs/${run.id}/rollouts/${step}/${split}/${place}/tokens`, []);
+  if (!found) return error ? html`<${Failure} error=${error} />` : html`<pre class="text">${visible(text)}</pre>`;
+  return html`${found.why && html`<p class="faint">${visible(found.why)}</p>`}
+    <pre class="text tokens" tabindex="0">${found.ids.map((id, i) => html`<span title=${`${i}: ${id}`}>${visible(found.texts ? found.texts[i] : id)}</span>${found.texts ? "" : " "}`)}</pre>`;
+}
+
+function Episode({ episode }) {
+  return html`<details><summary>${t("turns", { n: (episode.turns || []).length })}</summary>
+    ${episode.opening && html`<pre class="text reply">${visible(episode.opening)}</pre>`}
+    ${(episode.turns || []).map((turn) => html`<pre class="text">${visible(turn.text ?? "")}</pre>
+      ${(turn.reply || turn.label) && html`<p class="faint">${visible(turn.label || "")} ${number(turn.seconds)} s</p><pre class="text reply">${visible(turn.reply ?? "")}</pre>`}`)}
+    <p>${t("ended")}: ${visible(episode.ended ?? "")} ${visible(episode.message ?? "")}</p></details>`;
+}
+
+function PromptHistory({ run, prompt, split }) {
+  const query = split ? `?split=${encodeURIComponent(split)}` : "";
+  const [found, error] = useGet(`/api/runs/${run.id}/prompts/${encodeURIComponent(prompt)}${query}`, [run.id]);
+  if (!found) return error ? html`<${Failure} error=${error} />` : html`<${Loading} />`;
+  return html`<p><a href=${link(["run", run.id, "rollouts"])}>← ${t("rollouts")}</a></p>
+    <h2>${t("prompt_through")}</h2><pre class="text page" tabindex="0">${visible(found.prompt)}</pre>
+    <p>${t("ground_truth")}: <code>${visible(String(found.ground_truth ?? "–"))}</code></p>
+    <ol class="history">${found.steps.map((row) => {
+      const given = row.members.map((member) => member.reward).filter((reward) => reward !== null);
+      const mean = given.length ? given.reduce((sum, value) => sum + value, 0) / given.length : null;
+      return html`<li><h3><a href=${link(["run", run.id, "rollouts", String(row.step), row.split, String(row.members[0].place)])}>${t("step")} ${row.step}</a> ${row.split === "eval" ? t("eval") : ""}
+          <small>${t("mean")} ${number(mean)} · ${row.members.length}</small></h3>
+        <p class="marks" aria-hidden="true">${row.members.map((member) => html`<span class=${tint(member.reward === null ? null : member.reward - 0.5, 0.5)}>${number(member.reward)}</span>`)}</p>
+        ${row.members.map((member) => html`<pre class="text">${number(member.reward)}  ${visible(member.completion)}</pre>`)}</li>`;
+    })}</ol>`;
+}

@@ -1,0 +1,22 @@
+python3 -m openrlhf.cli.train_ppo_ray \
+   --algo.kl.init_coef 1e-3 \
+   --algo.kl.use_loss \
+   --algo.kl.estimator k3 \
+   --algo.advantage.estimator group_norm \
+   --algo.advantage.gamma 1.0 \
+   --algo.dynamic_filtering_enable \
+   --algo.dynamic_filtering_range 0 1 \
+   --actor.eps_clip_low_high 0.2 0.27 \
+   --actor.model_name_or_path my/sft-8b \
+   --reward.remote_url /rewards/math.py \
+   --reward.overlong_buffer_len 256 \
+   --train.micro_batch_size 8 \
+   --train.batch_size 128 \
+   --rollout.batch_size 128 \
+   --rollout.n_samples_per_prompt 8 \
+   --rollout.max_new_tokens 1024 \
+   --data.max_len 2048 \
+   --data.prompt_dataset ./prompts.jsonl \
+   --data.label_key answer \
+   --actor.adam.lr 5e-7 \
+   --vllm.enforce_eager

@@ -1,0 +1,28 @@
+set -x
+python3 -m openrlhf.cli.train_ppo_ray \
+   --actor.num_nodes 1 \
+   --actor.num_gpus_per_node 8 \
+   --vllm.num_engines 4 \
+   --train.colocate_all \
+   --actor.model_name_or_path my/sft-8b \
+   --reward.model_name_or_path my/reward-8b \
+   --ckpt.output_dir /out/ppo \
+   --train.micro_batch_size 8 \
+   --train.batch_size 128 \
+   --rollout.batch_size 1024 \
+   --rollout.n_samples_per_prompt 1 \
+   --train.max_epochs 1 \
+   --data.max_len 2048 \
+   --rollout.max_new_tokens 1024 \
+   --data.max_samples 100000 \
+   --ds.zero_stage 3 \
+   --ds.param_dtype bf16 \
+   --actor.adam.lr 5e-7 \
+   --critic.adam.lr 9e-6 \
+   --algo.kl.init_coef 0.01 \
+   --data.prompt_dataset my/prompts \
+   --data.input_key context_messages \
+   --data.apply_chat_template \
+   --reward.normalize_enable \
+   --actor.gradient_checkpointing_enable \
+   --algo.advantage.is_correction_enable

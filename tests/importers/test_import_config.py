@@ -1,0 +1,347 @@
+"""Twelve configs and scripts in the formats of verl, TRL and OpenRLHF, and what they mean there."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from atomrl.cli.explain import objective_in, setting_in
+from atomrl.cli.main import main
+from atomrl.config import ConfigError, RunConfig, build_config
+from atomrl.importers import Imported, import_config
+from atomrl.importers.shell import read_script
+from atomrl.objective.explain import page
+
+FILES = Path(__file__).with_name("files")
+CLIP = "min(rho A, clip(rho, 1 - low, 1 + high) A)"
+TOKEN_MEAN, SEQUENCE_MEAN = "w_{i,t} = 1 / sum_j |o_j|", "w_{i,t} = 1 / (N |o_i|)"
+RHO = "rho_{i,t} = pi(a_t) / pi_old(a_t)"
+GRPO = "A_i = (r_i - mean_group r) / (std_group r + eps)"
+DUAL = "the minimum is at least dual A where A < 0"
+K3 = "KL_{i,t} = k3 = pi_ref / pi - 1 - log(pi_ref / pi)"
+K1 = "KL_{i,t} = k1 = log pi - log pi_ref"
+GAE = [
+    "A_{i,t} = sum_{l >= 0} (gamma lam)^l delta_{i,t+l},   delta_{i,t} = r_{i,t} + gamma V_{i,t+1} - V_{i,t}",
+    "A <- whiten_batch(A)",
+    "r_{i,t} = r_i [t = last] - beta KL_{i,t}",
+    K1,
+]
+RETURNS = "R_{i,t} = V_{i,t} + sum_{l >= 0} (gamma lam)^l delta_{i,t+l},   V = v at the start of the step"
+CRITIC = "minimise  sum_{i,t} w_{i,t} c_v max((v - R)^2, (clip(v, V - clip, V + clip) - R)^2) / 2"
+TIS = "c_{i,t} = min(pi_old(a_t) / mu(a_t), high)"
+BOUNDED = "r_i <- clip(r_i)"
+
+LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+FILTER = "--algo.dynamic_filtering_enable --actor.model_name_or_path m --data.prompt_dataset d.jsonl"
+
+# File -> prompts in a step, completions of a prompt, completions in an optimizer step, optimizer steps in a step; and
+# all lines of the equation.
+MEANING: dict[str, tuple[tuple[int, int, int, int], list[str]]] = {
+    "verl_grpo_kl.sh": (
+        (256, 5, 64 * 5, 4),
+        [f"sum_{{i,t}} w_{{i,t}} [ {CLIP} - beta KL_{{i,t}} ]", TOKEN_MEAN, RHO, GRPO, K3, DUAL],
+    ),
+    "verl_dapo.sh": (
+        (512, 16, 32 * 16, 16),
+        [
+            f"sum_{{i,t}} w_{{i,t}} {CLIP}",
+            TOKEN_MEAN,
+            RHO,
+            GRPO,
+            "r_i <- r_i + overlong_i",
+            DUAL,
+            "over groups with min_group r < max_group r",
+        ],
+    ),
+    "verl_ppo.yaml": (
+        (1024, 1, 256, 4 * 2),
+        [
+            f"sum_{{i,t}} w_{{i,t}} [ {CLIP} + eta H_{{i,t}} ]",
+            CRITIC,
+            TOKEN_MEAN,
+            "H_{i,t} = - sum_v pi(v) log pi(v)",
+            RHO,
+            *GAE,
+            DUAL,
+            RETURNS,
+        ],
+    ),
+    "verl_gspo.sh": (
+        (128, 16, 32 * 16, 4),
+        [
+            f"sum_{{i,t}} w_{{i,t}} c_{{i,t}} {CLIP}",
+            SEQUENCE_MEAN,
+            "c_{i,t} = (min(pi_old(a_t) / mu(a_t), high)) * ([KL(mu, pi_old) <= bound])",
+            "rho_{i,t} = sg[(pi(o_i) / pi_old(o_i))^(1 / |o_i|)] pi(a_t) / sg[pi(a_t)]",
+            GRPO,
+        ],
+    ),
+    "trl_dapo.py": ((1, 8, 8, 1), [f"sum_{{i,t}} w_{{i,t}} {CLIP}", TOKEN_MEAN, RHO, GRPO]),
+    "trl_lora.py": (
+        (4 * 8 // 8, 8, 4 * 4, 2 * 2),
+        [
+            f"sum_{{i,t}} w_{{i,t}} [ {CLIP} - beta KL_{{i,t}} ]",
+            SEQUENCE_MEAN,
+            RHO,
+            "A_i = r_i - mean_group r",
+            K3,
+            "w_{i,t} = 0 where cut off",
+            DUAL,
+        ],
+    ),
+    "trl_dr_grpo.yaml": (
+        (8 * 8 * 2 // 16, 16, 8 * 8 * 2, 1),
+        [
+            f"sum_{{i,t}} w_{{i,t}} c_{{i,t}} {CLIP}",
+            "w_{i,t} = 1 / (N L)",
+            TIS,
+            RHO,
+            "A_i = r_i - mean_group r",
+        ],
+    ),
+    "trl_cispo.sh": (
+        (128 // 8, 8, 2 * 4 * 8, 2),
+        [
+            "sum_{i,t} w_{i,t} s_{i,t} sg[clip(rho, 1 - low, 1 + high)] A log pi(a_t)",
+            TOKEN_MEAN,
+            "s_{i,t} = [H_{i,t} >= quantile_{1 - fraction}(H)]",
+            RHO,
+            "A_{i,t} = whiten_batch( r_i - mean_group r )",
+        ],
+    ),
+    "openrlhf_ppo.sh": (
+        (1024, 1, 128, 8),
+        [f"sum_{{i,t}} w_{{i,t}} c_{{i,t}} {CLIP}", CRITIC, TOKEN_MEAN, TIS, RHO, *GAE, BOUNDED, RETURNS],
+    ),
+    "openrlhf_dapo.sh": (
+        (128, 8, 128, 8),
+        [
+            f"sum_{{i,t}} w_{{i,t}} [ {CLIP} - beta KL_{{i,t}} ]",
+            TOKEN_MEAN,
+            RHO,
+            GRPO,
+            K3,
+            "r_i <- clip(r_i + overlong_i)",
+            "over groups with min_group r < max_group r",
+        ],
+    ),
+    "openrlhf_reinforce_pp.sh": (
+        (256, 4, 256, 4),
+        [
+            f"sum_{{i,t}} w_{{i,t}} {CLIP}",
+            TOKEN_MEAN,
+            RHO,
+            "A_{i,t} = whiten_batch( sum_{s >= t} gamma^{s-t} r_{i,s} )",
+            "r_{i,t} = r_i [t = last] - beta KL_{i,t}",
+            K1,
+            BOUNDED,
+        ],
+    ),
+    "openrlhf_gspo.sh": (
+        (64, 16, 512, 2),
+        [
+            f"sum_{{i,t}} w_{{i,t}} {CLIP}",
+            SEQUENCE_MEAN,
+            "rho_{i,t} = (pi(o_i) / pi_old(o_i))^(1 / |o_i|)",
+            "A_i = r_i - mean_group r",
+            BOUNDED,
+        ],
+    ),
+}
+
+
+def read(name: str, **more: int) -> Imported:
+    return import_config(FILES / name, name.partition("_")[0], **more)
+
+
+def equation(config: RunConfig) -> list[str]:
+    """The lines of `explain` before its axes."""
+    objective = objective_in(config)
+    block = page(objective, setting_in(config, objective)).split("\n\n")[0]
+    lines = [line.strip() for line in block.split("\n")]
+    lines[0] = lines[0].partition("maximise")[2].strip()
+    return [line for line in lines if line != "where"]
+
+
+def test_every_file_has_its_meaning_written_down() -> None:
+    assert sorted(MEANING) == sorted(path.name for path in FILES.iterdir())
+
+
+@pytest.mark.parametrize("name", MEANING)
+def test_batches_and_objective_are_those_of_the_source(name: str) -> None:
+    config = read(name).config
+    arithmetic, lines = MEANING[name]
+    rollout = config.rollout
+    found = (
+        rollout.prompts_per_step,
+        rollout.completions_per_prompt,
+        config.train.rows_per_update,
+        config.updates_per_step,
+    )
+    assert found == arithmetic
+    assert equation(config) == lines
+
+
+@pytest.mark.parametrize("name", MEANING)
+def test_the_file_that_is_written_is_the_config(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "ours.yaml"
+    assert main(["import", "config", str(FILES / name), "--from", name.partition("_")[0], "--out", str(out)]) == 0
+    assert build_config(yaml.safe_load(out.read_text())) == read(name).config
+    printed = capsys.readouterr().out
+    assert "no counterpart" in printed and "approximated" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("verl_grpo_kl.sh", "algorithm.clip.dual", 3.0),  # verl's defaults
+        ("verl_grpo_kl.sh", "train.weight_decay", 0.01),
+        ("verl_grpo_kl.sh", "eval.temperature", 0.0),
+        ("verl_grpo_kl.sh", "model.gradient_checkpointing", True),
+        ("verl_dapo.sh", "rollout.max_completion_tokens", 1024 * 20),
+        ("verl_dapo.sh", "train.tokens_per_micro_batch", (1024 * 2 + 1024 * 20) * 2),
+        ("verl_dapo.sh", "algorithm.shaping.overlong_buffer_tokens", 4096),
+        ("verl_dapo.sh", "train.warmup_ratio", 10 / 200),
+        ("verl_dapo.sh", "data.train", "/data/dapo-math-17k.parquet"),
+        ("verl_ppo.yaml", "algorithm.advantage.lam", 0.95),
+        ("verl_ppo.yaml", "algorithm.value.clip", 0.5),
+        ("verl_ppo.yaml", "algorithm.kl.target", 0.05),
+        ("verl_ppo.yaml", "data.train", ["/data/a.parquet", "/data/b.parquet"]),
+        ("verl_ppo.yaml", "model.lora.rank", 32),
+        ("verl_gspo.sh", "algorithm.ratio.ceiling", 10.0),
+        ("verl_gspo.sh", "algorithm.clip.low", 3e-4),
+        ("verl_gspo.sh", "model.path", "Qwen/Qwen3-8B"),
+        ("trl_dapo.py", "algorithm.advantage.eps", 1e-4),  # TRL's defaults
+        ("trl_dapo.py", "train.schedule", "linear"),
+        ("trl_dapo.py", "train.total_epochs", 3.0),
+        ("trl_lora.py", "train.steps", 250),  # of 1000 optimizer steps, 4 to a step
+        ("trl_lora.py", "checkpoint.every_steps", 25),
+        ("trl_lora.py", "algorithm.clip.high", 0.3),
+        ("trl_lora.py", "model.lora.alpha", 64.0),
+        ("trl_lora.py", "train.learning_rate", 2e-5),
+        ("trl_lora.py", "data.answer_field", "solution"),
+        ("trl_dr_grpo.yaml", "algorithm.loss_agg.length", 3072),
+        ("trl_dr_grpo.yaml", "train.warmup_ratio", 20 / 400),
+        ("trl_dr_grpo.yaml", "rollout.temperature", 0.9),
+        ("trl_cispo.sh", "algorithm.clip.high", 4.0),  # a ratio of at most 5
+        ("trl_cispo.sh", "algorithm.token_filter.fraction", 0.2),
+        ("openrlhf_ppo.sh", "train.adam_beta2", 0.95),  # OpenRLHF's defaults
+        ("openrlhf_ppo.sh", "train.schedule", "cosine"),
+        ("openrlhf_ppo.sh", "train.min_lr_ratio", 0.1),
+        ("openrlhf_ppo.sh", "train.warmup_ratio", 0.03),
+        ("openrlhf_ppo.sh", "critic.learning_rate", 9e-6),
+        ("openrlhf_dapo.sh", "algorithm.clip.high", 0.27),
+        ("openrlhf_dapo.sh", "data.answer_field", "answer"),
+        ("openrlhf_reinforce_pp.sh", "algorithm.advantage.gamma", 0.99),
+        ("openrlhf_reinforce_pp.sh", "train.total_epochs", 2.0),
+        ("openrlhf_gspo.sh", "train.tokens_per_micro_batch", 16384),
+    ],
+)
+def test_a_value_is_that_of_the_source_or_its_default(name: str, key: str, value: object) -> None:
+    found: object = read(name).config
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == pytest.approx(value) if isinstance(value, float) else found == value
+
+
+def test_what_has_no_counterpart_is_listed_and_nothing_else() -> None:
+    left = read("verl_grpo_kl.sh").without_counterpart
+    assert [line.partition("=")[0].rpartition(".")[2] for line in left] == [
+        "use_remove_padding",
+        "param_offload",
+        "tensor_model_parallel_size",
+        "gpu_memory_utilization",
+        "critic_warmup",
+        "n_gpus_per_node",
+        "nnodes",
+    ]
+
+
+def test_processes_multiply_trls_batches() -> None:
+    config = read("trl_lora.py", processes=8).config
+    assert (config.rollout.prompts_per_step, config.train.rows_per_update) == (4 * 8 * 8 // 8, 4 * 8 * 4)
+    with pytest.raises(ConfigError, match="is of TRL"):
+        read("verl_dapo.sh", processes=8)
+
+
+def test_a_key_of_wandb_is_a_secret(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    imported = read("openrlhf_reinforce_pp.sh")
+    assert imported.config.tracking.sinks == ["wandb"]
+    assert "SECRET" not in imported.report() + imported.yaml()
+
+
+def written(tmp_path: Path, name: str, text: str) -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "text", "message"),
+    [
+        ("verl", "a.sh", "main_ppo algorithm.adv_estimator=optimal_token_baseline", "adv_estimator"),
+        ("verl", "a.sh", f"main_ppo {LOSS_MODE}=new algorithm.adv_estimator=grpo", "gspo"),
+        ("verl", "a.sh", "echo 'nothing here'", "no command with key=value"),
+        ("verl", "a.sh", 'run a.b="never closed', "is not closed"),
+        (
+            "verl",
+            "a.sh",
+            "run algorithm.use_kl_in_reward=true actor_rollout_ref.actor.use_kl_loss=true",
+            "one of the two",
+        ),
+        ("trl", "a.py", "GRPOConfig(loss_type='luspo')", "loss_type=luspo"),
+        ("trl", "a.py", "GRPOConfig(loss_type='cispo')", "epsilon_high"),
+        ("trl", "a.py", "GRPOConfig(num_generations=16)", "no multiple of num_generations=16"),
+        ("trl", "a.py", "def broken(:", "a.py:1: not valid Python"),
+        ("trl", "a.py", "print()", "no GRPOConfig"),
+        ("openrlhf", "a.py", "print()", "name the script"),
+        ("openrlhf", "a.sh", f"train_ppo_ray {FILTER} --algo.dynamic_filtering_range 0.1 0.9", "0.1, 0.9"),
+    ],
+)
+def test_what_it_refuses(library: str, name: str, text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        import_config(written(tmp_path, name, text), library)
+
+
+def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "training_args.bin").write_bytes(b"\x80\x04\xff")
+    with pytest.raises(ConfigError, match="is a pickle"):
+        import_config(tmp_path / "training_args.bin", "openrlhf")
+
+
+def test_nothing_is_executed(tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    keys = "data.train_batch_size=4 actor_rollout_ref.actor.ppo_mini_batch_size=4 algorithm.adv_estimator=grpo"
+    script = (
+        f"N=$(touch {marker}; echo 4)\nM=`touch {marker}`\nrun {keys} trainer.project_name=$N a.b=$(touch {marker})\n"
+    )
+    imported = import_config(written(tmp_path, "a.sh", script), "verl")
+    touch = f"pathlib.Path({str(marker)!r}).touch()"
+    python = f"import pathlib\n{touch}\nGRPOConfig(output_dir=str({touch}))\nGRPOTrainer('m')\n"
+    import_config(written(tmp_path, "a.py", python), "trl")
+    assert not marker.exists()
+    assert "$(touch" in imported.config.tracking.wandb_project
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a=1\nb=${a}2\nrun $b '$b' \"$b\"", ["run", "12", "$b", "12"]),
+        ("run ${X:-d} ${Y-e}", ["run", "d", "e"]),
+        ("x=$((2 * (3 + 4)))\nrun $x $((x / 2))", ["run", "14", "7"]),
+        ("run a \\\n  b # c d\n", ["run", "a", "b"]),
+        ("A=(x 'y z'  # why\n  w)\nrun \"${A[@]}\"", ["run", "x", "y z", "w"]),
+        ("A=(x)\nA+=(y)\nrun ${A[@]}", ["run", "x", "y"]),
+        ('f="[\'$q\']"\nq=1\nrun "$f"', ["run", "['$q']"]),
+        ("run a#b", ["run", "a#b"]),
+        ('run "$@" b', ["run", "", "b"]),
+    ],
+)
+def test_words_of_a_script(text: str, words: list[str]) -> None:
+    assert read_script(text, "s.sh").commands[-1] == words
+
+
+def test_what_a_condition_sets_is_noted() -> None:
+    script = read_script('n=1\nif [ "$big" ]; then\nn=2\nfi\nrun $n', "s.sh")
+    assert script.commands == [["run", "2"]]
+    assert script.notes == ["n is set under a condition: '2' was taken, the last"]

@@ -1,0 +1,160 @@
+"""`atomrl diff` finds what was changed, at its step, and nothing where nothing was."""
+
+from pathlib import Path
+
+import pytest
+
+from atomrl.cli.main import main
+from atomrl.reading import load_run
+from atomrl.reading.diff import Comparison, diff_runs
+
+from .folders import write_run
+
+
+def compared(tmp_path: Path, tolerance: float = 0.0, **given) -> Comparison:
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", **given)
+    return diff_runs(load_run(a), load_run(b), tolerance)
+
+
+def test_the_same_run_twice(tmp_path):
+    found = compared(tmp_path)
+    assert found.same and found.earliest is None and found.steps == 4
+
+
+def test_one_token(tmp_path):
+    changed = {"token_ids": [1, 9, 5], "completion": "it was 3"}
+    found = compared(tmp_path, changes={(2, "p1", 0): changed})
+    [earliest] = found.first.values()
+    assert (earliest.part, earliest.step, earliest.rollout, earliest.token) == ("tokens", 2, ("p1", 0), 1)
+    assert "id 2 | 9" in earliest.what and "A 'it is 2'" in earliest.what and "B 'it was 3'" in earliest.what
+    assert found.counts == {"tokens": 1} and not found.same
+
+
+def test_a_completion_that_is_longer(tmp_path):
+    found = compared(tmp_path, changes={(1, "p0", 0): {"token_ids": [1, 2, 4, 7]}})
+    assert found.earliest.token == 3 and "id (ended) | 7" in found.earliest.what
+
+
+def test_one_reward(tmp_path):
+    found = compared(tmp_path, changes={(3, "p0", 1): {"reward": 0.5}})
+    assert (found.earliest.part, found.earliest.step) == ("rewards", 3)
+    assert "reward: 1.0 | 0.5 (by 0.5, 0.5 of it)" in found.earliest.what
+
+
+def test_a_part_of_a_reward(tmp_path):
+    found = compared(tmp_path, changes={(3, "p0", 1): {"reward_parts": {"exact": 0.0}}})
+    assert "reward_parts.exact: 1.0 | 0.0" in found.earliest.what
+
+
+def test_one_key(tmp_path):
+    found = compared(tmp_path, config={"train": {"steps": 3, "learning_rate": 0.2}})
+    assert [(d.part, d.what) for d in found.named] == [("config", "train.learning_rate: 0.1 | 0.2")]
+    assert not found.same and not found.first
+
+
+def test_what_comes_first_in_a_step_is_named_first(tmp_path):
+    later = {(3, "p0", 0): {"token_ids": [0]}}
+    found = compared(tmp_path, changes=later | {(2, "p0", 0): {"advantage": 7.0}}, metrics={2: {"actor/lr": 1.0}})
+    assert (found.earliest.part, found.earliest.step) == ("advantages", 2)
+    assert {part: difference.step for part, difference in found.first.items()} == {
+        "advantages": 2,
+        "metrics": 2,
+        "tokens": 3,
+    }
+
+
+def test_prompts_that_are_others(tmp_path):
+    found = compared(tmp_path, changes={(1, "p1", 1): {"prompt_id": "p9", "prompt": "7 + 7"}})
+    assert found.earliest.part == "prompts" and "p1: '1 + 1'" in found.earliest.what
+
+
+def test_a_metric_and_the_clock(tmp_path):
+    found = compared(tmp_path, metrics={1: {"timing_s/step": 1e6}, 2: {"critic/score/mean": 0.21}})
+    assert (found.earliest.part, found.earliest.step) == ("metrics", 2)
+    assert "critic/score/mean: 0.2 | 0.21" in found.earliest.what
+
+
+def test_numbers_within_a_tolerance_are_the_same(tmp_path):
+    assert compared(tmp_path, tolerance=0.1, metrics={2: {"critic/score/mean": 0.21}}).same
+
+
+def test_another_environment_alone_is_said_and_is_no_difference(tmp_path):
+    found = compared(tmp_path, environment={"packages": {"torch": "2.14"}})
+    assert found.same and found.named[0].what == "packages.torch: 2.13 | 2.14"
+
+
+def test_other_data_under_the_same_name(tmp_path):
+    found = compared(tmp_path, environment={"identity": {"data (data.train)": "d1", "model (model.path)": "m0"}})
+    assert [d.what for d in found.named if d.part == "data"] == ["data (data.train) has other content"]
+    assert not found.same
+
+
+def test_a_step_more(tmp_path):
+    found = compared(tmp_path, steps=5, config={"train": {"steps": 3, "learning_rate": 0.1}})
+    assert (found.earliest.part, found.earliest.step) == (
+        "steps",
+        4,
+    ) and "B has step 4, A has not" in found.earliest.what
+
+
+def test_a_run_without_rollouts_is_compared_by_metrics(tmp_path):
+    a, b = write_run(tmp_path / "a"), tmp_path / "b"
+    b.mkdir()
+    for name in ("config.yaml", "metrics.jsonl", "env.json"):
+        (b / name).write_text((a / name).read_text())
+    found = diff_runs(load_run(a), load_run(b))
+    assert found.same and "B kept no rollouts" in found.notes[0]
+
+
+@pytest.mark.parametrize(("given", "code"), [({}, 0), ({"changes": {(2, "p0", 0): {"reward": 3.0}}}, 1)])
+def test_exit_codes(tmp_path, capsys, given, code):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", **given)
+    assert main(["diff", str(a), str(b)]) == code
+    printed = capsys.readouterr().out
+    assert ("the first difference: rewards at step 2" in printed) == bool(code)
+    assert main(["diff", str(a), str(tmp_path / "none")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_compare_groups_seeds_and_shows_what_differs(tmp_path, capsys):
+    for name, seed, rate in (("a", 0, 0.1), ("b", 1, 0.1), ("c", 0, 0.5)):
+        settings = {"seed": seed, "train": {"steps": 3, "learning_rate": rate}}
+        write_run(tmp_path / name, config=settings, metrics={3: {"critic/score/mean": 0.3 + seed}})
+    picture = tmp_path / "out.png"
+    assert main(["compare", *(str(tmp_path / name) for name in "abc"), "--out", str(picture)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:4] == ["run", "state", "step", "accuracy"]
+    [seeds] = [line for line in lines if line.startswith("2 seeds: a")]
+    assert "0.3667 [0.2, 0.5333]" in seeds  # means of 0.1, 0.2, 0.3 and of 0.1, 0.2, 1.3
+    assert [line.split() for line in lines if line.startswith("train.learning_rate")] == [
+        ["train.learning_rate", "0.1", "0.1", "0.5"]
+    ]
+    assert not any(line.startswith("train.steps") for line in lines)
+    assert picture.stat().st_size > 10_000
+
+
+def test_rollouts_are_shown_and_filtered(tmp_path, capsys):
+    run = str(write_run(tmp_path / "a", changes={(3, "p0", 0): {"completion": "red\x1b[31m"}}))
+    assert main(["rollouts", run, "--min-reward", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(line.split()[0] == "3" and "r 1.0" in line for line in lines)
+    assert main(["rollouts", run, "--prompt", "p0", "--step", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and "red\\x1b[31m" in printed and "ground truth: 0" in printed
+    assert main(["rollouts", run, "--split", "eval"]) == 2
+    assert main(["rollouts", run, "--steps", "x"]) == 2
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
+def test_rollouts_are_written(tmp_path, suffix):
+    run, out = write_run(tmp_path / "a"), tmp_path / f"x.{suffix}"
+    assert main(["rollouts", str(run), "--steps", "2-3", "--out", str(out)]) == 0
+    if suffix == "parquet":
+        import pyarrow.parquet
+
+        rows = pyarrow.parquet.read_table(out).to_pylist()
+        assert rows[0]["token_ids"] == [1, 2, 5] and rows[0]["reward"] == 0.0 and len(rows) == 8
+        assert rows[1]["reward_parts"] == '{"exact": 1.0}'
+    else:
+        assert len(out.read_text().splitlines()) == 8 + (suffix == "csv")
+    assert main(["rollouts", str(run), "--out", str(tmp_path / "x.txt")]) == 2

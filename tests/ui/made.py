@@ -1,0 +1,121 @@
+"""Runs for the tests of the web interface, and a server on them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from atomrl.files import write_text
+
+EVIL = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>'
+"""What would run, if a page took a text for markup."""
+
+
+def make_run(folder: Path, steps: int = 6, seed: int = 0, name: str | None = None, **config: Any) -> Path:
+    """A run's folder as a run of GRPO leaves it, which has been killed."""
+    folder.mkdir(parents=True)
+    tree = {
+        "run_name": name or folder.name, "output_dir": str(folder.parent), "seed": seed,
+        "model": {"path": "model"}, "data": {"train": "chain"},
+        "algorithm": {"name": "grpo"}, "train": {"steps": 10, "learning_rate": 1e-3},
+    }  # fmt: skip
+    (folder / "config.yaml").write_text(json.dumps(tree | config))
+    (folder / "env.json").write_text(
+        json.dumps({"command": "atomrl train c.yaml", "time": "2026-01-01T00:00:00+00:00"})
+    )
+    with (folder / "metrics.jsonl").open("w") as file:
+        file.write(json.dumps({"step": 0, "val-core/sums/acc/mean@1": 0.25}) + "\n")
+    for step in range(1, steps + 1):
+        log_step(folder, step)
+    return folder
+
+
+def log_step(folder: Path, step: int, text: str = "it is") -> None:
+    """One more step, with its completions."""
+    row = {
+        "step": step, "critic/score/mean": step / 10, "train/accuracy": step / 20, "actor/entropy": 1 / step,
+        "response_length/mean": 5.0, "by_group/frac_mixed": 0.5, "actor/grad_norm": 0.1, "timing_s/step": 2.0,
+        "timing_s/gen": 1.0,
+    }  # fmt: skip
+    rows = [
+        {
+            "step": step, "prompt_id": f"0:p{prompt}", "completion_index": index, "data_source": "sums",
+            "prompt": f"{prompt} + {index // 4} = ?", "ground_truth": str(prompt), "completion": f"{text} {index}",
+            "prompt_tokens": 4, "completion_tokens": 3 + index, "token_ids": [5, 6, 7],
+            "reward": float(index < prompt + 1), "reward_parts": {"exact_match": 1.0}, "reward_failures": {},
+            "advantage": (1.0 if index < prompt + 1 else -1.0), "finish_reason": "length" if index == 3 else "stop",
+            "policy_version": step - 1, "policy_versions": [step - 1],
+        }
+        for prompt in range(2)
+        for index in range(4)
+    ]  # fmt: skip
+    lines = "".join(json.dumps(one) + "\n" for one in rows)
+    write_text(folder / "rollouts" / f"step_{step:06d}" / "train.jsonl", lines)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Client:
+    """Asks a server, with its token unless told otherwise; a path is sent as it is given."""
+
+    def __init__(self, address: str) -> None:
+        parts = urlsplit(address)
+        self.address, self.host, self.port = address, parts.hostname or "", parts.port or 0
+        self.base = f"http://{parts.netloc}"
+        opened = self.ask("GET", f"/?{parts.query}")
+        self.cookie = opened.headers["set-cookie"].partition(";")[0]
+
+    def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+            for name, value in ({"Host": f"localhost:{self.port}"} | headers).items():
+                connection.putheader(name.replace("_", "-"), value)
+            if body is not None:
+                connection.putheader("Content-Length", str(len(body)))
+            connection.endheaders(body)
+            answer = connection.getresponse()
+            return Answer(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+        finally:
+            connection.close()
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self.ask("GET", path, Cookie=self.cookie, **headers)
+
+    def post(self, path: str, content: Any, **headers: str) -> Answer:
+        own = {"Cookie": self.cookie, "Content_Type": "application/json", "X_Atomrl": "1"}
+        return self.ask("POST", path, json.dumps(content).encode(), **(own | headers))
+
+    def id_of(self, name: str) -> str:
+        return str(next(run["id"] for run in self.get("/api/runs").json["runs"] if run["name"] == name))
+
+
+@contextmanager
+def serving(folder: Path, *options: str, cwd: Path | None = None) -> Iterator[tuple[Client, subprocess.Popen[str]]]:
+    """`atomrl ui` on a folder."""
+    command = [sys.executable, "-m", "atomrl.cli.main", "ui", str(folder), "--port", "0", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=cwd)
+    try:
+        assert process.stdout is not None
+        yield Client(process.stdout.readline().split()[1]), process
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+        process.stdout.close()
