@@ -4,7 +4,7 @@ BIN := .venv/bin
 CHECKED := tests/atoms tests/architecture tests/training tests/rollout tests/test_config.py
 
 .PHONY: install quickstart quickstart-search quickstart-python distributed test-distributed test-distributed-short \
-	test-sglang check test test-cpus coverage gpu-check wheels lint clean
+	test-sglang test-ui test-ui-short check test test-cpus coverage gpu-check wheels lint clean
 
 install: .venv/installed
 
@@ -70,6 +70,23 @@ $(SGLANG)/installed: pyproject.toml tools/sglang_cpu.py
 # The suite of engines with SGLang's own server, on a CPU.
 test-sglang: $(SGLANG)/installed
 	$(SGLANG)/bin/python -m pytest -q tests/conformance/test_engines.py tests/conformance/test_sglang_faults.py -k sglang
+
+# The web interface in a real browser, with an environment of its own. It needs a chromium: apt-get install chromium, or
+# one named in ATOMRL_BROWSER.
+UI := .venv-ui
+
+$(UI)/installed: pyproject.toml constraints.txt
+	test -x $(UI)/bin/python || $(PYTHON) -m venv $(UI)
+	$(UI)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[ui]" pytest beartype pandas matplotlib playwright axe-playwright-python
+	touch $@
+
+test-ui: $(UI)/installed
+	ATOMRL_UI_TESTS=required $(UI)/bin/python -m pytest -q tests/reading tests/ui
+
+# What CI runs of it.
+test-ui-short: $(UI)/installed
+	ATOMRL_UI_TESTS=required $(UI)/bin/python -m pytest -q -rs tests/ui/browser -m short
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest -n 2

@@ -149,10 +149,10 @@ def one_run(tree: dict[str, Any], budget: int, result_file: Path) -> None:
     """Evaluate, train, evaluate; in a process of its own."""
     from transformers import AutoModelForCausalLM
 
+    from atomrl.reading import curves
+    from atomrl.reading.lines import read_metrics
     from atomrl.runs import prepare_run
     from atomrl.runs.build import ENGINES
-    from atomrl.tracking import curves
-    from atomrl.tracking.run_directory import read_metrics
 
     started = time.perf_counter()
     curves.draw_curves = lambda *_: None  # a tenth of the time, and nobody looks at them

@@ -22,9 +22,9 @@ from typing import Any
 
 from atomrl.config import build_config, merge_trees, parse_overrides, read_yaml
 from atomrl.protocols import WeightUpdate
+from atomrl.reading.lines import read_metrics
 from atomrl.rollout.native import NativeEngine
 from atomrl.runs import prepare_run
-from atomrl.tracking.run_directory import read_metrics
 
 ROOT = Path(__file__).parents[1]
 STEPS = 20

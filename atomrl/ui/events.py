@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from atomrl.ui.catalog import Catalog, Stamp
 
@@ -22,10 +22,15 @@ class Watcher:
 
     Args:
         catalog: of the runs.
+
+    Attributes:
+        streams: how many there are.
+        ending: whether the server ends; so do the streams then.
     """
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog, self.streams = catalog, 0
+        self.ending: Callable[[], bool] = lambda: False
         self._lock = threading.Lock()
         self._stamps: dict[str, Stamp] = {}
         self._looked = self._looked_at_all = -ENDED_S
@@ -54,7 +59,7 @@ class Watcher:
             seen = await asyncio.to_thread(self.stamps)
             yield b"retry: 1000\nevent: ready\ndata: []\n\n"
             silent = time.monotonic()
-            while True:
+            while not self.ending():
                 await asyncio.sleep(POLL_S)
                 now = await asyncio.to_thread(self.stamps)
                 if now is seen:

@@ -22,6 +22,9 @@ FOLDER = ".launches"
 """Below the folder of the runs: configs, logs and records of what was started. Not in a run's own folder, where a log
 before its start would make it a run that exists already."""
 
+ENDING_S = 60.0
+"""How long a run may take from its summary to its end."""
+
 
 class LaunchError(ValueError):
     """A run cannot be started, stopped or resumed; the message says why."""
@@ -64,8 +67,11 @@ class Launcher:
         Raises:
             LaunchError: it is running.
         """
-        if owner(folder) is not None:
-            raise LaunchError("it is running")
+        end = time.monotonic() + ENDING_S
+        while owner(folder) is not None:  # one that has ended may still be letting go of its parts
+            if not (folder / "summary.json").exists() or time.monotonic() > end:
+                raise LaunchError("it is running")
+            time.sleep(0.1)
         config, place = folder / "config.yaml", folder.resolve()
         if not config.is_file() or config.is_symlink():
             raise LaunchError("it has no config.yaml")

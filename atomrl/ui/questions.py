@@ -40,7 +40,9 @@ class Questions:
         return self._ask(json.dumps({"yaml": text}))
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; who waits for an answer gets none."""
+        if self._process is not None:
+            self._process.kill()
         with self._lock:
             self._end()
 

@@ -48,12 +48,11 @@ class Server:
         guard: Any = Guard(routes.application(), self.token, host, cookie=f"atomrl_ui_{port}")
         shown = "localhost" if is_loopback(host) else socket.getfqdn() if host in ("0.0.0.0", "::") else host
         self.address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={self.token}"
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                guard, lifespan="off", log_level="warning", access_log=False, server_header=False,
-                timeout_graceful_shutdown=GRACE_S,
-            )
+        config = uvicorn.Config(
+            guard, lifespan="off", log_level="warning", access_log=False, server_header=False,
+            timeout_graceful_shutdown=GRACE_S,
         )  # fmt: skip
+        self._routes, self._server = routes, uvicorn.Server(config)
 
     def run(self, ready: Callable[[str], None]) -> None:
         """Answer until the process is told to end (Ctrl-C, SIGTERM).
@@ -62,11 +61,12 @@ class Server:
             ready: is called with the address to open.
         """
 
-        def end(*_: Any) -> None:
-            self._server.should_exit = True
+        def ended(*_: Any) -> None:
+            """uvicorn handles signals while it runs, and sends them once more when it has ended."""
 
-        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn has its own while it runs, and calls these then
-            signal.signal(number, end)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, ended)
+        self._routes.watcher.ending = lambda: self._server.should_exit
         ready(self.address)
         try:
             self._server.run(sockets=[self._listener])

@@ -54,7 +54,7 @@ export function Compare({ ids }) {
   const differing = Object.entries(found.config);
   return html`<h1>${t("compare_n", { n: found.runs.length })}</h1><${Failure} error=${error} />
     <div class="scroll" tabindex="0" role="region" aria-label=${t("runs")}><table>
-      <thead><tr><th scope="col">${t("name")}</th><th scope="col">${t("status")}</th><th scope="col">${t("step")}</th><th scope="col">${t("value")}</th><th scope="col">${t("held_out")}</th><th scope="col">${t("findings")}</th></tr></thead>
+      <thead><tr><th scope="col">${t("name")}</th><th scope="col">${t("status")}</th><th scope="col">${t("step")}</th><th scope="col">${t("value")}</th><th scope="col">${t("held_out_accuracy")}</th><th scope="col">${t("findings")}</th></tr></thead>
       <tbody>${found.runs.map((run, i) => html`<tr><th scope="row"><span class=${`swatch c${i % 8}`} aria-hidden="true"></span> <a href=${link(["run", run.id])}>${visible(run.name)}</a></th>
         <td><${Status} status=${run.status} /></td><td>${run.step}</td><td>${number(run.value)}</td><td>${number(heldOut(run))}</td>
         <td>${run.findings.map((one) => one.id.replaceAll("_", " ")).join(", ") || t("none")}</td></tr>`)}</tbody></table></div>

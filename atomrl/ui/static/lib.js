@@ -164,7 +164,9 @@ export function duration(seconds) {
 
 export function ago(time) {
   if (!time) return "–";
-  return t("ago", { time: duration(Math.max(0, Date.now() / 1000 - time)) });
+  const s = Math.max(0, Date.now() / 1000 - time);
+  const said = s < 3600 ? (s < 60 ? duration(s) : `${Math.floor(s / 60)} min`) : s < 172800 ? `${Math.floor(s / 3600)} h` : duration(s);
+  return t("ago", { time: said });
 }
 
 // Control characters, and those that turn the direction of what stands around them.
@@ -187,7 +189,7 @@ export function visible(text) {
 export const MARKS = { running: "●", finished: "✓", stopped: "❙❙", failed: "✕" };
 
 export function Status({ status }) {
-  return html`<span class=${`status ${status}`}><span aria-hidden="true">${MARKS[status]}</span> ${t(status)}</span>`;
+  return html`<span class=${`status ${status}`}><span aria-hidden="true">${MARKS[status]}</span> <span class="word">${t(status)}</span></span>`;
 }
 
 export function Failure({ error }) {

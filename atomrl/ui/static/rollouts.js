@@ -157,7 +157,7 @@ function Member({ run, member, step, split, chosen, math, scale }) {
       <span>${t("n_tokens", { n: member.tokens ?? "?" })}</span>
       ${member.finish === "length" ? html`<span class="warning">! ${t("cut")}</span>` : html`<span class="faint">${visible(member.finish || "")}</span>`}
       ${parts.length > 1 && html`<span class="faint">${visible(parts.map(([name, value]) => `${name} ${number(value)}`).join(", "))}</span>`}
-      <button class="quiet" aria-expanded=${shown} onClick=${() => setShown(!shown)}>${t("tokens")}</button></p>
+      <button class="small" aria-expanded=${shown} onClick=${() => setShown(!shown)}>${t("tokens")}</button></p>
     ${math && html`<p class="math">A = ${math}</p>`}
     ${failures.map(([name, said]) => html`<p class="error">${visible(name)}: ${visible(said)}</p>`)}
     ${shown ? html`<${Tokens} run=${run} step=${step} split=${split} place=${member.place} text=${member.completion} />` : html`<pre class="text" tabindex="0">${visible(member.completion)}</pre>`}

@@ -1,5 +1,5 @@
 // One run: a verdict in words, curves, completions, config, log.
-import { html, get, post, useState, useEffect, useRef, useGet, useLive, useThrottled, number, duration, ago, link, Status, Failure, Loading, visible } from "./lib.js";
+import { html, get, post, useState, useEffect, useRef, useGet, number, duration, ago, link, Status, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 import { Charts, FIRST } from "./charts.js";
 import { Rollouts } from "./rollouts.js";
@@ -15,7 +15,7 @@ function verdict(run) {
   lines.push(t(`verdict_${run.status}`, place) + left);
   const errors = run.findings.filter((found) => found.severity === "error");
   if (errors.length) lines.push(t("verdict_errors", { n: errors.length, step: errors[0].step, name: errors[0].id.replaceAll("_", " ") }));
-  else if (run.findings.length) lines.push(t("verdict_warnings", { n: run.findings.length }));
+  else if (run.findings.length) lines.push(t("verdict_warnings", { n: run.findings.length, step: run.findings[0].step, name: run.findings[0].id.replaceAll("_", " ") }));
   else if (run.step) lines.push(t("verdict_healthy"));
   for (const source of Object.keys(run.held_out)) {
     const metric = run.evaluations.find((name) => name === `val-core/${source}/acc/mean@1` || name === `eval/${source}_accuracy`);
@@ -30,8 +30,7 @@ function Finding({ run, found }) {
   const query = new URLSearchParams({ first_step: Math.max(1, found.step - 2), last_step: found.step, split: "train" });
   const level = found.severity === "error" ? "error" : "warning";
   return html`<li class=${`finding ${level}`}>
-    <h3><span class=${level}><span aria-hidden="true">${level === "error" ? "✕" : "!"}</span> ${t(level)}</span> ${visible(found.id.replaceAll("_", " "))}
-      <small>${t("since_step", { step: found.step })}</small></h3>
+    <h3><span class=${level}><span aria-hidden="true">${level === "error" ? "✕" : "!"}</span> ${t(level)}</span> ${visible(found.id.replaceAll("_", " "))} <small>${t("since_step", { step: found.step })}</small></h3>
     <p>${visible(found.what)}</p>
     <p><strong>${t("try")}</strong> ${visible(found.advice)}</p>
     <p><a href=${link(["run", run.id, "rollouts"], query)}>${t("evidence", { from: query.get("first_step"), to: found.step })}</a>
@@ -106,11 +105,11 @@ function Log({ run }) {
       setError(failure);
     }
   };
-  const soon = useThrottled(read, 500);
   useEffect(() => {
     read();
+    const timer = setInterval(() => document.hidden || read(), 2000);
+    return () => clearInterval(timer);
   }, [run.id]);
-  useLive((name, ids) => name === "changed" && ids.includes(run.id) && soon());
   if (error) return html`<${Failure} error=${error} />`;
   return text === null ? html`<p class="empty">${t("no_log")}</p>` : html`<pre class="page log" tabindex="0" aria-label=${t("log")}>${visible(text)}</pre>`;
 }

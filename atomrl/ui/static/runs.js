@@ -70,12 +70,12 @@ function Row({ run, chosen, choose, showSeed }) {
   const errors = run.findings.filter((found) => found.severity === "error").length;
   const held = heldOut(run);
   return html`<tr class=${chosen ? "chosen" : ""}>
-    <td><input type="checkbox" checked=${chosen} onChange=${choose} aria-label=${t("choose", { name: run.name })} /></td>
+    <td class="pick"><input type="checkbox" checked=${chosen} onChange=${choose} aria-label=${t("choose", { name: run.name })} /></td>
     <td><${Status} status=${run.status} /></td>
     <th scope="row"><a href=${link(["run", run.id])}>${visible(run.name)}</a></th>
     <td class="wide">${visible(run.algorithm)}</td>
-    <td>${run.progress !== null && html`<progress value=${run.progress} aria-label=${t("progress")}>${number(run.progress)}</progress> `}
-      <span class="nowrap">${run.step}${run.steps ? ` / ${run.steps}` : ""}</span>
+    <td class="progress">${run.progress !== null && html`<progress value=${run.progress} aria-label=${t("progress")}>${number(run.progress)}</progress> `}
+      <span class="steps">${run.step}${run.steps ? ` / ${run.steps}` : ""}</span>
       ${run.eta_s !== null && html`<small class="nowrap"> ${t("left", { time: duration(run.eta_s) })}</small>`}</td>
     <td class="nowrap"><${Spark} points=${run.spark} /> <span title=${run.headline || ""}>${number(run.value)}</span></td>
     <td class="nowrap">${held !== null ? html`${number(held)}` : number(run.accuracy)}${held === null && run.accuracy !== null ? html` <small>${t("of_training")}</small>` : ""}</td>
@@ -118,8 +118,8 @@ export function Runs() {
   const choose = (id) => setChosen(chosen.includes(id) ? chosen.filter((other) => other !== id) : [...chosen, id]);
   const shown = groups.reduce((count, [, runs]) => count + runs.length, 0);
   const running = found.runs.filter((run) => run.status === "running").length;
-  const columns = ["status", "name", "algorithm", "progress", "value", "held_out", "findings", "learning_rate", "seed", "updated"];
-  const wide = ["algorithm", "learning_rate", "seed", "updated"];
+  const columns = ["status", "name", "algorithm", "progress", "value", "accuracy", "findings", "lr", "seed", "updated"];
+  const wide = ["algorithm", "lr", "seed", "updated"];
   return html`
     <h1>${t("runs")} <small>${visible(found.folder)}</small></h1>
     <div class="bar">
@@ -136,7 +136,7 @@ export function Runs() {
     <p class="faint" role="status">${t("count", { shown, all: found.runs.length, running })}</p>
     ${error && html`<${Failure} error=${error} />`}
     ${shown ? html`<div class="scroll" tabindex="0" role="region" aria-label=${t("runs")}><table class="runs">
-      <thead><tr><th scope="col"><span class="hidden">${t("chosen")}</span></th>
+      <thead><tr><th scope="col" class="pick"><span class="hidden">${t("chosen")}</span></th>
         ${columns.map((name) => html`<th scope="col" class=${wide.includes(name) ? "wide" : ""}>${t(name)}</th>`)}</tr></thead>
       ${groups.map(([group, runs]) => html`<tbody key=${group}>
         ${group && html`<tr class="group"><th colspan="11" scope="rowgroup">

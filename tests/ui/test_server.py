@@ -1,0 +1,238 @@
+"""What the server answers, on runs that are whole, growing, torn, resumed and gone; and that it leaves them alone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import struct
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from atomrl.reading import MetricTable, Run
+from atomrl.ui.cards import downsample, group
+from atomrl.ui.catalog import Catalog
+from atomrl.ui.compare import together
+from atomrl.ui.launches import Launcher, LaunchError
+from tests.ui.made import log_step, make_run, serving
+
+for package in ("starlette", "orjson", "uvicorn"):
+    pytest.importorskip(package, reason="the extra `ui` is not installed")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    make_run(folder / "group" / "one", seed=1)
+    make_run(folder / "group" / "two", seed=2)
+    with serving(folder) as (client, process):
+        yield folder, client, process
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+def curves(body: bytes):
+    length = struct.unpack("<I", body[:4])[0]
+    header, numbers = json.loads(body[4 : 4 + length]), np.frombuffer(body, "<f4", offset=4 + length)
+    found, place = {}, 0
+    for part in ("train", "eval"):
+        for name, count in header[part]:
+            found[name] = numbers[place : place + count].tolist(), numbers[place + count : place + 2 * count].tolist()
+            place += 2 * count
+    assert place == len(numbers)
+    return header["step"], found
+
+
+def test_runs_are_listed_with_what_one_asks_first(served):
+    folder, client, _ = served
+    about = client.get("/api/runs").json
+    one, two = about["runs"]
+    assert about["folder"] == str(folder) and [one["name"], two["name"]] == ["group/one", "group/two"]
+    assert one["group"] == two["group"] and (one["seed"], two["seed"]) == (1, 2)
+    assert (one["status"], one["step"], one["steps"], one["algorithm"]) == ("failed", 6, 10, "grpo")
+    assert one["headline"] == "critic/score/mean" and one["value"] == 0.6 and one["held_out"] == {"sums": 0.25}
+    assert one["spark"] == [[1, 2, 3, 4, 5, 6], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]
+    assert about["runs"] == client.get("/api/runs").json["runs"]
+
+
+def test_curves_come_as_numbers(served):
+    _, client, _ = served
+    run = client.id_of("group/one")
+    step, found = curves(
+        client.get(f"/api/runs/{run}/metrics?keys=critic/score/mean%0Aval-core/sums/acc/mean@1%0Ano").body
+    )
+    assert step == 6 and found["val-core/sums/acc/mean@1"] == ([0.0], [0.25])
+    assert found["critic/score/mean"] == ([1, 2, 3, 4, 5, 6], pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]))
+    _, part = curves(client.get(f"/api/runs/{run}/metrics?keys=critic/score/mean&from=3&to=4").body)
+    assert part["critic/score/mean"][0] == [3, 4]
+
+
+def test_the_server_writes_nothing_and_needs_no_torch(served):
+    folder, client, process = served
+    before, run = listing(folder), client.id_of("group/two")
+    for path in (
+        "",
+        "/config",
+        "/rollouts?text=is",
+        "/rollouts/1/train/0",
+        "/rollouts/1/train/0/tokens",
+        "/tail?after=0",
+    ):
+        assert client.get(f"/api/runs/{run}{path}").status == 200
+    assert listing(folder) == before
+    assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+def test_what_comes_later_is_asked_for_alone(served):
+    folder, client, _ = served
+    live = make_run(folder / "live", steps=2)
+    try:
+        assert client.get("/api/runs").status == 200
+        time.sleep(2.1)
+        run = client.id_of("live")
+        log_step(live, 3)
+        with (live / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 4, "critic/sco')
+        tail = client.get(f"/api/runs/{run}/tail?after=2").json
+        assert tail["steps"] == [3] and tail["columns"]["critic/score/mean"] == [0.3] and not tail["rewritten"]
+        assert tail["run"]["step"] == 3
+        lines = (live / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (live / "metrics.jsonl").write_text("".join(lines[:2]))
+        assert client.get(f"/api/runs/{run}/tail?after=3").json["rewritten"]
+    finally:
+        shutil.rmtree(live)
+    assert client.get(f"/api/runs/{run}").status == 404
+    time.sleep(2.1)
+    assert [one["name"] for one in client.get("/api/runs").json["runs"]] == ["group/one", "group/two"]
+
+
+def test_a_change_is_told_within_a_second(served):
+    folder, client, _ = served
+    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=30)
+    connection.request("GET", "/api/events", headers={"Host": f"localhost:{client.port}", "Cookie": client.cookie})
+    answer = connection.getresponse()
+    assert answer.headers["content-type"].startswith("text/event-stream")
+
+    def event():
+        lines = iter(lambda: answer.readline().decode().strip(), "")
+        return dict(line.split(": ", 1) for line in lines if not line.startswith(":"))
+
+    try:
+        assert event()["event"] == "ready"
+        run = client.id_of("group/one")
+        for _ in range(3):
+            with (folder / "group" / "one" / "findings.jsonl").open("a") as file:
+                file.write("{}\n")
+            told = event()
+            assert told == {"event": "changed", "data": json.dumps([run])}
+    finally:
+        connection.close()
+
+
+def test_unreadable_runs_are_shown_with_what_is_wrong(tmp_path):
+    folder = make_run(tmp_path / "torn")
+    (folder / "config.yaml").write_text("a: [1")
+    (folder / "env.json").write_text("[]")
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'no json\n["\xff"]\n{"step": 7, "critic/score/mean": NaN, "x": "text"}\n')
+    path = folder / "rollouts" / "step_000002" / "train.jsonl"
+    path.write_text(path.read_text()[:-40] + '\n{"completion": "\\ud800"}\n')
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.yaml").write_text("")
+    with serving(tmp_path) as (client, _):
+        cards = {card["name"]: card for card in client.get("/api/runs").json["runs"]}
+        assert cards["torn"]["step"] == 7 and cards["torn"]["problems"] == 4 and cards["bare"]["step"] == 0
+        for card in cards.values():
+            for path in ("", "/config", "/rollouts", "/tail?after=0", "/metrics?keys=critic/score/mean"):
+                assert client.get(f"/api/runs/{card['id']}{path}").status == 200
+        problems = client.get(f"/api/runs/{cards['torn']['id']}").json["problems"]
+        assert any("config.yaml" in line for line in problems) and any("metrics.jsonl:8" in line for line in problems)
+        found = client.get(f"/api/runs/{cards['torn']['id']}/rollouts?first_step=2&last_step=2").json
+        assert found["total"] == 8 and found["rows"][-1]["completion"] == "?"
+
+
+def test_many_that_ask_at_once_have_a_run_read_once(tmp_path, monkeypatch):
+    make_run(tmp_path / "one")
+    read = []
+    monkeypatch.setattr("atomrl.ui.catalog.Run", lambda path: (read.append(path), time.sleep(0.1), Run(path))[2])
+    catalog = Catalog(tmp_path)
+    [entry] = catalog.entries()
+    threads = [threading.Thread(target=catalog.card, args=(entry,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read) == 1
+
+
+def test_few_runs_are_kept_in_memory(tmp_path):
+    for number in range(12):
+        make_run(tmp_path / f"run-{number}", steps=1)
+    catalog = Catalog(tmp_path)
+    for entry in catalog.entries():
+        catalog.card(entry)
+    assert sum(entry.run is not None for entry in catalog.entries()) <= 7
+
+
+def test_no_spike_is_lost_when_there_are_more_points_than_pixels():
+    values = np.zeros(10_000)
+    values[[1234, 8000]] = 7.0, -3.0
+    steps, shown = downsample(np.arange(10_000), values, 600)
+    assert len(steps) <= 600 and shown.max() == 7.0 and shown.min() == -3.0
+    assert steps[0] == 0 and steps[-1] == 9_999 and (np.diff(steps) > 0).all()
+
+
+def test_a_table_of_nothing_has_no_points():
+    assert downsample(*MetricTable().points("a"), 10)[0].tolist() == []
+
+
+def test_runs_of_one_group_differ_in_seed_and_name_alone():
+    one = {"seed": 1, "run_name": "a", "output_dir": "x", "train": {"steps": 3}}
+    assert group(one) == group({**one, "seed": 2, "run_name": "b"}) != group({**one, "train": {"steps": 4}})
+
+
+def test_a_key_that_a_run_s_version_lacks_is_no_difference():
+    def part(config):
+        return {"card": {}, "config": config, "curves": {}}
+
+    found = together([part({"a": 1, "b": None}), part({"a": 2, "b": None, "c": 0, "run_name": "x"})])
+    assert found["config"] == {"a": [1, 2]} and found["partial"] == {"c": [None, 0]}
+
+
+def test_nothing_is_launched_elsewhere_or_over_a_run(tmp_path):
+    launcher = Launcher(tmp_path / "runs")
+    for place in ("/etc/x", str(tmp_path / "runs" / ".." / "x"), str(tmp_path / "runs")):
+        with pytest.raises(LaunchError, match="is not in"):
+            launcher.start("{}", "train", place)
+    folder = make_run(tmp_path / "runs" / "one")
+    with pytest.raises(LaunchError, match="exists already"):
+        launcher.start("{}", "train", str(folder))
+    assert not (tmp_path / "runs" / ".launches").exists()
+
+
+def test_a_run_that_is_just_ending_is_waited_for(tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "one")
+    owners, spawned = iter([7, 7, None]), []
+    monkeypatch.setattr("atomrl.ui.launches.owner", lambda _: next(owners))
+    monkeypatch.setattr("atomrl.ui.launches.kind_of", lambda _: "train")
+    monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: spawned.append(arguments))
+    with pytest.raises(LaunchError, match="it is running"):
+        Launcher(tmp_path).resume(folder)
+    (folder / "summary.json").write_text('{"finished": false}')
+    Launcher(tmp_path).resume(folder)
+    [arguments] = spawned
+    assert arguments[:2] == ["train", str(folder / "config.yaml")] and arguments[-1] == "--resume"
+
+
+def test_only_a_process_that_writes_the_run_is_stopped(tmp_path):
+    folder = make_run(tmp_path / "one")
+    (folder / ".lock").write_text(f"process {os.getppid()} on {os.uname().nodename}\n")  # it wrote it once
+    with pytest.raises(LaunchError, match="no process on this machine writes it"):
+        Launcher(tmp_path).stop(folder)
