@@ -1,6 +1,6 @@
 """The sections `environment` and `tools`: what answers the model."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,7 +19,7 @@ class EnvironmentConfig(Section):
     args: dict[str, Any] = {}
     opening: bool = False
     """The environment begins: what it says first is the end of the prompt's last message."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a turn of the model, beside `rollout.stop`."""
     max_turns: int = Field(8, ge=1)
     """Turns of the model; the environment may end the episode before."""

@@ -112,7 +112,7 @@ def play(function: Callable[..., Any], sample: Sample, args: Mapping[str, Any], 
         return 0.0
     if outcome is None:
         return None
-    if isinstance(outcome, str) or not math.isfinite(number := float(outcome)):
+    if (number := _number(outcome)) is None:
         raise Misplayed(f"it returned {outcome!r:.100}; an environment returns a finite number, or None")
     return number
 
@@ -173,17 +173,35 @@ def as_replies(said: Any) -> list[Reply]:
             raise Misplayed(f"the label of a Reply is a text, not {reply.label!r:.100}")
         if len(found) > 1 and reply.role != "tool":
             raise Misplayed(f"several replies at once have the role 'tool', not {reply.role!r}")
-        if reply.reward is not None and not math.isfinite(float(reply.reward)):
+        if reply.reward is not None and _number(reply.reward) is None:
             raise Misplayed(f"the reward of a Reply is a finite number, not {reply.reward!r}")
     return [
         replace(
             reply,
             text=plain(reply.text),
             label=plain(reply.label),
-            reward=None if reply.reward is None else float(reply.reward),
+            reward=_number(reply.reward),
         )
         for reply in found
     ]
+
+
+def _number(value: Any) -> float | None:
+    """As a float; None where it is no finite number."""
+    try:
+        number = math.nan if value is None or isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def described(error: BaseException) -> str:
+    """An exception in words, also of one that has none: `str` of it is its author's."""
+    try:
+        text = str(error)
+    except Exception as another:
+        text = f"(its words raise {type(another).__name__})"
+    return plain(f"{type(error).__name__}: {text[:300]}")
 
 
 def plain(text: str) -> str:

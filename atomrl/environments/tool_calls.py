@@ -8,8 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from atomrl.environments.playing import described
+
 Schema = Mapping[str, Any]
 """Of a tool, as `transformers.utils.get_json_schema` makes it."""
+UNREADABLE = (ValueError, RecursionError)
+"""What JSON raises: also of a thousand brackets."""
 Form = str | Mapping[str, Any]
 """A name of `FORMS`, or the `response_template` of a tokenizer (transformers)."""
 
@@ -65,7 +69,7 @@ def llama(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
     while rest:
         try:
             value, end = decoder.raw_decode(rest)
-        except ValueError as error:
+        except UNREADABLE as error:
             return [*calls, Call(problem=f"it is no JSON: {error}")]
         if not tagged and not (isinstance(value, dict) and "name" in value):
             return calls  # an answer that is JSON
@@ -83,7 +87,7 @@ def mistral(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
         return [_from_json(arguments, name) for name, arguments in named]
     try:
         values, _ = json.JSONDecoder().raw_decode(rest.strip())
-    except ValueError as error:
+    except UNREADABLE as error:
         return [Call(problem=f"it is no JSON: {error}")]
     return [_from_value(value) for value in (values if isinstance(values, list) else [values])]
 
@@ -104,8 +108,8 @@ def _by_template(text: str, template: Mapping[str, Any], schemas: Sequence[Schem
 
     try:
         message = parse_response(text, dict(template), prefix="", tools=[dict(schema) for schema in schemas])
-    except ValueError as error:
-        return [Call(problem=str(error))]
+    except Exception as error:  # what a tokenizer brings is a program, and what a model writes is anything
+        return [Call(problem=described(error))]
     return [_from_value(call.get("function", call)) for call in message.get("tool_calls") or ()]
 
 
@@ -162,7 +166,7 @@ def _blocks(text: str) -> list[str]:
 def _from_json(text: str, name: str = "") -> Call:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except UNREADABLE as error:
         return Call(problem=f"it is no JSON: {error}")
     return _from_value({"name": name, "arguments": value} if name else value)
 
@@ -174,7 +178,7 @@ def _from_value(value: Any) -> Call:
     if isinstance(arguments, str):  # OpenAI writes JSON in a text
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except UNREADABLE:
             return Call(value["name"], problem="its arguments are no JSON object")
     if not isinstance(arguments, dict):
         return Call(value["name"], problem="its arguments are no JSON object")
@@ -194,5 +198,5 @@ def _value(text: str, kind: Any) -> Any:
         return text
     try:
         return json.loads(text)
-    except ValueError:
+    except UNREADABLE:
         return text

@@ -15,6 +15,7 @@ from pydantic import ConfigDict, ValidationError, validate_call
 
 from atomrl.environments.calls import CallThread, TooLong
 from atomrl.environments.mcp_server import McpServer, connected
+from atomrl.environments.playing import described
 from atomrl.environments.tool_calls import Call, Form, Schema, find_calls
 from atomrl.episodes import Reply
 from atomrl.functions import find_function
@@ -196,6 +197,7 @@ def _answer(call: Call, known: Mapping[str, _Tool]) -> Reply:
     tool = known[call.name]
     try:
         result = tool.call(**call.arguments) if tool.limit_s is None else _limited(tool, call.arguments)
+        return result if isinstance(result, Reply) else Reply(text=_as_text(result), role="tool", label=call.name)
     except TooLong as error:
         return wrong("timeout", f"{call.name}: {error}")
     except BROKEN:
@@ -206,11 +208,11 @@ def _answer(call: Call, known: Mapping[str, _Tool]) -> Reply:
     except _Refused as error:
         return wrong("invalid", f"{call.name}: {error}")
     except Exception as error:
-        return wrong("error", f"{call.name}: {type(error).__name__}: {error}")
-    if isinstance(result, Reply):
-        return result
-    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-    return Reply(text=text, role="tool", label=call.name)
+        return wrong("error", f"{call.name}: {described(error)}")
+
+
+def _as_text(result: Any) -> str:
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
 def _limited(tool: _Tool, arguments: Mapping[str, Any]) -> Any:

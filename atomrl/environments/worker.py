@@ -18,7 +18,17 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from atomrl.environments.calls import left_behind
-from atomrl.environments.playing import Closed, Cut, Misplayed, Said, as_replies, find_environment, plain, play
+from atomrl.environments.playing import (
+    Closed,
+    Cut,
+    Misplayed,
+    Said,
+    as_replies,
+    described,
+    find_environment,
+    plain,
+    play,
+)
 from atomrl.types import Sample
 from atomrl.worker_process import say
 
@@ -162,4 +172,4 @@ def _play(
 def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return plain(f"{type(error).__name__}: {str(error)[:300]}{place}")
+    return described(error) + plain(place)

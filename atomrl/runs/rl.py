@@ -108,9 +108,11 @@ class RLRun(Run):
         tokens = train.micro_batch_tokens(build.device_name(self.config.model.device).partition(":")[0])
         micro_rows = min(update_rows, max(1, tokens // row_tokens), train.rows_per_micro_batch or update_rows)
         prompts = train.steps * rollout.prompts_per_step
+        dropping = self.config.environment is not None and self.config.environment.when_full == "drop_oldest"
+        more = ", and more where turns are dropped" if dropping else ""
         return [
             f"a step: {rollout.prompts_per_step} prompts x {rollout.completions_per_prompt} completions = {rows} rows, "
-            f"each of at most {row_tokens} tokens",
+            f"each of at most {row_tokens} tokens{more}",
             f"optimizer steps in a step: {rows} rows / {update_rows} rows_per_update x {train.epochs_per_step} epochs "
             f"= {updates}",
             f"forward passes in an optimizer step: at most {math.ceil(update_rows / micro_rows)}, "

@@ -89,6 +89,32 @@ def gives_up() -> str:
     raise TimeoutError("the service is silent")
 
 
+def circle() -> list:
+    """Returns what JSON has no form for."""
+    found: list = []
+    found.append(found)
+    return found
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def wordless() -> str:
+    """Raises what has no words."""
+    raise Unprintable
+
+
+def numbers(values: list) -> str:
+    """Says how many there are.
+
+    Args:
+        values: any
+    """
+    return f"{len(values)} \ud800"
+
+
 def nothing_said(x: int) -> int:
     return x
 

@@ -32,6 +32,14 @@ def opening_echo(sample):
     return 1.0
 
 
+def silent(sample):
+    """Answers without a word."""
+    yield None
+    for _ in range(3):
+        yield ""
+    return 1.0
+
+
 async def waiting(sample, say, *, seconds=0.01):
     """An asynchronous one."""
     text = await say()

@@ -43,7 +43,7 @@ def test_an_episode_is_what_was_sampled_and_what_was_answered(played, tokenizer)
 
 
 @pytest.mark.parametrize("function, settings", [
-    ("echo", {}), ("opening", {}), ("waiting", {}), ("Steps", {}), ("cut_short", {"max_turns": 5}),
+    ("echo", {}), ("opening", {}), ("silent", {}), ("waiting", {}), ("Steps", {}), ("cut_short", {"max_turns": 5}),
 ])  # fmt: skip
 @pytest.mark.parametrize("engine", ["native", "pytorch"])
 def test_tokens_fed_to_the_cache_and_rounds_are_the_same(played, function, settings, engine):

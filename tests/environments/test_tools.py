@@ -115,11 +115,15 @@ def test_calls_of_one_turn_run_at_the_same_time_and_are_answered_in_order():
     (called("slow", seconds=0.01), "slow", "done"),
     (called("shop", item="tea"), "shop", "tea: 3 EUR"),
     ('<tool_call>{"name": "divide"', "invalid", "cannot be read"),
+    (called("circle"), "error", "Error: circle: ValueError: Circular reference"),
+    (called("wordless"), "error", "Error: wordless: Unprintable: (its words raise ValueError)"),
+    (called("numbers", values=["\ud800", float("nan")]), "numbers", "2 \ufffd"),
+    (f'<tool_call>{{"name": "numbers", "arguments": {{"values": {"[" * 3000}', "invalid", "cannot be read"),
     ('<tool_call>[1]</tool_call>', "invalid", 'no object with a "name"'),
     ('<tool_call>{"name": "divide", "arguments": 3}</tool_call>', "invalid", "arguments are no JSON object"),
 ])  # fmt: skip
 def test_what_is_wrong_with_a_call_is_said_to_the_model(call, label, words):
-    tools = [f"{PATH}.divide", f"{PATH}.weather", f"{PATH}.slow"]
+    tools = [f"{PATH}.{name}" for name in ("divide", "weather", "slow", "circle", "wordless", "numbers")]
     tools += [{"function": f"{PATH}.shop", "args": {"currency": "EUR"}}]
     item, row = played(config_of(*tools), call, "So.")
     assert item.episode.turns[0].labels == (label,)

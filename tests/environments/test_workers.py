@@ -103,6 +103,47 @@ def test_what_goes_wrong_is_said_at_once(function, failure, words):
         assert answer.failure == failure and words in answer.message
 
 
+@pytest.mark.parametrize("function, args, failure, words", [
+    ("nan_reward", {}, "invalid", "the reward of a Reply is a finite number, not nan"),
+    *[("odd_outcome", {"kind": kind}, "invalid", "returns a finite number, or None")
+      for kind in ("nan", "inf", "text", "list", "huge", "complex", "reply")],
+    ("long_message", {}, "error", "RuntimeError: \ufffd\u00e9"),
+    ("no_words", {}, "error", "Unprintable: (its words raise ValueError)"),
+    ("nothing_at_all", {}, "invalid", "it said []"), ("mixed", {}, "invalid", "several replies at once"),
+    ("deep", {}, "error", "RecursionError"), ("exits", {}, "error", "SystemExit: 0"),
+    ("interrupts", {}, "error", "KeyboardInterrupt"),
+])  # fmt: skip
+def test_what_an_environment_does_wrong_is_said_in_a_line(function, args, failure, words):
+    with nasty_pool(function, args) as pool:
+        key = pool.start(sample(), 0)
+        assert not next_answer(pool, key).ended
+        began = time.monotonic()
+        pool.say(key, "x")
+        answer = next_answer(pool, key)
+        assert time.monotonic() - began < 10, "it took its time-out"
+        assert answer.failure == failure and words in answer.message and len(answer.message) < 1000
+
+
+@pytest.mark.parametrize("function, turns, outcome", [
+    ("leaves_at_once", 0, 1.0), ("never_says", 0, 0.5), ("empty", 4, 1.0), ("empty_message", 2, 1.0),
+    ("task_left", 1, 1.0), ("many_words", 2, 1.0), ("mutates", 1, 1.0),
+])  # fmt: skip
+def test_what_is_odd_and_no_fault(function, turns, outcome):
+    one, said = sample(), 0
+    with nasty_pool(function, {}) as pool:
+        key = pool.start(one, 0)
+        while not (answer := next_answer(pool, key)).ended:
+            pool.say(key, "x")
+            said += 1
+    assert (said, answer.outcome, answer.failure) == (turns, outcome, None)
+    assert one.prompt == "s0" and not one.columns, "it has a copy"
+
+
+def nasty_pool(function, args):
+    settings = EnvironmentConfig(function=f"tests.environments.nasty.{function}", args=args, workers=1, timeout_s=10.0)
+    return closing(EnvironmentPool(settings))
+
+
 def test_half_a_character_is_replaced():
     with make_pool("surrogate") as pool:
         key = pool.start(sample(), 0)
