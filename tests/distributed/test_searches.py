@@ -98,9 +98,7 @@ def test_a_run_of_searches_on_vllm(cached, drawn, model, tmp_path, where):
 
     assert largest_error(str(model), found, trained) < 5e-5
     if where == "here":
-        later = [(item, turn, size) for item in drawn[-1] for turn, size in enumerate(lengths_after_turns(item)[:-1], 1)]
-        # The next run of it, since ids are those of the step.
-        assert [cached[f"{item.trajectory_id}#{turn}"] for item, turn, _ in later] == [
-            (size - 1) // BLOCK * BLOCK for _, _, size in later
-        ]
-        assert any(size > BLOCK for _, _, size in later)
+        later = [(item, lengths_after_turns(item)[:-1]) for item in drawn[-1]]
+        sizes = {f"{item.trajectory_id}#{n}": size for item, ends in later for n, size in enumerate(ends, start=1)}
+        assert {name: cached[name] for name in sizes} == {n: (size - 1) // BLOCK * BLOCK for n, size in sizes.items()}
+        assert any(size > BLOCK for size in sizes.values())
