@@ -6,6 +6,7 @@ atomrl init my-project --model Qwen/Qwen2.5-0.5B-Instruct   # or a folder
 
 import argparse
 from pathlib import Path
+from typing import Literal
 
 from atomrl.files import new_folder, write_jsonl, write_text
 
@@ -124,6 +125,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from atomrl.data.generators import generate
 
+    splits: tuple[tuple[Literal["train", "eval"], int], ...] = (("train", PROBLEMS), ("eval", HELD_OUT))
+
     model, fresh = arguments.model or "runs/warm-start/model", arguments.model is None
     with new_folder(arguments.folder) as folder:
         files = {
@@ -144,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
         for name, text in files.items():
             write_text(folder / name, text)
         (folder / "data").mkdir()
-        for split, size in (("train", PROBLEMS), ("eval", HELD_OUT)):
+        for split, size in splits:
             write_jsonl(generate("chain", size, 0, split), folder / "data" / f"{split}.jsonl")
     print(f"{arguments.folder} is made; go on with:\n\n    cd {arguments.folder}")
     print(*([line for line in ["    atomrl sft warm_start.yaml"] if fresh] + ["    atomrl train grpo.yaml"]), sep="\n")

@@ -23,6 +23,7 @@ COMMANDS = {
     "retriever": "serve the documents of a corpus to models that search",
     "data": "check a data file, make one from a task, or tokenize text",
     "plan": "say whether a run will fit, and how long it will take",
+    "tune": "search for better values of a config's keys",
     "explain": "print the objective of a config: its equation, atoms and papers, and what is known to go wrong",
     "atoms": "list the atoms, or show one: equation, shapes, paper, example",
     "import": "turn a config of verl, TRL or OpenRLHF into one of ours, or a nanoGPT checkpoint into a model folder",

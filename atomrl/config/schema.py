@@ -305,7 +305,7 @@ class CheckpointConfig(Section):
 class TrackingConfig(Section):
     """Where metrics go beside `metrics.jsonl`."""
 
-    sinks: list[Literal["tensorboard", "wandb"]] = []
+    sinks: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     wandb_project: str = "atomrl"
     wandb_entity: str | None = None
     wandb_tags: list[str] = []

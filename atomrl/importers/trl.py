@@ -116,7 +116,8 @@ def translate(path: Path, processes: int | None) -> Translation:
     _rewards(t)
     reported = t("report_to")
     sinks = [reported] if isinstance(reported, str) else reported or []
-    t.put("tracking.sinks", [name for name in sinks if name in ("wandb", "tensorboard")], "report_to")
+    known = [name for name in sinks if name in ("wandb", "tensorboard", "mlflow", "trackio")]
+    t.put("tracking.sinks", known, "report_to")
     for note in notes:
         t.nearly(note)
     return t

@@ -276,7 +276,7 @@ def _overlong(t: Translation) -> None:
 def _tracking(t: Translation) -> None:
     loggers = t("trainer.logger")
     loggers = [loggers] if isinstance(loggers, str) else list(loggers)
-    known = [name for name in loggers if name in ("wandb", "tensorboard")]
+    known = [name for name in loggers if name in ("wandb", "tensorboard", "mlflow", "trackio")]
     t.put("tracking.sinks", known, "trainer.logger")
     if unknown := [name for name in loggers if name not in (*known, "console")]:
         t.nearly(f"trainer.logger: {', '.join(unknown)} has no counterpart; metrics.jsonl has every step")

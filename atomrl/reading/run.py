@@ -18,7 +18,7 @@ from atomrl.reading.state import RunState, state_of
 MARKS = ("metrics.jsonl", "config.yaml")
 """A folder with one of these is a run's."""
 MAPPINGS = ("config.yaml", "env.json", "summary.json")
-INSIDE = {"rollouts", "checkpoints", "model", "inputs", "tensorboard", "wandb", "pools"}
+INSIDE = {"rollouts", "checkpoints", "model", "inputs", "tensorboard", "wandb", "mlflow", "pools"}
 """Folders that hold no runs."""
 MAX_DEPTH = 4
 MAX_PROBLEMS = 20

@@ -1,19 +1,25 @@
 """Where metrics and samples go beside the run folder. Each library is imported only by the sink that wraps it."""
 
+import os
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from contextvars import copy_context
 from typing import Any
 
 from atomrl.config import ConfigError, RunConfig
 from atomrl.hints import said_as
+from atomrl.reading.lines import flat_tree
 from atomrl.tracking.console import prompt_text
 from atomrl.tracking.run_directory import RunDirectory
 
 TABLE_COLUMNS = ("prompt", "completion", "ground_truth", "reward", "advantage", "finish_reason")
 MAX_SAMPLES = 32
+MLFLOW_VALUE = 500
+"""Characters of a key of the config that MLflow is given: some of its stores take no more."""
 MAX_WAITING = 256
 """Calls that may wait for a slow sink; while so many wait, further ones are dropped and counted."""
 PATIENCE_S = 30.0
@@ -69,17 +75,95 @@ class WandbSink:
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        # One type a column: rewards and advantages are numbers, all else is text.
-        texts = [(prompt_text(row["prompt"]), row["completion"], str(row["ground_truth"])) for row in rows]
-        data = [[*text, *(row[name] for name in TABLE_COLUMNS[3:])] for text, row in zip(texts, rows, strict=True)]
+        data = [sample_cells(row) for row in rows]
         self._run.log({"samples": self._wandb.Table(columns=list(TABLE_COLUMNS), data=data)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
 
 
-Sink = TensorBoardSink | WandbSink
-SINKS: dict[str, type[Sink]] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
+class MLflowSink:
+    """MLflow: `RUN/mlflow/mlflow.db` (`mlflow ui --backend-store-uri sqlite:///...`), or at `MLFLOW_TRACKING_URI`."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory) -> None:
+        with said_as(ConfigError, "tracking.sinks: mlflow needs: pip install 'atomrl[mlflow]'", ImportError):
+            import sqlalchemy  # noqa: F401  # which the file needs, and mlflow imports late
+            from mlflow.tracking import MlflowClient
+        folder, id_file = run.path / "mlflow", run.path / "mlflow_run_id"
+        folder.mkdir(exist_ok=True)
+        own = f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+        self._client = client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI", own))
+        project = config.tracking.wandb_project
+        found = client.get_experiment_by_name(project)
+        # Without a place for files MLflow would put them into the working directory.
+        place = None if "MLFLOW_TRACKING_URI" in os.environ else (folder / "files").resolve().as_uri()
+        experiment = found.experiment_id if found else client.create_experiment(project, artifact_location=place)
+        if id_file.exists():
+            self._id = id_file.read_text(encoding="utf-8").strip()
+            client.update_run(self._id, status="RUNNING")
+        else:
+            self._id = client.create_run(experiment, run_name=config.run_name).info.run_id
+            for name, value in flat_tree(config.to_tree()).items():
+                client.log_param(self._id, name, str(value)[:MLFLOW_VALUE])
+            id_file.write_text(self._id + "\n", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._client.log_metric(self._id, name.replace("@", "_at_"), value, step=step)  # it takes no @
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        data = [dict(zip(TABLE_COLUMNS, sample_cells(row), strict=True)) for row in rows]
+        self._client.log_dict(self._id, {"samples": data}, f"samples/step_{step:06d}.json")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class TrackioSink:
+    """trackio: its own local store, which `trackio show` opens; `TRACKIO_DIR` moves it."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory) -> None:
+        with said_as(ConfigError, "tracking.sinks: trackio needs: pip install 'atomrl[trackio]'", ImportError):
+            import trackio
+        self._trackio = trackio
+        with redirect_stdout(sys.stderr):  # stdout is for the run's summary
+            # In a context of its own: what trackio takes for the current run it would finish again at exit.
+            self._run = copy_context().run(
+                trackio.init,
+                project=config.tracking.wandb_project,
+                name=config.run_name,
+                config=config.to_tree(),
+                resume="allow" if run.first_step > 1 else "never",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        data = [sample_cells(row) for row in rows]
+        self._run.log({"samples": self._trackio.Table(columns=list(TABLE_COLUMNS), data=data)}, step=step)
+
+    def close(self) -> None:
+        with redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
+def sample_cells(row: Mapping[str, Any]) -> list[Any]:
+    """A completion as `TABLE_COLUMNS`, one type a column: rewards and advantages are numbers, all else is text."""
+    texts = [prompt_text(row["prompt"]), row["completion"], str(row["ground_truth"])]
+    return [*texts, *(row[name] for name in TABLE_COLUMNS[3:])]
+
+
+Sink = TensorBoardSink | WandbSink | MLflowSink | TrackioSink
+SINKS: dict[str, type[Sink]] = {
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+    "mlflow": MLflowSink,
+    "trackio": TrackioSink,
+}
 """Sinks by name. To add one: its class, and its name here and in `Sink`."""
 
 

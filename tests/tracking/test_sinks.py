@@ -1,4 +1,6 @@
 import json
+import os
+import sqlite3
 import subprocess
 import sys
 
@@ -52,7 +54,50 @@ with Recorder(config, RunDirectory.create(config)) as recorder:
     ]
 
 
-@pytest.mark.parametrize("name, module", [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
+def test_mlflow_offline(tmp_path, monkeypatch):
+    tracking = pytest.importorskip("mlflow.tracking", reason="MLflow is not installed: pip install 'atomrl[mlflow]'")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = make_config(tmp_path, tracking={"sinks": ["mlflow"]})
+    with Recorder(config, RunDirectory.create(config)) as recorder:
+        recorder.log_rollouts(1, make_scored(), {0: 1.0})
+        recorder.log(1, {"critic/score/mean": 0.25, "val-core/sums/acc/mean@1": 0.5})
+        recorder.log(2, {"critic/score/mean": 0.75})
+    client = tracking.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/r/mlflow/mlflow.db")
+    run = (tmp_path / "r/mlflow_run_id").read_text().strip()
+    history = client.get_metric_history(run, "critic/score/mean")
+    assert [(point.step, point.value) for point in history] == [(1, 0.25), (2, 0.75)]
+    found = client.get_run(run)
+    assert found.data.metrics["val-core/sums/acc/mean_at_1"] == 0.5 and found.info.status == "FINISHED"
+    assert found.data.params["train.learning_rate"] == str(config.train.learning_rate)
+    [samples] = (tmp_path / "r/mlflow/files").rglob("step_000001.json")
+    assert json.loads(samples.read_text())["samples"][0]["completion"] == "<b>"
+
+
+def test_trackio_offline(tmp_path):
+    """In a process of its own: it reads where its store is when it is imported."""
+    pytest.importorskip("trackio", reason="trackio is not installed: pip install 'atomrl[trackio]'")
+    script = f"""
+from tests.tracking.helpers import make_config, make_scored
+from atomrl.tracking.recorder import Recorder
+from atomrl.tracking.run_directory import RunDirectory
+config = make_config({str(tmp_path)!r}, tracking={{"sinks": ["trackio"]}})
+with Recorder(config, RunDirectory.create(config)) as recorder:
+    recorder.log_rollouts(1, make_scored(), {{0: 1.0}})
+    recorder.log(1, {{"critic/score/mean": 0.25}})
+"""
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "store"), "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "failed" not in done.stderr, done.stderr
+    assert done.stdout == ""
+    with sqlite3.connect(tmp_path / "store" / "atomrl.db") as store:
+        logged = [json.loads(row[0]) for row in store.execute("SELECT metrics FROM metrics")]
+    assert any(row.get("critic/score/mean") == 0.25 for row in logged) and any("samples" in row for row in logged)
+
+
+ABSENT = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard", "mlflow": "sqlalchemy", "trackio": "trackio"}
+
+
+@pytest.mark.parametrize("name, module", ABSENT.items())
 def test_an_absent_library_is_an_error_that_names_the_extra(tmp_path, monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, module, None)
     config = make_config(tmp_path, tracking={"sinks": [name]})

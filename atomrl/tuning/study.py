@@ -1,0 +1,263 @@
+"""A study: trials one after the other, bad ones ended half way, the best ones again on fresh seeds.
+
+Every trial is a run of its own process in STUDY/runs, as `atomrl train` makes it. Pruning starts at half of the steps:
+earlier, late bloomers are lost. Values are means over the last steps: single ones are noise. A study that was killed
+goes on where it was and makes the same trials: what a trial is depends on the seed, its number and the trials before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from atomrl.config import ConfigError, RunConfig, dump_config
+from atomrl.files import write_text
+from atomrl.hints import said_as
+from atomrl.reading import load_run
+from atomrl.tuning.space import Space, with_values
+
+if TYPE_CHECKING:
+    from optuna.study import Study
+    from optuna.trial import Trial
+
+BEST = 3
+"""Trials that are run again on fresh seeds."""
+FRESH_SEEDS = 1000
+"""Added to the config's seed for those."""
+POLL_S = 0.2
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+"""Student's t by degrees of freedom from 1 on, for an interval of 95%."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a study is made."""
+
+    folder: Path
+    runs: int = 20
+    seeds: int = 3
+    budget_s: float = math.inf
+    metric: str = "critic/score/mean"
+    """Of `metrics.jsonl`; the larger the better."""
+    window: int = 10
+    """Steps that a value is a mean of."""
+    command: Sequence[str]
+    """What makes a run, but for what a trial changes: `atomrl train CONFIG key=value ...`."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run of a study."""
+
+    value: float | None
+    """None: it failed."""
+    pruned: bool = False
+
+
+Judge = Callable[[int, float], bool]
+"""Step and value so far -> whether the run is not worth its rest."""
+
+
+def tune(config: RunConfig, space: Space, settings: Settings, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Search, and try the best and the config as it is on fresh seeds.
+
+    Returns:
+        What is in STUDY/result.json: `best` (values by key), `better` (by more than the interval), and all finals.
+
+    Raises:
+        ConfigError: optuna is not installed, no trial succeeded.
+    """
+    with said_as(ConfigError, "tuning needs: pip install 'atomrl[tune]'", ImportError):
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+        from optuna.trial import TrialState
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    _same_study(config, space, settings)
+    pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=max(1, config.train.steps // 2), reduction_factor=2)
+    storage = JournalStorage(JournalFileBackend(str(settings.folder / "study.journal")))
+    study = optuna.create_study(
+        storage=storage, study_name="tune", direction="maximize", pruner=pruner, load_if_exists=True
+    )
+    for trial in _trials(study, config, settings):
+        values = space.suggest(trial)
+        said = ", ".join(f"{key}={_short(value)}" for key, value in values.items())
+
+        def judge(step: int, value: float, trial: Trial = trial) -> bool:
+            trial.report(value, step)
+            return bool(trial.should_prune())
+
+        outcome = _run(config.train.steps, values, f"trial_{trial.number:03d}", settings, judge)
+        if outcome.pruned:
+            study.tell(trial, state=TrialState.PRUNED)
+        else:
+            failed = outcome.value is None
+            study.tell(trial, outcome.value, state=TrialState.FAIL if failed else None)
+        end = "pruned" if outcome.pruned else "failed" if outcome.value is None else f"{outcome.value:.4f}"
+        say(f"trial {trial.number}: {end}  {said}")
+    done = study.get_trials(states=[TrialState.COMPLETE])
+    if not done:
+        raise ConfigError(f"no trial of {settings.folder} came to its end; look into its runs")
+    done.sort(key=lambda trial: -(trial.value or 0.0))
+    return _finals(config, space, settings, [(trial.number, trial) for trial in done[:BEST]], say)
+
+
+def _same_study(config: RunConfig, space: Space, settings: Settings) -> None:
+    """That a study that is there was of the same config and space: its trials are compared with the new ones."""
+    path = settings.folder / "study.yaml"
+    tree = {
+        "config": config.to_tree(),
+        "space": space.model_dump(),
+        "metric": settings.metric,
+        "window": settings.window,
+    }
+    text = yaml.safe_dump(tree, sort_keys=False)
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        raise ConfigError(f"{settings.folder} is a study of another config, space or metric; name another --out")
+    write_text(path, text)
+
+
+def _trials(study: Study, config: RunConfig, settings: Settings) -> Any:
+    """The trials that are still to be made; one that was under way when the study was killed comes first."""
+    import optuna
+
+    began = time.monotonic()
+    earlier = sum((trial.duration.total_seconds() for trial in study.trials if trial.duration), 0.0)
+    for frozen in study.get_trials(states=[optuna.trial.TrialState.RUNNING]):
+        yield optuna.trial.Trial(study, frozen._trial_id)
+    while len(study.trials) < settings.runs:
+        finished = [trial.duration.total_seconds() for trial in study.trials if trial.duration]
+        used = earlier + time.monotonic() - began
+        finals = (BEST + 1) * settings.seeds * (max(finished) if finished else 0.0)
+        if finished and used + finals + max(finished) > settings.budget_s:
+            return
+        # A sampler for each trial, so that one that follows a restart is the one that would have followed without.
+        sampler = optuna.samplers.TPESampler(seed=config.seed * 100_003 + len(study.trials), n_startup_trials=5)
+        study.sampler = sampler
+        yield study.ask()
+
+
+def _run(steps: int, values: Mapping[str, Any], name: str, settings: Settings, judge: Judge | None = None) -> Outcome:
+    """One run, from wherever it is; `judge` is asked from half of the steps on."""
+    folder = settings.folder / "runs" / name
+    if not _finished(folder) and _process(steps, values, folder, settings, judge):
+        return Outcome(None, pruned=True)
+    if not _finished(folder):
+        return Outcome(None)
+    found = load_run(folder).metrics.points(settings.metric)[1]
+    if not len(found):
+        raise ConfigError(f"--metric {settings.metric}: the runs have none (docs/cli.md has the names)")
+    return Outcome(float(found[-settings.window :].mean()))
+
+
+def _finished(folder: Path) -> bool:
+    summary = folder / "summary.json"
+    return summary.exists() and bool(json.loads(summary.read_text(encoding="utf-8")).get("finished"))
+
+
+def _process(steps: int, values: Mapping[str, Any], folder: Path, settings: Settings, judge: Judge | None) -> bool:
+    """Make a run in a process of its own; whether it was ended early. The doctor's errors end it as well."""
+    where = {"run_name": folder.name, "output_dir": str(folder.parent)}
+    command = [*settings.command, *(f"{key}={json.dumps(value)}" for key, value in {**values, **where}.items())]
+    resumed = ["--resume"] if (folder / "metrics.jsonl").exists() else []
+    log = settings.folder / "logs" / f"{folder.name}.log"
+    log.parent.mkdir(exist_ok=True)
+    with log.open("a") as output:
+        process = subprocess.Popen([*command, *resumed], stdout=output, stderr=output)
+        asked: set[int] = set()
+        ended = False
+        try:
+            while process.poll() is None:
+                time.sleep(POLL_S)
+                if judge is not None and not ended and _to_be_ended(steps, folder, settings, judge, asked):
+                    ended = True
+                    process.send_signal(signal.SIGTERM)
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+    return ended
+
+
+def _to_be_ended(last: int, folder: Path, settings: Settings, judge: Judge, asked: set[int]) -> bool:
+    if not (folder / "metrics.jsonl").exists():
+        return False
+    run = load_run(folder)
+    if any(finding.severity == "error" for finding in run.findings):
+        return True
+    steps, values = run.metrics.points(settings.metric)
+    for rung in (last // 2, 3 * last // 4):
+        before = values[steps <= rung]
+        if rung not in asked and len(steps) and steps[-1] >= rung and len(before) and rung < last:
+            asked.add(rung)
+            if judge(rung, float(before[-settings.window :].mean())):
+                return True
+    return False
+
+
+def _finals(
+    config: RunConfig, space: Space, settings: Settings, best: Sequence[tuple[int, Any]], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The config as it is and the best trials, each on the same fresh seeds."""
+    seeds = [config.seed + FRESH_SEEDS + place for place in range(settings.seeds)]
+    values = {f"trial_{number:03d}": dict(_values_of(trial, space)) for number, trial in best}
+    contenders: dict[str, dict[str, Any]] = {"as_it_is": {}, **values}
+    found: dict[str, list[float | None]] = {}
+    for name, changed in contenders.items():
+        found[name] = [
+            _run(config.train.steps, {**changed, "seed": seed}, f"final_{name}_seed_{seed}", settings).value
+            for seed in seeds
+        ]
+        said = ", ".join("failed" if value is None else f"{value:.4f}" for value in found[name])
+        say(f"final {name}: {said}")
+    whole = {name: given for name, given in found.items() if None not in given and name != "as_it_is"}
+    winner = max(whole, key=lambda name: statistics.fmean(v or 0.0 for v in whole[name]), default=None)
+    result: dict[str, Any] = {"seeds": seeds, "finals": found, "metric": settings.metric, "winner": winner}
+    base = found["as_it_is"]
+    if winner is None or None in base:
+        result |= {"better": False, "note": "not all runs of the finals came to their end"}
+    else:
+        gains = [(a or 0.0) - (b or 0.0) for a, b in zip(whole[winner], base, strict=True)]
+        gain, half = statistics.fmean(gains), interval(gains)
+        result |= {"best": contenders[winner], "gain": gain, "interval": half, "better": gain > half}
+        verdict = "better than the config as it is" if gain > half else "no better than the config as it is, within"
+        by = f"by {gain:+.4f}, with an interval of +-{half:.4f} over {len(seeds)} fresh seeds"
+        result["note"] = f"{winner} is {verdict} {by}"
+        write_text(settings.folder / "best.yaml", dump_config(with_values(config, contenders[winner])))
+    write_text(settings.folder / "result.json", json.dumps(result, indent=1) + "\n")
+    say(str(result["note"]))
+    return result
+
+
+def _values_of(trial: Any, space: Space) -> Any:
+    """What a finished trial had, as the config takes it."""
+    for key, value in trial.params.items():
+        yield key, yaml.safe_load(value) if isinstance(space.root[key], list) else value
+
+
+def interval(values: Sequence[float]) -> float:
+    """Half the width of the 95% interval of a mean; infinite for a single value.
+
+    Example:
+        >>> round(interval([1.0, 2.0, 3.0]), 3), interval([1.0])
+        (2.483, inf)
+    """
+    if len(values) < 2:
+        return math.inf
+    t = T_95[len(values) - 2] if len(values) - 2 < len(T_95) else 2.0
+    return t * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

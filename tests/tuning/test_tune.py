@@ -1,0 +1,155 @@
+"""`atomrl tune`: spaces that are checked, trials that are the same after a kill, a verdict that is honest."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from atomrl.config import ConfigError, build_config
+from atomrl.tuning.space import read_space
+from atomrl.tuning.study import Settings, tune
+
+CONFIG = {
+    "run_name": "first",
+    "model": {"path": "model"},
+    "data": {"train": "chain", "train_size": 100},
+    "train": {"steps": 8, "learning_rate": 0.1},
+}
+# Stands for a run: its reward grows to a value that the learning rate decides, best at 0.01; above 0.5 it fails.
+FAKE = """
+    import json, math, pathlib, sys, time
+    keys = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+    rate, seed = json.loads(keys.get("train.learning_rate", "0.1")), json.loads(keys.get("seed", "0"))
+    folder = pathlib.Path(json.loads(keys["output_dir"]), json.loads(keys["run_name"]))
+    if rate > 0.5:
+        sys.exit(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text("{}")
+    value = 1 - abs(math.log10(rate) + 2) / 2 + 0.001 * (seed % 7)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, 9):
+            file.write(json.dumps({"step": step, "critic/score/mean": value * step / 8}) + "\\n")
+            file.flush()
+            time.sleep(SLEEP)
+    (folder / "summary.json").write_text('{"finished": true}')
+"""
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    (tmp_path / "space.yaml").write_text("train.learning_rate: {low: 1.0e-4, high: 1.0, log: true}\n")
+    return tmp_path
+
+
+def settings(place: Path, sleep: float = 0.0, out: str = "study", **given) -> Settings:
+    script = place / f"fake_{sleep}.py"
+    script.write_text(textwrap.dedent(FAKE).replace("SLEEP", str(sleep)))
+    given = {"runs": 8, "seeds": 3, "window": 2} | given
+    return Settings(folder=place / out, command=[sys.executable, str(script)], **given)
+
+
+def space(place: Path):
+    return read_space(place / "space.yaml", build_config(CONFIG))
+
+
+def trials(folder: Path) -> list[tuple[int, dict[str, float], str]]:
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+    from optuna.study import load_study
+
+    study = load_study(study_name="tune", storage=JournalStorage(JournalFileBackend(str(folder / "study.journal"))))
+    return [(trial.number, trial.params, trial.state.name) for trial in study.trials]
+
+
+def test_what_is_better_is_found_and_said(place):
+    pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
+    said = []
+    result = tune(build_config(CONFIG), space(place), settings(place), said.append)
+    assert result["better"] and result["gain"] > result["interval"]
+    assert abs(math.log10(result["best"]["train.learning_rate"]) + 2) < 1  # 0.1 is as the config has it
+    assert 2 <= len(result["finals"]) <= 4 and all(len(values) == 3 for values in result["finals"].values())
+    assert result["seeds"] == [1000, 1001, 1002]
+    best = yaml.safe_load((place / "study/best.yaml").read_text())
+    assert best["train"]["learning_rate"] == result["best"]["train.learning_rate"]
+    assert "is better than the config as it is" in said[-1]
+    assert {state for _, _, state in trials(place / "study")} <= {"COMPLETE", "FAIL", "PRUNED"}
+
+
+def test_where_nothing_is_better_it_says_so(place):
+    pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
+    config = build_config(CONFIG | {"train": {"steps": 8, "learning_rate": 0.01}})
+    (place / "space.yaml").write_text("train.weight_decay: [0.0, 0.1]\n")
+    said = []
+    result = tune(config, read_space(place / "space.yaml", config), settings(place, runs=3), said.append)
+    assert not result["better"] and result["gain"] == 0 and "no better than the config as it is" in said[-1]
+
+
+def test_bad_trials_end_at_half(place):
+    pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
+    tune(build_config(CONFIG), space(place), settings(place, sleep=0.3, runs=5, seeds=1), lambda line: None)
+    pruned = [number for number, _, state in trials(place / "study") if state == "PRUNED"]
+    lengths = [len((place / f"study/runs/trial_{n:03d}/metrics.jsonl").read_text().splitlines()) for n in pruned]
+    assert pruned and all(4 <= length < 8 for length in lengths)
+
+
+def test_a_study_that_was_killed_makes_the_same_trials(place):
+    pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
+    config = build_config(CONFIG)
+    whole = settings(place, out="whole", runs=7, seeds=1)
+    tune(config, space(place), whole, lambda line: None)
+    (place / "c.json").write_text(json.dumps(CONFIG))
+    code = f"""
+        import json, sys
+        from pathlib import Path
+        from atomrl.config import build_config
+        from atomrl.tuning import Settings, tune
+        from atomrl.tuning.space import read_space
+        place = Path({str(place)!r})
+        config = build_config(json.loads((place / "c.json").read_text()))
+        tune(config, read_space(place / "space.yaml", config), Settings(folder=place / "killed", runs=7, seeds=1,
+             window=2, command=[sys.executable, str(place / "fake_0.0.py")]))
+    """
+    (place / "child.py").write_text(textwrap.dedent(code))
+    child = subprocess.Popen([sys.executable, str(place / "child.py")], start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (place / "killed/runs/trial_003").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    assert len(trials(place / "killed")) < 7
+    tune(config, space(place), settings(place, out="killed", runs=7, seeds=1), lambda line: None)
+    assert [trial[:2] for trial in trials(place / "killed")] == [trial[:2] for trial in trials(place / "whole")]
+
+
+def test_a_study_of_something_else_is_refused(place):
+    pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
+    given = settings(place, runs=1, seeds=1)
+    tune(build_config(CONFIG), space(place), given, lambda line: None)
+    with pytest.raises(ConfigError, match="another config, space or metric"):
+        tune(build_config(CONFIG | {"seed": 5}), space(place), given, lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train.learning_rat: [1.0, 2.0]", "train.learning_rate"),
+        ("train.learning_rate: {low: 1.0, high: 0.1}", "must be below"),
+        ("train.learning_rate: {low: 0.0, high: 0.1, log: true}", "above 0"),
+        ("train.learning_rate: {low: 0.0, high: 0.1}", "greater than 0"),  # what the config does not take
+        ("train.learning_rate: [0.1]", "several choices"),
+        ("train.steps: {low: 1.0, high: 9.0, step: 2}", "whole numbers"),
+        ("algorithm.clip.high: [0.2, wide]", "algorithm"),
+    ],
+)
+def test_what_a_space_refuses(place, text, message):
+    (place / "space.yaml").write_text(text + "\n")
+    with pytest.raises(ConfigError, match=message):
+        space(place)
