@@ -284,5 +284,6 @@ def test_asking_after_a_lock_never_stands_in_its_way(tmp_path):
     taking += "    fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB); os.close(handle)"
     with subprocess.Popen([sys.executable, "-c", asking], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        subprocess.run([sys.executable, "-c", taking], check=True)
+        taken = subprocess.run([sys.executable, "-c", taking], capture_output=True, text=True)
         process.kill()
+    assert taken.returncode == 0, taken.stderr
