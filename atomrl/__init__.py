@@ -19,15 +19,22 @@ def train(
     config: str | Path | RunConfig,
     overrides: Sequence[str] = (),
     *,
+    reward: Callable[..., Any] | None = None,
+    advantage: Callable[..., Any] | None = None,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
     callbacks: Sequence[Callable[[int, Mapping[str, float]], None]] = (),
     resume: bool = False,
 ) -> dict[str, Any]:
     """A run of any kind (reinforcement learning, supervised, preferences, reward model, pretraining) from Python.
 
+    Functions of a script, lambdas and closures will do. The run's `config.yaml` has their names alone, so only a script
+    that gives them again can resume it.
+
     Args:
         config: a YAML file, or a config.
         overrides: `key=value`, as on the command line; of a file.
+        reward: in the place of `reward.functions`: `f(prompts, completions, **columns) -> list` (docs/rewards.md).
+        advantage: in the place of `algorithm.advantage`: `f(inputs: AdvantageInputs) -> Tensor`, [B] or [B, T].
         rewards: functions of this process, by the name that `reward.functions` has for them.
         callbacks: called after each step with its number and metrics.
         resume: go on from the run's newest checkpoint.
@@ -42,13 +49,19 @@ def train(
         >>> import atomrl
         >>> atomrl.train("configs/quickstart.yaml", ["train.steps=10"])["model"]  # doctest: +SKIP
         'runs/quickstart/model'
+        >>> from atomrl.atoms.advantages import leave_one_out_baseline
+        >>> def mine(inputs):
+        ...     return leave_one_out_baseline(inputs.rewards, inputs.group_ids)
+        >>> atomrl.train("configs/quickstart.yaml", ["run_name=mine"], advantage=mine)  # doctest: +SKIP
     """
     from atomrl.cli.config_arguments import load_config
     from atomrl.config import RunConfig
     from atomrl.runs import prepare_run
+    from atomrl.runs.given_functions import with_functions
 
     loaded = config if isinstance(config, RunConfig) else load_config(config, overrides)
-    return prepare_run(loaded, rewards).execute(resume, callbacks=callbacks)
+    loaded, by_name = with_functions(loaded, reward, advantage)
+    return prepare_run(loaded, {**(rewards or {}), **by_name} or None).execute(resume, callbacks=callbacks)
 
 
 def load_run(path: str | Path) -> Run:

@@ -42,10 +42,8 @@ class Turn:
     """That the environment took."""
     reward: float | None = None
     """Of what the model wrote."""
-    label: str = ""
-    """Of the reply; of several messages, of the first."""
     labels: tuple[str, ...] = ()
-    """Of all messages of the reply, in their order: where the model called tools, one for each call."""
+    """Of the messages of the reply, in their order: where the model called tools, one for each call."""
     text: str = ""
     """What the model wrote, decoded without special tokens."""
     reply: str = ""

@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+GIVEN = "_given_"
+"""The module that stands for functions which were handed over and have no name that leads to them."""
 OF_FILE = "_file_"
 """What the modules of files are called by in `sys.modules`, before a hash of the path."""
 
@@ -41,6 +44,40 @@ def find_function(path: str) -> Callable[..., Any]:
     if function is None or not callable(function):
         raise ValueError(f"{path!r}: module {module_name!r} has no function {name!r}")
     return function
+
+
+def name_of(function: Callable[..., Any], called: str | None = None) -> str:
+    """A name by which `find_function` finds a function in this process: of its module, where it is at the top of one
+    that can be imported; else (of a script, a lambda, a closure) one that it is given here, and that means nothing in
+    another process.
+
+    Args:
+        called: the name to give; None: the function's own.
+
+    Example:
+        >>> from math import sqrt
+        >>> name_of(sqrt), find_function(name_of(lambda x: x + 1, "more"))(2)
+        ('math:sqrt', 3)
+    """
+    module, own = getattr(function, "__module__", None), str(getattr(function, "__qualname__", ""))
+    loaded = sys.modules.get(str(module))
+    if loaded is not None and module != "__main__" and getattr(loaded, own, None) is function:
+        return f"{loaded.__file__ if str(module).startswith(OF_FILE) else module}:{own}"
+    name = called or plain_name(function)
+    held = sys.modules.setdefault(GIVEN, ModuleType(GIVEN))
+    setattr(held, name, function)
+    return f"{GIVEN}:{name}"
+
+
+def plain_name(function: Callable[..., Any]) -> str:
+    """What a function is called, in letters that any name may have.
+
+    Example:
+        >>> plain_name(lambda x: x), plain_name(sorted)
+        ('lambda', 'sorted')
+    """
+    own = getattr(function, "__name__", type(function).__name__)
+    return re.sub(r"\W+", "_", own).strip("_") or "function"
 
 
 def search_in(folder: str | Path) -> None:

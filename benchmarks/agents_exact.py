@@ -5,7 +5,8 @@
 A scripted engine draws random tokens, special ones among them; an environment answers random texts: with line breaks,
 quotes, the text of special tokens, characters of several bytes, one message or several. For each episode:
 
-1. each turn's prompt is the row so far, and the row is the prompt, what was drawn and what was answered, id by id;
+1. each turn's prompt is the row so far, and the row is the prompt, what was drawn and what was answered, id by id; in
+   half of the episodes old turns are dropped (`when_full`), and a row is what was seen;
 2. what is trained on (`loss_mask`) is what was drawn, and nothing else;
 3. where the model wrote what its tokenizer would write, the row is the whole conversation as the template writes it,
    tokenized at once, for the templates that write it so (`COMPARED`).
@@ -113,6 +114,9 @@ class Here:
         except StopIteration:
             self.due.append((key, Answer(ended=True)))
 
+    def cut(self, key: int) -> None:
+        self.due.append((key, Answer(ended=True)))
+
     def answers(self, wait_s: float) -> list[tuple[int, Answer]]:
         found, self.due = self.due, []
         return found
@@ -121,24 +125,30 @@ class Here:
         self.episodes.clear()
 
 
-def check(item: Trajectory, engine: RandomEngine, name: str) -> None:
-    """1 and 2.
+def check(item: Trajectory, engine: RandomEngine, name: str) -> int:
+    """1 and 2; how many rows there are.
 
     Raises:
         AssertionError: it is not so.
     """
-    row: list[int] = []
-    turn, trained = 0, list[int]()
+    rows, turn, row = to_rows([replace(item, reward=0.0)]), 0, list[int]()
+    turn_ids = rows.loss_mask.long() - 1 if rows.turn_ids is None else rows.turn_ids
     for segment in item.segments:
         if segment.origin == "model":
             prompt, drawn = engine.drawn[f"{name}#{turn}"]
-            assert list(prompt) == row, "a turn was fed another row"
-            assert list(segment.token_ids) == drawn, "what is trained is not what was drawn"
-            trained += drawn
+            own = turn_ids == turn
+            number = int(own.any(1).nonzero()[0, 0])
+            start = int(own[number].nonzero()[0, 0])
+            assert rows.tokens[number, :start].tolist() == list(prompt), "a turn was fed another row"
+            assert rows.tokens[own].tolist() == drawn == list(segment.token_ids), (
+                "what is trained is not what was drawn"
+            )
+            assert rows.rows > 1 or list(prompt) == row
             turn += 1
         row += segment.token_ids
-    rows = to_rows([replace(item, reward=0.0)])
-    assert rows.tokens[0].tolist() == row and rows.tokens[0][rows.loss_mask[0]].tolist() == trained
+    assert int(rows.loss_mask.sum()) == int((turn_ids >= 0).sum()), "something else is trained"
+    assert rows.rows > 1 or rows.tokens[0].tolist() == row
+    return rows.rows
 
 
 def conversation(item: Trajectory, tokenizer: Any, role: str, system: str | None) -> list[dict[str, Any]]:
@@ -152,7 +162,9 @@ def conversation(item: Trajectory, tokenizer: Any, role: str, system: str | None
     return messages
 
 
-def play(kind: str, template: str, role: str, plain: bool, episodes: int, opening: bool, seed: int) -> Counter[str]:
+def play(
+    kind: str, template: str, role: str, plain: bool, episodes: int, opening: bool, full: bool, seed: int
+) -> Counter[str]:
     """Episodes of a tokenizer and a template.
 
     Raises:
@@ -167,14 +179,15 @@ def play(kind: str, template: str, role: str, plain: bool, episodes: int, openin
         for index in range(episodes)
     ]
     prompts: list[Prompt] = processor.to_prompts([(item.sample_id, item) for item in items])
-    settings = EnvironmentConfig(function="benchmarks.agents_exact.babble", max_turns=6, opening=opening)
+    limits = {"when_full": "drop_oldest", "max_turn_tokens": 20} if full else {}
+    settings = EnvironmentConfig(function="benchmarks.agents_exact.babble", max_turns=6, opening=opening, **limits)
     engine = RandomEngine(tokenizer, plain)
     with closing(EpisodeEngine(engine, tokenizer, settings)) as whole:
         whole.pool = Here(role, plain)  # type: ignore[assignment]
-        for item in generate(whole, prompts, SamplingParams(max_completion_tokens=100_000, seed=seed)):
+        for item in generate(whole, prompts, SamplingParams(max_completion_tokens=100 if full else 100_000, seed=seed)):
             assert item.episode is not None and item.episode.failure is None, item.episode
-            check(item, engine, f"{item.prompt_id}/{item.index}")
-            if plain and not opening and template in COMPARED:
+            found["rows"] += check(item, engine, f"{item.prompt_id}/{item.index}")
+            if plain and not opening and not full and template in COMPARED:
                 messages = conversation(item, tokenizer, role, system)
                 text = tokenizer.apply_chat_template(messages, tokenize=False)
                 written = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -191,7 +204,7 @@ def play(kind: str, template: str, role: str, plain: bool, episodes: int, openin
 def cases(episodes: int) -> Iterator[dict[str, Any]]:
     """Every template with every tokenizer, role and way of drawing."""
     every = [
-        {"kind": kind, "template": template, "role": role, "plain": plain, "opening": opening}
+        {"kind": kind, "template": template, "role": role, "plain": plain, "opening": opening, "full": full}
         for template in TEMPLATES
         for kind in TOKENIZERS
         for role in ("", "user", "tool")
@@ -200,6 +213,7 @@ def cases(episodes: int) -> Iterator[dict[str, Any]]:
         if role or not plain
         for opening in (False, True)
         if role == "user" or not opening
+        for full in (False, True)
     ]
     share, more = divmod(episodes, len(every))
     for seed, case in enumerate(every):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from atomrl.hints import did_you_mean
 
 COMMANDS = {
+    "init": "make a folder for a project of your own, which runs at once",
     "train": "train a model with reinforcement learning",
     "sft": "train a model on demonstrations",
     "reward-model": "train a reward model on pairs of completions",
@@ -21,6 +22,7 @@ COMMANDS = {
     "reward": "try rewards on a file of completions",
     "retriever": "serve the documents of a corpus to models that search",
     "data": "check a data file, make one from a task, or tokenize text",
+    "plan": "say whether a run will fit, and how long it will take",
     "explain": "print the objective of a config: its equation, atoms and papers, and what is known to go wrong",
     "atoms": "list the atoms, or show one: equation, shapes, paper, example",
     "import": "turn a config of verl, TRL or OpenRLHF into one of ours, or a nanoGPT checkpoint into a model folder",

@@ -175,12 +175,22 @@ def as_replies(said: Any) -> list[Reply]:
             raise Misplayed(f"several replies at once have the role 'tool', not {reply.role!r}")
         if reply.reward is not None and not math.isfinite(float(reply.reward)):
             raise Misplayed(f"the reward of a Reply is a finite number, not {reply.reward!r}")
-    return [_plain(reply) for reply in found]
+    return [
+        replace(
+            reply,
+            text=plain(reply.text),
+            label=plain(reply.label),
+            reward=None if reply.reward is None else float(reply.reward),
+        )
+        for reply in found
+    ]
 
 
-def _plain(reply: Reply) -> Reply:
-    """With half a character replaced, of which no tokenizer can make tokens."""
-    text = reply.text
-    if not text.isascii():
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return replace(reply, text=text, reward=None if reply.reward is None else float(reply.reward))
+def plain(text: str) -> str:
+    """With halves of characters replaced, which no tokenizer and no file takes; two that belong together are one.
+
+    Example:
+        >>> plain("a\\ud800b") == "a\\ufffdb", plain("\\ud83d\\ude42") == "\\U0001f642"
+        (True, True)
+    """
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

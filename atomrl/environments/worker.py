@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from atomrl.environments.calls import left_behind
-from atomrl.environments.playing import Closed, Cut, Misplayed, Said, as_replies, find_environment, play
+from atomrl.environments.playing import Closed, Cut, Misplayed, Said, as_replies, find_environment, plain, play
 from atomrl.types import Sample
 from atomrl.worker_process import say
 
@@ -124,7 +124,7 @@ def _play(
         word = "reply" if opened else "opening"
         opened = True
         most = start.most_characters // max(1, len(replies))
-        parts = [asdict(replace(reply, text=reply.text[:most], label=_plain(reply.label))) for reply in replies]
+        parts = [asdict(replace(reply, text=reply.text[:most])) for reply in replies]
         if left_behind.is_set():
             answer(None, "left_behind")
         answer(start.key, word, parts, seconds)
@@ -152,19 +152,14 @@ def _play(
         if over:  # it went on as if nothing had happened
             answer(start.key, "end", 0.0, time.perf_counter() - began)
     except Misplayed as error:
-        answer(start.key, "failed", "invalid", _plain(str(error)[:MAX_MESSAGE]))
+        answer(start.key, "failed", "invalid", plain(str(error)[:MAX_MESSAGE]))
     except BaseException as error:  # also SystemExit, and asyncio's CancelledError
         answer(start.key, "failed", "error", _describe(error))
     finally:
         del inboxes[start.key]
 
 
-def _plain(text: str) -> str:
-    """Without halves of surrogate pairs, which no tokenizer and no file takes."""
-    return text.encode(errors="replace").decode()
-
-
 def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return _plain(f"{type(error).__name__}: {str(error)[:300]}{place}")
+    return plain(f"{type(error).__name__}: {str(error)[:300]}{place}")

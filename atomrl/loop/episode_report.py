@@ -33,9 +33,9 @@ def episode_metrics(trajectories: Sequence[Trajectory], batch: RowBatch) -> dict
     count = len(episodes)
     turns = [turn for _, episode in episodes for turn in episode.turns]
     metrics = spread("environment/turns", (len(episode.turns) for _, episode in episodes))
-    answered = [turn for turn in turns if turn.reply_tokens or turn.label]
-    metrics["environment/replies"] = len(answered) / count
-    for label, number in sorted(Counter(turn.label for turn in answered if turn.label).items()):
+    labels = [label for turn in turns for label in turn.labels]
+    metrics["environment/replies"] = len(labels) / count
+    for label, number in sorted(Counter(filter(None, labels)).items()):
         metrics[f"environment/replies/{label}"] = number / count
     seconds = [turn.seconds for turn in turns] or [0.0]
     metrics["environment/seconds/mean"] = sum(seconds) / len(seconds)

@@ -183,7 +183,7 @@ def episode_of(fields: Mapping[str, Any] | None) -> Episode | None:
 
     Example:
         >>> from dataclasses import asdict
-        >>> one = Episode(turns=(Turn(model_tokens=2, label="search"),), ended="turns")
+        >>> one = Episode(turns=(Turn(model_tokens=2, labels=("search",)),), ended="turns")
         >>> episode_of(asdict(one)) == one
         True
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 APPLICATION_ID = 0x41525031
 """In the header of the file: it is a pool of this package ("ARP1")."""
 SCHEMA = (

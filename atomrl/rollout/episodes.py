@@ -201,7 +201,6 @@ class EpisodeEngine(RolloutEngine):
                 turn,
                 seconds=turn.seconds + answer.seconds,
                 reward=sum(rewards) if rewards else turn.reward,
-                label=labels[0] if labels else turn.label,
                 labels=labels or turn.labels,
             )
         if answer.ended:

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from atomrl.cluster.ray_cluster import Actor, RayCluster
+from atomrl.cluster.watch import RayHangs
 from atomrl.protocols import RolloutEngine, WeightHash, WeightUpdate
 from atomrl.types import GenerationOutput, GenerationRequest
 from atomrl.weights import WeightMismatch
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 _GATHER_S = 0.02
 _TURN_S = 0.1
 _RESTARTS = 3
+_CLOSE_S = 5.0
 
 
 class ServedEngine:
@@ -71,6 +74,9 @@ class ServedEngine:
 
     def weight_hashes(self) -> list[WeightHash]:
         return self.engine.weight_hashes()
+
+    def close(self) -> None:
+        self.engine.close()
 
 
 @dataclass(eq=False)
@@ -180,17 +186,19 @@ class ReplicatedEngine:
         """
         owners = {request.group_id: replica for replica in self.replicas for request in replica.held.values()}
         homes = {name: replica for replica in self.replicas for name in replica.kept}
+        names = {name for replica in self.replicas for name in replica.held}
         load = {
             id(replica): sum(request.sampling.max_completion_tokens for request in replica.held.values())
             for replica in self.replicas
         }
         parts: dict[int, list[GenerationRequest]] = {id(replica): [] for replica in self.replicas}
         for request in requests:
-            if any(request.request_id in replica.held for replica in self.replicas):
+            if request.request_id in names:
                 raise ValueError(f"request {request.request_id!r} is there already")
             owner = homes.get(request.continues or "") or owners.get(request.group_id)
             owner = owner or min(self.replicas, key=lambda replica: load[id(replica)])
             owners[request.group_id] = owner
+            names.add(request.request_id)
             load[id(owner)] += request.sampling.max_completion_tokens
             parts[id(owner)].append(request)
         taken: list[str] = []
@@ -341,7 +349,12 @@ class ReplicatedEngine:
         return [hashed._replace(holder=str(replica.actor)) for hashed in found]
 
     def close(self) -> None:
-        """End the actors, and remove the weights on their way to them."""
+        """Have the engines free what they hold, such as files and servers; end the actors, and remove the weights on
+        their way to them."""
+        with suppress(RayHangs):
+            asked = [self.cluster.submit(replica.actor, "close") for replica in self.replicas]
+            with self.cluster.watch.inside(_CLOSE_S):
+                self.ray.wait(asked, num_returns=len(asked), timeout=_CLOSE_S)
         for replica in self.replicas:
             self.cluster.end(replica.actor)
         self.channel.close()

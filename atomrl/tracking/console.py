@@ -153,8 +153,8 @@ def by_turn(episode: Mapping[str, Any]) -> Text:
         episode: as it is written to `rollouts/`.
 
     Example:
-        >>> turn = {"text": "<search>Paris", "reply": "a city", "label": "search", "seconds": 0.25, "reward": None}
-        >>> last = {"text": "a city", "reply": "", "label": "", "seconds": 0.0, "reward": None}
+        >>> turn = {"text": "<search>Paris", "reply": "a city", "labels": ["search"], "seconds": 0.25, "reward": None}
+        >>> last = {"text": "a city", "reply": "", "labels": [], "seconds": 0.0, "reward": None}
         >>> print(by_turn({"opening": "", "turns": [turn] * 9 + [last], "ended": "turns", "message": ""}))
         <search>Paris
         > search (0.25 s): a city
@@ -172,9 +172,9 @@ def by_turn(episode: Mapping[str, Any]) -> Text:
             lines += [(f"... {len(turns) - 3} more", "")] * (number == 2)
             continue
         lines.append((shortened(turn["text"]), ""))
-        if turn["reply"] or turn["label"] or turn["reward"] is not None:
+        if turn["reply"] or turn["labels"] or turn["reward"] is not None:
             reward = "" if turn["reward"] is None else f", reward {turn['reward']:.3g}"
-            about = f"{printable(turn['label'])} ({turn['seconds']:.2f} s{reward})".strip()
+            about = f"{printable(', '.join(filter(None, turn['labels'])))} ({turn['seconds']:.2f} s{reward})".strip()
             lines.append((f"> {about}: {shortened(turn['reply'])}", REPLY_STYLE))
     if episode["ended"] != "environment":
         why = f": {episode['failure']}: {shortened(episode['message'])}" if episode.get("failure") else ""

@@ -264,7 +264,7 @@ def rollout_rows(
     """One JSON-ready dict per trajectory.
 
     `policy_version` is that of the newest weights that wrote a token of it, `policy_versions` are all. With an
-    environment there is an `episode`: its turns (who wrote what, reward, label, seconds) and how it ended.
+    environment there is an `episode`: its turns (who wrote what, reward, labels, seconds) and how it ended.
 
     Args:
         advantages: by the trajectory's index; what was not trained on has none and is written as null.

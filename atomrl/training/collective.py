@@ -47,7 +47,8 @@ class Launched(NamedTuple):
     world: int
     local_rank: int
     """Among those of this machine."""
-    on_one_machine: bool
+    local_world: int
+    """How many there are on this machine."""
 
 
 def launched() -> Launched | None:
@@ -55,7 +56,7 @@ def launched() -> Launched | None:
     none did."""
     given = {name: int(os.environ.get(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     rank, world, local_rank, beside = given.values()
-    return Launched(rank, world, local_rank, beside == world) if world > 1 else None
+    return Launched(rank, world, local_rank, beside or world) if world > 1 else None
 
 
 def check_launcher(world: int) -> None:

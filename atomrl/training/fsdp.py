@@ -1,7 +1,9 @@
 """The back end of several ranks: weights, gradients and moments in shards (PyTorch's FSDP2, `fully_shard`)."""
 
 import copy
+import warnings
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,10 +27,14 @@ from atomrl.models.lora import adapter_weights
 from atomrl.models.scalar import ScalarModel
 from atomrl.protocols import Algorithm, ModelInput, WeightUpdate
 from atomrl.training.base import BaseBackend
+from atomrl.training.group import Ranks
 from atomrl.training.optimizer import whole
 from atomrl.training.role_models import load_role, save_role
 from atomrl.training.roles import TRAINED, RoleName
 from atomrl.training.shards import load_shards, save_shards
+
+# Outputs are views where there is no padding; nobody writes into them.
+warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
 
 class FSDPBackend(BaseBackend):
@@ -49,7 +55,8 @@ class FSDPBackend(BaseBackend):
         self, settings: FSDPConfig, model: ModelConfig, train: Any, algorithm: Algorithm, **named: Any
     ) -> None:
         self.settings, self.skeletons = settings, dict[RoleName, nn.Module]()
-        world, replicas = named["collective"].world, settings.replicas
+        self.ranks: Ranks = named["collective"]
+        world, replicas = self.ranks.world, settings.replicas
         if world % replicas:
             raise ConfigError(f"backend.replicas={replicas} does not divide the {world} ranks")
         shape, names = (
@@ -60,7 +67,10 @@ class FSDPBackend(BaseBackend):
         torch.manual_seed(named.get("seed", 0) + 1_000_003 * self.collective.rank)  # of dropout, after equal weights
 
     def load_model(self, name: RoleName, path: str, config: ModelConfig) -> nn.Module:
-        """A role's model, cut into shards."""
+        """A role's model, cut into shards; of the ranks of a machine one at a time has all of it."""
+        return self.ranks.in_turns(partial(self._load, name, path, config))
+
+    def _load(self, name: RoleName, path: str, config: ModelConfig) -> nn.Module:
         compute = compute_dtype(config.dtype, self.device)
         trained_whole = name in TRAINED and config.lora is None
         dtype = torch.float32 if trained_whole else compute

@@ -20,7 +20,7 @@ from atomrl.training.collective import Collective
 Result = TypeVar("Result")
 IDLE = timedelta(days=365)
 """How long ranks wait for a command: rollouts take what they take."""
-GRACE_S = 3.0
+GRACE_S = 5.0
 """Within which all ranks have met an error that all meet."""
 BEAT_S, STOPPED_S = 0.5, 2.5
 """How often a rank shows that it runs, and after what silence it stands still."""
@@ -41,12 +41,20 @@ class Ranks(Collective):
         rank, world: as torchrun counts them.
         device: of this rank.
         timeout_s: within which all ranks must come to the same collective operation.
-        local: all ranks are on this machine, and talk through nothing but its loopback.
+        here: this rank's number among those of its machine, and how many these are; None: all are on this one. Ranks
+            that are all on one machine talk through nothing but its loopback.
     """
 
     def __init__(
-        self, store: Any, rank: int, world: int, device: torch.device, timeout_s: float, local: bool = True
+        self,
+        store: Any,
+        rank: int,
+        world: int,
+        device: torch.device,
+        timeout_s: float,
+        here: tuple[int, int] | None = None,
     ) -> None:
+        self.here = here or (rank, world)
         self.rank, self.world, self.timeout_s, self.commands = rank, world, timeout_s, 0
         self.own_error = False
         """Whether this rank met an error that others did not."""
@@ -57,7 +65,7 @@ class Ranks(Collective):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        with _loopback(local):
+        with _loopback(self.here[1] == world):
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
             self.host, self.outcome = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
             self.waiting = dist.new_group(backend="gloo", timeout=IDLE)
@@ -75,6 +83,21 @@ class Ranks(Collective):
         """The sum over ranks, in place."""
         dist.all_reduce(tensor)
         return tensor
+
+    def in_turns(self, work: Callable[[], Result]) -> Result:
+        """What the ranks of a machine do one after the other, for its memory; errors come when all are done."""
+        found: list[Result] = []
+        failed: Exception | None = None
+        for turn in range(self.max(self.here[1])):
+            if turn == self.here[0]:
+                try:
+                    found = [work()]
+                except Exception as error:
+                    failed = error
+            self.max(0)
+        if failed is not None:
+            raise failed
+        return found[0]
 
     def sum(self, metrics: Metrics) -> Metrics:
         """Metrics of all ranks merged, on the CPU."""

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -84,7 +85,7 @@ class RankedBackend:
 
     def __init__(self, build: Build, settings: RankedConfig, device: str, tokenizer: Any = None) -> None:
         self.processes: dict[int, WorkerProcess] = {}
-        self.broken, self.busy, self.ranks = False, True, None
+        self.broken, self.busy, self.ranks, self.lock = False, True, None, threading.Lock()
         count = rank_count(settings, device)
         self.threads = max(1, torch.get_num_threads() // count)
         try:
@@ -136,9 +137,11 @@ class RankedBackend:
             for worker in self.processes.values():
                 with suppress(subprocess.TimeoutExpired):
                     worker.process.wait(0.2)
-                    if not self.broken and not threading.Event().wait(NOTICE_S) and not self.broken:
-                        os.kill(os.getpid(), signal.SIGUSR1)
-                        return
+                    time.sleep(NOTICE_S)  # an operation that fails by it says more
+                    with self.lock:
+                        if not self.broken:
+                            os.kill(os.getpid(), signal.SIGUSR1)
+                    return
             if not self.processes:
                 return
 
@@ -192,18 +195,21 @@ class RankedBackend:
 
     def close(self) -> None:
         """End the other ranks, in order where they still answer."""
+        self.busy = True
         if not self.broken and self.ranks is not None:
             with suppress(RankFailed):
                 self.ranks.send(None)
                 self.backend.close()
-        orderly, self.broken = not self.broken, True
+        with self.lock:
+            orderly, self.broken = not self.broken, True
         for worker in self.processes.values():
             if orderly:
                 with suppress(subprocess.TimeoutExpired):
                     worker.process.wait(END_S)
             worker.kill()
         if self.ranks is not None:
-            self.ranks.close()
+            if orderly or launched() is None:  # else it would wait for ranks that are no more
+                self.ranks.close()
             self.ranks = None
         if getattr(self, "_handler", None) is not None:
             signal.signal(signal.SIGUSR1, self._handler)
@@ -214,7 +220,7 @@ def join_launched(device: str, timeout_s: float) -> Ranks:
     started = launched()
     assert started is not None
     store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))
-    return Ranks(store, rank, world, rank_device(device, started.local_rank), timeout_s, started.on_one_machine)
+    return Ranks(store, rank, world, rank_device(device, started.local_rank), timeout_s, started[2:])
 
 
 def follow_launcher(settings: RankedConfig, device: str) -> None:

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -103,6 +104,48 @@ def test_one_that_hangs_is_named(folder, replicas):
             while engine.poll():
                 pass
         assert time.monotonic() - began < 3 + 15
+
+
+def test_one_that_hangs_is_not_asked_to_give_up_what_it_holds(folder):
+    """Which would wait as long once more."""
+    with closing(cluster(replicas=1, timeout_s=16)) as started:
+        engine = ReplicatedEngine(partial(build, str(folder)), started)
+        timer, began = later(0.1, engine.replicas[0].actor.pid, signal.SIGSTOP), time.monotonic()
+        long = SamplingParams(completions_per_prompt=8, max_completion_tokens=500, ignore_eos=True)
+        with pytest.raises(TimeoutError, match=r"^rollout 0 .* has not answered for 16 s"):
+            while True:
+                generate(engine, PROMPTS, long)
+        timer.join()
+        assert time.monotonic() - began < 16 + 15
+
+
+def test_an_id_is_taken_once(engine):
+    (request, *_) = requests_of(PROMPTS[0], SAMPLING)
+    with pytest.raises(ValueError, match="is there already"):
+        engine.submit([request, replace(request, group_id="another")])
+    assert not any(replica.held for replica in engine.replicas)
+
+
+class Filling(NativeEngine):
+    """Says that it was closed."""
+
+    def close(self) -> None:
+        (Path(self.tokenizer.name_or_path).parent / f"closed-{os.getpid()}").touch()
+
+
+def filling(path: str) -> Filling:
+    options = EngineOptions(torch.float32, "cpu", max_concurrent_completions=4)
+    return Filling.from_pretrained(path, AutoTokenizer.from_pretrained(path), options, use_kernel=False)
+
+
+def test_engines_are_closed_before_their_actors_end(folder):
+    with closing(cluster(replicas=2, timeout_s=60)) as started:
+        engine = ReplicatedEngine(partial(filling, str(folder)), started)
+        engine.submit([request for prompt in PROMPTS for request in requests_of(prompt, SAMPLING)])
+        hangs, well = (replica.actor.pid for replica in engine.replicas)
+        os.kill(hangs, signal.SIGSTOP)
+        engine.close()
+    assert [path.name for path in folder.parent.glob("closed-*")] == [f"closed-{well}"]
 
 
 def test_what_finds_no_room_is_refused():

@@ -55,7 +55,8 @@ def played(folder, tokenizer):
     """Episodes of a function of `played.py`."""
 
     def play(function, engine="native", sampling=SAMPLING, prompts=None, by_rounds=False, concurrent=32, **settings):
-        made = ENGINES[engine](folder, tokenizer, EngineOptions(torch.float32, "cpu", concurrent))
+        options = EngineOptions(settings.pop("dtype", torch.float32), "cpu", concurrent)
+        made = ENGINES[engine](folder, tokenizer, options)
         if by_rounds:
             made.batch.parking.go_on = lambda state: False
         settings = {"function": f"tests.environments.played.{function}", "max_turn_tokens": 12, **settings}

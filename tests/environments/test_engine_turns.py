@@ -147,7 +147,7 @@ def test_asleep_it_draws_nothing(made, tokenizer):
 def test_the_reward_of_the_last_turn_is_kept(played):
     for item in played("echo", max_turns=2):
         assert [turn.reward for turn in item.episode.turns] == [0.5, 0.5] and item.episode.ended == "turns"
-        assert item.episode.turns[-1].label == "echo"
+        assert item.episode.turns[-1].labels == ("echo",)
 
 
 def test_requests_that_are_refused_leave_nothing_behind(made, tokenizer):
@@ -222,7 +222,7 @@ def test_whatever_is_done_between_tokens_the_cache_is_of_the_weights(made, folde
     assert len(equal) >= 23, len(equal)  # a draw may fall between two roundings
     for name in equal:
         ours, theirs = (torch.tensor(logprobs(part)) for part in parts[name])
-        assert torch.allclose(ours, theirs, atol=1e-5, rtol=0)
+        assert (ours - theirs).abs().max() < 3e-5, "more than other orders of sums round"
 
 
 def flat(segments):

@@ -23,7 +23,7 @@ def test_an_episode_is_what_was_sampled_and_what_was_answered(played, tokenizer)
     for item in found:
         episode = item.episode
         assert episode.ended == "environment" and episode.outcome == 3.0 and len(episode.turns) == 4
-        assert all(turn.label == "echo" and turn.reward == 0.5 for turn in episode.turns[:3])
+        assert all(turn.labels == ("echo",) and turn.reward == 0.5 for turn in episode.turns[:3])
         assert episode.turns[3].reply_tokens == 0 and episode.turns[3].reward is None
         replies = tokens_by_origin(item, "environment")
         assert [len(reply) for reply in replies] == [turn.reply_tokens for turn in episode.turns[:3]]
@@ -80,6 +80,31 @@ def test_logprobs_are_the_trainers(played, folder):
             at += len(segment.token_ids)
             if segment.origin == "model":
                 assert segment.logprobs == pytest.approx([logprobs[place - 1].item() for place in places], abs=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["native", "pytorch"])
+def test_in_bfloat16_replies_that_are_fed_are_as_near_to_exact_as_rounds(played, folder, engine):
+    """Log-probs of the two differ by up to 0.1 and more: each rounds in its own way. So each is measured against exact
+    sums with the weights as bfloat16 has them, and beside what transformers' forward pass rounds."""
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16) for _ in range(2)]
+    exact, rounded = models[0].double(), models[1]
+    errors = {}
+    for by_rounds in (False, True):
+        settings = {"args": {"turns": 6}, "max_turns": 8, "sampling": replace(SAMPLING, max_completion_tokens=150)}
+        rows = to_rows([
+            replace(item, reward=0.0)
+            for item in played("echo", engine, by_rounds=by_rounds, dtype=torch.bfloat16, **settings)
+        ])  # fmt: skip
+        with torch.no_grad():
+            true, theirs = (
+                model(rows.tokens).logits[:, :-1].double().log_softmax(-1).gather(2, rows.tokens[:, 1:, None])[:, :, 0]
+                for model in (exact, rounded)
+            )
+        mask = rows.loss_mask[:, 1:]
+        for name, found in ((f"rounds={by_rounds}", rows.rollout_logprobs[:, 1:]), ("transformers", theirs)):
+            errors[name] = (found - true)[mask].square().mean().sqrt().item()
+    assert errors["rounds=False"] < 1.3 * errors["rounds=True"], errors
+    assert max(errors["rounds=False"], errors["rounds=True"]) < 1.25 * errors["transformers"] < 0.1, errors
 
 
 def test_only_the_models_tokens_are_trained(played):

@@ -157,6 +157,6 @@ def test_what_cannot_be_used_is_said(tokenizer, function, args, words):
 def test_half_a_character_is_a_question_mark(played, tokenizer):
     found = played("odd", prompts=samples(tokenizer, bad=2))
     failed = [item.episode for item in found if item.episode.failure]
-    assert len(failed) == 8 and all(episode.message.startswith("RuntimeError: ?") for episode in failed)
+    assert len(failed) == 8 and all(episode.message.startswith("RuntimeError: \ufffd") for episode in failed)
     answered = [item.episode.turns[0] for item in found if not item.episode.failure]
-    assert {(turn.reply, turn.label) for turn in answered} == {("a\ufffdb", "?")}
+    assert {(turn.reply, turn.labels) for turn in answered} == {("a\ufffdb", ("\ufffd",))}

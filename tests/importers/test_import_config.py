@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atomrl.cli.explain import objective_in, setting_in
 from atomrl.cli.main import main
 from atomrl.config import ConfigError, RunConfig, build_config
+from atomrl.config.explained import objective_in, setting_in
 from atomrl.importers import Imported, import_config
 from atomrl.importers.shell import read_script
 from atomrl.objective.explain import page

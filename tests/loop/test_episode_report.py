@@ -22,7 +22,7 @@ def episode(*turns, ended="environment", **changes):
         segments.append(Segment(origin="model", token_ids=(5,) * own, logprobs=(-1.0,) * own, policy_version=0))
         if reply:
             segments.append(Segment(origin="environment", token_ids=(6,) * reply))
-        made.append(Turn(model_tokens=own, reply_tokens=reply, label=label, seconds=seconds))
+        made.append(Turn(model_tokens=own, reply_tokens=reply, labels=(label,) if reply else (), seconds=seconds))
     return Trajectory(
         prompt_id="0:a", index=0, sample=SAMPLE, segments=tuple(segments), text="", finish_reason="environment",
         episode=Episode(turns=tuple(made), ended=ended, **changes), reward=1.0,

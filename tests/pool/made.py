@@ -70,7 +70,6 @@ def rich_episode() -> Episode:
             reply_tokens=2,
             seconds=0.1,
             reward=0.5,
-            label="search",
             labels=("search", "error"),
             text="é\ud800",
             reply="<i>ß</i>",

@@ -246,7 +246,7 @@ def test_what_is_no_pool_is_named(tmp_path, make):
     make()
     with sqlite3.connect(tmp_path / "pools" / "p.sqlite") as db:
         db.execute(f"PRAGMA user_version = {sql.SCHEMA_VERSION + 1}")
-    with pytest.raises(PoolError, match="has layout 3, and this AtomRL writes 2"):
+    with pytest.raises(PoolError, match="has layout 4, and this AtomRL writes 3"):
         make()
     with pytest.raises(PoolError, match="folder cannot be made"):
         RolloutPool(tmp_path / "text.sqlite" / "p.sqlite", settings())

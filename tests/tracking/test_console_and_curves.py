@@ -166,4 +166,4 @@ def test_an_episode_is_shown_turn_by_turn():
     assert r"\x1b[2J" in text and "\x1b" not in text and text.count("z") < 250 and "ended: failed" in text
     opening, said, answered, last, ended = by_turn(episode).plain.splitlines()
     assert (opening, said, last, ended) == ("> go", "who?", "", "ended: failed: crash: exit 3")
-    assert answered.startswith(r"> search (0.10 s, reward 0.5): \x1b[2Jézzz") and answered.endswith("z…")
+    assert answered.startswith(r"> search, error (0.10 s, reward 0.5): \x1b[2Jézzz") and answered.endswith("z…")

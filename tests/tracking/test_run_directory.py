@@ -209,13 +209,12 @@ def test_an_episode_is_written_turn_by_turn(tmp_path):
     with_episode, without = rollout_rows(1, [first, make_scored()[1]], {})
     assert "episode" not in without and with_episode["episode"]["ended"] == "failed"
     written = json.loads(json.dumps(with_episode["episode"]))
-    assert [turn["label"] for turn in written["turns"]] == ["search", ""] and written["message"] == "exit 3"
+    assert [turn["labels"] for turn in written["turns"]] == [["search", "error"], []] and written["message"] == "exit 3"
     first = {
         "model_tokens": 1,
         "reply_tokens": 2,
         "seconds": 0.1,
         "reward": 0.5,
-        "label": "search",
         "labels": ["search", "error"],
         "reply": "<i>ß</i>",
         "sees_from": 1,

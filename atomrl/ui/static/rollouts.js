@@ -176,7 +176,7 @@ function Episode({ episode }) {
   return html`<details><summary>${t("turns", { n: (episode.turns || []).length })}</summary>
     ${episode.opening && html`<pre class="text reply">${visible(episode.opening)}</pre>`}
     ${(episode.turns || []).map((turn) => html`<pre class="text">${visible(turn.text ?? "")}</pre>
-      ${(turn.reply || turn.label) && html`<p class="faint">${visible(turn.label || "")} ${number(turn.seconds)} s</p><pre class="text reply">${visible(turn.reply ?? "")}</pre>`}`)}
+      ${(turn.reply || turn.labels?.length > 0) && html`<p class="faint">${visible((turn.labels ?? []).filter(Boolean).join(", "))} ${number(turn.seconds)} s</p><pre class="text reply">${visible(turn.reply ?? "")}</pre>`}`)}
     <p>${t("ended")}: ${visible(episode.ended ?? "")} ${visible(episode.message ?? "")}</p></details>`;
 }
 

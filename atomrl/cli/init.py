@@ -1,0 +1,151 @@
+"""Make a folder for a project of your own: configs, a reward, data, a test. It runs at once, on a CPU.
+
+atomrl init my-project
+atomrl init my-project --model Qwen/Qwen2.5-0.5B-Instruct   # or a folder
+"""
+
+import argparse
+from pathlib import Path
+
+from atomrl.files import new_folder, write_jsonl, write_text
+
+REWARDS = '''"""What a completion earns: functions that get lists and return a list of numbers, one for each completion.
+
+Every column of the data comes by its name; `ground_truth` is the answer.
+"""
+
+import re
+
+
+def correct(prompts, completions, ground_truth, **columns):
+    """1 where what stands between <answer> and </answer> is the answer, else 0."""
+    return [float(answer(text) == str(truth)) for text, truth in zip(completions, ground_truth)]
+
+
+def short(prompts, completions, **columns):
+    """From 0 to -1 at 200 characters: of two right answers the shorter is better."""
+    return [-min(1.0, len(text) / 200) for text in completions]
+
+
+def answer(text):
+    """What stands in the last <answer>...</answer>, or None."""
+    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return found[-1].strip() if found else None
+'''
+TEST = '''"""python -m pytest: what the rewards give, before anything is trained by them."""
+
+from rewards import correct, short
+
+
+def test_only_the_right_answer_counts():
+    texts = ["<answer>7</answer>", "<answer> 8 </answer>", "7", "<answer>8</answer> or <answer>7</answer>"]
+    assert correct(["?"] * 4, texts, ground_truth=["7"] * 4) == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_shorter_is_better():
+    long, brief = short(["?"] * 2, ["x" * 500, "x" * 20])
+    assert long == -1.0 and brief == -0.1
+'''
+WARM_START = """# A small GPT from scratch imitates demonstrations of the built-in task `chain`: half a minute on a CPU.
+run_name: warm-start
+model: {dtype: float32}
+data: {train: chain, train_size: 20000}
+sft:
+  gpt: {layers: 2, hidden: 64, heads: 2, intermediate: 512, max_tokens: 512}
+train:
+  steps: 1000
+  rows_per_update: 64
+  tokens_per_micro_batch: 1536
+  learning_rate: 4.0e-3
+  schedule: cosine
+  warmup_ratio: 0.05
+  min_lr_ratio: 0.05
+  adam_beta2: 0.98
+"""
+OF_FRESH = """  kl: {coefficient: 0.1}
+train:
+  steps: 60
+  tokens_per_micro_batch: 1536
+  learning_rate: 1.0e-3  # of a GPT of 0.2 million weights
+  schedule: cosine
+  warmup_ratio: 0.05
+  min_lr_ratio: 0.1
+  adam_eps: 3.0e-3
+"""
+OF_MODEL = """train:
+  steps: 60
+  learning_rate: 1.0e-6
+"""
+GRPO = """# GRPO on your data with your rewards. Every key: docs/config.md; what it means: atomrl explain grpo.yaml
+run_name: grpo
+model:
+  path: {model}
+data:
+  train: data/train.jsonl  # rows with prompt, ground_truth, and any columns that the rewards want
+  eval: data/eval.jsonl
+rollout:
+  prompts_per_step: 64
+  completions_per_prompt: 8
+  max_completion_tokens: {tokens}
+reward:
+  functions:
+    - ./rewards.py:correct
+    # - {{function: ./rewards.py:short, weight: 0.1}}
+algorithm:
+  name: grpo
+{rest}eval:
+  every_steps: 20
+  temperature: 0.0
+"""
+README = """# {name}
+
+    {first}atomrl train grpo.yaml                # GRPO; what it writes is in runs/grpo
+    atomrl doctor runs/grpo               # how did it go?
+    atomrl rollouts runs/grpo             # what was written, and what it earned
+    python -m pytest                      # the rewards' own test
+
+Before a long run: `atomrl plan grpo.yaml --probe` says whether it fits and how long it takes, `atomrl reward
+./rewards.py:correct FILE` scores a file of completions.
+
+| file | what it is |
+|---|---|
+| `grpo.yaml` | the run; `atomrl train grpo.yaml train.steps=200 run_name=longer` changes keys |
+{warm}| `rewards.py` | what a completion earns; `test_rewards.py` checks it |
+| `data/` | problems, a line of JSON each; put yours in their place |
+"""
+PROBLEMS, HELD_OUT = 4000, 200
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new one")
+    parser.add_argument("--model", metavar="MODEL", help="train this one: a folder or a hub name (default: a tiny GPT)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from atomrl.data.generators import generate
+
+    model, fresh = arguments.model or "runs/warm-start/model", arguments.model is None
+    with new_folder(arguments.folder) as folder:
+        files = {
+            "rewards.py": REWARDS,
+            "test_rewards.py": TEST,
+            "grpo.yaml": GRPO.format(
+                model=f"{model}\n  dtype: float32" if fresh else model,
+                tokens=48 if fresh else 256,
+                rest=OF_FRESH if fresh else OF_MODEL,
+            ),
+            "README.md": README.format(
+                name=arguments.folder.name,
+                first="atomrl sft warm_start.yaml            # makes the model, from scratch\n    " if fresh else "",
+                warm="| `warm_start.yaml` | makes the tiny GPT that it starts from |\n" if fresh else "",
+            ),
+            ".gitignore": "runs/\n__pycache__/\n",
+        } | ({"warm_start.yaml": WARM_START} if fresh else {})
+        for name, text in files.items():
+            write_text(folder / name, text)
+        (folder / "data").mkdir()
+        for split, size in (("train", PROBLEMS), ("eval", HELD_OUT)):
+            write_jsonl(generate("chain", size, 0, split), folder / "data" / f"{split}.jsonl")
+    print(f"{arguments.folder} is made; go on with:\n\n    cd {arguments.folder}")
+    print(*([line for line in ["    atomrl sft warm_start.yaml"] if fresh] + ["    atomrl train grpo.yaml"]), sep="\n")
+    return 0

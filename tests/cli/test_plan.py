@@ -1,0 +1,100 @@
+"""`atomrl plan`: whether it fits is said by the exit code, and a probe leaves nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from atomrl.cli.config_arguments import load_config
+from atomrl.cli.main import main
+from atomrl.config import ConfigError
+from atomrl.runs import prepare_run
+from atomrl.runs.plan import _small_step, forecast, memory_by_phase
+from atomrl.runs.probe import measure
+
+CONFIG = {
+    "run_name": "first",
+    "model": {"path": "model", "dtype": "float32"},
+    "data": {"train": "train.jsonl", "eval": "eval.jsonl", "max_prompt_tokens": 32},
+    "rollout": {"prompts_per_step": 2, "completions_per_prompt": 2, "max_completion_tokens": 6},
+    "reward": {"functions": ["./mine.py:ends_with_e"]},
+    "train": {"steps": 20, "learning_rate": 1e-3},
+}
+
+
+@pytest.fixture
+def folder(working_directory):
+    rows = [{"prompt": f"{k}+1=", "ground_truth": str(k + 1)} for k in range(6)]
+    place = working_directory(CONFIG, train=rows, eval=rows[:3])
+    code = "def ends_with_e(prompts, completions, **columns):\n    return [float(len(c) % 2) for c in completions]\n"
+    (place / "mine.py").write_text(code)
+    (place / "json.py").write_text("raise RuntimeError('a file beside the run hides the standard library')")
+    return place
+
+
+def test_the_largest_phase_decides(folder):
+    config = load_config("c.yaml")
+    memory = memory_by_phase(config, prepare_run(config))
+    assert memory.peak == memory.process + memory.resident + max(memory.phases.values())
+    wide = load_config("c.yaml", ["train.tokens_per_micro_batch=100000"])
+    more = memory_by_phase(wide, prepare_run(wide))
+    assert more.largest == "update" and more.phases["update"] > memory.phases["update"]
+    assert more.phases["rollout"] == memory.phases["rollout"] and more.resident == memory.resident
+
+
+@pytest.mark.parametrize(("size", "code", "said"), [("8GiB", 0, ": fits"), ("1MiB", 1, "does not fit; lower")])
+def test_exit_code_and_advice(folder, capsys, size, code, said):
+    assert main(["plan", "c.yaml", "--memory", size]) == code
+    printed = capsys.readouterr().out
+    assert said in printed and "<- the most" in printed and "a step: 2 prompts x 2 completions" in printed
+
+
+@pytest.mark.parametrize("size", ["lots", "24", "GiB"])
+def test_a_size_that_is_none(folder, capsys, size):
+    assert main(["plan", "c.yaml", "--memory", size]) == 2
+    assert "24GiB" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_probe_measures_and_leaves_nothing(folder, capsys):
+    before = sorted(path.name for path in folder.iterdir())
+    assert main(["plan", "c.yaml", "--probe", "--signal", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "measured on a few small steps" in printed and "evaluations among it" in printed
+    assert "4 prompts x 2 completions before anything is trained" in printed
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+@pytest.mark.slow
+def test_a_small_step_is_scaled_to_the_real_one(folder):
+    changes = ["rollout.prompts_per_step=6", "rollout.max_concurrent_completions=4", "train.tokens_per_micro_batch=64"]
+    config = load_config("c.yaml", [*changes, "train.rows_per_update=6"])
+    part, share = _small_step(config)
+    assert part == {"rollout": {"prompts_per_step": 2}, "train": {"rows_per_update": 2}} and share == 3
+    found = forecast(config, prepare_run(config), folder)
+    assert found.measured.steps[-1]["train/rows"] == 4 and found.measured.steps[-1]["training/updates"] == 2
+    once = found.measured.mean("timing_s/update_actor")
+    assert found.seconds["update_actor"] == pytest.approx(3 * once)
+    assert found.seconds["gen"] == pytest.approx(3 * found.measured.mean("timing_s/gen"))
+    assert found.at_limit >= 0.9 * found.step_seconds
+    assert found.run_seconds > 20 * found.step_seconds  # and two evaluations
+
+
+@pytest.mark.slow
+def test_without_weights_random_ones_are_measured(folder, capsys):
+    model = Path("model").resolve()
+    shapes = folder / "shape"
+    shapes.mkdir()
+    for file in model.iterdir():
+        if file.suffix != ".safetensors":
+            (shapes / file.name).write_bytes(file.read_bytes())
+    config = load_config("c.yaml", ["model.path=shape"])
+    found = measure(config, folder, {"train": {"steps": 1}})
+    assert found.random_weights and len(found.steps) == 1 and found.peak_bytes > 2**20
+    assert main(["plan", "c.yaml", "model.path=shape", "--signal", "2"]) == 2
+    assert "weights are not on this machine" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_probe_that_fails_says_why(folder):
+    with pytest.raises(ConfigError, match=r"the probe failed:(.|\n)*none.jsonl does not exist"):
+        measure(load_config("c.yaml"), folder, {"data": {"train": "none.jsonl"}})

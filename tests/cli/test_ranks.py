@@ -1,0 +1,154 @@
+"""A run with a trainer of several processes is the run of one, however the processes are started."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from atomrl.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+RUN = {
+    "model": {"path": "model", "dtype": "float32", "device": "cpu"},
+    "data": {"train": "arithmetic", "train_size": 64},
+    "rollout": {"prompts_per_step": 4, "completions_per_prompt": 4, "max_completion_tokens": 12},
+    "reward": {"functions": ["tests.faults.rewards.letter_share"]},
+    "algorithm": {"name": "grpo", "kl": {"coefficient": 0.1}},
+    "train": {"steps": 4, "learning_rate": 1e-3, "adam_eps": 1e-3},
+    "checkpoint": {"every_steps": 2, "keep": 9},
+    "tracking": {"log_completions": False},
+}
+
+
+@pytest.fixture
+def train(working_directory, capsys):
+    folder = working_directory({"run_name": "run", **RUN})
+
+    def run(name, *overrides):
+        capsys.readouterr()
+        code = main(["train", "c.yaml", f"run_name={name}", *overrides])
+        return code, capsys.readouterr()
+
+    run.folder = folder
+    return run
+
+
+def losses(folder, name):
+    rows = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    names = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "actor/kl_loss", "training/updates")
+    return [[row[name] for name in names if name in row] for row in rows]
+
+
+def weights(folder, name):
+    return load_file(folder / "runs" / name / "model" / "model.safetensors")
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.slow
+def test_the_run_of_one_process_started_in_any_way_and_resumed_on_any_number(train):
+    folder = train.folder
+    assert train("alone")[0] == train("two", "backend.type=fsdp", "backend.ranks=2")[0] == 0
+    for mine, theirs in zip(losses(folder, "two"), losses(folder, "alone"), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    for name, tensor in weights(folder, "alone").items():
+        assert (tensor - weights(folder, "two")[name]).abs().max() <= 1e-4 * tensor.abs().max(), name
+
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "atomrl"]
+    command = [*torchrun, "train", "c.yaml", "run_name=launched", "backend.type=fsdp"]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count('"finished": true') == 1, "rank 0 alone says it"
+    assert same(weights(folder, "launched"), weights(folder, "two")), "bit for bit"
+
+    assert train("half", "backend.type=fsdp", "backend.ranks=2", "train.steps=2")[0] == 0
+    code, said = train("half", "backend.type=fsdp", "backend.ranks=2", "--resume")
+    assert code == 0, said.err
+    assert same(weights(folder, "half"), weights(folder, "two")), "bit for bit"
+
+    assert train("other", "backend.type=fsdp", "backend.ranks=2", "train.steps=2")[0] == 0
+    code, said = train("other", "backend.type=fsdp", "backend.ranks=1", "--resume")
+    assert code == 0, said.err
+    for name, tensor in weights(folder, "two").items():
+        assert (tensor - weights(folder, "other")[name]).abs().max() <= 1e-4 * tensor.abs().max(), name
+    code, said = train("other", "train.steps=5", "--resume")
+    assert code == 2 and "several ranks" in said.err, "a checkpoint of ranks is none of one process"
+
+
+def children(pid):
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in path.read_text().split()] if path.exists() else []
+
+
+def gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks end when their group does")
+def test_no_rank_outlives_a_launcher_that_is_killed(train):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "atomrl"]
+    command = [*torchrun, "train", "c.yaml", "run_name=killed", "backend.type=fsdp", "train.steps=100000"]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}", "OMP_NUM_THREADS": "1"}
+    until = time.monotonic() + 240
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env) as launcher:
+        metrics = train.folder / "runs" / "killed" / "metrics.jsonl"
+        while not metrics.exists() or not metrics.read_text():
+            assert launcher.poll() is None and time.monotonic() < until
+            time.sleep(0.2)
+        ranks = children(launcher.pid)
+        assert len(ranks) == 2
+        launcher.kill()
+    while not all(map(gone, ranks)):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algorithm.name=trpo", "algorithm.kl=null"], "differentiates the policy forward"),
+        (["model.compile=true"], "model.compile"),
+        (["backend.cpu_offload=true"], "backend.cpu_offload"),
+        (["backend.replicas=3"], "replicas=3 does not divide ranks=2"),
+        (["cluster.ranks=2"], "did you mean 'backend.ranks'"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_before_anything_is_started(train, overrides, said):
+    code, shown = train("run", "backend.type=fsdp", "backend.ranks=2", *overrides, "--dry-run")
+    assert code == 2 and said in shown.err
+
+
+def test_a_dry_run_has_the_memory_of_a_rank(train):
+    def sizes(*overrides):
+        code, said = train("run", *overrides, "--dry-run")
+        assert code == 0, said.err
+        lines = said.out[said.out.index("trainer weights") :].splitlines()
+        return {line[:20].strip(): float(line[20:].split()[0]) for line in [f"{lines[0]}", *(x[8:] for x in lines[1:])]}
+
+    alone, two = sizes(), sizes("backend.type=fsdp", "backend.ranks=2")
+    assert two["trainer weights"] == pytest.approx(alone["trainer weights"] / 2, abs=0.01)
+    assert two["optimizer"] == pytest.approx(alone["optimizer"] / 2, abs=0.01)
+    assert two["gathered weights"] > 0 and "gathered weights" not in alone
+
+
+def test_a_launcher_that_started_another_number_is_named(train, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("atomrl.worker_process.die_with", lambda parent: None)
+    code, said = train("run", "backend.type=fsdp", "backend.ranks=2", "--dry-run")
+    assert code == 2 and "backend.ranks=2, and the launcher started 4" in said.err
+    code, said = train("run", "--dry-run")
+    assert code == 2 and "backend.type=fsdp" in said.err

@@ -1,0 +1,94 @@
+"""What one rank does wrong ends all ranks together, and is named; what all do alike is an error like any other."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing, suppress
+
+import pytest
+import torch
+
+from atomrl.metrics import values
+from atomrl.training.group import RankFailed
+from tests.tiny import make_tiny_model
+from tests.training.batches import make_algorithm, make_batch, weights_of
+from tests.training.misbehaving import ranked
+
+pytestmark = pytest.mark.slow
+SOON_S = 60.0
+"""On a busy machine; the time-out of a collective operation is five minutes, but where it is waited for."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("ranks") / "base")
+
+
+def ended(pid):
+    with suppress(ProcessLookupError, FileNotFoundError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("out of memory", r"rank 1: ConfigError: out of memory with \d+ padded .*go on with train.tokens_per_micro"),
+        ("error", r"rank 1: IndexError: index 9 is out of bounds; train_step broke off"),
+        ("SIGKILL", r"rank 1 \(pid \d+\) died by SIGKILL; train_step broke off"),
+        ("SIGSTOP", r"rank 1 stands still, or is gone \(backend.timeout_s=20\)"),
+    ],
+)
+@pytest.mark.parametrize("at", [1, 4])
+def test_all_end_and_name_the_rank(folder, fault, said, at):
+    with closing(
+        ranked(folder, fault, at, timeout_s=20 if fault == "SIGSTOP" else 300, rows_per_micro_batch=1)
+    ) as both:
+        pids = [worker.process.pid for worker in both.processes.values()]
+        began = time.monotonic()
+        with pytest.raises(RankFailed, match=said):
+            for _ in range(2):
+                both.train_step(make_batch(), make_algorithm())
+        assert time.monotonic() - began < SOON_S
+        with pytest.raises(RankFailed, match="the ranks are gone"):
+            both.train_step(make_batch(), make_algorithm())
+    assert all(map(ended, pids))
+
+
+def test_what_is_not_finite_on_one_rank_is_left_out_on_all(folder):
+    with closing(ranked(folder, "not finite", 1)) as both:
+        before = {name: tensor.clone() for name, tensor in weights_of(both).items()}
+        metrics = values(both.train_step(make_batch(), make_algorithm()))
+        assert metrics["actor/skipped_updates"] == 1.0
+        assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(both).items())
+        assert "actor/skipped_updates" not in values(both.train_step(make_batch(), make_algorithm()))
+
+
+def test_an_error_that_all_meet_is_raised_as_it_is_and_the_ranks_go_on(folder):
+    with closing(ranked(folder)) as both:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="without a reference"):
+                both.forward_only(make_batch(), frozenset({"ref_logprobs"}))
+        assert values(both.train_step(make_batch(), make_algorithm()))["actor/grad_norm"] > 0
+
+
+def test_a_death_while_the_others_are_idle_interrupts_the_run(folder):
+    with closing(ranked(folder)) as both:
+        (worker,) = both.processes.values()
+        worker.process.send_signal(signal.SIGKILL)
+        with pytest.raises(RankFailed, match=r"rank 1 .* died by SIGKILL"):
+            time.sleep(SOON_S)
+
+
+def test_no_rank_outlives_the_process_that_started_it(folder):
+    command = [sys.executable, "-m", "tests.training.misbehaving", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 1 and not any(map(ended, pids))
+        os.kill(process.pid, signal.SIGKILL)
+    until = time.monotonic() + SOON_S
+    while not all(map(ended, pids)):
+        assert time.monotonic() < until
+        time.sleep(0.1)
