@@ -358,13 +358,9 @@ def _lines_with(needle: bytes, file: _File) -> list[int]:
         with open_file(file.path) as opened:
             if _identity(os.fstat(opened.fileno())) != file.identity:
                 return []
-            data = opened.read().lower()  # of ASCII alone, so no byte moves
+            data = opened.read()
     except OSError:
         return []
-    starts, ends, text_ends = file.starts.tolist(), file.ends.tolist(), file.text_ends.tolist()
-    found, place = list[int](), data.find(needle)
-    while place >= 0 and (line := bisect_right(starts, place) - 1) >= 0:
-        if place < text_ends[line]:
-            found.append(line)
-        place = data.find(needle, ends[line])
-    return found
+    spans = zip(file.starts.tolist(), file.text_ends.tolist(), strict=True)
+    # Lower case of ASCII alone, as other characters may change their length.
+    return [line for line, (start, end) in enumerate(spans) if needle in data[start:end].lower()]

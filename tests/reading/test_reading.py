@@ -279,10 +279,11 @@ def test_asking_after_a_lock_never_stands_in_its_way(tmp_path):
     folder = make_run(tmp_path / "one")
     asking = "from atomrl.reading.lock import is_held; from pathlib import Path\nprint(flush=True)\n"
     asking += f"while True: is_held(Path({str(folder)!r}))"
-    taking = "import fcntl, os\nfor _ in range(2000):\n"
+    taking = "import fcntl, os, time\nend = time.monotonic() + 2\nwhile time.monotonic() < end:\n"
     taking += f"    handle = os.open({str(folder / '.lock')!r}, os.O_RDWR | os.O_CREAT)\n"
     taking += "    fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB); os.close(handle)"
     with subprocess.Popen([sys.executable, "-c", asking], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        subprocess.run([sys.executable, "-c", taking], check=True)
+        taken = subprocess.run([sys.executable, "-c", taking], capture_output=True, text=True)
         process.kill()
+    assert taken.returncode == 0, taken.stderr
