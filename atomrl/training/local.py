@@ -12,6 +12,7 @@ from atomrl.protocols import WeightUpdate
 from atomrl.training.base import BaseBackend
 from atomrl.training.role_models import STATE_FOLDER, load_role, role_prefix, save_role
 from atomrl.training.roles import RoleName
+from atomrl.training.shards import SHARDS, load_shards
 
 
 class LocalBackend(BaseBackend):
@@ -48,7 +49,7 @@ class LocalBackend(BaseBackend):
 
     def load(self, folder: Path) -> None:
         """Continue exactly from `save`, also where policy and critic were in one back end then and are not now, or the
-        other way round.
+        other way round; and from what several ranks saved, within rounding.
 
         Raises:
             ConfigError: the folder holds no such state, or it is another model's.
@@ -56,6 +57,9 @@ class LocalBackend(BaseBackend):
         from safetensors.torch import load_file
 
         state = folder / STATE_FOLDER
+        if (state / SHARDS).is_dir():
+            self.updates = load_shards(self.trained, self.collective, folder)
+            return
         if not (state / "trainer.json").is_file():
             raise ConfigError(f"{folder} holds no {STATE_FOLDER}/trainer.json: it is no checkpoint of this back end")
         trainer = json.loads((state / "trainer.json").read_text(encoding="utf-8"))

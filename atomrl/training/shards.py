@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -79,7 +80,7 @@ def load_shards(trained: Mapping[RoleName, Optimizer], ranks: Collective, folder
     if wrong or len(known) != len(tensors):
         example = wrong[0] if wrong else min(known.keys() - tensors.keys())
         raise ConfigError(f"checkpoint {folder} is of another model: {example} has shape {known.get(example)} there")
-    load(tensors, storage_reader=reader)
+    load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     if saved["ranks"] == ranks.world:
         random = load_file(state / f"random_{ranks.rank}.safetensors")
         torch.set_rng_state(random["cpu"])

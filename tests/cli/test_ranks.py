@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -81,7 +82,10 @@ def test_the_run_of_one_process_started_in_any_way_and_resumed_on_any_number(tra
     for name, tensor in weights(folder, "two").items():
         assert (tensor - weights(folder, "other")[name]).abs().max() <= 1e-4 * tensor.abs().max(), name
     code, said = train("other", "train.steps=5", "--resume")
-    assert code == 2 and "several ranks" in said.err, "a checkpoint of ranks is none of one process"
+    assert code == 0, said.err
+    assert train("two", "backend.type=fsdp", "backend.ranks=1", "train.steps=5", "--resume")[0] == 0
+    for name, tensor in weights(folder, "two").items():
+        assert (tensor - weights(folder, "other")[name]).abs().max() <= 1e-4 * tensor.abs().max(), name
 
 
 def children(pid):
@@ -119,7 +123,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(train):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["algorithm.name=trpo", "algorithm.kl=null"], "differentiates the policy forward"),
+        (["algorithm.name=trpo"], "differentiates the policy forward"),
         (["model.compile=true"], "model.compile"),
         (["backend.cpu_offload=true"], "backend.cpu_offload"),
         (["backend.replicas=3"], "replicas=3 does not divide ranks=2"),
@@ -135,8 +139,8 @@ def test_a_dry_run_has_the_memory_of_a_rank(train):
     def sizes(*overrides):
         code, said = train("run", *overrides, "--dry-run")
         assert code == 0, said.err
-        lines = said.out[said.out.index("trainer weights") :].splitlines()
-        return {line[:20].strip(): float(line[20:].split()[0]) for line in [f"{lines[0]}", *(x[8:] for x in lines[1:])]}
+        found = re.findall(r"^(?:memory)?\s+(\S[^\n]*?)\s+([\d.]+) (MiB|GiB)$", said.out, re.MULTILINE)
+        return {name: float(size) * (1024 if unit == "GiB" else 1) for name, size, unit in found}
 
     alone, two = sizes(), sizes("backend.type=fsdp", "backend.ranks=2")
     assert two["trainer weights"] == pytest.approx(alone["trainer weights"] / 2, abs=0.01)

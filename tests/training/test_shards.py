@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM
 from atomrl.config import ConfigError, CriticConfig, LoraConfig
 from atomrl.data.rows import to_training_batches
 from atomrl.metrics import values
+from atomrl.training.local import LocalBackend
 from tests.conformance.test_backends import one_rank
 from tests.training.batches import weights_of
-from tests.training.equality import case, drawn, make_models, run_ranks, with_ranks
+from tests.training.equality import case, drawn, make_models, run_ranks, settings_of, with_ranks
 
 CASES = {
     "critic": case("ppo", critic=CriticConfig(learning_rate=1e-3)),
@@ -109,3 +110,16 @@ def test_a_checkpoint_is_complete_plain_and_of_its_model(tmp_path):
             backend.load(tmp_path / "checkpoint")
         with pytest.raises(ConfigError, match="no checkpoint of several ranks"):
             backend.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_process_goes_on_from_shards(tmp_path, name):
+    folder, given = make_models(tmp_path), CASES[name]
+    with one_rank() as ranks:
+        backend, algorithm = with_ranks(given, folder, ranks)
+        step(backend, algorithm, 0)
+        backend.save(tmp_path / "checkpoint")
+        expected = go_on(backend, algorithm)
+    alone = LocalBackend(**settings_of(given, folder))
+    alone.load(tmp_path / "checkpoint")
+    alike(go_on(alone, algorithm), expected)
