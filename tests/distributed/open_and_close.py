@@ -55,18 +55,17 @@ def use(engine, path: str) -> None:
 
 
 def cycle(kind: str, path: str) -> None:
-    """Once: `replicas` and `collective` are two actors, by two ways of weights, and `vllm-actor` is one with vLLM."""
+    """Once: `replicas` and `collective` are two actors, by two ways of weights."""
     if kind in KINDS:
         with closing(opened(kind, path)) as engine:
             use(engine, path)
         return
-    way = "collective" if kind == "collective" else "shared_memory"
-    count, inner = (1, "vllm") if kind == "vllm-actor" else (2, "native")
+    way = "shared_memory" if kind == "replicas" else kind
     resources = {"rollout": {"num_cpus": 0.1}}
-    config = ClusterConfig(replicas=count, resources=resources, weight_transfer=way, timeout_s=300)
+    config = ClusterConfig(replicas=2, resources=resources, weight_transfer=way, timeout_s=300)
     with (
         closing(RayCluster(config, ["rollout"])) as cluster,
-        closing(ReplicatedEngine(partial(opened, inner, path), cluster)) as engine,
+        closing(ReplicatedEngine(partial(opened, "native", path), cluster)) as engine,
     ):
         use(engine, path)
 

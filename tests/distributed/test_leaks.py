@@ -20,7 +20,6 @@ RAYS = 2
 """Sockets that Ray leaves open in this process with each `ray.init` and `ray.shutdown`, also with nothing of ours."""
 ROOT = Path(__file__).parents[2]
 NEEDS = {"vllm": "vllm", "vllm-server": "vllm", "sglang": "sglang", "replicas": "ray", "collective": "ray"}
-NEEDS |= {"vllm-actor": "ray"}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def test_what_is_closed_is_gone(kind, model, tmp_path, request):
     loads what is loaded once."""
     if (needs := NEEDS.get(kind)) and find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed")
-    if kind.startswith("vllm"):
+    if needs == "vllm":
         request.getfixturevalue("vllm")
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.distributed.open_and_close", kind, str(model), str(TIMES)]
