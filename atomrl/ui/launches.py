@@ -109,7 +109,7 @@ class Launcher:
         return self.root / FOLDER / f"{safe}.{time.strftime('%Y%m%d-%H%M%S')}.{os.getpid()}"
 
     def _spawn(self, arguments: Sequence[str], folder: Path, config: Path) -> dict[str, Any]:
-        command = [sys.executable, "-m", "atomrl.cli.main", *arguments]
+        command = [sys.executable, "-P", "-m", "atomrl.cli.main", *arguments]
         with self._lock:
             stem = self._stem(folder.name)
             stem.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ print(build_config(read_yaml(sys.argv[1])).kind)
 
 def kind_of(config: Path) -> str:
     """The command that takes a config. The schema knows, in a process of its own, as it needs torch."""
-    done = subprocess.run([sys.executable, "-c", KIND_OF, str(config)], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-P", "-c", KIND_OF, str(config)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise LaunchError(f"its config is not of this version: {done.stderr.strip().splitlines()[-1]}")
     return done.stdout.strip()

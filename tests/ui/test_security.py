@@ -157,6 +157,21 @@ def test_launching_is_off_unless_it_is_allowed(client, tmp_path):
         assert answer.status == 403 and "--allow-launch" in answer.json["detail"]
 
 
+def test_a_config_that_is_looked_at_runs_no_code(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef clip(inputs): ...\n")
+    clip = {"name": "grpo", "clip": {"type": "custom", "function": f"{own}:clip"}}
+    make_run(tmp_path / "runs" / "one", algorithm=clip)
+    text = json.dumps({"run_name": "x", "model": {"path": "m"}, "data": {"train": "chain"}, "algorithm": clip})
+    for options, ran in (((), False), (("--allow-launch",), True)):
+        with serving(tmp_path / "runs", *options) as (client, _):
+            looked = client.get(f"/api/runs/{client.id_of('one')}/about").json
+            checked = client.post("/api/check", {"yaml": text}).json
+        assert (tmp_path / "ran").exists() == ran == (not looked["errors"]) == (not checked["errors"])
+        if not ran:
+            assert "own.py:clip' is not imported" in "".join(looked["errors"])
+
+
 def test_it_listens_on_this_machine_alone():
     parser = argparse.ArgumentParser()
     ui.add_arguments(parser)
