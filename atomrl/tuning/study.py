@@ -23,7 +23,7 @@ import yaml
 from atomrl.config import ConfigError, RunConfig, dump_config
 from atomrl.files import write_text
 from atomrl.hints import said_as
-from atomrl.reading import load_run
+from atomrl.reading import Run, load_run
 from atomrl.tuning.space import Space, with_values
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ class Settings:
     seeds: int = 3
     budget_s: float = math.inf
     metric: str = "critic/score/mean"
-    """Of `metrics.jsonl`; the larger the better."""
+    """Of `metrics.jsonl`, of training or of evaluations; the larger the better."""
     window: int = 10
-    """Steps that a value is a mean of."""
+    """Steps, or evaluations, that a value is a mean of."""
     command: Sequence[str]
     """What makes a run, but for what a trial changes: `atomrl train CONFIG key=value ...`."""
 
@@ -151,14 +151,20 @@ def _trials(study: Study, config: RunConfig, settings: Settings) -> Any:
 def _run(steps: int, values: Mapping[str, Any], name: str, settings: Settings, judge: Judge | None = None) -> Outcome:
     """One run, from wherever it is; `judge` is asked from half of the steps on."""
     folder = settings.folder / "runs" / name
-    if not _finished(folder) and _process(steps, values, folder, settings, judge):
-        return Outcome(None, pruned=True)
+    ended = not _finished(folder) and _process(steps, values, folder, settings, judge)
     if not _finished(folder):
-        return Outcome(None)
-    found = load_run(folder).metrics.points(settings.metric)[1]
+        return Outcome(None, pruned=ended)
+    run = load_run(folder)
+    found = _points(run, settings.metric)[1]
     if not len(found):
-        raise ConfigError(f"--metric {settings.metric}: the runs have none (docs/cli.md has the names)")
+        names = ", ".join(sorted([*run.metrics, *run.evaluations]))
+        raise ConfigError(f"--metric {settings.metric}: {folder} has none; it has {names}")
     return Outcome(float(found[-settings.window :].mean()))
+
+
+def _points(run: Run, metric: str) -> tuple[Any, Any]:
+    """Steps and values of a metric of training, or of evaluations."""
+    return (run.metrics if metric in run.metrics else run.evaluations).points(metric)
 
 
 def _finished(folder: Path) -> bool:
@@ -196,7 +202,7 @@ def _to_be_ended(last: int, folder: Path, settings: Settings, judge: Judge, aske
     run = load_run(folder)
     if any(finding.severity == "error" for finding in run.findings):
         return True
-    steps, values = run.metrics.points(settings.metric)
+    steps, values = _points(run, settings.metric)
     for rung in (last // 2, 3 * last // 4):
         before = values[steps <= rung]
         if rung not in asked and len(steps) and steps[-1] >= rung and len(before) and rung < last:
@@ -211,7 +217,7 @@ def _finals(
 ) -> dict[str, Any]:
     """The config as it is and the best trials, each on the same fresh seeds."""
     seeds = [config.seed + FRESH_SEEDS + place for place in range(settings.seeds)]
-    values = {f"trial_{number:03d}": dict(_values_of(trial, space)) for number, trial in best}
+    values = {f"trial_{number:03d}": space.values_of(trial.params) for number, trial in best}
     contenders: dict[str, dict[str, Any]] = {"as_it_is": {}, **values}
     found: dict[str, list[float | None]] = {}
     for name, changed in contenders.items():
@@ -231,19 +237,12 @@ def _finals(
         gains = [(a or 0.0) - (b or 0.0) for a, b in zip(whole[winner], base, strict=True)]
         gain, half = statistics.fmean(gains), interval(gains)
         result |= {"best": contenders[winner], "gain": gain, "interval": half, "better": gain > half}
-        verdict = "better than the config as it is" if gain > half else "no better than the config as it is, within"
-        by = f"by {gain:+.4f}, with an interval of +-{half:.4f} over {len(seeds)} fresh seeds"
-        result["note"] = f"{winner} is {verdict} {by}"
+        verdict = f"is {'' if gain > half else 'not clearly '}better than the config as it is"
+        result["note"] = f"{winner} {verdict}: {gain:+.4f}, within {half:.4f} (95%), over {len(seeds)} fresh seeds"
         write_text(settings.folder / "best.yaml", dump_config(with_values(config, contenders[winner])))
     write_text(settings.folder / "result.json", json.dumps(result, indent=1) + "\n")
     say(str(result["note"]))
     return result
-
-
-def _values_of(trial: Any, space: Space) -> Any:
-    """What a finished trial had, as the config takes it."""
-    for key, value in trial.params.items():
-        yield key, yaml.safe_load(value) if isinstance(space.root[key], list) else value
 
 
 def interval(values: Sequence[float]) -> float:

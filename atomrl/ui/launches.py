@@ -132,7 +132,9 @@ print(build_config(read_yaml(sys.argv[1])).kind)
 
 def kind_of(config: Path) -> str:
     """The command that takes a config. The schema knows, in a process of its own, as it needs torch."""
-    done = subprocess.run([sys.executable, "-P", "-c", KIND_OF, str(config)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", KIND_OF, str(config)], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise LaunchError(f"its config is not of this version: {done.stderr.strip().splitlines()[-1]}")
     return done.stdout.strip()

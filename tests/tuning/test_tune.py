@@ -15,7 +15,7 @@ import yaml
 
 from atomrl.config import ConfigError, build_config
 from atomrl.tuning.space import read_space
-from atomrl.tuning.study import Settings, tune
+from atomrl.tuning.study import Settings, _run, tune
 
 CONFIG = {
     "run_name": "first",
@@ -89,7 +89,49 @@ def test_where_nothing_is_better_it_says_so(place):
     (place / "space.yaml").write_text("train.weight_decay: [0.0, 0.1]\n")
     said = []
     result = tune(config, read_space(place / "space.yaml", config), settings(place, runs=3), said.append)
-    assert not result["better"] and result["gain"] == 0 and "no better than the config as it is" in said[-1]
+    assert (
+        not result["better"]
+        and result["gain"] == 0
+        and "is not clearly better than the config as it is: +0.0000" in said[-1]
+    )
+
+
+def test_choices_are_what_they_were_also_where_they_are_long(place):
+    config = build_config(CONFIG)
+    given = ["a " * 60, "a " * 60 + "b", "two\nlines", None, True]
+    (place / "space.yaml").write_text(
+        json.dumps({"data.system_prompt": given[:3], "train.schedule": ["constant", "linear"]})
+    )
+    found = read_space(place / "space.yaml", config)
+    drawn = [found.suggest(Drawn(place)) for place in range(2)]  # type: ignore[arg-type]
+    assert [one["data.system_prompt"] for one in drawn] == given[:2]
+    assert found.values_of({"data.system_prompt": json.dumps(given[2])}) == {"data.system_prompt": given[2]}
+
+
+class Drawn:
+    """Stands for a trial: the choice at a place."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def suggest_categorical(self, key: str, choices: list[str]) -> str:
+        return choices[self.place]
+
+
+@pytest.mark.parametrize("metric", ["val-core/chain/acc/mean@1", "nothing"])
+def test_a_metric_of_evaluations(place, metric):
+    run = place / "study/runs/trial_000"
+    run.mkdir(parents=True)
+    rows = [{"step": 4, "critic/score/mean": 0.1}, {"step": 4, "val-core/chain/acc/mean@1": 0.25}]
+    rows += [{"step": 8, "critic/score/mean": 0.1}, {"step": 8, "val-core/chain/acc/mean@1": 0.75}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "summary.json").write_text('{"finished": true}')
+    given = settings(place, metric=metric)
+    if metric == "nothing":
+        with pytest.raises(ConfigError, match="it has critic/score/mean, val-core"):
+            _run(8, {}, "trial_000", given)
+    else:
+        assert _run(8, {}, "trial_000", given).value == 0.5
 
 
 def test_bad_trials_end_at_half(place):
@@ -147,6 +189,7 @@ def test_a_study_of_something_else_is_refused(place):
         ("train.learning_rate: [0.1]", "several choices"),
         ("train.steps: {low: 1.0, high: 9.0, step: 2}", "whole numbers"),
         ("algorithm.clip.high: [0.2, wide]", "algorithm"),
+        ("algorithm.clip.high: [0.2, wide, 0.3]", "algorithm"),
     ],
 )
 def test_what_a_space_refuses(place, text, message):
