@@ -1,7 +1,7 @@
 """The process that knows configs: a question a line in, an answer a line out, both JSON.
 
-A config can name functions, of which the schema checks the arguments. They are imported with `--imports` alone: a config
-that is only looked at, of whoever's run it is, runs no code.
+A config can name functions, of which the schema checks the arguments. They are imported with `--imports` alone: a
+config that is only looked at, of whoever's run it is, runs no code.
 """
 
 from __future__ import annotations
