@@ -98,10 +98,8 @@ def test_where_nothing_is_better_it_says_so(place):
 
 def test_choices_are_what_they_were_also_where_they_are_long(place):
     config = build_config(CONFIG)
-    given = ["a " * 60, "a " * 60 + "b", "two\nlines", None, True]
-    (place / "space.yaml").write_text(
-        json.dumps({"data.system_prompt": given[:3], "train.schedule": ["constant", "linear"]})
-    )
+    given = ["a " * 60, "a " * 60 + "b", "two\nlines"]
+    (place / "space.yaml").write_text(json.dumps({"data.system_prompt": given}))
     found = read_space(place / "space.yaml", config)
     drawn = [found.suggest(Drawn(place)) for place in range(2)]  # type: ignore[arg-type]
     assert [one["data.system_prompt"] for one in drawn] == given[:2]
