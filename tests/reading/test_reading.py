@@ -164,6 +164,7 @@ def test_rollouts_are_filtered_sorted_and_grouped(tmp_path):
     assert found(mixed=False) == [4, 5, 8] and found(mixed=True, last_step=1) == [0, 1, 2, 3]
     assert found("length", True, last_step=1)[:2] == [3, 2] and found("reward")[-1] == 8  # without a reward: last
     assert found(text='SAY "ÄÖ"\nnow') == [6, 7] and found(text="it is 1") == [1, 5] and found(text="token_ids") == []
+    assert found(text="completion") == found(text="prompt_id") == found(text="0:b") == []  # keys, and other columns
     assert index.group(2).tolist() == [0, 1, 2, 3] and index.group(7).tolist() == [6, 7]
     assert index.prompt_of(0) == index.prompt_of(8) and found(prompt=index.prompt_of(0)) == list(range(9))
     assert found(data_source="nowhere") == found(split="nowhere") == found(prompt="nothing") == []
