@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -75,7 +76,8 @@ class Launcher:
         config, place = folder / "config.yaml", folder.resolve()
         if not config.is_file() or config.is_symlink():
             raise LaunchError("it has no config.yaml")
-        where = [f"output_dir={place.parent}", f"run_name={place.name}"]
+        # In quotes, as a folder may be called 7.
+        where = [f"output_dir={json.dumps(str(place.parent))}", f"run_name={json.dumps(place.name)}"]
         return self._spawn([kind_of(config), str(config.resolve()), *where, "--resume"], place, config)
 
     def stop(self, folder: Path) -> dict[str, Any]:
@@ -106,7 +108,7 @@ class Launcher:
 
     def _stem(self, name: str) -> Path:
         safe = re.sub(r"[^\w.-]", "_", name)[:60]
-        return self.root / FOLDER / f"{safe}.{time.strftime('%Y%m%d-%H%M%S')}.{os.getpid()}"
+        return self.root / FOLDER / f"{safe}.{time.strftime('%Y%m%d-%H%M%S')}.{secrets.token_hex(3)}"
 
     def _spawn(self, arguments: Sequence[str], folder: Path, config: Path) -> dict[str, Any]:
         command = [sys.executable, "-P", "-m", "atomrl.cli.main", *arguments]

@@ -30,7 +30,7 @@ class Questions:
     def about(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """`kind` of run, `changed` (key -> default and value), `equation` (a page of text); of a config that this
         version does not take, `errors`."""
-        question = json.dumps({"config": config}, default=str, sort_keys=True)
+        question = json.dumps({"config": config}, default=str)
         if question not in self._known:
             answer = self._ask(question)
             if "failed" in answer:

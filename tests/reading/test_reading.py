@@ -226,6 +226,24 @@ def test_the_lock_tells_whether_a_run_is_running(tmp_path):
     assert load_run(folder).state.status == "failed"
 
 
+def test_what_is_nested_without_end_is_passed_over(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 2.0}\n' + "[" * 100_000 + '\n{"step": 2, "a": 3.0}\n')
+    (tmp_path / "config.yaml").write_text("train: &a {steps: 3, own: *a}\n")
+    (tmp_path / "env.json").write_text("[" * 100_000)
+    run = load_run(tmp_path)
+    assert run.metrics["a"].tolist() == [2.0, 3.0] and run.config == run.environment == {}
+    assert [line.partition(" is ")[0] for line in run.problems] == ["config.yaml", "env.json", "metrics.jsonl:2"]
+
+
+def test_where_locks_do_not_answer_a_run_runs_until_it_is_silent(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text("train: {steps: 9}\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / ".lock").write_text(f"process {os.getpid()} on {os.uname().nodename}\n")
+    assert load_run(tmp_path).state.status == "failed"
+    monkeypatch.setattr("atomrl.reading.state.LOCKS_ANSWER", False)
+    assert load_run(tmp_path).state.status == "running"
+
+
 def test_a_run_on_another_machine_runs_until_it_is_silent(tmp_path):
     folder = make_run(tmp_path / "one")
     (folder / ".lock").write_text("process 12 on elsewhere\n")

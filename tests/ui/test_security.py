@@ -52,6 +52,12 @@ def test_a_foreign_origin_is_refused(client, origin):
     assert client.post("/api/check", {}, Origin=origin).status == 403
 
 
+def test_an_origin_or_a_length_that_is_none_is_refused(client):
+    assert client.get("/api/runs", Origin="http://[").status == 403
+    headers = {"Cookie": client.cookie, "Content_Type": "application/json", "X_Atomrl": "1"}
+    assert client.ask("POST", "/api/check", **headers).status == 413
+
+
 def test_the_own_origin_is_answered(client):
     assert client.get("/api/runs", Origin=client.base, Sec_Fetch_Site="same-origin").status == 200
 
