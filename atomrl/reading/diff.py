@@ -12,14 +12,12 @@ import numpy as np
 from atomrl.reading.lines import flat_tree
 from atomrl.reading.metrics import MetricTable
 from atomrl.reading.rollouts import SPLITS, RolloutFilter
-from atomrl.reading.run import Run, config_differences
+from atomrl.reading.run import WHERE, Run, config_differences
 
 Part = Literal["config", "environment", "data", "prompts", "tokens", "rewards", "advantages", "metrics", "steps"]
 OF_ROLLOUTS: tuple[Part, ...] = ("prompts", "tokens", "rewards", "advantages")
 BY_STEP: tuple[Part, ...] = (*OF_ROLLOUTS, "metrics")
 """What a step is compared by, in the order in which it comes about."""
-NAMES = {"run_name", "output_dir"}
-"""Keys of the config by which a run is only called."""
 ENVIRONMENT = ("python", "platform", "packages", "cpus", "threads", "cpu", "gpus", "git")
 """Of `env.json` what may move numbers."""
 OF_THE_CLOCK = ("timing_s/", "perf/", "memory/", "async/", "environment/seconds")
@@ -143,7 +141,7 @@ def _steps(run: Run) -> set[int]:
 
 def _config(a: Run, b: Run) -> Iterator[Difference]:
     for key, (one, other) in config_differences(a.config, b.config).items():
-        if key not in NAMES:
+        if key not in WHERE:
             yield Difference("config", f"{key}: {_said(one)} | {_said(other)}")
 
 

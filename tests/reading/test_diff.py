@@ -147,9 +147,11 @@ def test_compare_groups_seeds_and_shows_what_differs(tmp_path, capsys):
 
 
 def test_rollouts_are_shown_and_filtered(tmp_path, capsys):
-    run = str(write_run(tmp_path / "a", changes={(3, "p0", 0): {"completion": "red\x1b[31m"}}))
+    odd = {(3, "p0", 0): {"completion": "red\x1b[31m"}, (3, "p1", 1): {"prompt_id": "p\x1b1"}}
+    run = str(write_run(tmp_path / "a", changes=odd))
     assert main(["rollouts", run, "--min-reward", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert "p\\x1b1" in lines[1] and "\x1b" not in lines[1]
     assert len(lines) == 2 and all(line.split()[0] == "3" and "r 1.0" in line for line in lines)
     assert main(["rollouts", run, "--prompt", "p0", "--step", "3"]) == 0
     printed = capsys.readouterr().out
