@@ -65,7 +65,7 @@ class Outcome:
 
 
 Judge = Callable[[int, float], bool]
-"""Step and value so far -> whether the run is not worth its rest."""
+"""1 at half of the steps, 2 at three quarters, and the value so far -> whether the run is not worth its rest."""
 
 
 def tune(config: RunConfig, space: Space, settings: Settings, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -78,24 +78,16 @@ def tune(config: RunConfig, space: Space, settings: Settings, say: Callable[[str
         ConfigError: optuna is not installed, no trial succeeded.
     """
     with said_as(ConfigError, "tuning needs: pip install 'atomrl[tune]'", ImportError):
-        import optuna
-        from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
         from optuna.trial import TrialState
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     settings.folder.mkdir(parents=True, exist_ok=True)
     _same_study(config, space, settings)
-    pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=max(1, config.train.steps // 2), reduction_factor=2)
-    storage = JournalStorage(JournalFileBackend(str(settings.folder / "study.journal")))
-    study = optuna.create_study(
-        storage=storage, study_name="tune", direction="maximize", pruner=pruner, load_if_exists=True
-    )
+    study = _study(settings.folder)
     for trial in _trials(study, config, settings):
         values = space.suggest(trial)
         said = ", ".join(f"{key}={_short(value)}" for key, value in values.items())
 
-        def judge(step: int, value: float, trial: Trial = trial) -> bool:
-            trial.report(value, step)
+        def judge(place: int, value: float, trial: Trial = trial) -> bool:
+            trial.report(value, place)
             return bool(trial.should_prune())
 
         outcome = _run(config.train.steps, values, f"trial_{trial.number:03d}", settings, judge)
@@ -111,6 +103,20 @@ def tune(config: RunConfig, space: Space, settings: Settings, say: Callable[[str
         raise ConfigError(f"no trial of {settings.folder} came to its end; look into its runs")
     done.sort(key=lambda trial: -(trial.value or 0.0))
     return _finals(config, space, settings, [(trial.number, trial) for trial in done[:BEST]], say)
+
+
+def _study(folder: Path) -> Study:
+    """The study in a folder, or a new one. At each place that its trials report from (1, 2) the worse half is ended."""
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2)  # places 1, 2, 4, ...
+    storage = JournalStorage(JournalFileBackend(str(folder / "study.journal")))
+    return optuna.create_study(
+        storage=storage, study_name="tune", direction="maximize", pruner=pruner, load_if_exists=True
+    )
 
 
 def _same_study(config: RunConfig, space: Space, settings: Settings) -> None:
@@ -203,11 +209,11 @@ def _to_be_ended(last: int, folder: Path, settings: Settings, judge: Judge, aske
     if any(finding.severity == "error" for finding in run.findings):
         return True
     steps, values = _points(run, settings.metric)
-    for rung in (last // 2, 3 * last // 4):
+    for place, rung in enumerate((last // 2, 3 * last // 4), 1):
         before = values[steps <= rung]
         if rung not in asked and len(steps) and steps[-1] >= rung and len(before) and rung < last:
             asked.add(rung)
-            if judge(rung, float(before[-settings.window :].mean())):
+            if judge(place, float(before[-settings.window :].mean())):
                 return True
     return False
 
@@ -254,7 +260,7 @@ def interval(values: Sequence[float]) -> float:
     """
     if len(values) < 2:
         return math.inf
-    t = T_95[len(values) - 2] if len(values) - 2 < len(T_95) else 2.0
+    t = T_95[min(len(values) - 2, len(T_95) - 1)]
     return t * statistics.stdev(values) / math.sqrt(len(values))
 
 

@@ -15,7 +15,7 @@ import yaml
 
 from atomrl.config import ConfigError, build_config
 from atomrl.tuning.space import read_space
-from atomrl.tuning.study import Settings, _run, tune
+from atomrl.tuning.study import Settings, _run, _study, _to_be_ended, tune
 
 CONFIG = {
     "run_name": "first",
@@ -138,6 +138,33 @@ def test_bad_trials_end_at_half(place):
     pruned = [number for number, _, state in trials(place / "study") if state == "PRUNED"]
     lengths = [len((place / f"study/runs/trial_{n:03d}/metrics.jsonl").read_text().splitlines()) for n in pruned]
     assert pruned and all(4 <= length < 8 for length in lengths)
+
+
+def test_the_worse_half_is_ended_at_three_quarters_too(place):
+    pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
+    study, ended = _study(place), []
+    for values in ((0.5, 0.6), (0.7, 0.4), (0.1, 0.0)):  # the second is well at half, and worse at three quarters
+        trial = study.ask()
+        for number, value in enumerate(values, 1):
+            trial.report(value, number)
+            if trial.should_prune():
+                ended.append((trial.number, number))
+                break
+        study.tell(trial, values[-1])
+    assert ended == [(1, 2), (2, 1)]
+
+
+def test_each_place_is_asked_about_once(place):
+    run = place / "run"
+    run.mkdir()
+    asked: list[tuple[int, float]] = []
+    done: set[int] = set()
+    for step in range(1, 9):
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "critic/score/mean": float(step)}) + "\n")
+        for _ in range(2):
+            assert not _to_be_ended(8, run, settings(place), lambda *given: asked.append(given) or False, done)
+    assert asked == [(1, 3.5), (2, 5.5)]  # means over the last two steps
 
 
 def test_a_study_that_was_killed_makes_the_same_trials(place):
