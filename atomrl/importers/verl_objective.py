@@ -131,7 +131,8 @@ def _aggregation(t: Translation, forced: bool) -> None:
         why = "verl divides the sum over completions by the length, and here it is a mean over them as well"
         t.put("algorithm.loss_agg", {"type": kind, "length": int(length)}, name, A + "loss_scale_factor", because=why)
     else:
-        t.put("algorithm.loss_agg", {"type": kind}, name)
+        why = "verl's FSDP worker averages the means of micro-batches by rows; here it is one mean over all tokens"
+        t.put("algorithm.loss_agg", {"type": kind}, name, because=why if mode == "token-mean" else "")
 
 
 def _kl(t: Translation) -> None:

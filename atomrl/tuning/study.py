@@ -140,7 +140,13 @@ def _trials(study: Study, config: RunConfig, settings: Settings) -> Any:
 
     began = time.monotonic()
     earlier = sum((trial.duration.total_seconds() for trial in study.trials if trial.duration), 0.0)
+
+    def draw_as(number: int) -> None:
+        """A sampler for each trial, so that one that follows a restart is the one that would have followed without."""
+        study.sampler = optuna.samplers.TPESampler(seed=config.seed * 100_003 + number, n_startup_trials=5)
+
     for frozen in study.get_trials(states=[optuna.trial.TrialState.RUNNING]):
+        draw_as(frozen.number)
         yield optuna.trial.Trial(study, frozen._trial_id)
     while len(study.trials) < settings.runs:
         finished = [trial.duration.total_seconds() for trial in study.trials if trial.duration]
@@ -148,9 +154,7 @@ def _trials(study: Study, config: RunConfig, settings: Settings) -> Any:
         finals = (BEST + 1) * settings.seeds * (max(finished) if finished else 0.0)
         if finished and used + finals + max(finished) > settings.budget_s:
             return
-        # A sampler for each trial, so that one that follows a restart is the one that would have followed without.
-        sampler = optuna.samplers.TPESampler(seed=config.seed * 100_003 + len(study.trials), n_startup_trials=5)
-        study.sampler = sampler
+        draw_as(len(study.trials))
         yield study.ask()
 
 

@@ -306,6 +306,10 @@ def test_what_counts_otherwise_over_several_optimizer_steps_is_said(tmp_path: Pa
     assert "optimizer steps, here" not in import_config(FILES / "trl_dapo.py", "trl").report()
 
 
+def test_the_mean_over_tokens_of_verl_s_worker_is_said() -> None:
+    assert "averages the means of micro-batches" in "".join(read("verl_dapo.sh").approximated)
+
+
 def test_another_base_config_of_verl_is_said(tmp_path: Path) -> None:
     keys = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8"
     for name, said in (("ppo_trainer", False), ("gsm8k_multiturn_grpo", True)):
