@@ -67,7 +67,7 @@ python3 -m verl.recipe.dapo.main_dapo $ALGORITHM \
     reward_model.overlong_buffer.enable=${enable_overlong_buffer} \
     reward_model.overlong_buffer.len=${overlong_buffer_len} \
     reward_model.overlong_buffer.penalty_factor=${overlong_penalty_factor} \
-    custom_reward_function.path=/work/math_score.py \
+    custom_reward_function.path=rewards/math_score.py \
     trainer.logger=['console','tensorboard'] \
     trainer.project_name="${project_name}" \
     trainer.experiment_name="${exp_name}" \
