@@ -32,7 +32,6 @@ from atomrl.rollout.sglang import SGLangEngine
 from atomrl.rollout.vllm import VLLMEngine
 from atomrl.rollout.vllm_server import VLLMServerEngine
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory
-from atomrl.training.fsdp import FSDPBackend
 from atomrl.training.group import Ranks
 from atomrl.training.local import LocalBackend
 from atomrl.training.ranks import RankedBackend
@@ -346,6 +345,8 @@ def rank_trainer(
     config: RunConfig, algorithm: Algorithm, path: str, ranks: Ranks, device: torch.device
 ) -> TrainingBackend:
     """The training back end of a rank."""
+    from atomrl.training.fsdp import FSDPBackend  # half a second, for which a run of one process does not wait
+
     assert config.backend is not None
     settings = _trainer_settings(config, algorithm, path)
     return FSDPBackend(config.backend, collective=ranks, device=device, **settings)

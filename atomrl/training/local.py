@@ -10,9 +10,8 @@ from atomrl.models.loading import fill_weights, model_weights
 from atomrl.models.lora import adapter_state, adapter_weights, has_adapters
 from atomrl.protocols import WeightUpdate
 from atomrl.training.base import BaseBackend
-from atomrl.training.role_models import STATE_FOLDER, load_role, role_prefix, save_role
+from atomrl.training.role_models import SHARDS, STATE_FOLDER, load_role, role_prefix, save_role
 from atomrl.training.roles import RoleName
-from atomrl.training.shards import SHARDS, load_shards
 
 
 class LocalBackend(BaseBackend):
@@ -58,6 +57,8 @@ class LocalBackend(BaseBackend):
 
         state = folder / STATE_FOLDER
         if (state / SHARDS).is_dir():
+            from atomrl.training.shards import load_shards  # half a second, for which no other run waits
+
             self.updates = load_shards(self.trained, self.collective, folder)
             return
         if not (state / "trainer.json").is_file():

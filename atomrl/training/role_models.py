@@ -14,7 +14,7 @@ from atomrl.models.transformers_model import HFModel
 from atomrl.training.roles import TRAINED, RoleName
 
 log = logging.getLogger(__name__)
-STATE_FOLDER = "training_state"
+STATE_FOLDER, SHARDS = "training_state", "shards"
 """Beside the model in a checkpoint, so that a server that loads every *.safetensors of the folder does not meet it."""
 
 

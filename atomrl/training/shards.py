@@ -21,10 +21,10 @@ from atomrl.config import ConfigError
 from atomrl.hints import said_as
 from atomrl.training.collective import Collective
 from atomrl.training.optimizer import Optimizer
-from atomrl.training.role_models import STATE_FOLDER
+from atomrl.training.role_models import SHARDS, STATE_FOLDER
 from atomrl.training.roles import RoleName
 
-SHARDS, COUNTS = "shards", "trainer.json"
+COUNTS = "trainer.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
