@@ -32,8 +32,17 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = False
     compile: bool = False
     """Compile each layer once (pays after some tens of steps)."""
+    pack_rows: bool | None = None
+    """Lay the rows of a forward pass end to end, without padding, the prompt of a group once. null: on a CPU, where the
+    model can; true: on a GPU too (in bfloat16), and an error where the model cannot; false: padded rows."""
     lora: LoraConfig | None = None
     trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.compile and self.pack_rows:
+            raise ValueError("compiled layers take padded rows: leave out compile or pack_rows")
+        return self
 
 
 class DataConfig(Section):

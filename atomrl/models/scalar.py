@@ -63,7 +63,7 @@ class GPTScalar(GPT):
 class HFScalar(nn.Module):
     """Any sequence classifier of transformers with one label."""
 
-    shares_prompts, generation_config = False, None
+    shares_prompts, pack_rows, generation_config = False, None, None
 
     def __init__(self, inner: Any) -> None:
         super().__init__()

@@ -5,14 +5,14 @@ Padding, tokens after the last one that a loss looks at, and in the last layer a
 are not computed at all. What is left lies in one stream of tokens [N, H], and only attention knows of rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from atomrl.models.attention import Block
+from atomrl.models.attention import Block, Spans
 
 LEAST_SAVING = 1 / 32
 """Prompts are shared where that saves at least this share of the tokens: attention in two parts costs a little."""
@@ -29,12 +29,27 @@ class Stream:
     before: Tensor
     """[n] where in the stream the token before each wanted one is."""
     blocks: tuple[Block, ...]
+    spans: Spans | None = None
+    """Of the blocks, where attention is of variable length."""
+
+    def to(self, device: torch.device) -> "Stream":
+        """On a GPU, with `spans`; on a CPU as it is. The blocks stay."""
+        if device.type == "cpu":
+            return self
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory().to(device, non_blocking=True)
+
+        spans = Spans.of(self.blocks)
+        order = None if spans.order is None else moved(spans.order)
+        spans = replace(spans, queries=moved(spans.queries), keys=moved(spans.keys), order=order)
+        return Stream(moved(self.source), moved(self.positions), moved(self.before), self.blocks, spans)
 
 
 def states_before(model: Any, tokens: Tensor, wanted: Tensor, prompt_lengths: Tensor) -> Tensor:
     """The hidden state from which each wanted token is predicted: that of the token before it, after the final norm.
 
-    A `GPT` on a CPU that is not compiled shares prompts; other models compute plain rows.
+    A model that `shares_prompts` computes a stream, others plain rows.
 
     Args:
         model: `GPT` or `HFModel`.
@@ -58,7 +73,8 @@ def states_before(model: Any, tokens: Tensor, wanted: Tensor, prompt_lengths: Te
     wanted[:, 0] = False
     states: Tensor
     if model.shares_prompts and wanted.any():
-        states = model.stream_states(tokens, make_stream(tokens, wanted, prompt_lengths))
+        stream = make_stream(tokens.cpu(), wanted.cpu(), prompt_lengths.cpu()).to(tokens.device)
+        states = model.stream_states(tokens, stream)
     else:
         states = model.forward_hidden(tokens).flatten(0, 1).index_select(0, wanted.flatten().nonzero()[:, 0] - 1)
     return states

@@ -18,6 +18,7 @@ from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
 from atomrl.metrics import Count, Metrics, merge
 from atomrl.models.batches import group_pieces, micro_batches, micro_batches_for, padded_tokens, zero_weight_row
 from atomrl.models.kernels import plain_formulas, round_once
+from atomrl.models.loading import compute_dtype
 from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUnit, UpdateOutput, needs_teacher
 from atomrl.training.collective import Collective, check_launcher
 from atomrl.training.optimizer import Optimizer
@@ -75,6 +76,9 @@ class BaseBackend(ABC):
     ) -> None:
         self.device, self.collective = torch.device(device), collective or Collective()
         check_launcher(self.collective.world)
+        on_cpu = self.device.type == "cpu"
+        if model.pack_rows and not on_cpu and compute_dtype(model.dtype, self.device) == torch.float32:
+            raise ConfigError("model.pack_rows=true needs model.dtype=bfloat16 on a GPU: its attention has no float32")
         torch.manual_seed(seed)
         self.train, self.tokenizer, self.temperature = train, tokenizer, temperature or 1.0
         self.updates = 0
