@@ -98,8 +98,8 @@ class Spans:
                 order.append(torch.cat([*before, torch.arange(*piece)]))
             own += pieces
         sizes, keys = [stop - start for start, stop in own], [len(tokens) for tokens in order]
-        starts = (torch.tensor([0, *part]).cumsum(0).int() for part in (sizes, keys))
-        return cls(*starts, None if sizes == keys else torch.cat(order), max(sizes), max(keys))
+        starts, key_starts = (torch.tensor([0, *part]).cumsum(0).int() for part in (sizes, keys))
+        return cls(starts, key_starts, None if sizes == keys else torch.cat(order), max(sizes), max(keys))
 
 
 def attend(

@@ -171,6 +171,8 @@ class GPT(nn.Module):
         self.gradient_checkpointing = False
         self.pack_rows: bool | None = None
         """As `config.ModelConfig`'s."""
+        self.sharing: Any = None
+        """The group of ranks that share the rows of a micro-batch (`ulysses`); None: there are none."""
         self.run_layer = _run_layer
         self.model = Decoder(self.spec)
         if not self.spec.tied_head:
@@ -231,13 +233,23 @@ class GPT(nn.Module):
 
     def _stream_attention(self, x: Tensor, stream: Stream, explicit: bool) -> Attend:
         """The attention of all layers on this stream: qkv [N, heads + 2 kv_heads, D] -> [N, heads * D]."""
-        blocks, kv_heads = stream.blocks, self.spec.kv_heads
+        blocks, share, kv_heads = stream.blocks, stream.share, self.spec.kv_heads
+        if share is not None:
+            kv_heads //= len(share.sizes)
         longest = max(int(block.seen.max()) + block.length for block in blocks)  # padding may lie beyond all tokens
         cos, sin = self.rope_tables(longest, x.device)
-        if explicit:
-            return lambda qkv: apply(PackedAttention, qkv, blocks, cos, sin, kv_heads)
-        turns = cos[stream.positions, None], sin[stream.positions, None]
-        return lambda qkv: stream_attention(qkv, blocks, *turns, kv_heads, stream.spans)
+        positions = stream.positions if share is None else share.positions
+        turns = (cos, sin) if explicit else (cos[positions, None], sin[positions, None])
+
+        def attend(qkv: Tensor) -> Tensor:
+            if explicit:
+                return apply(PackedAttention, qkv, blocks, *turns, kv_heads)
+            return stream_attention(qkv, blocks, *turns, kv_heads, stream.spans)
+
+        if share is None:
+            return attend
+        kinds = [self.spec.heads, self.spec.kv_heads, self.spec.kv_heads]
+        return lambda qkv: share.tokens(attend(torch.cat(share.heads(*qkv.split(kinds, dim=1)), dim=1)))
 
     def _checkpointed(self, layer: Callable[..., Any], *arguments: Any) -> Tensor:
         if self.gradient_checkpointing and torch.is_grad_enabled():

@@ -79,9 +79,14 @@ def _register() -> None:
             return ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, attention_mask, **named)
         if named.get("position_bias") is not None:
             raise NotImplementedError("attention adds a bias for each pair of positions")
-        tokens = (part[0].transpose(0, 1) for part in (q, k, v))
-        stream = attention_mask
-        return attend(*tokens, stream.blocks, stream.spans, named.get("scaling"))[None], None
+        q, k, v = (part[0].transpose(0, 1) for part in (q, k, v))
+        blocks, spans, share = attention_mask.blocks, attention_mask.spans, attention_mask.share
+        if share is not None:
+            q, k, v = share.heads(q, k, v)
+        mixed = attend(q, k, v, blocks, spans, named.get("scaling"))
+        if share is not None:
+            mixed = share.tokens(mixed.flatten(1)).unflatten(1, (-1, v.shape[2]))
+        return mixed[None], None
 
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention)

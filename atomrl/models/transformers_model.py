@@ -30,6 +30,8 @@ class HFModel(nn.Module):
         self._rounding = None if compute_dtype is None else _Rounding(inner, compute_dtype)
         self.pack_rows: bool | None = None
         """As `config.ModelConfig`'s."""
+        self.sharing: Any = None
+        """As `GPT`'s."""
         self.streams = False
         """Whether it can compute a `shared_prefix.Stream`: what `check` found."""
 

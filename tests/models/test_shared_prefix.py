@@ -65,7 +65,7 @@ def make_rows(groups, seed=0, holes=False):
 def results(model, tokens, mask, lengths, shared):
     model.zero_grad()
     with nullcontext() if shared else plain_formulas():  # also while a checkpointed layer is computed again
-        hidden = states_before(model, tokens, mask, lengths) if shared else model.forward_hidden(tokens)
+        hidden = states_before(model, tokens, mask, lengths)[0] if shared else model.forward_hidden(tokens)
         logprobs, entropy = row_logprobs(hidden, model.head_weight, tokens, mask, 0.7, with_entropy=True)
         weights = torch.linspace(-1, 1, logprobs.numel(), dtype=logprobs.dtype).view_as(logprobs)
         (weights * logprobs + 0.3 * weights.cos() * entropy).sum().backward()
@@ -170,7 +170,7 @@ def test_gradients_by_finite_differences():
     def loss(values):
         with torch.no_grad():
             weight.copy_(values)
-        return states_before(model, tokens, mask, lengths).pow(2).sum()
+        return states_before(model, tokens, mask, lengths)[0].pow(2).sum()
 
     start = weight.detach().clone()
     loss(start).backward()

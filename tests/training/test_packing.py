@@ -79,7 +79,7 @@ def test_states_are_those_of_padded_rows(folder, family):
     def states(pack_rows):
         model.pack_rows = pack_rows
         model.zero_grad()
-        found = states_before(model, rows.tokens, rows.loss_mask, rows.prompt_lengths)
+        found, _ = states_before(model, rows.tokens, rows.loss_mask, rows.prompt_lengths)
         (found * torch.linspace(-1, 1, found.numel()).view_as(found)).sum().backward()
         return found.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
