@@ -72,7 +72,7 @@ def make_batch(rows: int, group: int, prompt: int, spread: float) -> TrainingBat
 
 
 def measure(way: str, folder: str, options: argparse.Namespace, answers: Any) -> None:
-    """Put the seconds of each step, its loss and the memory into the queue."""
+    """Put the seconds of each step, the norm of its gradient and the memory into the queue."""
     torch.set_num_threads(options.threads)
     model = ModelConfig(path=folder, dtype=options.dtype, device=options.device, pack_rows=way != "padded")
     train = TrainConfig(learning_rate=1e-6, tokens_per_micro_batch=options.tokens_per_micro_batch)
@@ -82,15 +82,15 @@ def measure(way: str, folder: str, options: argparse.Namespace, answers: Any) ->
         transformers_model.streaming = lambda stream: nullcontext()  # type: ignore[assignment]
     batch = make_batch(options.rows, options.group, options.prompt, options.spread)
     backend = LocalBackend(model, train, GRPO, total_updates=9, device=options.device)
-    on_gpu, before, seconds = options.device != "cpu", peak(), []
+    on_gpu, before, times = options.device != "cpu", peak(), []
     for _ in range(options.steps + 1):
-        start = time.perf_counter()
+        start = time.perf_counter(), time.process_time()
         metrics = backend.train_step(batch, GRPO)
         if on_gpu:
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start[0], time.process_time() - start[1]))
     grown = torch.cuda.max_memory_allocated() if on_gpu else peak() - before
-    answers.put((seconds[1:], float(metrics["actor/grad_norm"].value), grown))
+    answers.put((times[1:], float(metrics["actor/grad_norm"].value), grown))
 
 
 def peak() -> int:
@@ -125,7 +125,9 @@ def main() -> None:
     batch, context = make_batch(options.rows, options.group, options.prompt, options.spread), multiprocessing
     tokens = int(batch.lengths.sum())
     print(f"{options.rows} rows, {tokens} tokens, {batch.tokens.numel()} in one padded rectangle; {options}")
-    print(f"{'model':9}{'way':9}{'s (least)':>16}{'tokens/s':>10}{'memory MB':>11}{'norm of the gradient':>22}")
+    print(
+        f"{'model':9}{'way':9}{'s (least)':>16}{'CPU s (least)':>16}{'tokens/s':>10}{'memory MB':>11}{'gradient':>12}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         for name in options.models:
             path, found = save(name, options.size, Path(folder)), {way: ([], [], []) for way in WAYS[name]}
@@ -138,11 +140,11 @@ def main() -> None:
                     for part, value in zip(results, answers.get(), strict=True):
                         part.append(value)
             for way, (runs, norms, memory) in found.items():
-                seconds = [second for run in runs for second in run]
-                middle = f"{median(seconds):.3f} ({min(seconds):.3f})"
+                seconds, cpu = zip(*(times for run in runs for times in run), strict=True)
+                middle, of_cpu = (f"{median(part):.3f} ({min(part):.3f})" for part in (seconds, cpu))
                 print(
-                    f"{name:9}{way:9}{middle:>16}{tokens / median(seconds):>10.0f}"
-                    f"{max(memory) / 1e6:>11.0f}{norms[0]:>22.7g}",
+                    f"{name:9}{way:9}{middle:>16}{of_cpu:>16}{tokens / median(seconds):>10.0f}"
+                    f"{max(memory) / 1e6:>11.0f}{norms[0]:>12.7g}",
                     flush=True,
                 )
 
