@@ -1,5 +1,6 @@
 """Ranks that share the rows of a micro-batch make the steps of one process."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from atomrl.config import CriticConfig, LoraConfig
-from tests.training.equality import all_cases, case, drawn, few, locally, make_models, masked, pairs, run_ranks
+from tests.training.equality import all_cases, case, drawn, few, locally, make_models, masked, pairs, run_ranks, tensors
 from tests.training.test_fsdp import compare
 from tests.training.test_packing import shared
 
@@ -23,6 +24,18 @@ def late(seed):
     return rows
 
 
+def long(seed):
+    """Prompts so long that attention is SDPA's."""
+    rows = shared(seed)
+    front = torch.randint(3, 90, (1, 270), generator=torch.Generator().manual_seed(seed)).expand(rows.rows, -1)
+    changes = {"lengths": rows.lengths + 270, "prompt_lengths": rows.prompt_lengths + 270}
+    for name, value in tensors(rows).items():
+        if value.shape == rows.tokens.shape:
+            before = front if name == "tokens" else torch.zeros(front.shape, dtype=value.dtype)
+            changes[name] = torch.cat([before, value], dim=1)
+    return replace(rows, **changes)
+
+
 CASES = {
     "grpo": case("grpo", shared, **TWO),
     "critic": case("ppo", shared, **TWO),
@@ -32,6 +45,7 @@ CASES = {
     "one row": case("grpo", late, **TWO),
     "adapters": case("grpo", shared, lora=LoraConfig(rank=4), axes={"kl": {"coefficient": 0.1}}, **TWO),
     "checkpointed": case("grpo", shared, checkpointed=True, **TWO),
+    "long rows": case("grpo", long, train={"tokens_per_micro_batch": 2000}, **TWO),
     "many micro-batches": case("ppo", train={"rows_per_micro_batch": 1}, **TWO),
     "transformers": case("grpo", shared, model="mistral", **TWO),
     "transformers, checkpointed": case("grpo", shared, model="mistral", checkpointed=True, **TWO),
