@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
 from atomrl.cli.main import main
 from atomrl.metrics import values
+from atomrl.models.loading import load_policy
+from atomrl.models.shared_prefix import states_before
 from atomrl.rollout.generate import generate
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
@@ -38,6 +40,34 @@ def test_updates_are_those_of_the_cpu(folder):
     trained = weights_of(on_gpu)
     for name, weight in weights_of(on_cpu).items():
         torch.testing.assert_close(trained[name].cpu(), weight, atol=2e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mistral"])
+def test_rows_end_to_end_are_padded_rows(tmp_path, kind):
+    """By attention of variable length, in bfloat16; beside padded rows in float32, which says what rounding is."""
+    if kind == "qwen2":
+        folder = make_tiny_model(tmp_path / "model", "qwen2", scale=0.1)
+    else:
+        folder = tmp_path / "model"
+        shape = {"vocab_size": 102, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = MistralConfig(**shape, num_key_value_heads=2, intermediate_size=64, initializer_range=0.1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    batch = make_batch(rows=8, longest=40)
+    batch.tokens[1::2, :3] = batch.tokens[::2, :3]
+    given = [part.cuda() for part in (batch.tokens, batch.loss_mask, batch.prompt_lengths)]
+
+    def found(dtype, pack_rows):
+        model = load_policy(folder, dtype=dtype, device="cuda")
+        model.pack_rows = pack_rows
+        assert model.shares_prompts == pack_rows
+        states, _ = states_before(model, *given)
+        states.float().square().sum().backward()
+        norm = torch.stack([p.grad.float().norm() for p in model.parameters() if p.grad is not None]).norm()
+        return states.float(), norm
+
+    exact, rounded, packed = (found(*how) for how in (("float32", False), ("bfloat16", False), ("bfloat16", True)))
+    for mine, theirs, right in zip(packed, rounded, exact, strict=True):
+        assert (mine - right).norm() <= 2 * (theirs - right).norm() + 5e-3 * right.norm()
 
 
 @pytest.mark.parametrize("engine", [NativeEngine, HFEngine])

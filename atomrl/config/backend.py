@@ -26,6 +26,9 @@ class FSDPConfig(RankedConfig):
     reduce: Literal["micro_batch", "update"] = "micro_batch"
     """When gradients are summed over ranks: after each micro-batch, or once in an update, until when every rank holds
     all of them."""
+    sequence: int = Field(1, ge=1)
+    """Ranks that share the rows of a micro-batch, each a part of the tokens (Ulysses), for rows that are too long for
+    one. It divides the numbers of ranks and of the model's heads, of keys too."""
     cpu_offload: bool = False
     """Shards of weights, gradients and moments are kept in the CPU's memory; needs GPUs."""
 
@@ -33,6 +36,8 @@ class FSDPConfig(RankedConfig):
     def _whole_copies(self) -> Self:
         if self.ranks is not None and self.ranks % self.replicas:
             raise ValueError(f"replicas={self.replicas} does not divide ranks={self.ranks}")
+        if self.ranks is not None and self.ranks % self.sequence:
+            raise ValueError(f"sequence={self.sequence} does not divide ranks={self.ranks}")
         return self
 
 

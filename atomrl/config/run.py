@@ -16,6 +16,7 @@ from atomrl.config import schema
 from atomrl.config.backend import BackendConfig
 from atomrl.config.base import ConfigError, Section
 from atomrl.config.environments import EnvironmentConfig, ToolConfig
+from atomrl.config.model import ModelConfig
 from atomrl.config.names import foreign_names, suggestion
 from atomrl.objective import PolicyObjective, PreferenceObjective
 from atomrl.objective.choice import Choice
@@ -50,7 +51,7 @@ class RunConfig(Section):
     """Names the folder of the run: no slashes, and no dot in front."""
     output_dir: str = "runs"
     seed: int = 0
-    model: schema.ModelConfig = schema.ModelConfig()
+    model: ModelConfig = ModelConfig()
     data: schema.DataConfig
     rollout: schema.RolloutConfig = schema.RolloutConfig()
     reward: schema.RewardConfig = schema.RewardConfig()

@@ -8,34 +8,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from atomrl.config.base import ConfigError, Section
 
 
-class LoraConfig(Section):
-    """Low-rank adapters (needs the `lora` extra)."""
-
-    rank: int = Field(16, ge=1)
-    alpha: float = Field(32.0, gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1)
-    target_modules: list[str] | Literal["all-linear"] = "all-linear"
-
-
-class ModelConfig(Section):
-    """The policy."""
-
-    path: str | None = None
-    """A folder in Hugging Face layout, or a hub name. Required, but where `sft.gpt` makes a fresh model."""
-    tokenizer: str | None = None
-    """Where its tokenizer is, if not beside the model: a folder or a hub name."""
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    """Where trainer and engine compute: `cpu`, `cuda`, `cuda:1`, ...; `auto` is a GPU where there is one."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What the forward pass computes in; master weights are float32 in either case. `auto` is bfloat16 where the
-    hardware multiplies it fast."""
-    gradient_checkpointing: bool = False
-    compile: bool = False
-    """Compile each layer once (pays after some tens of steps)."""
-    lora: LoraConfig | None = None
-    trust_remote_code: bool = False
-
-
 class DataConfig(Section):
     """Where problems come from and how a row becomes a prompt."""
 

@@ -1,4 +1,4 @@
-"""Causal attention with rotary positions and grouped queries, of padded rows and of a stream of tokens in blocks."""
+"""Causal attention with rotary positions and grouped queries, of padded rows and of a stream of tokens."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -66,6 +66,84 @@ class Block:
         return torch.cat([prompt.expand(-1, self.length, -1), own.expand(len(hidden), -1, -1)], dim=2)
 
 
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """A stream of S sequences for attention of variable length: what of it each one's queries and keys are."""
+
+    queries: Tensor
+    """[S + 1] int32: where each sequence begins in the stream, and the end."""
+    keys: Tensor
+    """[S + 1] int32: where the keys of each begin among those at `order`, and the end."""
+    order: Tensor | None
+    """[M] the tokens of the keys: a sequence's prompt before its own; None: the stream as it is."""
+    most_queries: int
+    most_keys: int
+
+    @classmethod
+    def of(cls, blocks: tuple[Block, ...]) -> "Spans":
+        """The sequences of a stream's blocks, prompts in the first.
+
+        Example:
+            >>> from atomrl.models.shared_prefix import row_stream
+            >>> Spans.of(row_stream(2, 3).blocks).queries
+            tensor([0, 3, 6], dtype=torch.int32)
+        """
+        own: list[tuple[int, int]] = []
+        order: list[Tensor] = []
+        for block in blocks:
+            ends = torch.bincount(block.slots // block.length, minlength=block.rows).cumsum(0) + block.start
+            pieces = list(zip([block.start, *ends[:-1].tolist()], ends.tolist(), strict=True))
+            for number, piece in enumerate(pieces):
+                before = [] if block.prompts is None else [torch.arange(*own[int(block.prompts[number])])]
+                order.append(torch.cat([*before, torch.arange(*piece)]))
+            own += pieces
+        sizes, keys = [stop - start for start, stop in own], [len(tokens) for tokens in order]
+        starts, key_starts = (torch.tensor([0, *part]).cumsum(0).int() for part in (sizes, keys))
+        return cls(starts, key_starts, None if sizes == keys else torch.cat(order), max(sizes), max(keys))
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...], spans: Spans | None = None, scale: float | None = None
+) -> Tensor:
+    """Attention of a stream: by SDPA over its blocks, or, with `spans`, by flash attention of variable length.
+
+    Args:
+        q: [N, heads, D], turned.
+        k, v: [N, kv_heads, D].
+        spans: of the blocks, on the device, which is a GPU. All is float16 or bfloat16 then.
+        scale: of the products; None is 1 / sqrt(D).
+
+    Returns:
+        [N, heads, D].
+    """
+    grouped = q.shape[1] > k.shape[1]
+    if spans is not None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        if spans.order is not None:
+            k, v = k.index_select(0, spans.order), v.index_select(0, spans.order)
+        # Where a sequence has more keys than queries, its last query sees the last key.
+        mixed = varlen_attn(
+            q, k, v, spans.queries, spans.keys, spans.most_queries, spans.most_keys,
+            scale=scale, window_size=(-1, 0), enable_gqa=grouped,
+        )  # fmt: skip
+        return cast(Tensor, mixed)
+    parts: list[Tensor] = []
+    prompts: list[Tensor] = []
+    for block in blocks:
+        queries, *own = (block.spread(part).transpose(1, 2) for part in (q, k, v))
+        mask = None if block.prompts is None else block.mask.to(q.dtype)[:, None]
+        if block.prompts is None:
+            prompts = prompts or own
+        else:
+            own = [torch.cat([p.index_select(0, block.prompts), o], 2) for p, o in zip(prompts, own, strict=True)]
+        found = F.scaled_dot_product_attention(
+            queries, own[0], own[1], mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
+        parts.append(block.collect(found.transpose(1, 2)))
+    return torch.cat(parts)
+
+
 def row_attention(qkv: Tensor, tables: Tables, kv_heads: int) -> Tensor:
     """Attention of rows of any length by SDPA, which keeps no scores.
 
@@ -81,23 +159,12 @@ def row_attention(qkv: Tensor, tables: Tables, kv_heads: int) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2).flatten(2)
 
 
-def stream_attention(qkv: Tensor, blocks: tuple[Block, ...], cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
-    """Attention of a stream by SDPA: qkv [N, heads + 2 kv_heads, D]; cos, sin [N, 1, D/2] -> [N, heads * D]."""
+def stream_attention(
+    qkv: Tensor, blocks: tuple[Block, ...], cos: Tensor, sin: Tensor, kv_heads: int, spans: Spans | None = None
+) -> Tensor:
+    """`attend` with rotary positions: qkv [N, heads + 2 kv_heads, D]; cos, sin [N, 1, D/2] -> [N, heads * D]."""
     q, k, v = _rotated(qkv, cos, sin, kv_heads)
-    parts: list[Tensor] = []
-    prompts: list[Tensor] = []
-    for block in blocks:
-        queries, *own = (block.spread(part).transpose(1, 2) for part in (q, k, v))
-        mask = None if block.prompts is None else block.mask.to(qkv.dtype)[:, None]
-        if block.prompts is None:
-            prompts = prompts or own
-        else:
-            own = [torch.cat([p.index_select(0, block.prompts), o], 2) for p, o in zip(prompts, own, strict=True)]
-        mixed = F.scaled_dot_product_attention(
-            queries, own[0], own[1], mask, is_causal=mask is None, enable_gqa=queries.shape[1] > kv_heads
-        )
-        parts.append(block.collect(mixed.transpose(1, 2).flatten(2)))
-    return torch.cat(parts)
+    return attend(q, k, v, blocks, spans).flatten(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

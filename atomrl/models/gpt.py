@@ -169,6 +169,10 @@ class GPT(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         """None computes in the dtype of the weights."""
         self.gradient_checkpointing = False
+        self.pack_rows: bool | None = None
+        """As `config.ModelConfig`'s."""
+        self.sharing: Any = None
+        """The group of ranks that share the rows of a micro-batch (`ulysses`); None: there are none."""
         self.run_layer = _run_layer
         self.model = Decoder(self.spec)
         if not self.spec.tied_head:
@@ -195,7 +199,8 @@ class GPT(nn.Module):
         """
         weight, (rows, length) = self.model.embed_tokens.weight, tokens.shape
         if self.shares_prompts:
-            return self._stream_states(tokens, row_stream(rows, length)).view(rows, length, -1)
+            stream = row_stream(rows, length).to(tokens.device)
+            return self._stream_states(tokens, stream).view(rows, length, -1)
         x = F.embedding(tokens, weight).to(self.compute_dtype or weight.dtype)
         cos, sin = self.rope_tables(length, tokens.device)
         for layer in self.model.layers:
@@ -204,8 +209,9 @@ class GPT(nn.Module):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether `shared_prefix.states_before` shares the prompts of this model's rows: on a CPU, not compiled."""
-        return not self.compiled and not are_plain() and self.head_weight.device.type == "cpu"
+        """Whether rows are computed as a `shared_prefix.Stream`."""
+        on_cpu = self.head_weight.device.type == "cpu"
+        return not self.compiled and not are_plain() and (on_cpu if self.pack_rows is None else self.pack_rows)
 
     def stream_states(self, tokens: Tensor, stream: Stream) -> Tensor:
         """States of a `shared_prefix.Stream` after the final norm: tokens [B, T] -> [n, H], at each of its `before`."""
@@ -215,7 +221,7 @@ class GPT(nn.Module):
         # Apart from the two that call it: either gathers this model's weights where they are in shards, and once alone.
         weight = self.model.embed_tokens.weight
         x = F.embedding(tokens.flatten()[stream.source], weight).to(self.compute_dtype or weight.dtype)
-        attend = self._stream_attention(x, stream, explicit=tokens.shape[1] <= BMM_MAX_TOKENS)
+        attend = self._stream_attention(x, stream, stream.spans is None and tokens.shape[1] <= BMM_MAX_TOKENS)
         kept, back = stream.before.unique(return_inverse=True)
         last = self.model.layers[-1]
         for layer in self.model.layers:
@@ -227,13 +233,23 @@ class GPT(nn.Module):
 
     def _stream_attention(self, x: Tensor, stream: Stream, explicit: bool) -> Attend:
         """The attention of all layers on this stream: qkv [N, heads + 2 kv_heads, D] -> [N, heads * D]."""
-        blocks, kv_heads = stream.blocks, self.spec.kv_heads
+        blocks, share, kv_heads = stream.blocks, stream.share, self.spec.kv_heads
+        if share is not None:
+            kv_heads //= len(share.sizes)
         longest = max(int(block.seen.max()) + block.length for block in blocks)  # padding may lie beyond all tokens
         cos, sin = self.rope_tables(longest, x.device)
-        if explicit:
-            return lambda qkv: apply(PackedAttention, qkv, blocks, cos, sin, kv_heads)
-        turns = cos[stream.positions, None], sin[stream.positions, None]
-        return lambda qkv: stream_attention(qkv, blocks, *turns, kv_heads)
+        positions = stream.positions if share is None else share.positions
+        turns = (cos, sin) if explicit else (cos[positions, None], sin[positions, None])
+
+        def attend(qkv: Tensor) -> Tensor:
+            if explicit:
+                return apply(PackedAttention, qkv, blocks, *turns, kv_heads)
+            return stream_attention(qkv, blocks, *turns, kv_heads, stream.spans)
+
+        if share is None:
+            return attend
+        kinds = [self.spec.heads, self.spec.kv_heads, self.spec.kv_heads]
+        return lambda qkv: share.tokens(attend(torch.cat(share.heads(*qkv.split(kinds, dim=1)), dim=1)))
 
     def _checkpointed(self, layer: Callable[..., Any], *arguments: Any) -> Tensor:
         if self.gradient_checkpointing and torch.is_grad_enabled():

@@ -134,6 +134,9 @@ def in_shards(
     """
     shards = ranks // backend.replicas
     found = {name: -(-size // shards) if name in SHARDED else size for name, size in parts.items()}
+    found["activations"] //= backend.sequence
+    if "critic activations" in found:
+        found["critic activations"] //= backend.sequence
     if backend.reduce == "update":
         found["gradients"] += trained * FLOAT32
     ends = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)

@@ -25,6 +25,7 @@ from atomrl.models.loading import (
 )
 from atomrl.models.shared_prefix import states_before
 from atomrl.models.spec import unsupported
+from atomrl.models.ulysses import total
 
 log = logging.getLogger(__name__)
 CLASSIFIER = "ForSequenceClassification"
@@ -49,21 +50,25 @@ class GPTScalar(GPT):
         """[B, T] float32: at each masked token the number that the token before it has; 0 elsewhere."""
         wanted = mask.clone()
         wanted[:, 0] = False
-        numbers: Tensor = self.score(states_before(self, tokens, wanted, prompt_lengths))[:, 0].float()
-        at = wanted.flatten().nonzero()[:, 0]
-        return numbers.new_zeros(mask.numel()).index_copy(0, at, numbers).view(mask.shape)
+        states, own = states_before(self, tokens, wanted, prompt_lengths)
+        return total(self._spread(states, own.flatten()), self.sharing).view(mask.shape)
 
     def scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """[B] float32: the number at each row's last token."""
         after = F.one_hot(lengths, tokens.shape[1] + 1).bool()
-        states = states_before(self, F.pad(tokens, (0, 1)), after, torch.zeros_like(lengths))
-        return cast(Tensor, self.score(states)[:, 0].float())
+        states, own = states_before(self, F.pad(tokens, (0, 1)), after, torch.zeros_like(lengths))
+        return total(self._spread(states, own.any(1)), self.sharing)
+
+    def _spread(self, states: Tensor, where: Tensor) -> Tensor:
+        """[N] float32: the number of each state at the places [N] bool that are its; 0 elsewhere."""
+        numbers: Tensor = self.score(states)[:, 0].float()
+        return numbers.new_zeros(len(where)).index_copy(0, where.nonzero()[:, 0], numbers)
 
 
 class HFScalar(nn.Module):
     """Any sequence classifier of transformers with one label."""
 
-    shares_prompts, generation_config = False, None
+    shares_prompts, pack_rows, sharing, generation_config = False, None, None, None
 
     def __init__(self, inner: Any) -> None:
         super().__init__()

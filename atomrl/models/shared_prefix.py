@@ -5,14 +5,16 @@ Padding, tokens after the last one that a loss looks at, and in the last layer a
 are not computed at all. What is left lies in one stream of tokens [N, H], and only attention knows of rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from atomrl.models.attention import Block
+from atomrl.models.attention import Block, Spans
+from atomrl.models.ulysses import Share, part_sizes
 
 LEAST_SAVING = 1 / 32
 """Prompts are shared where that saves at least this share of the tokens: attention in two parts costs a little."""
@@ -29,12 +31,41 @@ class Stream:
     before: Tensor
     """[n] where in the stream the token before each wanted one is."""
     blocks: tuple[Block, ...]
+    spans: Spans | None = None
+    """Of the blocks, where attention is of variable length."""
+    share: Share | None = None
+    """Of ranks that share the stream: then `source`, `positions` and `before` are of this rank's tokens, and the blocks
+    of all."""
+
+    def to(self, device: torch.device) -> "Stream":
+        """On a GPU, with `spans`; on a CPU as it is. The blocks stay."""
+        if device.type == "cpu":
+            return self
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory().to(device, non_blocking=True)
+
+        spans = Spans.of(self.blocks)
+        order = None if spans.order is None else moved(spans.order)
+        spans = replace(spans, queries=moved(spans.queries), keys=moved(spans.keys), order=order)
+        share = None if self.share is None else replace(self.share, positions=moved(self.share.positions))
+        return Stream(moved(self.source), moved(self.positions), moved(self.before), self.blocks, spans, share)
+
+    def cut(self, group: Any) -> tuple["Stream", Tensor]:
+        """This rank's share, and [n] bool, which of `before` are in it."""
+        sizes = part_sizes(len(self.source), dist.get_world_size(group))
+        start = sum(sizes[: (rank := dist.get_rank(group))])
+        stop = start + sizes[rank]
+        own = (self.before >= start) & (self.before < stop)
+        share = Share(group, sizes, self.positions)
+        parts = (self.source[start:stop], self.positions[start:stop], self.before[own] - start)
+        return Stream(*parts, self.blocks, self.spans, share), own
 
 
-def states_before(model: Any, tokens: Tensor, wanted: Tensor, prompt_lengths: Tensor) -> Tensor:
+def states_before(model: Any, tokens: Tensor, wanted: Tensor, prompt_lengths: Tensor) -> tuple[Tensor, Tensor]:
     """The hidden state from which each wanted token is predicted: that of the token before it, after the final norm.
 
-    A `GPT` on a CPU that is not compiled shares prompts; other models compute plain rows.
+    A model that `shares_prompts` computes a stream, others plain rows.
 
     Args:
         model: `GPT` or `HFModel`.
@@ -43,25 +74,30 @@ def states_before(model: Any, tokens: Tensor, wanted: Tensor, prompt_lengths: Te
         prompt_lengths: [B]. Rows whose first tokens, up to here, are the same share them.
 
     Returns:
-        [n, H], in the order of the rows.
+        [n, H], in the order of the rows, and [B, T] bool, of which tokens: all that are wanted, or this rank's of them,
+        where ranks share the rows.
 
     Example:
         >>> from atomrl.models.gpt import new_gpt
         >>> model = new_gpt(vocab_size=11, layers=1, hidden=32, heads=1)
         >>> tokens = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
         >>> wanted = torch.tensor([[False, False, True, True], [False, False, True, False]])
-        >>> torch.equal(states_before(model, tokens, wanted, torch.tensor([2, 2]))[0],
-        ...             states_before(model, tokens, wanted, torch.tensor([2, 2]))[2])
+        >>> states, _ = states_before(model, tokens, wanted, torch.tensor([2, 2]))
+        >>> torch.equal(states[0], states[2])
         True
     """
     wanted = wanted.clone()
     wanted[:, 0] = False
     states: Tensor
     if model.shares_prompts and wanted.any():
-        states = model.stream_states(tokens, make_stream(tokens, wanted, prompt_lengths))
+        stream = make_stream(tokens.cpu(), wanted.cpu(), prompt_lengths.cpu())
+        if model.sharing is not None:
+            stream, own = stream.cut(model.sharing)
+            wanted = wanted.masked_scatter(wanted, own.to(wanted.device))
+        states = model.stream_states(tokens, stream.to(tokens.device))
     else:
         states = model.forward_hidden(tokens).flatten(0, 1).index_select(0, wanted.flatten().nonzero()[:, 0] - 1)
-    return states
+    return states, wanted
 
 
 def row_stream(rows: int, length: int) -> Stream:

@@ -1,7 +1,7 @@
 """Any causal language model of transformers, computed as the engines compute it, by its published weight names."""
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, cast
 
 import torch
@@ -9,15 +9,16 @@ from torch import Tensor, nn
 
 from atomrl.atoms.logits import head_logits
 from atomrl.config import ConfigError
+from atomrl.models.hf_stream import let_stream, longest_row, small_stream, streaming
+from atomrl.models.kernels import are_plain
+from atomrl.models.shared_prefix import Stream
 
 Rounded = tuple[nn.Parameter, tuple[int, ...], tuple[int, ...], int]
 """A rounded weight, or a part of it: what it was rounded from, and size, strides and offset."""
 
 
 class HFModel(nn.Module):
-    """A model of transformers behind the two methods that training uses of `GPT`."""
-
-    shares_prompts = False
+    """A model of transformers behind the methods that training uses of `GPT`."""
 
     def __init__(self, inner: Any, compute_dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -27,16 +28,41 @@ class HFModel(nn.Module):
         self.compute_dtype = compute_dtype
         """None computes in the dtype of the weights; another one as a model does whose weights were rounded to it."""
         self._rounding = None if compute_dtype is None else _Rounding(inner, compute_dtype)
+        self.pack_rows: bool | None = None
+        """As `config.ModelConfig`'s."""
+        self.sharing: Any = None
+        """As `GPT`'s."""
+        self.streams = False
+        """Whether it can compute a `shared_prefix.Stream`: what `check` found."""
 
     @property
     def head_weight(self) -> Tensor:
         """[V, H]: logits are `hidden @ head_weight.T`."""
         return cast(Tensor, self.inner.get_output_embeddings().weight)
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether rows are computed as a `shared_prefix.Stream`."""
+        on_cpu = self.head_weight.device.type == "cpu"
+        return self.streams and not are_plain() and (on_cpu if self.pack_rows is None else self.pack_rows)
+
     def forward_hidden(self, tokens: Tensor) -> Tensor:
         """[B, T] right-padded token ids -> hidden states after the final norm, [B, T, H]."""
+        return self._hidden(tokens)
+
+    def stream_states(self, tokens: Tensor, stream: Stream) -> Tensor:
+        """States of a stream after the final norm: tokens [B, T] -> [n, H], at each of its `before`."""
+        longest = longest_row(self.inner.config.get_text_config())
+        if longest is not None and tokens.shape[1] > longest:  # a window is of rows
+            last = stream.source[stream.before]
+            return self._hidden(tokens).flatten(0, 1).index_select(0, last)
+        with streaming(stream):
+            row = tokens.flatten()[stream.source][None]
+            return self._hidden(row, position_ids=stream.positions[None])[0].index_select(0, stream.before)
+
+    def _hidden(self, tokens: Tensor, **named: Tensor) -> Tensor:
         with self._rounding.saving_masters() if self._rounding else nullcontext():
-            hidden: Tensor = self.inner.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+            hidden: Tensor = self.inner.base_model(input_ids=tokens, use_cache=False, **named).last_hidden_state
         return hidden.to(self.compute_dtype or self.head_weight.dtype)  # a few families end in float32
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -58,6 +84,17 @@ class HFModel(nn.Module):
                 f"{kind} changes its logits after the output matrix (a bias, a scale or a soft cap), which the chunked "
                 "log-probs do not know; choose another model"
             )
+        self.streams = self._can_stream()
+
+    def _can_stream(self) -> bool:
+        if not let_stream(self.inner):
+            return False
+        rows, wanted, stream = small_stream(self.config.vocab_size, self.head_weight.device)
+        expected = self.forward_hidden(rows).flatten(0, 1)[wanted.flatten().nonzero()[:, 0] - 1]
+        with suppress(NotImplementedError):
+            close = 1e-4 if expected.dtype == torch.float32 else 2e-2
+            return torch.allclose(self.stream_states(rows, stream), expected, rtol=close, atol=close)
+        return False
 
 
 def check_causal(config: Any, path: object) -> None:

@@ -18,6 +18,7 @@ from atomrl.hints import said_as
 from atomrl.models.loading import load_tokenizer, model_config_only, resolve_folder
 from atomrl.models.scalar import is_classifier
 from atomrl.models.spec import unsupported
+from atomrl.models.ulysses import check_heads
 from atomrl.pool.store import RolloutPool
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
 from atomrl.rollout.replies import ReplyTokens
@@ -114,6 +115,14 @@ def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
     count = rank_count(backend, device)
     if count % backend.replicas:
         raise ConfigError(f"backend.replicas={backend.replicas} does not divide the {count} ranks")
+    if count % backend.sequence:
+        raise ConfigError(f"backend.sequence={backend.sequence} does not divide the {count} ranks")
+    if backend.sequence > 1:
+        if config.model.pack_rows is False or (device != "cpu" and not config.model.pack_rows):
+            raise ConfigError(f"backend.sequence={backend.sequence} cuts rows that lie end to end: set model.pack_rows")
+        if config.model.path is not None:
+            path, trusted = config.model.path, config.model.trust_remote_code
+            check_heads(model_config_only(path, trusted), backend.sequence, path)
     if backend.cpu_offload and device == "cpu":
         raise ConfigError("backend.cpu_offload: on a CPU all is in its memory already; leave it out")
     if algorithm.update is not None:

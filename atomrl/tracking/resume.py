@@ -15,7 +15,8 @@ HARMLESS = (
     # What these name is compared by its content (`identity`), so a folder may have moved.
     "model.path", "model.tokenizer", "data.train",
     # Speed and memory; the objective stays, though not its last bits.
-    "model.device", "model.gradient_checkpointing", "model.compile", "rollout.max_concurrent_completions",
+    "model.device", "model.gradient_checkpointing", "model.compile", "model.pack_rows",
+    "rollout.max_concurrent_completions",
     "train.tokens_per_micro_batch", "train.rows_per_micro_batch", "backend",
     # How long one waits, and how much room there is.
     "pool.timeout_s", "pool.lease_s", "pool.capacity", "pool.ttl_s",

@@ -18,6 +18,7 @@ from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
 from atomrl.metrics import Count, Metrics, merge
 from atomrl.models.batches import group_pieces, micro_batches, micro_batches_for, padded_tokens, zero_weight_row
 from atomrl.models.kernels import plain_formulas, round_once
+from atomrl.models.loading import compute_dtype
 from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUnit, UpdateOutput, needs_teacher
 from atomrl.training.collective import Collective, check_launcher
 from atomrl.training.optimizer import Optimizer
@@ -75,6 +76,9 @@ class BaseBackend(ABC):
     ) -> None:
         self.device, self.collective = torch.device(device), collective or Collective()
         check_launcher(self.collective.world)
+        on_cpu = self.device.type == "cpu"
+        if model.pack_rows and not on_cpu and compute_dtype(model.dtype, self.device) == torch.float32:
+            raise ConfigError("model.pack_rows=true needs model.dtype=bfloat16 on a GPU: its attention has no float32")
         torch.manual_seed(seed)
         self.train, self.tokenizer, self.temperature = train, tokenizer, temperature or 1.0
         self.updates = 0
@@ -108,6 +112,8 @@ class BaseBackend(ABC):
     """Its models compute one after the other."""
     whole_weights = True
     """Whether its weights are plain tensors, which an algorithm's own update can work on."""
+    together = 1
+    """Ranks that compute the same rows, each its share of the tokens."""
     begins_again = True
     """Whether a step in which memory ran out can begin again with smaller micro-batches."""
 
@@ -144,6 +150,8 @@ class BaseBackend(ABC):
         def fill(split: list[Tensor]) -> None:
             for index in split:
                 found = self._outputs(self._micro(rows, index), needs)
+                if not self._says:
+                    continue
                 at = index.to(self.device)
                 for name, tensor in whole.items():
                     values = found[name][: len(index)].float()
@@ -205,7 +213,7 @@ class BaseBackend(ABC):
                 outputs = ModelOutputs(**self._outputs(micro, wanted))
                 result = algorithm.loss(outputs, micro)
                 torch.autograd.backward(result.loss)
-                parts += [result.metrics] * (len(index) > 0)
+                parts += [result.metrics] * (len(index) > 0 and self._says)
             return parts
 
         return self.collective.sum(merge(self._in_micro_batches(batch, algorithm.row_unit, accumulate)))
@@ -234,6 +242,11 @@ class BaseBackend(ABC):
         actor.count_finite(self.updates, done.finite)
         return [*parts, done.metrics]
 
+    @property
+    def _says(self) -> bool:
+        """Whether this rank speaks for those that compute the same rows."""
+        return self.collective.rank % self.together == 0
+
     def _outputs(self, micro: RowBatch, names: Collection[str]) -> dict[str, Tensor]:
         """Outputs of all roles for a micro-batch, by name."""
         found: dict[str, Tensor] = {}
@@ -257,7 +270,8 @@ class BaseBackend(ABC):
 
     def _split(self, rows: RowBatch, group_ids: Tensor | None) -> list[Tensor]:
         """The rows of each micro-batch of all ranks."""
-        ranks, most, tokens = self.collective.world, self.train.rows_per_micro_batch, self.tokens_per_micro_batch
+        ranks = self.collective.world // self.together
+        most, tokens = self.train.rows_per_micro_batch, self.tokens_per_micro_batch
         if group_ids is None and self.policy.model.shares_prompts:
             together = min(most or rows.rows, -(-rows.rows // ranks))
             group_ids = group_pieces(rows.lengths, rows.group_ids, tokens, together)
@@ -276,7 +290,7 @@ class BaseBackend(ABC):
         group_ids = rows.unit_ids(unit)
         while True:
             split, reason = self._split(rows, group_ids), ""
-            mine = split[self.collective.rank :: self.collective.world]
+            mine = split[self.collective.rank // self.together :: self.collective.world // self.together]
             mine += [torch.tensor([], dtype=torch.long)] * (self.collective.max(len(mine)) - len(mine))
             try:
                 with round_once():

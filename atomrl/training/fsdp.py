@@ -25,6 +25,7 @@ from atomrl.metrics import Metrics
 from atomrl.models.loading import compute_dtype, model_weights
 from atomrl.models.lora import adapter_weights
 from atomrl.models.scalar import ScalarModel
+from atomrl.models.ulysses import check_heads
 from atomrl.protocols import Algorithm, ModelInput, WeightUpdate
 from atomrl.training.base import BaseBackend
 from atomrl.training.group import Ranks
@@ -62,13 +63,35 @@ class FSDPBackend(BaseBackend):
         shape, names = (
             ((replicas, world // replicas), ("replicate", "shard")) if replicas > 1 else ((world,), ("shard",))
         )
+        self.together = settings.sequence
+        if world % self.together:
+            raise ConfigError(f"backend.sequence={self.together} does not divide the {world} ranks")
+        self.sharing = self.ranks.neighbours(self.together) if self.together > 1 else None
         self.mesh = init_device_mesh(torch.device(named["device"]).type, shape, mesh_dim_names=names)
         super().__init__(model, train, algorithm, **named)
         torch.manual_seed(named.get("seed", 0) + 1_000_003 * self.collective.rank)  # of dropout, after equal weights
 
     def load_model(self, name: RoleName, path: str, config: ModelConfig) -> nn.Module:
         """A role's model, cut into shards; of the ranks of a machine one at a time has all of it."""
-        return self.ranks.in_turns(partial(self._load, name, path, config))
+        model: Any = self.ranks.in_turns(partial(self._load, name, path, config))
+        if self.sharing is not None:
+            self._share(model, path)
+        return cast(nn.Module, model)
+
+    def _share(self, model: Any, path: str) -> None:
+        """Have neighbours share the rows of a micro-batch.
+
+        Raises:
+            ConfigError: the model cannot.
+        """
+        shape = model.config
+        if not model.shares_prompts:
+            raise ConfigError(
+                f"backend.sequence={self.together}: {path} ({shape.model_type}) would take padded rows; on a GPU set "
+                "model.pack_rows=true, and leave out model.pack_rows=false"
+            )
+        check_heads(shape, self.together, path)
+        model.sharing = self.sharing
 
     def _load(self, name: RoleName, path: str, config: ModelConfig) -> nn.Module:
         compute = compute_dtype(config.dtype, self.device)

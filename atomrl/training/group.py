@@ -84,6 +84,12 @@ class Ranks(Collective):
         dist.all_reduce(tensor)
         return tensor
 
+    def neighbours(self, size: int) -> Any:
+        """The group of this rank and those beside it, of so many; all ranks call it."""
+        with _loopback(self.here[1] == self.world):
+            group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=self.timeout_s))
+        return group
+
     def in_turns(self, work: Callable[[], Result]) -> Result:
         """What the ranks of a machine do one after the other, for its memory; errors come when all are done."""
         found: list[Result] = []

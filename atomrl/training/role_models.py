@@ -39,6 +39,11 @@ def load_role(
         model: Any = load_scalar(path, **common)
     else:
         model = load_policy(path, lora=config.lora if trained else None, **common)
+    model.pack_rows = config.pack_rows
+    if config.pack_rows and isinstance(model, HFModel) and not model.streams:
+        raise ConfigError(
+            f"model.pack_rows=true: {path} ({model.config.model_type}) takes padded rows alone; leave it out"
+        )
     if trained and isinstance(model, HFModel | HFScalar):
         if config.gradient_checkpointing:
             model.inner.gradient_checkpointing_enable({"use_reentrant": False})

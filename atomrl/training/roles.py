@@ -19,6 +19,7 @@ from atomrl.config import ConfigError
 from atomrl.models.kernels import plain_formulas
 from atomrl.models.lora import adapters_disabled
 from atomrl.models.shared_prefix import states_before
+from atomrl.models.ulysses import total
 from atomrl.protocols import Output
 from atomrl.training.optimizer import Optimizer
 
@@ -81,19 +82,29 @@ class Role:
             if "values" in wanted:
                 found["values"] = model.values(tokens, mask, micro.prompt_lengths)
             if not found.keys() >= set(wanted):
-                states = states_before(model, tokens, mask, micro.prompt_lengths)
+                states, own = states_before(model, tokens, mask, micro.prompt_lengths)
             if "logprobs" in wanted or "entropy" in wanted:
                 kept = micro.candidates
                 lists = (None, None) if kept is None else (kept.ids, kept.counts)
-                found["logprobs"], entropy = row_logprobs(
-                    states, model.head_weight, tokens, mask, temperature, None, "entropy" in wanted, *lists
+                logprobs, entropy = row_logprobs(
+                    states, model.head_weight, tokens, own, temperature, None, "entropy" in wanted, *lists
                 )
+                found["logprobs"] = total(logprobs, model.sharing)
                 if entropy is not None:
-                    found["entropy"] = entropy
+                    found["entropy"] = total(entropy, model.sharing)
             if "distributions" in wanted:
                 logits = head_logits(states, model.head_weight)
-                found["distributions"] = (logits / temperature).log_softmax(-1)
+                found["distributions"] = _of_all((logits / temperature).log_softmax(-1), own, mask, model.sharing)
         return found
+
+
+def _of_all(found: Tensor, own: Tensor, mask: Tensor, sharing: Any) -> Tensor:
+    """[n, V] for each token of the mask, from those of this rank's tokens."""
+    if sharing is None:
+        return found
+    at = own[:, 1:][mask[:, 1:]].nonzero()[:, 0]
+    every = found.new_zeros(int(mask[:, 1:].sum()), found.shape[1])
+    return total(every.index_copy(0, at, found), sharing)
 
 
 def check_forward_mode(policy: Role, device: torch.device) -> None:

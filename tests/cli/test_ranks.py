@@ -145,6 +145,8 @@ def test_no_rank_outlives_a_launcher_that_is_killed(train):
         (["model.compile=true"], "model.compile"),
         (["backend.cpu_offload=true"], "backend.cpu_offload"),
         (["backend.replicas=3"], "replicas=3 does not divide ranks=2"),
+        (["backend.sequence=3"], "sequence=3 does not divide ranks=2"),
+        (["backend.sequence=2", "model.pack_rows=false"], "set model.pack_rows"),
         (["cluster.ranks=2"], "did you mean 'backend.ranks'"),
     ],
 )

@@ -1,15 +1,18 @@
 """States of a micro-batch with shared prompts, against plain rows in float64."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import varlen
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from atomrl.atoms.logprobs import row_logprobs
 from atomrl.models import cpp, gpt, shared_prefix
+from atomrl.models.attention import Spans
 from atomrl.models.gpt import GPT
 from atomrl.models.kernels import plain_formulas
 from atomrl.models.shared_prefix import make_stream, states_before
@@ -62,7 +65,7 @@ def make_rows(groups, seed=0, holes=False):
 def results(model, tokens, mask, lengths, shared):
     model.zero_grad()
     with nullcontext() if shared else plain_formulas():  # also while a checkpointed layer is computed again
-        hidden = states_before(model, tokens, mask, lengths) if shared else model.forward_hidden(tokens)
+        hidden = states_before(model, tokens, mask, lengths)[0] if shared else model.forward_hidden(tokens)
         logprobs, entropy = row_logprobs(hidden, model.head_weight, tokens, mask, 0.7, with_entropy=True)
         weights = torch.linspace(-1, 1, logprobs.numel(), dtype=logprobs.dtype).view_as(logprobs)
         (weights * logprobs + 0.3 * weights.cos() * entropy).sum().backward()
@@ -94,6 +97,29 @@ def test_equals_plain_rows(name, groups, attention, monkeypatch):
     monkeypatch.setattr(shared_prefix, "LEAST_SAVING", 0.0)
     monkeypatch.setattr(gpt, "BMM_MAX_TOKENS", 512 if attention == "explicit" else 0)
     check(model, make_rows(GROUPS[groups]))
+
+
+def plain_varlen(q, k, v, begin_q, begin_k, most_q, most_k, scale=None, window_size=None, enable_gqa=False):
+    """What torch's kernel for GPUs says it computes; of more keys than queries the last query sees the last key."""
+    assert window_size == (-1, 0) and enable_gqa == (q.shape[1] > k.shape[1]) and begin_q.dtype == torch.int32
+    parts = []
+    for row in range(len(begin_q) - 1):
+        own, keys = slice(begin_q[row], begin_q[row + 1]), slice(begin_k[row], begin_k[row + 1])
+        a, b, c = (x.transpose(0, 1) for x in (q[own], k[keys], v[keys]))
+        assert a.shape[1] <= most_q and b.shape[1] <= most_k
+        seen = torch.ones(a.shape[1], b.shape[1], dtype=torch.bool).tril(b.shape[1] - a.shape[1])
+        mixed = torch.nn.functional.scaled_dot_product_attention(a, b, c, seen, scale=scale, enable_gqa=enable_gqa)
+        parts.append(mixed.transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_attention_of_variable_length_equals_plain_rows(name, groups, monkeypatch):
+    monkeypatch.setattr(shared_prefix, "LEAST_SAVING", 0.0)
+    monkeypatch.setattr(varlen, "varlen_attn", plain_varlen)
+    monkeypatch.setattr(shared_prefix.Stream, "to", lambda stream, _: replace(stream, spans=Spans.of(stream.blocks)))
+    check(make_model(name), make_rows(GROUPS[groups]))
 
 
 @settings(max_examples=25, deadline=None, phases=[Phase.generate])
@@ -144,7 +170,7 @@ def test_gradients_by_finite_differences():
     def loss(values):
         with torch.no_grad():
             weight.copy_(values)
-        return states_before(model, tokens, mask, lengths).pow(2).sum()
+        return states_before(model, tokens, mask, lengths)[0].pow(2).sum()
 
     start = weight.detach().clone()
     loss(start).backward()

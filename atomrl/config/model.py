@@ -1,0 +1,44 @@
+"""The section `model`: which policy, what it computes in, and how."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from atomrl.config.base import Section
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (needs the `lora` extra)."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str | None = None
+    """A folder in Hugging Face layout, or a hub name. Required, but where `sft.gpt` makes a fresh model."""
+    tokenizer: str | None = None
+    """Where its tokenizer is, if not beside the model: a folder or a hub name."""
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """Where trainer and engine compute: `cpu`, `cuda`, `cuda:1`, ...; `auto` is a GPU where there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What the forward pass computes in; master weights are float32 in either case. `auto` is bfloat16 where the
+    hardware multiplies it fast."""
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    """Compile each layer once (pays after some tens of steps)."""
+    pack_rows: bool | None = None
+    """Lay the rows of a forward pass end to end, without padding, the prompt of a group once. null: on a CPU, where the
+    model can; true: on a GPU too (in bfloat16), and an error where the model cannot; false: padded rows."""
+    lora: LoraConfig | None = None
+    trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.compile and self.pack_rows:
+            raise ValueError("compiled layers take padded rows: leave out compile or pack_rows")
+        return self
