@@ -17,6 +17,7 @@ from atomrl.config.backend import BackendConfig
 from atomrl.config.base import ConfigError, Section
 from atomrl.config.environments import EnvironmentConfig, ToolConfig
 from atomrl.config.names import foreign_names, suggestion
+from atomrl.config.tracking import TrackingConfig
 from atomrl.objective import PolicyObjective, PreferenceObjective
 from atomrl.objective.choice import Choice
 
@@ -61,7 +62,7 @@ class RunConfig(Section):
     train: schema.TrainConfig = schema.TrainConfig()
     eval: schema.EvalConfig = schema.EvalConfig()
     checkpoint: schema.CheckpointConfig = schema.CheckpointConfig()
-    tracking: schema.TrackingConfig = schema.TrackingConfig()
+    tracking: TrackingConfig = TrackingConfig()
     sft: schema.SftConfig | None = None
     pretrain: schema.PretrainConfig | None = None
     preference: schema.PreferenceConfig | None = None
