@@ -123,6 +123,24 @@ def test_tokens_of_a_real_run_are_its_tokenizer_s(tab, server):
     assert shown.replace("</s>", "").strip() == text.strip()
 
 
+def test_recorded_tokens_are_coloured_and_told(tab):
+    page = tab().open("/run/{seed-1}/rollouts/1/train/1", ".members li")
+    second = page.locator(".members > li").nth(1)
+    second.get_by_role("button", name="Tokens").click()
+    page.wait_for_selector(".tokens.coloured span")
+    assert second.locator(".tokens span.minus4").count() == 3 and second.locator(".tokens span.clipped").count() == 1
+    second.get_by_label("Colour by").select_option("reference")
+    page.wait_for_selector(".tokens span.plus4")
+    second.locator(".tokens").focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    told = second.locator("p[role=status]")
+    told.wait_for()
+    until(lambda: "clipped" in told.inner_text())
+    assert "log-ratio to the reference 0.5" in told.inner_text() and "2:" in told.inner_text()
+    assert "clipped" in second.locator(".tokens span").nth(2).get_attribute("title")
+
+
 def test_one_prompt_through_the_run(tab):
     page = tab().open("/run/{seed-1}/rollouts/3/train/0", ".members li")
     page.get_by_role("link", name="This prompt through the run: 6 step(s)").click()
