@@ -180,9 +180,9 @@ class RankedBackend:
         found: Metrics = self._call("train_step", batch, algorithm)
         return found
 
-    def token_numbers(self) -> dict[str, Tensor]:
+    def token_numbers(self) -> dict[str, torch.Tensor]:
         """Of the last update, of all ranks' rows."""
-        found: dict[str, Tensor] = self.backend.token_numbers()
+        found: dict[str, torch.Tensor] = self.backend.token_numbers()
         return found
 
     def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
