@@ -140,7 +140,7 @@ def earned(
 
     lines = [f"{'what it would earn, mean':<44}" + "".join(f"{name[-18:]:>20}" for name in names)]
     lines.append(
-        f"{'the run (which earned ' + mean(before) + ')':<44}" + "".join(f"{mean(scored[n]):>20}" for n in names)
+        f"{'the run (which earned ' + mean(before) + ')':<44}" + "".join(f"{mean(scored[n]) + '  ':>20}" for n in names)
     )
     spoiled = rows[-SPOILED:]
     tried = [(title, texts, 0) for title, texts in hacks(rows).items()]

@@ -142,7 +142,7 @@ def own_check(table: TokenTable, one: Replayed) -> str:
 
 def by_token(table: TokenTable, one: Replayed, other: Replayed) -> list[dict[str, Any]]:
     """A row for each token."""
-    columns = {
+    columns: dict[str, Any] = {
         "token_id": table.tokens["tokens"], "trained": one.mask, "logprob": table.tokens["logprobs"],
         "log_ratio": one.log_ratio, "advantage": one.advantages, "loss": one.loss, "gradient": one.gradient,
         "clipped": one.clipped, "changed_log_ratio": other.log_ratio, "changed_advantage": other.advantages,

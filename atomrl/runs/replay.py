@@ -101,7 +101,9 @@ def rows_of(table: TokenTable) -> tuple[RowBatch, dict[str, Tensor]]:
     tokens = found["tokens"]
     for row, prompt in enumerate(table.rows["prompt"]):
         tokens[row, : len(table.prompts[prompt])] = torch.as_tensor(table.prompts[prompt])
-    outputs = {name: _padded(table, name, longest) for name in ("logprobs", "entropy") if name in table.tokens}
+    outputs: dict[str, Tensor] = {
+        name: _padded(table, name, longest) for name in ("logprobs", "entropy") if name in table.tokens
+    }
     # Where a step has one update, the policy at its start is the one of the update.
     found.setdefault("old_logprobs", outputs["logprobs"].clone())
     return RowBatch(**found), outputs

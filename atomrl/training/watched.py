@@ -41,7 +41,7 @@ class WatchedTokens:
         """
         chosen = (self.recorded[index] >= 0).nonzero()[:, 0]
         places = self.recorded[index][chosen].to(self.device)
-        found = self._found(micro, outputs) | algorithm.by_token(outputs, micro)
+        found = {**self._found(micro, outputs), **algorithm.by_token(outputs, micro)}
         for name, values in found.items():
             whole = self._kept.setdefault(name, torch.zeros(self.shape, device=self.device))
             if len(chosen):
