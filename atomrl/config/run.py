@@ -118,6 +118,8 @@ class RunConfig(Section):
                 if self.model.path is None
                 else f"model.path and {'sft' if self.sft else 'pretrain'}.gpt are two places to start from; give one"
             )
+        if self.tracking.tokens and self.kind != "train":
+            raise ValueError("tracking.tokens: this kind of run draws no rollouts; remove it")
         if self.asynchronous and self.kind != "train":
             raise ValueError("asynchronous: this kind of run draws no rollouts; remove the section")
         if self.asynchronous and rollout.source == "pool":

@@ -15,6 +15,9 @@ from atomrl.reading.lines import ReadError, open_file
 
 TOKENS = "tokens.safetensors"
 Column = NDArray[Any]
+ROWS = {"trajectory_index", "group_ids", "lengths", "prompt_lengths", "prompt", "update"}
+COLUMNS = {"tokens", "loss_mask", "advantages"}
+"""What every record has of each row and of each token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +91,8 @@ def read_tokens(path: Path) -> TokenTable | None:
             prompts=np.split(arrays["prompt_tokens"], sizes),
             state=json.loads(about["state"]),
         )
+        if missing := sorted((ROWS - table.rows.keys()) | (COLUMNS - table.tokens.keys())):
+            raise ValueError(f"it lacks {', '.join(missing)}")
         total = table.span(len(table) - 1).stop
         if any(len(column) != total for column in table.tokens.values()):
             raise ValueError("its columns are not equally long")

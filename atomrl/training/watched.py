@@ -52,7 +52,8 @@ class WatchedTokens:
         assert logprobs is not None
         found["logprobs"] = logprobs
         found["gradient"] = torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad
-        found["loss"] = weights * (torch.zeros_like(weights) if weights.grad is None else weights.grad)
+        if weights.grad is not None:  # else the loss is not one by token
+            found["loss"] = weights * weights.grad
         if outputs.entropy is not None:
             found["entropy"] = outputs.entropy
         return found

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from atomrl.algorithms.table import objective_of
 from atomrl.config import ConfigError, build_config
@@ -120,6 +121,19 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     path.write_bytes(damage)
     with pytest.raises(ValueError, match="holds no recorded tokens"):
         read_tokens(path)
+
+
+def test_a_file_without_what_every_record_has_is_refused(tmp_path):
+    save_file({"row/lengths": torch.ones(1), "prompt_sizes": torch.ones(1), "prompt_tokens": torch.ones(1)},
+              tmp_path / TOKENS, {"step": "1", "state": "{}"})  # fmt: skip
+    with pytest.raises(ValueError, match="it lacks advantages, group_ids"):
+        read_tokens(tmp_path / TOKENS)
+
+
+def test_a_run_without_rollouts_records_none():
+    tree = {"run_name": "r", "model": {"path": "-"}, "data": {"train": "-"}, "algorithm": {"name": "dpo"}}
+    with pytest.raises(ConfigError, match="tracking.tokens: this kind of run draws no rollouts"):
+        build_config(tree | {"tracking": {"tokens": 1}})
 
 
 def test_a_number_of_groups_is_whole():

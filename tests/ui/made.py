@@ -77,6 +77,7 @@ def record_tokens(folder: Path, step: int) -> None:
         "row/lengths": np.array(sizes, np.int32) + 4, "row/prompt_lengths": np.full(4, 4, np.int32),
         "row/trajectory_index": np.arange(4, dtype=np.int32), "row/group_ids": np.zeros(4, np.int32),
         "row/rewards": np.array([1, 0, 0, 0], np.float32), "row/prompt": np.zeros(4, np.int32),
+        "row/update": np.zeros(4, np.int32),
         "token/tokens": np.array([5, 6, 7] * 3 + [5, 6], np.int32), "token/loss_mask": mask, "token/clipped": clipped,
         "token/advantages": np.repeat(np.array([1, -1, -1, -1], np.float32), sizes) * mask,
         "token/logprobs": -np.ones(11, np.float32), "token/ref_logprobs": np.full(11, -1.5, np.float32),

@@ -197,6 +197,7 @@ function Tokens({ run, step, split, place, text }) {
     setAt(Math.max(0, Math.min(found.ids.length - 1, (at === null ? -1 : at) + by)));
   };
   return html`${found.why && html`<p class="faint">${visible(found.why)}</p>`}
+    ${!numbers && split === "train" && html`<p class="faint">${t("no_numbers")}</p>`}
     ${names.length > 0 && html`<p class="bar"><label>${t("colour_by")} <select value=${name} onChange=${(event) => setWanted(event.target.value)}>
         ${names.map((one) => html`<option value=${one}>${t(`by_${one}`)}</option>`)}</select></label>
       <span class="faint">${t("scale_of", { n: number(numbers.scales[name]) })}</span>
@@ -207,9 +208,13 @@ function Tokens({ run, step, split, place, text }) {
     ${at !== null && html`<p class="math" role="status">${said(found, numbers, masked, clipped, at)}</p>`}`;
 }
 
+// What would not be seen, or would turn the line around.
+const ODD = /[\u007f-\u00a0\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
+const named = (text) => JSON.stringify(text).replace(ODD, (one) => `\\u${one.charCodeAt(0).toString(16).padStart(4, "0")}`);
+
 /** All that is known of a token, in a line. */
 function said(found, numbers, masked, clipped, i) {
-  const parts = [`${i}: ${found.texts ? JSON.stringify(found.texts[i]) : ""} ${found.ids[i]}`];
+  const parts = [`${i}: ${found.texts ? named(found.texts[i]) : ""} ${found.ids[i]}`];
   if (!numbers) return parts[0];
   if (masked.has(i)) return `${parts[0]} · ${t("masked")}`;
   for (const [name, values] of Object.entries(numbers.columns)) if (values[i] !== null && values[i] !== undefined) parts.push(`${t(`by_${name}`)} ${number(values[i])}`);
