@@ -71,8 +71,8 @@ def main() -> None:
         mark = "" if statistics.median(found) <= BAR else f"   over {BAR:g}%"
         spread = f"{min(found):+.1f} to {max(found):+.1f}"
         print(
-            f"tracking.tokens={tokens:<9g} {statistics.median(found):+.1f}% ({spread}); {count} tokens of the last step, "
-            f"{size:.0f} bytes each{mark}"
+            f"tracking.tokens={tokens:<9g} {statistics.median(found):+.1f}% ({spread}); {count} tokens of the last "
+            f"step, {size:.0f} bytes each{mark}"
         )
 
 

@@ -185,8 +185,8 @@ def _steps_of_prompt(index: RolloutIndex, asked: int) -> list[list[int]]:
 
 
 def tokens(run: Run, step: int, split: str, place: int) -> dict[str, Any]:
-    """The tokens of a completion as texts, where the run has a checkpoint with its tokenizer, and the numbers of each,
-    where they were recorded.
+    """The tokens of a completion as texts, where the run has a checkpoint with its tokenizer; where they were recorded
+    the numbers of each, and the prompt's tokens.
 
     Raises:
         LookupError: there is no such rollout.
@@ -194,14 +194,16 @@ def tokens(run: Run, step: int, split: str, place: int) -> dict[str, Any]:
     row = run.rollouts[run.rollouts.number_at(step, split, place)]
     ids = row.get("token_ids")
     if not isinstance(ids, list) or not all(isinstance(token, int) and token >= 0 for token in ids):
-        return {"ids": [], "texts": None, "why": "no token ids were recorded", "numbers": None}
-    texts, why = token_texts(run.path, ids)
+        return {"ids": [], "texts": None, "why": "no token ids were recorded", "numbers": None, "prompt": None}
+    (texts, why), numbers, prompt = token_texts(run.path, ids), None, None
     try:
         table = run.tokens(step) if split == "train" else None
-        numbers = None if table is None else token_numbers(table, place, ids)
     except ReadError as error:
-        numbers, why = None, str(error)
-    return {"ids": ids, "texts": texts, "why": why, "numbers": numbers}
+        table, why = None, str(error)
+    if table is not None and (numbers := token_numbers(table, place, ids)) is not None:
+        own = table.prompts[table.rows["prompt"][table.rows_of(place)[0]]].tolist()
+        prompt = {"ids": own, "texts": token_texts(run.path, own)[0]}
+    return {"ids": ids, "texts": texts, "why": why, "numbers": numbers, "prompt": prompt}
 
 
 def token_numbers(table: TokenTable, place: int, ids: Sequence[int]) -> dict[str, Any] | None:

@@ -132,7 +132,7 @@ def test_a_file_without_what_every_record_has_is_refused(tmp_path):
 
 def test_a_run_without_rollouts_records_none():
     tree = {"run_name": "r", "model": {"path": "-"}, "data": {"train": "-"}, "algorithm": {"name": "dpo"}}
-    with pytest.raises(ConfigError, match="tracking.tokens: this kind of run draws no rollouts"):
+    with pytest.raises(ConfigError, match=r"tracking\.tokens: this kind of run draws no rollouts"):
         build_config(tree | {"tracking": {"tokens": 1}})
 
 

@@ -64,9 +64,9 @@ def log_step(folder: Path, step: int, text: str = "it is") -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def record_tokens(folder: Path, step: int) -> None:
+def record_tokens(folder: Path, step: int, times: int = 1) -> None:
     """The recorded tokens of a step's first group: the third token of the second completion is clipped, the second of
-    the third is masked, and the fourth was cut to two."""
+    the third is masked, and the fourth was cut to two. `times`: each completion as often over."""
     from safetensors.numpy import save_file
 
     sizes = [3, 3, 3, 2]
@@ -85,9 +85,14 @@ def record_tokens(folder: Path, step: int) -> None:
         "token/loss": np.where(mask, 0.25, 0).astype(np.float32), "prompt_tokens": np.arange(4, dtype=np.int32),
         "prompt_sizes": np.array([4], np.int32),
     }  # fmt: skip
-    save_file(
-        tables, folder / "rollouts" / f"step_{step:06d}" / "tokens.safetensors", {"step": str(step), "state": "{}"}
-    )
+    path = folder / "rollouts" / f"step_{step:06d}" / "train.jsonl"
+    if times > 1:
+        for name in [name for name in tables if name.startswith("token/")]:
+            rows = np.split(tables[name], np.cumsum(sizes)[:-1])
+            tables[name] = np.concatenate([np.tile(row, times) for row in rows])
+        tables["row/lengths"] = np.array(sizes, np.int32) * times + 4
+        write_text(path, path.read_text().replace("[5, 6, 7]", json.dumps([5, 6, 7] * times)))
+    save_file(tables, path.with_name("tokens.safetensors"), {"step": str(step), "state": "{}"})
 
 
 class Answer(NamedTuple):

@@ -24,6 +24,7 @@ def test_the_numbers_of_each_token(run):
     assert numbers["scales"]["ratio"] == pytest.approx(2.718281828**0.5 - 1)
     assert tokens(run, 1, "train", 2)["numbers"]["masked"] == [1]
     assert len(tokens(run, 1, "train", 3)["numbers"]["columns"]["gap"]) == 2
+    assert tokens(run, 1, "train", 1)["prompt"]["ids"] == [0, 1, 2, 3]
 
 
 def test_what_is_not_recorded_has_none(run):

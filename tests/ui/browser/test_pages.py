@@ -128,17 +128,17 @@ def test_recorded_tokens_are_coloured_and_told(tab):
     second = page.locator(".members > li").nth(1)
     second.get_by_role("button", name="Tokens").click()
     page.wait_for_selector(".tokens.coloured span")
-    assert second.locator(".tokens span.minus4").count() == 3 and second.locator(".tokens span.clipped").count() == 1
+    assert second.locator(".coloured span.minus4").count() == 3 and second.locator(".coloured span.clipped").count() == 1
     second.get_by_label("Colour by").select_option("reference")
     page.wait_for_selector(".tokens span.plus4")
-    second.locator(".tokens").focus()
+    second.locator(".coloured").focus()
     for _ in range(3):
         page.keyboard.press("ArrowRight")
     told = second.locator("p[role=status]")
     told.wait_for()
     until(lambda: "clipped" in told.inner_text())
     assert "log-ratio to the reference 0.5" in told.inner_text() and "2:" in told.inner_text()
-    assert "clipped" in second.locator(".tokens span").nth(2).get_attribute("title")
+    assert "clipped" in second.locator(".coloured span").nth(2).get_attribute("title")
 
 
 def test_one_prompt_through_the_run(tab):
@@ -319,6 +319,20 @@ def test_nobody_is_kept_out(tab, name, theme):
     path, wait = PAGES[name]
     page = tab(color_scheme=theme).open(path, wait)
     page.wait_for_timeout(200)
+    results = axe.run(page).response["violations"]
+    assert [(found["id"], [node["html"][:150] for node in found["nodes"]][:3]) for found in results] == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_nobody_is_kept_out_of_coloured_tokens(tab, theme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    page = tab(color_scheme=theme).open("/run/{seed-1}/rollouts/1/train/1", ".members li")
+    for button in page.get_by_role("button", name="Tokens", exact=True).all():
+        button.click()
+    until(lambda: page.locator(".tokens.coloured").count() == 4)
+    page.locator(".tokens.coloured").nth(1).focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector("p.math[role=status]")
     results = axe.run(page).response["violations"]
     assert [(found["id"], [node["html"][:150] for node in found["nodes"]][:3]) for found in results] == []
 
