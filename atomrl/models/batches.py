@@ -61,7 +61,7 @@ def micro_batches_for(
 
     Example:
         >>> micro_batches_for(2, torch.tensor([8, 4, 4, 2, 2, 2]), None, tokens_per_micro_batch=99)
-        [tensor([0]), tensor([1, 2, 3, 4, 5])]
+        [tensor([0, 1]), tensor([2, 3, 4, 5])]
     """
 
     def split(budget: int) -> list[Tensor]:
