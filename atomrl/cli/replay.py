@@ -71,7 +71,7 @@ def objectives(folder: Path, overrides: list[str]) -> tuple[PolicyObjective, Pol
         wrong = ", ".join(sorted(set(changes) - {"algorithm"}))
         raise ConfigError(f"{wrong}: a replay changes keys of `algorithm` alone; other keys would change the rollouts")
     path, found = folder / "config.yaml", []
-    tree = read_tree(path, {})
+    tree = {key: value for key, value in read_tree(path, {}).items() if key != "tracking"}  # the run has been recorded
     axes = changes.get("algorithm", {})
     # Another name is another set of axes: those of the run, which are all written out, are no changes of it.
     changed = {**tree, "algorithm": axes} if "name" in axes else merge_trees(tree, changes)

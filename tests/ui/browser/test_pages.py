@@ -128,7 +128,9 @@ def test_recorded_tokens_are_coloured_and_told(tab):
     second = page.locator(".members > li").nth(1)
     second.get_by_role("button", name="Tokens").click()
     page.wait_for_selector(".tokens.coloured span")
-    assert second.locator(".coloured span.minus4").count() == 3 and second.locator(".coloured span.clipped").count() == 1
+    assert (
+        second.locator(".coloured span.minus4").count() == 3 and second.locator(".coloured span.clipped").count() == 1
+    )
     second.get_by_label("Colour by").select_option("reference")
     page.wait_for_selector(".tokens span.plus4")
     second.locator(".coloured").focus()
