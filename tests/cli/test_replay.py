@@ -1,6 +1,7 @@
 """`atomrl replay` on a run that recorded its tokens."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,6 +70,17 @@ def test_another_advantage(run):
         others = rewards[(groups == groups[row]) & (torch.arange(len(table)) != row)]
         expected = rewards[row] - others.mean()
         assert torch.allclose(found.advantages[table.span(row)], expected.expand(1), atol=1e-6)
+
+
+def test_a_step_with_one_update_has_no_log_probs_before_it(run):
+    _, plain = objectives(run, ["algorithm.kl.coefficient=0"])
+    table = recorded(run, 1)
+    kept = {name: column for name, column in table.tokens.items() if name != "old_logprobs"}
+    one = replace(table, tokens=kept, rows=table.rows | {"update": table.rows["update"] * 0})
+    found = replay(one, plain)
+    assert found.log_ratio.abs().max() == 0 and not found.clipped.any()
+    assert torch.allclose(found.gradient, -found.advantages / found.mask.sum(), atol=1e-8)
+    assert found.gradient.abs().max() > 0
 
 
 def test_the_command(run, capsys, tmp_path):
