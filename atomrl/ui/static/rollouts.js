@@ -183,12 +183,14 @@ function Tokens({ run, step, split, place, text }) {
   const spans = useMemo(() => found && found.ids.map((id, i) => {
     const value = name && !masked.has(i) ? fromNothing(name, numbers.columns[name][i]) : null;
     const marks = `${value === null ? "" : tint(value, numbers.scales[name])} ${clipped.has(i) ? "clipped" : ""} ${masked.has(i) ? "masked" : ""}`;
-    return html`<span data-i=${i} class=${marks.trim()} title=${said(found, numbers, masked, clipped, i)}>${visible(found.texts ? found.texts[i] : id)}</span>${found.texts ? "" : " "}`;
+    return html`<span data-i=${i} class=${marks.trim()}>${visible(found.texts ? found.texts[i] : id)}</span>${found.texts ? "" : " "}`;
   }), [found, name]);
   if (!found) return error ? html`<${Failure} error=${error} />` : html`<pre class="text">${visible(text)}</pre>`;
   const pointed = (event) => {
     const own = event.target.closest("span[data-i]");
-    if (own) setAt(Number(own.dataset.i));
+    if (!own) return;
+    own.title = said(found, numbers, masked, clipped, Number(own.dataset.i)); // not of thousands beforehand
+    setAt(Number(own.dataset.i));
   };
   const moved = (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];

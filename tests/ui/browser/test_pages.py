@@ -140,6 +140,7 @@ def test_recorded_tokens_are_coloured_and_told(tab):
     told.wait_for()
     until(lambda: "clipped" in told.inner_text())
     assert "log-ratio to the reference 0.5" in told.inner_text() and "2:" in told.inner_text()
+    second.locator(".coloured span").nth(2).hover()
     assert "clipped" in second.locator(".coloured span").nth(2).get_attribute("title")
 
 
