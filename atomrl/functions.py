@@ -18,13 +18,27 @@ OF_FILE = "_file_"
 """What the modules of files are called by in `sys.modules`, before a hash of the path."""
 
 
+_forbidden: list[str] = []
+"""Why this process imports nobody's code; none where it does."""
+
+
+def forbid_imports(why: str) -> None:
+    """Have `find_function` refuse from here on, as in a process that reads the configs of others.
+
+    Args:
+        why: ends the message, after the function's path.
+    """
+    _forbidden[:] = [why]
+
+
 def find_function(path: str) -> Callable[..., Any]:
     """A function or class by its path: `my_module.f`, `my_module:f`, or `./my_file.py:f`.
 
     What is not installed is looked for in the working directory and in the folders of `search_in`.
 
     Raises:
-        ValueError: the path names no function, the module cannot be imported, or has no such function.
+        ValueError: the path names no function, the module cannot be imported, or has no such function; or this
+            process may not (`forbid_imports`).
 
     Example:
         >>> find_function("math:sqrt") is find_function("math.sqrt")
@@ -35,6 +49,8 @@ def find_function(path: str) -> Callable[..., Any]:
         raise ValueError(f"{path!r} names a file and no function; write {path}:my_function")
     if not module_name:
         raise ValueError(f"{path!r} names no module; write my_module:my_function")
+    if _forbidden:
+        raise ValueError(f"{path!r} {_forbidden[0]}")
     search_in(os.getcwd())
     try:
         module = _load_file(module_name) if module_name.endswith(".py") else _load_module(module_name)

@@ -20,12 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from atomrl.reading import load_run
-    from atomrl.reading.comparison import draw, table
+    from atomrl.reading.comparison import table
+    from atomrl.reading.curves import draw_curves
 
     if arguments.out is not None:
         check_writable(arguments.out)
     runs = [load_run(path) for path in arguments.runs]
     print(*table(runs), sep="\n")
     if arguments.out is not None:
-        print(draw(runs, arguments.out))
+        print(draw_curves(arguments.runs, arguments.out))
     return 0

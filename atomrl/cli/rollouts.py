@@ -97,9 +97,9 @@ def in_a_line(row: dict[str, Any], run: Run, number: int) -> str:
     """Step, prompt, reward, advantage, tokens and the beginning of a completion."""
     if not row:
         return "(its file has changed)"
-    text = printable(row.get("completion", "")).replace("\n", " ")
+    text = str(row.get("completion", "")).replace("\n", " ")
     advantage = row.get("advantage")
-    return (
+    return printable(
         f"{row.get('step'):>6} {row.get('prompt_id')} #{row.get('completion_index')}  r {row.get('reward')}"
         f"  A {'-' if advantage is None else f'{advantage:+.3f}'}  {row.get('completion_tokens')} tok"
         f" {row.get('finish_reason')}  {text[:WIDTH]}{'...' if len(text) > WIDTH else ''}"
@@ -116,7 +116,7 @@ def in_full(row: dict[str, Any]) -> str:
     if isinstance(prompt, list):
         prompt = "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in prompt if isinstance(turn, dict))
     texts = [f"{prompt}", "->", f"{row.get('completion')}", f"ground truth: {row.get('ground_truth')}"]
-    return "\n".join([head, *map(printable, texts), ", ".join(f"{key} {value}" for key, value in numbers.items())])
+    return printable("\n".join([head, *texts, ", ".join(f"{key} {value}" for key, value in numbers.items())]))
 
 
 def printable(text: str) -> str:

@@ -32,17 +32,17 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def scalar(text: str) -> Any:
-    """A value as YAML reads it, and as a number what is one: `1e-6`.
+    """A value as YAML reads it, and as a number what is one: `1e-6`. What is in quotes is text.
 
     Example:
-        >>> scalar("1e-6"), scalar("[1, a]"), scalar("null"), scalar("a: b: c")
-        (1e-06, [1, 'a'], None, 'a: b: c')
+        >>> scalar("1e-6"), scalar("[1, a]"), scalar("null"), scalar("a: b: c"), scalar('"7"')
+        (1e-06, [1, 'a'], None, 'a: b: c', '7')
     """
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    if isinstance(value, str):  # YAML reads 1e-6 as text
+    if isinstance(value, str) and text.strip()[:1] not in ("'", '"'):  # YAML reads 1e-6 as text
         try:
             return float(value)
         except ValueError:

@@ -107,6 +107,8 @@ OLDER = {
     "enable_vllm_is_correction": "algo.advantage.is_correction_enable",
     "vllm_is_truncated_threshold": "algo.advantage.is_correction_threshold",
     "vllm_is_correction_type": "algo.advantage.is_correction_type",
+    "normalize_reward": "reward.normalize_enable",
+    "agent_func_path": "train.agent_func_path",
     "init_kl_coef": "algo.kl.init_coef",
     "kl_target": "algo.kl.target",
     "kl_horizon": "algo.kl.horizon",
@@ -218,13 +220,12 @@ def _data(t: Translation) -> None:
             )
             t.put(key, file, name, because=why)
     t.put("data.answer_field", t("data.label_key"), "data.label_key")
-    most = t("data.max_samples")
-    if most is not None and float(most) < 1e8:
-        t.put("data.train_size", int(most), "data.max_samples")
+    if t("data.max_samples") is not None and (most := t.whole("data.max_samples")) < 1e8:
+        t.put("data.train_size", most, "data.max_samples")
 
 
 def _lengths_and_batches(t: Translation) -> None:
-    longest, new = int(t("data.max_len")), t("rollout.max_new_tokens")
+    longest, new = t.whole("data.max_len"), t("rollout.max_new_tokens")
     if new is not None:
         t.put("rollout.max_completion_tokens", int(new), "rollout.max_new_tokens")
     else:
@@ -235,9 +236,9 @@ def _lengths_and_batches(t: Translation) -> None:
     else:
         t.put("data.max_prompt_tokens", longest - 1, "data.max_len")
     if t("train.dynamic_batch_enable"):
-        t.put("train.tokens_per_micro_batch", int(t("train.max_tokens_per_gpu")), "train.max_tokens_per_gpu")
+        t.put("train.tokens_per_micro_batch", t.whole("train.max_tokens_per_gpu"), "train.max_tokens_per_gpu")
     else:
-        t.put("train.rows_per_micro_batch", int(t("train.micro_batch_size")), "train.micro_batch_size")
+        t.put("train.rows_per_micro_batch", t.whole("train.micro_batch_size"), "train.micro_batch_size")
     t.name_of(["train.max_tokens_per_gpu", "train.micro_batch_size"])
     schedule = t.choice("actor.lr_scheduler", t("actor.lr_scheduler"), SCHEDULES)
     t.put("train.schedule", schedule, "actor.lr_scheduler")
@@ -247,48 +248,58 @@ def _lengths_and_batches(t: Translation) -> None:
 def _model(t: Translation) -> None:
     dtype = t("ds.param_dtype") or "bf16"
     t.put("model.dtype", t.choice("ds.param_dtype", dtype, {"bf16": "bfloat16"}), "ds.param_dtype")
-    if rank := int(t("ds.lora.rank")):
+    if rank := t.whole("ds.lora.rank"):
         t.put("model.lora.rank", rank, "ds.lora.rank")
-        t.put("model.lora.alpha", float(t("ds.lora.alpha")), "ds.lora.alpha")
-        t.put("model.lora.dropout", float(t("ds.lora.dropout")), "ds.lora.dropout")
+        t.put("model.lora.alpha", t.number("ds.lora.alpha"), "ds.lora.alpha")
+        t.put("model.lora.dropout", t.number("ds.lora.dropout"), "ds.lora.dropout")
         t.put("model.lora.target_modules", t("ds.lora.target_modules"), "ds.lora.target_modules")
     t.put("rollout.engine", "native", because="AtomRL's own engine; where vLLM is installed, rollout.engine=vllm")
 
 
 def _objective(t: Translation) -> None:
     place = "algo.advantage."
+    t.refuse_given({"train.agent_func_path": "an episode is a function of another form here (docs/environments.md)"})
+    t.leave("reward.normalize_enable", "rewards are not normalised by what a reward model gave before")
     kind = t.choice("algo.advantage.estimator", t(place + "estimator"), ESTIMATORS)
     advantage: dict[str, Any] = {"type": kind}
     names = [place + "estimator"]
     if kind in ("gae", "reinforce_pp"):
-        advantage |= {"gamma": float(t(place + "gamma"))}
+        advantage |= {"gamma": t.number(place + "gamma")}
         names.append(place + "gamma")
     if kind == "grpo":
         advantage |= {"eps": 1e-9}
     if kind == "gae":
-        advantage |= {"lam": float(t(place + "lambd")), "whiten": True}
+        advantage |= {"lam": t.number(place + "lambd"), "whiten": True}
         names.append(place + "lambd")
-        t.put("critic.learning_rate", float(t("critic.adam.lr")), "critic.adam.lr")
+        t.put("critic.learning_rate", t.number("critic.adam.lr"), "critic.adam.lr")
         if (start := t("critic.model_name_or_path") or t("reward.model_name_or_path")) is not None:
             t.put("critic.path", str(start).split(",")[0], "critic.model_name_or_path", "reward.model_name_or_path")
-        value = {"type": "clipped", "coefficient": 1.0, "clip": float(t("critic.value_clip"))}
+        value = {"type": "clipped", "coefficient": 1.0, "clip": t.number("critic.value_clip")}
         t.put("algorithm.value", value, "critic.value_clip")
     if t(place + "no_std_norm") and kind in ("gae", "reinforce_pp", "reinforce_pp_baseline"):
         raise t.refuse(place + "no_std_norm", True, "advantages are whitened here, or left as they are (whiten: false)")
     t.put("algorithm.name", "ppo" if kind == "gae" else "grpo")
     t.put("algorithm.advantage", advantage, *names)
-    bounds = t("actor.eps_clip_low_high") or [t("actor.eps_clip")] * 2
-    dual = None if t("actor.dual_clip") is None else float(t("actor.dual_clip"))
-    clip = {"type": "ppo", "low": float(bounds[0]), "high": float(bounds[1]), "dual": dual}
+    if t("actor.eps_clip_low_high") is None:
+        low, high = [t.number("actor.eps_clip")] * 2
+    else:
+        low, high = t.numbers("actor.eps_clip_low_high", 2)
+    dual = None if t("actor.dual_clip") is None else t.number("actor.dual_clip")
+    clip = {"type": "ppo", "low": low, "high": high, "dual": dual}
     t.put("algorithm.clip", clip, "actor.eps_clip_low_high", "actor.eps_clip", "actor.dual_clip")
     gspo = t.choice("actor.policy_loss_type", t("actor.policy_loss_type"), {"ppo": False, "gspo": True})
     token: dict[str, Any] = {"type": "token", "clamp": 20.0}
     ratio: dict[str, Any] = {"type": "sequence", "length_normalised": True, "clamp": None} if gspo else token
     t.put("algorithm.ratio", ratio, "actor.policy_loss_type")
     t.put("algorithm.loss_agg", {"type": "sequence_mean" if gspo else "token_mean"}, "actor.policy_loss_type")
-    t.put("algorithm.entropy.coefficient", float(t("actor.entropy_coef") or 0), "actor.entropy_coef")
-    if t(place + "is_correction_enable") and not gspo:
-        low, high = map(float, t(place + "is_correction_threshold"))
+    entropy = 0.0 if t("actor.entropy_coef") is None else t.number("actor.entropy_coef")
+    t.put("algorithm.entropy.coefficient", entropy, "actor.entropy_coef")
+    if t(place + "is_correction_enable"):
+        if gspo:
+            raise t.refuse(
+                place + "is_correction_enable", True, "with gspo the ratio is to the engine's log-probs then"
+            )
+        low, high = t.numbers(place + "is_correction_threshold", 2)
         table = {
             "tis": {"type": "token_tis"},
             "icepop": {"type": "icepop"},
@@ -318,18 +329,18 @@ def _kl(t: Translation) -> None:
 
 
 def _shaping(t: Translation) -> None:
-    low, high = map(float, t("reward.clip_range"))
+    low, high = t.numbers("reward.clip_range", 2)
     why = "OpenRLHF bounds what is left after the baseline, here the reward"
     t.put("algorithm.shaping", {"lowest": low, "highest": high}, "reward.clip_range", because=why)
     if (buffer := t("reward.overlong_buffer_len")) is not None:
         penalty = {
             "soft_overlong": True,
             "overlong_buffer_tokens": int(buffer),
-            "overlong_penalty": float(t("reward.overlong_penalty_factor")),
+            "overlong_penalty": t.number("reward.overlong_penalty_factor"),
         }
         t.put("algorithm.shaping", penalty, "reward.overlong_buffer_len", "reward.overlong_penalty_factor")
     if t("algo.dynamic_filtering_enable"):
-        bounds = list(map(float, t("algo.dynamic_filtering_range")))
+        bounds = t.numbers("algo.dynamic_filtering_range", 2)
         if bounds != [0.0, 1.0]:
             raise t.refuse(
                 "algo.dynamic_filtering_range", bounds, "groups are kept whose rewards are not all equal (0 1)"
@@ -360,7 +371,9 @@ def _reward(t: Translation) -> None:
             {"function": "reward_model", "args": {"path": path}} for path in _listed(t("reward.model_name_or_path"))
         ]
     t.name_of(["reward.model_name_or_path"])
-    if functions:
+    if not functions:
+        t.nearly("the file names no reward; reward.functions is strict_math")
+    else:
         t.put("reward.functions", functions, "reward.remote_url", "reward.model_name_or_path")
 
 

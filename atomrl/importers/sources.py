@@ -26,11 +26,15 @@ def read_hydra(path: Path) -> tuple[Given, list[str]]:
     if path.suffix in (".yaml", ".yml"):
         return flat(read_yaml(path)), []
     script = read_script(text_of(path), str(path))
-    found = [dict(_hydra_words(command)) for command in script.commands]
-    given = max(found, key=len, default={})
+    command = max(script.commands, key=lambda words: len(dict(_hydra_words(words))), default=[])
+    given = dict(_hydra_words(command))
     if not given:
         raise ConfigError(f"{path}: there is no command with key=value in it")
-    return given, script.notes
+    bases = re.findall(r"--config-name[= ](\S+)", " ".join(command))
+    notes = [
+        f"--config-name={name} may have other defaults; they were not read" for name in bases if name != "ppo_trainer"
+    ]
+    return given, [*script.notes, *notes]
 
 
 def _hydra_words(command: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -66,6 +70,8 @@ def _flag_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     flag: str | None = None
     values: list[Any] = []
     for word in [*words, "--"]:
+        if re.match(r"-[A-Za-z]", word):  # `-m`, which belongs to no flag before it
+            word = "--"
         if not word.startswith("--"):
             values.append(_value(word))
             continue

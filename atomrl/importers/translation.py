@@ -55,6 +55,34 @@ class Translation:
         name = self.name_of(names)
         return None if name is None else self.given.get(name, self.defaults.get(name))
 
+    def number(self, name: str) -> float:
+        """The value of a key that is a number.
+
+        Raises:
+            ConfigError: it is none, with the key.
+        """
+        return self.numbers(name, 1)[0]
+
+    def whole(self, name: str) -> int:
+        """Likewise a whole number."""
+        found = self.number(name)
+        if found != int(found):
+            raise ConfigError(f"{self.library}'s {name}={found:g} is no whole number")
+        return int(found)
+
+    def numbers(self, name: str, count: int) -> list[float]:
+        """The value of a key that is so many numbers."""
+        value = self(name)
+        try:
+            found = [float(item) for item in (value if isinstance(value, list | tuple) else [value])]
+        except (TypeError, ValueError):
+            found = []
+        if len(found) != count:
+            raise ConfigError(
+                f"{self.library}'s {name}={value} is not {'a number' if count == 1 else f'{count} numbers'}"
+            )
+        return found
+
     def is_given(self, *names: str) -> bool:
         """Whether the file says it."""
         return any(self.given.get(name) is not None for name in names)
@@ -100,6 +128,12 @@ class Translation:
     def refuse(self, name: str, value: Any, why: str) -> ConfigError:
         """The error for a key that decides what is trained and has no counterpart: a config without it would lie."""
         return ConfigError(f"{self.library}'s {name}={value} has no counterpart, and decides what is trained: {why}")
+
+    def refuse_given(self, reasons: Mapping[str, str]) -> None:
+        """Refuse keys that decide what is trained, where they are on: name -> why there is no counterpart."""
+        for name, why in reasons.items():
+            if value := self(name):
+                raise self.refuse(name, value, why)
 
     def choice(self, name: str, value: Any, table: Mapping[Any, Any]) -> Any:
         """The value's entry in a table; all else is refused."""

@@ -3,6 +3,7 @@
 TRL counts completions of one process, and its steps are optimizer steps.
 """
 
+import ast
 import math
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from atomrl.config import ConfigError
 from atomrl.importers.sources import Given, Name, read_calls, read_flags
 from atomrl.importers.translation import Moves, Translation
+from atomrl.importers.trl_objective import translate_objective
 
 DEFAULTS: Given = {
     "learning_rate": 1e-6,
@@ -29,6 +31,7 @@ DEFAULTS: Given = {
     "bf16": True,
     "seed": 42,
     "save_steps": 500,
+    "logging_steps": 10,
     "eval_strategy": "no",
     "num_generations": 8,
     "num_iterations": 1,
@@ -82,20 +85,6 @@ MOVES: Moves = {
     "algorithm.entropy.coefficient": ("entropy_coef", float),
 }
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-AGGREGATIONS = {
-    "grpo": "sequence_mean",
-    "dapo": "token_mean",
-    "bnpo": "token_mean",
-    "dr_grpo": "constant_length",
-    "cispo": "token_mean",
-    "sapo": "sequence_mean",
-}
-CORRECTIONS = {
-    "sequence_mask": "sequence_mis",
-    "sequence_truncate": "sequence_tis",
-    "token_mask": "token_mis",
-    "token_truncate": "token_tis",
-}
 
 
 def translate(path: Path, processes: int | None) -> Translation:
@@ -111,8 +100,7 @@ def translate(path: Path, processes: int | None) -> Translation:
     _schedule(t)
     _model(t)
     _data(t)
-    _objective(t)
-    _rollout_correction(t)
+    translate_objective(t)
     _rewards(t)
     reported = t("report_to")
     sinks = [reported] if isinstance(reported, str) else reported or []
@@ -126,12 +114,8 @@ def translate(path: Path, processes: int | None) -> Translation:
 def _read(path: Path) -> tuple[Given, list[str], int | None]:
     if path.suffix != ".py":
         given, notes, launcher = read_flags(path, r"(^|/)trl$|\.py$|^trl\.")
-        found = next(
-            (launcher[key] for key in ("num_processes", "nproc_per_node", "nproc-per-node") if key in launcher), None
-        )
         given = {key.replace("-", "_"): value for key, value in given.items() if key != "config"}
-        found = given.pop("num_processes", found)
-        return given, notes, int(found) if found is not None else None
+        return given, notes, _processes({key.replace("-", "_"): v for key, v in launcher.items()} | given, given)
     calls, notes = read_calls(path, "GRPOConfig", "GRPOTrainer", "LoraConfig", "load_dataset")
     if "GRPOConfig" not in calls:
         raise ConfigError(f"{path} calls no GRPOConfig(...)")
@@ -154,6 +138,17 @@ def _read(path: Path) -> tuple[Given, list[str], int | None]:
     return given, notes, None
 
 
+def _processes(flags: Given, own: Given) -> int | None:
+    """How many processes a launcher's flags say; `num_processes` is no key of TRL's config."""
+    own.pop("num_processes", None)
+    if "num_processes" in flags:  # of all machines
+        found = flags["num_processes"]
+    else:
+        found, machines = flags.get("nproc_per_node"), flags.get("nnodes", 1)
+        found = found * machines if isinstance(found, int) and isinstance(machines, int) else None
+    return found if isinstance(found, int) else None
+
+
 def _run_name(t: Translation, path: Path) -> str:
     name = t("run_name") or (Path(str(t("output_dir"))).name if t("output_dir") else path.stem)
     return re.sub(r"[/\\]", "-", str(name)).lstrip(".")
@@ -161,13 +156,16 @@ def _run_name(t: Translation, path: Path) -> str:
 
 def _batches(t: Translation, processes: int) -> None:
     """TRL's batches of one process and steps of the optimizer as prompts, completions and steps of ours."""
-    each, accumulated = int(t("per_device_train_batch_size")), int(t("gradient_accumulation_steps"))
-    n, iterations = int(t("num_generations")), int(t("num_iterations"))
+    each, accumulated = t.whole("per_device_train_batch_size"), t.whole("gradient_accumulation_steps")
+    n, iterations = t.whole("num_generations"), t.whole("num_iterations")
     per_update = each * processes * accumulated
     generated = t("generation_batch_size")
     if generated is None:
-        generated = each * processes * int(t("steps_per_generation") or accumulated)
-    if int(generated) % n or int(generated) % per_update:
+        steps = accumulated if t("steps_per_generation") is None else t.whole("steps_per_generation")
+        generated = each * processes * steps
+    else:
+        generated = t.whole("generation_batch_size")
+    if generated % n or generated % per_update:
         raise ConfigError(
             f"TRL's batches: a generation has {generated} completions, no multiple of num_generations={n} and of the "
             f"{per_update} completions of an optimizer step (per_device_train_batch_size={each} x {processes} "
@@ -176,30 +174,34 @@ def _batches(t: Translation, processes: int) -> None:
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     t.put(
         "rollout.prompts_per_step",
-        int(generated) // n,
+        generated // n,
         "generation_batch_size",
         "steps_per_generation",
         *names,
         "num_generations",
     )
     t.put("train.rows_per_update", per_update, *names)
-    updates = int(generated) // per_update * iterations
+    updates = generated // per_update * iterations
 
-    def steps(updates_given: float) -> int:
-        return max(1, math.ceil(float(updates_given) / updates))
-
-    if (given := int(t("max_steps"))) > 0:
+    if (given := t.whole("max_steps")) > 0:
         rest = f"a step is {updates} optimizer steps; the last is whole" if given % updates else ""
-        t.put("train.steps", steps(given), "max_steps", because=rest)
+        t.put("train.steps", math.ceil(given / updates), "max_steps", because=rest)
         t.name_of(["num_train_epochs"])
     else:
-        t.put("train.total_epochs", float(t("num_train_epochs")), "num_train_epochs")
+        t.put("train.total_epochs", t.number("num_train_epochs"), "num_train_epochs")
     _every(t, "checkpoint.every_steps", "save_steps", updates, on=t("save_strategy") not in ("no", "epoch"))
-    _every(t, "eval.every_steps", "eval_steps", updates, on=t("eval_strategy") == "steps")
+    evaluates = t("eval_strategy") == "steps"
+    often = "logging_steps" if evaluates and t("eval_steps") is None else "eval_steps"
+    _every(t, "eval.every_steps", often, updates, on=evaluates)
     t.put("eval.before", bool(t("eval_on_start")), "eval_on_start")
-    t.put("eval.temperature", float(t("temperature")), "temperature")
+    t.put("eval.temperature", t.number("temperature"), "temperature")
     if not t.is_given("save_total_limit"):
         t.nearly("save_total_limit=None keeps all checkpoints; here checkpoint.keep is 2")
+    if generated > per_update and t("loss_type") in ("dapo", "cispo"):
+        t.nearly(
+            f"loss_type={t('loss_type')}: TRL divides each optimizer step's sum by the tokens of the whole generation, "
+            f"which are those of {generated // per_update} optimizer steps, here by its own"
+        )
 
 
 def _every(t: Translation, key: str, name: str, updates: int, on: bool) -> None:
@@ -218,7 +220,7 @@ def _schedule(t: Translation) -> None:
     t.put("train.schedule", t.choice("lr_scheduler_type", t("lr_scheduler_type"), SCHEDULES), "lr_scheduler_type")
     warmup = t("warmup_steps")
     if warmup and float(warmup) >= 1:
-        total = int(t("max_steps"))
+        total = t.whole("max_steps")
         ratio = min(1.0, float(warmup) / total) if total > 0 else 0.0
         why = "of max_steps" if total > 0 else "a share of all updates here; give it once they are known"
         t.put("train.warmup_ratio", round(ratio, 6), "warmup_steps", because=why)
@@ -265,109 +267,26 @@ def _data(t: Translation) -> None:
     )
 
 
-def _objective(t: Translation) -> None:
-    loss = t("loss_type")
-    kind = t.choice("loss_type", loss, AGGREGATIONS)
-    t.put("algorithm.name", "grpo")
-    _advantage(t)
-    level = t.choice(
-        "importance_sampling_level", t("importance_sampling_level"), {"token": "token", "sequence": "sequence"}
-    )
-    t.put(
-        "algorithm.ratio",
-        {"type": "token", "clamp": None}
-        if level == "token"
-        else {"type": level, "length_normalised": True, "clamp": None},
-        "importance_sampling_level",
-    )
-    low = float(t("epsilon"))
-    high = low if t("epsilon_high") is None else float(t("epsilon_high"))
-    names = ["loss_type", "epsilon", "epsilon_high", "delta"]
-    delta = None if t("delta") is None else float(t("delta"))
-    if loss == "cispo":
-        if high < 1:
-            raise t.refuse(
-                "epsilon_high", high, "with loss_type=cispo it is the bound of the ratio itself, and usually 5"
-            )
-        clip: dict[str, Any] = {"type": "cispo", "low": 1.0, "high": round(high - 1, 12)}
-    elif loss == "sapo":
-        clip = {
-            "type": "sapo",
-            "tau_positive": float(t("sapo_temperature_pos")),
-            "tau_negative": float(t("sapo_temperature_neg")),
-        }
-        names += ["sapo_temperature_pos", "sapo_temperature_neg"]
-    else:
-        clip = {"type": "ppo", "low": low, "high": high, "dual": delta}
-    t.name_of(["sapo_temperature_pos", "sapo_temperature_neg"])
-    t.put("algorithm.clip", clip, *names)
-    length = {"length": int(t("max_completion_length"))} if kind == "constant_length" else {}
-    why = "TRL's mean is over a process's tokens, here over all of the optimizer step" if loss == "bnpo" else ""
-    t.put("algorithm.loss_agg", {"type": kind, **length}, "loss_type", because=why)
-    beta = {"type": "k3", "coefficient": float(t("beta")), "apply_to": "loss", "k2_gradient": False, "target": None}
-    t.put("algorithm.kl", beta, "beta")
-    t.leave("use_bias_correction_kl", "a KL weighted by the ratio; algorithm.kl.k2_gradient mends the same bias")
-    if t("mask_truncated_completions"):
-        t.put("algorithm.shaping.mask_truncated", True, "mask_truncated_completions")
-    if (share := float(t("top_entropy_quantile"))) < 1:
-        t.put("algorithm.token_filter", {"type": "high_entropy", "fraction": share}, "top_entropy_quantile")
-
-
-def _advantage(t: Translation) -> None:
-    names = ("scale_rewards", "multi_objective_aggregation")
-    scale, objectives = t("scale_rewards"), t("multi_objective_aggregation")
-    scale = {True: "group", False: "none", None: "none"}.get(scale, scale)
-    if objectives == "normalize_then_sum":
-        t.put("algorithm.advantage", {"type": "gdpo", "eps": 1e-4}, *names)
-    elif t.choice("scale_rewards", scale, dict.fromkeys(("group", "none", "batch"), scale)) == "batch":
-        why = "divided by the deviation over the batch's tokens, TRL's over its completions"
-        t.put("algorithm.advantage", {"type": "reinforce_pp_baseline"}, *names, because=why)
-    else:
-        t.put(
-            "algorithm.advantage",
-            {"type": "grpo", "eps": 1e-4} if scale == "group" else {"type": "grpo_no_std"},
-            *names,
-        )
-
-
-def _rollout_correction(t: Translation) -> None:
-    names = [
-        "use_vllm",
-        *(f"vllm_importance_sampling_{part}" for part in ("correction", "mode", "clip_max", "clip_min")),
-    ]
-    used, on, mode, most, least = (t(name) for name in names)
-    most = t("vllm_importance_sampling_cap") or most
-    parts: list[dict[str, Any]] = []
-    if used and on:
-        kind = t.choice("vllm_importance_sampling_mode", mode, CORRECTIONS)
-        parts.append({"type": kind, "high": 1e30 if most is None else float(most), "low": float(least or 0)})
-    if used:
-        t.put(
-            "rollout.engine",
-            "native",
-            "use_vllm",
-            because="AtomRL's own engine; where vLLM is installed, rollout.engine=vllm",
-        )
-    if (bound := t("off_policy_mask_threshold")) is not None:
-        parts.append({"type": "off_policy_sequences", "bound": float(bound)})
-        names.append("off_policy_mask_threshold")
-    if parts:
-        t.put("algorithm.rollout_is", parts, *names)
+def _reward_names(given: Any) -> list[str]:
+    """What is in `reward_funcs`: names of functions, and of models. Of a call, the function that makes the reward."""
+    if not isinstance(given, Name):
+        return [given] if isinstance(given, str) else list(given or [])
+    node = ast.parse(given, mode="eval").body
+    items = node.elts if isinstance(node, ast.List) else [node]
+    called = [item.func if isinstance(item, ast.Call) else item for item in items]
+    return [str(item.value) if isinstance(item, ast.Constant) else ast.unparse(item) for item in called]
 
 
 def _rewards(t: Translation) -> None:
-    given = t("reward_funcs")
-    names = (
-        re.findall(r"[\w./-]+", given)
-        if isinstance(given, Name)
-        else [given]
-        if isinstance(given, str)
-        else list(given or [])
-    )
-    weights = t("reward_weights") or [1.0] * len(names)
     model = t("reward_model_name_or_path")
+    names = [*([str(model)] if model else []), *_reward_names(t("reward_funcs"))]  # in the order of the weights
+    weights = t("reward_weights")
+    weights = [1.0] * len(names) if weights is None else weights if isinstance(weights, list) else [weights]
+    if len(weights) != len(names):
+        t.nearly(f"reward_weights={weights} are not as many as the rewards that the file names: each has the weight 1")
+        weights = [1.0] * len(names)
     functions: list[dict[str, Any]] = []
-    for name, weight in zip([*names, *([model] if model else [])], [*weights, 1.0], strict=False):
+    for name, weight in zip(names, weights, strict=True):
         if "/" in name:
             function: dict[str, Any] = {"function": "reward_model", "args": {"path": name}}
         elif name == "accuracy_reward":

@@ -154,8 +154,8 @@ def translate(path: Path) -> Translation:
 def _data(t: Translation) -> None:
     t.put("data.answer_field", "reward_model.ground_truth")
     for theirs, ours in (("data.train_max_samples", "data.train_size"), ("data.val_max_samples", "data.eval_size")):
-        if (size := t(theirs)) not in (None, -1):
-            t.put(ours, int(size), theirs)
+        if t(theirs) not in (None, -1):
+            t.put(ours, t.whole(theirs), theirs)
     drops, truncation = t("data.filter_overlong_prompts"), t("data.truncation") or "error"
     names = ("data.filter_overlong_prompts", "data.truncation")
     if drops:
@@ -168,18 +168,19 @@ def _data(t: Translation) -> None:
 
 
 def _updates(t: Translation) -> None:
-    prompts, n = int(t(A + "ppo_mini_batch_size")), int(t(R + "n"))
+    prompts, n = t.whole(A + "ppo_mini_batch_size"), t.whole(R + "n")
     t.put("train.rows_per_update", prompts * n, A + "ppo_mini_batch_size", R + "n")
     size = t(A + "ppo_micro_batch_size_per_gpu", A + "ppo_micro_batch_size")
     if t(A + "use_dynamic_bsz"):
-        t.put("train.tokens_per_micro_batch", int(t(A + "ppo_max_token_len_per_gpu")), A + "ppo_max_token_len_per_gpu")
+        t.put("train.tokens_per_micro_batch", t.whole(A + "ppo_max_token_len_per_gpu"), A + "ppo_max_token_len_per_gpu")
     elif size is not None:
         t.put("train.rows_per_micro_batch", int(size), A + "ppo_micro_batch_size_per_gpu")
-    if (steps := t("trainer.total_training_steps")) is not None:
+    steps = None if t("trainer.total_training_steps") is None else t.whole("trainer.total_training_steps")
+    if steps is not None:
         t.name_of(["trainer.total_epochs"])
-        t.put("train.steps", int(steps), "trainer.total_training_steps")
+        t.put("train.steps", steps, "trainer.total_training_steps")
     else:
-        t.put("train.total_epochs", float(t("trainer.total_epochs")), "trainer.total_epochs")
+        t.put("train.total_epochs", t.number("trainer.total_epochs"), "trainer.total_epochs")
     schedule = t(A + "optim.warmup_style", A + "optim.lr_scheduler_type")
     t.put(
         "train.schedule",
@@ -187,20 +188,20 @@ def _updates(t: Translation) -> None:
         A + "optim.warmup_style",
         A + "optim.lr_scheduler_type",
     )
-    warmup = t(A + "optim.lr_warmup_steps")
-    if warmup is not None and int(warmup) > 0:
-        ratio = min(1.0, int(warmup) / int(steps)) if steps else 0.0
+    warmup = -1 if t(A + "optim.lr_warmup_steps") is None else t.whole(A + "optim.lr_warmup_steps")
+    if warmup >= 0:  # else the share counts
+        ratio = min(1.0, warmup / steps) if steps else 0.0
         why = "of trainer.total_training_steps" if steps else "a share of all updates here; give it once they are known"
-        t.put("train.warmup_ratio", round(ratio, 6), A + "optim.lr_warmup_steps", because=why)
+        t.put("train.warmup_ratio", round(ratio, 6), A + "optim.lr_warmup_steps", because=why if warmup else "")
     else:
-        t.put("train.warmup_ratio", float(t(A + "optim.lr_warmup_steps_ratio")), A + "optim.lr_warmup_steps_ratio")
-    temperature = float(t(R + "val_kwargs.temperature")) if t(R + "val_kwargs.do_sample") else 0.0
+        t.put("train.warmup_ratio", t.number(A + "optim.lr_warmup_steps_ratio"), A + "optim.lr_warmup_steps_ratio")
+    temperature = t.number(R + "val_kwargs.temperature") if t(R + "val_kwargs.do_sample") else 0.0
     t.put("eval.temperature", temperature, R + "val_kwargs.do_sample", R + "val_kwargs.temperature")
 
 
 def _model(t: Translation) -> None:
     t.put("model.dtype", "bfloat16")  # autocast over float32 weights, in both
-    if int(t(M + "lora_rank")):
+    if t.whole(M + "lora_rank"):
         for key, name, make in (
             ("rank", "lora_rank", int),
             ("alpha", "lora_alpha", float),

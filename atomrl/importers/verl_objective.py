@@ -51,22 +51,22 @@ def _advantage(t: Translation) -> None:
     elif kind == "gpg":
         advantage |= {"alpha": "verl"}
     elif kind in ("gae", "reinforce_pp"):
-        advantage |= {"gamma": float(t("algorithm.gamma"))}
+        advantage |= {"gamma": t.number("algorithm.gamma")}
         names.append("algorithm.gamma")
     if kind == "gae":
-        advantage |= {"lam": float(t("algorithm.lam")), "whiten": True}
+        advantage |= {"lam": t.number("algorithm.lam"), "whiten": True}
         names.append("algorithm.lam")
-        t.put("critic.learning_rate", float(t("critic.optim.lr")), "critic.optim.lr")
+        t.put("critic.learning_rate", t.number("critic.optim.lr"), "critic.optim.lr")
         if (path := t("critic.model.path")) is not None:
             t.put("critic.path", str(path), "critic.model.path")
-        clip = float(t("critic.cliprange_value"))
+        clip = t.number("critic.cliprange_value")
         t.put("algorithm.value", {"type": "clipped", "coefficient": 1.0, "clip": clip}, "critic.cliprange_value")
     t.put("algorithm.name", "ppo" if kind == "gae" else "grpo")
     t.put("algorithm.advantage", advantage, *names)
     if t("algorithm.filter_groups.enable"):
         t.name_of(["algorithm.filter_groups.metric"])
         t.put("algorithm.group_filter", "mixed_outcomes", "algorithm.filter_groups.enable")
-    t.put("algorithm.entropy.coefficient", float(t(A + "entropy_coeff")), A + "entropy_coeff")
+    t.put("algorithm.entropy.coefficient", t.number(A + "entropy_coeff"), A + "entropy_coeff")
 
 
 def _policy_loss(t: Translation) -> None:
@@ -74,12 +74,12 @@ def _policy_loss(t: Translation) -> None:
     if t.is_given(A + "clip_ratio") and not t.is_given(A + "clip_ratio_low", A + "clip_ratio_high"):
         t.nearly(f"{A}clip_ratio={t(A + 'clip_ratio')}: verl reads clip_ratio_low and clip_ratio_high, by default 0.2")
     t.name_of([A + "clip_ratio"])
-    low, high, c = (float(t(A + f"clip_ratio_{name}")) for name in ("low", "high", "c"))
+    low, high, c = (t.number(A + f"clip_ratio_{name}") for name in ("low", "high", "c"))
     cov = A + "policy_loss."
     token: dict[str, Any] = {"type": "token", "clamp": 20.0}
     plain: dict[str, Any] = {"type": "token", "clamp": None}
     bounds = {"low": low, "high": high}
-    sapo = {"type": "sapo", "tau_positive": float(t(A + "tau_pos")), "tau_negative": float(t(A + "tau_neg"))}
+    sapo = {"type": "sapo", "tau_positive": t.number(A + "tau_pos"), "tau_negative": t.number(A + "tau_neg")}
     ratio, clip = {
         "vanilla": (token, {"type": "ppo", **bounds, "dual": c}),
         "gspo": ({"type": "sequence_token", "ceiling": 10.0}, {"type": "ppo", **bounds, "dual": None}),
@@ -131,7 +131,8 @@ def _aggregation(t: Translation, forced: bool) -> None:
         why = "verl divides the sum over completions by the length, and here it is a mean over them as well"
         t.put("algorithm.loss_agg", {"type": kind, "length": int(length)}, name, A + "loss_scale_factor", because=why)
     else:
-        t.put("algorithm.loss_agg", {"type": kind}, name)
+        why = "verl's FSDP worker averages the means of micro-batches by rows; here it is one mean over all tokens"
+        t.put("algorithm.loss_agg", {"type": kind}, name, because=why if mode == "token-mean" else "")
 
 
 def _kl(t: Translation) -> None:
@@ -153,13 +154,13 @@ def _kl(t: Translation) -> None:
     if in_loss:
         estimator = str(t(A + "kl_loss_type"))
         kind = t.choice("kl_loss_type", estimator.rstrip("+"), KLS)
-        kl |= {"type": kind, "coefficient": float(t(A + "kl_loss_coef")), "k2_gradient": estimator.endswith("+")}
+        kl |= {"type": kind, "coefficient": t.number(A + "kl_loss_coef"), "k2_gradient": estimator.endswith("+")}
         names += loss_names
     if in_reward:
         kind = t.choice("algorithm.kl_penalty", str(t("algorithm.kl_penalty")).rstrip("+"), KLS)
-        kl |= {"type": kind, "coefficient": float(t("algorithm.kl_ctrl.kl_coef")), "apply_to": "reward"}
+        kl |= {"type": kind, "coefficient": t.number("algorithm.kl_ctrl.kl_coef"), "apply_to": "reward"}
         if t("algorithm.kl_ctrl.type") == "adaptive":
-            kl |= {"target": float(t("algorithm.kl_ctrl.target_kl")), "horizon": float(t("algorithm.kl_ctrl.horizon"))}
+            kl |= {"target": t.number("algorithm.kl_ctrl.target_kl"), "horizon": t.number("algorithm.kl_ctrl.horizon")}
         names += reward_names
     t.name_of([*loss_names, *reward_names])
     t.put("algorithm.kl", kl, *names)
@@ -175,7 +176,7 @@ def _rollout_correction(t: Translation) -> None:
         parts.append(
             {
                 "type": kind,
-                "high": float(t(c + "rollout_is_threshold")),
+                "high": t.number(c + "rollout_is_threshold"),
                 "normalised": bool(t(c + "rollout_is_batch_normalize")),
             }
         )

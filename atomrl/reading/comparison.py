@@ -6,12 +6,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from atomrl.reading.curves import run_names
 from atomrl.reading.lines import flat_tree
 from atomrl.reading.metrics import accuracies
-from atomrl.reading.run import Run
+from atomrl.reading.run import WHERE, Run
 
 WINDOW = 10
 """Steps that the value at the end is a mean of: one step is noise."""
@@ -24,7 +23,8 @@ LAST = {
     "seconds/step": "timing_s/step",
 }
 """Column -> the metric whose mean over the last steps it has."""
-NOT_SETTINGS = {"run_name", "output_dir", "seed"}
+NOT_SETTINGS = {*WHERE, "seed"}
+"""Keys in which runs of one group may differ."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def columns(runs: Sequence[Run]) -> list[Column]:
 def differing_keys(runs: Sequence[Run]) -> dict[str, tuple[object, ...]]:
     """The keys of the config that are not the same in all runs, with their values by run."""
     flat = [flat_tree(run.config) for run in runs]
-    keys = dict.fromkeys(key for tree in flat for key in tree if key not in NOT_SETTINGS - {"seed"})
+    keys = dict.fromkeys(key for tree in flat for key in tree if key not in WHERE)
     values = {key: tuple(tree.get(key) for tree in flat) for key in keys}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 
@@ -112,10 +112,3 @@ def _range(column: Column, group: Sequence[int]) -> str:
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def draw(runs: Sequence[Run], out: Path) -> Path:
-    """The curves of the runs in one picture."""
-    from atomrl.reading.curves import draw_curves
-
-    return draw_curves([run.path for run in runs], out)

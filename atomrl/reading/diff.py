@@ -10,14 +10,14 @@ from typing import Any, Literal
 import numpy as np
 
 from atomrl.reading.lines import flat_tree
+from atomrl.reading.metrics import MetricTable
 from atomrl.reading.rollouts import SPLITS, RolloutFilter
-from atomrl.reading.run import Run, config_differences
+from atomrl.reading.run import WHERE, Run, config_differences
 
 Part = Literal["config", "environment", "data", "prompts", "tokens", "rewards", "advantages", "metrics", "steps"]
-BY_STEP: tuple[Part, ...] = ("prompts", "tokens", "rewards", "advantages", "metrics")
+OF_ROLLOUTS: tuple[Part, ...] = ("prompts", "tokens", "rewards", "advantages")
+BY_STEP: tuple[Part, ...] = (*OF_ROLLOUTS, "metrics")
 """What a step is compared by, in the order in which it comes about."""
-NAMES = {"run_name", "output_dir"}
-"""Keys of the config by which a run is only called."""
 ENVIRONMENT = ("python", "platform", "packages", "cpus", "threads", "cpu", "gpus", "git")
 """Of `env.json` what may move numbers."""
 OF_THE_CLOCK = ("timing_s/", "perf/", "memory/", "async/", "environment/seconds")
@@ -49,6 +49,8 @@ class Comparison:
 
     steps: int = 0
     """Steps that both have."""
+    compared: dict[Part, int] = field(default_factory=dict)
+    """Of each part of a step, the steps in which both have it."""
     named: list[Difference] = field(default_factory=list)
     """Of config, environment and data."""
     first: dict[Part, Difference] = field(default_factory=dict)
@@ -65,7 +67,8 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether config, data and all recorded steps are the same. Another environment may well compute the same."""
+        """Whether config, data and all that both recorded of the steps are the same. Another environment may well
+        compute the same."""
         return not self.first and all(found.part == "environment" for found in self.named)
 
     def lines(self) -> list[str]:
@@ -82,10 +85,12 @@ class Comparison:
         for name in (*BY_STEP, "steps"):
             if name in self.first:
                 where = f"first at step {self.first[name].step}"
-                more = f" (in {self.counts[name]} of {self.steps} steps)" if name in self.counts else ""
+                more = f" (in {self.counts[name]} of {self.compared[name]} steps)" if name in self.counts else ""
                 lines += [f"{name}: {where}{more}", *(f"  {line}" for line in self.first[name].what.splitlines())]
+            elif name in self.compared:
+                lines.append(f"{name}: the same in {self.compared[name]} steps")
             elif name != "steps":
-                lines.append(f"{name}: the same in {self.steps} steps")
+                lines.append(f"{name}: no step has them in both")
         earliest = self.earliest
         if earliest is not None:
             lines.append(f"the first difference: {earliest.part} at step {earliest.step}")
@@ -109,7 +114,10 @@ def diff_runs(a: Run, b: Run, tolerance: float = 0.0) -> Comparison:
     shared = sorted(steps[0] & steps[1])
     found.steps = len(shared)
     for step in shared:
-        for difference in _step(a, b, step, tolerance):
+        differences, parts = _step(a, b, step, tolerance)
+        for part in parts:
+            found.compared[part] = found.compared.get(part, 0) + 1
+        for difference in differences:
             found.first.setdefault(difference.part, difference)
             found.counts[difference.part] = found.counts.get(difference.part, 0) + 1
     if not found.first and steps[0] != steps[1]:
@@ -133,7 +141,7 @@ def _steps(run: Run) -> set[int]:
 
 def _config(a: Run, b: Run) -> Iterator[Difference]:
     for key, (one, other) in config_differences(a.config, b.config).items():
-        if key not in NAMES:
+        if key not in WHERE:
             yield Difference("config", f"{key}: {_said(one)} | {_said(other)}")
 
 
@@ -148,22 +156,32 @@ def _data(a: Run, b: Run) -> Iterator[Difference]:
     one, other = (flat_tree(run.environment.get("identity") or {}) for run in (a, b))
     for key in dict.fromkeys([*one, *other]):
         if one.get(key) != other.get(key):
-            yield Difference("data", f"{key} has other content")
+            lacking = [name for name, has in (("A", one), ("B", other)) if key not in has]
+            what = f"was not recorded by {lacking[0]}" if lacking else "has other content"
+            yield Difference("data", f"{key} {what}")
 
 
 def _said(value: Any) -> str:
     return "(absent)" if value is None else str(value)
 
 
-def _step(a: Run, b: Run, step: int, tolerance: float) -> list[Difference]:
-    """At most one difference of each part."""
+def _step(a: Run, b: Run, step: int, tolerance: float) -> tuple[list[Difference], set[Part]]:
+    """At most one difference of each part, and the parts that both have."""
     found: list[Difference] = []
+    compared: set[Part] = set()
     for split in SPLITS:
         one, other = (_rows(run, step, split) for run in (a, b))
         if one and other:
+            compared |= set(OF_ROLLOUTS)
             found += _rollouts(one, other, step, split, tolerance)
-    found += _metrics(a, b, step, tolerance)
-    return list({difference.part: difference for difference in reversed(found)}.values())
+    if any(step in one.steps and step in other.steps for one, other in _tables(a, b)):
+        compared.add("metrics")
+        found += _metrics(a, b, step, tolerance)
+    return list({difference.part: difference for difference in reversed(found)}.values()), compared
+
+
+def _tables(a: Run, b: Run) -> tuple[tuple[MetricTable, MetricTable], ...]:
+    return (a.metrics, b.metrics), (a.evaluations, b.evaluations)
 
 
 def _rows(run: Run, step: int, split: str) -> Rows:
@@ -230,7 +248,7 @@ def _advantages(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: flo
 def _metrics(a: Run, b: Run, step: int, tolerance: float) -> list[Difference]:
     """The metric of the step that comes first in the file, with how many more differ."""
     differing: list[str] = []
-    for tables in ((a.metrics, b.metrics), (a.evaluations, b.evaluations)):
+    for tables in _tables(a, b):
         places = [np.flatnonzero(table.steps == step) for table in tables]
         if not all(len(place) for place in places):
             continue

@@ -9,6 +9,8 @@ from pathlib import Path
 
 LOCK = ".lock"
 FLOCK = "hhqqi4x"
+LOCKS_ANSWER = sys.platform.startswith("linux")
+"""Whether the kernel can be asked who holds a lock: `FLOCK` is Linux's."""
 log = logging.getLogger(__name__)
 _held: set[Path] = set()
 """Folders that this process holds. To open and close such a lock's file would let go of it (POSIX)."""
@@ -52,7 +54,7 @@ def owner(folder: Path) -> int | None:
     fail."""
     if folder.resolve() in _held:
         return os.getpid()
-    if not sys.platform.startswith("linux"):  # whose struct flock this is
+    if not LOCKS_ANSWER:
         return None
     try:
         handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import string
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -26,6 +27,7 @@ NUMBERS = ("reward", "advantage", "completion_tokens", "prompt_tokens")
 WORDS: tuple[Word, ...] = ("prompt_id", "data_source", "finish_reason")
 TEXT_END = b'"prompt_tokens": '
 """In a row, what comes behind its texts."""
+LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 MAX_PROBLEMS = 20
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -259,7 +261,8 @@ class RolloutIndex:
         needle = json.dumps(text, ensure_ascii=False)[1:-1].encode("utf-8", "surrogatepass").lower()
         for first, file in zip(self._firsts, self._ordered, strict=True):
             if among[first : first + len(file)].any():
-                found[first + np.array(_lines_with(needle, file), np.int64)] = True
+                places = first + np.array(_lines_with(needle, file), np.int64)
+                found[places] = [_has_text(row, text.translate(LOWER)) for row in self.rows(places)]
         return found
 
 
@@ -343,6 +346,21 @@ def _prompt_hashes(prompts: Sequence[Any]) -> list[str]:
             before = prompt
         found.append(digest)
     return found
+
+
+def _has_text(row: Mapping[str, Any], text: str) -> bool:
+    """Whether a row has a text where `RolloutFilter.text` says: its line also has keys, and words of other columns."""
+    texts = [row.get("prompt"), row.get("ground_truth"), row.get("completion")]
+    return any(text in _lowered(one) for one in texts)
+
+
+def _lowered(value: Any) -> str:
+    """A text, or what has texts in it, in lower case of ASCII."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        return "\n".join(map(_lowered, value))
+    return str(value).translate(LOWER)
 
 
 def _as_codes(parts: Iterable[list[str]]) -> tuple[dict[str, int], Ints]:

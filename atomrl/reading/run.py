@@ -19,6 +19,8 @@ from atomrl.reading.tokens import TOKENS, TokenTable, read_tokens
 MARKS = ("metrics.jsonl", "config.yaml")
 """A folder with one of these is a run's."""
 MAPPINGS = ("config.yaml", "env.json", "summary.json")
+WHERE = frozenset({"run_name", "output_dir"})
+"""Keys of the config that say where a run is, and not what it is."""
 INSIDE = {"rollouts", "checkpoints", "model", "inputs", "tensorboard", "wandb", "mlflow", "pools"}
 """Folders that hold no runs."""
 MAX_DEPTH = 4

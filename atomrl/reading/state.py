@@ -11,15 +11,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from atomrl.reading.lock import holder, is_held
+from atomrl.reading.lock import LOCKS_ANSWER, holder, is_held
 from atomrl.reading.metrics import MetricTable
 
 Status = Literal["running", "finished", "stopped", "failed"]
 PACE_STEPS = 20
 """The newest steps, by whose median time the rest is estimated."""
 SILENCE_S, SILENT_STEPS = 120.0, 10
-"""A run on another machine, whose lock says nothing here, counts as running until it has been silent for this long, and
-for this many of its steps."""
+"""A run on another machine, or on a system that is not asked after locks, counts as running until it has been silent
+for this long, and for this many of its steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def _status(folder: Path, summary: Mapping[str, Any], updated: float, pace: floa
     if is_held(folder):
         return "running", "a process holds its lock"
     last = holder(folder)
-    if last is not None and last[1] != os.uname().nodename:
+    if last is not None and not (LOCKS_ANSWER and last[1] == os.uname().nodename):
         silent = time.time() - updated
         if silent < max(SILENCE_S, SILENT_STEPS * (pace or 0.0)):
             return "running", f"on {last[1]}; it wrote {silent:.0f} s ago"

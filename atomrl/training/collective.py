@@ -48,7 +48,7 @@ class Launched(NamedTuple):
     local_rank: int
     """Among those of this machine."""
     local_world: int
-    """How many there are on this machine."""
+    """How many there are on this machine; 0 where the launcher does not say, and they meet elsewhere than here."""
 
 
 def launched() -> Launched | None:
@@ -56,7 +56,9 @@ def launched() -> Launched | None:
     none did."""
     given = {name: int(os.environ.get(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     rank, world, local_rank, beside = given.values()
-    return Launched(rank, world, local_rank, beside or world) if world > 1 else None
+    if not beside and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost", "::1"):
+        beside = world
+    return Launched(rank, world, local_rank, beside) if world > 1 else None
 
 
 def check_launcher(world: int) -> None:

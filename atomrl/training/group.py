@@ -88,7 +88,7 @@ class Ranks(Collective):
         """What the ranks of a machine do one after the other, for its memory; errors come when all are done."""
         found: list[Result] = []
         failed: Exception | None = None
-        for turn in range(self.max(self.here[1])):
+        for turn in range(self.max(self.here[0] + 1)):
             if turn == self.here[0]:
                 try:
                     found = [work()]

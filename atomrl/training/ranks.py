@@ -35,7 +35,7 @@ from atomrl.worker_process import WorkerProcess, say
 
 Build = Callable[[Ranks, torch.device], TrainingBackend]
 Result = TypeVar("Result")
-START_S, END_S, NOTICE_S = 600.0, 10.0, 1.0
+START_S, END_S, NOTICE_S, LOOK_S = 600.0, 10.0, 1.0, 0.2
 
 
 def rank_count(settings: RankedConfig, device: str) -> int:
@@ -133,17 +133,14 @@ class RankedBackend:
 
     def _watch(self) -> None:
         """Interrupt what this process does where a rank dies meanwhile: rollouts would go on for long."""
-        while not self.broken:
-            for worker in self.processes.values():
-                with suppress(subprocess.TimeoutExpired):
-                    worker.process.wait(0.2)
-                    time.sleep(NOTICE_S)  # an operation that fails by it says more
-                    with self.lock:
-                        if not self.broken:
-                            os.kill(os.getpid(), signal.SIGUSR1)
-                    return
-            if not self.processes:
+        while self.processes and not self._gone():
+            time.sleep(LOOK_S)
+            if self.broken:
                 return
+        time.sleep(NOTICE_S)  # an operation that fails by it says more
+        with self.lock:
+            if self.processes and not self.broken:
+                os.kill(os.getpid(), signal.SIGUSR1)
 
     def _on_death(self, number: int, frame: FrameType | None) -> None:
         if not self.broken and not self.busy and (gone := self._gone()):

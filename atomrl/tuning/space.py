@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import yaml
 from pydantic import ConfigDict, Field, RootModel, ValidationError, model_validator
 
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees, read_yaml
@@ -54,7 +54,7 @@ class Space(RootModel[dict[str, Range | list[Value]]]):
         for key, given in self.root.items():
             if isinstance(given, list):
                 # Optuna's choices are of one kind of value; YAML's need not be.
-                place = {yaml.safe_dump(value).splitlines()[0]: value for value in given}
+                place = {json.dumps(value): value for value in given}
                 found[key] = place[trial.suggest_categorical(key, list(place))]
             elif given.whole:
                 found[key] = trial.suggest_int(
@@ -64,11 +64,14 @@ class Space(RootModel[dict[str, Range | list[Value]]]):
                 found[key] = trial.suggest_float(key, given.low, given.high, log=given.log)
         return found
 
+    def values_of(self, params: Mapping[str, Any]) -> dict[str, Value]:
+        """What a finished trial had, as `suggest` gave it."""
+        return {key: json.loads(v) if isinstance(self.root[key], list) else v for key, v in params.items()}
+
     def ends(self) -> list[dict[str, Value]]:
-        """Each key's first and last value, the other keys as they are in the config: what has to be valid."""
+        """Each key's choices or ends, the other keys as they are in the config: what has to be valid."""
         pairs = [
-            (key, (given[0], given[-1]) if isinstance(given, list) else (given.low, given.high))
-            for key, given in self.root.items()
+            (key, given if isinstance(given, list) else (given.low, given.high)) for key, given in self.root.items()
         ]
         return [{key: value} for key, values in pairs for value in values]
 

@@ -23,7 +23,7 @@ import yaml
 from atomrl.config import ConfigError, RunConfig, dump_config
 from atomrl.files import write_text
 from atomrl.hints import said_as
-from atomrl.reading import load_run
+from atomrl.reading import Run, load_run
 from atomrl.tuning.space import Space, with_values
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ class Settings:
     seeds: int = 3
     budget_s: float = math.inf
     metric: str = "critic/score/mean"
-    """Of `metrics.jsonl`; the larger the better."""
+    """Of `metrics.jsonl`, of training or of evaluations; the larger the better."""
     window: int = 10
-    """Steps that a value is a mean of."""
+    """Steps, or evaluations, that a value is a mean of."""
     command: Sequence[str]
     """What makes a run, but for what a trial changes: `atomrl train CONFIG key=value ...`."""
 
@@ -65,7 +65,7 @@ class Outcome:
 
 
 Judge = Callable[[int, float], bool]
-"""Step and value so far -> whether the run is not worth its rest."""
+"""1 at half of the steps, 2 at three quarters, and the value so far -> whether the run is not worth its rest."""
 
 
 def tune(config: RunConfig, space: Space, settings: Settings, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -78,24 +78,16 @@ def tune(config: RunConfig, space: Space, settings: Settings, say: Callable[[str
         ConfigError: optuna is not installed, no trial succeeded.
     """
     with said_as(ConfigError, "tuning needs: pip install 'atomrl[tune]'", ImportError):
-        import optuna
-        from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
         from optuna.trial import TrialState
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     settings.folder.mkdir(parents=True, exist_ok=True)
     _same_study(config, space, settings)
-    pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=max(1, config.train.steps // 2), reduction_factor=2)
-    storage = JournalStorage(JournalFileBackend(str(settings.folder / "study.journal")))
-    study = optuna.create_study(
-        storage=storage, study_name="tune", direction="maximize", pruner=pruner, load_if_exists=True
-    )
+    study = _study(settings.folder)
     for trial in _trials(study, config, settings):
         values = space.suggest(trial)
         said = ", ".join(f"{key}={_short(value)}" for key, value in values.items())
 
-        def judge(step: int, value: float, trial: Trial = trial) -> bool:
-            trial.report(value, step)
+        def judge(place: int, value: float, trial: Trial = trial) -> bool:
+            trial.report(value, place)
             return bool(trial.should_prune())
 
         outcome = _run(config.train.steps, values, f"trial_{trial.number:03d}", settings, judge)
@@ -111,6 +103,20 @@ def tune(config: RunConfig, space: Space, settings: Settings, say: Callable[[str
         raise ConfigError(f"no trial of {settings.folder} came to its end; look into its runs")
     done.sort(key=lambda trial: -(trial.value or 0.0))
     return _finals(config, space, settings, [(trial.number, trial) for trial in done[:BEST]], say)
+
+
+def _study(folder: Path) -> Study:
+    """The study in a folder, or a new one. At each place that its trials report from (1, 2) the worse half is ended."""
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2)  # places 1, 2, 4, ...
+    storage = JournalStorage(JournalFileBackend(str(folder / "study.journal")))
+    return optuna.create_study(
+        storage=storage, study_name="tune", direction="maximize", pruner=pruner, load_if_exists=True
+    )
 
 
 def _same_study(config: RunConfig, space: Space, settings: Settings) -> None:
@@ -134,7 +140,13 @@ def _trials(study: Study, config: RunConfig, settings: Settings) -> Any:
 
     began = time.monotonic()
     earlier = sum((trial.duration.total_seconds() for trial in study.trials if trial.duration), 0.0)
+
+    def draw_as(number: int) -> None:
+        """A sampler for each trial, so that one that follows a restart is the one that would have followed without."""
+        study.sampler = optuna.samplers.TPESampler(seed=config.seed * 100_003 + number, n_startup_trials=5)
+
     for frozen in study.get_trials(states=[optuna.trial.TrialState.RUNNING]):
+        draw_as(frozen.number)
         yield optuna.trial.Trial(study, frozen._trial_id)
     while len(study.trials) < settings.runs:
         finished = [trial.duration.total_seconds() for trial in study.trials if trial.duration]
@@ -142,23 +154,27 @@ def _trials(study: Study, config: RunConfig, settings: Settings) -> Any:
         finals = (BEST + 1) * settings.seeds * (max(finished) if finished else 0.0)
         if finished and used + finals + max(finished) > settings.budget_s:
             return
-        # A sampler for each trial, so that one that follows a restart is the one that would have followed without.
-        sampler = optuna.samplers.TPESampler(seed=config.seed * 100_003 + len(study.trials), n_startup_trials=5)
-        study.sampler = sampler
+        draw_as(len(study.trials))
         yield study.ask()
 
 
 def _run(steps: int, values: Mapping[str, Any], name: str, settings: Settings, judge: Judge | None = None) -> Outcome:
     """One run, from wherever it is; `judge` is asked from half of the steps on."""
     folder = settings.folder / "runs" / name
-    if not _finished(folder) and _process(steps, values, folder, settings, judge):
-        return Outcome(None, pruned=True)
+    ended = not _finished(folder) and _process(steps, values, folder, settings, judge)
     if not _finished(folder):
-        return Outcome(None)
-    found = load_run(folder).metrics.points(settings.metric)[1]
+        return Outcome(None, pruned=ended)
+    run = load_run(folder)
+    found = _points(run, settings.metric)[1]
     if not len(found):
-        raise ConfigError(f"--metric {settings.metric}: the runs have none (docs/cli.md has the names)")
+        names = ", ".join(sorted([*run.metrics, *run.evaluations]))
+        raise ConfigError(f"--metric {settings.metric}: {folder} has none; it has {names}")
     return Outcome(float(found[-settings.window :].mean()))
+
+
+def _points(run: Run, metric: str) -> tuple[Any, Any]:
+    """Steps and values of a metric of training, or of evaluations."""
+    return (run.metrics if metric in run.metrics else run.evaluations).points(metric)
 
 
 def _finished(folder: Path) -> bool:
@@ -196,12 +212,12 @@ def _to_be_ended(last: int, folder: Path, settings: Settings, judge: Judge, aske
     run = load_run(folder)
     if any(finding.severity == "error" for finding in run.findings):
         return True
-    steps, values = run.metrics.points(settings.metric)
-    for rung in (last // 2, 3 * last // 4):
+    steps, values = _points(run, settings.metric)
+    for place, rung in enumerate((last // 2, 3 * last // 4), 1):
         before = values[steps <= rung]
         if rung not in asked and len(steps) and steps[-1] >= rung and len(before) and rung < last:
             asked.add(rung)
-            if judge(rung, float(before[-settings.window :].mean())):
+            if judge(place, float(before[-settings.window :].mean())):
                 return True
     return False
 
@@ -211,7 +227,7 @@ def _finals(
 ) -> dict[str, Any]:
     """The config as it is and the best trials, each on the same fresh seeds."""
     seeds = [config.seed + FRESH_SEEDS + place for place in range(settings.seeds)]
-    values = {f"trial_{number:03d}": dict(_values_of(trial, space)) for number, trial in best}
+    values = {f"trial_{number:03d}": space.values_of(trial.params) for number, trial in best}
     contenders: dict[str, dict[str, Any]] = {"as_it_is": {}, **values}
     found: dict[str, list[float | None]] = {}
     for name, changed in contenders.items():
@@ -231,19 +247,12 @@ def _finals(
         gains = [(a or 0.0) - (b or 0.0) for a, b in zip(whole[winner], base, strict=True)]
         gain, half = statistics.fmean(gains), interval(gains)
         result |= {"best": contenders[winner], "gain": gain, "interval": half, "better": gain > half}
-        verdict = "better than the config as it is" if gain > half else "no better than the config as it is, within"
-        by = f"by {gain:+.4f}, with an interval of +-{half:.4f} over {len(seeds)} fresh seeds"
-        result["note"] = f"{winner} is {verdict} {by}"
+        verdict = f"is {'' if gain > half else 'not clearly '}better than the config as it is"
+        result["note"] = f"{winner} {verdict}: {gain:+.4f}, within {half:.4f} (95%), over {len(seeds)} fresh seeds"
         write_text(settings.folder / "best.yaml", dump_config(with_values(config, contenders[winner])))
     write_text(settings.folder / "result.json", json.dumps(result, indent=1) + "\n")
     say(str(result["note"]))
     return result
-
-
-def _values_of(trial: Any, space: Space) -> Any:
-    """What a finished trial had, as the config takes it."""
-    for key, value in trial.params.items():
-        yield key, yaml.safe_load(value) if isinstance(space.root[key], list) else value
 
 
 def interval(values: Sequence[float]) -> float:
@@ -255,7 +264,7 @@ def interval(values: Sequence[float]) -> float:
     """
     if len(values) < 2:
         return math.inf
-    t = T_95[len(values) - 2] if len(values) - 2 < len(T_95) else 2.0
+    t = T_95[min(len(values) - 2, len(T_95) - 1)]
     return t * statistics.stdev(values) / math.sqrt(len(values))
 
 

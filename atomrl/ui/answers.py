@@ -1,10 +1,15 @@
-"""The process that knows configs: a question a line in, an answer a line out, both JSON."""
+"""The process that knows configs: a question a line in, an answer a line out, both JSON.
+
+A config can name functions, of which the schema checks the arguments. They are imported with `--imports` alone: a
+config that is only looked at, of whoever's run it is, runs no code.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +18,7 @@ import yaml
 
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
 from atomrl.config.explained import objective_in, setting_in
+from atomrl.functions import forbid_imports
 from atomrl.objective.explain import page
 from atomrl.reading.run import config_differences
 
@@ -73,6 +79,9 @@ def _tree_of(text: str) -> dict[str, Any]:
 
 def main() -> None:
     """Answer until nobody asks any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the server, which ends this
+    if "--imports" not in sys.argv:
+        forbid_imports("is not imported by a server that was started without --allow-launch")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever else prints, prints elsewhere
     for line in sys.stdin:

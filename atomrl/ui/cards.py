@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from atomrl.reading import MetricTable, Run
+from atomrl.reading.comparison import NOT_SETTINGS
 from atomrl.reading.lines import flat_tree
 from atomrl.reading.metrics import Floats, accuracies
 from atomrl.reading.rollouts import Ints
@@ -23,8 +24,6 @@ HEADLINES = (
 )
 """What a run is judged by first: the first of these that it has."""
 SPARK_POINTS = 60
-OF_ONE_RUN = ("seed", "run_name", "output_dir")
-"""Keys in which runs of one group may differ."""
 
 
 def card(run: Run, run_id: str, name: str) -> dict[str, Any]:
@@ -99,7 +98,7 @@ def algorithm(config: Mapping[str, Any]) -> str:
 
 def group(config: Mapping[str, Any]) -> str:
     """The same for runs that differ in nothing but their seed and name."""
-    flat = {key: value for key, value in flat_tree(config).items() if key not in OF_ONE_RUN}
+    flat = {key: value for key, value in flat_tree(config).items() if key not in NOT_SETTINGS}
     return blake2b(repr(sorted(flat.items())).encode("utf-8", "replace"), digest_size=6).hexdigest()
 
 

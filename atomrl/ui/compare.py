@@ -7,6 +7,7 @@ from typing import Any
 
 from atomrl.reading import Run
 from atomrl.reading.lines import flat_tree
+from atomrl.reading.run import WHERE
 from atomrl.ui.cards import HEADLINES, SPARK_POINTS, card, downsample, number
 
 MAX_RUNS = 16
@@ -15,8 +16,6 @@ CURVES = (
     "actor/entropy", "actor/ppo_kl", "actor/grad_norm", "perf/throughput",
 )  # fmt: skip
 POINTS = 5 * SPARK_POINTS
-PLACES = ("run_name", "output_dir")
-"""Keys that say where a run is, and not what it is."""
 
 
 def part(run: Run, run_id: str, name: str) -> dict[str, Any]:
@@ -34,7 +33,7 @@ def part(run: Run, run_id: str, name: str) -> dict[str, Any]:
 def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The cards, the config keys in which any two differ, those that only some have (as of another version), and the
     curves by metric, one for each run that has it."""
-    keys = dict.fromkeys(key for one in parts for key in one["config"] if key not in PLACES)
+    keys = dict.fromkeys(key for one in parts for key in one["config"] if key not in WHERE)
     differing, partial = {}, {}
     for key in keys:
         given = [one["config"][key] for one in parts if key in one["config"]]

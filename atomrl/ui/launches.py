@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -75,7 +76,8 @@ class Launcher:
         config, place = folder / "config.yaml", folder.resolve()
         if not config.is_file() or config.is_symlink():
             raise LaunchError("it has no config.yaml")
-        where = [f"output_dir={place.parent}", f"run_name={place.name}"]
+        # In quotes, as a folder may be called 7.
+        where = [f"output_dir={json.dumps(str(place.parent))}", f"run_name={json.dumps(place.name)}"]
         return self._spawn([kind_of(config), str(config.resolve()), *where, "--resume"], place, config)
 
     def stop(self, folder: Path) -> dict[str, Any]:
@@ -106,10 +108,10 @@ class Launcher:
 
     def _stem(self, name: str) -> Path:
         safe = re.sub(r"[^\w.-]", "_", name)[:60]
-        return self.root / FOLDER / f"{safe}.{time.strftime('%Y%m%d-%H%M%S')}.{os.getpid()}"
+        return self.root / FOLDER / f"{safe}.{time.strftime('%Y%m%d-%H%M%S')}.{secrets.token_hex(3)}"
 
     def _spawn(self, arguments: Sequence[str], folder: Path, config: Path) -> dict[str, Any]:
-        command = [sys.executable, "-m", "atomrl.cli.main", *arguments]
+        command = [sys.executable, "-P", "-m", "atomrl.cli.main", *arguments]
         with self._lock:
             stem = self._stem(folder.name)
             stem.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +134,9 @@ print(build_config(read_yaml(sys.argv[1])).kind)
 
 def kind_of(config: Path) -> str:
     """The command that takes a config. The schema knows, in a process of its own, as it needs torch."""
-    done = subprocess.run([sys.executable, "-c", KIND_OF, str(config)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", KIND_OF, str(config)], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise LaunchError(f"its config is not of this version: {done.stderr.strip().splitlines()[-1]}")
     return done.stdout.strip()

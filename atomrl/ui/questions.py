@@ -14,9 +14,14 @@ KEPT = 64
 
 
 class Questions:
-    """Asks the process, and starts it when it is needed."""
+    """Asks the process, and starts it when it is needed.
 
-    def __init__(self) -> None:
+    Args:
+        imports: whether the functions that a config names are imported, which is to run code.
+    """
+
+    def __init__(self, imports: bool) -> None:
+        self._command = [sys.executable, "-P", "-m", "atomrl.ui.answers", *["--imports"] * imports]
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._timer: threading.Timer | None = None
@@ -25,7 +30,7 @@ class Questions:
     def about(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """`kind` of run, `changed` (key -> default and value), `equation` (a page of text); of a config that this
         version does not take, `errors`."""
-        question = json.dumps({"config": config}, default=str, sort_keys=True)
+        question = json.dumps({"config": config}, default=str)
         if question not in self._known:
             answer = self._ask(question)
             if "failed" in answer:
@@ -52,8 +57,7 @@ class Questions:
                 self._timer.cancel()
             try:
                 if self._process is None:
-                    command = [sys.executable, "-m", "atomrl.ui.answers"]
-                    self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                    self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
                 assert self._process.stdin is not None and self._process.stdout is not None
                 self._process.stdin.write(question.encode() + b"\n")
                 self._process.stdin.flush()

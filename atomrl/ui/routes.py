@@ -190,6 +190,8 @@ class Routes:
         checked = await asyncio.to_thread(self.questions.check, str(given.get("yaml") or ""))
         if checked.get("errors"):
             raise HTTPException(400, "\n".join(checked["errors"]))
+        if checked.get("failed"):
+            raise HTTPException(503, checked["failed"])
         with _launching():
             launched = await asyncio.to_thread(launcher.start, str(given["yaml"]), checked["kind"], checked["run_dir"])
         return answer(request, launched)

@@ -86,7 +86,7 @@ class Guard:
         if not self._is_own_host(host):
             return 400, "this host is not the server's: open it by localhost or its address"
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and origin.partition("://")[2] != host:
             return 403, "another site may not ask"
         site = headers.get("sec-fetch-site", "none")
         is_link = (
@@ -100,7 +100,7 @@ class Guard:
             if POST_HEADER not in headers:
                 return 403, f"takes the header {POST_HEADER}"
             length = headers.get("content-length", "")
-            if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            if not (length.isascii() and length.isdigit()) or int(length) > MAX_BODY_BYTES:
                 return 413, f"takes at most {MAX_BODY_BYTES} bytes, and their number"
         return None
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from atomrl.cli.main import main
+from atomrl.training.collective import launched
 
 ROOT = Path(__file__).parents[2]
 RUN = {
@@ -55,6 +56,23 @@ def same(one, other):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "alone"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host0"}, False),
+        ({"LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "host0"}, True),
+        ({"MASTER_ADDR": "host0"}, False),  # srun, on two machines: their loopbacks would not reach each other
+        ({"MASTER_ADDR": "127.0.0.1"}, True),
+    ],
+)
+def test_ranks_talk_through_the_loopback_where_all_are_on_this_machine(monkeypatch, given, alone):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"} | given).items():
+        monkeypatch.setenv(name, value)
+    started = launched()
+    assert started is not None and (started.local_world == started.world) == alone
+
+
 def test_the_run_of_one_process_started_in_any_way_and_resumed_on_any_number(train):
     folder = train.folder
     assert train("alone")[0] == train("two", "backend.type=fsdp", "backend.ranks=2")[0] == 0

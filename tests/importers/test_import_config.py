@@ -32,7 +32,9 @@ TIS = "c_{i,t} = min(pi_old(a_t) / mu(a_t), high)"
 BOUNDED = "r_i <- clip(r_i)"
 
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
-FILTER = "--algo.dynamic_filtering_enable --actor.model_name_or_path m --data.prompt_dataset d.jsonl"
+MODEL = "--actor.model_name_or_path m --data.prompt_dataset d.jsonl --algo.advantage.estimator reinforce"
+FILTER = f"--algo.dynamic_filtering_enable {MODEL}"
+TIS_ON = "--enable_vllm_is_correction"
 
 # File -> prompts in a step, completions of a prompt, completions in an optimizer step, optimizer steps in a step; and
 # all lines of the equation.
@@ -264,6 +266,57 @@ def test_processes_multiply_trls_batches() -> None:
         read("verl_dapo.sh", processes=8)
 
 
+def trl(tmp_path: Path, flags: str, launcher: str = "") -> Imported:
+    words = f"{launcher} -m trl.scripts.grpo --model_name_or_path m --dataset_name d {flags}"
+    return import_config(written(tmp_path, "a.sh", words), "trl")
+
+
+def test_processes_of_several_machines(tmp_path: Path) -> None:
+    def rows(launcher: str) -> int | None:
+        return trl(tmp_path, "", launcher).config.train.rows_per_update
+
+    assert rows("torchrun --nnodes 2 --nproc-per-node 4") == rows("accelerate launch --num_processes 8") == 8 * 8
+    several = trl(tmp_path, "", "torchrun --nproc_per_node gpu")
+    assert several.config.train.rows_per_update == 8 and "how many processes" in several.report()
+
+
+def test_a_reward_model_comes_before_the_functions_as_its_weight_does(tmp_path: Path) -> None:
+    given = "--reward_funcs accuracy_reward pkg.f --reward_model_name_or_path org/rm"
+    functions = trl(tmp_path, f"{given} --reward_weights 0.5 2.0 1.0").tree["reward"]["functions"]
+    assert [(one["function"], one.get("weight", 1.0)) for one in functions] == [
+        ("reward_model", 0.5), ("boxed", 2.0), ("pkg.f", 1.0),
+    ]  # fmt: skip
+    [one] = trl(tmp_path, "--reward_funcs pkg.f --reward_weights 0.5").tree["reward"]["functions"]
+    assert one == {"function": "pkg.f", "weight": 0.5}
+    other = trl(tmp_path, f"{given} --reward_weights 0.5 2.0")
+    assert "reward_weights=[0.5, 2.0] are not as many" in other.report()
+    assert all("weight" not in one for one in other.tree["reward"]["functions"])
+
+
+def test_rewards_that_are_made_by_a_call(tmp_path: Path) -> None:
+    text = "GRPOConfig()\nGRPOTrainer('m', [get_soft_overlong_punishment(max_completion_len=9, cache=2), 'org/rm'])"
+    functions = import_config(written(tmp_path, "a.py", text), "trl").tree["reward"]["functions"]
+    assert [one["function"] for one in functions] == ["./my_rewards.py:get_soft_overlong_punishment", "reward_model"]
+
+
+def test_what_counts_otherwise_over_several_optimizer_steps_is_said(tmp_path: Path) -> None:
+    several = "GRPOConfig(steps_per_generation=4, eval_strategy='steps', logging_steps=20)\nGRPOTrainer('m')"
+    found = import_config(written(tmp_path, "a.py", several), "trl")
+    assert "those of 4 optimizer steps" in found.report() and found.config.eval.every_steps == 5
+    assert "optimizer steps, here" not in import_config(FILES / "trl_dapo.py", "trl").report()
+
+
+def test_the_mean_over_tokens_of_verl_s_worker_is_said() -> None:
+    assert "averages the means of micro-batches" in "".join(read("verl_dapo.sh").approximated)
+
+
+def test_another_base_config_of_verl_is_said(tmp_path: Path) -> None:
+    keys = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8"
+    for name, said in (("ppo_trainer", False), ("gsm8k_multiturn_grpo", True)):
+        text = f"python3 -m verl.trainer.main_ppo --config-path=c --config-name='{name}' {keys}"
+        assert (f"--config-name={name}" in import_config(written(tmp_path, "a.sh", text), "verl").report()) == said
+
+
 def test_a_key_of_wandb_is_a_secret(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     imported = read("openrlhf_reinforce_pp.sh")
     assert imported.config.tracking.sinks == ["wandb"]
@@ -294,7 +347,14 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
         ("trl", "a.py", "GRPOConfig(num_generations=16)", "no multiple of num_generations=16"),
         ("trl", "a.py", "def broken(:", "a.py:1: not valid Python"),
         ("trl", "a.py", "print()", "no GRPOConfig"),
+        ("trl", "a.py", "GRPOConfig(use_adaptive_entropy=True)", "use_adaptive_entropy=True"),
+        ("trl", "a.py", "GRPOConfig(epsilon='wide')", "epsilon=wide is not a number"),
+        ("trl", "a.py", "GRPOConfig(num_generations=2.5)", "num_generations=2.5 is no whole number"),
+        ("verl", "a.sh", "run algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=$N", "rollout.n"),
         ("openrlhf", "a.py", "print()", "name the script"),
+        ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --agent_func_path agent.py", "agent_func_path=agent.py"),
+        ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --vllm_is_truncated_threshold 2 {TIS_ON}", "not 2 numbers"),
+        ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --policy_loss_type gspo {TIS_ON}", "is_correction_enable"),
         ("openrlhf", "a.sh", f"train_ppo_ray {FILTER} --algo.dynamic_filtering_range 0.1 0.9", "0.1, 0.9"),
     ],
 )

@@ -104,6 +104,19 @@ def test_a_run_without_rollouts_is_compared_by_metrics(tmp_path):
         (b / name).write_text((a / name).read_text())
     found = diff_runs(load_run(a), load_run(b))
     assert found.same and "B kept no rollouts" in found.notes[0]
+    assert "tokens: no step has them in both" in found.lines() and "metrics: the same in 4 steps" in found.lines()
+
+
+def test_steps_whose_rollouts_only_one_has_are_not_called_the_same(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", changes={(3, "p0", 0): {"reward": 3.0}})
+    (b / "rollouts" / "step_000002" / "train.jsonl").unlink()
+    lines = diff_runs(load_run(a), load_run(b)).lines()
+    assert "tokens: the same in 2 steps" in lines and "rewards: first at step 3 (in 1 of 2 steps)" in lines
+
+
+def test_data_that_only_one_has_recorded(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", environment={"identity": {"data (data.train)": "d0"}})
+    assert [d.what for d in diff_runs(load_run(a), load_run(b)).named] == ["model (model.path) was not recorded by B"]
 
 
 @pytest.mark.parametrize(("given", "code"), [({}, 0), ({"changes": {(2, "p0", 0): {"reward": 3.0}}}, 1)])
@@ -134,9 +147,11 @@ def test_compare_groups_seeds_and_shows_what_differs(tmp_path, capsys):
 
 
 def test_rollouts_are_shown_and_filtered(tmp_path, capsys):
-    run = str(write_run(tmp_path / "a", changes={(3, "p0", 0): {"completion": "red\x1b[31m"}}))
+    odd = {(3, "p0", 0): {"completion": "red\x1b[31m"}, (3, "p1", 1): {"prompt_id": "p\x1b1"}}
+    run = str(write_run(tmp_path / "a", changes=odd))
     assert main(["rollouts", run, "--min-reward", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert "p\\x1b1" in lines[1] and "\x1b" not in lines[1]
     assert len(lines) == 2 and all(line.split()[0] == "3" and "r 1.0" in line for line in lines)
     assert main(["rollouts", run, "--prompt", "p0", "--step", "3"]) == 0
     printed = capsys.readouterr().out

@@ -164,6 +164,7 @@ def test_rollouts_are_filtered_sorted_and_grouped(tmp_path):
     assert found(mixed=False) == [4, 5, 8] and found(mixed=True, last_step=1) == [0, 1, 2, 3]
     assert found("length", True, last_step=1)[:2] == [3, 2] and found("reward")[-1] == 8  # without a reward: last
     assert found(text='SAY "ÄÖ"\nnow') == [6, 7] and found(text="it is 1") == [1, 5] and found(text="token_ids") == []
+    assert found(text="completion") == found(text="prompt_id") == found(text="0:b") == []  # keys, and other columns
     assert index.group(2).tolist() == [0, 1, 2, 3] and index.group(7).tolist() == [6, 7]
     assert index.prompt_of(0) == index.prompt_of(8) and found(prompt=index.prompt_of(0)) == list(range(9))
     assert found(data_source="nowhere") == found(split="nowhere") == found(prompt="nothing") == []
@@ -223,6 +224,24 @@ def test_the_lock_tells_whether_a_run_is_running(tmp_path):
         assert (state.status, state.eta_s) == ("running", 7 * 2.0)
         process.kill()
     assert load_run(folder).state.status == "failed"
+
+
+def test_what_is_nested_without_end_is_passed_over(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 2.0}\n' + "[" * 100_000 + '\n{"step": 2, "a": 3.0}\n')
+    (tmp_path / "config.yaml").write_text("train: &a {steps: 3, own: *a}\n")
+    (tmp_path / "env.json").write_text("[" * 100_000)
+    run = load_run(tmp_path)
+    assert run.metrics["a"].tolist() == [2.0, 3.0] and run.config == run.environment == {}
+    assert [line.partition(" is ")[0] for line in run.problems] == ["config.yaml", "env.json", "metrics.jsonl:2"]
+
+
+def test_where_locks_do_not_answer_a_run_runs_until_it_is_silent(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text("train: {steps: 9}\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / ".lock").write_text(f"process {os.getpid()} on {os.uname().nodename}\n")
+    assert load_run(tmp_path).state.status == "failed"
+    monkeypatch.setattr("atomrl.reading.state.LOCKS_ANSWER", False)
+    assert load_run(tmp_path).state.status == "running"
 
 
 def test_a_run_on_another_machine_runs_until_it_is_silent(tmp_path):

@@ -15,7 +15,7 @@ import yaml
 
 from atomrl.config import ConfigError, build_config
 from atomrl.tuning.space import read_space
-from atomrl.tuning.study import Settings, tune
+from atomrl.tuning.study import Settings, _run, _study, _to_be_ended, tune
 
 CONFIG = {
     "run_name": "first",
@@ -89,7 +89,47 @@ def test_where_nothing_is_better_it_says_so(place):
     (place / "space.yaml").write_text("train.weight_decay: [0.0, 0.1]\n")
     said = []
     result = tune(config, read_space(place / "space.yaml", config), settings(place, runs=3), said.append)
-    assert not result["better"] and result["gain"] == 0 and "no better than the config as it is" in said[-1]
+    assert (
+        not result["better"]
+        and result["gain"] == 0
+        and "is not clearly better than the config as it is: +0.0000" in said[-1]
+    )
+
+
+def test_choices_are_what_they_were_also_where_they_are_long(place):
+    config = build_config(CONFIG)
+    given = ["a " * 60, "a " * 60 + "b", "two\nlines"]
+    (place / "space.yaml").write_text(json.dumps({"data.system_prompt": given}))
+    found = read_space(place / "space.yaml", config)
+    drawn = [found.suggest(Drawn(place)) for place in range(2)]  # type: ignore[arg-type]
+    assert [one["data.system_prompt"] for one in drawn] == given[:2]
+    assert found.values_of({"data.system_prompt": json.dumps(given[2])}) == {"data.system_prompt": given[2]}
+
+
+class Drawn:
+    """Stands for a trial: the choice at a place."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def suggest_categorical(self, key: str, choices: list[str]) -> str:
+        return choices[self.place]
+
+
+@pytest.mark.parametrize("metric", ["val-core/chain/acc/mean@1", "nothing"])
+def test_a_metric_of_evaluations(place, metric):
+    run = place / "study/runs/trial_000"
+    run.mkdir(parents=True)
+    rows = [{"step": 4, "critic/score/mean": 0.1}, {"step": 4, "val-core/chain/acc/mean@1": 0.25}]
+    rows += [{"step": 8, "critic/score/mean": 0.1}, {"step": 8, "val-core/chain/acc/mean@1": 0.75}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "summary.json").write_text('{"finished": true}')
+    given = settings(place, metric=metric)
+    if metric == "nothing":
+        with pytest.raises(ConfigError, match="it has critic/score/mean, val-core"):
+            _run(8, {}, "trial_000", given)
+    else:
+        assert _run(8, {}, "trial_000", given).value == 0.5
 
 
 def test_bad_trials_end_at_half(place):
@@ -98,6 +138,33 @@ def test_bad_trials_end_at_half(place):
     pruned = [number for number, _, state in trials(place / "study") if state == "PRUNED"]
     lengths = [len((place / f"study/runs/trial_{n:03d}/metrics.jsonl").read_text().splitlines()) for n in pruned]
     assert pruned and all(4 <= length < 8 for length in lengths)
+
+
+def test_the_worse_half_is_ended_at_three_quarters_too(place):
+    pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
+    study, ended = _study(place), []
+    for values in ((0.5, 0.6), (0.7, 0.4), (0.1, 0.0)):  # the second is well at half, and worse at three quarters
+        trial = study.ask()
+        for number, value in enumerate(values, 1):
+            trial.report(value, number)
+            if trial.should_prune():
+                ended.append((trial.number, number))
+                break
+        study.tell(trial, values[-1])
+    assert ended == [(1, 2), (2, 1)]
+
+
+def test_each_place_is_asked_about_once(place):
+    run = place / "run"
+    run.mkdir()
+    asked: list[tuple[int, float]] = []
+    done: set[int] = set()
+    for step in range(1, 9):
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "critic/score/mean": float(step)}) + "\n")
+        for _ in range(2):
+            assert not _to_be_ended(8, run, settings(place), lambda *given: asked.append(given) or False, done)
+    assert asked == [(1, 3.5), (2, 5.5)]  # means over the last two steps
 
 
 def test_a_study_that_was_killed_makes_the_same_trials(place):
@@ -147,6 +214,7 @@ def test_a_study_of_something_else_is_refused(place):
         ("train.learning_rate: [0.1]", "several choices"),
         ("train.steps: {low: 1.0, high: 9.0, step: 2}", "whole numbers"),
         ("algorithm.clip.high: [0.2, wide]", "algorithm"),
+        ("algorithm.clip.high: [0.2, wide, 0.3]", "algorithm"),
     ],
 )
 def test_what_a_space_refuses(place, text, message):

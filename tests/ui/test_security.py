@@ -52,6 +52,12 @@ def test_a_foreign_origin_is_refused(client, origin):
     assert client.post("/api/check", {}, Origin=origin).status == 403
 
 
+def test_an_origin_or_a_length_that_is_none_is_refused(client):
+    assert client.get("/api/runs", Origin="http://[").status == 403
+    headers = {"Cookie": client.cookie, "Content_Type": "application/json", "X_Atomrl": "1"}
+    assert client.ask("POST", "/api/check", **headers).status == 413
+
+
 def test_the_own_origin_is_answered(client):
     assert client.get("/api/runs", Origin=client.base, Sec_Fetch_Site="same-origin").status == 200
 
@@ -155,6 +161,21 @@ def test_launching_is_off_unless_it_is_allowed(client, tmp_path):
     for path, content in posts:
         answer = client.post(path, content)
         assert answer.status == 403 and "--allow-launch" in answer.json["detail"]
+
+
+def test_a_config_that_is_looked_at_runs_no_code(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef clip(inputs): ...\n")
+    clip = {"name": "grpo", "clip": {"type": "custom", "function": f"{own}:clip"}}
+    make_run(tmp_path / "runs" / "one", algorithm=clip)
+    text = json.dumps({"run_name": "x", "model": {"path": "m"}, "data": {"train": "chain"}, "algorithm": clip})
+    for options, ran in (((), False), (("--allow-launch",), True)):
+        with serving(tmp_path / "runs", *options) as (client, _):
+            looked = client.get(f"/api/runs/{client.id_of('one')}/about").json
+            checked = client.post("/api/check", {"yaml": text}).json
+        assert (tmp_path / "ran").exists() == ran == (not looked["errors"]) == (not checked["errors"])
+        if not ran:
+            assert "own.py:clip' is not imported" in "".join(looked["errors"])
 
 
 def test_it_listens_on_this_machine_alone():

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from atomrl.config import parse_overrides
 from atomrl.reading import MetricTable, Run
 from atomrl.ui.cards import downsample, group
 from atomrl.ui.catalog import Catalog
@@ -181,6 +182,18 @@ def test_few_runs_are_kept_in_memory(tmp_path):
     assert sum(entry.run is not None for entry in catalog.entries()) <= 7
 
 
+def test_a_run_elsewhere_that_falls_silent_is_seen(tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "one")
+    (folder / ".lock").write_text("process 7 on elsewhere\n")
+    catalog, now = Catalog(tmp_path), time.time()
+    [entry] = catalog.entries()
+    assert catalog.card(entry)["status"] == "running"
+    before = entry.look()
+    monkeypatch.setattr(time, "time", lambda: now + 3600)
+    assert entry.look() != before and catalog.card(entry)["status"] == "failed"
+    assert catalog.card(entry) is catalog.card(entry)  # and is then left alone
+
+
 def test_no_spike_is_lost_when_there_are_more_points_than_pixels():
     values = np.zeros(10_000)
     values[[1234, 8000]] = 7.0, -3.0
@@ -229,6 +242,23 @@ def test_a_run_that_is_just_ending_is_waited_for(tmp_path, monkeypatch):
     Launcher(tmp_path).resume(folder)
     [arguments] = spawned
     assert arguments[:2] == ["train", str(folder / "config.yaml")] and arguments[-1] == "--resume"
+
+
+@pytest.mark.parametrize("name", ["7", "1e3", "null", "a: b"])
+def test_a_run_of_any_name_is_resumed(tmp_path, monkeypatch, name):
+    folder, spawned = make_run(tmp_path / name), []
+    monkeypatch.setattr("atomrl.ui.launches.kind_of", lambda _: "train")
+    monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: spawned.append(arguments))
+    Launcher(tmp_path).resume(folder)
+    given = parse_overrides([word for word in spawned[0] if word.startswith(("output_dir", "run_name"))])
+    assert given == {"output_dir": str(tmp_path), "run_name": name}
+
+
+def test_two_that_start_at_once_have_a_config_each(tmp_path, monkeypatch):
+    monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: {"config": arguments[1]})
+    launcher = Launcher(tmp_path)
+    made = [launcher.start(text, "train", str(tmp_path / text / "same"))["config"] for text in ("a", "b")]
+    assert [Path(path).read_text() for path in made] == ["a", "b"]
 
 
 def test_only_a_process_that_writes_the_run_is_stopped(tmp_path):

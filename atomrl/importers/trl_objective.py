@@ -1,0 +1,118 @@
+"""TRL's objective: advantage, policy loss, KL and correction of rollouts, on the axes of an algorithm."""
+
+from typing import Any
+
+from atomrl.importers.translation import Translation
+
+AGGREGATIONS = {
+    "grpo": "sequence_mean",
+    "dapo": "token_mean",
+    "bnpo": "token_mean",
+    "dr_grpo": "constant_length",
+    "cispo": "token_mean",
+    "sapo": "sequence_mean",
+}
+CORRECTIONS = {
+    "sequence_mask": "sequence_mis",
+    "sequence_truncate": "sequence_tis",
+    "token_mask": "token_mis",
+    "token_truncate": "token_tis",
+}
+
+
+def translate_objective(t: Translation) -> None:
+    """All of `algorithm`."""
+    t.refuse_given(
+        {
+            "use_adaptive_entropy": "the coefficient of the entropy stays as it is here",
+            "sync_ref_model": "the reference model stays as it is here",
+        }
+    )
+    loss = t("loss_type")
+    kind = t.choice("loss_type", loss, AGGREGATIONS)
+    t.put("algorithm.name", "grpo")
+    _advantage(t)
+    level = t.choice(
+        "importance_sampling_level", t("importance_sampling_level"), {"token": "token", "sequence": "sequence"}
+    )
+    t.put(
+        "algorithm.ratio",
+        {"type": "token", "clamp": None}
+        if level == "token"
+        else {"type": level, "length_normalised": True, "clamp": None},
+        "importance_sampling_level",
+    )
+    low = t.number("epsilon")
+    high = low if t("epsilon_high") is None else t.number("epsilon_high")
+    names = ["loss_type", "epsilon", "epsilon_high", "delta"]
+    delta = None if t("delta") is None else t.number("delta")
+    if loss == "cispo":
+        if high < 1:
+            raise t.refuse(
+                "epsilon_high", high, "with loss_type=cispo it is the bound of the ratio itself, and usually 5"
+            )
+        clip: dict[str, Any] = {"type": "cispo", "low": 1.0, "high": round(high - 1, 12)}
+    elif loss == "sapo":
+        clip = {
+            "type": "sapo",
+            "tau_positive": t.number("sapo_temperature_pos"),
+            "tau_negative": t.number("sapo_temperature_neg"),
+        }
+        names += ["sapo_temperature_pos", "sapo_temperature_neg"]
+    else:
+        clip = {"type": "ppo", "low": low, "high": high, "dual": delta}
+    t.name_of(["sapo_temperature_pos", "sapo_temperature_neg"])
+    t.put("algorithm.clip", clip, *names)
+    length = {"length": t.whole("max_completion_length")} if kind == "constant_length" else {}
+    why = "TRL's mean is over a process's tokens, here over all of the optimizer step" if loss == "bnpo" else ""
+    t.put("algorithm.loss_agg", {"type": kind, **length}, "loss_type", because=why)
+    beta = {"type": "k3", "coefficient": t.number("beta"), "apply_to": "loss", "k2_gradient": False, "target": None}
+    t.put("algorithm.kl", beta, "beta")
+    t.leave("use_bias_correction_kl", "a KL weighted by the ratio; algorithm.kl.k2_gradient mends the same bias")
+    if t("mask_truncated_completions"):
+        t.put("algorithm.shaping.mask_truncated", True, "mask_truncated_completions")
+    _rollout_correction(t)
+    if (share := t.number("top_entropy_quantile")) < 1:
+        t.put("algorithm.token_filter", {"type": "high_entropy", "fraction": share}, "top_entropy_quantile")
+
+
+def _advantage(t: Translation) -> None:
+    names = ("scale_rewards", "multi_objective_aggregation")
+    scale, objectives = t("scale_rewards"), t("multi_objective_aggregation")
+    scale = {True: "group", False: "none", None: "none"}.get(scale, scale)
+    if objectives == "normalize_then_sum":
+        t.put("algorithm.advantage", {"type": "gdpo", "eps": 1e-4}, *names)
+    elif t.choice("scale_rewards", scale, dict.fromkeys(("group", "none", "batch"), scale)) == "batch":
+        why = "divided by the deviation over the batch's tokens, TRL's over its completions"
+        t.put("algorithm.advantage", {"type": "reinforce_pp_baseline"}, *names, because=why)
+    else:
+        t.put(
+            "algorithm.advantage",
+            {"type": "grpo", "eps": 1e-4} if scale == "group" else {"type": "grpo_no_std"},
+            *names,
+        )
+
+
+def _rollout_correction(t: Translation) -> None:
+    names = [
+        "use_vllm",
+        *(f"vllm_importance_sampling_{part}" for part in ("correction", "mode", "clip_max", "clip_min")),
+    ]
+    used, on, mode, most, least = (t(name) for name in names)
+    most = t("vllm_importance_sampling_cap") or most
+    parts: list[dict[str, Any]] = []
+    if used and on:
+        kind = t.choice("vllm_importance_sampling_mode", mode, CORRECTIONS)
+        parts.append({"type": kind, "high": 1e30 if most is None else float(most), "low": float(least or 0)})
+    if used:
+        t.put(
+            "rollout.engine",
+            "native",
+            "use_vllm",
+            because="AtomRL's own engine; where vLLM is installed, rollout.engine=vllm",
+        )
+    if (bound := t("off_policy_mask_threshold")) is not None:
+        parts.append({"type": "off_policy_sequences", "bound": float(bound)})
+        names.append("off_policy_mask_threshold")
+    if parts:
+        t.put("algorithm.rollout_is", parts, *names)
