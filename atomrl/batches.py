@@ -51,6 +51,8 @@ class RowBatch:
     trajectory_index: Tensor | None = None
     """[B] int64: which of the step's trajectories the row is. Several rows are of one, in their order, where its
     model no longer saw all that had come before; each of its tokens is trained on in one of them."""
+    recorded: Tensor | None = None
+    """[B] int64: the row's number among those whose tokens are recorded; -1: they are not. None: no row's are."""
     staleness: Tensor | None = None
     """[B, T] int32: versions between the weights that wrote each token and the trainer's; 0 off the model's tokens."""
     token_rewards: Tensor | None = None

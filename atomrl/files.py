@@ -34,9 +34,14 @@ def check_writable(path: Path) -> None:
 
 def write_text(path: Path, text: str, flush: bool = False) -> None:
     """Written aside and renamed, so that a kill leaves the old file or the new one (`flush`: so does a power cut)."""
+    write_bytes(path, text.encode("utf-8"), flush)
+
+
+def write_bytes(path: Path, content: bytes, flush: bool = False) -> None:
+    """Likewise, of bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(text, encoding="utf-8")
+    aside.write_bytes(content)
     if flush:
         flush_to_disk(aside)
     aside.replace(path)

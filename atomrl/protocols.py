@@ -239,6 +239,9 @@ class Algorithm(Protocol):
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
         """The loss of a micro-batch: weighted sums, so that micro-batches add up to the whole step."""
 
+    def by_token(self, outputs: ModelOutputs, batch: TrainingBatch) -> Mapping[str, Tensor]:
+        """What else is worth knowing of each token of a micro-batch, [B, T] by name, for records of tokens."""
+
 
 def needs_teacher(algorithm: Algorithm) -> bool:
     """Whether an algorithm looks at a teacher."""
@@ -256,6 +259,12 @@ class TrainingBackend(Protocol):
 
     def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
         """One optimizer step on the whole batch, in micro-batches."""
+
+    def token_numbers(self) -> Mapping[str, Tensor]:
+        """Of the last `train_step` what the update saw of the tokens of the batch's `recorded` rows, by name, [R, T] in
+        the order of their numbers: `logprobs` and `entropy` of the forward pass; `loss`, each token's part of it, and
+        `gradient`, that of the loss in the token's log-prob; and the algorithm's `by_token`. No forward pass is made
+        for it; empty where no row is recorded, or the algorithm takes an update of its own."""
 
     def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
         """The policy's weights for an engine, adapters apart. `adapters_alone`: it has the base's from before."""

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.ui.made import Client, make_run, serving
+from tests.ui.made import Client, make_run, record_tokens, serving
 
 METRICS = 46
 BARS = {
@@ -40,6 +40,8 @@ BARS = {
     "server's memory (MB)": 250.0,
     "assets, compressed (KB)": 120.0,
     "a step while it is watched (% slower)": 1.0,
+    "4,000 tokens: shown and coloured (s)": 0.2,
+    "4,000 tokens: coloured by another number (s)": 0.2,
 }
 
 
@@ -154,6 +156,43 @@ def measure_pages(browser: Any, root: Path, client: Client, process: int, repeat
     return found
 
 
+COLOUR = """async (name) => {
+  const select = [...document.querySelectorAll("select")].find((one) => [...one.options].some((o) => o.value === name));
+  const started = performance.now();
+  select.value = name;
+  select.dispatchEvent(new Event("change", { bubbles: true }));
+  await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+  return performance.now() - started;
+}"""
+
+
+def measure_tokens(browser: Any, root: Path, client: Client, repeat: int) -> dict[str, float]:
+    """The tokens of a completion of 4,000: from the click until they stand there, and until other colours do."""
+    record_tokens(make_run(root / "long", steps=1), 1, times=4000 // 3 + 1)
+    page = browser.new_page()
+    page.goto(client.address)
+    page.wait_for_selector("text=long")
+    page.goto(f"{client.base}/#/run/{client.id_of('long')}/rollouts/1/train/1")
+    page.wait_for_selector(".members li")
+    button = page.locator(".members > li").nth(1).get_by_role("button", name="Tokens")
+
+    def shown() -> None:
+        button.click()
+        page.wait_for_selector(".tokens.coloured span >> nth=3999")
+
+    times = []
+    for _ in range(repeat):
+        times.append(seconds(shown))
+        button.click()
+    shown()
+    colours = [page.evaluate(COLOUR, name) / 1000 for _ in range(repeat) for name in ("ratio", "reference")]
+    page.close()
+    return {
+        "4,000 tokens: shown and coloured (s)": statistics.median(times),
+        "4,000 tokens: coloured by another number (s)": statistics.median(colours),
+    }
+
+
 STEP = """
 import sys, time
 from pathlib import Path
@@ -221,6 +260,7 @@ def main() -> None:
             found |= measure_pages(browser, root, client, process.pid, arguments.repeat)
             found |= measure_rollouts(client, arguments.repeat)
             found["server's memory (MB)"] = max(found["server's memory (MB)"], memory_mb(process.pid))
+            found |= measure_tokens(browser, root, client, arguments.repeat)
             found |= measure_a_step(browser, root, client, arguments.repeat)
         browser.close()
     for name, bar in BARS.items():

@@ -29,6 +29,8 @@ COMMANDS = {
     "import": "turn a config of verl, TRL or OpenRLHF into one of ours, or a nanoGPT checkpoint into a model folder",
     "export": "merge a checkpoint's adapters and write a plain model folder",
     "rollouts": "look at the completions of a run, or write them to a file",
+    "replay": "take a recorded step under another objective: losses and gradients, token by token",
+    "lab": "score recorded completions with other rewards: what changes, and what a hack would earn",
     "compare": "put runs side by side: a table, the keys that differ, a picture",
     "diff": "say where two runs begin to differ",
     "plot": "draw the curves of a run",

@@ -25,6 +25,6 @@ from atomrl.config.schema import (
     RolloutConfig,
     SftConfig,
     TeacherConfig,
-    TrackingConfig,
     TrainConfig,
 )
+from atomrl.config.tracking import TrackingConfig

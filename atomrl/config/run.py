@@ -18,6 +18,7 @@ from atomrl.config.base import ConfigError, Section
 from atomrl.config.environments import EnvironmentConfig, ToolConfig
 from atomrl.config.model import ModelConfig
 from atomrl.config.names import foreign_names, suggestion
+from atomrl.config.tracking import TrackingConfig
 from atomrl.objective import PolicyObjective, PreferenceObjective
 from atomrl.objective.choice import Choice
 
@@ -62,7 +63,7 @@ class RunConfig(Section):
     train: schema.TrainConfig = schema.TrainConfig()
     eval: schema.EvalConfig = schema.EvalConfig()
     checkpoint: schema.CheckpointConfig = schema.CheckpointConfig()
-    tracking: schema.TrackingConfig = schema.TrackingConfig()
+    tracking: TrackingConfig = TrackingConfig()
     sft: schema.SftConfig | None = None
     pretrain: schema.PretrainConfig | None = None
     preference: schema.PreferenceConfig | None = None
@@ -118,6 +119,8 @@ class RunConfig(Section):
                 if self.model.path is None
                 else f"model.path and {'sft' if self.sft else 'pretrain'}.gpt are two places to start from; give one"
             )
+        if self.tracking.tokens and self.kind != "train":
+            raise ValueError("tracking.tokens: this kind of run draws no rollouts; remove it")
         if self.asynchronous and self.kind != "train":
             raise ValueError("asynchronous: this kind of run draws no rollouts; remove the section")
         if self.asynchronous and rollout.source == "pool":

@@ -274,21 +274,6 @@ class CheckpointConfig(Section):
     best_is: Literal["max", "min"] = "max"
 
 
-class TrackingConfig(Section):
-    """Where metrics go beside `metrics.jsonl`."""
-
-    sinks: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
-    wandb_project: str = "atomrl"
-    wandb_entity: str | None = None
-    wandb_tags: list[str] = []
-    log_every_steps: int = Field(1, ge=1)
-    """Of the sinks; `metrics.jsonl` has every step."""
-    save_rollouts: bool = True
-    log_completions: int = Field(10, ge=0)
-    """Show a few completions on the terminal, with reward and advantage: of the first step, and every so many steps.
-    true: of every step; false or 0: never."""
-
-
 class GptConfig(Section):
     """The shape of a GPT with fresh weights; its tokenizer is made for the data."""
 

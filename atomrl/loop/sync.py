@@ -21,6 +21,7 @@ from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import credited, to_rows, to_training_batches
 from atomrl.loop.groups import GroupSource
 from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
+from atomrl.loop.tokens import TokenRecord, marked
 from atomrl.metrics import Metrics
 from atomrl.objective.advantage_inputs import given
 from atomrl.protocols import Algorithm, ModelInput, RolloutEngine, TrainingBackend, WeightTransfer
@@ -157,14 +158,18 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
     progress.idle_steps = 0 if accepted else progress.idle_steps + 1
     drawn = [*chain(*accepted), *chain(*refused)]
     rows = to_rows(list(chain(*accepted)), config.train.max_row_tokens, version=step - 1)
+    rows, tokens = marked(rows, config.tracking.tokens), TokenRecord()
     if parts.sleeper:
         parts.sleeper.sleep()
-    batch, results = learn(parts.trainer, parts.algorithm, rows, progress.algorithm_state, watch, config, step=step)
+    state = progress.algorithm_state
+    batch, results = learn(parts.trainer, parts.algorithm, rows, state, watch, config, step=step, tokens=tokens)
     if parts.sleeper:
         parts.sleeper.wake()
     with watch("sync_weights"):
         parts.transfer(step)
     parts.record.log_rollouts(step, drawn, mean_advantages(batch))
+    if recorded := tokens.tensors():
+        parts.record.log_tokens(step, recorded, tokens.state)
     metrics = rollout_metrics(drawn, batch, frozenset(parts.processor.tokenizer.all_special_ids))
     if parts.algorithm.accepts_group:
         groups = len(accepted) + len(refused)
@@ -172,8 +177,8 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
         metrics["rollout/groups_accepted"] = float(len(accepted))
         metrics["rollout/groups_missing"] = float(config.items_per_step - len(accepted))
         metrics["rollout/acceptance_rate"] = len(accepted) / max(1, groups)
-    tokens = sum(item.prompt_tokens + item.response_tokens for item in drawn)
-    return metrics | update_metrics(results) | parts.source.metrics() | watch.metrics(tokens)
+    total = sum(item.prompt_tokens + item.response_tokens for item in drawn)
+    return metrics | update_metrics(results) | parts.source.metrics() | watch.metrics(total)
 
 
 def learn(
@@ -184,12 +189,14 @@ def learn(
     watch: Stopwatch,
     config: RunConfig | None = None,
     step: int = 0,
+    tokens: TokenRecord | None = None,
 ) -> tuple[AdvantageBatch, list[Metrics]]:
     """The second half of a step: from rows to updates. `state` becomes the algorithm's after it.
 
     Args:
         config: of a run on rollouts: how often it updates on its rows, and the seed of their split. None: once.
         step: number of the step, which has a split of its own.
+        tokens: gets what the updates saw of the rows that are marked as recorded.
 
     Returns:
         The rows with their advantages, and the metrics of each update: none where there is no row.
@@ -211,7 +218,12 @@ def learn(
     with watch("update_actor"):
         seed = config.seed if config else 0
         parts = to_training_batches(batch, algorithm, updates=updates, epochs=epochs, seed=seed, step=step)
-        return batch, [trainer.train_step(part, algorithm) for part in parts]
+        results = []
+        for part in parts:
+            results.append(trainer.train_step(part, algorithm))
+            if tokens is not None and part.recorded is not None:
+                tokens.add(part, trainer.token_numbers())
+        return batch, results
 
 
 def mean_advantages(batch: AdvantageBatch) -> dict[int, float]:

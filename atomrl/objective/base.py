@@ -8,9 +8,9 @@ from pydantic import BaseModel, Field
 from torch import Tensor
 
 from atomrl.atoms.reductions import sequence_mean
-from atomrl.batches import AdvantageBatch, RowBatch
+from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
 from atomrl.objective.choice import FROZEN, Choice, Formula, Setting, changed, check_name, choices_of, validated
-from atomrl.protocols import NOTHING, ModelInput, Output, RowUnit, Update
+from atomrl.protocols import NOTHING, ModelInput, ModelOutputs, Output, RowUnit, Update
 
 
 class Goal(NamedTuple):
@@ -130,6 +130,10 @@ class Objective(BaseModel):
     def loss_weights(self, mask: Tensor, group_ids: Tensor) -> Tensor:
         """Loss mask [B, T] and group ids [B] of an optimizer step -> weights [B, T]."""
         return sequence_mean(mask)
+
+    def by_token(self, outputs: ModelOutputs, batch: TrainingBatch) -> Mapping[str, Tensor]:
+        """Nothing beside what there is of all objectives."""
+        return {}
 
 
 def as_tuple(choice: Choice | tuple[Choice, ...] | None) -> tuple[Choice, ...]:

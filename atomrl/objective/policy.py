@@ -195,11 +195,8 @@ class PolicyObjective(Objective):
         if outputs.logprobs is None:  # a step of the critic alone
             return LossOutput(*self.value.loss(outputs, batch))
         mask, logprobs = batch.loss_mask, outputs.logprobs
-        # On a step with one update the policy still is the old one, so its own log-probs serve, without gradient.
-        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        inputs = PolicyInputs(self.ratio(logprobs, old, mask), batch.advantages, logprobs, old, mask)
-        found = self.clip(inputs)
-        by_token, clipped = found if isinstance(found, tuple) else (found, mask & False)
+        inputs, by_token, clipped = self._policy_term(logprobs, batch)
+        old = inputs.old_logprobs
         tokens = mask.sum()
         metrics: Metrics = {
             "actor/pg_clipfrac": Mean((clipped & mask).sum(), tokens),
@@ -240,6 +237,23 @@ class PolicyObjective(Objective):
             loss = loss + term
             metrics |= seen
         return LossOutput(loss=loss, metrics=metrics)
+
+    def _policy_term(self, logprobs: Tensor, batch: TrainingBatch) -> tuple[PolicyInputs, Tensor, Tensor]:
+        """What the policy term is made of, its loss per token, and the tokens on which the clip acts."""
+        mask = batch.loss_mask
+        # On a step with one update the policy still is the old one, so its own log-probs serve, without gradient.
+        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        inputs = PolicyInputs(self.ratio(logprobs, old, mask), batch.advantages, logprobs, old, mask)
+        found = self.clip(inputs)
+        return inputs, *(found if isinstance(found, tuple) else (found, mask & False))
+
+    @torch.no_grad()
+    def by_token(self, outputs: ModelOutputs, batch: TrainingBatch) -> Mapping[str, Tensor]:
+        """`log_ratio`, and whether a token is `clipped`."""
+        if outputs.logprobs is None:
+            return {}
+        inputs, _, clipped = self._policy_term(outputs.logprobs.detach(), batch)
+        return {"log_ratio": inputs.log_ratio, "clipped": clipped & batch.loss_mask}
 
     def off_axes(self) -> set[str]:
         learns = self.advantage.type != "none"

@@ -14,6 +14,7 @@ from atomrl.reading.lines import GrowingFile, ReadError, flat_tree, loads, open_
 from atomrl.reading.metrics import MetricTable
 from atomrl.reading.rollouts import RolloutIndex
 from atomrl.reading.state import RunState, state_of
+from atomrl.reading.tokens import TOKENS, TokenTable, read_tokens
 
 MARKS = ("metrics.jsonl", "config.yaml")
 """A folder with one of these is a run's."""
@@ -85,6 +86,14 @@ class Run:
     def rollouts(self) -> RolloutIndex:
         """Its completions, of training and evaluation."""
         return RolloutIndex(self.path / "rollouts")
+
+    def tokens(self, step: int) -> TokenTable | None:
+        """The recorded tokens of a step; None where there are none (`tracking.tokens`).
+
+        Raises:
+            ReadError: their file is damaged.
+        """
+        return read_tokens(self.path / "rollouts" / f"step_{step:06d}" / TOKENS)
 
     @property
     def problems(self) -> list[str]:

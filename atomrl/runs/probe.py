@@ -67,7 +67,7 @@ def measure(config: RunConfig, folder: Path | None, changes: Mapping[str, Any]) 
             "run_name": "probe",
             "eval": {"before": False, "after": False, "every_steps": 0},
             "checkpoint": {"every_steps": 0},
-            "tracking": {"sinks": [], "save_rollouts": False, "log_completions": 0},
+            "tracking": {"sinks": [], "save_rollouts": False, "tokens": 0, "log_completions": 0},
         }
         tree = merge_trees(merge_trees(config.to_tree(), quiet), changes)
         tree["train"]["total_epochs"] = None

@@ -1,7 +1,9 @@
 """Everything a run writes while it runs, behind one object: the run folder, the sinks and the terminal."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from atomrl.config import RunConfig
 from atomrl.doctor.watch import Doctor
@@ -11,6 +13,9 @@ from atomrl.tracking.console import ProgressBar
 from atomrl.tracking.run_directory import RunDirectory, rollout_rows
 from atomrl.tracking.sinks import MAX_SAMPLES, SINKS, BackgroundSink, Sink
 from atomrl.types import Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Recorder:
@@ -67,6 +72,10 @@ class Recorder:
             self._send(step, lambda sink: sink.log_samples(rows[:MAX_SAMPLES], step))
         if every and rows and (step == 1 or step % every == 0):
             self.progress.show_completions(step, rows)
+
+    def log_tokens(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, float]) -> None:
+        """The recorded tokens of a step (`loop/tokens.py`), with the algorithm's state in it."""
+        self.directory.write_tokens(step, tensors, state)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
         """An evaluation after `step` steps: a line of its own in `metrics.jsonl`, and its completions, if any."""

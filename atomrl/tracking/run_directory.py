@@ -6,11 +6,14 @@ runs/NAME/
   metrics.jsonl    one flat JSON object a line, each with "step": pd.read_json(path, lines=True)
   findings.jsonl   what the doctor found, if it did
   rollouts/step_000010/{train,eval}.jsonl   one completion a line
+  rollouts/step_000010/tokens.safetensors   the numbers of every token of some groups (`tracking.tokens`)
   checkpoints/step_000010/                  complete or absent, see `checkpoints.py`
   model, best                               links to the newest checkpoint, and to the best (`checkpoint.keep_best`)
   summary.json, curves.png                  at the end
   .lock                                     held by the process that writes the run
 """
+
+from __future__ import annotations
 
 import json
 import logging
@@ -22,19 +25,23 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config, read_yaml
 from atomrl.doctor.findings import Finding, is_evaluation
-from atomrl.files import flush_to_disk, write_jsonl, write_text
+from atomrl.files import flush_to_disk, write_bytes, write_jsonl, write_text
 from atomrl.hints import nearest
 from atomrl.reading.lines import read_metrics
 from atomrl.reading.lock import LOCK, Locked, hold
+from atomrl.reading.tokens import TOKENS
 from atomrl.tracking import checkpoints
 from atomrl.tracking.checkpoints import disk_full_named, step_folder, step_folders
 from atomrl.tracking.environment import describe_environment, refuse_secrets
 from atomrl.tracking.resume import config_changes, stopping_changes
 from atomrl.types import Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FINDINGS = "findings.jsonl"
 FRESH_MODEL = "fresh_model"
@@ -182,6 +189,15 @@ class RunDirectory:
     def write_rows(self, step: int, rows: Iterable[Mapping[str, Any]], split: str) -> None:
         """Write `rollouts/step_NNNNNN/SPLIT.jsonl`, one row a line, in place of an earlier file."""
         self._write_rows(rows, self.path / "rollouts" / step_folder(step) / f"{split}.jsonl")
+
+    def write_tokens(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, float]) -> None:
+        """Write `rollouts/step_NNNNNN/tokens.safetensors`, in place of an earlier file."""
+        from safetensors.torch import save
+
+        path = self.path / "rollouts" / step_folder(step) / TOKENS
+        about = {"step": str(step), "state": json.dumps(dict(state))}
+        with disk_full_named(path.parent, f"{path.name} was not written"):
+            write_bytes(path, save(dict(tensors), about))
 
     def _write_rows(self, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
         with disk_full_named(path.parent, f"{path.name} was not written"):

@@ -23,6 +23,7 @@ from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUni
 from atomrl.training.collective import Collective, check_launcher
 from atomrl.training.optimizer import Optimizer
 from atomrl.training.roles import SOURCES, TRAINED, Role, RoleName, check_forward_mode, sources
+from atomrl.training.watched import WatchedTokens
 from atomrl.types import RaggedIds
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class BaseBackend(ABC):
         self.updates = 0
         self.tokens_per_micro_batch = train.micro_batch_tokens(self.device.type)  # halved where memory runs out
         self._out_of_memory = 0  # how often, since the last update
+        self._token_numbers: dict[str, Tensor] = {}
         self.roles: dict[RoleName, Role] = {}
         self.here = roles
         needs, critic = algorithm.needs | algorithm.outputs, critic or CriticConfig()
@@ -205,18 +207,31 @@ class BaseBackend(ABC):
 
         wanted = {name for name in algorithm.outputs if of is None or SOURCES[name][0] in of}
 
+        recorded = batch.recorded is not None and "logprobs" in wanted
+        watched = WatchedTokens(batch, self.device) if recorded else None
+
         def accumulate(split: list[Tensor]) -> list[Metrics]:
             parts = []
             for number, index in enumerate(split, 1):
                 self.before_backward(last=number == len(split))
                 micro = self._micro(batch, index)
                 outputs = ModelOutputs(**self._outputs(micro, wanted))
+                if watched:
+                    micro = watched.begin(micro, outputs)
                 result = algorithm.loss(outputs, micro)
                 torch.autograd.backward(result.loss)
+                if watched:
+                    watched.end(index if self._says else index[:0], micro, outputs, algorithm)
                 parts += [result.metrics] * (len(index) > 0 and self._says)
             return parts
 
-        return self.collective.sum(merge(self._in_micro_batches(batch, algorithm.row_unit, accumulate)))
+        metrics = self._in_micro_batches(batch, algorithm.row_unit, accumulate)
+        self._token_numbers = watched.numbers(self.collective) if watched else {}
+        return self.collective.sum(merge(metrics))
+
+    def token_numbers(self) -> dict[str, Tensor]:
+        """What the last update saw of the tokens that are recorded (`protocols.TrainingBackend`)."""
+        return self._token_numbers
 
     def _own_update(self, batch: TrainingBatch, algorithm: Algorithm) -> list[Metrics]:
         """The algorithm's step of the policy, and before it the critic's."""

@@ -177,6 +177,11 @@ class RankedBackend:
         found: Metrics = self._call("train_step", batch, algorithm)
         return found
 
+    def token_numbers(self) -> dict[str, torch.Tensor]:
+        """Of the last update, of all ranks' rows."""
+        found: dict[str, torch.Tensor] = self.backend.token_numbers()
+        return found
+
     def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
         """The policy's weights for an engine, gathered here."""
         found: WeightUpdate = self._call("weight_update", version, adapters_alone)

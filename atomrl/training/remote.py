@@ -29,6 +29,7 @@ class ServedBackend:
     def __init__(self, build: Callable[[], TrainingBackend]) -> None:
         self.backend = build()
         self.train_step, self.save, self.load = self.backend.train_step, self.backend.save, self.backend.load
+        self.token_numbers = self.backend.token_numbers
 
     def forward_only(self, rows: RowBatch, needs: frozenset[ModelInput]) -> dict[str, Tensor]:
         """What was asked for alone."""
@@ -108,6 +109,12 @@ class RemoteBackend:
         """One optimizer step on the whole batch, of policy and critic at the same time where they are apart."""
         shared = self.cluster.put(batch)
         return merge(self._at_once("train_step", dict.fromkeys(self._trained, (shared, algorithm))))
+
+    def token_numbers(self) -> dict[str, Tensor]:
+        """Of the trainer's last update."""
+        (found,) = self._at_once("token_numbers", {None: ()})
+        assert isinstance(found, dict)
+        return found
 
     @property
     def _trained(self) -> list[RoleName | None]:

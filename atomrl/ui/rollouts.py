@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, cast, get_args
 
 import numpy as np
 
 from atomrl.reading import Run
+from atomrl.reading.lines import ReadError
 from atomrl.reading.rollouts import SPLITS, Order, RolloutFilter, RolloutIndex
+from atomrl.reading.token_texts import token_texts
+from atomrl.reading.tokens import TokenTable
 from atomrl.ui.cards import number
 
 MAX_ROWS = 200
@@ -19,6 +20,12 @@ SHOWN = 400
 """Characters of a prompt (its end) and of a completion (its start) in a list."""
 MAX_PROMPT_ROWS = 2000
 BINS = 24
+COLUMNS = {
+    "advantage": "advantages", "entropy": "entropy", "gap": "gap", "logprob": "logprobs",
+    "rollout_logprob": "rollout_logprobs", "ref_logprob": "ref_logprobs", "value": "values", "gradient": "gradient",
+    "loss": "loss",
+}  # fmt: skip
+"""What a page calls a recorded number of a token."""
 NUMBER_KINDS: dict[str, type] = {
     field.name: int if str(field.type).startswith("int") else float
     for field in fields(RolloutFilter)
@@ -178,7 +185,8 @@ def _steps_of_prompt(index: RolloutIndex, asked: int) -> list[list[int]]:
 
 
 def tokens(run: Run, step: int, split: str, place: int) -> dict[str, Any]:
-    """The tokens of a completion as texts, where the run has a checkpoint with its tokenizer.
+    """The tokens of a completion as texts, where the run has a checkpoint with its tokenizer; where they were recorded
+    the numbers of each, and the prompt's tokens.
 
     Raises:
         LookupError: there is no such rollout.
@@ -186,48 +194,49 @@ def tokens(run: Run, step: int, split: str, place: int) -> dict[str, Any]:
     row = run.rollouts[run.rollouts.number_at(step, split, place)]
     ids = row.get("token_ids")
     if not isinstance(ids, list) or not all(isinstance(token, int) and token >= 0 for token in ids):
-        return {"ids": [], "texts": None, "why": "no token ids were recorded"}
-    path = _tokenizer_file(run.path)
-    if path is None:
-        return {"ids": ids, "texts": None, "why": "the run has no checkpoint with a tokenizer.json yet"}
+        return {"ids": [], "texts": None, "why": "no token ids were recorded", "numbers": None, "prompt": None}
+    (texts, why), numbers, prompt = token_texts(run.path, ids), None, None
     try:
-        return {"ids": ids, "texts": _token_texts(path, path.stat().st_mtime_ns, tuple(ids)), "why": None}
-    except Exception as error:  # the tokenizers library raises plain Exceptions
-        return {"ids": ids, "texts": None, "why": f"tokenizer.json cannot be read: {error}"}
+        table = run.tokens(step) if split == "train" else None
+    except ReadError as error:
+        table, why = None, str(error)
+    if table is not None and (numbers := token_numbers(table, place, ids)) is not None:
+        own = table.prompts[table.rows["prompt"][table.rows_of(place)[0]]].tolist()
+        prompt = {"ids": own, "texts": token_texts(run.path, own)[0]}
+    return {"ids": ids, "texts": texts, "why": why, "numbers": numbers, "prompt": prompt}
 
 
-def _tokenizer_file(run: Path) -> Path | None:
-    """In the newest checkpoint; not where a link leads out of the run."""
-    for folder in sorted((run / "checkpoints").glob("step_*[0-9]"), reverse=True):
-        path = folder / "tokenizer.json"
-        if path.is_file() and path.resolve().is_relative_to(run.resolve()):
-            return path
-    return None
+def token_numbers(table: TokenTable, place: int, ids: Sequence[int]) -> dict[str, Any] | None:
+    """The recorded numbers of a completion's tokens; None where they are not recorded, or it had several rows.
 
-
-@lru_cache(maxsize=2)
-def _tokenizer(path: Path, modified: int) -> Any:
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(path))
-
-
-@lru_cache(maxsize=64)
-def _token_texts(path: Path, modified: int, ids: tuple[int, ...]) -> list[str]:
-    """The text of each token: what the text grows by when it is added. Where a character ends only with a later
-    token, it is that one's."""
-    tokenizer = _tokenizer(path, modified)
-    texts, start, before = list[str](), 0, ""
-    for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(list(ids[start:end]), skip_special_tokens=False)
-        if text.endswith("�") and end < len(ids):
-            texts.append("")
-            continue
-        texts.append(text[len(before) :] if text.startswith(before) else text)
-        # From here on only this token is before the next one: its text may depend on it, as a space before a word.
-        start = end - 1
-        before = tokenizer.decode([ids[start]], skip_special_tokens=False)
-    return texts
+    Returns:
+        `columns`: by name, a number for each token (fewer where the row was cut); `scales`: how far the largest of the
+        group is from nothing (`ratio`: from 1); `masked` and `clipped`: which tokens are.
+    """
+    rows = table.rows_of(place)
+    if len(rows) != 1:
+        return None
+    own, given = table.span(rows[0]), table.tokens
+    if given["tokens"][own].tolist() != list(ids[: own.stop - own.start]):
+        return None
+    columns: dict[str, Any] = {name: given[key] for name, key in COLUMNS.items() if key in given}
+    if "log_ratio" in given:
+        columns["ratio"] = np.exp(given["log_ratio"])
+    if (reference := table.ref_gap()) is not None:
+        columns["reference"] = reference
+    group = np.flatnonzero(table.rows["group_ids"] == table.rows["group_ids"][rows[0]])
+    inside = np.concatenate([np.arange(*table.span(int(row)).indices(len(given["tokens"]))) for row in group])
+    if "loss" in given:
+        columns["share"] = np.abs(given["loss"]) / max(float(np.abs(given["loss"][inside]).sum()), 1e-30)
+    shown = inside[given["loss_mask"][inside]]
+    nothing = {name: float(name == "ratio") for name in columns}
+    away = {name: np.abs(values[shown] - nothing[name]) for name, values in columns.items()}
+    flags = {"masked": ~given["loss_mask"][own], "clipped": given.get("clipped", given["loss_mask"] & False)[own]}
+    return {
+        "columns": {name: [number(value) for value in values[own].tolist()] for name, values in columns.items()},
+        "scales": {name: float(np.nanmax(values, initial=0.0)) for name, values in away.items()},
+        **{name: np.flatnonzero(flag).tolist() for name, flag in flags.items()},
+    }
 
 
 def prompt_history(index: RolloutIndex, prompt: str, split: str | None) -> dict[str, Any]:

@@ -132,6 +132,26 @@ def test_old_log_probs_are_those_of_the_loss_to_the_last_bit(make, monkeypatch, 
     assert seen and all(seen)
 
 
+@pytest.mark.parametrize("split", [{}, {"rows_per_micro_batch": 2}], ids=str)
+def test_the_tokens_of_recorded_rows_are_kept(make, split):
+    recorded = torch.tensor([-1, 2, -1, 0, 1, -1, -1])
+    backend, batch = make(train=split), make_batch(rows=7, recorded=recorded)
+    chosen = recorded.argsort()[-3:]
+    with torch.no_grad():
+        logprobs = plain_logprobs(AutoModelForCausalLM.from_pretrained(make.folder), batch)[chosen]
+    algorithm = make_algorithm(outputs=ENTROPY)
+    backend.train_step(batch, algorithm)
+    found, weights = backend.token_numbers(), batch.loss_weights[chosen]
+    assert found.keys() == {"logprobs", "entropy", "gradient", "loss", "advantage"}
+    gradient, entropy = -weights * batch.advantages[chosen], found["entropy"] * batch.loss_mask[chosen]
+    torch.testing.assert_close(found["logprobs"], logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found["gradient"] * batch.loss_mask[chosen], gradient)
+    torch.testing.assert_close(found["loss"], gradient * logprobs - 0.1 * weights * entropy, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found["advantage"], batch.advantages[chosen])
+    backend.train_step(make_batch(rows=7), algorithm)
+    assert not backend.token_numbers(), "those of another update are not to be taken for its own"
+
+
 def test_state_is_the_models(make):
     theirs = AutoModelForCausalLM.from_pretrained(make.folder).state_dict()
     for name, tensor in weights_of(make()).items():

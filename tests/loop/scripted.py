@@ -43,12 +43,16 @@ class Record:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.rows, self.rollouts, self.saved = folder, [], [], []
+        self.tokens: dict[int, Mapping[str, Any]] = {}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.rows.append({"step": step, **metrics})
 
     def log_rollouts(self, step: int, trajectories: Sequence[Trajectory], advantages: Mapping[int, float]) -> None:
         self.rollouts.append((step, list(trajectories), dict(advantages)))
+
+    def log_tokens(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, float]) -> None:
+        self.tokens[step] = tensors
 
     @contextlib.contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:

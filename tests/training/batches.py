@@ -52,6 +52,7 @@ def make_algorithm(**changes):
         "row_unit": "row",
         "update": None,
         "needs": frozenset(),
+        "by_token": lambda outputs, batch: {"advantage": batch.advantages},
     }
     return SimpleNamespace(**(plain | changes))
 

@@ -75,13 +75,15 @@ def make(folder, collective=None, **train):
 def whole_step(folder, collective, rows, unit="row", **train):
     """Two steps, and what is computed without gradient between them."""
     backend, algorithm = make(folder, collective, **train), make_algorithm(outputs=ENTROPY, row_unit=unit)
-    batch = make_batch(rows=rows)
+    every_second = torch.where(torch.arange(rows) % 2 == 0, torch.arange(rows) // 2, -1)
+    batch = make_batch(rows=rows, recorded=every_second)
     metrics = [values(backend.train_step(batch, algorithm)) for _ in range(2)]
+    tokens = backend.token_numbers()
     annotated = backend.forward_only(batch, NEEDS)
     return {
         "metrics": metrics,
         "weights": {name: tensor.clone() for name, tensor in weights_of(backend).items()},
-        "outputs": {name: getattr(annotated, name) for name in NEEDS},
+        "outputs": {name: getattr(annotated, name) for name in NEEDS} | tokens,
     }
 
 

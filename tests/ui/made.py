@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from atomrl.files import write_text
 
 EVIL = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>'
@@ -60,6 +62,37 @@ def log_step(folder: Path, step: int, text: str = "it is") -> None:
     write_text(folder / "rollouts" / f"step_{step:06d}" / "train.jsonl", lines)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def record_tokens(folder: Path, step: int, times: int = 1) -> None:
+    """The recorded tokens of a step's first group: the third token of the second completion is clipped, the second of
+    the third is masked, and the fourth was cut to two. `times`: each completion as often over."""
+    from safetensors.numpy import save_file
+
+    sizes = [3, 3, 3, 2]
+    mask, clipped = np.ones(11, bool), np.zeros(11, bool)
+    mask[7], clipped[5] = False, True
+    log_ratio = np.linspace(-0.5, 0.5, 11, dtype=np.float32) * mask
+    tables = {
+        "row/lengths": np.array(sizes, np.int32) + 4, "row/prompt_lengths": np.full(4, 4, np.int32),
+        "row/trajectory_index": np.arange(4, dtype=np.int32), "row/group_ids": np.zeros(4, np.int32),
+        "row/rewards": np.array([1, 0, 0, 0], np.float32), "row/prompt": np.zeros(4, np.int32),
+        "row/update": np.zeros(4, np.int32),
+        "token/tokens": np.array([5, 6, 7] * 3 + [5, 6], np.int32), "token/loss_mask": mask, "token/clipped": clipped,
+        "token/advantages": np.repeat(np.array([1, -1, -1, -1], np.float32), sizes) * mask,
+        "token/logprobs": -np.ones(11, np.float32), "token/ref_logprobs": np.full(11, -1.5, np.float32),
+        "token/log_ratio": log_ratio, "token/gap": np.full(11, 1e-4, np.float32) * mask,
+        "token/loss": np.where(mask, 0.25, 0).astype(np.float32), "prompt_tokens": np.arange(4, dtype=np.int32),
+        "prompt_sizes": np.array([4], np.int32),
+    }  # fmt: skip
+    path = folder / "rollouts" / f"step_{step:06d}" / "train.jsonl"
+    if times > 1:
+        for name in [name for name in tables if name.startswith("token/")]:
+            rows = np.split(tables[name], np.cumsum(sizes)[:-1])
+            tables[name] = np.concatenate([np.tile(row, times) for row in rows])
+        tables["row/lengths"] = np.array(sizes, np.int32) * times + 4
+        write_text(path, path.read_text().replace("[5, 6, 7]", json.dumps([5, 6, 7] * times)))
+    save_file(tables, path.with_name("tokens.safetensors"), {"step": str(step), "state": "{}"})
 
 
 class Answer(NamedTuple):

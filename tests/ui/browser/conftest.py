@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ui.made import EVIL, log_step, make_run, serving
+from tests.ui.made import EVIL, log_step, make_run, record_tokens, serving
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 REQUIRED = os.environ.get("ATOMRL_UI_TESTS") == "required"
@@ -68,7 +68,7 @@ def project(tmp_path_factory) -> Path:
     made = atomrl("train", "c.yaml", "run_name=real", cwd=folder, stderr=subprocess.PIPE)
     assert made.wait(timeout=300) == 0, made.stderr.read().decode()
     for seed in (1, 2):
-        make_run(folder / "runs" / f"seed-{seed}", seed=seed)
+        record_tokens(make_run(folder / "runs" / f"seed-{seed}", seed=seed), 1)
     sick = make_run(folder / "runs" / "sick", train={"steps": 10, "learning_rate": 0.5})
     finding = {"id": "length_limit", "severity": "error", "step": 4, "what": "Half is cut.", "advice": "Raise it."}
     (sick / "findings.jsonl").write_text(json.dumps(finding) + "\n")

@@ -123,6 +123,27 @@ def test_tokens_of_a_real_run_are_its_tokenizer_s(tab, server):
     assert shown.replace("</s>", "").strip() == text.strip()
 
 
+def test_recorded_tokens_are_coloured_and_told(tab):
+    page = tab().open("/run/{seed-1}/rollouts/1/train/1", ".members li")
+    second = page.locator(".members > li").nth(1)
+    second.get_by_role("button", name="Tokens").click()
+    page.wait_for_selector(".tokens.coloured span")
+    assert (
+        second.locator(".coloured span.minus4").count() == 3 and second.locator(".coloured span.clipped").count() == 1
+    )
+    second.get_by_label("Colour by").select_option("reference")
+    page.wait_for_selector(".tokens span.plus4")
+    second.locator(".coloured").focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    told = second.locator("p[role=status]")
+    told.wait_for()
+    until(lambda: "clipped" in told.inner_text())
+    assert "log-ratio to the reference 0.5" in told.inner_text() and "2:" in told.inner_text()
+    second.locator(".coloured span").nth(2).hover()
+    assert "clipped" in second.locator(".coloured span").nth(2).get_attribute("title")
+
+
 def test_one_prompt_through_the_run(tab):
     page = tab().open("/run/{seed-1}/rollouts/3/train/0", ".members li")
     page.get_by_role("link", name="This prompt through the run: 6 step(s)").click()
@@ -301,6 +322,20 @@ def test_nobody_is_kept_out(tab, name, theme):
     path, wait = PAGES[name]
     page = tab(color_scheme=theme).open(path, wait)
     page.wait_for_timeout(200)
+    results = axe.run(page).response["violations"]
+    assert [(found["id"], [node["html"][:150] for node in found["nodes"]][:3]) for found in results] == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_nobody_is_kept_out_of_coloured_tokens(tab, theme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    page = tab(color_scheme=theme).open("/run/{seed-1}/rollouts/1/train/1", ".members li")
+    for button in page.get_by_role("button", name="Tokens", exact=True).all():
+        button.click()
+    until(lambda: page.locator(".tokens.coloured").count() == 4)
+    page.locator(".tokens.coloured").nth(1).focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector("p.math[role=status]")
     results = axe.run(page).response["violations"]
     assert [(found["id"], [node["html"][:150] for node in found["nodes"]][:3]) for found in results] == []
 

@@ -1,0 +1,71 @@
+"""`atomrl lab`: recorded completions under other rewards."""
+
+import json
+
+import pytest
+
+from atomrl.cli.main import main
+from atomrl.rewards.lab import disagreements, hacks, rankings
+from tests.ui.made import make_run
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Groups of four, of which the first completion, and of the second prompt the first two, earned 1."""
+    return make_run(tmp_path / "one", steps=2)
+
+
+ROWS = [{"step": 1, "prompt_id": p} for p in "aaab"] + [{"step": 2, "prompt_id": "a"}] * 2
+
+
+def test_rankings_are_of_groups():
+    found = rankings(ROWS, [1, 0, 0, 1, 1, 1], [0, 1, None, 0, 1, 0])
+    # the pair of the first group is turned; that of the last group was equal; a group of one has no pair
+    assert (found.groups, found.pairs, found.turned, found.parted, found.joined) == (2, 2, 1, 1, 0)
+    assert (found.gained, found.lost, found.other_best) == (1, 0, 1)
+    assert rankings(ROWS, [1, 0, 0, 1, 1, 0], [1] * 6).lost == 2
+
+
+def test_the_greatest_disagreement_is_first():
+    assert disagreements(ROWS, [1, 0, 0, 1, 1, 1], [1, 0, 0, 1, 1, 1]) == []
+    assert disagreements(ROWS, [1, 0, 0, 1, 1, 1], [0, 1, 0, 1, 1, 1])[:2] in ([0, 1], [1, 0])
+    assert disagreements(ROWS, [None] * 6, [1.0] * 6) == []
+
+
+def test_hacks_solve_nothing():
+    rows = [{"prompt": p, "completion": c, "ground_truth": g, "reward": 1.0} for p, c, g in ("axA", "byB", "ayB")]
+    found = hacks(rows)
+    assert [row["completion"] for row in found["the prompt again"]] == ["a", "b"]
+    assert {row["completion"] for row in found["the commonest completion"]} == {"y"}
+    assert {row["completion"] for row in found["nothing"]} == {""}
+
+
+def test_the_command(run, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "def longest(prompts, completions, **columns):\n    return [len(c) / 100 for c in completions]\n"
+        "def last(prompts, completions, **columns):\n    return [float(c.endswith('3')) for c in completions]\n"
+    )
+    out = tmp_path / "scored.jsonl"
+    rewards = f"{tmp_path}/mine.py:last,{tmp_path}/mine.py:longest"
+    assert main(["lab", str(run), "--reward", rewards, "--out", str(out), "--show", "1", "--workers", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "16 completions" in said and "steps 1 to 2" in said
+    # of each group the last completion earns, which earned nothing before: 4 groups, another one is best
+    assert "groups: 4; 0 gain a signal, 0 lose it, of 4 another completion is the best" in said
+    lines = {line.strip().rpartition("  ")[0].partition("  ")[0]: line for line in said.splitlines()}
+    assert "!" in lines["padded to three times its length"] and "!" not in lines["nothing"]
+    first = json.loads(out.read_text().splitlines()[3])
+    assert [value for name, value in first.items() if name.startswith("lab/")] == [1.0, 0.07]
+
+
+def test_a_reward_without_a_value_is_said(run, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def needs(prompts, completions, level, **columns):\n    return level\n")
+    main(["lab", str(run), "--reward", f"{tmp_path}/mine.py:needs", "--workers", "1"])
+    captured = capsys.readouterr()
+    assert "no value for 16 of 16" in captured.out or "level" in captured.err
+
+
+def test_no_rollouts_are_named(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("run_name: x\n")
+    assert main(["lab", str(tmp_path), "--reward", "exact_match"]) == 2
+    assert "has no rollouts of train" in capsys.readouterr().err

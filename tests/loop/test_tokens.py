@@ -1,0 +1,144 @@
+"""Records of tokens: what the updates saw, without changing them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from atomrl.algorithms.table import objective_of
+from atomrl.config import ConfigError, build_config
+from atomrl.loop.sync import Progress
+from atomrl.loop.tokens import TokenRecord, marked
+from atomrl.reading.tokens import TOKENS, read_tokens
+from atomrl.tracking.run_directory import RunDirectory
+from tests.algorithms.batches import make_rows
+from tests.loop.scripted import train
+from tests.loop.test_sync import make_parts, saver, weights
+from tests.tiny import make_tiny_model
+
+ALL = 0.999999
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2"))
+
+
+def run(model, folder, tokens, algorithm=None, **schedule):
+    parts, plan = make_parts(model, folder, steps=2, algorithm=algorithm, **schedule)
+    plan = plan.model_copy(update={"tracking": plan.tracking.model_copy(update={"tokens": tokens})})
+    train(parts, plan, Progress(), saver(parts))
+    return parts
+
+
+def test_whole_groups_are_chosen_by_their_prompt():
+    rows = make_rows(groups=8)
+    for wanted, groups in ((1, 1), (3, 3), (99, 8)):
+        found = marked(rows, wanted).recorded
+        assert sorted(found[found >= 0].tolist()) == list(range(4 * groups))
+        assert len(set(rows.group_ids[found >= 0].tolist())) == groups
+    assert marked(rows, 0) is rows and marked(rows, 1e-9) is rows
+    # a share has the same prompts wherever they stand, and in whatever company
+    rows = replace(rows, tokens=rows.tokens.index_copy(1, torch.arange(3), rows.group_ids[:, None].expand(-1, 3)))
+    order = torch.arange(rows.rows).flip(0)
+    turned = replace(rows, **{name: value[order] for name, value in vars(rows).items() if value is not None})
+    halves = [marked(one, 0.5) for one in (rows, turned)]
+    chosen, again = ({tuple(row) for row in one.tokens[one.recorded >= 0].tolist()} for one in halves)
+    assert chosen == again and 0 < len(chosen) < rows.rows
+
+
+@pytest.mark.parametrize("updates, epochs", [(1, 1), (2, 1), (2, 2)])
+def test_a_record_changes_nothing_and_adds_up(model, tmp_path, updates, epochs):
+    algorithm = objective_of("grpo", {"kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.01}}).resolved()
+    schedule = {"algorithm": algorithm, "updates_per_epoch": updates, "epochs_per_step": epochs}
+    without = run(model, tmp_path / "a", 0, **schedule)
+    parts = run(model, tmp_path / "b", ALL, **schedule)
+    assert without.record.tokens == {}
+    assert all(torch.equal(tensor, weights(parts)[name]) for name, tensor in weights(without).items())
+    for step in (1, 2):
+        found, metrics = parts.record.tokens[step], parts.record.rows[step - 1]
+        mask = found["token/loss_mask"]
+        assert len(found["row/rewards"]) == 12 and mask.sum() == len(mask)
+        assert found["token/tokens"].shape == mask.shape and found["token/tokens"].dtype == torch.int32
+        assert sorted(set(found["row/update"].tolist())) == list(range(updates * (epochs - 1), updates * epochs))
+        for name in ("advantages", "logprobs", "rollout_logprobs", "entropy", "ref_logprobs", "loss", "gradient"):
+            assert found[f"token/{name}"].abs().sum() > 0, name
+        assert found["token/gap"].abs().max() < 1e-4
+        if updates == epochs == 1:
+            whole = metrics["actor/pg_loss"] + 0.1 * kl_loss(found) - 0.01 * metrics["actor/entropy_loss"]
+            assert found["token/loss"].sum() == pytest.approx(whole, abs=1e-6)
+            assert found["token/log_ratio"].abs().max() == 0 and not found["token/clipped"].any()
+        else:
+            assert found["token/log_ratio"].abs().max() > 0
+
+
+def kl_loss(found):
+    """K3 with the weights of the record."""
+    away = found["token/ref_logprobs"] - found["token/logprobs"]
+    return float((found["token/loss_weights"] * (away.exp() - away - 1)).sum())
+
+
+def test_the_gradient_of_a_token_is_its_weight_times_its_advantage(model, tmp_path):
+    parts = run(model, tmp_path, 1, updates_per_epoch=1)
+    found = parts.record.tokens[1]
+    assert len(found["row/rewards"]) == 4 and len(found["prompt_sizes"]) == 1
+    expected = -found["token/advantages"] * found["token/loss_weights"]
+    assert torch.allclose(found["token/gradient"], expected, atol=1e-8)
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path):
+    tree = {"run_name": "r", "output_dir": str(tmp_path), "model": {"path": "-"}, "data": {"train": "-"}}
+    directory = RunDirectory.create(build_config(tree | {"reward": {"functions": [{"function": "exact_match"}]}}))
+    record, batch = TokenRecord(), training_batch(make_rows(groups=3))
+    record.add(batch, {"logprobs": batch.old_logprobs[batch.recorded >= 0]})
+    directory.write_tokens(3, record.tensors(), {"kl": 0.5})
+    table = read_tokens(directory.path / "rollouts" / "step_000003" / TOKENS)
+    assert table.step == 3 and table.state == {"kl": 0.5} and len(table) == 8
+    kept = (batch.recorded >= 0).nonzero()[:, 0].tolist()
+    for row, index in enumerate(kept):
+        own = slice(int(batch.prompt_lengths[index]), int(batch.lengths[index]))
+        assert table.tokens["tokens"][table.span(row)].tolist() == batch.tokens[index, own].tolist()
+        prompt = batch.tokens[index, : own.start].tolist()
+        assert table.prompts[table.rows["prompt"][row]].tolist() == prompt
+    assert read_tokens(directory.path / "rollouts" / "step_000004" / TOKENS) is None
+
+
+def training_batch(rows):
+    from atomrl.data.rows import to_training_batches
+
+    algorithm = objective_of("grpo", {}).resolved()
+    rows = replace(rows, trajectory_index=torch.arange(rows.rows))
+    (batch,) = to_training_batches(
+        algorithm.advantages(marked(rows, 2)), algorithm, updates=1, epochs=1, seed=0, step=1
+    )
+    return batch
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 40, b"\xff" * 40])
+def test_a_damaged_file_is_named(tmp_path, damage):
+    path = tmp_path / TOKENS
+    path.write_bytes(damage)
+    with pytest.raises(ValueError, match="holds no recorded tokens"):
+        read_tokens(path)
+
+
+def test_a_file_without_what_every_record_has_is_refused(tmp_path):
+    save_file({"row/lengths": torch.ones(1), "prompt_sizes": torch.ones(1), "prompt_tokens": torch.ones(1)},
+              tmp_path / TOKENS, {"step": "1", "state": "{}"})  # fmt: skip
+    with pytest.raises(ValueError, match="it lacks advantages, group_ids"):
+        read_tokens(tmp_path / TOKENS)
+
+
+def test_a_run_without_rollouts_records_none():
+    tree = {"run_name": "r", "model": {"path": "-"}, "data": {"train": "-"}, "algorithm": {"name": "dpo"}}
+    with pytest.raises(ConfigError, match=r"tracking\.tokens: this kind of run draws no rollouts"):
+        build_config(tree | {"tracking": {"tokens": 1}})
+
+
+def test_a_number_of_groups_is_whole():
+    tree = {"run_name": "r", "model": {"path": "-"}, "data": {"train": "-"}}
+    with pytest.raises(ConfigError, match="neither a share below 1 nor a whole number"):
+        build_config(tree | {"tracking": {"tokens": 1.5}})
+    with pytest.raises(ConfigError, match="save_rollouts is false"):
+        build_config(tree | {"tracking": {"tokens": 1, "save_rollouts": False}})
