@@ -43,6 +43,10 @@ def loss(outputs, batch):
     return LossOutput(loss=value, metrics=metrics)
 
 
+def advantages_by_token(outputs, batch):
+    return {"advantage": batch.advantages}
+
+
 def make_algorithm(**changes):
     """What a back end sees of an `Algorithm`."""
     plain = {
@@ -52,7 +56,7 @@ def make_algorithm(**changes):
         "row_unit": "row",
         "update": None,
         "needs": frozenset(),
-        "by_token": lambda outputs, batch: {"advantage": batch.advantages},
+        "by_token": advantages_by_token,
     }
     return SimpleNamespace(**(plain | changes))
 
