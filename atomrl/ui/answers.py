@@ -18,7 +18,7 @@ import yaml
 
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
 from atomrl.config.explained import objective_in, setting_in
-from atomrl.functions import forbid_imports
+from atomrl.functions import forbid_imports, search_in
 from atomrl.objective.explain import page
 from atomrl.reading.run import config_differences
 
@@ -60,6 +60,8 @@ def default_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     """What is asked: about a config as it is in a run's folder, or as text."""
+    for folder in question.get("functions_in", ()):
+        search_in(folder)
     try:
         tree = question.get("config") or _tree_of(str(question.get("yaml", "")))
         return about(build_config(tree))

@@ -76,6 +76,7 @@ def details(run: Run, run_id: str, name: str) -> dict[str, Any]:
             for found in run.findings
         ],
         "summary": run.summary,
+        "failure": run.failure,
         "environment": run.environment,
         "problems": run.problems,
         "last": {metric: run.metrics.last(metric) for metric in run.metrics},

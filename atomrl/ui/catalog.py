@@ -13,6 +13,7 @@ from typing import Any
 
 from atomrl.reading import Run, find_runs
 from atomrl.reading.lock import is_held
+from atomrl.reading.state import FAILURE
 from atomrl.ui.cards import card
 
 SCAN_S = 2.0
@@ -21,7 +22,7 @@ CLOCK_S = 10.0
 """A run on another machine is looked at anew this often, though nothing is written."""
 KEPT = 6
 """Runs that are kept in memory beside those that are running."""
-WATCHED = ("metrics.jsonl", "summary.json", "findings.jsonl", "config.yaml")
+WATCHED = ("metrics.jsonl", "summary.json", "findings.jsonl", "config.yaml", FAILURE)
 Stamp = tuple[Any, ...]
 
 

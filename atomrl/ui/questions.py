@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 IDLE_S = 120.0
@@ -40,9 +40,13 @@ class Questions:
             self._known[question] = answer
         return self._known[question]
 
-    def check(self, text: str) -> dict[str, Any]:
-        """The same of a config's text, with the command line that runs it; `errors` has a line for each mistake."""
-        return self._ask(json.dumps({"yaml": text}))
+    def check(self, text: str, functions_in: Sequence[str] = ()) -> dict[str, Any]:
+        """The same of a config's text, with the command line that runs it; `errors` has a line for each mistake.
+
+        Args:
+            functions_in: folders that its own functions are looked for in, beside the server's.
+        """
+        return self._ask(json.dumps({"yaml": text, "functions_in": functions_in}))
 
     def close(self) -> None:
         """End the process; who waits for an answer gets none."""

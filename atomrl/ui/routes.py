@@ -23,7 +23,7 @@ from atomrl.reading import Run
 from atomrl.ui import cards, compare, rollouts
 from atomrl.ui.catalog import Catalog, UnknownRun
 from atomrl.ui.events import MAX_STREAMS, Watcher
-from atomrl.ui.launches import Launcher, LaunchError
+from atomrl.ui.launches import Home, Launcher, LaunchError, home_of
 from atomrl.ui.questions import Questions
 
 STATIC = Path(__file__).parent / "static"
@@ -182,18 +182,29 @@ class Routes:
         return StreamingResponse(self.watcher.stream(), media_type="text/event-stream", headers=headers)
 
     async def check(self, request: Request) -> Response:
-        text = (await _given(request)).get("yaml")
-        return answer(request, await asyncio.to_thread(self.questions.check, str(text or "")))
+        given = await _given(request)
+        return answer(request, await asyncio.to_thread(self._check, given))
+
+    def _check(self, given: dict[str, Any]) -> dict[str, Any]:
+        return self.questions.check(str(given.get("yaml") or ""), self._home(given).functions_in)
+
+    def _home(self, given: dict[str, Any]) -> Home:
+        """Where the run was started that a new one is a variant of."""
+        if not given.get("from"):
+            return Home()
+        with self.catalog.reading(self._find(str(given["from"]))) as run:
+            return home_of(run.environment)
 
     async def launch(self, request: Request) -> Response:
         given, launcher = await _given(request), self._launcher()
-        checked = await asyncio.to_thread(self.questions.check, str(given.get("yaml") or ""))
+        checked = await asyncio.to_thread(self._check, given)
         if checked.get("errors"):
             raise HTTPException(400, "\n".join(checked["errors"]))
         if checked.get("failed"):
             raise HTTPException(503, checked["failed"])
         with _launching():
-            launched = await asyncio.to_thread(launcher.start, str(given["yaml"]), checked["kind"], checked["run_dir"])
+            about = str(given["yaml"]), checked["kind"], checked["run_dir"], self._home(given)
+            launched = await asyncio.to_thread(launcher.start, *about)
         return answer(request, launched)
 
     async def stop(self, request: Request) -> Response:

@@ -234,7 +234,7 @@ def test_a_run_that_is_just_ending_is_waited_for(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "one")
     owners, spawned = iter([7, 7, None]), []
     monkeypatch.setattr("atomrl.ui.launches.owner", lambda _: next(owners))
-    monkeypatch.setattr("atomrl.ui.launches.kind_of", lambda _: "train")
+    monkeypatch.setattr("atomrl.ui.launches.kind_of", lambda *_: "train")
     monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: spawned.append(arguments))
     with pytest.raises(LaunchError, match="it is running"):
         Launcher(tmp_path).resume(folder)
@@ -247,7 +247,7 @@ def test_a_run_that_is_just_ending_is_waited_for(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["7", "1e3", "null", "a: b"])
 def test_a_run_of_any_name_is_resumed(tmp_path, monkeypatch, name):
     folder, spawned = make_run(tmp_path / name), []
-    monkeypatch.setattr("atomrl.ui.launches.kind_of", lambda _: "train")
+    monkeypatch.setattr("atomrl.ui.launches.kind_of", lambda *_: "train")
     monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: spawned.append(arguments))
     Launcher(tmp_path).resume(folder)
     given = parse_overrides([word for word in spawned[0] if word.startswith(("output_dir", "run_name"))])
@@ -266,3 +266,37 @@ def test_only_a_process_that_writes_the_run_is_stopped(tmp_path):
     (folder / ".lock").write_text(f"process {os.getppid()} on {os.uname().nodename}\n")  # it wrote it once
     with pytest.raises(LaunchError, match="no process on this machine writes it"):
         Launcher(tmp_path).stop(folder)
+
+
+def test_a_run_is_resumed_where_it_was_started(tmp_path, monkeypatch):
+    """What its config says relatively is relative to that: data, models, files of rewards."""
+    made = tmp_path / "elsewhere"
+    made.mkdir()
+    (made / "rewards.py").write_text("def mine(completions, **_):\n    return [1.0] * len(completions)\n")
+    reward = {"functions": [{"function": "./rewards.py:mine"}]}
+    folder = make_run(tmp_path / "runs" / "one", reward=reward)
+    environment = {"folder": str(made), "functions_in": [str(made)]}
+    (folder / "env.json").write_text(json.dumps(environment))
+    launcher = Launcher(tmp_path / "runs")
+    monkeypatch.setattr("atomrl.ui.launches.RUN", "import os, sys; print(os.getcwd(), sys.argv[1:])")
+    record = launcher.resume(folder)
+    log = launcher.log_of(folder)
+    end = time.monotonic() + 30
+    while not log.read_text() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert log.read_text().startswith(f"{made} ['[\"{made}\"]', 'train', '{folder / 'config.yaml'}'")
+    assert record["command"][:2] == ["atomrl", "train"]
+
+
+def test_a_variant_finds_the_functions_of_its_parent(tmp_path):
+    made = tmp_path / "elsewhere"
+    made.mkdir()
+    (made / "own.py").write_text("def clip(inputs): ...\n")
+    algorithm = {"name": "grpo", "clip": {"type": "custom", "function": "./own.py:clip"}}
+    folder = make_run(tmp_path / "runs" / "one", algorithm=algorithm)
+    (folder / "env.json").write_text(json.dumps({"folder": str(made), "functions_in": [str(made)]}))
+    text = json.dumps({"run_name": "x", "model": {"path": "m"}, "data": {"train": "chain"}, "algorithm": algorithm})
+    with serving(tmp_path / "runs", "--allow-launch") as (client, _):
+        assert "there is no file ./own.py" in str(client.post("/api/check", {"yaml": text}).json["errors"])
+        asked = {"yaml": text, "from": client.id_of("one")}
+        assert client.post("/api/check", asked).json["errors"] == []

@@ -40,7 +40,7 @@ export function NewRun({ query }) {
     clearTimeout(timer.current);
     timer.current = setTimeout(async () => {
       try {
-        const found = await post("/api/check", { yaml: text });
+        const found = await post("/api/check", { yaml: text, from: query.get("from") });
         if (newest.current === text) setChecked(found);
         setError(null);
       } catch (failure) {
@@ -51,7 +51,7 @@ export function NewRun({ query }) {
   const launch = async () => {
     setSaid(t("starting"));
     try {
-      const done = await post("/api/launches", { yaml: text });
+      const done = await post("/api/launches", { yaml: text, from: query.get("from") });
       setSaid(t("started_as", { name: done.name, process: done.process }));
     } catch (failure) {
       setSaid(null);
