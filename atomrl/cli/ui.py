@@ -43,10 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
             print("all who reach this machine and have this address can read these runs", flush=True)
         if arguments.open:
             # Not by the browser's command line: all users of this machine see that, with the token in it.
-            page = closing.enter_context(tempfile.NamedTemporaryFile("w", suffix=".html"))  # for its owner alone
-            page.write(f'<meta http-equiv="refresh" content="0; url={html.escape(address)}">\n')
-            page.flush()
-            webbrowser.open(Path(page.name).as_uri())
+            folder = closing.enter_context(tempfile.TemporaryDirectory())  # for its owner alone
+            page = Path(folder, "atomrl.html")
+            page.write_text(f'<meta http-equiv="refresh" content="0; url={html.escape(address)}">\n')
+            webbrowser.open(page.as_uri())
 
     with closing:
         server.run(announce)

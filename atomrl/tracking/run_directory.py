@@ -60,8 +60,8 @@ log = logging.getLogger(__name__)
 
 
 class RunDirectory:
-    """Writes a run's folder. Make it with `RunDirectory.create`; as a context manager it writes down the error that ends
-    the run, and lets go of the folder's lock.
+    """Writes a run's folder. Make it with `RunDirectory.create`; as a context manager it writes down the error that
+    ends the run, and lets go of the folder's lock.
 
     Attributes:
         path: the folder.

@@ -24,6 +24,7 @@ from atomrl.config import ConfigError, RunConfig, dump_config
 from atomrl.files import write_text
 from atomrl.hints import said_as
 from atomrl.reading import Run, is_run, load_run
+from atomrl.reading.studies import JOURNAL, RESULT, SECONDS, SETTINGS, STUDY_NAME
 from atomrl.tuning.space import Space, with_values
 
 if TYPE_CHECKING:
@@ -35,9 +36,6 @@ BEST = 3
 FRESH_SEEDS = 1000
 """Added to the config's seed for those."""
 POLL_S = 0.2
-JOURNAL, STUDY_NAME = "study.journal", "tune"
-SECONDS = "seconds"
-"""Of a trial that has ended: what it took."""
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Student's t by degrees of freedom from 1 on, for an interval of 95%."""
 
@@ -138,7 +136,7 @@ def _study(folder: Path) -> Study:
 
 def _same_study(config: RunConfig, space: Space, settings: Settings) -> None:
     """That a study that is there was of the same config and space: its trials are compared with the new ones."""
-    path = settings.folder / "study.yaml"
+    path = settings.folder / SETTINGS
     tree = {
         "config": config.to_tree(),
         "space": space.model_dump(),
@@ -274,7 +272,7 @@ def _finals(
         verdict = f"is {'' if gain > half else 'not clearly '}better than the config as it is"
         result["note"] = f"{winner} {verdict}: {gain:+.4f}, within {half:.4f} (95%), over {len(seeds)} fresh seeds"
         write_text(settings.folder / "best.yaml", dump_config(with_values(config, contenders[winner])))
-    write_text(settings.folder / "result.json", json.dumps(result, indent=1) + "\n")
+    write_text(settings.folder / RESULT, json.dumps(result, indent=1) + "\n")
     say(str(result["note"]))
     return result
 

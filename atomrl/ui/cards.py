@@ -59,6 +59,7 @@ def card(run: Run, run_id: str, name: str) -> dict[str, Any]:
         "findings": [{"id": found.id, "severity": found.severity, "step": found.step} for found in findings],
         "group": group(config),
         "problems": len(run.problems),
+        "error": str(run.failure.get("error", "")) or None if state.status == "failed" else None,
     }
 
 

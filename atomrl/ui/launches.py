@@ -10,6 +10,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ before its start would make it a run that exists already."""
 ENDING_S = 60.0
 """How long a run may take from its summary to its end."""
 
+
+PLAN_S = 120.0
 
 BEGIN = """
 import json, sys
@@ -69,7 +72,7 @@ class Launcher:
         self.root = root.resolve()
         self._lock = threading.Lock()
 
-    def start(self, text: str, kind: str, run_dir: str, home: Home = Home()) -> dict[str, Any]:
+    def start(self, text: str, kind: str, run_dir: str, home: Home) -> dict[str, Any]:
         """Start a run.
 
         Args:
@@ -106,6 +109,25 @@ class Launcher:
             raise LaunchError("it has no config.yaml")
         home = home_of(Run(folder).environment)
         return self._spawn([kind_of(config, home), str(config.resolve()), *_where(place), "--resume"], place, home)
+
+    def plan(self, text: str, home: Home) -> dict[str, Any]:
+        """What `atomrl plan` says of a config: its data and rewards are loaded, but no weights.
+
+        Raises:
+            LaunchError: it takes too long.
+        """
+        with tempfile.TemporaryDirectory() as place:
+            config = Path(place, "config.yaml")
+            config.write_text(text, encoding="utf-8")
+            command = [sys.executable, "-P", "-c", RUN, json.dumps(home.functions_in), "plan", str(config)]
+            try:
+                done = subprocess.run(
+                    command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, cwd=home.folder,
+                    timeout=PLAN_S,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                raise LaunchError(f"no plan within {PLAN_S:.0f} s; ask for it in a terminal: atomrl plan") from None
+        return {"text": (done.stdout + done.stderr).strip(), "fits": {0: True, 1: False}.get(done.returncode)}
 
     def stop(self, folder: Path) -> dict[str, Any]:
         """Ask a run to end after its step.

@@ -20,7 +20,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from atomrl.reading import Run
-from atomrl.ui import cards, compare, rollouts
+from atomrl.reading.lines import ReadError
+from atomrl.ui import cards, compare, rollouts, studies
 from atomrl.ui.catalog import Catalog, UnknownRun
 from atomrl.ui.events import MAX_STREAMS, Watcher
 from atomrl.ui.launches import Home, Launcher, LaunchError, home_of
@@ -66,11 +67,15 @@ class Routes:
             ("/api/runs/{id}/rollouts/{step:int}/{split}/{place:int}/tokens", self.tokens),
             ("/api/runs/{id}/prompts/{prompt}", self.prompt),
             ("/api/compare", self.compare),
+            ("/api/compare/difference", self.difference),
+            ("/api/compare/answers", self.answers),
+            ("/api/studies/{id}", self.study),
             ("/api/events", self.events),
         ]
         routes = [Route(path, handler, methods=["GET"]) for path, handler in gets]
         posts: list[tuple[str, Callable[..., Any]]] = [
             ("/api/check", self.check),
+            ("/api/plan", self.plan),
             ("/api/launches", self.launch),
             ("/api/runs/{id}/stop", self.stop),
             ("/api/runs/{id}/resume", self.resume),
@@ -87,7 +92,7 @@ class Routes:
     def runs(self, request: Request) -> Response:
         found = [self.catalog.card(entry) for entry in self.catalog.entries()]
         about = {"folder": str(self.catalog.root), "launch": self.launcher is not None}
-        return answer(request, about | {"runs": found})
+        return answer(request, about | {"runs": found, "studies": studies.listed(self.catalog)})
 
     def card(self, request: Request) -> Response:
         with self._reading(request) as (entry, _):
@@ -167,13 +172,43 @@ class Routes:
             return answer(request, rollouts.prompt_history(run.rollouts, request.path_params["prompt"], split))
 
     def compare(self, request: Request) -> Response:
-        ids = [run for run in request.query_params.get("runs", "").split(",") if run][: compare.MAX_RUNS]
         found = []
-        for run_id in ids:
-            entry = self._find(run_id)
+        for entry in self._compared(request):
             with self.catalog.reading(entry) as run:
                 found.append(compare.part(run, entry.id, entry.name))
         return answer(request, compare.together(found))
+
+    def difference(self, request: Request) -> Response:
+        entries = self._compared(request)
+        if len(entries) != 2:
+            raise HTTPException(400, "two runs are compared")
+        return answer(request, compare.difference([entry.path for entry in entries]))
+
+    def answers(self, request: Request) -> Response:
+        entries, found = self._compared(request), []
+        for entry in entries:
+            with self.catalog.reading(entry) as run:
+                found.append(compare.held_out(run))
+        differing = request.query_params.get("differing") == "true"
+        prompts, total = compare.answers_page(found, whole(request.query_params.get("offset"), 0), differing)
+        columns = []
+        for entry, one in zip(entries, found, strict=True):
+            with self.catalog.reading(entry) as run:
+                columns.append(compare.answers_of(run, one, prompts))
+        about = {"steps": [one["step"] for one in found], "total": total, "page": compare.ANSWERS}
+        return answer(request, about | {"rows": list(zip(*columns, strict=True))})
+
+    def _compared(self, request: Request) -> list[Any]:
+        ids = [run for run in request.query_params.get("runs", "").split(",") if run][: compare.MAX_RUNS]
+        return [self._find(run_id) for run_id in ids]
+
+    def study(self, request: Request) -> Response:
+        try:
+            return answer(request, studies.study_page(self.catalog, request.path_params["id"]))
+        except LookupError as error:
+            raise HTTPException(404, str(error)) from None
+        except (ImportError, ReadError) as error:
+            raise HTTPException(503, str(error)) from None
 
     async def events(self, request: Request) -> Response:
         if self.watcher.streams >= MAX_STREAMS:
@@ -186,7 +221,9 @@ class Routes:
         return answer(request, await asyncio.to_thread(self._check, given))
 
     def _check(self, given: dict[str, Any]) -> dict[str, Any]:
-        return self.questions.check(str(given.get("yaml") or ""), self._home(given).functions_in)
+        values = given.get("set")
+        values = {str(key): str(value) for key, value in values.items()} if isinstance(values, dict) else {}
+        return self.questions.check(str(given.get("yaml") or ""), values, self._home(given).functions_in)
 
     def _home(self, given: dict[str, Any]) -> Home:
         """Where the run was started that a new one is a variant of."""
@@ -194,6 +231,11 @@ class Routes:
             return Home()
         with self.catalog.reading(self._find(str(given["from"]))) as run:
             return home_of(run.environment)
+
+    async def plan(self, request: Request) -> Response:
+        given, launcher = await _given(request), self._launcher()
+        with _launching():
+            return answer(request, await asyncio.to_thread(launcher.plan, str(given.get("yaml")), self._home(given)))
 
     async def launch(self, request: Request) -> Response:
         given, launcher = await _given(request), self._launcher()

@@ -19,7 +19,7 @@ from atomrl.reading import MetricTable, Run
 from atomrl.ui.cards import downsample, group
 from atomrl.ui.catalog import Catalog
 from atomrl.ui.compare import together
-from atomrl.ui.launches import Launcher, LaunchError
+from atomrl.ui.launches import Home, Launcher, LaunchError
 from tests.ui.made import log_step, make_run, serving
 
 for package in ("starlette", "orjson", "uvicorn"):
@@ -223,10 +223,10 @@ def test_nothing_is_launched_elsewhere_or_over_a_run(tmp_path):
     launcher = Launcher(tmp_path / "runs")
     for place in ("/etc/x", str(tmp_path / "runs" / ".." / "x"), str(tmp_path / "runs")):
         with pytest.raises(LaunchError, match="is not in"):
-            launcher.start("{}", "train", place)
+            launcher.start("{}", "train", place, Home())
     folder = make_run(tmp_path / "runs" / "one")
     with pytest.raises(LaunchError, match="exists already"):
-        launcher.start("{}", "train", str(folder))
+        launcher.start("{}", "train", str(folder), Home())
     assert not (tmp_path / "runs" / ".launches").exists()
 
 
@@ -257,7 +257,7 @@ def test_a_run_of_any_name_is_resumed(tmp_path, monkeypatch, name):
 def test_two_that_start_at_once_have_a_config_each(tmp_path, monkeypatch):
     monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: {"config": arguments[1]})
     launcher = Launcher(tmp_path)
-    made = [launcher.start(text, "train", str(tmp_path / text / "same"))["config"] for text in ("a", "b")]
+    made = [launcher.start(text, "train", str(tmp_path / text / "same"), Home())["config"] for text in ("a", "b")]
     assert [Path(path).read_text() for path in made] == ["a", "b"]
 
 

@@ -5,6 +5,7 @@ import { Runs } from "./runs.js";
 import { RunPage } from "./run.js";
 import { Compare } from "./compare.js";
 import { NewRun } from "./launch.js";
+import { Study } from "./study.js";
 
 function usePlace() {
   const [at, setAt] = useState(place());
@@ -20,6 +21,7 @@ function Page({ at }) {
   const [first, ...rest] = at.path;
   if (first === "run") return html`<${RunPage} id=${rest[0]} tab=${rest[1] || "overview"} rest=${rest.slice(2)} query=${at.query} />`;
   if (first === "compare") return html`<${Compare} ids=${(rest[0] || "").split(",").filter(Boolean)} />`;
+  if (first === "study") return html`<${Study} key=${rest[0]} id=${rest[0]} />`;
   if (first === "new") return html`<${NewRun} query=${at.query} />`;
   return html`<${Runs} />`;
 }

@@ -72,7 +72,7 @@ function Row({ run, chosen, choose, showSeed }) {
   return html`<tr class=${chosen ? "chosen" : ""}>
     <td class="pick"><input type="checkbox" checked=${chosen} onChange=${choose} aria-label=${t("choose", { name: run.name })} /></td>
     <td><${Status} status=${run.status} /></td>
-    <th scope="row"><a href=${link(["run", run.id])}>${visible(run.name)}</a></th>
+    <th scope="row"><a href=${link(["run", run.id])}>${visible(run.name)}</a>${run.error && html`<small class="error why" title=${run.error}>${visible(run.error.slice(0, 160))}</small>`}</th>
     <td class="wide">${visible(run.algorithm)}</td>
     <td class="progress">${run.progress !== null && html`<progress value=${run.progress} aria-label=${t("progress")}>${number(run.progress)}</progress> `}
       <span class="steps">${run.step}${run.steps ? ` / ${run.steps}` : ""}</span>
@@ -133,7 +133,8 @@ export function Runs() {
         : html`<span class="faint">${t("compare_hint")}</span>`}
       ${found.launch && html`<a class="button main" href="#/new">${t("new_run")}</a>`}
     </div>
-    <p class="faint" role="status">${t("count", { shown, all: found.runs.length, running })}</p>
+    <p class="faint"><span role="status">${t("count", { shown, all: found.runs.length, running })}</span>
+      ${found.studies.length > 0 && html` · ${t("studies")}: ${found.studies.map((study, i) => html`${i ? ", " : ""}<a href=${link(["study", study.id])}>${visible(study.name)}</a>`)}`}</p>
     ${error && html`<${Failure} error=${error} />`}
     ${shown ? html`<div class="scroll" tabindex="0" role="region" aria-label=${t("runs")}><table class="runs">
       <thead><tr><th scope="col" class="pick"><span class="hidden">${t("chosen")}</span></th>
