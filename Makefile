@@ -78,7 +78,7 @@ UI := .venv-ui
 $(UI)/installed: pyproject.toml constraints.txt
 	test -x $(UI)/bin/python || $(PYTHON) -m venv $(UI)
 	$(UI)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e ".[ui]" pytest beartype pandas matplotlib playwright axe-playwright-python
+		-e ".[tune,ui]" pytest beartype pandas matplotlib playwright axe-playwright-python
 	touch $@
 
 test-ui: $(UI)/installed

@@ -23,7 +23,7 @@ train:
 `;
 
 /** The keys that most runs set. */
-const FORM = ["run_name", "model.path", "data.train", "data.eval", "algorithm.name", "reward.functions", "rollout.prompts_per_step", "rollout.completions_per_prompt", "rollout.max_completion_tokens", "rollout.temperature", "train.steps", "train.learning_rate", "train.updates_per_step", "eval.every_steps", "checkpoint.every_steps", "seed"];
+const FORM = ["run_name", "model.path", "data.train", "data.eval", "algorithm.name", "reward.functions", "rollout.prompts_per_step", "rollout.completions_per_prompt", "rollout.max_completion_tokens", "rollout.temperature", "train.steps", "train.learning_rate", "model.lora.rank", "eval.every_steps", "checkpoint.every_steps", "seed"];
 
 /** A value as it is written in the form: YAML, on one line. */
 const written = (value) => (value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value));
