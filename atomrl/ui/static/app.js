@@ -1,5 +1,5 @@
 // The frame around the pages.
-import { html, render, useState, useEffect, useLive, useKept, useKeys, connection, place, link } from "./lib.js";
+import { html, render, useState, useEffect, useLive, useKept, useKeys, connection, place } from "./lib.js";
 import { t, languages, setLanguage } from "./i18n.js";
 import { Runs } from "./runs.js";
 import { RunPage } from "./run.js";
@@ -10,7 +10,11 @@ import { Study } from "./study.js";
 function usePlace() {
   const [at, setAt] = useState(place());
   useEffect(() => {
-    const moved = () => setAt(place());
+    const moved = () => setAt((old) => {
+      const now = place();
+      if (now.path.slice(0, 3).join() !== old.path.slice(0, 3).join()) scrollTo(0, 0);
+      return now;
+    });
     addEventListener("hashchange", moved);
     return () => removeEventListener("hashchange", moved);
   }, []);

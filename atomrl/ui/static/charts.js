@@ -1,11 +1,12 @@
 // Curves over steps. uPlot is the page's plain script.
-import { html, useState, useEffect, useMemo, useRef, useThrottled, useLive, get, getCurves, number, link, Failure, visible } from "./lib.js";
+import { html, useState, useEffect, useMemo, useRef, useThrottled, useLive, get, getCurves, number, link, Failure } from "./lib.js";
 import { t } from "./i18n.js";
 
 const POINTS = 600;
 const DASHES = [[], [6, 3], [2, 3], [9, 3, 2, 3], [12, 4], [4, 2]];
 
-/** What practitioners watch: a title and which metrics stand in it together. */
+/** What practitioners watch: a title and which metrics stand in it together.
+ * @type {[string, (name: string) => boolean][]} */
 export const CHARTS = [
   ["reward", (name) => name === "critic/score/mean" || /^reward\/.+\/mean$/.test(name)],
   ["accuracy", (name) => name === "train/accuracy" || name === "rewards/accuracies" || /^val-core\/.+\/acc\/mean@/.test(name) || /^eval\/.+_accuracy$/.test(name)],
@@ -84,7 +85,7 @@ function flags(findings) {
 
 /**
  * @param {{title: string, series: {name: string, label: string, x: number[], y: number[], dots?: boolean, color?: number, fade?: boolean}[],
- *   findings?: any[], onStep?: (step: number) => void, sync?: string, onZoom?: (from: number, to: number) => void}} props
+ *   findings?: any[], onStep?: (step: number) => void, sync?: string, onZoom?: (from: number, to: number) => void, height?: number}} props
  */
 export function Chart({ title, series, findings = [], onStep, sync, onZoom, height = 170 }) {
   const box = useRef(null);
@@ -174,6 +175,14 @@ export function Chart({ title, series, findings = [], onStep, sync, onZoom, heig
       event.preventDefault();
       made.setCursor({ left: made.valToPos(steps[next], "x"), top: 10 });
     } else if (event.key === "Enter" && onStep) onStep(steps[now]);
+    else if ("+=-".includes(event.key)) {
+      const { min, max } = made.scales.x;
+      const half = ((max - min) / 2) * (event.key === "-" ? 2 : 0.5);
+      if (event.key === "-" && min <= steps[0] && max >= steps[steps.length - 1]) return onZoom && onZoom(0, 2 ** 52);
+      const [from, to] = [steps[now] - half, steps[now] + half];
+      if (onZoom) onZoom(from, to);
+      else made.setScale("x", { min: Math.max(steps[0], from), max: Math.min(steps[steps.length - 1], to) });
+    }
   };
   return html`<figure class="chart">
     <figcaption>${title}</figcaption>

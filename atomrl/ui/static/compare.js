@@ -94,6 +94,7 @@ export function Compare({ ids }) {
   const charts = useMemo(() => {
     if (!found) return [];
     const metrics = Object.keys(found.curves).filter((name) => found.curves[name].some(Boolean));
+    /** @type {[number, string][]} */
     const titled = metrics.map((name) => {
       const known = CHARTS.findIndex(([, test]) => test(name));
       return [known < 0 ? 99 : known, name];

@@ -1,5 +1,5 @@
 // A new run: a config, checked while it is written, what it computes, and the command that does the same.
-import { html, get, post, useState, useEffect, useRef, link, Failure, visible } from "./lib.js";
+import { html, get, post, useState, useEffect, useRef, Failure, visible } from "./lib.js";
 import { t } from "./i18n.js";
 
 const START = `run_name: my-run

@@ -23,14 +23,12 @@ async function read(response) {
   } catch {
     // plain words
   }
-  const error = new Error(said || `HTTP ${response.status}`);
-  error.status = response.status;
-  throw error;
+  throw Object.assign(new Error(said || `HTTP ${response.status}`), { status: response.status });
 }
 
 /** Curves: {step, train: Map(name -> {x, y}), eval: likewise}. */
 export async function getCurves(id, keys, points, from = 0, to = 2 ** 52) {
-  const query = new URLSearchParams({ keys: keys.join("\n"), points, from, to });
+  const query = new URLSearchParams({ keys: keys.join("\n"), points: String(points), from: String(from), to: String(to) });
   const response = await fetch(`/api/runs/${id}/metrics?${query}`);
   if (!response.ok) await read(response);
   const buffer = await response.arrayBuffer();

@@ -74,7 +74,7 @@ export function Rollouts({ run, rest, query }) {
   if (rest[0] === "prompt") return html`<${PromptHistory} run=${run} prompt=${rest[1]} split=${query.get("split")} />`;
   const asked = new URLSearchParams();
   for (const name of FIELDS) if (query.get(name)) asked.set(name, query.get(name));
-  asked.set("limit", PAGE);
+  asked.set("limit", String(PAGE));
   const [found, error, , fresh] = useGet(`/api/runs/${run.id}/rollouts?${asked}`, [run.id]);
   const change = (values) => go(run, query, values, rest);
   const rows = found ? found.rows : [];

@@ -28,7 +28,7 @@ function verdict(run) {
 }
 
 function Finding({ run, found }) {
-  const query = new URLSearchParams({ first_step: Math.max(1, found.step - 2), last_step: found.step, split: "train" });
+  const query = new URLSearchParams({ first_step: String(Math.max(1, found.step - 2)), last_step: String(found.step), split: "train" });
   const level = found.severity === "error" ? "error" : "warning";
   return html`<li class=${`finding ${level}`}>
     <h3><span class=${level}><span aria-hidden="true">${level === "error" ? "✕" : "!"}</span> ${t(level)}</span> ${visible(found.id.replaceAll("_", " "))} <small>${t("since_step", { step: found.step })}</small></h3>

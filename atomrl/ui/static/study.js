@@ -15,11 +15,12 @@ function scale(values, log) {
   return (value) => (of(value) - low) / span;
 }
 
-const shown = (value) => (typeof value === "number" ? number(value) : JSON.stringify(value));
+const shown = (value) => (typeof value === "number" ? number(value) : typeof value === "string" ? value : JSON.stringify(value));
 
 /** What a trial is drawn as: its state is told by the shape too. */
 function Mark({ state, x, y, best }) {
   if (state === "pruned") return html`<path class="mark pruned" d=${`M${x - 4} ${y - 3}h8l-4 7z`} />`;
+  if (state === "fail") return html`<path class="mark fail" d=${`M${x - 3.5} ${y - 3.5}l7 7m0 -7l-7 7`} />`;
   return html`<circle class=${`mark ${state} ${best ? "best" : ""}`} cx=${x} cy=${y} r=${best ? 5.5 : 4} />`;
 }
 
@@ -36,7 +37,7 @@ function Scatter({ title, trials, of, log, choices, best, line }) {
   const up = scale(given.map((trial) => trial.value));
   const at = (trial) => [LEFT + 8 + (WIDTH - LEFT - 16) * across(own(trial)), 8 + (HEIGHT - BOTTOM - 16) * (1 - up(trial.value))];
   const values = given.map((trial) => trial.value);
-  const ends = places ? places.map((name, i) => [name, (i + 0.5) / places.length, "middle"]) : [[shown(Math.min(...given.map(own))), 0, "start"], [shown(Math.max(...given.map(own))), 1, "end"]];
+  const ends = places ? choices.map((one, i) => [shown(one), (i + 0.5) / places.length, "middle"]) : [[shown(Math.min(...given.map(own))), 0, "start"], [shown(Math.max(...given.map(own))), 1, "end"]];
   let highest = -Infinity;
   const path = given.filter((trial) => trial.state === "complete").map((trial) => {
     highest = Math.max(highest, trial.value);
@@ -48,7 +49,7 @@ function Scatter({ title, trials, of, log, choices, best, line }) {
       <path class="axis" d=${`M${LEFT} 4V${HEIGHT - BOTTOM}H${WIDTH - 2}`} />
       ${[[Math.max(...values), 0], [Math.min(...values), 1]].map(([value, y]) => html`<text x=${LEFT - 5} y=${12 + y * (HEIGHT - BOTTOM - 16)} text-anchor="end">${number(value)}</text>`)}
       ${ends.map(([name, x, anchor]) => html`<text x=${LEFT + 8 + (WIDTH - LEFT - 16) * x} y=${HEIGHT - 8} text-anchor=${anchor}>${visible(name.length > 16 ? `${name.slice(0, 15)}…` : name)}</text>`)}
-      ${line && html`<polyline class="best-line" points=${path.join(" ")} />`}
+      ${line && path.length > 1 && html`<polyline class="best-line" points=${path.join(" ")} />`}
       ${given.map((trial) => {
         const [x, y] = at(trial);
         return html`<${Mark} state=${trial.state} x=${x} y=${y} best=${trial.number === best} />`;
@@ -93,7 +94,7 @@ export function Study({ id }) {
     <div class="two"><div><h2>${t("importance")}</h2><${Importance} shares=${study.importance} /></div>
       <div><h2>${t("finals")}</h2><${Finals} study=${study} /></div></div>
     <h2>${t("history_slices")}</h2>
-    <p class="faint"><span aria-hidden="true">● </span>${t("complete")} <span aria-hidden="true">▼ </span>${t("pruned")} · ${t("largest_is_best")}</p>
+    <p class="faint"><span aria-hidden="true">● </span>${t("complete")} <span aria-hidden="true">▼ </span>${t("pruned")} <span aria-hidden="true">✕ </span>${t("fail")} · ${t("largest_is_best")}</p>
     <div class="charts"><${Scatter} title=${t("history")} trials=${study.trials} of=${(trial) => trial.number} best=${best && best.number} line=${true} />
       ${keys.map((key) => html`<${Scatter} key=${key} title=${key} trials=${study.trials} of=${(trial) => trial.params[key]} log=${Boolean(study.space[key].log)}
         choices=${Array.isArray(study.space[key]) ? study.space[key] : null} best=${best && best.number} />`)}</div>

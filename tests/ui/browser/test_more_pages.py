@@ -70,12 +70,40 @@ def test_a_study_is_shown(tab, client):
     assert "8 trials" in page.locator(".verdict").inner_text() and "1 failed" in page.locator(".verdict").inner_text()
     assert page.locator(".bars tr").count() == 2 and "%" in page.locator(".bars").inner_text()
     rows = page.get_by_role("region", name="Trials").locator("tbody tr")
-    assert rows.count() == 8 and rows.nth(0).inner_text().split()[-1] == '"rloo"'
+    assert rows.count() == 8 and rows.nth(0).inner_text().split()[-1] == "rloo"
     assert page.locator(".mark.best").count() == 3 and page.locator(".mark.pruned").count() > 0
     finals = page.get_by_role("region", name="On fresh seeds").locator("tbody tr").all_inner_texts()
     assert finals[1].split() == ["trial_004", "★", "0.8", "0.84", "0.82"]
     rows.nth(2).get_by_role("link").click()
     page.wait_for_selector("h1:has-text('trial_002')")
+
+
+def test_trials_are_in_the_list_where_they_are_asked_for(tab, client):
+    page = tab(client).open("/", "table.runs")
+    rows = page.locator("table.runs tbody tr")
+    assert rows.count() == 4
+    page.get_by_label("list their trials").check()
+    until(lambda: rows.count() == 12)
+
+
+def test_a_curve_is_looked_at_closer_by_keyboard(tab, client):
+    page = tab(client).open(f"/run/{client.id_of('one')}/charts", ".chart canvas")
+    plot = page.locator(".plot").first
+    whole = plot.get_attribute("aria-label")
+    plot.focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("+")
+    until(lambda: page.locator(".plot").first.get_attribute("aria-label") != whole)
+    page.get_by_role("button", name="Whole run").click()
+    until(lambda: page.locator(".plot").first.get_attribute("aria-label") == whole)
+
+
+def test_a_page_begins_at_its_top(tab, client):
+    page = tab(client, viewport={"width": 900, "height": 300}).open("/", "table.runs")
+    page.evaluate("scrollTo(0, 10000)")
+    page.get_by_role("link", name="one", exact=True).click()
+    page.wait_for_selector(".verdict")
+    assert page.evaluate("scrollY") == 0
 
 
 def test_held_out_answers_stand_beside_each_other(tab, client):
