@@ -237,7 +237,7 @@ def token_numbers(
     flags = {name: flag & there for name, flag in flags.items()}
     return {
         "columns": {
-            name: [number(value) for value in np.where(there, values[own], np.nan).tolist()]
+            name: [None if value != value else value for value in np.where(there, values[own], np.nan).tolist()]
             for name, values in columns.items()
         },
         "scales": {name: float(np.nanmax(values, initial=0.0)) for name, values in away.items()},

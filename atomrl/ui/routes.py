@@ -126,7 +126,8 @@ class Routes:
             trained, one = cards.packed(run.metrics, names, points, first, last)
             evaluated, other = cards.packed(run.evaluations, names, points, first, last)
             step = int(run.metrics.steps[-1]) if len(run.metrics.steps) else 0
-        header = orjson.dumps({"step": step, "train": trained, "eval": evaluated})
+            evaluations = len(run.evaluations.steps)
+        header = orjson.dumps({"step": step, "train": trained, "eval": evaluated, "evaluations": evaluations})
         header += b" " * (-(len(header) + 4) % 4)
         body = struct.pack("<I", len(header)) + header + one + other
         return Response(body, media_type="application/octet-stream", headers={"cache-control": "no-store"})
@@ -135,13 +136,13 @@ class Routes:
         """The rows behind a step, and what is shown beside the curves; `rewritten` where the run was resumed from
         before that step."""
         after = whole(request.query_params.get("after"), 0)
-        with self._reading(request) as (entry, run):
+        with self._reading(request) as (_, run):
             table = run.metrics
             start = int(table.steps.searchsorted(after, "right"))
             rewritten = after > 0 and (start == 0 or int(table.steps[start - 1]) != after)
             columns = {name: [cards.number(value) for value in column[start:]] for name, column in table.items()}
             found = {"steps": table.steps[start:].tolist(), "columns": columns, "rewritten": rewritten}
-            found["run"] = cards.card(run, entry.id, entry.name)
+            found["evaluations"] = len(run.evaluations.steps)
         return answer(request, found)
 
     def log(self, request: Request) -> Response:

@@ -197,7 +197,7 @@ export function useCurves(id, names, range) {
   const own = useRef({ names: "", busy: false });
   const key = names.join("\n");
   const load = async () => {
-    if (!names.length) return setCurves({ step: 0, train: new Map(), eval: new Map() });
+    if (!names.length) return setCurves({ step: 0, train: new Map(), eval: new Map(), evaluations: 0 });
     try {
       const found = await getCurves(id, names, POINTS, Math.floor(range[0]), Math.ceil(range[1]));
       if (own.current.names === `${id}\n${key}\n${range}`) setCurves(found);
@@ -222,8 +222,8 @@ export function useCurves(id, names, range) {
           const there = found.steps.map((step, i) => [step, added[i]]).filter(([, value]) => value !== null);
           train.set(name, { x: [...old.x, ...there.map(([step]) => step)], y: [...old.y, ...there.map(([, value]) => value)] });
         }
-        const evaluations = Object.keys(found.run.held_out).length ? (await getCurves(id, names, POINTS)).eval : curves.eval;
-        setCurves({ step: found.steps[found.steps.length - 1], train, eval: evaluations });
+        const evaluations = found.evaluations === curves.evaluations ? curves.eval : (await getCurves(id, names, POINTS)).eval;
+        setCurves({ step: found.steps[found.steps.length - 1], train, eval: evaluations, evaluations: found.evaluations });
       }
     } catch (failure) {
       setError(failure);
@@ -272,14 +272,15 @@ export function Charts({ run, which, all }) {
   }, [names, which, all]);
   const wanted = useMemo(() => [...new Set(groups.flatMap(([, own]) => own))], [groups]);
   const [curves, error] = useCurves(run.id, wanted, range);
+  // Of the same curves the same series: a chart is drawn anew only where it has something new.
+  const drawn = useMemo(() => (curves ? groups.map(([title, own]) => [title, chartSeries(curves, own)]) : []), [curves, groups]);
   const open = (step) => {
     location.hash = link(["run", run.id, "rollouts"], new URLSearchParams({ first_step: step, last_step: step })).slice(1);
   };
   if (!curves) return html`<${Failure} error=${error} />`;
   return html`<${Failure} error=${error} />
     ${range[1] < 2 ** 52 && html`<p><button onClick=${() => setRange([0, 2 ** 52])}>${t("whole_run")}</button></p>`}
-    <div class="charts">${groups.map(([title, own]) => {
-      const series = chartSeries(curves, own);
+    <div class="charts">${drawn.map(([title, series]) => {
       return series.length > 0 && html`<${Chart} key=${title} title=${title} series=${series} findings=${run.findings} onStep=${open} sync=${run.id} onZoom=${(from, to) => setRange([Math.max(0, from), to])} />`;
     })}</div>`;
 }

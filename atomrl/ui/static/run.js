@@ -136,7 +136,7 @@ function Actions({ run, reload }) {
 }
 
 export function RunPage({ id, tab, rest, query }) {
-  const [run, error, reload, fresh] = useGet(`/api/runs/${id}`, [id]);
+  const [run, error, reload, fresh] = useGet(`/api/runs/${id}`, [id], 1000); // curves come by themselves
   useEffect(() => {
     if (run) document.title = `${run.name} · AtomRL`;
   }, [run && run.name]);
