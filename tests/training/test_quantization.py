@@ -5,15 +5,17 @@ from functools import partial
 import pytest
 import torch
 
-from atomrl.cli.config_arguments import load_config
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, TrainConfig, build_config
 from atomrl.metrics import values
 from atomrl.models.memory import memory_estimate
 from atomrl.models.quantized import quantized_layers
 from atomrl.runs.checks import check_savers
 from atomrl.training.local import LocalBackend
+from tests.models.test_quantized import other_family
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of
+from tests.training.equality import all_cases, case, compared, locally, make_models, run_ranks
+from tests.training.test_fsdp import compare
 
 pytest.importorskip("bitsandbytes", reason="the extra `quant` is not installed")
 CONFIG = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
@@ -95,6 +97,23 @@ def test_moments_of_another_optimizer_are_refused(folder, tmp_path):
     backend.save(tmp_path)
     with pytest.raises(ConfigError, match=r"train.optimizer=adamw8bit: the checkpoint has another optimizer's moments"):
         make(folder, optimizer="adamw8bit").load(tmp_path)
+
+
+ON_RANKS = {
+    "nf4": case("grpo", lora=LoraConfig(rank=4), axes={"kl": {"coefficient": 0.1}}, quantization="nf4"),
+    "int8": case("grpo", lora=LoraConfig(rank=4), quantization="int8", checkpointed=True),
+    "transformers": case("dpo", compared, model="stable", lora=LoraConfig(rank=4), quantization="nf4"),
+}
+
+
+@pytest.mark.slow
+def test_two_ranks_make_the_steps_of_one_process(tmp_path):
+    make_models(tmp_path)
+    other_family(tmp_path / "stable")
+    (tmp_path / "out").mkdir()
+    two = run_ranks(partial(all_cases, ON_RANKS, tmp_path), 2, tmp_path / "out")
+    for name, given in ON_RANKS.items():
+        compare([rank[name] for rank in two], locally(given, tmp_path))
 
 
 REFUSED = {
