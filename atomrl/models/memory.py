@@ -122,9 +122,9 @@ def in_shards(
 ) -> dict[str, int]:
     """What of a run's memory is rank 0's: a share of what lies in shards, and what is gathered for a moment.
 
-    Gathered are the embedding, the output matrix and two layers (one computes, the next arrives), in the dtype of
-    computation, and the gradients of as much before they are summed. Weights on their way to the engine are whole, in
-    the CPU's memory of rank 0.
+    Gathered are the embedding and the output matrix, with their gradients before they are summed, and of the layers two
+    (one computes, the next arrives) and the gradients of one, in the dtype of computation. Weights on their way to the
+    engine are whole, in the CPU's memory of rank 0.
 
     Args:
         parts: of one device, as `memory_estimate` has them.
@@ -134,16 +134,16 @@ def in_shards(
     """
     shards = ranks // backend.replicas
     found = {name: -(-size // shards) if name in SHARDED else size for name, size in parts.items()}
-    found["activations"] //= backend.sequence
-    if "critic activations" in found:
-        found["critic activations"] //= backend.sequence
+    for name in {"activations", "critic activations", "log-prob chunk", "distributions"} & found.keys():
+        found[name] //= backend.sequence
     if backend.reduce == "update":
         found["gradients"] += trained * FLOAT32
     ends = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
     layer = (total - ends) // shape.num_hidden_layers
     found["rounded weights"] = 0
-    found["gathered weights"] = (ends + 2 * layer) * compute
-    found["gathered gradients"] = (ends + layer) * compute if trained == total else 0
+    whole = trained == total
+    found["gathered embedding"] = ends * compute * (2 if whole else 1)
+    found["gathered layers"] = layer * compute * (3 if whole else 2)
     if backend.cpu_offload:
         found |= {name: 0 for name in SHARDED if name in found}
     return found
