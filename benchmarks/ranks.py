@@ -147,9 +147,7 @@ def opened(variant: Variant, rank: int, folder: str, port: int, device: str, **t
         return
     store = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=LIMIT)
     ranks = Ranks(store, rank, variant.world, own, LIMIT.total_seconds())
-    backend = FSDPBackend(
-        FSDPConfig(type="fsdp", sequence=variant.sequence), collective=ranks, device=own, **settings
-    )
+    backend = FSDPBackend(FSDPConfig(type="fsdp", sequence=variant.sequence), collective=ranks, device=own, **settings)
     yield backend
     ranks.max(0)
     backend.close()

@@ -16,7 +16,7 @@ from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
 from atomrl.loop.sync import Progress, run_steps
 from atomrl.models.loading import resolve_folder
-from atomrl.models.memory import memory_estimate
+from atomrl.models.memory import memory_estimate, rank_choices
 from atomrl.protocols import Algorithm, TrainingBackend
 from atomrl.runs.build import build_trainer, cluster_roles, device_name, open_cluster, starting_model
 from atomrl.tracking.recorder import Recorder
@@ -85,7 +85,12 @@ class Run(ABC):
         parts = memory_estimate(self.config, self.algorithm, ranks)
         if ranks > 1:
             sections.append(("ranks", [f"{ranks}, of which the memory of the first, which also draws, is"]))
-        return [*sections, ("memory", [f"{name:<20}{readable(size)}" for name, size in parts.items()])]
+        sections.append(("memory", [f"{name:<20}{readable(size)}" for name, size in parts.items()]))
+        if self.config.backend is None:
+            return sections
+        choices = rank_choices(self.config, self.algorithm, ranks)
+        lines = [f"{name:<36}{readable(device)}" for name, (device, _) in choices.items()]
+        return [*sections, ("choices", ["what that total would be with one setting changed:", *lines])]
 
     @property
     def ranks(self) -> int:
