@@ -124,6 +124,7 @@ class Run(ABC):
         allow_changes: bool = False,
         callbacks: Sequence[Callback] = (),
         wording: Callable[[str], str] = str,
+        tokens_per_micro_batch: int | None = None,
     ) -> dict[str, Any]:
         """Run to the end, or to a stop request.
 
@@ -132,6 +133,7 @@ class Run(ABC):
             allow_changes: resume although config, data, tokenizer or model differ.
             callbacks: called after each step.
             wording: how a finding of the doctor, which names keys of the config, is said on the terminal.
+            tokens_per_micro_batch: with which the trainer begins; None: as the config says.
 
         Returns:
             What is in the run's `summary.json`.
@@ -145,7 +147,9 @@ class Run(ABC):
             self.progress = progress = Progress(**stored)
             earlier_s = progress.wall_s
             self.start = starting_model(config, self.tokenizer, directory)
-            self.trainer = trainer = build_trainer(config, self.algorithm, self.start, self.tokenizer, self.cluster)
+            smaller = {} if tokens_per_micro_batch is None else {"tokens_per_micro_batch": tokens_per_micro_batch}
+            mine = config.model_copy(update={"train": config.train.model_copy(update=smaller)})
+            self.trainer = trainer = build_trainer(mine, self.algorithm, self.start, self.tokenizer, self.cluster)
             stack.callback(trainer.close)
             if newest:
                 trainer.load(newest)
