@@ -16,7 +16,7 @@ from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
 from atomrl.loop.sync import Progress, run_steps
 from atomrl.models.loading import resolve_folder
-from atomrl.models.memory import memory_estimate
+from atomrl.models.memory import memory_estimate, rank_choices
 from atomrl.protocols import Algorithm, TrainingBackend
 from atomrl.runs.build import build_trainer, cluster_roles, device_name, open_cluster, starting_model
 from atomrl.tracking.recorder import Recorder
@@ -85,7 +85,12 @@ class Run(ABC):
         parts = memory_estimate(self.config, self.algorithm, ranks)
         if ranks > 1:
             sections.append(("ranks", [f"{ranks}, of which the memory of the first, which also draws, is"]))
-        return [*sections, ("memory", [f"{name:<20}{readable(size)}" for name, size in parts.items()])]
+        sections.append(("memory", [f"{name:<20}{readable(size)}" for name, size in parts.items()]))
+        if self.config.backend is None:
+            return sections
+        choices = rank_choices(self.config, self.algorithm, ranks)
+        lines = [f"{name:<36}{readable(device)}" for name, (device, _) in choices.items()]
+        return [*sections, ("choices", ["what that total would be with one setting changed:", *lines])]
 
     @property
     def ranks(self) -> int:
@@ -119,6 +124,7 @@ class Run(ABC):
         allow_changes: bool = False,
         callbacks: Sequence[Callback] = (),
         wording: Callable[[str], str] = str,
+        tokens_per_micro_batch: int | None = None,
     ) -> dict[str, Any]:
         """Run to the end, or to a stop request.
 
@@ -127,6 +133,7 @@ class Run(ABC):
             allow_changes: resume although config, data, tokenizer or model differ.
             callbacks: called after each step.
             wording: how a finding of the doctor, which names keys of the config, is said on the terminal.
+            tokens_per_micro_batch: with which the trainer begins; None: as the config says.
 
         Returns:
             What is in the run's `summary.json`.
@@ -136,11 +143,16 @@ class Run(ABC):
             with ExitStack() as stack:
                 self.cluster = open_cluster(config, self.algorithm, stack)  # before there is a folder
                 directory = ending.enter_context(RunDirectory.create(config, resume, allow_changes, self.identity))
-                done, earlier_s = self._course(directory, stack, callbacks, wording)
+                done, earlier_s = self._course(directory, stack, callbacks, wording, tokens_per_micro_batch)
             return self._finish(directory, done, earlier_s + time.perf_counter() - started)
 
     def _course(
-        self, directory: RunDirectory, stack: ExitStack, callbacks: Sequence[Callback], wording: Callable[[str], str]
+        self,
+        directory: RunDirectory,
+        stack: ExitStack,
+        callbacks: Sequence[Callback],
+        wording: Callable[[str], str],
+        tokens_per_micro_batch: int | None,
     ) -> tuple[bool, float]:
         """Whether the last step was done, and the seconds that earlier attempts took. The stack closes all but the
         folder."""
@@ -150,7 +162,9 @@ class Run(ABC):
         self.progress = progress = Progress(**stored)
         earlier_s = progress.wall_s
         self.start = starting_model(config, self.tokenizer, directory)
-        self.trainer = trainer = build_trainer(config, self.algorithm, self.start, self.tokenizer, self.cluster)
+        smaller = {} if tokens_per_micro_batch is None else {"tokens_per_micro_batch": tokens_per_micro_batch}
+        mine = config.model_copy(update={"train": config.train.model_copy(update=smaller)})
+        self.trainer = trainer = build_trainer(mine, self.algorithm, self.start, self.tokenizer, self.cluster)
         stack.callback(trainer.close)
         if newest:
             trainer.load(newest)
