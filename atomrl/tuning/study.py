@@ -114,7 +114,7 @@ def is_worse_half(study: Study, number: int, place: int) -> bool:
     """Successive halving: whether a trial, at one of the places that trials report from (1, 2), is not of the better
     half of those that came there before it. By what was reported alone, so a study that goes on decides the same."""
     trials = study.get_trials(deepcopy=False)[: number + 1]
-    values = [trial.intermediate_values[place] for trial in trials if place in trial.intermediate_values]
+    values = [float(trial.intermediate_values[place]) for trial in trials if place in trial.intermediate_values]
     return values[-1] < sorted(values)[-max(1, len(values) // 2)]
 
 

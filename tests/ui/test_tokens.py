@@ -1,9 +1,16 @@
 """The recorded numbers of tokens, as a page gets them."""
 
+from dataclasses import asdict
+
+import numpy as np
 import pytest
 
+from atomrl.data.rows import to_rows
+from atomrl.episodes import Episode, Turn
 from atomrl.reading import load_run
-from atomrl.ui.rollouts import tokens
+from atomrl.reading.tokens import TokenTable
+from atomrl.types import Sample, Segment, Trajectory
+from atomrl.ui.rollouts import token_numbers, token_places, tokens
 from tests.ui.made import make_run, record_tokens
 
 
@@ -45,3 +52,55 @@ def test_a_damaged_record_is_named(tmp_path):
     (folder / "rollouts" / "step_000001" / "tokens.safetensors").write_bytes(b"x" * 99)
     found = tokens(load_run(folder), 1, "train", 0)
     assert found["numbers"] is None and "holds no recorded tokens" in found["why"]
+
+
+def dropping(sizes=((2, 1), (1, 0), (1, 2), (2, 0)), sees=(0, 0, 1, 3)) -> Episode:
+    turns = [Turn(model_tokens=m, reply_tokens=r, sees_from=s) for (m, r), s in zip(sizes, sees, strict=True)]
+    return Episode(opening_tokens=1, turns=tuple(turns), ended="answered")
+
+
+def test_rows_of_dropped_turns_are_where_they_were_trained():
+    """The page's arithmetic of rows is the batch's own."""
+    episode = dropping()
+    segments = [Segment(origin="prompt", token_ids=(90, 91)), Segment(origin="environment", token_ids=(50,))]
+    at = 51
+    for turn in episode.turns:
+        for origin, size in (("model", turn.model_tokens), ("environment", turn.reply_tokens)):
+            if size:
+                ids = tuple(range(at, at + size))
+                more = {"logprobs": (0.0,) * size, "policy_version": 0} if origin == "model" else {}
+                segments.append(Segment(origin=origin, token_ids=ids, **more))
+                at += size
+    sample = Sample(sample_id="a", prompt="", ground_truth="")
+    item = Trajectory(
+        prompt_id="0:a", index=0, sample=sample, segments=tuple(segments), text="", finish_reason="stop",
+        episode=episode, reward=1.0,
+    )  # fmt: skip
+    rows = to_rows([item])
+    ids = [token for segment in segments[1:] for token in segment.token_ids]
+    places = token_places(asdict(episode), len(ids))
+    recorded = [
+        rows.tokens[n, int(rows.prompt_lengths[n]) : int(rows.lengths[n])].tolist() for n in range(len(rows.tokens))
+    ]
+    assert len(recorded) == 3 and [[ids[place] for place in row] for row in places] == recorded
+
+
+def test_tokens_of_several_rows_have_the_numbers_of_the_row_that_trained_them():
+    ids = np.array([9, 5, 6, 8, 7, 4])
+    rows = [[0, 1, 2, 3, 4], [0, 4, 5]]
+    masks = [[0, 1, 1, 0, 1], [0, 0, 1]]
+    table = TokenTable(
+        step=1, prompts=[np.array([1, 2])], state={},
+        rows={
+            "trajectory_index": np.array([3, 3]), "group_ids": np.array([0, 0]), "lengths": np.array([7, 5]),
+            "prompt_lengths": np.array([2, 2]), "prompt": np.array([0, 0]), "update": np.array([0, 0]),
+        },
+        tokens={
+            "tokens": np.concatenate([ids[row] for row in rows]), "loss_mask": np.array([*masks[0], *masks[1]], bool),
+            "advantages": np.array([0, 1, 1, 0, 1, 0, 0, 2], np.float32),
+        },
+    )  # fmt: skip
+    turns = [{"model_tokens": 2, "reply_tokens": 1}, {"model_tokens": 1}, {"model_tokens": 1, "sees_from": 1}]
+    found = token_numbers(table, 3, ids.tolist(), {"opening_tokens": 1, "turns": turns})
+    assert found is not None and found["columns"]["advantage"] == [0, 1, 1, 0, 1, 2] and found["masked"] == [0, 3]
+    assert token_numbers(table, 3, [*ids[:5], 77], {"opening_tokens": 1, "turns": turns}) is None
