@@ -167,9 +167,10 @@ class Run(ABC):
                     callback(number, metrics)
                 return metrics
 
-            def save(folder: Path, progress: Progress) -> None:
-                trainer.save(folder)
+            def save(folder: Path, progress: Progress) -> Callable[[], None] | None:
+                written = trainer.save(folder)
                 (folder / STATE).write_text(json.dumps(asdict(progress), indent=1) + "\n", encoding="utf-8")
+                return written
 
             done = run_steps(one_step, self.record, progress, save, config)
             if done and config.eval.after:

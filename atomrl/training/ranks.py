@@ -187,9 +187,11 @@ class RankedBackend:
         found: WeightUpdate = self._call("weight_update", version, adapters_alone)
         return found
 
-    def save(self, folder: Path) -> None:
-        """Models for transformers, and the shards of all ranks; all must see the folder."""
+    def save(self, folder: Path) -> Callable[[], None]:
+        """Begin to write models for transformers, and the shards of all ranks; all must see the folder. What is
+        returned waits until all is written; steps may be taken before."""
         self._call("save", folder.resolve())
+        return lambda: self._call("saved")
 
     def load(self, folder: Path) -> None:
         """Continue from `save`."""
