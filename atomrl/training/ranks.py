@@ -63,8 +63,10 @@ def rank_count(settings: RankedConfig, device: str) -> int:
 
 
 def rank_device(device: str, local_rank: int) -> torch.device:
-    """Of a rank: its own GPU, or the CPU."""
-    return torch.device("cuda", local_rank) if device.startswith("cuda") else torch.device("cpu")
+    """Of a rank: its own GPU, of which its launcher may show it no other; or the CPU."""
+    if not device.startswith("cuda"):
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
 
 
 class RankedBackend:
