@@ -17,6 +17,10 @@ _counted: dict[str, int] = {}
 DISTRIBUTIONS = 10
 """Numbers per trained token and value of the vocabulary that a divergence of two distributions holds: its backward pass
 keeps seven and a half."""
+QUANTIZED = {"nf4": 0.5 + 1 / 64 + FLOAT32 / (64 * 256), "int8": 1.0}
+"""Bytes of a weight of a quantised base: codes, a scale for each 64 and a scale for each 256 of those."""
+MOMENTS_IN_8_BITS = 2 * (1 + FLOAT32 / 256)
+"""Bytes of a weight's two moments: codes, and a scale for each 256."""
 
 
 def count_parameters(config: Any, trust_remote_code: bool = False) -> int:
@@ -98,11 +102,14 @@ def memory_estimate(
     decoded = min(kept, rollout.prompts_per_step * rollout.completions_per_prompt)
     cached = decoded * rollout.max_completion_tokens + rollout.prompts_per_step * config.data.max_prompt_tokens
     chunk = min(CHUNK_ELEMENTS, tokens * shape.vocab_size)
+    base, moments = total * compute, 2 * FLOAT32 if train.optimizer == "adamw" else MOMENTS_IN_8_BITS
+    if model.quantization:
+        base = _ends(shape) * compute + int((total - _ends(shape)) * QUANTIZED[model.quantization])
     parts = {
-        "trainer weights": total * compute + trained * FLOAT32 if model.lora else total * FLOAT32,
+        "trainer weights": base + trained * FLOAT32 if model.lora else total * FLOAT32,
         "rounded weights": 0 if model.lora or compute == FLOAT32 else total * compute,  # `kernels.round_once`
         "gradients": trained * FLOAT32,
-        "optimizer": 2 * trained * FLOAT32,
+        "optimizer": int(moments * trained),
         "reference": total * compute if "ref_logprobs" in algorithm.needs and not model.lora else 0,
         "activations": activations(shape),
         "log-prob chunk": 3 * chunk * FLOAT32,
@@ -149,7 +156,7 @@ def in_shards(
         found[name] //= backend.sequence
     if backend.reduce == "update":
         found["gradients"] += trained * FLOAT32
-    ends = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    ends = _ends(shape)
     layer = (total - ends) // shape.num_hidden_layers
     found["rounded weights"] = 0
     whole = trained == total
@@ -199,6 +206,11 @@ def critic_parameters(config: Any, trust_remote_code: bool = False) -> int:
     """Parameters of a critic: a decoder with one number in the place of the output matrix."""
     output = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     return count_parameters(config, trust_remote_code) - output + int(config.hidden_size)
+
+
+def _ends(config: Any) -> int:
+    """Numbers of embedding and output matrix."""
+    return int(config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2))
 
 
 def _widths(config: Any) -> tuple[int, int, int, int]:

@@ -137,43 +137,58 @@ class Run(ABC):
             What is in the run's `summary.json`.
         """
         started, config = time.perf_counter(), self.config
-        with ExitStack() as stack:
-            self.cluster = open_cluster(config, self.algorithm, stack)  # before there is a folder
-            directory = RunDirectory.create(config, resume, allow_changes, self.identity)
-            newest = directory.checkpoint_folder(directory.first_step - 1) if directory.first_step > 1 else None
-            stored = json.loads((newest / STATE).read_text(encoding="utf-8")) if newest else {}
-            self.progress = progress = Progress(**stored)
-            earlier_s = progress.wall_s
-            self.start = starting_model(config, self.tokenizer, directory)
-            smaller = {} if tokens_per_micro_batch is None else {"tokens_per_micro_batch": tokens_per_micro_batch}
-            mine = config.model_copy(update={"train": config.train.model_copy(update=smaller)})
-            self.trainer = trainer = build_trainer(mine, self.algorithm, self.start, self.tokenizer, self.cluster)
-            stack.callback(trainer.close)
-            if newest:
-                trainer.load(newest)
-            self.record = stack.enter_context(Recorder(config, directory, wording))
-            self.open(stack)
-            if not progress.step and config.eval.before:
-                self._evaluate(0)
+        with ExitStack() as ending:  # the folder is let go of last: who waits for its lock finds all there is
+            with ExitStack() as stack:
+                self.cluster = open_cluster(config, self.algorithm, stack)  # before there is a folder
+                directory = ending.enter_context(RunDirectory.create(config, resume, allow_changes, self.identity))
+                done, earlier_s = self._course(directory, stack, callbacks, wording, tokens_per_micro_batch)
+            return self._finish(directory, done, earlier_s + time.perf_counter() - started)
 
-            def one_step(number: int) -> dict[str, float]:
-                metrics = self.step(number)
-                every = config.eval.every_steps
-                if every and number % every == 0 and number < config.train.steps:
-                    self._evaluate(number)
-                for callback in callbacks:
-                    callback(number, metrics)
-                return metrics
+    def _course(
+        self,
+        directory: RunDirectory,
+        stack: ExitStack,
+        callbacks: Sequence[Callback],
+        wording: Callable[[str], str],
+        tokens_per_micro_batch: int | None,
+    ) -> tuple[bool, float]:
+        """Whether the last step was done, and the seconds that earlier attempts took. The stack closes all but the
+        folder."""
+        config = self.config
+        newest = directory.checkpoint_folder(directory.first_step - 1) if directory.first_step > 1 else None
+        stored = json.loads((newest / STATE).read_text(encoding="utf-8")) if newest else {}
+        self.progress = progress = Progress(**stored)
+        earlier_s = progress.wall_s
+        self.start = starting_model(config, self.tokenizer, directory)
+        smaller = {} if tokens_per_micro_batch is None else {"tokens_per_micro_batch": tokens_per_micro_batch}
+        mine = config.model_copy(update={"train": config.train.model_copy(update=smaller)})
+        self.trainer = trainer = build_trainer(mine, self.algorithm, self.start, self.tokenizer, self.cluster)
+        stack.callback(trainer.close)
+        if newest:
+            trainer.load(newest)
+        self.record = stack.enter_context(Recorder(config, directory, wording))
+        self.open(stack)
+        if not progress.step and config.eval.before:
+            self._evaluate(0)
 
-            def save(folder: Path, progress: Progress) -> Callable[[], None] | None:
-                written = trainer.save(folder)
-                (folder / STATE).write_text(json.dumps(asdict(progress), indent=1) + "\n", encoding="utf-8")
-                return written
+        def one_step(number: int) -> dict[str, float]:
+            metrics = self.step(number)
+            every = config.eval.every_steps
+            if every and number % every == 0 and number < config.train.steps:
+                self._evaluate(number)
+            for callback in callbacks:
+                callback(number, metrics)
+            return metrics
 
-            done = run_steps(one_step, self.record, progress, save, config)
-            if done and config.eval.after:
-                self._evaluate(progress.step)
-        return self._finish(directory, done, earlier_s + time.perf_counter() - started)
+        def save(folder: Path, progress: Progress) -> Callable[[], None] | None:
+            written = trainer.save(folder)
+            (folder / STATE).write_text(json.dumps(asdict(progress), indent=1) + "\n", encoding="utf-8")
+            return written
+
+        done = run_steps(one_step, self.record, progress, save, config)
+        if done and config.eval.after:
+            self._evaluate(progress.step)
+        return done, earlier_s
 
     def _evaluate(self, number: int) -> None:
         """Evaluate after this many steps, and record what is found."""

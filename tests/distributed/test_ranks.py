@@ -45,9 +45,13 @@ def test_where_an_actor_is_killed_a_new_group_goes_on(tmp_path, rank):
     del given["cluster"]["resources"]["reference"]
     given |= {"backend": {"type": "fsdp", "ranks": 2}, "train": given["train"] | {"steps": 12}}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(given))
-    whole, run = TrainingRun(tmp_path, "whole"), TrainingRun(tmp_path, "run")
+    whole = TrainingRun(tmp_path, "whole")
     try:
         assert whole.process.wait(900) == 0, whole.log.read_text()[-2000:]
+    finally:
+        whole.end()
+    run = TrainingRun(tmp_path, "run")
+    try:
         run.until_step(6)
         os.kill(run.actors("trainer")[rank], signal.SIGKILL)
         assert run.process.wait(900) == 0, run.log.read_text()[-2000:]
@@ -57,7 +61,6 @@ def test_where_an_actor_is_killed_a_new_group_goes_on(tmp_path, rank):
         assert run.weights() == whole.weights()
         assert run.gone_after("ours", 30) < 10
     finally:
-        whole.end()
         run.end()
 
 
