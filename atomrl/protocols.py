@@ -269,8 +269,9 @@ class TrainingBackend(Protocol):
     def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
         """The policy's weights for an engine, adapters apart. `adapters_alone`: it has the base's from before."""
 
-    def save(self, folder: Path) -> None:
-        """Model (loadable by transformers), optimizer, schedule and random state."""
+    def save(self, folder: Path) -> Callable[[], None] | None:
+        """Model (loadable by transformers), optimizer, schedule and random state, as they are now. What is returned
+        waits until all is written, and steps may be taken before; None: it is."""
 
     def load(self, folder: Path) -> None:
         """Continue exactly from `save`."""

@@ -3,9 +3,10 @@
     python benchmarks/plan_ranks.py                      8 and 64 GPUs of 80 GB, Qwen2.5-7B, 32B and 72B
     python benchmarks/plan_ranks.py --row 32768 --gpus 16
 
-The numbers are those that `atomrl train CONFIG --dry-run` prints (`models/memory.py`), for a config with rows of at most
-`--row` tokens, a micro-batch of one row, bfloat16, gradient checkpointing, and no reference model. Of the logits and the
-gathered layers the larger is counted: they are never there at the same time. Nothing is downloaded and nothing measured.
+The numbers are those that `atomrl train CONFIG --dry-run` prints (`models/memory.py`), for a config with rows of at
+most `--row` tokens, a micro-batch of one row, bfloat16, gradient checkpointing, and no reference model. Of the logits
+and the gathered layers the larger is counted: they are never there at the same time. Nothing is downloaded, and nothing
+is measured.
 """
 
 from __future__ import annotations

@@ -5,15 +5,16 @@
     python benchmarks/ranks.py --device cuda --sizes 53M --ranks 2       ranks with a GPU each, and NCCL
 
 **Time.** One process has two threads, a rank has one, so of two ranks `of one` is what ranks cost. All are there at the
-same time and take a step in turns: `step` is the median of those after the first, `of one` the median of its ratios
-to the one process in the same turn. `waits` is the share of a step in which the slowest rank's thread does not compute: exchanges
-that nothing hides, and the lateness of other ranks. `2 sharing` are two ranks that share rows (`backend.sequence=2`).
+same time and take a step in turns: `step` is the median of those after the first, `of one` the median of its ratios to
+the one process in the same turn. `waits` is the share of a step in which the slowest rank's thread does not compute:
+exchanges that nothing hides, and the lateness of other ranks. `2 sharing` are two ranks that share rows
+(`backend.sequence=2`).
 
 **Memory.** Of a rank in processes of their own, every byte that torch's allocator hands out from before the model is
 loaded on, in two updates of several micro-batches: `peak` is the most at once, of the fullest rank. `loading` is the
 most until the model is in its shards, `state` what its weights, gradients and moments take. `formula` is what a dry
-run says of the same (`models/memory.py`), without what an engine takes, and of logits and gathered layers the larger; `off` is the distance of the peak from it.
-What Python, torch's libraries and gloo's buffers take themselves is in neither.
+run says of the same (`models/memory.py`), without what an engine takes, and of logits and gathered layers the larger;
+`off` is the distance of the peak from it. What Python, torch's libraries and gloo's buffers take is in neither.
 """
 
 from __future__ import annotations
@@ -169,15 +170,17 @@ def timed(at: Connection, variant: Variant, rank: int, folder: str, port: int, d
 
 def weighed(at: Connection, variant: Variant, rank: int, folder: str, port: int, device: str) -> None:
     """A process that says its peak, its peak while it loads, and its state, in bytes."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        with opened(variant, rank, folder, port, device, tokens_per_micro_batch=BUDGET) as backend:
-            loaded = time.time_ns()
-            batch, algorithm = make_batch(full=True), given(folder, device)["algorithm"]
-            if device != "cpu":
-                torch.cuda.reset_peak_memory_stats()
-            for _ in range(2):
-                backend.train_step(batch, algorithm)
-            state, peak = state_of(backend), 0 if device == "cpu" else torch.cuda.max_memory_allocated()
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace,
+        opened(variant, rank, folder, port, device, tokens_per_micro_batch=BUDGET) as backend,
+    ):
+        loaded = time.time_ns()
+        batch, algorithm = make_batch(full=True), given(folder, device)["algorithm"]
+        if device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(2):
+            backend.train_step(batch, algorithm)
+        state, peak = state_of(backend), 0 if device == "cpu" else torch.cuda.max_memory_allocated()
     found: Any = trace.profiler
     changes = [(e.start_ns(), e.nbytes()) for e in found.kineto_results.events() if e.name() == "[memory]"]
     now, peaks = 0, [0, 0]

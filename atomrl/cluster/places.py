@@ -62,13 +62,14 @@ class Node:
         return f"{self.address} with {self.cpus:g} CPUs and {len(self.gpus)} GPUs{f' ({free} free)' if free else ''}"
 
 
-def wanted(config: ClusterConfig, roles: Sequence[ClusterRole], gpus: bool) -> list[Wanted]:
+def wanted(config: ClusterConfig, roles: Sequence[ClusterRole], gpus: bool, ranks: int = 1) -> list[Wanted]:
     """What the actors of a run take; the largest first, since that is how they find room.
 
     Args:
         config: of the cluster.
         roles: those that the run has in actors.
         gpus: whether `placement` gives any.
+        ranks: actors that train together.
 
     Example:
         >>> for each in wanted(ClusterConfig(placement="colocated", replicas=2), ["trainer", "rollout"], gpus=True):
@@ -85,7 +86,8 @@ def wanted(config: ClusterConfig, roles: Sequence[ClusterRole], gpus: bool) -> l
     for role in roles:
         own = config.resources.get(role, ResourceConfig())
         gpus_each = shares.get(role, 0.0) if own.num_gpus is None else own.num_gpus
-        found.append(Wanted(role, config.replicas if role == "rollout" else 1, own.num_cpus, gpus_each))
+        count = {"rollout": config.replicas, "trainer": ranks}.get(role, 1)
+        found.append(Wanted(role, count, own.num_cpus, gpus_each))
     return sorted(found, key=lambda each: (-each.gpus, -each.cpus))
 
 
@@ -118,11 +120,11 @@ def places(actors: Sequence[Wanted], nodes: Sequence[Node]) -> dict[tuple[str, i
 
 
 def plan(
-    config: ClusterConfig, roles: Sequence[ClusterRole], device: str, nodes: Sequence[Node]
+    config: ClusterConfig, roles: Sequence[ClusterRole], device: str, nodes: Sequence[Node], ranks: int = 1
 ) -> tuple[dict[str, Wanted], dict[tuple[str, int], Node]]:
     """What each role's actors take, and where each goes; arguments as of `RayCluster`."""
     gpus = device != "cpu" and (device != "auto" or any(node.gpus for node in nodes))
-    actors = wanted(config, roles, gpus)
+    actors = wanted(config, roles, gpus, ranks)
     return {each.role: each for each in actors}, places(actors, nodes)
 
 

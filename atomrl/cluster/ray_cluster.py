@@ -60,19 +60,22 @@ class RayCluster:
         config: of the cluster.
         roles: that will have actors.
         device: `model.device`: on `cpu`, or where `auto` finds no GPU, `placement` gives none.
+        ranks: actors of the role `trainer`.
 
     Raises:
         ImportError: Ray is not installed.
         PlacementError: there is no room for the actors, or no cluster at the address.
     """
 
-    def __init__(self, config: ClusterConfig, roles: Sequence[ClusterRole], device: str = "auto") -> None:
+    def __init__(
+        self, config: ClusterConfig, roles: Sequence[ClusterRole], device: str = "auto", ranks: int = 1
+    ) -> None:
         self.config = config
         self.folder: TemporaryFolder | None = None
         """Of Ray's session, where it is started here."""
         self.actors: list[Actor] = []
         if config.address is None:
-            plan(config, roles, device, [this_machine()])  # before anything is started
+            plan(config, roles, device, [this_machine()], ranks)  # before anything is started
         handler = signal.getsignal(signal.SIGTERM)
         self.ray, self.owned = self._connect(config.address)
         with suppress(ValueError):  # not the main thread, where Ray leaves it alone
@@ -81,7 +84,7 @@ class RayCluster:
         self.watch = Watch({}, config.timeout_s, self._kill)
         try:
             self.watch = self._watch()
-            self.wanted, self.places = plan(config, roles, device, self.nodes())
+            self.wanted, self.places = plan(config, roles, device, self.nodes(), ranks)
         except BaseException:
             self.close()
             raise
@@ -310,16 +313,16 @@ def check_reachable(address: str) -> str:
     return found
 
 
-def describe(config: ClusterConfig, roles: Sequence[ClusterRole], device: str = "auto") -> list[str]:
+def describe(config: ClusterConfig, roles: Sequence[ClusterRole], device: str = "auto", ranks: int = 1) -> list[str]:
     """Who goes where, a line for each role; of a dry run. Nothing is started; a cluster at an address is asked.
 
     Raises:
         PlacementError: there is no room, or no cluster at the address.
     """
     if config.address is None:
-        found = plan(config, roles, device, [this_machine()])
+        found = plan(config, roles, device, [this_machine()], ranks)
     else:
-        cluster = RayCluster(config, roles, device)
+        cluster = RayCluster(config, roles, device, ranks)
         found = cluster.wanted, cluster.places
         cluster.close()
     lines = []

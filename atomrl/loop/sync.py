@@ -8,12 +8,12 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from atomrl.batches import AdvantageBatch, RowBatch, end_to_end
 from atomrl.config import RunConfig
@@ -72,7 +72,8 @@ class Progress:
     """The last steps in which no group was accepted; counts up to `MAX_IDLE_STEPS`."""
 
 
-Save = Callable[[Path, Progress], None]
+Save = Callable[[Path, Progress], Callable[[], None] | None]
+"""Writes a checkpoint into a folder; or begins to, and what it returns waits until it is written."""
 
 
 class StepFailed(Exception):
@@ -104,10 +105,11 @@ def run_steps(
         Exception: whatever a step raises. Where it came before the step's first update (`before_updates`), the steps
             done are saved.
     """
-    saved, failed, steps, every = progress.step, None, config.train.steps, config.checkpoint.every_steps
+    failed, steps, every = None, config.train.steps, config.checkpoint.every_steps
+    checkpoints = Checkpoints(record, save, progress.step)
     if progress.idle_steps >= MAX_IDLE_STEPS:  # resumed all the same
         progress.idle_steps = 0
-    with stop_request() as stopped:
+    with stop_request() as stopped, checkpoints:
         while progress.step < steps and progress.idle_steps < MAX_IDLE_STEPS and not stopped():
             started = time.perf_counter()
             try:
@@ -118,10 +120,11 @@ def run_steps(
             progress.step += 1
             progress.wall_s += time.perf_counter() - started
             record.log(progress.step, metrics)
+            checkpoints.end()
             if every and progress.step % every == 0:
-                saved = save_checkpoint(record, progress, save)
-        if saved != progress.step:
-            save_checkpoint(record, progress, save)
+                checkpoints.begin(progress)
+        if checkpoints.step != progress.step:
+            checkpoints.begin(progress)
     if failed:
         log.warning("step %d failed; the %d steps before it are saved", progress.step + 1, progress.step)
         raise failed from failed.__cause__
@@ -143,11 +146,48 @@ def before_updates() -> Iterator[None]:
         raise StepFailed(error) from error
 
 
-def save_checkpoint(record: Recorder, progress: Progress, save: Save) -> int:
-    """Model, optimizer and progress, written aside and renamed when complete. Returns the step."""
-    with record.checkpoint(progress.step) as folder:
-        save(folder, progress)
-    return progress.step
+class Checkpoints:
+    """Model, optimizer and progress, each time written aside and renamed when complete: a context manager.
+
+    A back end may write them while the next step is taken. A step that fails meanwhile leaves the checkpoint whole, if
+    it can still be, or absent.
+
+    Args:
+        record: gives the folders.
+        save: writes, or begins to.
+        step: of the newest.
+    """
+
+    def __init__(self, record: Recorder, save: Save, step: int) -> None:
+        self.record, self.save, self.step = record, save, step
+        self._open = ExitStack()
+        self._wait: Callable[[], None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def begin(self, progress: Progress) -> None:
+        """Save as all is now."""
+        self.end()
+        self.step = progress.step
+        with ExitStack() as folders:
+            self._wait = self.save(folders.enter_context(self.record.checkpoint(progress.step)), progress)
+            self._open = folders.pop_all()
+        if self._wait is None:
+            self.end()
+
+    def end(self) -> None:
+        """Wait for what is under way."""
+        wait, self._wait = self._wait, None
+        with self._open.pop_all():
+            if wait is not None:
+                wait()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            return self.end()
+        with suppress(Exception):  # what ends the run says more
+            self.end()
 
 
 def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> dict[str, float]:

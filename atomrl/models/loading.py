@@ -352,12 +352,21 @@ def save_model(
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in model_weights(model)}
-    # Each with memory of its own, as safetensors wants it.
-    state = {name: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for name, t in state.items()}
+    state = own_memory({name: tensor.to(dtype or tensor.dtype) for name, tensor in model_weights(model)})
     save_torch_state_dict(state, folder, metadata={"format": "pt"})
+    save_settings(model, tokenizer, folder, next(iter(state.values())).dtype, **settings)
+
+
+def own_memory(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors each with memory of its own, or all of one, as safetensors wants it."""
+    state = {name: tensor.contiguous() for name, tensor in weights.items()}
+    return {name: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for name, t in state.items()}
+
+
+def save_settings(model: Any, tokenizer: Any, folder: str | Path, dtype: torch.dtype, **settings: Any) -> None:
+    """What is beside the weights in a folder that `save_model` writes; arguments as there."""
     config = model.config.__class__.from_dict(model.config.to_dict())
-    for name, value in {"use_cache": True, **settings, "dtype": next(iter(state.values())).dtype}.items():
+    for name, value in {"use_cache": True, **settings, "dtype": dtype}.items():
         setattr(config, name, value)
     for part in (config, tokenizer, model.generation_config):
         if part is not None:

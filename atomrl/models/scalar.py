@@ -135,6 +135,11 @@ def save_scalar(model: ScalarModel, tokenizer: Any, folder: str | Path) -> None:
     Args:
         tokenizer: None leaves it out.
     """
+    save_model(model, tokenizer, folder, **scalar_settings(model, tokenizer))
+
+
+def scalar_settings(model: ScalarModel, tokenizer: Any) -> dict[str, Any]:
+    """What the config of such a folder has otherwise than the model's; arguments as of `save_scalar`."""
     config = model.config
     settings: dict[str, Any] = {"num_labels": 1}
     if isinstance(model, GPTScalar):
@@ -142,4 +147,4 @@ def save_scalar(model: ScalarModel, tokenizer: Any, folder: str | Path) -> None:
         settings["architectures"] = [family + CLASSIFIER]
         if config.pad_token_id is None:  # transformers finds the last token by it
             settings["pad_token_id"] = getattr(tokenizer, "pad_token_id", None) or 0
-    save_model(model, tokenizer, folder, **settings)
+    return settings

@@ -18,11 +18,10 @@ from atomrl.loop.sync import Progress, run_steps
 from atomrl.models.loading import resolve_folder
 from atomrl.models.memory import memory_estimate, rank_choices
 from atomrl.protocols import Algorithm, TrainingBackend
-from atomrl.runs.build import build_trainer, cluster_roles, device_name, open_cluster, starting_model
+from atomrl.runs.build import build_trainer, cluster_roles, open_cluster, rank_total, starting_model
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.resume import model_identity, tokenizer_identity
 from atomrl.tracking.run_directory import RunDirectory
-from atomrl.training.ranks import rank_count
 
 Callback = Callable[[int, Mapping[str, float]], None]
 """Called after each step with its number and metrics."""
@@ -78,7 +77,7 @@ class Run(ABC):
         sections = [("data", self.describe_data()), ("batch", self.describe_batch())]
         if (cluster := self.config.cluster) is not None:
             roles = cluster_roles(self.config, self.algorithm)
-            sections.append(("cluster", describe(cluster, roles, self.config.model.device)))
+            sections.append(("cluster", describe(cluster, roles, self.config.model.device, self.ranks)))
         if self.config.gpt is not None:
             return sections
         ranks = self.ranks
@@ -95,8 +94,7 @@ class Run(ABC):
     @property
     def ranks(self) -> int:
         """Processes that train."""
-        backend = self.config.backend
-        return 1 if backend is None else rank_count(backend, device_name(self.config.model.device))
+        return rank_total(self.config)
 
     @abstractmethod
     def open(self, stack: ExitStack) -> None:
@@ -182,9 +180,10 @@ class Run(ABC):
                 callback(number, metrics)
             return metrics
 
-        def save(folder: Path, progress: Progress) -> None:
-            trainer.save(folder)
+        def save(folder: Path, progress: Progress) -> Callable[[], None] | None:
+            written = trainer.save(folder)
             (folder / STATE).write_text(json.dumps(asdict(progress), indent=1) + "\n", encoding="utf-8")
+            return written
 
         done = run_steps(one_step, self.record, progress, save, config)
         if done and config.eval.after:

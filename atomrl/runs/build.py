@@ -34,7 +34,8 @@ from atomrl.rollout.vllm_server import VLLMServerEngine
 from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory
 from atomrl.training.group import Ranks
 from atomrl.training.local import LocalBackend
-from atomrl.training.ranks import RankedBackend
+from atomrl.training.rank_actors import RankActors
+from atomrl.training.ranks import RankedBackend, rank_count
 from atomrl.training.remote import RemoteBackend
 from atomrl.training.roles import RoleName
 from atomrl.types import Sample, SamplingParams
@@ -224,7 +225,7 @@ def cluster_roles(config: RunConfig, algorithm: Algorithm) -> list[ClusterRole]:
     for role in roles:
         if reasons[role]:
             raise ConfigError(f"cluster.resources.{role}: this run ({algorithm.name}) {reasons[role]}; remove it")
-    remote = cluster.placement is not None or "trainer" in resources
+    remote = in_actors(config)
     if not remote and set(roles) - {"reward"}:
         raise ConfigError(f"cluster.resources.{roles[0]}: give cluster.resources.trainer too, which calls it")
     roles += ["trainer"] if remote else []
@@ -259,7 +260,28 @@ def open_cluster(config: RunConfig, algorithm: Algorithm, stack: ExitStack) -> R
         own = hashlib.sha256(str(folder).encode()).hexdigest()[:8]
         folder = Path(config.cluster.weight_folder) / f"{config.run_name}-{own}"
     cluster = config.cluster.model_copy(update={"weight_folder": str(folder)})
-    return stack.enter_context(closing(RayCluster(cluster, roles, config.model.device)))
+    return stack.enter_context(closing(RayCluster(cluster, roles, config.model.device, rank_total(config))))
+
+
+def rank_total(config: RunConfig) -> int:
+    """Processes that train.
+
+    Raises:
+        ConfigError: they cannot be so many.
+    """
+    if (backend := config.backend) is None:
+        return 1
+    if not in_actors(config):
+        return rank_count(backend, device_name(config.model.device))
+    if backend.ranks is None:
+        raise ConfigError("backend.ranks: say how many actors of the role trainer there are to be")
+    return backend.ranks
+
+
+def in_actors(config: RunConfig) -> bool:
+    """Whether the trainer is in Ray actors."""
+    cluster = config.cluster
+    return cluster is not None and (cluster.placement is not None or "trainer" in cluster.resources)
 
 
 def actor_model(model: ModelConfig) -> ModelConfig:
@@ -322,13 +344,16 @@ def build_trainer(
     Args:
         path: the policy that training starts from.
     """
-    if config.backend is not None:
+    if config.backend is not None and not in_actors(config):
         return RankedBackend(
             partial(rank_trainer, config, algorithm, path), config.backend, device_name(config.model.device), tokenizer
         )
     if cluster is None or "trainer" not in cluster.wanted:
         return local_trainer(config, algorithm, path, tokenizer)
     there = config.model_copy(update={"model": actor_model(config.model)})
+    if config.backend is not None:
+        ranked = partial(rank_trainer, there, algorithm, path)
+        return RankActors(ranked, config.backend, there.model.device, tokenizer, cluster)
     build = partial(local_trainer, there, algorithm, path, tokenizer)
     return RemoteBackend(build, cluster, [role for role in get_args(RoleName) if role in cluster.wanted])
 

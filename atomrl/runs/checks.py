@@ -22,8 +22,7 @@ from atomrl.models.ulysses import check_heads
 from atomrl.pool.store import RolloutPool
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
 from atomrl.rollout.replies import ReplyTokens
-from atomrl.runs.build import cluster_roles, device_name, engine_class, tool_schemas, train_sampling
-from atomrl.training.ranks import rank_count
+from atomrl.runs.build import cluster_roles, device_name, engine_class, rank_total, tool_schemas, train_sampling
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
     if (backend := config.backend) is None:
         return
     device = device_name(config.model.device)
-    count = rank_count(backend, device)
+    count = rank_total(config)
     if count % backend.replicas:
         raise ConfigError(f"backend.replicas={backend.replicas} does not divide the {count} ranks")
     if count % backend.sequence:
@@ -157,11 +156,15 @@ def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
         raise ConfigError(
             "model.compile: layers whose weights are gathered for a moment are not compiled; leave it out"
         )
-    apart = set(cluster_roles(config, algorithm)) - {"rollout", "reward"}
+    apart = set(cluster_roles(config, algorithm)) - {"rollout", "reward", "trainer"}
     if apart:
         raise ConfigError(
-            f"cluster.resources: with a backend of several ranks, those have {', '.join(sorted(apart))}; leave it out, "
-            "and cluster.placement; cluster.replicas=N has engines apart"
+            f"cluster.resources: with a backend of several ranks, those have {', '.join(sorted(apart))}; leave it out"
+        )
+    if config.cluster is not None and config.cluster.placement == "colocated":
+        raise ConfigError(
+            "cluster.placement=colocated is for one process that trains; give cluster.resources.trainer what each rank "
+            "takes, or take split"
         )
 
 

@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 def run_to_end(run: Run, prepare: Callable[[], Run], resume: bool = False, **given: Any) -> dict[str, Any]:
     """`Run.execute`, again from the newest checkpoint where a rank died, stood still or ran out of memory.
 
-    The steps since that checkpoint are made once more and are the same to the last bit, but after too little memory: the
-    gradient is the same sum then, in more parts.
+    The steps since that checkpoint are made once more and are the same to the last bit; after too little memory, the
+    gradient is the same sum in more parts.
 
     Args:
         run: made, and not executed.

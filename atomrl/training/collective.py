@@ -5,7 +5,7 @@ Every rank makes the same calls in the same order. A single process agrees with 
 """
 
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -22,6 +22,8 @@ class Collective:
     """
 
     rank, world = 0, 1
+    writing: Any = None
+    """The group of the threads that write checkpoints."""
 
     def max(self, number: int) -> int:
         """The largest number that a rank gave."""

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,16 +23,17 @@ from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.config import ConfigError, FSDPConfig, ModelConfig
 from atomrl.metrics import Metrics
 from atomrl.models.loading import compute_dtype, model_weights
-from atomrl.models.lora import adapter_weights
+from atomrl.models.lora import adapter_weights, has_adapters
 from atomrl.models.scalar import ScalarModel
 from atomrl.models.ulysses import check_heads
 from atomrl.protocols import Algorithm, ModelInput, WeightUpdate
 from atomrl.training.base import BaseBackend
 from atomrl.training.group import Ranks
 from atomrl.training.optimizer import whole
-from atomrl.training.role_models import load_role, save_role
+from atomrl.training.role_models import load_role, role_prefix, save_role
 from atomrl.training.roles import TRAINED, RoleName
-from atomrl.training.shards import load_shards, save_shards
+from atomrl.training.shards import load_shards, shard_job
+from atomrl.training.writing import PART_BYTES, Job, Writing, model_jobs, write_index
 
 # Outputs are views where there is no padding; nobody writes into them.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -51,11 +52,13 @@ class FSDPBackend(BaseBackend):
 
     whole_weights, begins_again = False, False
     """The other ranks wait inside of a layer for one whose memory runs out."""
+    part_bytes = PART_BYTES
 
     def __init__(
         self, settings: FSDPConfig, model: ModelConfig, train: Any, algorithm: Algorithm, **named: Any
     ) -> None:
         self.settings, self.skeletons = settings, dict[RoleName, nn.Module]()
+        self.writing: tuple[list[Path], Writing] | None = None
         self.ranks: Ranks = named["collective"]
         world, replicas = self.ranks.world, settings.replicas
         if world % replicas:
@@ -166,13 +169,34 @@ class FSDPBackend(BaseBackend):
         weights = () if adapters_alone else list(model_weights(policy))
         return WeightUpdate(version, weights, adapter_weights(policy))
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> Callable[[], None]:
         """Write the models and the tokenizer for transformers, and beside them, in shards, what it takes to go on
-        exactly, on any number of ranks."""
+        exactly, on any number of ranks: from copies, on a thread of each rank, for which `saved` waits."""
+        self.saved()
+        jobs: list[Job] = [shard_job(self.trained, self.collective, self.updates, folder)]
         for name in self.trained:
-            if (model := self.gathered(name)) is not None:
-                save_role(name, model, self.tokenizer, folder)
-        save_shards(self.trained, self.collective, self.updates, folder)
+            model, place = self.roles[name].model, folder / role_prefix(name)
+            if has_adapters(model):
+                if (found := self.gathered(name, adapters_alone=True)) is not None:
+                    jobs.append(partial(save_role, name, found, self.tokenizer, folder))
+                continue
+            jobs += model_jobs(model, self.skeletons[name], self.tokenizer, self.collective, place, self.part_bytes)
+        self.writing = [*(folder / role_prefix(name) for name in self.trained)], Writing(jobs)
+        return self.saved
+
+    def saved(self) -> None:
+        """Wait until all ranks have written what `save` began.
+
+        Raises:
+            OSError: the disk is full, or another of a file.
+        """
+        if self.writing is None:
+            return
+        (folders, writing), self.writing = self.writing, None
+        writing.wait()
+        self.collective.max(0)
+        for folder in folders if self.collective.rank == 0 else ():
+            write_index(folder)
 
     def load(self, folder: Path) -> None:
         """Continue from `save`: exactly on the same number of ranks, and within rounding on another.

@@ -86,7 +86,7 @@ class Ranks(Collective):
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         with _loopback(self.here[1] == world):
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-            self.host, self.outcome = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
+            self.host, self.outcome, self.writing = (dist.new_group(backend="gloo", timeout=limit) for _ in range(3))
             self.waiting = dist.new_group(backend="gloo", timeout=IDLE)
         self._closed = threading.Event()
         self._heart = threading.Thread(target=self._beat, args=(store.clone(),), name="heart of this rank", daemon=True)

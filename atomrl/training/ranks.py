@@ -63,8 +63,10 @@ def rank_count(settings: RankedConfig, device: str) -> int:
 
 
 def rank_device(device: str, local_rank: int) -> torch.device:
-    """Of a rank: its own GPU, or the CPU."""
-    return torch.device("cuda", local_rank) if device.startswith("cuda") else torch.device("cpu")
+    """Of a rank: its own GPU, of which its launcher may show it no other; or the CPU."""
+    if not device.startswith("cuda"):
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
 
 
 class RankedBackend:
@@ -187,9 +189,11 @@ class RankedBackend:
         found: WeightUpdate = self._call("weight_update", version, adapters_alone)
         return found
 
-    def save(self, folder: Path) -> None:
-        """Models for transformers, and the shards of all ranks; all must see the folder."""
+    def save(self, folder: Path) -> Callable[[], None]:
+        """Begin to write models for transformers, and the shards of all ranks; all must see the folder. What is
+        returned waits until all is written; steps may be taken before."""
         self._call("save", folder.resolve())
+        return lambda: self._call("saved")
 
     def load(self, folder: Path) -> None:
         """Continue from `save`."""

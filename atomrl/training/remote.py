@@ -28,8 +28,13 @@ class ServedBackend:
 
     def __init__(self, build: Callable[[], TrainingBackend]) -> None:
         self.backend = build()
-        self.train_step, self.save, self.load = self.backend.train_step, self.backend.save, self.backend.load
+        self.train_step, self.load = self.backend.train_step, self.backend.load
         self.token_numbers = self.backend.token_numbers
+
+    def save(self, folder: Path) -> None:
+        """All is written when this returns."""
+        if (written := self.backend.save(folder)) is not None:
+            written()
 
     def forward_only(self, rows: RowBatch, needs: frozenset[ModelInput]) -> dict[str, Tensor]:
         """What was asked for alone."""

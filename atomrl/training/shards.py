@@ -23,31 +23,32 @@ from atomrl.training.collective import Collective
 from atomrl.training.optimizer import Optimizer
 from atomrl.training.role_models import SHARDS, STATE_FOLDER
 from atomrl.training.roles import RoleName
+from atomrl.training.writing import Job, kept, random_state
 
 COUNTS = "trainer.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save_shards(trained: Mapping[RoleName, Optimizer], ranks: Collective, updates: int, folder: Path) -> None:
-    """Write weights and moments of every optimizer, random states and counts; all ranks call it."""
-    state = folder / STATE_FOLDER
-    if ranks.rank == 0:
-        (state / SHARDS).mkdir(parents=True)
-    ranks.max(0)  # the folder is there from here on
-    writer = HuggingFaceStorageWriter(str(state / SHARDS), save_distributed=True)
-    save(_tensors(trained), storage_writer=writer)
-    random = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        random["cuda"] = torch.cuda.get_rng_state()
-    save_file(random, state / f"random_{ranks.rank}.safetensors")
-    if ranks.rank == 0:
-        found = {
-            "updates": updates,
-            "ranks": ranks.world,
-            "skipped_in_a_row": {name: optimizer.skipped_in_a_row for name, optimizer in trained.items()},
-            "steps": {name: _steps(optimizer) for name, optimizer in trained.items()},
-        }
-        (state / COUNTS).write_text(json.dumps(found) + "\n", encoding="utf-8")
+def shard_job(trained: Mapping[RoleName, Optimizer], ranks: Collective, updates: int, folder: Path) -> Job:
+    """What this rank writes of weights and moments of every optimizer, random states and counts, as they are now."""
+    state, random = folder / STATE_FOLDER, random_state()
+    tensors = kept(_tensors(trained))
+    found = {
+        "updates": updates,
+        "ranks": ranks.world,
+        "skipped_in_a_row": {name: optimizer.skipped_in_a_row for name, optimizer in trained.items()},
+        "steps": {name: _steps(optimizer) for name, optimizer in trained.items()},
+    }
+    (state / SHARDS).mkdir(parents=True, exist_ok=True)
+
+    def write() -> None:
+        writer = HuggingFaceStorageWriter(str(state / SHARDS), save_distributed=True)
+        save(tensors, storage_writer=writer, process_group=ranks.writing)
+        save_file(random, state / f"random_{ranks.rank}.safetensors")
+        if ranks.rank == 0:
+            (state / COUNTS).write_text(json.dumps(found) + "\n", encoding="utf-8")
+
+    return write
 
 
 def load_shards(trained: Mapping[RoleName, Optimizer], ranks: Collective, folder: Path) -> int:

@@ -13,7 +13,7 @@ from atomrl.models.scalar import load_scalar, save_scalar
 from atomrl.protocols import LossOutput
 from tests.conformance.test_backends import make, snapshot  # noqa: F401 (make is a fixture)
 from tests.tiny import make_tiny_model
-from tests.training.batches import make_algorithm, make_batch, weights_of
+from tests.training.batches import make_algorithm, make_batch, weights_of, written
 
 CRITIC = CriticConfig(learning_rate=0.005)
 
@@ -102,7 +102,7 @@ def test_continues_bit_for_bit_with_a_critic(make, tmp_path, lora):  # noqa: F81
     straight = make(ACTOR_CRITIC, **settings)
     for batch in batches[:2]:
         straight.train_step(batch, ACTOR_CRITIC)
-    straight.save(tmp_path / "checkpoint")
+    written(straight.save(tmp_path / "checkpoint"))
     expected = [values(straight.train_step(batch, ACTOR_CRITIC)) for batch in batches[2:]]
     resumed = make(ACTOR_CRITIC, **settings)
     resumed.train_step(batches[3], ACTOR_CRITIC)
@@ -114,7 +114,7 @@ def test_continues_bit_for_bit_with_a_critic(make, tmp_path, lora):  # noqa: F81
 
 def test_a_checkpoint_without_its_critic_is_refused(make, tmp_path):  # noqa: F811
     plain = make()
-    plain.save(tmp_path / "checkpoint")
+    written(plain.save(tmp_path / "checkpoint"))
     with pytest.raises(ConfigError, match="critic"):
         make(ACTOR_CRITIC, critic=CRITIC).load(tmp_path / "checkpoint")
 
@@ -146,7 +146,7 @@ def test_a_reward_model_learns_and_goes_on_exactly(make, tmp_path):  # noqa: F81
     backend = make(REWARD)
     losses = [values(backend.train_step(batch, REWARD))["rewards/loss"] for _ in range(10)]
     assert losses[0] == pytest.approx(0.6931, abs=1e-3) and losses[-1] < 0.3 * losses[0]
-    backend.save(tmp_path / "checkpoint")
+    written(backend.save(tmp_path / "checkpoint"))
     expected = values(backend.train_step(batch, REWARD))
     resumed = make(REWARD, seed=3)
     resumed.load(tmp_path / "checkpoint")

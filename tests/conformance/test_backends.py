@@ -19,7 +19,7 @@ from atomrl.training.local import LocalBackend
 from atomrl.types import RaggedIds
 from atomrl.weights.collective import LOOPBACK, open_store
 from tests.tiny import make_tiny_model
-from tests.training.batches import make_algorithm, make_batch, weights_of
+from tests.training.batches import make_algorithm, make_batch, weights_of, written
 
 ENTROPY = frozenset({"logprobs", "entropy"})
 WITH_REFERENCE = make_algorithm(needs=frozenset({"ref_logprobs"}))
@@ -278,7 +278,7 @@ def test_continues_bit_for_bit(make, tmp_path, lora):
     straight = make(**settings)
     for batch in batches[:2]:
         straight.train_step(batch, make_algorithm())
-    straight.save(tmp_path / "checkpoint")
+    written(straight.save(tmp_path / "checkpoint"))
     expected = [values(straight.train_step(batch, make_algorithm())) for batch in batches[2:]]
     resumed = make(**settings, seed=5)
     resumed.train_step(batches[3], make_algorithm())
@@ -292,7 +292,7 @@ def test_continues_bit_for_bit(make, tmp_path, lora):
 def test_transformers_loads_a_checkpoint(make, tmp_path, lora):
     backend, batch = make(lora=lora), make_batch()
     backend.train_step(batch, make_algorithm())
-    backend.save(tmp_path / "checkpoint")
+    written(backend.save(tmp_path / "checkpoint"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
     old = backend.forward_only(batch, frozenset({"old_logprobs"})).old_logprobs
     torch.testing.assert_close(plain_logprobs(model, batch).detach(), old, atol=1e-4, rtol=1e-4)

@@ -61,6 +61,12 @@ def make_algorithm(**changes):
     return SimpleNamespace(**(plain | changes))
 
 
+def written(wait):
+    """Wait for what `save` began, where the back end writes beside its steps."""
+    if wait is not None:
+        wait()
+
+
 def weights_of(backend):
     """The trained model's weights by published name, adapters merged; not copied."""
     update, weights = backend.weight_update(0), {}

@@ -131,5 +131,5 @@ def test_where_memory_runs_out_on_a_rank_all_go_on_with_smaller_micro_batches_an
 def test_restarts_are_bounded(alone):
     folder, _ = alone
     run = Outcome(folder, "once", "SIGKILL", 2, "backend.restarts=0")
-    assert run.code == 1 and "died by SIGKILL" in run.said and not run.left()
+    assert run.code == 2 and "died by SIGKILL" in run.said and not run.left()
     assert "--resume goes on from the newest checkpoint." in run.said

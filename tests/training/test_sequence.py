@@ -8,7 +8,22 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from atomrl.config import CriticConfig, LoraConfig
-from tests.training.equality import all_cases, case, drawn, few, locally, make_models, masked, pairs, run_ranks, tensors
+from atomrl.data.rows import to_training_batches
+from atomrl.training.local import LocalBackend
+from tests.training.equality import (
+    all_cases,
+    case,
+    drawn,
+    few,
+    locally,
+    make_models,
+    masked,
+    pairs,
+    run_ranks,
+    settings_of,
+    tensors,
+    with_ranks,
+)
 from tests.training.test_fsdp import compare
 from tests.training.test_packing import shared
 
@@ -88,3 +103,40 @@ def test_two_ranks_that_share_rows_make_the_steps_of_one_process(folder, two, na
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_two_pairs_of_ranks_make_the_steps_of_one_process(folder, four, name):
     compare([rank[name] for rank in four], locally(CASES[name], folder))
+
+
+def recorded_tokens(given, backend, algorithm):
+    """What two updates saw of the tokens of three rows of a step."""
+    made = backend.forward_only(given["rows"](0), algorithm.needs)
+    made = replace(made, recorded=torch.where(torch.arange(made.rows) % 4 == 1, torch.arange(made.rows) // 4, -1))
+    found = []
+    for part in to_training_batches(algorithm.advantages(made, {}), algorithm, updates=2, epochs=1, seed=0, step=0):
+        backend.train_step(part, algorithm)
+        found.append(backend.token_numbers())
+    return found
+
+
+def record(cases, folder, ranks):
+    return {name: recorded_tokens(cases[name], *with_ranks(cases[name], folder, ranks)) for name in cases}
+
+
+RECORDED = {
+    "shared prompts": case("grpo", shared, train={"tokens_per_micro_batch": 40}, **TWO),
+    "a critic": case("ppo", drawn, axes={"entropy": {"coefficient": 0.01}}, critic=CRITIC, **TWO),
+    "transformers": case("grpo", shared, model="mistral", **TWO),
+    "not sharing": case("grpo", shared, train={"tokens_per_micro_batch": 40}),
+}
+
+
+def test_records_of_tokens_are_those_of_one_process(folder, tmp_path):
+    both = run_ranks(partial(record, RECORDED, folder), 2, tmp_path)
+    for name, given in RECORDED.items():
+        settings = settings_of(given, folder)
+        alone = recorded_tokens(given, LocalBackend(**settings), settings["algorithm"])
+        for key in ("logprobs", "gradient", "loss"):
+            assert any(theirs[key].any() for theirs in alone), (name, key)
+        for rank in both:
+            for mine, theirs in zip(rank[name], alone, strict=True):
+                assert mine.keys() == theirs.keys(), name
+                for key, tensor in theirs.items():
+                    torch.testing.assert_close(mine[key].float(), tensor.float(), atol=1e-5, rtol=1e-4)

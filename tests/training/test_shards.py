@@ -39,8 +39,21 @@ def save_and_go_on(folder, checkpoints, ranks):
         backend, algorithm = with_ranks(given, folder, ranks)
         for number in range(2):
             step(backend, algorithm, number)
+        backend.part_bytes = 20_000  # several files, some of each rank
         backend.save(checkpoints / name)
-        ranks.max(0)
+        if name == "critic":  # what is written is what was when it began
+            saved = {name: tensor.clone() for name, tensor in weights_of(backend).items()}
+            step(backend, algorithm, 9)
+            backend.saved()
+            now = weights_of(backend)
+            if ranks.rank == 0:
+                theirs = AutoModelForCausalLM.from_pretrained(checkpoints / name).state_dict()
+                assert len(list((checkpoints / name).glob("model-*-of-*.safetensors"))) > 2
+                assert all(torch.equal(tensor, theirs[key]) for key, tensor in saved.items())
+                assert any(not torch.equal(tensor, theirs[key]) for key, tensor in now.items())
+            ranks.max(0)
+            backend.load(checkpoints / name)
+        backend.saved()
         straight = go_on(backend, algorithm)
         again, _ = with_ranks(given, folder, ranks)
         again.load(checkpoints / name)
@@ -72,6 +85,7 @@ def test_two_ranks_then_one_then_three(tmp_path):
             backend, algorithm = with_ranks(given, folder, ranks)
             backend.load(by_two / name)
             backend.save(by_one / name)
+            backend.saved()
             if name != "adapters":  # whose dropout is another with other ranks
                 alike(go_on(backend, algorithm), first[name][0])
     third = run_ranks(partial(load_and_go_on, folder, by_one), 3, tmp_path / "ran_3")[0]
@@ -93,6 +107,7 @@ def test_a_checkpoint_is_complete_plain_and_of_its_model(tmp_path):
         backend, algorithm = with_ranks(given, folder, ranks)
         step(backend, algorithm, 0)
         backend.save(tmp_path / "checkpoint")
+        backend.saved()
         files = [path for path in (tmp_path / "checkpoint").rglob("*") if path.is_file()]
         assert {path.suffix for path in files} <= {".json", ".safetensors", ".jinja"}, "nothing is pickled"
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").state_dict()
@@ -101,6 +116,7 @@ def test_a_checkpoint_is_complete_plain_and_of_its_model(tmp_path):
         with pytest.raises(ConfigError, match="with a critic"):
             other.load(tmp_path / "checkpoint")
         other.save(tmp_path / "other")
+        other.saved()
         untied, _ = with_ranks(case("grpo", model="untied"), folder, ranks)
         with pytest.raises(ConfigError, match="of another model"):
             untied.load(tmp_path / "other")
@@ -119,6 +135,7 @@ def test_one_process_goes_on_from_shards(tmp_path, name):
         backend, algorithm = with_ranks(given, folder, ranks)
         step(backend, algorithm, 0)
         backend.save(tmp_path / "checkpoint")
+        backend.saved()
         expected = go_on(backend, algorithm)
     alone = LocalBackend(**settings_of(given, folder))
     alone.load(tmp_path / "checkpoint")

@@ -1,0 +1,69 @@
+"""Ranks in Ray actors make the run of ranks that are processes of this one, and are started again where one is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from atomrl.cli.main import main
+from benchmarks.faults import TrainingRun, prepare
+from benchmarks.rank_faults import distance
+from tests.distributed.test_placement import metrics, train
+from tests.distributed.test_replicas import config
+from tests.tiny import make_tiny_model
+
+pytest.importorskip("ray", reason="Ray is not installed; `make distributed` has it")
+RANKS = ["backend.type=fsdp", "backend.ranks=2", "algorithm.name=grpo", "train.steps=2", "tracking.tokens=2"]
+ACTORS = ["cluster.resources.trainer.num_cpus=0.2", "cluster.resources.rollout.num_cpus=0.2", "cluster.timeout_s=120"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("ranks") / "model", scale=0.2)
+
+
+def test_ranks_in_actors_train_the_same(folder):
+    """To the last bit, and from each other's checkpoints."""
+    train(folder, "here", *RANKS)
+    train(folder, "there", *RANKS, *ACTORS)
+    assert metrics(folder, "there") == metrics(folder, "here")
+    one, other = (
+        load_file(folder.parent / "runs" / name / "model" / "model.safetensors") for name in ("here", "there")
+    )
+    assert distance(one, other) == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_an_actor_is_killed_a_new_group_goes_on(tmp_path, rank):
+    prepare(tmp_path)
+    given = yaml.safe_load((tmp_path / "c.yaml").read_text())
+    del given["cluster"]["resources"]["reference"]
+    given |= {"backend": {"type": "fsdp", "ranks": 2}, "train": given["train"] | {"steps": 12}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(given))
+    whole = TrainingRun(tmp_path, "whole")
+    try:
+        assert whole.process.wait(900) == 0, whole.log.read_text()[-2000:]
+    finally:
+        whole.end()
+    run = TrainingRun(tmp_path, "run")
+    try:
+        run.until_step(6)
+        os.kill(run.actors("trainer")[rank], signal.SIGKILL)
+        assert run.process.wait(900) == 0, run.log.read_text()[-2000:]
+        assert (
+            "a new group of ranks goes on from the newest checkpoint (1 of backend.restarts=2)" in run.log.read_text()
+        )
+        assert run.weights() == whole.weights()
+        assert run.gone_after("ours", 30) < 10
+    finally:
+        run.end()
+
+
+def test_how_many_actors_has_to_be_said(folder, capsys):
+    assert main(["train", *config(folder, "none"), "backend.type=fsdp", *ACTORS, "--dry-run"]) == 2
+    assert "backend.ranks: say how many actors" in capsys.readouterr().err
