@@ -53,7 +53,7 @@ class MegatronOptimizer(Optimizer):
     def apply(self, rate: float) -> None:
         """Step; then each copy of the model has all weights again."""
         for group in self.inner.param_groups:
-            group["lr"] = rate
+            group["lr"], group["weight_decay"] = rate, self.train.weight_decay * group["wd_mult"]
         with on_device(self.device):
             self.inner.step_with_ready_grads()
 
