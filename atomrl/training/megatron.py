@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,13 @@ from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.config import ConfigError, MegatronConfig, ModelConfig
 from atomrl.hints import said_as
 from atomrl.metrics import Metrics
-from atomrl.models.gpt import GPT
-from atomrl.models.loading import compute_dtype, model_weights
+from atomrl.models.loading import compute_dtype, model_config_only, model_weights
 from atomrl.protocols import Algorithm, ModelOutputs, WeightUpdate
 from atomrl.training.base import BaseBackend
 from atomrl.training.fsdp import without_weights
 from atomrl.training.group import Ranks
 from atomrl.training.megatron_cpu import on_device
-from atomrl.training.megatron_model import Stage
+from atomrl.training.megatron_model import Stage, check_shape
 from atomrl.training.megatron_optimizer import MegatronOptimizer
 from atomrl.training.megatron_weights import joined
 from atomrl.training.role_models import STATE_FOLDER, load_role, save_role
@@ -91,13 +90,8 @@ class MegatronBackend(BaseBackend):
 
     def _load(self, name: RoleName, path: str, config: ModelConfig) -> nn.Module:
         dtype = torch.float32 if name in TRAINED else compute_dtype(config.dtype, self.device)
-        model = load_role(name, path, config, torch.device("cpu"), dtype)
-        if not isinstance(model, GPT):
-            raise ConfigError(
-                f"backend.type=megatron: {path} is none of the families that it has a mapping of weights for "
-                "(llama, qwen2, qwen3); take backend.type=fsdp"
-            )
-        return model
+        check_shape(model_config_only(path, config.trust_remote_code), self.settings, path)
+        return load_role(name, path, config, torch.device("cpu"), dtype)
 
     def make_optimizer(self, name: RoleName, model: nn.Module, rate: float, total_updates: int) -> MegatronOptimizer:
         with on_device(self.device):
@@ -132,7 +126,7 @@ class MegatronBackend(BaseBackend):
         yield from zip(split, self._given(micros, names), strict=True)
 
     @torch.no_grad()
-    def _given(self, micros: list[RowBatch], names: Collection[str]) -> list[dict[str, Tensor]]:
+    def _given(self, micros: Sequence[RowBatch], names: Collection[str]) -> list[dict[str, Tensor]]:
         """Outputs without gradient of each micro-batch, on the last stage."""
         found: list[dict[str, Tensor]] = [{} for _ in micros]
         for name, asked in sources(names, self.roles).items():
@@ -167,8 +161,8 @@ class MegatronBackend(BaseBackend):
         wanted: Collection[str],
         watched: WatchedTokens | None,
     ) -> list[Metrics]:
-        """Each role that is trained by itself, with the part of the loss that its outputs make: the micro-batches of one
-        are under way in all stages at a time."""
+        """Each role that is trained by itself, with the part of the loss that its outputs make: its micro-batches are
+        under way in all stages at a time."""
         micros = [self._micro(batch, index) for index in split]
         trained = [name for name in wanted if SOURCES[name][0] in self.trained]
         given = self._given(micros, [name for name in wanted if name not in trained])
@@ -274,7 +268,7 @@ class MegatronBackend(BaseBackend):
         return WeightUpdate(version) if model is None else WeightUpdate(version, list(model_weights(model)))
 
     def save(self, folder: Path) -> None:
-        """Write the models and the tokenizer for transformers, and beside them what each rank needs to go on exactly."""
+        """Write the models and the tokenizer for transformers, and beside them what ranks need to go on exactly."""
         for name in self.trained:
             if (model := self.gathered(name)) is not None:
                 save_role(name, model, self.tokenizer, folder)
@@ -320,6 +314,7 @@ class MegatronBackend(BaseBackend):
             raise ConfigError(f"checkpoint {folder} was written with{critic} a critic")
         for name, optimizer in self.trained.items():
             found = read_state(state / f"{name}_{self.ranks.rank}.safetensors")
+            assert isinstance(optimizer, MegatronOptimizer)
             if {key: tuple(found[key].shape) for key in found if key.startswith("weight/")} != optimizer.shapes():
                 raise ConfigError(f"checkpoint {folder} is of another model")
             optimizer.load(found, self.device)
@@ -348,7 +343,9 @@ def check_config(model: ModelConfig) -> None:
     except ImportError:
         raise ConfigError("backend.type=megatron needs megatron-core: pip install 'atomrl[megatron]'") from None
     if model.lora is not None:
-        raise ConfigError("model.lora: Megatron's layers take no adapters here; leave it out, or take backend.type=fsdp")
+        raise ConfigError(
+            "model.lora: Megatron's layers take no adapters here; leave it out, or take backend.type=fsdp"
+        )
     if model.pack_rows:
         raise ConfigError("model.pack_rows: rows are padded on Megatron; leave it out, or take backend.type=fsdp")
 

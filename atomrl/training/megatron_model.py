@@ -11,7 +11,7 @@ from atomrl.atoms.logits import head_logits
 from atomrl.atoms.logprobs import row_logprobs
 from atomrl.batches import RowBatch
 from atomrl.config import ConfigError, MegatronConfig
-from atomrl.models.spec import DecoderSpec, rope_frequencies
+from atomrl.models.spec import DecoderSpec, read_spec, rope_frequencies, unsupported
 from atomrl.protocols import Output
 from atomrl.training.megatron_weights import BY_COLUMNS, PLAIN, WHOLE, cut, padded_vocabulary
 from atomrl.training.vocabulary import parallel_row_logprobs, whole_rows
@@ -57,7 +57,9 @@ class Rotary(nn.Module):
         super().__init__()
         frequencies, factor = rope_frequencies(config)
         if factor != 1.0:
-            raise ConfigError(f"backend.type=megatron: {path} scales its rotary positions (yarn); take backend.type=fsdp")
+            raise ConfigError(
+                f"backend.type=megatron: {path} scales its rotary positions (yarn); take backend.type=fsdp"
+            )
         self.frequencies = torch.cat([frequencies, frequencies])
 
     def forward(self, length: int, device: torch.device) -> Tensor:
@@ -85,7 +87,13 @@ class Stage(nn.Module):
     shares_prompts = False
 
     def __init__(
-        self, model: Any, path: str, settings: MegatronConfig, device: torch.device, dtype: torch.dtype, checkpointing: bool
+        self,
+        model: Any,
+        path: str,
+        settings: MegatronConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        checkpointing: bool,
     ) -> None:
         from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
@@ -93,9 +101,11 @@ class Stage(nn.Module):
         super().__init__()
         self.spec: DecoderSpec = model.spec
         self.tensor, self.scalar = settings.tensor, hasattr(model, "score")
-        check_shape(self.spec, settings, path)
         self.first, self.last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-        self.group, self.rank = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_tensor_model_parallel_rank()
+        self.group, self.rank = (
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
         self.config = shape = transformer_config(self.spec, settings, device, dtype, checkpointing)
         self.module: Any = GPTModel(
             config=shape,
@@ -136,7 +146,7 @@ class Stage(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """What the next stage goes on with; of the last one [T, B, H], states after the final norm."""
-        gpt, (rows, length) = self.module, tokens.shape
+        gpt, length = self.module, tokens.shape[1]
         x = gpt.embedding(input_ids=tokens, position_ids=None) if self.first else None
         states: Tensor = gpt.decoder(
             hidden_states=x, attention_mask=None, rotary_pos_emb=self.rotary(length, tokens.device)
@@ -190,9 +200,17 @@ class Stage(nn.Module):
         return whole_rows(self._head(), self.group)[: self.spec.vocab]
 
 
-def check_shape(spec: DecoderSpec, settings: MegatronConfig, path: str) -> None:
-    """Raise ConfigError where a model cannot be cut over so many ranks, or has what the mapping of weights lacks."""
-    tensor, pipeline = settings.tensor, settings.pipeline
+def check_shape(config: Any, settings: MegatronConfig, path: str) -> None:
+    """Raise ConfigError where a model cannot be cut over so many ranks, or has what the mapping of weights lacks.
+
+    Args:
+        config: transformers' of the model.
+    """
+    if (reason := unsupported(config)) is not None:
+        raise ConfigError(
+            f"backend.type=megatron has no mapping of weights for {path}: {reason}; take backend.type=fsdp"
+        )
+    spec, tensor, pipeline = read_spec(config), settings.tensor, settings.pipeline
     for what, number in (("heads", spec.heads), ("key heads", spec.kv_heads), ("width of the MLP", spec.intermediate)):
         if number % tensor:
             raise ConfigError(f"backend.tensor={tensor} does not divide the {what} of {path}, {number}")

@@ -1,8 +1,10 @@
 """Megatron's distributed optimizer: AdamW whose moments, and float32 weights, are shared by the copies of a model."""
 
+import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from atomrl.config import TrainConfig
@@ -44,7 +46,11 @@ class MegatronOptimizer(Optimizer):
         """Of the gradient of the whole model, of which this rank has a part."""
         with on_device(self.device):
             self.inner.prepare_grads()
-            norm = float(self.inner.get_grad_norm())
+            own = [grad for part in self.inner.chained_optimizers for grad in part.get_main_grads_for_grad_norm()]
+        # Megatron's own norm, without Apex, reads one number for each weight from the device.
+        squared = torch.nn.utils.get_total_norm(own, foreach=True).to(self.device) ** 2
+        dist.all_reduce(squared, group=self.inner.get_grad_stats_parallel_group())
+        norm = math.sqrt(squared.item())
         grads = [weight.grad for weight in self._own() if weight.grad is not None]
         if norm > self.train.max_grad_norm and grads:
             torch._foreach_mul_(grads, self.train.max_grad_norm / (norm + 1e-6))

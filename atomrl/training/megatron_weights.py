@@ -19,7 +19,10 @@ PLAIN = {
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
 }
 """Of a layer, what every rank has whole."""
-BY_COLUMNS = {"self_attention.linear_proj.weight": "self_attn.o_proj.weight", "mlp.linear_fc2.weight": "mlp.down_proj.weight"}
+BY_COLUMNS = {
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
 """Of a layer, what is cut along its inputs."""
 SEVERAL = {
     "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

@@ -34,6 +34,7 @@ LAYERS = [
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
 OPTIONAL = {"peft", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang", "httpx"}
+OPTIONAL |= {"megatron"}
 OPTIONAL |= {"optuna", "mlflow", "sqlalchemy", "trackio"}
 OPTIONAL |= {"bm25s", "faiss", "uvicorn", "Stemmer", "pyseccomp"}
 OPTIONAL |= {"starlette", "orjson", "playwright"}

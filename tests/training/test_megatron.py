@@ -3,14 +3,20 @@
 from functools import partial
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")
 
-from atomrl.config import MegatronConfig
+from atomrl.config import ConfigError, MegatronConfig
+from atomrl.data.rows import to_training_batches
+from atomrl.metrics import values
+from atomrl.training.local import LocalBackend
 from atomrl.training.megatron import MegatronBackend
-from tests.training.equality import CASES, case, locally, make_models, run_ranks, settings_of, train
-from tests.training.test_fsdp import RELATIVE, compare
 from tests.tiny import make_tiny_model
+from tests.training.batches import weights_of
+from tests.training.equality import CASES, case, drawn, locally, make_models, run_ranks, settings_of, train
+from tests.training.test_fsdp import RELATIVE, compare
 
 pytestmark = pytest.mark.slow
 SHARED = (
@@ -55,3 +61,52 @@ def ranks(request, folder, tmp_path_factory):
 @pytest.mark.parametrize("name", EVERY)
 def test_ranks_make_the_steps_of_one_process(folder, ranks, name):
     compare([rank[name] for rank in ranks], locally(EVERY[name], folder), LOOSER.get(name, RELATIVE))
+
+
+def step(backend, algorithm, number):
+    made = backend.forward_only(drawn(number), algorithm.needs)
+    (part,) = to_training_batches(algorithm.advantages(made), algorithm, updates=1, epochs=1, seed=0, step=number)
+    return values(backend.train_step(part, algorithm))
+
+
+def go_on(backend, algorithm):
+    metrics = [step(backend, algorithm, number) for number in (2, 3)]
+    return metrics, {name: tensor.clone() for name, tensor in weights_of(backend).items()}
+
+
+def save_and_go_on(cut, folder, checkpoint, ranks):
+    """Two steps, a checkpoint, two more; the same again from the checkpoint; and what a checkpoint of others meets."""
+    settings = settings_of(case("ppo"), folder)
+
+    def make(**changed):
+        found = MegatronConfig(type="megatron", **(cut | changed))
+        return MegatronBackend(found, collective=ranks, device="cpu", **settings)
+
+    backend = make()
+    for number in range(2):
+        step(backend, settings["algorithm"], number)
+    backend.save(checkpoint)
+    ranks.max(0)
+    straight = go_on(backend, settings["algorithm"])
+    again = make()
+    again.load(checkpoint)
+    found = straight, go_on(again, settings["algorithm"])
+    backend.close(), again.close()
+    other = make(tensor=1, pipeline=1)
+    with pytest.raises(ConfigError, match="is of backend: ranks="):
+        other.load(checkpoint)
+    return found
+
+
+@pytest.mark.parametrize("cut", ["tensor", "tensor and pipeline", "tensor and copies"])
+def test_ranks_go_on_bit_for_bit(folder, tmp_path, cut):
+    world, settings = CUTS[cut]
+    (tmp_path / "ran").mkdir()
+    first, *_ = run_ranks(partial(save_and_go_on, settings, folder, tmp_path / "saved"), world, tmp_path / "ran")
+    (metrics, weights), (same_metrics, same_weights) = first
+    assert metrics == same_metrics and weights.keys() == same_weights.keys()
+    assert all(torch.equal(tensor, same_weights[name]) for name, tensor in weights.items())
+    transformers = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert len(list(transformers.parameters())) == len(weights)
+    with pytest.raises(ConfigError, match="no checkpoint of this back end"):
+        LocalBackend(**settings_of(case("ppo"), folder)).load(tmp_path / "saved")
