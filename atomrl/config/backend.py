@@ -1,6 +1,6 @@
 """The section `backend`: a trainer of several processes."""
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -59,5 +59,5 @@ class MegatronConfig(RankedConfig):
         return self
 
 
-BackendConfig = Annotated[FSDPConfig | MegatronConfig, Field(discriminator="type")]
+BackendConfig = FSDPConfig | MegatronConfig
 """The back ends of several processes, told apart by `type`."""

@@ -50,6 +50,7 @@ def parallel_row_logprobs(
     temperature: float,
     group: Any,
     with_entropy: bool = False,
+    chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`atoms.logprobs.row_logprobs` likewise.
 
@@ -57,7 +58,7 @@ def parallel_row_logprobs(
         hidden: [n, H] of the token before each wanted one, row by row.
         tokens, wanted: [B, T] ids, and which of them; none in the first column.
     """
-    arguments = hidden, head_weight, tokens[wanted], first, temperature, group, with_entropy
+    arguments = hidden, head_weight, tokens[wanted], first, temperature, group, with_entropy, chunk_tokens
     logprobs, entropy = parallel_token_logprobs(*arguments)
 
     def spread(values: Tensor) -> Tensor:
