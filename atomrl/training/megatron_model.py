@@ -1,11 +1,13 @@
 """A pipeline stage of a decoder, made of Megatron's parts."""
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from atomrl.atoms.logits import head_logits
 from atomrl.atoms.logprobs import row_logprobs
@@ -53,13 +55,9 @@ class CausalAttention(nn.Module):
 class Rotary(nn.Module):
     """Angles of the rotary positions, as Megatron takes them."""
 
-    def __init__(self, config: Any, path: str) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        frequencies, factor = rope_frequencies(config)
-        if factor != 1.0:
-            raise ConfigError(
-                f"backend.type=megatron: {path} scales its rotary positions (yarn); take backend.type=fsdp"
-            )
+        frequencies, _ = rope_frequencies(config)
         self.frequencies = torch.cat([frequencies, frequencies])
 
     def forward(self, length: int, device: torch.device) -> Tensor:
@@ -106,7 +104,7 @@ class Stage(nn.Module):
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_tensor_model_parallel_rank(),
         )
-        self.config = shape = transformer_config(self.spec, settings, device, dtype, checkpointing)
+        self.config = shape = transformer_config(self.spec, settings, device, dtype)
         self.module: Any = GPTModel(
             config=shape,
             transformer_layer_spec=layer_specs(shape),
@@ -117,7 +115,10 @@ class Stage(nn.Module):
             share_embeddings_and_output_weights=self.spec.tied_head and not self.scalar,
             position_embedding_type="none",
         )
-        self.rotary = Rotary(model.config, path)
+        self.rotary = Rotary(model.config)
+        if checkpointing:  # PyTorch's, since there is no dropout for which Megatron's would keep random states
+            for layer in self.module.decoder.layers:
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         if self.scalar and self.last:
             self.module.output_layer = None
             self.score = nn.Linear(self.spec.hidden, 1, bias=False, dtype=dtype, device=device)
@@ -216,17 +217,16 @@ def check_shape(config: Any, settings: MegatronConfig, path: str) -> None:
             raise ConfigError(f"backend.tensor={tensor} does not divide the {what} of {path}, {number}")
     if spec.layers % pipeline:
         raise ConfigError(f"backend.pipeline={pipeline} does not divide the {spec.layers} layers of {path}")
+    if rope_frequencies(config)[1] != 1.0:
+        raise ConfigError(f"backend.type=megatron: {path} scales its rotary positions (yarn); take backend.type=fsdp")
     if spec.output_bias or spec.mlp_bias:
         raise ConfigError(f"backend.type=megatron: {path} has biases of outputs or MLPs; take backend.type=fsdp")
 
 
-def transformer_config(
-    spec: DecoderSpec, settings: MegatronConfig, device: torch.device, dtype: torch.dtype, checkpointing: bool
-) -> Any:
+def transformer_config(spec: DecoderSpec, settings: MegatronConfig, device: torch.device, dtype: torch.dtype) -> Any:
     """The shape of a model for Megatron."""
     from megatron.core.transformer import TransformerConfig
 
-    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=spec.layers,
         hidden_size=spec.hidden,
@@ -256,7 +256,6 @@ def transformer_config(
         use_cpu_initialization=device.type == "cpu",
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
-        **(again if checkpointing else {}),
     )
 
 

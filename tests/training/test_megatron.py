@@ -8,20 +8,21 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")
 
-from atomrl.config import ConfigError, MegatronConfig
+from atomrl.config import ConfigError, LoraConfig, MegatronConfig, ModelConfig, TrainConfig
 from atomrl.data.rows import to_training_batches
 from atomrl.metrics import values
 from atomrl.training.local import LocalBackend
 from atomrl.training.megatron import MegatronBackend
+from tests.conformance.test_backends import one_rank
 from tests.tiny import make_tiny_model
-from tests.training.batches import weights_of
+from tests.training.batches import make_algorithm, make_batch, weights_of
 from tests.training.equality import CASES, case, drawn, locally, make_models, run_ranks, settings_of, train
-from tests.training.test_fsdp import RELATIVE, compare
+from tests.training.test_fsdp import compare
 
 pytestmark = pytest.mark.slow
 SHARED = (
     "grpo", "ppo", "dapo", "gspo", "dpo", "kto", "gkd", "reward_model", "one row", "one row and a critic",
-    "masked rows", "many micro-batches", "clipped", "untied",
+    "masked rows", "many micro-batches", "clipped", "untied", "checkpointed",
 )  # fmt: skip
 MORE = {"qwen3": case("grpo", model="qwen3"), "decay": case("ppo", train={"weight_decay": 0.1})}
 CUTS = {
@@ -29,8 +30,11 @@ CUTS = {
     "tensor and pipeline": (4, {"tensor": 2, "pipeline": 2}), "tensor and copies": (4, {"tensor": 2}),
     "pipeline and copies": (4, {"pipeline": 2}),
 }  # fmt: skip
-LOOSER = {"qwen3": 1e-4, "untied": 1e-4}
-"""Where the gradient is large for a moment (85000, 550) roundings grow in its norm; weights are as close as others'."""
+NORM = 2e-5
+"""Of losses and gradient norms. One process that takes PyTorch's attention, as Megatron's layers do here, in the place
+of explicit products is off by up to 1.3e-5 in the norm of these cases; weights are within 1e-5."""
+LOOSER = {"qwen3": 1e-4}
+"""Likewise, by 3e-5: gradients of the norms of queries and keys begin at 85000."""
 EVERY = {name: CASES[name] for name in SHARED} | MORE
 
 
@@ -52,7 +56,9 @@ def on_ranks(cases, cut, folder, ranks):
     return found
 
 
-@pytest.fixture(scope="module", params=CUTS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.short if name == "tensor" else ()) for name in CUTS]
+)
 def ranks(request, folder, tmp_path_factory):
     world, cut = CUTS[request.param]
     return run_ranks(partial(on_ranks, EVERY, cut, folder), world, tmp_path_factory.mktemp("ranks"))
@@ -60,7 +66,59 @@ def ranks(request, folder, tmp_path_factory):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_ranks_make_the_steps_of_one_process(folder, ranks, name):
-    compare([rank[name] for rank in ranks], locally(EVERY[name], folder), LOOSER.get(name, RELATIVE))
+    compare([rank[name] for rank in ranks], locally(EVERY[name], folder), LOOSER.get(name, NORM))
+
+
+def watch(cut, folder, ranks):
+    """What an update saw of the tokens of recorded rows, with an entropy in the loss."""
+    backend, algorithm = make_plain(MegatronBackend, folder, MegatronConfig(type="megatron", **cut), collective=ranks)
+    backend.train_step(recorded_batch(), algorithm)
+    return {name: tensor.clone() for name, tensor in backend.token_numbers().items()}
+
+
+def make_plain(kind, folder, *arguments, **settings):
+    algorithm = make_algorithm(outputs=frozenset({"logprobs", "entropy"}))
+    model = ModelConfig(path=str(folder / "base"), dtype="float32")
+    train = TrainConfig(rows_per_micro_batch=2)
+    return kind(*arguments, model, train, algorithm, total_updates=1, device="cpu", **settings), algorithm
+
+
+def recorded_batch():
+    return make_batch(rows=7, recorded=torch.tensor([-1, 2, -1, 0, 1, -1, -1]))
+
+
+@pytest.mark.parametrize("cut", ["pipeline", "tensor and copies"])
+def test_what_is_recorded_of_tokens_is_that_of_one_process(folder, tmp_path, cut):
+    world, settings = CUTS[cut]
+    local, algorithm = make_plain(LocalBackend, folder)
+    local.train_step(recorded_batch(), algorithm)
+    for found in run_ranks(partial(watch, settings, folder), world, tmp_path):
+        assert found.keys() == local.token_numbers().keys()
+        for name, tensor in local.token_numbers().items():
+            torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"lora": LoraConfig(rank=2)}, "model.lora"),
+        ({"pack_rows": True}, "model.pack_rows"),
+        ({"path": "other"}, "no mapping of weights for .*gpt2"),
+    ],
+    ids=str,
+)
+def test_what_megatron_has_not_is_refused(folder, changed, message):
+    path = folder / changed.pop("path", "base")
+    with one_rank() as ranks, pytest.raises(ConfigError, match=message):
+        MegatronBackend(
+            MegatronConfig(type="megatron"),
+            ModelConfig(path=str(path), dtype="float32", **changed),
+            TrainConfig(),
+            make_algorithm(),
+            total_updates=1,
+            device="cpu",
+            collective=ranks,
+        )
 
 
 def step(backend, algorithm, number):
