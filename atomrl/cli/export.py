@@ -5,6 +5,7 @@ atomrl export runs/quickstart/checkpoints/step_000100 my_model
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
 
 from atomrl.files import new_folder
@@ -20,17 +21,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    checkpoint, out = arguments.checkpoint, arguments.out
+    checkpoint, out, merged = arguments.checkpoint, arguments.out, ""
     with new_folder(out) as folder:
         if (checkpoint / "adapter_config.json").is_file():
             from atomrl.models.lora import export
 
-            export(checkpoint, folder, base=arguments.base)
+            error = export(checkpoint, folder, base=arguments.base)
+            merged = (
+                f"adapters add {error.added:.2%} to the weights; rounding what is written loses {error.rounding:.2%}"
+            )
+            if error.quantization:
+                merged += (
+                    f"; those of the {error.quantization} base, which are kept, are {error.of_base:.2%} off its own"
+                )
         elif (checkpoint / "config.json").is_file():
             for path in checkpoint.iterdir():
                 if path.is_file() and path.name not in TRAINER_FILES:
                     shutil.copy2(path, folder)
         else:
             raise ValueError(f"{checkpoint} is no checkpoint: it has neither config.json nor adapter_config.json")
+    if merged:
+        print(merged, file=sys.stderr)
     print(out)
     return 0

@@ -7,6 +7,9 @@ from pydantic import Field, model_validator
 from atomrl.config.base import Section
 
 
+Quantization = Literal["nf4", "int8"]
+
+
 class LoraConfig(Section):
     """Low-rank adapters (needs the `lora` extra)."""
 
@@ -35,10 +38,16 @@ class ModelConfig(Section):
     """Lay the rows of a forward pass end to end, without padding, the prompt of a group once. null: on a CPU, where the
     model can; true: on a GPU too (in bfloat16), and an error where the model cannot; false: padded rows."""
     lora: LoraConfig | None = None
+    quantization: Quantization | None = None
+    """Keep the linear layers beneath the adapters in 4 bits (bitsandbytes' nf4) or 8. null: in `dtype`."""
     trust_remote_code: bool = False
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         if self.compile and self.pack_rows:
             raise ValueError("compiled layers take padded rows: leave out compile or pack_rows")
+        if self.quantization and self.lora is None:
+            raise ValueError("quantization: quantised weights are not trained; give model.lora, whose adapters are")
+        if self.quantization and self.compile:
+            raise ValueError("quantization: layers that are quantised are not compiled; leave out compile")
         return self

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from atomrl.config import ConfigError, LoraConfig
+from atomrl.config import ConfigError, LoraConfig, Quantization
 from atomrl.hints import said_as
 from atomrl.models import lora as adapters
 from atomrl.models.gpt import GPT
+from atomrl.models.quantized import quantize
 from atomrl.models.spec import fitting_weights, unsupported
 from atomrl.models.transformers_model import HFModel, check_causal, published_weights, rounded_to, switch_dropout_off
 
@@ -130,6 +131,7 @@ def load_policy(
     *,
     dtype: str | torch.dtype = "auto",
     lora: LoraConfig | None = None,
+    quantization: Quantization | None = None,
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
     trainable: bool = True,
@@ -141,6 +143,7 @@ def load_policy(
             frozen ones (with `lora`, or not `trainable`) are kept in it.
         lora: put low-rank adapters on it; only they are then trained. Their dropout is the only one: the model's own
             is switched off.
+        quantization: of what is beneath the adapters, from weights in `dtype`.
         trainable: False keeps all weights in `dtype` and without gradient.
 
     Raises:
@@ -164,6 +167,8 @@ def load_policy(
         inner.config.use_cache = False
         policy = HFModel(inner, rounded)
         policy.check()
+    if quantization is not None:
+        quantize(getattr(policy, "inner", policy), policy.head_weight, quantization, torch.device(device))
     policy.to(device)
     if lora is not None or not trainable:
         policy.requires_grad_(False)
@@ -205,7 +210,7 @@ def load_transformers(
     if (beneath := adapted_path(path)) is not None:
         # Rounded once, when all is added up, as a policy with float32 weights is: it and its reference are then one.
         wide = load_transformers(beneath, torch.float32, trust_remote_code, scalar)
-        return rounded_to(adapters.merge_adapters(wide, path), dtype)
+        return rounded_to(adapters.merge_adapters(wide, path)[0], dtype)
     if not scalar:
         check_causal(model_config_only(path, trust_remote_code), path)
     auto, labels = (AutoModelForSequenceClassification, {"num_labels": 1}) if scalar else (AutoModelForCausalLM, {})

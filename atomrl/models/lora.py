@@ -6,19 +6,24 @@ Needs the `lora` extra. Adapters are put into the model in place and saved in pe
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from atomrl.config import ConfigError, LoraConfig
+from atomrl.config import ConfigError, LoraConfig, Quantization
 from atomrl.hints import said_as
 from atomrl.models.gpt import GPT
+from atomrl.models.quantized import quantized_layers, round_as_quantized
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Adapter
 
-ADAPTER = "default"
+ADAPTER, ADAPTER_FILE = "default", "adapter_model.safetensors"
+QUANTIZATION, QUANTIZED_FROM = "base_quantization", "base_dtype"
+"""In the header of a file of adapters."""
 
 
 def _peft() -> Any:
@@ -109,33 +114,85 @@ def adapter_weights(model: GPT | HFModel) -> dict[str, Adapter]:
 
 def adapter_state(model: Any) -> dict[str, Tensor]:
     """The adapters' weights under the names that peft writes; not copied."""
-    state = _peft().get_peft_model_state_dict(_inner(model), adapter_name=ADAPTER)
+    inner = _inner(model)
+    own = {name: weight for name, weight in inner.named_parameters() if ".lora_" in name}
+    state = _peft().get_peft_model_state_dict(inner, own, adapter_name=ADAPTER)
     return {f"base_model.model.{name}": tensor.detach() for name, tensor in state.items()}
 
 
 def save_adapters(model: Any, folder: str | Path) -> None:
-    """Write adapter_config.json and adapter_model.safetensors as peft does."""
+    """Write adapter_config.json and adapter_model.safetensors as peft does; of a quantised base the latter's header says
+    how it was."""
     from safetensors.torch import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.cpu().contiguous() for name, tensor in adapter_state(model).items()}
-    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    header = {"format": "pt"}
+    if (layer := next(quantized_layers(model), None)) is not None:
+        header |= {QUANTIZATION: layer.kind, QUANTIZED_FROM: str(layer.dtype).removeprefix("torch.")}
+    save_file(state, folder / ADAPTER_FILE, metadata=header)
     model.lora_settings.save_pretrained(str(folder))
 
 
-def merge_adapters(inner: nn.Module, folder: str | Path) -> Any:
+@dataclass(frozen=True)
+class MergeError:
+    """What merging does to the weights of the adapted layers, each relative to their size."""
+
+    quantization: str | None
+    """Of the base under which the adapters were trained."""
+    of_base: float
+    """By how much the weights of the quantised base, which the merged model keeps, differ from the base's own."""
+    added: float
+    """The adapters' part."""
+    rounding: float
+    """What is lost in the dtype that is written."""
+
+
+def merge_adapters(inner: Any, folder: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any, MergeError]:
     """A transformers model with the adapters of a folder, which `save_adapters` or peft wrote, added to its weights.
+
+    Where they were trained on a quantised base, they are added to its weights: those are the policy.
+
+    Args:
+        inner: the base, in float32.
+        folder: of the adapters.
+        dtype: what the error of rounding is stated for; the model stays in float32.
 
     Raises:
         ConfigError: peft is missing, or they are damaged or do not fit the model.
     """
-    message = f"the adapters in {folder} do not fit their base model"
+    from safetensors import safe_open
+
+    message, kind, of_base = f"the adapters in {folder} do not fit their base model", None, 0.0
+    if (file := Path(folder) / ADAPTER_FILE).is_file():
+        with said_as(ConfigError, message, OSError, SafetensorError), safe_open(file, framework="pt") as stored:
+            header = stored.metadata() or {}
+        if (kind := header.get(QUANTIZATION)) is not None:
+            trained_in = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(header.get(QUANTIZED_FROM, ""))
+            if kind not in get_args(Quantization) or trained_in is None:
+                raise ConfigError(f"{file}: its header has a {QUANTIZATION} or {QUANTIZED_FROM} that is not known here")
+            of_base = round_as_quantized(inner, inner.get_output_embeddings().weight, kind, trained_in)
     with said_as(ConfigError, message, ValueError, RuntimeError, OSError, KeyError):
-        return _peft().PeftModel.from_pretrained(inner, folder).merge_and_unload()
+        model = _peft().PeftModel.from_pretrained(inner, folder)
+        error = MergeError(kind, of_base, *_merge_error(model, dtype))
+        return model.merge_and_unload(), error
 
 
-def export(adapter_folder: str | Path, folder: str | Path, base: str | Path | None = None) -> None:
+@torch.no_grad()
+def _merge_error(model: nn.Module, dtype: torch.dtype) -> tuple[float, float]:
+    """Norms of what adapters add, and of what rounding their sums changes, by that of the weights."""
+    size = added = lost = 0.0
+    for _, layer in _lora_layers(model):
+        weight, delta = layer.base_layer.weight, layer.get_delta_weight(ADAPTER)
+        merged = weight + delta
+        size += float(weight.square().sum())
+        added += float(delta.square().sum())
+        lost += float((merged.to(dtype).float() - merged).square().sum())
+    return (added / size) ** 0.5, (lost / size) ** 0.5
+
+
+def export(adapter_folder: str | Path, folder: str | Path, base: str | Path | None = None) -> MergeError:
     """Merge adapters into their base model and write it as a full folder in Hugging Face layout.
 
     Args:
@@ -143,12 +200,16 @@ def export(adapter_folder: str | Path, folder: str | Path, base: str | Path | No
         folder: where the merged model goes, in float32 or the dtype that the base's files have.
         base: the base model; None takes the one that adapter_config.json names.
 
+    Returns:
+        How far the written weights are from those that were trained.
+
     Raises:
         ConfigError: as `merge_adapters`.
     """
     from atomrl.models import loading
 
     base = base or loading.adapted_path(adapter_folder) or adapter_folder
-    merged = merge_adapters(loading.load_transformers(base, torch.float32), adapter_folder)
     stored = loading.model_config_only(base).dtype or torch.float32
+    merged, error = merge_adapters(loading.load_transformers(base, torch.float32), adapter_folder, stored)
     loading.save_model(HFModel(merged), loading.load_tokenizer(base), folder, dtype=stored)
+    return error

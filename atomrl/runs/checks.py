@@ -103,6 +103,29 @@ def check_fresh_tokenizer(config: RunConfig, tokenizer: Any) -> None:
         )
 
 
+def check_savers(config: RunConfig) -> None:
+    """That what a config saves memory by can be done here.
+
+    Raises:
+        ConfigError: it cannot, or would save nothing.
+    """
+    model, kind = config.model, config.train.optimizer
+    on_cpu = device_name(model.device) == "cpu"
+    in_8_bits = kind != "adamw"
+    if (in_8_bits or model.quantization == "nf4") and find_spec("bitsandbytes") is None:
+        key = f"train.optimizer={kind}" if in_8_bits else f"model.quantization={model.quantization}"
+        raise ConfigError(f"{key}: bitsandbytes is not installed: pip install 'atomrl[quant]'")
+    if model.quantization and config.gpt is not None:
+        raise ConfigError("model.quantization: the weights of a fresh model (gpt) are to be trained; leave it out")
+    if kind == "paged_adamw8bit" and on_cpu:
+        raise ConfigError(
+            "train.optimizer=paged_adamw8bit: pages lie in memory that a GPU and the CPU share, and there is no GPU "
+            "(CUDA); take adamw8bit"
+        )
+    if in_8_bits and config.backend is not None:
+        raise ConfigError(f"train.optimizer={kind}: bitsandbytes takes no shards; with backend take adamw")
+
+
 def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
     """That several ranks can train what a config asks for.
 

@@ -158,7 +158,7 @@ class RLRun(Run):
         stack.callback(self.engine.close)
         self.stream.position = self.progress.position
         transfer: WeightTransfer = InProcessTransfer(self.trainer, self.engine)
-        if self.engine.version != self.progress.step:
+        if self.engine.version != self.progress.step or config.model.quantization:  # it has the folder's own weights
             transfer(self.progress.step)
         if config.asynchronous is None:
             return EngineSource(**self.drawing(self.engine)), transfer

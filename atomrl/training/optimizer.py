@@ -3,13 +3,14 @@
 import logging
 import math
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from atomrl.config import TrainConfig
+from atomrl.config import ConfigError, TrainConfig
 from atomrl.metrics import Count, Mean, Metrics
+from atomrl.models.quantized import bitsandbytes
 
 log = logging.getLogger(__name__)
 MAX_SKIPPED_IN_A_ROW = 3
@@ -20,7 +21,8 @@ class Diverged(RuntimeError):
 
 
 class Optimizer:
-    """AdamW on float32 weights; weight decay on matrices alone.
+    """AdamW on float32 weights, its moments in float32 or (of weights from 4096 numbers on) in 8 bits; weight decay on
+    matrices alone.
 
     Args:
         name: `actor` or `critic`; its metrics begin with it.
@@ -39,7 +41,14 @@ class Optimizer:
             {"params": [w for w in self.weights.values() if w.dim() < 2], "weight_decay": 0.0},
         ]
         betas = (train.adam_beta1, train.adam_beta2)
-        self.adamw = torch.optim.AdamW(groups, lr=peak, betas=betas, eps=train.adam_eps, fused=True)
+        settings: dict[str, Any] = {"lr": peak, "betas": betas, "eps": train.adam_eps}
+        self.adamw: Any
+        if train.optimizer == "adamw":
+            self.adamw = torch.optim.AdamW(groups, **settings, fused=True)
+        else:
+            made = bitsandbytes().optim
+            kind = made.AdamW8bit if train.optimizer == "adamw8bit" else made.PagedAdamW8bit
+            self.adamw = kind([group for group in groups if group["params"]], **settings)
 
     def step(self, updates: int, any_rank: Callable[[bool], bool] = bool) -> Metrics:
         """Clip, set the learning rate, step; or leave the update out, where its gradient is 0 or not finite.
@@ -104,14 +113,35 @@ class Optimizer:
     def state(self) -> dict[str, Tensor]:
         """Moments and counts, `exp_avg/NAME`, of the weights that were stepped."""
         states = {name: self.adamw.state.get(weight, {}) for name, weight in self.weights.items()}
-        return {f"{key}/{name}": value.contiguous() for name, found in states.items() for key, value in found.items()}
+        return {
+            f"{key}/{name}": torch.as_tensor(value).contiguous()  # bitsandbytes counts by a Python number
+            for name, found in states.items()
+            for key, value in found.items()
+            if not key.startswith("qmap")  # the same for all weights, always
+        }
 
     def load(self, state: dict[str, Tensor], device: torch.device) -> None:
-        """Continue from `state`."""
+        """Continue from `state`.
+
+        Raises:
+            ConfigError: it is of another kind of optimizer.
+        """
+        in_8_bits = self.train.optimizer != "adamw"
+        if any(key.startswith("state1/") != in_8_bits for key in state if key.startswith(("state1/", "exp_avg/"))):
+            raise ConfigError(f"train.optimizer={self.train.optimizer}: the checkpoint has another optimizer's moments")
         self.adamw.state.clear()
+        for number, group in enumerate(self.adamw.param_groups if in_8_bits else ()):
+            for place, weight in enumerate(group["params"]):  # room, which of the paged one is no common tensor
+                self.adamw.init_state(group, weight, number, place)
         for key, value in state.items():
             kind, _, name = key.partition("/")
-            self.adamw.state[self.weights[name]][kind] = value.to(device)
+            own = self.adamw.state[self.weights[name]]
+            if not in_8_bits:
+                own[kind] = value.to(device)
+            elif kind == "step":
+                own[kind] = int(value)
+            else:
+                own[kind].copy_(value)
 
 
 def whole(tensor: Tensor) -> Tensor:

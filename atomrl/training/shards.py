@@ -60,6 +60,8 @@ def load_shards(trained: Mapping[RoleName, Optimizer], ranks: Collective, folder
         ConfigError: there is none, or it is another model's.
     """
     state = folder / STATE_FOLDER
+    if any(optimizer.train.optimizer != "adamw" for optimizer in trained.values()):
+        raise ConfigError(f"train.optimizer: checkpoint {folder} of several ranks has the moments of adamw; take that")
     if not (state / SHARDS).is_dir():
         raise ConfigError(
             f"{folder} holds no {STATE_FOLDER}/{SHARDS}: it is no checkpoint of several ranks; go on without the "

@@ -120,6 +120,7 @@ def settings_of(found, folder):
     return {
         "model": ModelConfig(
             path=str(folder / found["model"]), dtype="float32", lora=found["lora"],
+            quantization=given.pop("quantization", None),
             gradient_checkpointing=given.pop("checkpointed", False), pack_rows=given.pop("pack_rows", None),
         ),
         "train": TrainConfig(**found["train"]),
