@@ -233,8 +233,8 @@ def in_parts(
     """What of a run's memory is rank 0's on Megatron: its part of the layers, and of the first stage's embedding.
 
     Gradients are float32; of float32 weights beside rounded ones, and of the moments, each copy of the model has a
-    share. Activations are an upper estimate: that those within attention and MLP are cut is left out, and the first of P
-    stages holds those of P micro-batches.
+    share. Activations are an upper estimate: that those within attention and MLP are cut is left out, and the first of
+    P stages holds those of P micro-batches.
 
     Args:
         parts, shape, total, compute, trained: as of `in_shards`.

@@ -42,6 +42,11 @@ class MegatronOptimizer(Optimizer):
         )
         self.inner: Any = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
 
+        adamw = self.inner.chained_optimizers[0].optimizer
+        if isinstance(adamw, torch.optim.AdamW):  # without Apex and Transformer Engine
+            for group in adamw.param_groups:
+                group["foreach"], group["fused"] = False, True
+
     def norm_clipped(self) -> float:
         """Of the gradient of the whole model, of which this rank has a part."""
         with on_device(self.device):
@@ -86,7 +91,7 @@ class MegatronOptimizer(Optimizer):
             elif kind == "main":
                 own[int(name)].copy_(value)
             else:
-                self._states()[own[int(name)]][kind] = value.to(device if value.dim() else "cpu")
+                self._states()[own[int(name)]][kind] = value.to(device)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of this rank's weights, which tell whether a state is of this model, and cut in this way."""
