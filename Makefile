@@ -4,7 +4,8 @@ BIN := .venv/bin
 CHECKED := tests/atoms tests/architecture tests/training tests/rollout tests/test_config.py
 
 .PHONY: install quickstart quickstart-search quickstart-python distributed test-distributed test-distributed-short \
-	test-sglang test-ui test-ui-short check test test-cpus coverage gpu-check wheels lint lint-js clean
+	test-sglang megatron test-megatron test-megatron-short test-ui test-ui-short check test test-cpus \
+	coverage gpu-check wheels lint lint-js clean
 
 install: .venv/installed
 
@@ -70,6 +71,33 @@ $(SGLANG)/installed: pyproject.toml tools/sglang_cpu.py
 # The suite of engines with SGLang's own server, on a CPU.
 test-sglang: $(SGLANG)/installed
 	$(SGLANG)/bin/python -m pytest -q tests/conformance/test_engines.py tests/conformance/test_sglang_faults.py -k sglang
+
+# megatron-core on CPUs, in an environment of its own.
+MEGATRON := .venv-megatron
+
+$(MEGATRON)/installed: pyproject.toml constraints.txt
+	test -x $(MEGATRON)/bin/python || $(PYTHON) -m venv $(MEGATRON)
+	$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[megatron]" pytest beartype pandas hypothesis
+	touch $@
+
+# Its tests, and the quickstart with every layer cut over two ranks.
+megatron: test-megatron
+	for run in quickstart-warm-start quickstart-megatron; do \
+		test ! -e runs/$$run || mv runs/$$run runs/$$run-until-$$(date +%Y%m%d-%H%M%S); done
+	$(MEGATRON)/bin/atomrl sft configs/quickstart_sft.yaml
+	$(MEGATRON)/bin/atomrl train configs/quickstart.yaml run_name=quickstart-megatron \
+		backend.type=megatron backend.ranks=2 backend.tensor=2 train.tokens_per_micro_batch=8192
+
+# Two and four ranks against one process, the suite of back ends, and checkpoints.
+test-megatron: $(MEGATRON)/installed
+	$(MEGATRON)/bin/python -m pytest -q tests/training/test_megatron.py tests/training/test_megatron_parts.py
+	$(MEGATRON)/bin/python -m pytest -q tests/conformance/test_backends.py tests/conformance/test_backend_models.py -k megatron
+
+# What CI runs of it, in two minutes: the parts, and two ranks that share every layer.
+test-megatron-short: $(MEGATRON)/installed
+	$(MEGATRON)/bin/python -m pytest -q tests/training/test_megatron_parts.py
+	$(MEGATRON)/bin/python -m pytest -q tests/training/test_megatron.py -m short
 
 # The web interface in a real browser, with an environment of its own. It needs a chromium: apt-get install chromium, or
 # one named in ATOMRL_BROWSER.

@@ -234,6 +234,23 @@ def test_names_of_other_libraries_are_answered_with_the_key_here(given, answer):
     assert given in str(caught.value) and answer in str(caught.value), str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"type": "fdsp"}, "backend.type: 'fdsp' is none of 'fsdp', 'megatron'"),
+        ({"ranks": 2}, "backend.type: is required"),
+        ({"type": "fsdp", "sequenc": 2}, "unknown key 'backend.sequenc'; did you mean 'backend.sequence'"),
+        ({"type": "megatron", "tensor": 0}, "backend.tensor: Input should be greater than or equal to 1"),
+        ({"type": "megatron", "ranks": 3, "tensor": 2}, "tensor=2 x pipeline=1 does not divide ranks=3"),
+    ],
+    ids=str,
+)
+def test_a_backend_that_is_none_is_refused_by_its_key(given, message):
+    with pytest.raises(ConfigError) as caught:
+        build(backend=given)
+    assert message in str(caught.value)
+
+
 def test_every_answer_to_a_foreign_name_is_a_key():
     assert {key for key, _ in foreign_names().values()} <= set(known_keys())
 
@@ -248,18 +265,32 @@ def documented(pytestconfig):
 
 
 def test_the_documentation_has_every_key_with_its_default(pytestconfig):
-    main, lora, cluster, ranked, asynchronous, environment, tools, *rest = documented(pytestconfig)
+    main, lora, cluster, ranked, cut, asynchronous, environment, tools, *rest = documented(pytestconfig)
     teacher, sft, pretrain, preference, algorithm = rest
     config = build_config(main)
     names = {"run_name": main["run_name"], "model": {"path": "PATH"}, "data": {"train": "train.jsonl"}}
     assert config == build_config(names), "the defaults"
     shown = set(known_keys())
-    for tree in (main, lora, cluster, ranked, asynchronous, environment, tools, teacher, sft, pretrain, preference):
+    for tree in (
+        main,
+        lora,
+        cluster,
+        ranked,
+        cut,
+        asynchronous,
+        environment,
+        tools,
+        teacher,
+        sft,
+        pretrain,
+        preference,
+    ):
         shown -= set(dotted(tree))
     assert not [key for key in shown if not key.startswith("algorithm.")], "keys that the documentation lacks"
     assert build(**lora).model.lora == build(model={"lora": {}}).model.lora
     assert build(**cluster).cluster == build(cluster={}).cluster
     assert build(**ranked).backend == build(backend={"type": "fsdp"}).backend
+    assert build(**cut).backend == build(backend={"type": "megatron"}).backend
     assert build(**asynchronous).asynchronous == build(asynchronous={}).asynchronous
     assert build(**environment).environment == build(environment={"function": "PATH"}).environment
     assert build(model={"path": None}, **sft).sft == build(model={"path": None}, sft={"gpt": {}}).sft

@@ -1,6 +1,6 @@
 """The configuration: its schema, files and overrides, and errors that name the key."""
 
-from atomrl.config.backend import BackendConfig, FSDPConfig, RankedConfig
+from atomrl.config.backend import BackendConfig, FSDPConfig, MegatronConfig, RankedConfig
 from atomrl.config.base import ConfigError, Section
 from atomrl.config.environments import EnvironmentConfig, ToolConfig
 from atomrl.config.files import merge_trees, nest, parse_overrides, read_yaml

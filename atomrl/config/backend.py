@@ -44,5 +44,23 @@ class FSDPConfig(RankedConfig):
         return self
 
 
-BackendConfig = FSDPConfig
+class MegatronConfig(RankedConfig):
+    """Each layer's matrices, and the layers, cut over ranks (NVIDIA's megatron-core)."""
+
+    type: Literal["megatron"]
+    tensor: int = Field(1, ge=1)
+    """Ranks that share each layer: its heads, its MLP, the vocabulary. It divides the numbers of heads, of keys too,
+    and the MLP's width."""
+    pipeline: int = Field(1, ge=1)
+    """Stages, each with as many of the layers. tensor x pipeline ranks hold the model once; rows are spread over the
+    ranks / (tensor x pipeline) copies."""
+
+    @model_validator(mode="after")
+    def _whole_copies(self) -> Self:
+        if self.ranks is not None and self.ranks % (self.tensor * self.pipeline):
+            raise ValueError(f"tensor={self.tensor} x pipeline={self.pipeline} does not divide ranks={self.ranks}")
+        return self
+
+
+BackendConfig = FSDPConfig | MegatronConfig
 """The back ends of several processes, told apart by `type`."""

@@ -70,7 +70,7 @@ class RunConfig(Section):
     critic: schema.CriticConfig = schema.CriticConfig()
     teacher: schema.TeacherConfig | None = None
     cluster: schema.ClusterConfig | None = None
-    backend: BackendConfig | None = None
+    backend: BackendConfig | None = Field(None, discriminator="type")
     """Of several processes; None: one process trains."""
     asynchronous: schema.AsynchronousConfig | None = None
     pool: schema.PoolConfig = schema.PoolConfig()
@@ -242,10 +242,16 @@ def config_error(error: ValidationError, source: str) -> ConfigError:
 
 def _problem(item: Mapping[str, Any]) -> str:
     path = [str(part) for part in item["loc"]]
+    if path[:1] == ["backend"] and len(path) > 2:
+        del path[1]  # which kind of section it is
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
         hint = suggestion(path, known_keys())
         return f"unknown key {key!r}" + (f"; {hint}" if hint else "")
+    if item["type"] == "union_tag_invalid":
+        return f"{key}.type: {item['ctx']['tag']!r} is none of {item['ctx']['expected_tags']}"
+    if item["type"] == "union_tag_not_found":
+        return f"{key}.type: is required"
     if item["type"] == "missing":
         return f"{key}: is required"
     if item["type"] == "model_type":
@@ -263,7 +269,7 @@ def known_keys(section: type[BaseModel] | None = None, prefix: str = "") -> list
         for kind in (info.annotation, *parts):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 keys += known_keys(kind, f"{prefix}{name}.")
-    return keys
+    return list(dict.fromkeys(keys))  # kinds of a section share some
 
 
 def dump_config(config: RunConfig) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from atomrl.atoms.logprobs import CHUNK_ELEMENTS
-from atomrl.config import BackendConfig, RunConfig
+from atomrl.config import FSDPConfig, MegatronConfig, RunConfig
 from atomrl.models.gpt import BMM_MAX_TOKENS
 from atomrl.models.loading import compute_dtype, model_config_only
 from atomrl.models.transformers_model import check_causal
@@ -126,7 +126,8 @@ def memory_estimate(
         parts["critic"] = 4 * critic_parameters(critic, trusted) * FLOAT32  # weights, gradients and Adam's two moments
         parts["critic activations"] = activations(critic)
     if config.backend is not None:
-        parts = in_shards(parts, shape, total, compute, trained, config.backend, ranks)
+        cut: Any = in_parts if isinstance(config.backend, MegatronConfig) else in_shards
+        parts = cut(parts, shape, total, compute, trained, config.backend, ranks)
     return parts | {"total": sum(size for name, size in parts.items() if name != BESIDE)}
 
 
@@ -136,7 +137,7 @@ SHARDED = ("trainer weights", "optimizer", "gradients", "reference", "teacher", 
 
 
 def in_shards(
-    parts: dict[str, int], shape: Any, total: int, compute: int, trained: int, backend: BackendConfig, ranks: int
+    parts: dict[str, int], shape: Any, total: int, compute: int, trained: int, backend: FSDPConfig, ranks: int
 ) -> dict[str, int]:
     """What of a run's memory is rank 0's: a share of what lies in shards, and what is gathered for a moment.
 
@@ -178,11 +179,15 @@ def rank_choices(
     """
     backend = config.backend
     assert backend is not None
-    reduce = "update" if backend.reduce == "micro_batch" else "micro_batch"
-    changes: dict[str, Any] = {"replicas": 2 if backend.replicas == 1 else 1, "reduce": reduce}
-    changes["sequence"] = 2 * backend.sequence
-    if (device or ("cuda" if torch.cuda.is_available() else "cpu")) != "cpu":
-        changes["cpu_offload"] = not backend.cpu_offload
+    changes: dict[str, Any]
+    if isinstance(backend, MegatronConfig):
+        cut = backend.tensor * backend.pipeline
+        changes = {} if ranks % (2 * cut) else {"tensor": 2 * backend.tensor, "pipeline": 2 * backend.pipeline}
+    else:
+        reduce = "update" if backend.reduce == "micro_batch" else "micro_batch"
+        changes = {"replicas": 2 if backend.replicas == 1 else 1, "reduce": reduce, "sequence": 2 * backend.sequence}
+        if (device or ("cuda" if torch.cuda.is_available() else "cpu")) != "cpu":
+            changes["cpu_offload"] = not backend.cpu_offload
     found = {}
     for count, change in [(ranks, {}), (2 * ranks, {}), *((ranks, {name: to}) for name, to in changes.items())]:
         if count % max(change.get("sequence", 1), change.get("replicas", 1)):
@@ -220,3 +225,26 @@ def _widths(config: Any) -> tuple[int, int, int, int]:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return config.hidden_size, heads * size, kv_heads * size, inner
+
+
+def in_parts(
+    parts: dict[str, int], shape: Any, total: int, compute: int, trained: int, backend: MegatronConfig, ranks: int
+) -> dict[str, int]:
+    """What of a run's memory is rank 0's on Megatron: its part of the layers, and of the first stage's embedding.
+
+    Gradients are float32; of float32 weights beside rounded ones, and of the moments, each copy of the model has a
+    share. Activations are an upper estimate: that those within attention and MLP are cut is left out, and the first of
+    P stages holds those of P micro-batches.
+
+    Args:
+        parts, shape, total, compute, trained: as of `in_shards`.
+    """
+    ends = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    embedding = shape.vocab_size * shape.hidden_size if backend.pipeline > 1 else ends
+    own = ((total - ends) // backend.pipeline + embedding) // backend.tensor
+    copies = ranks // (backend.tensor * backend.pipeline)
+    found = {name: size * own // total if name in SHARDED else size for name, size in parts.items()}
+    found["trainer weights"] = own * compute
+    found["rounded weights"] = own * FLOAT32 // copies if compute != FLOAT32 else 0
+    found["optimizer"] //= copies
+    return found

@@ -99,19 +99,25 @@ def read_spec(config: Any) -> DecoderSpec:
     )
 
 
+def rope_frequencies(config: Any) -> tuple[Tensor, float]:
+    """By what the angles of each pair grow with the position, `[D/2]` float32, and what cosine and sine are multiplied
+    by."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope, size = config.rope_parameters, read_spec(config).head_dim
+    if rope.get("rope_type", "default") == "default":
+        return 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device=torch.device("cpu"))
+    return frequencies, factor
+
+
 def rope_table(config: Any, device: torch.device, positions: int | None = None) -> tuple[Tensor, Tensor]:
     """Cosine and sine `[positions, D/2]`, always float32: rounded to bfloat16 they are wrong by 4e-3.
 
     Args:
         positions: None is the longest row that the config allows.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    rope, size, factor = config.rope_parameters, read_spec(config).head_dim, 1.0
-    if rope.get("rope_type", "default") == "default":
-        frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    else:
-        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device=torch.device("cpu"))
+    frequencies, factor = rope_frequencies(config)
     angles = torch.outer(torch.arange(positions or config.max_position_embeddings, dtype=torch.float32), frequencies)
     return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
 

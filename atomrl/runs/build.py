@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from atomrl.cluster.ray_cluster import RayCluster
-from atomrl.config import ClusterRole, ConfigError, ModelConfig, RolloutConfig, RunConfig
+from atomrl.config import ClusterRole, ConfigError, MegatronConfig, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
 from atomrl.models.gpt import new_gpt
@@ -369,12 +369,17 @@ def local_trainer(
 def rank_trainer(
     config: RunConfig, algorithm: Algorithm, path: str, ranks: Ranks, device: torch.device
 ) -> TrainingBackend:
-    """The training back end of a rank."""
-    from atomrl.training.fsdp import FSDPBackend  # half a second, for which a run of one process does not wait
+    """The training back end of a rank, imported here: half a second and more, for which a run of one process does not
+    wait."""
+    settings = {"collective": ranks, "device": device, **_trainer_settings(config, algorithm, path)}
+    if isinstance(config.backend, MegatronConfig):
+        from atomrl.training.megatron import MegatronBackend
+
+        return MegatronBackend(config.backend, **settings)
+    from atomrl.training.fsdp import FSDPBackend
 
     assert config.backend is not None
-    settings = _trainer_settings(config, algorithm, path)
-    return FSDPBackend(config.backend, collective=ranks, device=device, **settings)
+    return FSDPBackend(config.backend, **settings)
 
 
 def _trainer_settings(config: RunConfig, algorithm: Algorithm, path: str) -> dict[str, Any]:

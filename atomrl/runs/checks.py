@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from atomrl.config import ConfigError, RunConfig
+from atomrl.config import ConfigError, FSDPConfig, MegatronConfig, RunConfig
 from atomrl.environments.playing import EpisodeError, find_environment
 from atomrl.environments.tool_calls import find_form
 from atomrl.environments.tools import find_schemas, has_objects
@@ -135,18 +135,10 @@ def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
         return
     device = device_name(config.model.device)
     count = rank_total(config)
-    if count % backend.replicas:
-        raise ConfigError(f"backend.replicas={backend.replicas} does not divide the {count} ranks")
-    if count % backend.sequence:
-        raise ConfigError(f"backend.sequence={backend.sequence} does not divide the {count} ranks")
-    if backend.sequence > 1:
-        if config.model.pack_rows is False or (device != "cpu" and not config.model.pack_rows):
-            raise ConfigError(f"backend.sequence={backend.sequence} cuts rows that lie end to end: set model.pack_rows")
-        if config.model.path is not None:
-            path, trusted = config.model.path, config.model.trust_remote_code
-            check_heads(model_config_only(path, trusted), backend.sequence, path)
-    if backend.cpu_offload and device == "cpu":
-        raise ConfigError("backend.cpu_offload: on a CPU all is in its memory already; leave it out")
+    if isinstance(backend, MegatronConfig):
+        check_megatron(config, backend, count)
+    else:
+        check_fsdp(config, backend, count, device)
     if algorithm.update is not None:
         raise ConfigError(
             f"backend: algorithm.update of {algorithm.name} differentiates the policy forward, as a whole; run it "
@@ -166,6 +158,46 @@ def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
             "cluster.placement=colocated is for one process that trains; give cluster.resources.trainer what each rank "
             "takes, or take split"
         )
+
+
+def check_megatron(config: RunConfig, backend: MegatronConfig, count: int) -> None:
+    """That the models can be cut as the config says.
+
+    Raises:
+        ConfigError: megatron-core is not there, or it has no mapping of weights for a model, or does not divide it.
+    """
+    from atomrl.training.megatron import check_config
+    from atomrl.training.megatron_model import check_shape
+
+    check_config(config.model)
+    if count % (backend.tensor * backend.pipeline):
+        raise ConfigError(
+            f"backend.tensor={backend.tensor} x pipeline={backend.pipeline} does not divide the {count} ranks"
+        )
+    for path in (config.model.path, config.critic.path, config.teacher.path if config.teacher else None):
+        if path is None:
+            continue
+        check_shape(model_config_only(path, config.model.trust_remote_code), backend, path)
+
+
+def check_fsdp(config: RunConfig, backend: FSDPConfig, count: int, device: str) -> None:
+    """That shards and shared rows can be as the config says.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if count % backend.replicas:
+        raise ConfigError(f"backend.replicas={backend.replicas} does not divide the {count} ranks")
+    if count % backend.sequence:
+        raise ConfigError(f"backend.sequence={backend.sequence} does not divide the {count} ranks")
+    if backend.sequence > 1:
+        if config.model.pack_rows is False or (device != "cpu" and not config.model.pack_rows):
+            raise ConfigError(f"backend.sequence={backend.sequence} cuts rows that lie end to end: set model.pack_rows")
+        if config.model.path is not None:
+            path, trusted = config.model.path, config.model.trust_remote_code
+            check_heads(model_config_only(path, trusted), backend.sequence, path)
+    if backend.cpu_offload and device == "cpu":
+        raise ConfigError("backend.cpu_offload: on a CPU all is in its memory already; leave it out")
 
 
 def check_pool(config: RunConfig, identity: Mapping[str, str]) -> None:

@@ -5,7 +5,7 @@ A back end says where weights lie: how a role's model is loaded, saved, and sent
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -100,7 +100,7 @@ class BaseBackend(ABC):
                 loaded, optimizer = self.load_model(name, path, model), None
                 if name in TRAINED:
                     rate = critic.learning_rate if name == "critic" else train.learning_rate
-                    optimizer = Optimizer(TRAINED[name], loaded, train, rate, total_updates)
+                    optimizer = self.make_optimizer(name, loaded, rate, total_updates)
                 self.roles[name] = Role(loaded, optimizer)
         self.trained = {name: role.optimizer for name, role in self.roles.items() if role.optimizer}
         self.policy = next(iter(self.roles.values()))
@@ -122,6 +122,10 @@ class BaseBackend(ABC):
     @abstractmethod
     def load_model(self, name: RoleName, path: str, config: ModelConfig) -> torch.nn.Module:
         """The model of a role, its weights where this back end keeps them."""
+
+    def make_optimizer(self, name: RoleName, model: torch.nn.Module, rate: float, total_updates: int) -> Optimizer:
+        """Of a role that is trained."""
+        return Optimizer(TRAINED[name], model, self.train, rate, total_updates)
 
     def close(self) -> None:
         """Free the models and their optimizers."""
@@ -150,8 +154,7 @@ class BaseBackend(ABC):
         whole = {name: torch.zeros(shape, device=self.device) for name, shape in shapes.items()}
 
         def fill(split: list[Tensor]) -> None:
-            for index in split:
-                found = self._outputs(self._micro(rows, index), needs)
+            for index, found in self._annotated(rows, split, needs):
                 if not self._says:
                     continue
                 at = index.to(self.device)
@@ -211,23 +214,34 @@ class BaseBackend(ABC):
         watched = WatchedTokens(batch, self.device) if recorded else None
 
         def accumulate(split: list[Tensor]) -> list[Metrics]:
-            parts = []
-            for number, index in enumerate(split, 1):
-                self.before_backward(last=number == len(split))
-                micro = self._micro(batch, index)
-                outputs = ModelOutputs(**self._outputs(micro, wanted))
-                if watched:
-                    micro = watched.begin(micro, outputs)
-                result = algorithm.loss(outputs, micro)
-                torch.autograd.backward(result.loss)
-                if watched:
-                    watched.end(index if self._says else index[:0], micro, outputs, algorithm)
-                parts += [result.metrics] * (len(index) > 0 and self._says)
-            return parts
+            return self._accumulate(batch, split, algorithm, wanted, watched)
 
         metrics = self._in_micro_batches(batch, algorithm.row_unit, accumulate)
         self._token_numbers = watched.numbers(self.collective) if watched else {}
         return self.collective.sum(merge(metrics))
+
+    def _accumulate(
+        self,
+        batch: TrainingBatch,
+        split: list[Tensor],
+        algorithm: Algorithm,
+        wanted: Collection[str],
+        watched: WatchedTokens | None,
+    ) -> list[Metrics]:
+        """Add the gradients of this rank's micro-batches; their metrics."""
+        parts: list[Metrics] = []
+        for number, index in enumerate(split, 1):
+            self.before_backward(last=number == len(split))
+            micro = self._micro(batch, index)
+            outputs = ModelOutputs(**self._outputs(micro, wanted))
+            if watched:
+                micro = watched.begin(micro, outputs)
+            result = algorithm.loss(outputs, micro)
+            torch.autograd.backward(result.loss)
+            if watched:
+                watched.end(index if self._says else index[:0], micro, outputs, algorithm)
+            parts += [result.metrics] * (len(index) > 0 and self._says)
+        return parts
 
     def token_numbers(self) -> dict[str, Tensor]:
         """What the last update saw of the tokens that are recorded (`protocols.TrainingBackend`)."""
@@ -269,6 +283,13 @@ class BaseBackend(ABC):
             outputs = self.roles[role].outputs(micro, asked.values(), self.temperature)
             found |= {name: outputs[output] for name, output in asked.items()}
         return found
+
+    def _annotated(
+        self, rows: RowBatch, split: list[Tensor], names: Collection[str]
+    ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """This rank's micro-batches, and their outputs without gradient."""
+        for index in split:
+            yield index, self._outputs(self._micro(rows, index), names)
 
     def _micro(self, rows: Rows, index: Tensor) -> Rows:
         """The rows of a micro-batch on the device; where there are none, one without weight in the loss."""

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -103,9 +103,13 @@ class Ranks(Collective):
         dist.all_reduce(tensor)
         return tensor
 
+    def making_groups(self) -> AbstractContextManager[None]:
+        """Within it groups of these ranks are made."""
+        return _loopback(self.here[1] == self.world)
+
     def neighbours(self, size: int) -> Any:
         """The group of this rank and those beside it, of so many; all ranks call it."""
-        with _loopback(self.here[1] == self.world):
+        with self.making_groups():
             group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=self.timeout_s))
         return group
 

@@ -60,12 +60,9 @@ class Optimizer:
         Raises:
             Diverged: the third in a row with a gradient that is not finite.
         """
-        train, name, weights = self.train, self.name, list(self.weights.values())
+        train, name = self.train, self.name
         rate = learning_rate(updates, self.total_updates, self.peak, train)
-        total = torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None], foreach=True)
-        norm = whole(total).item()
-        if norm > train.max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(weights, train.max_grad_norm, total, foreach=True)
+        norm = self.norm_clipped()
         metrics: Metrics = {f"{name}/lr": Mean(rate)}
         if not self.count_finite(updates, not any_rank(not norm < math.inf)):
             metrics[f"{name}/skipped_updates"] = Count()
@@ -74,11 +71,24 @@ class Optimizer:
             if norm == 0:  # momentum and weight decay would move weights although the batch says nothing
                 metrics[f"{name}/empty_updates"] = Count()
             else:
-                for group in self.adamw.param_groups:
-                    group["lr"] = rate
-                self.adamw.step()
+                self.apply(rate)
         self.zero_grad()
         return metrics
+
+    def norm_clipped(self) -> float:
+        """The norm of the gradient, which is then scaled down to `max_grad_norm` where it is above."""
+        weights, most = list(self.weights.values()), self.train.max_grad_norm
+        total = torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None], foreach=True)
+        norm: float = whole(total).item()
+        if norm > most:
+            torch.nn.utils.clip_grads_with_norm_(weights, most, total, foreach=True)
+        return norm
+
+    def apply(self, rate: float) -> None:
+        """AdamW's step."""
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        self.adamw.step()
 
     def count_finite(self, updates: int, finite: bool) -> bool:
         """Count an update whose gradient is not finite, and is left out. Returns `finite`.

@@ -154,11 +154,13 @@ def test_a_reward_model_learns_and_goes_on_exactly(make, tmp_path):  # noqa: F81
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint").config.num_labels == 1
 
 
-def test_scores_are_annotated_by_row(make):  # noqa: F811
+def test_scores_are_annotated_by_row(make, tmp_path):  # noqa: F811
     batch, backend = make_batch(), make(REWARD, train={"rows_per_micro_batch": 4})
     backend.train_step(batch, REWARD)
     scores = backend.forward_only(batch, frozenset({"scores"})).scores
-    expected = backend.policy.model.scores(batch.tokens, batch.lengths).detach()
+    backend.save(tmp_path / "checkpoint")
+    model = load_scalar(tmp_path / "checkpoint", dtype="float32")
+    expected = model.scores(batch.tokens, batch.lengths).detach()
     assert scores.shape == (6,) and not scores.requires_grad and scores.abs().max() > 0
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from atomrl.config import ConfigError, FSDPConfig, LoraConfig, ModelConfig, TrainConfig
+from atomrl.config import ConfigError, FSDPConfig, LoraConfig, MegatronConfig, ModelConfig, TrainConfig
 from atomrl.metrics import Sum, values
 from atomrl.models.loading import load_tokenizer
 from atomrl.protocols import UpdateOutput
@@ -45,7 +45,22 @@ def make_fsdp(folder, algorithm=None, *, lora=None, train=None, dtype="float32",
     )
 
 
-BACKENDS = {"local": make_local, "fsdp": make_fsdp}
+def make_megatron(folder, algorithm=None, *, lora=None, train=None, dtype="float32", **settings):
+    """Likewise; more are held against one process in tests/training/test_megatron.py."""
+    from atomrl.training.megatron import MegatronBackend
+
+    if lora is not None:
+        pytest.skip("refused: Megatron's layers take no adapters here")
+    return MegatronBackend(
+        MegatronConfig(type="megatron"),
+        ModelConfig(path=str(folder), dtype=dtype, lora=lora),
+        TrainConfig(**({"learning_rate": 0.01} | (train or {}))),
+        algorithm or make_algorithm(),
+        **({"total_updates": 4, "tokenizer": load_tokenizer(folder), "device": "cpu"} | settings),
+    )
+
+
+BACKENDS = {"local": make_local, "fsdp": make_fsdp, "megatron": make_megatron}
 
 
 @contextmanager
@@ -58,6 +73,8 @@ def one_rank():
 
 @pytest.fixture(params=list(BACKENDS))
 def make(request, tmp_path):
+    if request.param == "megatron":
+        pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")
     folder = make_tiny_model(tmp_path / "base", "qwen2")
     with ExitStack() as stack:
         given = {} if request.param == "local" else {"collective": stack.enter_context(one_rank())}

@@ -1,0 +1,273 @@
+"""A pipeline stage of a decoder, made of Megatron's parts."""
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from atomrl.atoms.logits import head_logits
+from atomrl.atoms.logprobs import row_logprobs
+from atomrl.batches import RowBatch
+from atomrl.config import ConfigError, MegatronConfig
+from atomrl.models.spec import DecoderSpec, read_spec, rope_frequencies, unsupported
+from atomrl.protocols import Output
+from atomrl.training.megatron_weights import BY_COLUMNS, PLAIN, WHOLE, cut, padded_vocabulary
+from atomrl.training.vocabulary import parallel_row_logprobs, whole_rows
+
+
+class Norm(nn.Module):
+    """x / rms(x) * weight, as Megatron builds its norms: PyTorch's own refuses to be of a sequence-parallel model."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron asks for it
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class CausalAttention(nn.Module):
+    """PyTorch's attention in the place of Megatron's own, which holds all scores at a time.
+
+    Rows are padded on the right, so nothing but causality keeps padding out.
+    """
+
+    def __init__(self, **unused: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **unused: Any) -> Tensor:
+        """[T, B, heads, D] and the same with key heads -> [T, B, heads * D]."""
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1:
+            k, v = (part.repeat_interleave(groups, dim=1) for part in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+class Rotary(nn.Module):
+    """Angles of the rotary positions, as Megatron takes them."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        frequencies, _ = rope_frequencies(config)
+        self.frequencies = torch.cat([frequencies, frequencies])
+
+    def forward(self, length: int, device: torch.device) -> Tensor:
+        """[T, 1, 1, D] float32."""
+        if self.frequencies.device != device:
+            self.frequencies = self.frequencies.to(device)
+        return torch.outer(torch.arange(length, device=device), self.frequencies)[:, None, None]
+
+
+class Stage(nn.Module):
+    """The layers of a pipeline stage, of which a tensor-parallel rank has its part.
+
+    Args:
+        model: the whole model as it was loaded (`GPT` or `GPTScalar`), whose weights it takes.
+        path: of the model, for errors.
+        settings: over how many ranks.
+        device: of this rank.
+        dtype: of weights and computation.
+        checkpointing: whether layers are computed again in the backward pass.
+
+    Raises:
+        ConfigError: the model cannot be cut so.
+    """
+
+    shares_prompts = False
+
+    def __init__(
+        self,
+        model: Any,
+        path: str,
+        settings: MegatronConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        checkpointing: bool,
+    ) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt import GPTModel
+
+        super().__init__()
+        self.spec: DecoderSpec = model.spec
+        self.tensor, self.scalar = settings.tensor, hasattr(model, "score")
+        self.first, self.last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+        self.group, self.rank = (
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
+        self.config = shape = transformer_config(self.spec, settings, device, dtype)
+        self.module: Any = GPTModel(
+            config=shape,
+            transformer_layer_spec=layer_specs(shape),
+            vocab_size=padded_vocabulary(self.spec.vocab, settings.tensor),
+            max_sequence_length=self.spec.max_positions,
+            pre_process=self.first,
+            post_process=self.last,
+            share_embeddings_and_output_weights=self.spec.tied_head and not self.scalar,
+            position_embedding_type="none",
+        )
+        self.rotary = Rotary(model.config)
+        if checkpointing:  # PyTorch's, since there is no dropout for which Megatron's would keep random states
+            for layer in self.module.decoder.layers:
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        if self.scalar and self.last:
+            self.module.output_layer = None
+            self.score = nn.Linear(self.spec.hidden, 1, bias=False, dtype=dtype, device=device)
+        self._load(dict(model.named_parameters()))
+
+    def named_weights(self) -> Mapping[tuple[str, int | None], nn.Parameter]:
+        """This rank's weights, by name and layer of the whole model."""
+        found: dict[tuple[str, int | None], nn.Parameter] = {}
+        for name, weight in self.named_parameters():
+            name = name.removeprefix("module.")
+            if name.startswith("decoder.layers."):
+                local, _, name = name.removeprefix("decoder.layers.").partition(".")
+                found[name, self.module.decoder.layers[int(local)].layer_number - 1] = weight
+            else:
+                found[name, None] = weight
+        return found
+
+    @torch.no_grad()
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
+        for (name, layer), weight in self.named_weights().items():
+            weight.copy_(cut(name, layer, weights.__getitem__, self.spec, self.rank, self.tensor))
+            # What Megatron notes where it draws first weights: of the others the norm counts one rank's alone.
+            marked: Any = weight
+            marked.tensor_model_parallel = name not in PLAIN and name not in WHOLE
+            marked.partition_dim, marked.partition_stride = int(name in BY_COLUMNS), 1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """What the next stage goes on with; of the last one [T, B, H], states after the final norm."""
+        gpt, length = self.module, tokens.shape[1]
+        x = gpt.embedding(input_ids=tokens, position_ids=None) if self.first else None
+        states: Tensor = gpt.decoder(
+            hidden_states=x, attention_mask=None, rotary_pos_emb=self.rotary(length, tokens.device)
+        )
+        return states
+
+    def outputs(
+        self, states: Tensor, micro: RowBatch, wanted: Collection[Output], temperature: float
+    ) -> dict[Output, Tensor]:
+        """Outputs of the last stage's states, the same on all tensor-parallel ranks."""
+        found: dict[Output, Tensor] = {}
+        tokens, mask = micro.tokens, micro.loss_mask.clone()
+        mask[:, 0] = False
+        flat = states.transpose(0, 1).flatten(0, 1)
+        if "scores" in wanted:
+            at = torch.arange(len(tokens), device=flat.device) * tokens.shape[1] + micro.lengths.to(flat.device) - 1
+            found["scores"] = self.score(flat.index_select(0, at))[:, 0].float()
+        before = None if found.keys() >= set(wanted) else flat.index_select(0, mask.flatten().nonzero()[:, 0] - 1)
+        if "values" in wanted:
+            assert before is not None
+            numbers = self.score(before)[:, 0].float()
+            found["values"] = numbers.new_zeros(mask.shape).masked_scatter(mask, numbers)
+        if "logprobs" in wanted or "entropy" in wanted:
+            assert before is not None
+            logprobs, entropy = self._logprobs(before, micro, mask, temperature, "entropy" in wanted)
+            found["logprobs"] = logprobs
+            if entropy is not None:
+                found["entropy"] = entropy
+        if "distributions" in wanted:
+            assert before is not None
+            found["distributions"] = (head_logits(before, self._whole_head()) / temperature).log_softmax(-1)
+        return found
+
+    def _logprobs(
+        self, before: Tensor, micro: RowBatch, mask: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        if (kept := micro.candidates) is not None:
+            lists = kept.ids, kept.counts
+            return row_logprobs(before, self._whole_head(), micro.tokens, mask, temperature, None, entropy, *lists)
+        first = self.rank * padded_vocabulary(self.spec.vocab, self.tensor) // self.tensor
+        own = self._head()[: self.spec.vocab - first]  # without the padding of the last rank's
+        return parallel_row_logprobs(before, own, micro.tokens, mask, first, temperature, self.group, entropy)
+
+    def _head(self) -> Tensor:
+        """This rank's rows of the output matrix."""
+        tied = self.spec.tied_head
+        weight: Tensor = self.module.shared_embedding_or_output_weight() if tied else self.module.output_layer.weight
+        return weight
+
+    def _whole_head(self) -> Tensor:
+        return whole_rows(self._head(), self.group)[: self.spec.vocab]
+
+
+def check_shape(config: Any, settings: MegatronConfig, path: str) -> None:
+    """Raise ConfigError where a model cannot be cut over so many ranks, or has what the mapping of weights lacks.
+
+    Args:
+        config: transformers' of the model.
+    """
+    if (reason := unsupported(config)) is not None:
+        raise ConfigError(
+            f"backend.type=megatron has no mapping of weights for {path}: {reason}; take backend.type=fsdp"
+        )
+    spec, tensor, pipeline = read_spec(config), settings.tensor, settings.pipeline
+    for what, number in (("heads", spec.heads), ("key heads", spec.kv_heads), ("width of the MLP", spec.intermediate)):
+        if number % tensor:
+            raise ConfigError(f"backend.tensor={tensor} does not divide the {what} of {path}, {number}")
+    if spec.layers % pipeline:
+        raise ConfigError(f"backend.pipeline={pipeline} does not divide the {spec.layers} layers of {path}")
+    if rope_frequencies(config)[1] != 1.0:
+        raise ConfigError(f"backend.type=megatron: {path} scales its rotary positions (yarn); take backend.type=fsdp")
+    if spec.output_bias or spec.mlp_bias:
+        raise ConfigError(f"backend.type=megatron: {path} has biases of outputs or MLPs; take backend.type=fsdp")
+
+
+def transformer_config(spec: DecoderSpec, settings: MegatronConfig, device: torch.device, dtype: torch.dtype) -> Any:
+    """The shape of a model for Megatron."""
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=spec.layers,
+        hidden_size=spec.hidden,
+        ffn_hidden_size=spec.intermediate,
+        num_attention_heads=spec.heads,
+        num_query_groups=spec.kv_heads,
+        kv_channels=spec.head_dim,
+        layernorm_epsilon=spec.norm_eps,
+        normalization="RMSNorm",
+        qk_layernorm=spec.qk_norm,
+        add_bias_linear=False,
+        add_qkv_bias=spec.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=settings.tensor,
+        pipeline_model_parallel_size=settings.pipeline,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the only one that its check of variable lengths lets through
+        calculate_per_token_loss=True,  # gradients are sums: nothing is divided by micro-batches or ranks
+        batch_p2p_sync=False,
+        perform_initialization=False,
+        use_cpu_initialization=device.type == "cpu",
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+    )
+
+
+def layer_specs(config: Any) -> Any:
+    """Megatron's layers, with attention and norms that need neither Transformer Engine nor Apex."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=Norm)

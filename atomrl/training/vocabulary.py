@@ -1,0 +1,139 @@
+"""Log-probs where each rank has the output matrix's rows of a part of the vocabulary."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from atomrl.atoms.logits import head_logits
+from atomrl.atoms.logprobs import CHUNK_ELEMENTS
+
+
+def parallel_token_logprobs(
+    hidden: Tensor,
+    head_weight: Tensor,
+    tokens: Tensor,
+    first: int,
+    temperature: float,
+    group: Any,
+    with_entropy: bool = False,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`atoms.logprobs.fused_token_logprobs` by ranks that have a part of the vocabulary each.
+
+    No rank holds more than its part of the logits, of a chunk of tokens. The ranks exchange three numbers for each
+    token, and in the backward pass the gradient of `hidden`.
+
+    Args:
+        hidden: [N, H], the same on all ranks.
+        head_weight: [V', H] rows of this rank's tokens.
+        tokens: [N] ids in the whole vocabulary.
+        first: id of this rank's first token.
+        group: of the ranks that have one vocabulary together.
+
+    Returns:
+        Log-probs and entropies [N] in float32, the same on all ranks.
+    """
+    chunk = chunk_tokens or max(16, CHUNK_ELEMENTS // len(head_weight))
+    arguments = hidden, head_weight, tokens - first, temperature, group, chunk, with_entropy
+    logprobs, entropy = _Parallel.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no types for it
+    return logprobs, entropy if with_entropy else None
+
+
+def parallel_row_logprobs(
+    hidden: Tensor,
+    head_weight: Tensor,
+    tokens: Tensor,
+    wanted: Tensor,
+    first: int,
+    temperature: float,
+    group: Any,
+    with_entropy: bool = False,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`atoms.logprobs.row_logprobs` likewise.
+
+    Args:
+        hidden: [n, H] of the token before each wanted one, row by row.
+        tokens, wanted: [B, T] ids, and which of them; none in the first column.
+    """
+    arguments = hidden, head_weight, tokens[wanted], first, temperature, group, with_entropy, chunk_tokens
+    logprobs, entropy = parallel_token_logprobs(*arguments)
+
+    def spread(values: Tensor) -> Tensor:
+        return values.new_zeros(wanted.shape).masked_scatter(wanted, values)
+
+    return spread(logprobs), None if entropy is None else spread(entropy)
+
+
+def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
+    logits = head_logits(hidden, head)
+    return logits if temperature == 1.0 else logits / temperature
+
+
+class _Parallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, own: Tensor, temperature: float, group: Any, chunk: int, entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        head, found = weight.to(hidden.dtype), []
+        here = (own >= 0) & (own < len(weight))
+        place = own.clamp(0, len(weight) - 1)
+        for part in _parts(len(own), chunk):
+            scaled = _logits(hidden[part], head, temperature)
+            largest = scaled.amax(1)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            shares = (scaled - largest[:, None]).exp_()
+            picked = scaled.gather(1, place[part, None])[:, 0] * here[part]
+            sums = torch.stack([shares.sum(1), picked, shares.mul_(scaled).sum(1) if entropy else picked])
+            dist.all_reduce(sums, group=group)
+            log_norm = largest + sums[0].log()
+            found.append(torch.stack([sums[1] - log_norm, log_norm - sums[2] / sums[0], log_norm]))
+        logprobs, entropies, log_norms = torch.cat(found, dim=1) if found else hidden.new_zeros(3, 0)
+        ctx.save_for_backward(hidden, weight, place, here, log_norms, entropies)
+        ctx.settings = temperature, group, chunk, entropy
+        return logprobs.clone(), entropies.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
+        hidden, weight, place, here, log_norms, entropies = ctx.saved_tensors
+        temperature, group, chunk, with_entropy = ctx.settings
+        head = weight.to(hidden.dtype)
+        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        for part in _parts(len(place), chunk):
+            logs = _logits(hidden[part], head, temperature).sub_(log_norms[part, None])
+            delta = logs.exp()
+            if with_entropy:
+                delta *= -grad_logprobs[part, None] - grad_entropy[part, None] * (logs + entropies[part, None])
+            else:
+                delta *= -grad_logprobs[part, None]
+            delta.scatter_add_(1, place[part, None], (grad_logprobs[part] * here[part])[:, None])
+            delta = delta.div_(temperature).to(hidden.dtype)
+            torch.mm(delta, head, out=grad_hidden[part])
+            grad_weight += delta.T @ hidden[part]
+        dist.all_reduce(grad_hidden, group=group)
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def whole_rows(weight: Tensor, group: Any) -> Tensor:
+    """[V, H] of the rows [V', H] that each rank has, equally many; every rank then takes the gradient of its own."""
+    found: Tensor = _WholeRows.apply(weight, group)  # type: ignore[no-untyped-call]  # torch has no types for it
+    return found
+
+
+class _WholeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        found = [torch.empty_like(weight) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(found, weight.contiguous(), group=group)
+        return torch.cat(found)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
+
+
+def _parts(total: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
