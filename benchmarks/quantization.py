@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from atomrl.config import LoraConfig, ModelConfig, TrainConfig
+from atomrl.config import LoraConfig, TrainConfig
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, load_transformers, save_model
 from atomrl.models.lora import merge_adapters, save_adapters

@@ -6,7 +6,6 @@ from pydantic import Field, model_validator
 
 from atomrl.config.base import Section
 
-
 Quantization = Literal["nf4", "int8"]
 
 
