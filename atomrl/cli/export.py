@@ -27,9 +27,13 @@ def run(arguments: argparse.Namespace) -> int:
             from atomrl.models.lora import export
 
             error = export(checkpoint, folder, base=arguments.base)
-            merged = f"adapters add {error.added:.2%} to the weights; rounding what is written loses {error.rounding:.2%}"
+            merged = (
+                f"adapters add {error.added:.2%} to the weights; rounding what is written loses {error.rounding:.2%}"
+            )
             if error.quantization:
-                merged += f"; those of the {error.quantization} base, which are kept, are {error.of_base:.2%} off its own"
+                merged += (
+                    f"; those of the {error.quantization} base, which are kept, are {error.of_base:.2%} off its own"
+                )
         elif (checkpoint / "config.json").is_file():
             for path in checkpoint.iterdir():
                 if path.is_file() and path.name not in TRAINER_FILES:

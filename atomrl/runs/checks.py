@@ -117,6 +117,8 @@ def check_savers(config: RunConfig) -> None:
         raise ConfigError(f"{key}: bitsandbytes is not installed: pip install 'atomrl[quant]'")
     if model.quantization and config.gpt is not None:
         raise ConfigError("model.quantization: the weights of a fresh model (gpt) are to be trained; leave it out")
+    if model.activation_offload and on_cpu:
+        raise ConfigError("model.activation_offload: on a CPU activations are in its memory already; leave it out")
     if kind == "paged_adamw8bit" and on_cpu:
         raise ConfigError(
             "train.optimizer=paged_adamw8bit: pages lie in memory that a GPU and the CPU share, and there is no GPU "
