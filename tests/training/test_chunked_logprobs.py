@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, GPT2Config
 
+from atomrl.algorithms.table import objective_of
 from atomrl.atoms import logprobs
+from atomrl.training.local import LocalBackend
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_batch
 from tests.training.equality import case, run_ranks, settings_of, with_ranks
@@ -16,7 +19,6 @@ VOCABULARY, ROWS, TOKENS = 2048, 48, 24
 ALGORITHMS = {
     "policy and reference": case("grpo", axes={"kl": {"coefficient": 0.1}}),
     "teacher": case("on_policy_distillation"),
-    "critic": case("ppo"),
     "transformers": case("grpo", model="other"),
 }
 
@@ -34,8 +36,6 @@ class Largest(TorchDispatchMode):
 
 
 def measure(backend, given):
-    from atomrl.algorithms.table import objective_of
-
     algorithm = objective_of(given["name"], given["axes"]).resolved(max_completion_tokens=8)
     backend.train = backend.train.model_copy(update={"tokens_per_micro_batch": 10**6})
     backend.tokens_per_micro_batch = 10**6
@@ -47,8 +47,6 @@ def measure(backend, given):
 
 
 def local(folder, given):
-    from atomrl.training.local import LocalBackend
-
     return measure(LocalBackend(**settings_of(given, folder)), given)
 
 
@@ -67,8 +65,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     for name in ("base", "teacher"):
         make_tiny_model(folder / name, vocab_size=VOCABULARY)
-    from transformers import AutoModelForCausalLM, GPT2Config
-
     shape = GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4)
     AutoModelForCausalLM.from_config(shape).save_pretrained(folder / "other")
     return folder
