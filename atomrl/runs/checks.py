@@ -24,6 +24,7 @@ from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
 from atomrl.rollout.replies import ReplyTokens
 from atomrl.runs.build import cluster_roles, device_name, engine_class, tool_schemas, train_sampling
 from atomrl.training.ranks import rank_count
+from atomrl.training.tensor_parallel import check_tensor
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +149,14 @@ def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
         if config.model.path is not None:
             path, trusted = config.model.path, config.model.trust_remote_code
             check_heads(model_config_only(path, trusted), backend.sequence, path)
+    if backend.tensor > 1:
+        if config.model.lora is not None:
+            raise ConfigError("backend.tensor: adapters are not cut; leave it out, or model.lora")
+        if count % backend.tensor:
+            raise ConfigError(f"backend.tensor={backend.tensor} does not divide the {count} ranks")
+        for path in (config.model.path, config.critic.path, config.teacher and config.teacher.path):
+            if path is not None:
+                check_tensor(model_config_only(path, config.model.trust_remote_code), backend.tensor, path)
     if backend.cpu_offload and device == "cpu":
         raise ConfigError("backend.cpu_offload: on a CPU all is in its memory already; leave it out")
     if algorithm.update is not None:
