@@ -147,7 +147,7 @@ def in_shards(
     if backend.reduce == "update":
         found["gradients"] += trained * FLOAT32
     ends = _ends(shape)
-    layer = (total - ends) // shape.num_hidden_layers
+    layer = (total - ends) // shape.num_hidden_layers // backend.tensor
     found["rounded weights"] = 0
     found["gathered weights"] = (ends + 2 * layer) * compute
     found["gathered gradients"] = (ends + layer) * compute if trained == total else 0

@@ -154,9 +154,9 @@ def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
             raise ConfigError("backend.tensor: adapters are not cut; leave it out, or model.lora")
         if count % backend.tensor:
             raise ConfigError(f"backend.tensor={backend.tensor} does not divide the {count} ranks")
-        for path in (config.model.path, config.critic.path, config.teacher and config.teacher.path):
-            if path is not None:
-                check_tensor(model_config_only(path, config.model.trust_remote_code), backend.tensor, path)
+        for start in (config.model.path, config.critic.path, config.teacher.path if config.teacher else None):
+            if start is not None:
+                check_tensor(model_config_only(start, config.model.trust_remote_code), backend.tensor, start)
     if backend.cpu_offload and device == "cpu":
         raise ConfigError("backend.cpu_offload: on a CPU all is in its memory already; leave it out")
     if algorithm.update is not None:

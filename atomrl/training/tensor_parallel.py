@@ -1,8 +1,8 @@
 """Tensor parallel: each layer's matrices cut over ranks that compute the same rows (PyTorch's DTensor).
 
-Queries, keys, values, gate and up are cut by outputs, so a rank has some of the heads and some of the MLP's inner numbers;
-the output projections are cut by inputs, and what they give is summed: two sums of a layer forward, two backward.
-Norms, embedding and output matrix are on every rank.
+Queries, keys, values, gate and up are cut by outputs, so that a rank has some of the heads and of the MLP's inner
+numbers; the output projections are cut by inputs, and what they give is summed: two sums of a layer forward, two
+backward. Norms, embedding and output matrix are on every rank.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,9 @@ def check_tensor(config: Any, ranks: int, path: object) -> dict[str, str]:
     other = {name: style for name, style in plan.items() if style not in STYLES}
     if not plan or other:
         why = f"cuts {min(other)} as {other[min(other)]}" if other else "has no plan for it"
-        raise ConfigError(f"backend.tensor: {path} ({config.model_type}) cannot be cut: transformers {why}; leave it out")
+        raise ConfigError(
+            f"backend.tensor: {path} ({config.model_type}) cannot be cut: transformers {why}; leave it out"
+        )
     heads = text.num_attention_heads
     widths = {
         "num_attention_heads": heads,
