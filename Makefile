@@ -4,7 +4,7 @@ BIN := .venv/bin
 CHECKED := tests/atoms tests/architecture tests/training tests/rollout tests/test_config.py
 
 .PHONY: install quickstart quickstart-search quickstart-python distributed test-distributed test-distributed-short \
-	test-sglang test-ui test-ui-short check test test-cpus coverage gpu-check wheels lint clean
+	test-sglang test-ui test-ui-short check test test-cpus coverage gpu-check wheels lint lint-js clean
 
 install: .venv/installed
 
@@ -78,7 +78,7 @@ UI := .venv-ui
 $(UI)/installed: pyproject.toml constraints.txt
 	test -x $(UI)/bin/python || $(PYTHON) -m venv $(UI)
 	$(UI)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e ".[ui]" pytest beartype pandas matplotlib playwright axe-playwright-python
+		-e ".[tune,ui]" pytest beartype pandas matplotlib playwright axe-playwright-python
 	touch $@
 
 test-ui: $(UI)/installed
@@ -118,6 +118,16 @@ test-cpus: .venv/installed-test
 
 lint: .venv/installed-test
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
+
+# The pages' modules: their types as far as JavaScript tells, names that are used or there twice. It needs npm.
+JS := .venv-js
+
+$(JS)/installed:
+	npm install --silent --no-fund --no-audit --prefix $(JS) typescript@7.0.2
+	touch $@
+
+lint-js: $(JS)/installed
+	$(JS)/node_modules/.bin/tsc -p atomrl/ui
 
 clean:
 	rm -rf .venv build *.egg-info

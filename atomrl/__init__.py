@@ -54,14 +54,17 @@ def train(
         ...     return leave_one_out_baseline(inputs.rewards, inputs.group_ids)
         >>> atomrl.train("configs/quickstart.yaml", ["run_name=mine"], advantage=mine)  # doctest: +SKIP
     """
+    from functools import partial
+
     from atomrl.cli.config_arguments import load_config
     from atomrl.config import RunConfig
-    from atomrl.runs import prepare_run
+    from atomrl.runs import prepare_run, run_to_end
     from atomrl.runs.given_functions import with_functions
 
     loaded = config if isinstance(config, RunConfig) else load_config(config, overrides)
     loaded, by_name = with_functions(loaded, reward, advantage)
-    return prepare_run(loaded, {**(rewards or {}), **by_name} or None).execute(resume, callbacks=callbacks)
+    prepare = partial(prepare_run, loaded, {**(rewards or {}), **by_name} or None)
+    return run_to_end(prepare(), prepare, resume, callbacks=callbacks)
 
 
 def load_run(path: str | Path) -> Run:

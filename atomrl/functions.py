@@ -18,6 +18,7 @@ OF_FILE = "_file_"
 """What the modules of files are called by in `sys.modules`, before a hash of the path."""
 
 
+_searched: list[str] = []
 _forbidden: list[str] = []
 """Why this process imports nobody's code; none where it does."""
 
@@ -100,6 +101,13 @@ def search_in(folder: str | Path) -> None:
     """Look for users' modules and files in a folder too: last, so that nothing there hides an installed module."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+    if str(folder) not in _searched:
+        _searched.append(str(folder))
+
+
+def searched() -> list[str]:
+    """The folders given to `search_in` so far, as what is started elsewhere has to be told."""
+    return list(_searched)
 
 
 def _load_module(name: str) -> ModuleType:

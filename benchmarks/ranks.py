@@ -1,27 +1,37 @@
-"""What several ranks cost and save: the time of a step, and the memory of a rank beside the arithmetic.
+"""What several ranks cost and save: the time of a step, and the peak memory of a rank beside the arithmetic.
 
-    python benchmarks/ranks.py                        3M and 53M parameters: one process with two threads, 2 and 4 ranks
-    python benchmarks/ranks.py --sizes 3M --steps 3
+    python benchmarks/ranks.py                          3M and 53M parameters: one process, 2 and 4 ranks
+    python benchmarks/ranks.py --sizes 3M --steps 3 --ranks 2
+    python benchmarks/ranks.py --device cuda --sizes 53M --ranks 2       ranks with a GPU each, and NCCL
 
-One process has two threads, a rank has one; so of two ranks, each with a core, `of one` is what ranks cost. A step is
-the median of those after the first. `state` are the weights, gradients and moments of the fullest rank, and `formula`
-is 16 bytes x parameters / ranks. `waiting` is the share of the step in collective operations, the lateness of other
-ranks included.
+**Time.** One process has two threads, a rank has one, so of two ranks `of one` is what ranks cost. All are there at the
+same time and take a step in turns: `step` is the median of those after the first, `of one` the median of its ratios
+to the one process in the same turn. `waits` is the share of a step in which the slowest rank's thread does not compute: exchanges
+that nothing hides, and the lateness of other ranks. `2 sharing` are two ranks that share rows (`backend.sequence=2`).
+
+**Memory.** Of a rank in processes of their own, every byte that torch's allocator hands out from before the model is
+loaded on, in two updates of several micro-batches: `peak` is the most at once, of the fullest rank. `loading` is the
+most until the model is in its shards, `state` what its weights, gradients and moments take. `formula` is what a dry
+run says of the same (`models/memory.py`), without what an engine takes, and of logits and gathered layers the larger; `off` is the distance of the peak from it.
+What Python, torch's libraries and gloo's buffers take themselves is in neither.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.multiprocessing as processes
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.profiler import ProfilerActivity, profile
@@ -30,34 +40,54 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from atomrl.algorithms.table import objective_of
 from atomrl.batches import TrainingBatch
-from atomrl.config import FSDPConfig, ModelConfig, TrainConfig
+from atomrl.config import FSDPConfig, ModelConfig, RunConfig, TrainConfig, build_config
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import save_model
+from atomrl.models.memory import memory_estimate
 from atomrl.training.base import BaseBackend
 from atomrl.training.fsdp import FSDPBackend
 from atomrl.training.group import Ranks
 from atomrl.training.local import LocalBackend
+from atomrl.training.ranks import rank_device
 from atomrl.weights.collective import LOOPBACK, open_store
 
-SIZES = {"3M": {"layers": 3, "hidden": 256, "heads": 4}, "53M": {"layers": 12, "hidden": 576, "heads": 9}}
+SIZES = {"3M": {"layers": 3, "hidden": 256, "heads": 4}, "53M": {"layers": 12, "hidden": 576, "heads": 8}}
 ROWS, TOKENS, PROMPT, VOCABULARY = 64, 168, 40, 4096
+BUDGET = 8 * TOKENS
+"""Tokens of a micro-batch where memory is measured."""
 LIMIT = timedelta(seconds=600)
+OURS = ("trainer weights", "gradients", "optimizer", "activations", "log-prob chunk", "gathered")
+"""Parts of a dry run's memory that are the trainer's."""
 
 
-def make_batch() -> TrainingBatch:
-    """Rows of unequal length, eight to a prompt."""
+class Variant(NamedTuple):
+    """How many processes train; one without a group is the back end of one process."""
+
+    world: int = 1
+    sequence: int = 1
+
+    def __str__(self) -> str:
+        if self.world == 1:
+            return "one process"
+        return f"{self.world} ranks" if self.sequence == 1 else f"{self.world} sharing"
+
+
+def make_batch(full: bool = False) -> TrainingBatch:
+    """Rows of unequal length, eight to a prompt; or `full` ones, of which every token is trained on."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(PROMPT + 16, TOKENS + 1, (ROWS,), generator=generator)
+    lengths, prompt = (torch.full_like(lengths, TOKENS), 1) if full else (lengths, PROMPT)
     at = torch.arange(TOKENS)[None]
-    mask = (at >= PROMPT) & (at < lengths[:, None])
+    mask = (at >= prompt) & (at < lengths[:, None])
     tokens = torch.randint(3, VOCABULARY, (ROWS, TOKENS), generator=generator)
-    tokens[:, :PROMPT] = tokens[::8, :PROMPT].repeat_interleave(8, 0)
+    if not full:
+        tokens[:, :PROMPT] = tokens[::8, :PROMPT].repeat_interleave(8, 0)
     return TrainingBatch(
         tokens=tokens * (at < lengths[:, None]),
         loss_mask=mask,
         lengths=lengths,
-        prompt_lengths=torch.full((ROWS,), PROMPT),
-        group_ids=torch.arange(ROWS) // 8,
+        prompt_lengths=torch.full((ROWS,), prompt),
+        group_ids=torch.arange(ROWS) if full else torch.arange(ROWS) // 8,
         rewards=torch.zeros(ROWS),
         truncated=torch.zeros(ROWS, dtype=torch.bool),
         advantages=torch.randn(ROWS, 1, generator=generator) * mask,
@@ -65,33 +95,32 @@ def make_batch() -> TrainingBatch:
     )
 
 
-def settings(folder: str) -> dict[str, Any]:
+def given(folder: str, device: str, **train: Any) -> dict[str, Any]:
     """What a back end is told."""
     return {
-        "model": ModelConfig(path=folder, dtype="float32"),
-        "train": TrainConfig(learning_rate=1e-4),
+        "model": ModelConfig(path=folder, dtype="float32" if device == "cpu" else "bfloat16"),
+        "train": TrainConfig(learning_rate=1e-4, **train),
         "algorithm": objective_of("grpo", {}).resolved(max_completion_tokens=TOKENS),  # type: ignore[union-attr, call-arg]
         "total_updates": 100,
     }
 
 
-def measured(backend: BaseBackend, algorithm: Any, steps: int) -> tuple[float, float, float]:
-    """Seconds of a step, bytes of weights, gradients and moments here, and the share of a step that waits."""
-    batch, seconds = make_batch(), []
-    for _ in range(steps + 1):
-        began = time.perf_counter()
-        backend.train_step(batch, algorithm)
-        seconds.append(time.perf_counter() - began)
-    optimizer = backend.trained["policy"]
-    state = sum(4 * 2 * here(weight).numel() for weight in optimizer.weights.values())  # and its gradient
-    for moments in optimizer.adamw.state.values():
-        state += sum(4 * here(moments[name]).numel() for name in ("exp_avg", "exp_avg_sq"))
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        began = time.perf_counter()
-        backend.train_step(batch, algorithm)
-        whole = time.perf_counter() - began
-    waiting = sum(event.cpu_time_total for event in trace.key_averages() if event.key.startswith("c10d::")) / 1e6
-    return median(seconds[1:]), state, waiting / whole
+def formula(folder: str, variant: Variant, device: str) -> int:
+    """Bytes of a rank's trainer, as a dry run counts them."""
+    config: RunConfig = build_config(
+        {
+            "run_name": "r",
+            "model": {"path": folder, "dtype": "float32" if device == "cpu" else "bfloat16"},
+            "data": {"train": "arithmetic", "max_prompt_tokens": 1},
+            "rollout": {"max_completion_tokens": TOKENS - 1},
+            "train": {"tokens_per_micro_batch": BUDGET},
+            "backend": {"type": "fsdp", "sequence": variant.sequence} if variant.world > 1 else None,
+        }
+    )
+    algorithm = given(folder, device)["algorithm"]
+    parts = memory_estimate(config, algorithm, variant.world)
+    found = sum(size for name, size in parts.items() if name.startswith(OURS))
+    return found - min(parts["log-prob chunk"], parts.get("gathered layers", 0))  # never at the same time
 
 
 def here(tensor: Any) -> Tensor:
@@ -99,49 +128,151 @@ def here(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def rank_main(rank: int, world: int, folder: str, steps: int, port: int) -> None:
-    torch.set_num_threads(1)
+def state_of(backend: BaseBackend) -> int:
+    """Bytes of weights, gradients and moments here."""
+    optimizer = backend.trained["policy"]
+    state = sum(4 * 2 * here(weight).numel() for weight in optimizer.weights.values())  # and its gradient
+    for moments in optimizer.adamw.state.values():
+        state += sum(4 * here(moments[name]).numel() for name in ("exp_avg", "exp_avg_sq"))
+    return state
+
+
+@contextmanager
+def opened(variant: Variant, rank: int, folder: str, port: int, device: str, **train: Any) -> Iterator[BaseBackend]:
+    """A rank's back end."""
+    torch.set_num_threads(2 if variant.world == 1 else 1)
+    own, settings = rank_device(device, rank), given(folder, device, **train)
+    if variant.world == 1:
+        yield LocalBackend(device=own, **settings)
+        return
     store = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=LIMIT)
-    ranks, given = Ranks(store, rank, world, torch.device("cpu"), LIMIT.total_seconds()), settings(folder)
-    backend = FSDPBackend(FSDPConfig(type="fsdp"), collective=ranks, device="cpu", **given)
-    torch.save(measured(backend, given["algorithm"], steps), f"{folder}/rank_{rank}.pt")
+    ranks = Ranks(store, rank, variant.world, own, LIMIT.total_seconds())
+    backend = FSDPBackend(FSDPConfig(type="fsdp", sequence=variant.sequence), collective=ranks, device=own, **settings)
+    yield backend
     ranks.max(0)
     backend.close()
     ranks.close()
 
 
-def on_ranks(world: int, folder: str, steps: int) -> tuple[float, float, float]:
-    """The slowest and fullest rank's."""
-    store, port = open_store(LOOPBACK, LIMIT)
-    processes.spawn(rank_main, (world, folder, steps, port), nprocs=world)
-    del store
-    found = [torch.load(f"{folder}/rank_{rank}.pt", weights_only=True) for rank in range(world)]
-    return tuple(max(each) for each in zip(*found, strict=True))  # type: ignore[return-value]
+def timed(at: Connection, variant: Variant, rank: int, folder: str, port: int, device: str) -> None:
+    """A process that makes a step when it is told to, and says how long it took, and computed."""
+    with opened(variant, rank, folder, port, device) as backend:
+        batch, algorithm = make_batch(), given(folder, device)["algorithm"]
+        at.send(None)
+        while at.recv():
+            began, computing = time.perf_counter(), time.thread_time()
+            backend.train_step(batch, algorithm)
+            if backend.device.type == "cuda":
+                torch.cuda.synchronize()
+            at.send((time.perf_counter() - began, time.thread_time() - computing))
+
+
+def weighed(at: Connection, variant: Variant, rank: int, folder: str, port: int, device: str) -> None:
+    """A process that says its peak, its peak while it loads, and its state, in bytes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        with opened(variant, rank, folder, port, device, tokens_per_micro_batch=BUDGET) as backend:
+            loaded = time.time_ns()
+            batch, algorithm = make_batch(full=True), given(folder, device)["algorithm"]
+            if device != "cpu":
+                torch.cuda.reset_peak_memory_stats()
+            for _ in range(2):
+                backend.train_step(batch, algorithm)
+            state, peak = state_of(backend), 0 if device == "cpu" else torch.cuda.max_memory_allocated()
+    found: Any = trace.profiler
+    changes = [(e.start_ns(), e.nbytes()) for e in found.kineto_results.events() if e.name() == "[memory]"]
+    now, peaks = 0, [0, 0]
+    for moment, size in sorted(changes):
+        now += size
+        peaks[moment > loaded] = max(peaks[moment > loaded], now)
+    at.send((peak or peaks[1], peaks[0], state))
+
+
+class Group:
+    """The processes of a variant."""
+
+    def __init__(self, work: Any, variant: Variant, folder: str, device: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.variant, self.ends = variant, []
+        self.store, port = open_store(LOOPBACK, LIMIT)
+        self.processes = []
+        for rank in range(variant.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=work, args=(theirs, variant, rank, folder, port, device), daemon=True)
+            process.start()
+            theirs.close()
+            self.ends.append(ours)
+            self.processes.append(process)
+
+    def answers(self) -> list[Any]:
+        """What each process says next."""
+        return [end.recv() for end in self.ends]
+
+    def step(self) -> tuple[float, float]:
+        """Seconds of a step of the slowest, and of them those in which it computed."""
+        for end in self.ends:
+            end.send(True)
+        return max(self.answers())
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.send(False)
+        for process in self.processes:
+            process.join(60)
+
+
+def times(folder: str, variants: list[Variant], steps: int, device: str) -> list[str]:
+    """A cell of each variant: step, of one, waits."""
+    groups = [Group(timed, variant, folder, device) for variant in variants]
+    for group in groups:
+        group.answers()
+        group.step()
+    turns = [[group.step() for group in groups] for _ in range(steps)]
+    for group in groups:
+        group.close()
+    cells = []
+    for index, variant in enumerate(variants):
+        of_one = median(turn[index][0] / turn[0][0] for turn in turns)
+        waits = median(1 - turn[index][1] / turn[index][0] for turn in turns)
+        step = median(turn[index][0] for turn in turns)
+        cells.append(f"{step:>8.3f}s{of_one:>8.2f}" + (f"{waits:>8.0%}" if variant.world > 1 else f"{'':>8}"))
+    return cells
+
+
+def memory(folder: str, variants: list[Variant], device: str) -> list[str]:
+    """A cell of each variant, one after the other: peak, formula, off, loading, state."""
+    cells = []
+    for variant in variants:
+        group = Group(weighed, variant, folder, device)
+        peak, loading, state = (max(each) for each in zip(*group.answers(), strict=True))
+        for process in group.processes:
+            process.join(60)
+        expected = formula(folder, variant, device)
+        sizes = [f"{size / 2**20:>9.1f}" for size in (peak, expected, loading, state)]
+        cells.append(f"{sizes[0]}{sizes[1]}{peak / expected - 1:>+8.1%}{sizes[2]}{sizes[3]}")
+    return cells
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     asked = parser.parse_args()
-    print(f"{'model':<7}{'':<12}{'step':>9}{'of one':>8}{'waiting':>9}{'state':>11}{'formula':>11}")
+    variants = [Variant(), *map(Variant, asked.ranks), Variant(2, sequence=2)]
+    print(f"{'model':<7}{'':<12}{'step':>9}{'of one':>8}{'waits':>8}  MiB:", end="")
+    print(f"{'peak':>5}{'formula':>9}{'off':>8}{'loading':>9}{'state':>9}")
     for size in asked.sizes:
         with tempfile.TemporaryDirectory() as folder:
-            model = new_gpt(vocab_size=VOCABULARY, **SIZES[size])  # type: ignore[arg-type]
-            count = sum(weight.numel() for weight in model.parameters())
-            save_model(model, None, folder)
-            torch.set_num_threads(2)
-            given, one = settings(folder), 0.0
-            for world in (1, *asked.ranks):
-                if world == 1:
-                    step, state, waiting = measured(LocalBackend(**given), given["algorithm"], asked.steps)
-                else:
-                    step, state, waiting = on_ranks(world, folder, asked.steps)
-                one = one or step
-                what = "one process" if world == 1 else f"{world} ranks"
-                numbers = f"{step:>8.3f}s{step / one:>8.2f}{waiting:>9.0%}"
-                print(f"{size:<7}{what:<12}{numbers}{state / 2**20:>8.1f} MB{16 * count / world / 2**20:>8.1f} MB")
+            save_model(new_gpt(vocab_size=VOCABULARY, **SIZES[size]), None, folder)  # type: ignore[arg-type]
+            rows = zip(
+                variants,
+                times(folder, variants, asked.steps, asked.device),
+                memory(folder, variants, asked.device),
+                strict=True,
+            )
+            for variant, seconds, sizes in rows:
+                print(f"{size:<7}{variant!s:<12}{seconds}{sizes}", flush=True)
 
 
 if __name__ == "__main__":

@@ -63,10 +63,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(f"atomrl {__version__}")
         return 0
+    if given[0] == "--print-completion":
+        return print_completion(given[1:])
     name, *rest = given
     if name not in COMMANDS:
         return fail(f"unknown command {name!r}; {did_you_mean(name, COMMANDS)}")
     return run_command(name, rest)
+
+
+def print_completion(shells: list[str]) -> int:
+    """The script that has a shell complete this command line."""
+    try:
+        from atomrl.cli.completion import script
+
+        print(script(" ".join(shells)))
+    except (ValueError, ImportError) as error:
+        return fail(str(error))
+    return 0
 
 
 def run_command(name: str, arguments: list[str]) -> int:
@@ -106,7 +119,7 @@ def overview() -> str:
     commands = "\n".join(f"  {name:<12} {text}" for name, text in COMMANDS.items())
     return (
         f"AtomRL: reinforcement learning for language models.\n\nusage: atomrl COMMAND ...\n\n{commands}\n\n"
-        "atomrl COMMAND --help tells more; atomrl --version."
+        "atomrl COMMAND --help tells more; atomrl --version; atomrl --print-completion bash|zsh|fish."
     )
 
 

@@ -44,6 +44,8 @@ ADVICE = {
     "Diverged": "Lower train.learning_rate; model.dtype=float32 does not overflow so soon; RUN/rollouts has the "
     "rewards that it happened with. --resume --allow-changes goes on from the checkpoint before, with other settings.",
     "RankFailed": "--resume goes on from the newest checkpoint.",
+    "RankLost": "--resume goes on from the newest checkpoint.",
+    "RankOutOfMemory": "With that, --resume --allow-changes goes on from the newest checkpoint.",
     "ActorDied": "--resume goes on from the newest checkpoint.",
     "NoSignal": "With other settings, --resume goes on from the newest checkpoint.",
 }
@@ -76,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         0, or 130 where Ctrl-C or SIGTERM ended it early, with how to go on.
     """
     config, command = config_from(arguments), arguments.command
-    from atomrl.runs import check_command, prepare_run
+    from atomrl.runs import check_command, prepare_run, run_to_end
 
     check_command(config, command)
     if is_other_rank(config):
@@ -89,9 +91,9 @@ def run(arguments: argparse.Namespace) -> int:
         print_section("run", [f"{config.run_dir}{' exists: use --resume or another run_name' if taken else ' (new)'}"])
         return 0
     try:
-        prepared = prepare_run(config)
+        prepared, changes = prepare_run(config), arguments.allow_changes
         print("", *prepared.describe_batch(), sep="\n", file=sys.stderr)
-        summary = prepared.execute(arguments.resume, arguments.allow_changes)
+        summary = run_to_end(prepared, partial(prepare_run, config), arguments.resume, allow_changes=changes)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(how_to_go_on(command, config, arguments)) from None
     except RuntimeError as error:

@@ -10,7 +10,10 @@ elsewhere: ssh -L 8765:localhost:8765 MACHINE.
 """
 
 import argparse
+import html
+import tempfile
 import webbrowser
+from contextlib import ExitStack
 from pathlib import Path
 
 
@@ -32,12 +35,19 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{arguments.runs} is no folder; name the one that your runs are in (output_dir of a config)")
     server = Server(arguments.runs, listener_at(arguments.host, arguments.port), arguments.host, arguments.allow_launch)
 
+    closing = ExitStack()
+
     def announce(address: str) -> None:
         print(f"open {address}", flush=True)
         if not is_loopback(arguments.host):
             print("all who reach this machine and have this address can read these runs", flush=True)
         if arguments.open:
-            webbrowser.open(address)
+            # Not by the browser's command line: all users of this machine see that, with the token in it.
+            folder = closing.enter_context(tempfile.TemporaryDirectory())  # for its owner alone
+            page = Path(folder, "atomrl.html")
+            page.write_text(f'<meta http-equiv="refresh" content="0; url={html.escape(address)}">\n')
+            webbrowser.open(page.as_uri())
 
-    server.run(announce)
+    with closing:
+        server.run(announce)
     return 0

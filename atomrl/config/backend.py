@@ -14,7 +14,10 @@ class RankedConfig(Section):
     """Processes that train, the one that you start included. null: as many as torchrun or accelerate started; without
     them one for each GPU, and one on a machine without."""
     timeout_s: float = Field(600.0, gt=0)
-    """Within which all ranks must come to the same point; the run ends with an error that names who did not."""
+    """Within which all ranks must come to the same point; an error names who did not."""
+    restarts: int = Field(2, ge=0)
+    """How often in a run a new group goes on from the newest checkpoint, after a rank died, stood still, or ran out of
+    memory (then with micro-batches of half the size). Where a launcher started the ranks the run ends instead."""
 
 
 class FSDPConfig(RankedConfig):

@@ -284,6 +284,8 @@ class GptConfig(Section):
     hidden: int = Field(256, ge=32)
     heads: int = Field(4, ge=1)
     kv_heads: int | None = Field(None, ge=1)
+    head_dim: int | None = Field(None, ge=2)
+    """Width of a head; None is `hidden / heads`. vLLM computes on a CPU with heads of 32, 64, 80 and more only."""
     intermediate: int | None = Field(None, ge=1)
     family: Literal["llama", "qwen2"] = "llama"
     max_tokens: int = Field(1024, ge=16)
@@ -291,15 +293,18 @@ class GptConfig(Section):
 
     @model_validator(mode="after")
     def _heads_that_fit(self) -> Self:
-        check_heads(self.hidden, self.heads, self.kv_heads or self.heads)
+        check_heads(self.hidden, self.heads, self.kv_heads or self.heads, self.head_dim, self.family)
         return self
 
 
-def check_heads(hidden: int, heads: int, kv_heads: int) -> None:
+def check_heads(hidden: int, heads: int, kv_heads: int, head_dim: int | None, family: str) -> None:
     """That attention of this shape is possible, or a ConfigError."""
-    if heads % kv_heads or hidden % (2 * heads):
-        even = f"must divide hidden={hidden} into heads of an even size"
-        raise ConfigError(f"gpt: heads={heads} {even}, and be a multiple of kv_heads={kv_heads}")
+    if heads % kv_heads:
+        raise ConfigError(f"gpt: heads={heads} must be a multiple of kv_heads={kv_heads}")
+    if head_dim is None and hidden % (2 * heads):
+        raise ConfigError(f"gpt: heads={heads} must divide hidden={hidden} into heads of an even size, or say head_dim")
+    if head_dim is not None and (head_dim % 2 or family != "llama"):
+        raise ConfigError(f"gpt: head_dim={head_dim} must be even, and of family llama (others derive it)")
 
 
 class SftConfig(Section):

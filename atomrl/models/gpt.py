@@ -280,6 +280,7 @@ def new_gpt(
     hidden: int = 256,
     heads: int = 4,
     kv_heads: int | None = None,
+    head_dim: int | None = None,
     intermediate: int | None = None,
     family: str = "llama",
     tied: bool = True,
@@ -294,6 +295,7 @@ def new_gpt(
     sqrt(2 * layers), as in GPT-2.
 
     Args:
+        head_dim: width of a head; None is hidden / heads.
         intermediate: width of the MLP; None is 8/3 of `hidden`, rounded up to a multiple of 32.
         family: `llama` (no biases) or `qwen2` (biases on q, k, v).
         max_tokens: the longest row that a serving engine will accept.
@@ -312,7 +314,7 @@ def new_gpt(
     from transformers import AutoConfig
 
     kv_heads = kv_heads or heads
-    check_heads(hidden, heads, kv_heads)
+    check_heads(hidden, heads, kv_heads, head_dim, family)
     kinds = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
     if family not in kinds:
         raise ConfigError(f"gpt: family {family!r} is none of {', '.join(kinds)}")
@@ -329,6 +331,7 @@ def new_gpt(
         tie_word_embeddings=tied,
         architectures=[kinds[family]],
         **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **settings},
+        **({} if head_dim is None else {"head_dim": head_dim}),
     )
     model = GPT(config)
     generator, std = torch.Generator().manual_seed(seed), hidden**-0.5

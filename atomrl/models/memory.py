@@ -12,6 +12,8 @@ from atomrl.models.transformers_model import check_causal
 from atomrl.protocols import Algorithm, needs_teacher
 
 FLOAT32 = 4
+_counted: dict[str, int] = {}
+"""Parameters by config: a dry run asks for those of one model again and again."""
 DISTRIBUTIONS = 10
 """Numbers per trained token and value of the vocabulary that a divergence of two distributions holds: its backward pass
 keeps seven and a half."""
@@ -31,9 +33,12 @@ def count_parameters(config: Any, trust_remote_code: bool = False) -> int:
     """
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return sum(parameter.numel() for parameter in model.parameters())
+    known = _counted.get(text := config.to_json_string(use_diff=False))
+    if known is None:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        known = _counted[text] = sum(parameter.numel() for parameter in model.parameters())
+    return known
 
 
 def adapter_parameters(config: Any, rank: int) -> int:
@@ -54,7 +59,9 @@ def activation_bytes_per_token(config: Any, row_tokens: int, size: int, on_cpu: 
     return size * (4 * hidden + 2 * query + 2 * keys + 3 * inner + attention), size * hidden
 
 
-def memory_estimate(config: RunConfig, algorithm: Algorithm, ranks: int = 1) -> dict[str, int]:
+def memory_estimate(
+    config: RunConfig, algorithm: Algorithm, ranks: int = 1, device: str | None = None
+) -> dict[str, int]:
     """Bytes of each part of a run on one device, or on the first of several ranks, and their total; loads no weights.
 
     Activations, the log-prob chunk and the key-value cache are at their largest, for rows of full length. What torch
@@ -64,6 +71,7 @@ def memory_estimate(config: RunConfig, algorithm: Algorithm, ranks: int = 1) -> 
         config: of the run; the config.json of its model, and of teacher and critic, must be at hand.
         algorithm: what it needs is held: a frozen copy of the start, a teacher, a critic.
         ranks: of the config's `backend`.
+        device: `cpu` or `cuda`; None: what this machine has.
 
     Raises:
         ConfigError: the model's config is not there.
@@ -73,8 +81,9 @@ def memory_estimate(config: RunConfig, algorithm: Algorithm, ranks: int = 1) -> 
     assert path is not None, "of a fresh model there is no estimate"
     shape = model_config_only(path, trusted)
     check_causal(shape, path)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    compute = compute_dtype(model.dtype, device).itemsize
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    there = device == "cpu" or torch.cuda.is_available()  # else it is one that knows bfloat16
+    compute = compute_dtype(model.dtype, device).itemsize if there else 4 if model.dtype == "float32" else 2
     total = count_parameters(shape, trusted)
     trained = adapter_parameters(shape, model.lora.rank) if model.lora else total
     row_tokens = config.data.max_prompt_tokens + rollout.max_completion_tokens
@@ -118,9 +127,11 @@ def memory_estimate(config: RunConfig, algorithm: Algorithm, ranks: int = 1) -> 
         parts["critic activations"] = activations(critic)
     if config.backend is not None:
         parts = in_shards(parts, shape, total, compute, trained, config.backend, ranks)
-    return parts | {"total": sum(parts.values())}
+    return parts | {"total": sum(size for name, size in parts.items() if name != BESIDE)}
 
 
+BESIDE = "in the CPU's memory"
+"""Of a rank whose shards lie there; no part of its device's total."""
 SHARDED = ("trainer weights", "optimizer", "gradients", "reference", "teacher", "critic")
 
 
@@ -129,9 +140,9 @@ def in_shards(
 ) -> dict[str, int]:
     """What of a run's memory is rank 0's: a share of what lies in shards, and what is gathered for a moment.
 
-    Gathered are the embedding, the output matrix and two layers (one computes, the next arrives), in the dtype of
-    computation, and the gradients of as much before they are summed. Weights on their way to the engine are whole, in
-    the CPU's memory of rank 0.
+    Gathered are the embedding and the output matrix, with their gradients before they are summed, and of the layers two
+    (one computes, the next arrives) and the gradients of one, in the dtype of computation. Weights on their way to the
+    engine are whole, in the CPU's memory of rank 0.
 
     Args:
         parts: of one device, as `memory_estimate` has them.
@@ -141,19 +152,54 @@ def in_shards(
     """
     shards = ranks // backend.replicas
     found = {name: -(-size // shards) if name in SHARDED else size for name, size in parts.items()}
-    found["activations"] //= backend.sequence
-    if "critic activations" in found:
-        found["critic activations"] //= backend.sequence
+    for name in {"activations", "critic activations", "log-prob chunk", "distributions"} & found.keys():
+        found[name] //= backend.sequence
     if backend.reduce == "update":
         found["gradients"] += trained * FLOAT32
     ends = _ends(shape)
     layer = (total - ends) // shape.num_hidden_layers // backend.tensor
     found["rounded weights"] = 0
-    found["gathered weights"] = (ends + 2 * layer) * compute
-    found["gathered gradients"] = (ends + layer) * compute if trained == total else 0
+    whole = trained == total
+    found["gathered embedding"] = ends * compute * (2 if whole else 1)
+    found["gathered layers"] = layer * compute * (3 if whole else 2)
     if backend.cpu_offload:
+        found[BESIDE] = sum(found[name] for name in SHARDED if name in found)
         found |= {name: 0 for name in SHARDED if name in found}
     return found
+
+
+def rank_choices(
+    config: RunConfig, algorithm: Algorithm, ranks: int, device: str | None = None
+) -> dict[str, tuple[int, int]]:
+    """What rank 0 would hold with one setting of the back end changed; arguments as of `memory_estimate`.
+
+    Returns:
+        By the setting: bytes on the device, and those of shards that are kept in the CPU's memory.
+    """
+    backend = config.backend
+    assert backend is not None
+    reduce = "update" if backend.reduce == "micro_batch" else "micro_batch"
+    changes: dict[str, Any] = {"replicas": 2 if backend.replicas == 1 else 1, "reduce": reduce}
+    changes["sequence"] = 2 * backend.sequence
+    if (device or ("cuda" if torch.cuda.is_available() else "cpu")) != "cpu":
+        changes["cpu_offload"] = not backend.cpu_offload
+    found = {}
+    for count, change in [(ranks, {}), (2 * ranks, {}), *((ranks, {name: to}) for name, to in changes.items())]:
+        if count % max(change.get("sequence", 1), change.get("replicas", 1)):
+            continue
+        name, to = next(iter(change.items()), ("ranks", count))
+        changed = config.model_copy(update={"backend": backend.model_copy(update=change)})
+        found[f"backend.{name}={str(to).lower()}"] = _on_rank(changed, algorithm, count, device)
+    checkpointing = not config.model.gradient_checkpointing
+    model = config.model.model_copy(update={"gradient_checkpointing": checkpointing})
+    changed = config.model_copy(update={"model": model})
+    found[f"model.gradient_checkpointing={str(checkpointing).lower()}"] = _on_rank(changed, algorithm, ranks, device)
+    return found
+
+
+def _on_rank(config: RunConfig, algorithm: Algorithm, ranks: int, device: str | None) -> tuple[int, int]:
+    parts = memory_estimate(config, algorithm, ranks, device)
+    return parts["total"], parts.get(BESIDE, 0)
 
 
 def critic_parameters(config: Any, trust_remote_code: bool = False) -> int:

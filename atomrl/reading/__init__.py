@@ -2,7 +2,7 @@
 
 from atomrl.reading.metrics import MetricTable
 from atomrl.reading.rollouts import RolloutIndex
-from atomrl.reading.run import Run, find_runs, load_run
+from atomrl.reading.run import Run, find_runs, is_run, load_run
 from atomrl.reading.state import RunState
 
-__all__ = ["MetricTable", "RolloutIndex", "Run", "RunState", "find_runs", "load_run"]
+__all__ = ["MetricTable", "RolloutIndex", "Run", "RunState", "find_runs", "is_run", "load_run"]

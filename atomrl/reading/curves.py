@@ -1,15 +1,14 @@
 """The picture of a run, or of several: what it is judged by over the steps, from `metrics.jsonl` alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from atomrl.hints import said_as
-from atomrl.reading.lines import metrics_of
+from atomrl.reading.lines import ReadError
 from atomrl.reading.metrics import accuracies
+from atomrl.reading.run import Run
 
-MetricRows = Sequence[Mapping[str, Any]]
-"""Rows of `metrics.jsonl`."""
 Points = list[tuple[int, float]]
 PANELS, PARTS = 4, 5
 """Panels of a picture; parts of the reward in one of them."""
@@ -28,7 +27,7 @@ def draw_curves(run: Path | Sequence[Path], out: Path | None = None) -> Path:
         ReadError: there are no metrics.
     """
     runs = [run] if isinstance(run, Path) else list(run)
-    drawn = panels(metrics_of(runs[0])) if len(runs) == 1 else compared(runs)
+    drawn = panels(with_metrics(runs[0])) if len(runs) == 1 else compared(runs)
     message = "the picture of the curves needs matplotlib: pip install 'atomrl[plot]'"
     with said_as(ImportError, message, ImportError):
         from matplotlib.figure import Figure
@@ -57,50 +56,59 @@ def compared(runs: Sequence[Path]) -> dict[str, dict[str, Points]]:
     """The panels of several runs: the label of a line is `RUN`, or `RUN, held-out` (its first data source)."""
     merged: dict[str, dict[str, Points]] = {}
     for name, run in zip(run_names(runs), runs, strict=True):
-        for title, lines in panels(metrics_of(run)).items():
+        for title, lines in panels(with_metrics(run)).items():
             panel = merged.setdefault(title, {})
             held_out = [line for label, line in lines.items() if label != "train" and title in HELD_OUT]
             panel |= {name: lines["train"]} | ({f"{name}, held-out": held_out[0]} if held_out else {})
     return dict(list(merged.items())[:PANELS])
 
 
-def panels(rows: MetricRows) -> dict[str, dict[str, Points]]:
-    """What is drawn: title -> label -> points, from the rows of `metrics.jsonl`. The first four that a run has, in the
-    order in which it is judged by them."""
-    accuracy = {"train": points(rows, "train/accuracy") or points(rows, "rewards/accuracies")}
-    keys = dict.fromkeys(key for row in rows for key in row)
+def with_metrics(folder: Path) -> Run:
+    """The run in a folder.
+
+    Raises:
+        ReadError: it has no metrics.
+    """
+    run = Run(folder)
+    if not len(run.metrics.steps) and not len(run.evaluations.steps):
+        raise ReadError(f"no metrics in {folder} (looked for metrics.jsonl); is it the folder of a run?")
+    return run
+
+
+def panels(run: Run) -> dict[str, dict[str, Points]]:
+    """What is drawn: title -> label -> points. The first four that a run has, in the order in which it is judged by
+    them."""
+    accuracy = {"train": points(run, "train/accuracy") or points(run, "rewards/accuracies")}
+    keys = dict.fromkeys([*run.metrics, *run.evaluations])
     held_out = accuracies(keys)
     for source, key in held_out.items():
-        accuracy["held-out" if source == "all" or len(held_out) == 1 else source] = points(rows, key)
-    score = points(rows, "critic/score/mean")
+        accuracy["held-out" if source == "all" or len(held_out) == 1 else source] = points(run, key)
+    score = points(run, "critic/score/mean")
     means = [key for key in keys if key.startswith("reward/") and key.endswith("/mean")][:PARTS]
-    parts = {key.removeprefix("reward/").removesuffix("/mean"): points(rows, key) for key in means}
-    loss = points(rows, "train/loss") or points(rows, "sft/nll_per_token") or points(rows, "actor/pg_loss")
-    margin = {"train": points(rows, "rewards/margins"), "held-out": points(rows, "eval/preference_margin")}
-    length = {"train": points(rows, "response_length/mean"), "held-out": points(rows, "val-aux/response_length/mean")}
+    parts = {key.removeprefix("reward/").removesuffix("/mean"): points(run, key) for key in means}
+    loss = points(run, "train/loss") or points(run, "sft/nll_per_token") or points(run, "actor/pg_loss")
+    margin = {"train": points(run, "rewards/margins"), "held-out": points(run, "eval/preference_margin")}
+    length = {"train": points(run, "response_length/mean"), "held-out": points(run, "val-aux/response_length/mean")}
     every = {
         "Reward": {"train": score} | (parts if score and len(parts) > 1 else {}),
         "Accuracy": accuracy,
         "Completion length (tokens)": length if score else {},
-        "Entropy (nats per token)": {"train": points(rows, "actor/entropy")},
+        "Entropy (nats per token)": {"train": points(run, "actor/entropy")},
         "Margin of preferences": margin,
-        "Loss (nats per token)": {"train": loss, "held-out": points(rows, "val/loss")} if not score else {},
-        "Gradient norm": {"train": points(rows, "actor/grad_norm")},
-        "Learning rate": {"train": points(rows, "actor/lr")},
-        "Tokens per second": {"train": points(rows, "perf/throughput")},
+        "Loss (nats per token)": {"train": loss, "held-out": points(run, "val/loss")} if not score else {},
+        "Gradient norm": {"train": points(run, "actor/grad_norm")},
+        "Learning rate": {"train": points(run, "actor/lr")},
+        "Tokens per second": {"train": points(run, "perf/throughput")},
     }
     shown = {title: lines for title, lines in every.items() if any(lines.values())}
     return dict(list(shown.items())[:PANELS])
 
 
-def points(rows: MetricRows, key: str) -> Points:
-    """(step, value) wherever a row has the key.
-
-    Example:
-        >>> points([{"step": 1, "a": 2.0}, {"step": 2}, {"step": 3, "a": None}], "a")
-        [(1, 2.0)]
-    """
-    return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+def points(run: Run, key: str) -> Points:
+    """(step, value) wherever a step or an evaluation has the metric."""
+    tables = (run.metrics.points(key), run.evaluations.points(key))
+    found = ((int(step), float(value)) for both in tables for step, value in zip(*both, strict=True))
+    return sorted(found)
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:

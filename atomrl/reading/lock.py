@@ -12,8 +12,8 @@ FLOCK = "hhqqi4x"
 LOCKS_ANSWER = sys.platform.startswith("linux")
 """Whether the kernel can be asked who holds a lock: `FLOCK` is Linux's."""
 log = logging.getLogger(__name__)
-_held: set[Path] = set()
-"""Folders that this process holds. To open and close such a lock's file would let go of it (POSIX)."""
+_held: dict[Path, list[int]] = {}
+"""Folders that this process holds, with their open files: to close one of them lets go of the lock (POSIX)."""
 
 
 class Locked(Exception):
@@ -21,7 +21,7 @@ class Locked(Exception):
 
 
 def hold(folder: Path) -> None:
-    """Hold the run's lock until this process ends, however it ends: the kernel lets go of it.
+    """Hold the run's lock until `let_go`, or until this process ends, however it ends: the kernel lets go of it.
 
     A lock of the process (`lockf`), not of the open file: workers that it forks do not keep it.
 
@@ -40,11 +40,17 @@ def hold(folder: Path) -> None:
         log.warning("%s cannot be locked (%s): see to it that no other process writes this run", folder, error.strerror)
     os.truncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
-    _held.add(folder.resolve())
+    _held.setdefault(folder.resolve(), []).append(handle)
+
+
+def let_go(folder: Path) -> None:
+    """Let go of the run's lock, where this process holds it."""
+    for handle in _held.pop(folder.resolve(), ()):
+        os.close(handle)
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process on this machine holds the run's lock; in that process, whether it has since it began."""
+    """Whether a process on this machine holds the run's lock."""
     return owner(folder) is not None
 
 

@@ -25,8 +25,14 @@ Word = Literal["data_source", "finish_reason", "prompt_id"]
 SPLITS = ("train", "eval")
 NUMBERS = ("reward", "advantage", "completion_tokens", "prompt_tokens")
 WORDS: tuple[Word, ...] = ("prompt_id", "data_source", "finish_reason")
-TEXT_END = b'"prompt_tokens": '
-"""In a row, what comes behind its texts."""
+TEXT_START, TEXT_END = b'"prompt": ', b'"prompt_tokens": '
+"""In a row, what stands before and behind its texts."""
+AMBIGUOUS = frozenset(b'":,{}[]\\')
+"""Bytes that are found in a row outside of texts too, or are written otherwise in them."""
+KEYS = b"prompt ground_truth completion role content null"
+"""What is between a row's texts."""
+ESCAPE = 6
+"""Bytes of the longest escaped character."""
 LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 MAX_PROBLEMS = 20
 Ints = NDArray[np.int64]
@@ -71,6 +77,7 @@ class _File:
     identity: tuple[int, ...]
     starts: Ints
     ends: Ints
+    text_starts: Ints
     text_ends: Ints
     numbers: dict[str, NDArray[np.float64]]
     words: dict[Word, list[str]]
@@ -261,7 +268,9 @@ class RolloutIndex:
         needle = json.dumps(text, ensure_ascii=False)[1:-1].encode("utf-8", "surrogatepass").lower()
         for first, file in zip(self._firsts, self._ordered, strict=True):
             if among[first : first + len(file)].any():
-                places = first + np.array(_lines_with(needle, file), np.int64)
+                sure, perhaps = _lines_with(needle, file)
+                found[first + np.array(sure, np.int64)] = True
+                places = first + np.array(perhaps, np.int64)
                 found[places] = [_has_text(row, text.translate(LOWER)) for row in self.rows(places)]
         return found
 
@@ -298,18 +307,18 @@ def _read_file(step: int, split: str, path: Path, identity: tuple[int, ...]) -> 
     except OSError as error:
         data = b""
         faults.append(f"{path.parent.name}/{path.name} cannot be read: {error.strerror}")
-    spans, rows, start = list[tuple[int, int, int]](), list[dict[str, Any]](), 0
+    spans, rows, start = list[tuple[int, int, int, int]](), list[dict[str, Any]](), 0
     for number, line in enumerate(data.split(b"\n"), start=1):
         end = start + len(line)
         row = _row(line)
         if row is not None:
-            text_end = line.rfind(TEXT_END)
-            spans.append((start, end, start + text_end if text_end > 0 else end))
+            text_start, text_end = max(0, line.find(TEXT_START)), line.rfind(TEXT_END)
+            spans.append((start, end, start + text_start, start + text_end if text_end > 0 else end))
             rows.append(row)
         elif line and len(faults) < MAX_PROBLEMS:
             faults.append(f"{path.parent.name}/{path.name}:{number} is no rollout, and is passed over")
         start = end + 1
-    places = np.array(spans, np.int64).reshape(-1, 3)
+    places = np.array(spans, np.int64).reshape(-1, 4)
     return _File(
         step=step,
         split=split,
@@ -317,7 +326,8 @@ def _read_file(step: int, split: str, path: Path, identity: tuple[int, ...]) -> 
         identity=identity,
         starts=places[:, 0],
         ends=places[:, 1],
-        text_ends=places[:, 2],
+        text_starts=places[:, 2],
+        text_ends=places[:, 3],
         numbers={name: np.array([_number(row.get(name)) for row in rows], np.float64) for name in NUMBERS},
         words={name: [str(row.get(name, "")) for row in rows] for name in WORDS},
         prompts=_prompt_hashes([row.get("prompt") for row in rows]),
@@ -370,15 +380,21 @@ def _as_codes(parts: Iterable[list[str]]) -> tuple[dict[str, int], Ints]:
     return codes, np.array(numbers, np.int64)
 
 
-def _lines_with(needle: bytes, file: _File) -> list[int]:
-    """The lines of a file with these bytes among their texts."""
+def _lines_with(needle: bytes, file: _File) -> tuple[list[int], list[int]]:
+    """The lines of a file with these bytes among their texts; and those of which only the parsed row can say."""
     try:
         with open_file(file.path) as opened:
             if _identity(os.fstat(opened.fileno())) != file.identity:
-                return []
-            data = opened.read()
+                return [], []
+            data = opened.read().lower()  # of ASCII alone, as other characters may change their length
     except OSError:
-        return []
-    spans = zip(file.starts.tolist(), file.text_ends.tolist(), strict=True)
-    # Lower case of ASCII alone, as other characters may change their length.
-    return [line for line, (start, end) in enumerate(spans) if needle in data[start:end].lower()]
+        return [], []
+    sure, perhaps = list[int](), list[int]()
+    plain = not AMBIGUOUS.intersection(needle) and needle not in KEYS
+    spans = zip(file.text_starts.tolist(), file.text_ends.tolist(), strict=True)
+    for line, (start, end) in enumerate(spans):
+        at = data.find(needle, start, end)
+        if at >= 0:
+            escaped = b"\\" in data[max(start, at - ESCAPE) : at]
+            (sure if plain and not escaped else perhaps).append(line)
+    return sure, perhaps

@@ -13,12 +13,12 @@ from atomrl.doctor.findings import Finding, is_evaluation
 from atomrl.reading.lines import GrowingFile, ReadError, flat_tree, loads, open_file, read_mapping
 from atomrl.reading.metrics import MetricTable
 from atomrl.reading.rollouts import RolloutIndex
-from atomrl.reading.state import RunState, state_of
+from atomrl.reading.state import FAILURE, RunState, state_of
 from atomrl.reading.tokens import TOKENS, TokenTable, read_tokens
 
 MARKS = ("metrics.jsonl", "config.yaml")
 """A folder with one of these is a run's."""
-MAPPINGS = ("config.yaml", "env.json", "summary.json")
+MAPPINGS = ("config.yaml", "env.json", "summary.json", FAILURE)
 WHERE = frozenset({"run_name", "output_dir"})
 """Keys of the config that say where a run is, and not what it is."""
 INSIDE = {"rollouts", "checkpoints", "model", "inputs", "tensorboard", "wandb", "mlflow", "pools"}
@@ -73,9 +73,14 @@ class Run:
         return self._mapping("summary.json")
 
     @property
+    def failure(self) -> dict[str, Any]:
+        """`failure.json`: the error that ended it; empty where none did, or where it was killed."""
+        return self._mapping(FAILURE)
+
+    @property
     def state(self) -> RunState:
         """How it is, at this moment."""
-        return state_of(self.path, self.config, self.summary, self.metrics)
+        return state_of(self.path, self.config, self.summary, self.failure, self.metrics)
 
     @property
     def findings(self) -> list[Finding]:
@@ -125,7 +130,7 @@ class Run:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from atomrl.reading.curves import draw_curves
+        from atomrl.reading.curves import draw_curves  # which reads a run
 
         return draw_curves(self.path, Path(out) if out is not None else None)
 

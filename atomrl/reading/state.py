@@ -14,6 +14,8 @@ import numpy as np
 from atomrl.reading.lock import LOCKS_ANSWER, holder, is_held
 from atomrl.reading.metrics import MetricTable
 
+FAILURE = "failure.json"
+"""What ended a run: `error`, `where`, `time`, `traceback`."""
 Status = Literal["running", "finished", "stopped", "failed"]
 PACE_STEPS = 20
 """The newest steps, by whose median time the rest is estimated."""
@@ -47,12 +49,18 @@ class RunState:
         return min(1.0, self.step / self.steps) if self.steps else None
 
 
-def state_of(folder: Path, config: Mapping[str, Any], summary: Mapping[str, Any], metrics: MetricTable) -> RunState:
+def state_of(
+    folder: Path,
+    config: Mapping[str, Any],
+    summary: Mapping[str, Any],
+    failure: Mapping[str, Any],
+    metrics: MetricTable,
+) -> RunState:
     """The state of a run.
 
     Args:
         folder: of the run.
-        config, summary: as they are in the folder; empty where they are not.
+        config, summary, failure: as they are in the folder; empty where they are not.
         metrics: of the training steps.
     """
     step = int(metrics.steps[-1]) if len(metrics.steps) else 0
@@ -61,8 +69,10 @@ def state_of(folder: Path, config: Mapping[str, Any], summary: Mapping[str, Any]
     steps = given if isinstance(given, int) and given > 0 else None
     times = metrics.points("timing_s/step")[1][-PACE_STEPS:]
     pace = float(np.median(times)) if len(times) else None
-    updated = max((_modified(folder / name) for name in ("metrics.jsonl", "config.yaml", "summary.json")), default=0.0)
-    status, why = _status(folder, summary, updated, pace)
+    updated = max(
+        (_modified(folder / name) for name in ("metrics.jsonl", "config.yaml", "summary.json", FAILURE)), default=0.0
+    )
+    status, why = _status(folder, summary, failure, updated, pace)
     left = (steps - step) * pace if status == "running" and steps is not None and pace is not None else None
     return RunState(
         status=status, why=why, step=step, steps=steps, step_seconds=pace,
@@ -70,13 +80,17 @@ def state_of(folder: Path, config: Mapping[str, Any], summary: Mapping[str, Any]
     )  # fmt: skip
 
 
-def _status(folder: Path, summary: Mapping[str, Any], updated: float, pace: float | None) -> tuple[Status, str]:
+def _status(
+    folder: Path, summary: Mapping[str, Any], failure: Mapping[str, Any], updated: float, pace: float | None
+) -> tuple[Status, str]:
     if summary:
         if summary.get("finished", True):
             return "finished", "summary.json"
         return "stopped", "summary.json: it was asked to end before its last step"
     if is_held(folder):
         return "running", "a process holds its lock"
+    if failure:
+        return "failed", str(failure.get("error", FAILURE))
     last = holder(folder)
     if last is not None and not (LOCKS_ANSWER and last[1] == os.uname().nodename):
         silent = time.time() - updated

@@ -12,6 +12,7 @@ from atomrl.runs.base import Run
 from atomrl.runs.checks import check_fresh_tokenizer, check_ranks, check_savers
 from atomrl.runs.given_data import PreferenceRun, RewardModelRun, SupervisedRun
 from atomrl.runs.pretrain import PretrainRun
+from atomrl.runs.restarts import run_to_end as run_to_end
 from atomrl.runs.rl import RLRun
 
 KINDS: dict[str, tuple[Callable[[RunConfig], Run], str]] = {

@@ -16,7 +16,7 @@ from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
 from atomrl.loop.sync import Progress, run_steps
 from atomrl.models.loading import resolve_folder
-from atomrl.models.memory import memory_estimate
+from atomrl.models.memory import memory_estimate, rank_choices
 from atomrl.protocols import Algorithm, TrainingBackend
 from atomrl.runs.build import build_trainer, cluster_roles, device_name, open_cluster, starting_model
 from atomrl.tracking.recorder import Recorder
@@ -85,7 +85,12 @@ class Run(ABC):
         parts = memory_estimate(self.config, self.algorithm, ranks)
         if ranks > 1:
             sections.append(("ranks", [f"{ranks}, of which the memory of the first, which also draws, is"]))
-        return [*sections, ("memory", [f"{name:<20}{readable(size)}" for name, size in parts.items()])]
+        sections.append(("memory", [f"{name:<20}{readable(size)}" for name, size in parts.items()]))
+        if self.config.backend is None:
+            return sections
+        choices = rank_choices(self.config, self.algorithm, ranks)
+        lines = [f"{name:<36}{readable(device)}" for name, (device, _) in choices.items()]
+        return [*sections, ("choices", ["what that total would be with one setting changed:", *lines])]
 
     @property
     def ranks(self) -> int:
@@ -119,6 +124,7 @@ class Run(ABC):
         allow_changes: bool = False,
         callbacks: Sequence[Callback] = (),
         wording: Callable[[str], str] = str,
+        tokens_per_micro_batch: int | None = None,
     ) -> dict[str, Any]:
         """Run to the end, or to a stop request.
 
@@ -127,45 +133,63 @@ class Run(ABC):
             allow_changes: resume although config, data, tokenizer or model differ.
             callbacks: called after each step.
             wording: how a finding of the doctor, which names keys of the config, is said on the terminal.
+            tokens_per_micro_batch: with which the trainer begins; None: as the config says.
 
         Returns:
             What is in the run's `summary.json`.
         """
         started, config = time.perf_counter(), self.config
-        with ExitStack() as stack:
-            self.cluster = open_cluster(config, self.algorithm, stack)  # before there is a folder
-            directory = RunDirectory.create(config, resume, allow_changes, self.identity)
-            newest = directory.checkpoint_folder(directory.first_step - 1) if directory.first_step > 1 else None
-            stored = json.loads((newest / STATE).read_text(encoding="utf-8")) if newest else {}
-            self.progress = progress = Progress(**stored)
-            earlier_s = progress.wall_s
-            self.start = starting_model(config, self.tokenizer, directory)
-            self.trainer = trainer = build_trainer(config, self.algorithm, self.start, self.tokenizer, self.cluster)
-            stack.callback(trainer.close)
-            if newest:
-                trainer.load(newest)
-            self.record = stack.enter_context(Recorder(config, directory, wording))
-            self.open(stack)
-            if not progress.step and config.eval.before:
-                self._evaluate(0)
+        with ExitStack() as ending:  # the folder is let go of last: who waits for its lock finds all there is
+            with ExitStack() as stack:
+                self.cluster = open_cluster(config, self.algorithm, stack)  # before there is a folder
+                directory = ending.enter_context(RunDirectory.create(config, resume, allow_changes, self.identity))
+                done, earlier_s = self._course(directory, stack, callbacks, wording, tokens_per_micro_batch)
+            return self._finish(directory, done, earlier_s + time.perf_counter() - started)
 
-            def one_step(number: int) -> dict[str, float]:
-                metrics = self.step(number)
-                every = config.eval.every_steps
-                if every and number % every == 0 and number < config.train.steps:
-                    self._evaluate(number)
-                for callback in callbacks:
-                    callback(number, metrics)
-                return metrics
+    def _course(
+        self,
+        directory: RunDirectory,
+        stack: ExitStack,
+        callbacks: Sequence[Callback],
+        wording: Callable[[str], str],
+        tokens_per_micro_batch: int | None,
+    ) -> tuple[bool, float]:
+        """Whether the last step was done, and the seconds that earlier attempts took. The stack closes all but the
+        folder."""
+        config = self.config
+        newest = directory.checkpoint_folder(directory.first_step - 1) if directory.first_step > 1 else None
+        stored = json.loads((newest / STATE).read_text(encoding="utf-8")) if newest else {}
+        self.progress = progress = Progress(**stored)
+        earlier_s = progress.wall_s
+        self.start = starting_model(config, self.tokenizer, directory)
+        smaller = {} if tokens_per_micro_batch is None else {"tokens_per_micro_batch": tokens_per_micro_batch}
+        mine = config.model_copy(update={"train": config.train.model_copy(update=smaller)})
+        self.trainer = trainer = build_trainer(mine, self.algorithm, self.start, self.tokenizer, self.cluster)
+        stack.callback(trainer.close)
+        if newest:
+            trainer.load(newest)
+        self.record = stack.enter_context(Recorder(config, directory, wording))
+        self.open(stack)
+        if not progress.step and config.eval.before:
+            self._evaluate(0)
 
-            def save(folder: Path, progress: Progress) -> None:
-                trainer.save(folder)
-                (folder / STATE).write_text(json.dumps(asdict(progress), indent=1) + "\n", encoding="utf-8")
+        def one_step(number: int) -> dict[str, float]:
+            metrics = self.step(number)
+            every = config.eval.every_steps
+            if every and number % every == 0 and number < config.train.steps:
+                self._evaluate(number)
+            for callback in callbacks:
+                callback(number, metrics)
+            return metrics
 
-            done = run_steps(one_step, self.record, progress, save, config)
-            if done and config.eval.after:
-                self._evaluate(progress.step)
-        return self._finish(directory, done, earlier_s + time.perf_counter() - started)
+        def save(folder: Path, progress: Progress) -> None:
+            trainer.save(folder)
+            (folder / STATE).write_text(json.dumps(asdict(progress), indent=1) + "\n", encoding="utf-8")
+
+        done = run_steps(one_step, self.record, progress, save, config)
+        if done and config.eval.after:
+            self._evaluate(progress.step)
+        return done, earlier_s
 
     def _evaluate(self, number: int) -> None:
         """Evaluate after this many steps, and record what is found."""

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError
+from atomrl.functions import searched
 
 PACKAGES = ("atomrl", "torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "reasoning-gym", "vllm")
 _WORDS = r"token|secret|password|passwd|credential|api[_-]?key"
@@ -32,6 +34,8 @@ def describe_environment() -> dict[str, Any]:
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": redact(sys.argv),
+        "folder": os.getcwd(),
+        "functions_in": searched(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: version for name in PACKAGES if (version := installed_version(name))},
@@ -41,6 +45,17 @@ def describe_environment() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "git": _git(),
+    }
+
+
+def describe_failure(error: BaseException) -> dict[str, str]:
+    """What ended a run: the error, where it was raised, when, and its traceback, without what looks like a secret."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "error": redacted("".join(traceback.format_exception_only(error)).strip()),
+        "where": f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "",
+        "traceback": redacted("".join(traceback.format_exception(error))),
     }
 
 
@@ -61,10 +76,14 @@ def redact(arguments: Sequence[str]) -> str:
         >>> redact(["atomrl", "sft", "rollout.stop_token_ids=[2]", "--hub", "hf_abcdefghijklmnopqrst"])
         "atomrl sft 'rollout.stop_token_ids=[2]' --hub [redacted]"
     """
-    line = shlex.join(arguments)
+    return redacted(shlex.join(arguments))
+
+
+def redacted(text: str) -> str:
+    """A text without the values that look like secrets."""
     for value in secret_variables().values():
-        line = line.replace(value, "[redacted]")
-    return _SECRET.sub(lambda match: (match.group(1) or "") + "[redacted]", line)
+        text = text.replace(value, "[redacted]")
+    return _SECRET.sub(lambda match: (match.group(1) or "") + "[redacted]", text)
 
 
 def secret_variables() -> dict[str, str]:

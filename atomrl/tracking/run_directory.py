@@ -10,6 +10,7 @@ runs/NAME/
   checkpoints/step_000010/                  complete or absent, see `checkpoints.py`
   model, best                               links to the newest checkpoint, and to the best (`checkpoint.keep_best`)
   summary.json, curves.png                  at the end
+  failure.json     in place of them, where an error ended the run: which, where and when
   .lock                                     held by the process that writes the run
 """
 
@@ -32,11 +33,12 @@ from atomrl.doctor.findings import Finding, is_evaluation
 from atomrl.files import flush_to_disk, write_bytes, write_jsonl, write_text
 from atomrl.hints import nearest
 from atomrl.reading.lines import read_metrics
-from atomrl.reading.lock import LOCK, Locked, hold
+from atomrl.reading.lock import LOCK, Locked, hold, let_go
+from atomrl.reading.state import FAILURE
 from atomrl.reading.tokens import TOKENS
 from atomrl.tracking import checkpoints
 from atomrl.tracking.checkpoints import disk_full_named, step_folder, step_folders
-from atomrl.tracking.environment import describe_environment, refuse_secrets
+from atomrl.tracking.environment import describe_environment, describe_failure, refuse_secrets
 from atomrl.tracking.resume import config_changes, stopping_changes
 from atomrl.types import Trajectory
 
@@ -48,7 +50,7 @@ FRESH_MODEL = "fresh_model"
 """In a run that starts from a model made for it: that model."""
 PUBLISHED_WEIGHTS = "published"
 """Of a run that trains from a pool: its newest weights, for those who fill it."""
-STARTED = {"config.yaml", "env.json", "inputs", FRESH_MODEL, PUBLISHED_WEIGHTS, LOCK}
+STARTED = {"config.yaml", "env.json", "inputs", FAILURE, FRESH_MODEL, PUBLISHED_WEIGHTS, LOCK}
 """What a run has written that ended before its first step: such a folder is used again."""
 
 
@@ -58,7 +60,8 @@ log = logging.getLogger(__name__)
 
 
 class RunDirectory:
-    """Writes a run's folder. Make it with `RunDirectory.create`.
+    """Writes a run's folder. Make it with `RunDirectory.create`; as a context manager it writes down the error that
+    ends the run, and lets go of the folder's lock.
 
     Attributes:
         path: the folder.
@@ -81,7 +84,8 @@ class RunDirectory:
         """Open `output_dir/run_name`: a new folder, or with `resume` an existing one.
 
         Resuming cuts metrics and rollouts that are later than the newest whole checkpoint (all of them if there is
-        none), and prints what differs between the config then and now. The folder is locked until the process ends.
+        none), and prints what differs between the config then and now. The folder is locked until the process ends, or
+        leaves the context.
 
         Args:
             allow_changes: resume although something differs that decides the run (`resume.HARMLESS` does not).
@@ -111,13 +115,28 @@ class RunDirectory:
             ) from None
         except OSError as error:
             raise ConfigError(f"the run cannot write in {run.path} (output_dir/run_name): {error.strerror}") from error
-        environment = describe_environment() | {"identity": dict(identity)}
-        if resume and there:
-            environment = run._reopen(config, allow_changes, environment)
-        _write_json(run.path / "env.json", environment)
-        # Last, because what it says is then true: a kill before needs no more than to resume again.
-        _write(run.path / "config.yaml", dump_config(config))
+        try:
+            environment = describe_environment() | {"identity": dict(identity)}
+            if resume and there:
+                environment = run._reopen(config, allow_changes, environment)
+            (run.path / FAILURE).unlink(missing_ok=True)
+            _write_json(run.path / "env.json", environment)
+            # Last, because what it says is then true: a kill before needs no more than to resume again.
+            _write(run.path / "config.yaml", dump_config(config))
+        except BaseException:
+            let_go(run.path)
+            raise
         return run
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is not None:
+                _write_json(self.path / FAILURE, describe_failure(error))
+        finally:
+            let_go(self.path)
 
     def _reopen(self, config: RunConfig, allow_changes: bool, now: dict[str, Any]) -> dict[str, Any]:
         """Go back to the newest checkpoint. Every change is made whole or not at all, and once made is left alone by

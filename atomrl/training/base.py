@@ -21,7 +21,7 @@ from atomrl.models.kernels import plain_formulas, round_once
 from atomrl.models.loading import compute_dtype
 from atomrl.models.offload import offloading
 from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUnit, UpdateOutput, needs_teacher
-from atomrl.training.collective import Collective, check_launcher
+from atomrl.training.collective import Collective, OutOfMemory, check_launcher
 from atomrl.training.optimizer import Optimizer
 from atomrl.training.roles import SOURCES, TRAINED, Role, RoleName, check_forward_mode, sources
 from atomrl.training.watched import WatchedTokens
@@ -319,9 +319,11 @@ class BaseBackend(ABC):
                 reason = str(error).partition("\n")[0] or type(error).__name__
                 if not self.begins_again:
                     size = max(padded_tokens(rows.lengths, index) for index in mine if len(index))
-                    raise ConfigError(
+                    self._halve(rows.lengths, mine, group_ids, reason)
+                    raise OutOfMemory(
                         f"out of memory with {size} padded tokens in a micro-batch ({reason}); go on with "
-                        f"train.tokens_per_micro_batch={size // 2}"
+                        f"train.tokens_per_micro_batch={size // 2}",
+                        size // 2,
                     ) from error
             # The error is gone here, and with it the tensors that its traceback held.
             if not self.collective.any(bool(reason)):
@@ -337,7 +339,7 @@ class BaseBackend(ABC):
         Raises:
             ConfigError: that is a single row, or a group that has to stay together.
         """
-        largest = max(split, key=lambda index: padded_tokens(lengths, index))
+        largest = max((index for index in split if len(index)), key=lambda index: padded_tokens(lengths, index))
         size = padded_tokens(lengths, largest)
         if len(largest if group_ids is None else set(group_ids[largest].tolist())) == 1:
             what = "a single row" if len(largest) == 1 else f"a group of {len(largest)} rows, which stay together,"

@@ -40,6 +40,15 @@ class Collective:
         return metrics
 
 
+class OutOfMemory(ConfigError):
+    """A micro-batch did not fit on a rank, and the others wait inside of a layer for it."""
+
+    def __init__(self, message: str, tokens: int) -> None:
+        super().__init__(message)
+        self.tokens = tokens
+        """Padded tokens of a micro-batch with which to begin again."""
+
+
 class Launched(NamedTuple):
     """What a launcher says of the process that it started."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from atomrl.metrics import Metrics, merge
-from atomrl.training.collective import Collective
+from atomrl.training.collective import Collective, OutOfMemory
 
 Result = TypeVar("Result")
 IDLE = timedelta(days=365)
@@ -28,6 +28,25 @@ BEAT_S, STOPPED_S = 0.5, 2.5
 
 class RankFailed(RuntimeError):
     """A rank died, stands still, or met an error that the others did not; the group cannot go on."""
+
+
+class RankLost(RankFailed):
+    """A rank died or stands still; a new group can go on from a checkpoint."""
+
+
+class RankOutOfMemory(RankFailed):
+    """A micro-batch did not fit on a rank; a new group can go on from a checkpoint, with smaller ones.
+
+    Args:
+        tokens: of a micro-batch, that the new group should try.
+    """
+
+    def __init__(self, message: str, tokens: int) -> None:
+        super().__init__(message, tokens)
+        self.tokens = tokens
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Ranks(Collective):
@@ -137,16 +156,18 @@ class Ranks(Collective):
         except Exception as error:
             if not _of_network(error):
                 reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                if isinstance(error, OutOfMemory):
+                    self.store.set(f"memory/{self.commands}/{self.rank}", str(error.tokens))
                 self.store.set(f"error/{self.commands}/{self.rank}", reason)
-                if self._all_ended():
+                if self._all_ended() and not isinstance(error, OutOfMemory):
                     raise
                 self.own_error = True
-            raise RankFailed(self._blame(str(error))) from error
+            raise self._blame(str(error)) from error
         with self._named():
             failed = torch.zeros(1)
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.outcome)
         if failed.item():
-            raise RankFailed(self._blame("an error"))
+            raise self._blame("an error")
         return result
 
     def _all_ended(self) -> bool:
@@ -163,23 +184,26 @@ class Ranks(Collective):
         try:
             yield
         except RuntimeError as error:
-            raise RankFailed(self._blame(str(error))) from error
+            raise self._blame(str(error)) from error
 
-    def _blame(self, otherwise: str) -> str:
-        """Which rank is the reason that a collective operation failed, and what it said."""
+    def _blame(self, otherwise: str) -> RankFailed:
+        """An error with the rank that is the reason that a collective operation failed, and what it said."""
         end, start = time.monotonic() + STOPPED_S, self._beats()
         while time.monotonic() < end:
             for rank in range(self.world):
                 if self.store.check([key := f"error/{self.commands}/{rank}"]):
-                    return f"rank {rank}: {self.store.get(key).decode()}"
+                    said = f"rank {rank}: {self.store.get(key).decode()}"
+                    if self.store.check([key := f"memory/{self.commands}/{rank}"]):
+                        return RankOutOfMemory(said, int(self.store.get(key)))
+                    return RankFailed(said)
             if gone := self.gone():
-                return ", ".join(f"rank {rank} {how}" for rank, how in gone.items())
+                return RankLost(", ".join(f"rank {rank} {how}" for rank, how in gone.items()))
             time.sleep(0.05)
         now = self._beats()
         silent = [str(rank) for rank in range(self.world) if now[rank] == start[rank]]
         if silent:
-            return f"rank {', '.join(silent)} stands still, or is gone (backend.timeout_s={self.timeout_s:g})"
-        return otherwise.partition("\n")[0]
+            return RankLost(f"rank {', '.join(silent)} stands still, or is gone (backend.timeout_s={self.timeout_s:g})")
+        return RankFailed(otherwise.partition("\n")[0])
 
     def _beats(self) -> list[int]:
         return [self.store.add(f"beat/{rank}", 0) for rank in range(self.world)]

@@ -29,7 +29,7 @@ from atomrl.config import ConfigError, RankedConfig
 from atomrl.metrics import Metrics
 from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightUpdate
 from atomrl.training.collective import launched
-from atomrl.training.group import RankFailed, Ranks
+from atomrl.training.group import RankFailed, RankLost, Ranks
 from atomrl.weights.collective import LOOPBACK, open_store
 from atomrl.worker_process import WorkerProcess, say
 
@@ -145,7 +145,7 @@ class RankedBackend:
     def _on_death(self, number: int, frame: FrameType | None) -> None:
         if not self.broken and not self.busy and (gone := self._gone()):
             self.broken = True
-            raise RankFailed(", ".join(f"rank {rank} {how}" for rank, how in gone.items()))
+            raise RankLost(", ".join(f"rank {rank} {how}" for rank, how in gone.items()))
 
     def _call(self, method: str, *arguments: Any) -> Any:
         """A method of every rank's back end; what rank 0's gives."""
@@ -158,7 +158,7 @@ class RankedBackend:
                 return self.ranks.together(lambda: getattr(self.backend, method)(*arguments))
         except RankFailed as error:
             self.broken = True
-            raise RankFailed(f"{error}; {method} broke off") from error
+            raise type(error)(f"{error}; {method} broke off", *error.args[1:]) from error
         except Exception:
             raise
         except BaseException:  # interrupted: the others wait somewhere in the middle

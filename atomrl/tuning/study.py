@@ -23,7 +23,8 @@ import yaml
 from atomrl.config import ConfigError, RunConfig, dump_config
 from atomrl.files import write_text
 from atomrl.hints import said_as
-from atomrl.reading import Run, load_run
+from atomrl.reading import Run, is_run, load_run
+from atomrl.reading.studies import JOURNAL, RESULT, SECONDS, SETTINGS, STUDY_NAME
 from atomrl.tuning.space import Space, with_values
 
 if TYPE_CHECKING:
@@ -87,10 +88,14 @@ def tune(config: RunConfig, space: Space, settings: Settings, say: Callable[[str
         said = ", ".join(f"{key}={_short(value)}" for key, value in values.items())
 
         def judge(place: int, value: float, trial: Trial = trial) -> bool:
-            trial.report(value, place)
-            return bool(trial.should_prune())
+            if place not in study.get_trials(deepcopy=False)[trial.number].intermediate_values:
+                trial.report(value, place)
+            return is_worse_half(study, trial.number, place)
 
-        outcome = _run(config.train.steps, values, f"trial_{trial.number:03d}", settings, judge)
+        name, began = f"trial_{trial.number:03d}", time.monotonic()
+        earlier = _seconds_of_steps(settings.folder / "runs" / name)
+        outcome = _run(config.train.steps, values, name, settings, judge)
+        trial.set_user_attr(SECONDS, earlier + time.monotonic() - began)
         if outcome.pruned:
             study.tell(trial, state=TrialState.PRUNED)
         else:
@@ -105,23 +110,33 @@ def tune(config: RunConfig, space: Space, settings: Settings, say: Callable[[str
     return _finals(config, space, settings, [(trial.number, trial) for trial in done[:BEST]], say)
 
 
+def is_worse_half(study: Study, number: int, place: int) -> bool:
+    """Successive halving: whether a trial, at one of the places that trials report from (1, 2), is not of the better
+    half of those that came there before it. By what was reported alone, so a study that goes on decides the same."""
+    trials = study.get_trials(deepcopy=False)[: number + 1]
+    values = [trial.intermediate_values[place] for trial in trials if place in trial.intermediate_values]
+    return values[-1] < sorted(values)[-max(1, len(values) // 2)]
+
+
+def _seconds_of_steps(folder: Path) -> float:
+    """What a run has used that was under way when the study was killed."""
+    return float(load_run(folder).metrics.points("timing_s/step")[1].sum()) if is_run(folder) else 0.0
+
+
 def _study(folder: Path) -> Study:
-    """The study in a folder, or a new one. At each place that its trials report from (1, 2) the worse half is ended."""
+    """The study in a folder, or a new one."""
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2)  # places 1, 2, 4, ...
-    storage = JournalStorage(JournalFileBackend(str(folder / "study.journal")))
-    return optuna.create_study(
-        storage=storage, study_name="tune", direction="maximize", pruner=pruner, load_if_exists=True
-    )
+    storage = JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
+    return optuna.create_study(storage=storage, study_name=STUDY_NAME, direction="maximize", load_if_exists=True)
 
 
 def _same_study(config: RunConfig, space: Space, settings: Settings) -> None:
     """That a study that is there was of the same config and space: its trials are compared with the new ones."""
-    path = settings.folder / "study.yaml"
+    path = settings.folder / SETTINGS
     tree = {
         "config": config.to_tree(),
         "space": space.model_dump(),
@@ -139,7 +154,7 @@ def _trials(study: Study, config: RunConfig, settings: Settings) -> Any:
     import optuna
 
     began = time.monotonic()
-    earlier = sum((trial.duration.total_seconds() for trial in study.trials if trial.duration), 0.0)
+    earlier = sum(_seconds(study))
 
     def draw_as(number: int) -> None:
         """A sampler for each trial, so that one that follows a restart is the one that would have followed without."""
@@ -149,13 +164,20 @@ def _trials(study: Study, config: RunConfig, settings: Settings) -> Any:
         draw_as(frozen.number)
         yield optuna.trial.Trial(study, frozen._trial_id)
     while len(study.trials) < settings.runs:
-        finished = [trial.duration.total_seconds() for trial in study.trials if trial.duration]
+        finished = _seconds(study)
         used = earlier + time.monotonic() - began
         finals = (BEST + 1) * settings.seeds * (max(finished) if finished else 0.0)
         if finished and used + finals + max(finished) > settings.budget_s:
             return
         draw_as(len(study.trials))
         yield study.ask()
+
+
+def _seconds(study: Study) -> list[float]:
+    """What each trial that has ended took, while the study ran: it may have lain killed in between."""
+    return [
+        float(trial.user_attrs[SECONDS]) for trial in study.get_trials(deepcopy=False) if SECONDS in trial.user_attrs
+    ]
 
 
 def _run(steps: int, values: Mapping[str, Any], name: str, settings: Settings, judge: Judge | None = None) -> Outcome:
@@ -250,7 +272,7 @@ def _finals(
         verdict = f"is {'' if gain > half else 'not clearly '}better than the config as it is"
         result["note"] = f"{winner} {verdict}: {gain:+.4f}, within {half:.4f} (95%), over {len(seeds)} fresh seeds"
         write_text(settings.folder / "best.yaml", dump_config(with_values(config, contenders[winner])))
-    write_text(settings.folder / "result.json", json.dumps(result, indent=1) + "\n")
+    write_text(settings.folder / RESULT, json.dumps(result, indent=1) + "\n")
     say(str(result["note"]))
     return result
 

@@ -16,10 +16,13 @@ from typing import Any
 
 import yaml
 
+from atomrl.algorithms.table import ALGORITHMS, PREFERENCES
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
 from atomrl.config.explained import objective_in, setting_in
-from atomrl.functions import forbid_imports
+from atomrl.config.files import nest, scalar
+from atomrl.functions import forbid_imports, search_in
 from atomrl.objective.explain import page
+from atomrl.reading.lines import flat_tree
 from atomrl.reading.run import config_differences
 
 NEEDED = ("run_name", "output_dir")
@@ -37,6 +40,7 @@ def about(config: RunConfig) -> dict[str, Any]:
         "command": shlex.join(["atomrl", config.kind, f"{config.run_name}.yaml"]),
         "steps": config.train.steps,
         "updates_per_step": config.updates_per_step,
+        "values": flat_tree(tree),
         "errors": [],
     }
 
@@ -60,11 +64,39 @@ def default_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     """What is asked: about a config as it is in a run's folder, or as text."""
+    for folder in question.get("functions_in", ()):
+        search_in(folder)
+    given: dict[str, Any] = {}
     try:
-        tree = question.get("config") or _tree_of(str(question.get("yaml", "")))
-        return about(build_config(tree))
+        if question.get("config") is not None:
+            return about(build_config(question["config"]))
+        tree = _tree_of(str(question.get("yaml", "")))
+        if question.get("set"):
+            tree = changed(tree, question["set"])
+            given["yaml"] = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+        given |= {"given": flat_tree(tree), "algorithms": sorted([*ALGORITHMS, *PREFERENCES])}
+        return given | about(build_config(tree))
     except (ConfigError, ValueError) as error:
-        return {"errors": str(error).removeprefix("config:\n").splitlines()}
+        return given | {"errors": str(error).removeprefix("config:\n").splitlines()}
+
+
+def changed(tree: dict[str, Any], values: Mapping[str, str]) -> dict[str, Any]:
+    """A config with other values of some keys, as a field of a form has them; an empty text takes the key out.
+
+    Example:
+        >>> changed({"train": {"steps": 3, "learning_rate": 0.1}}, {"train.steps": "", "seed": "1"})
+        {'train': {'learning_rate': 0.1}, 'seed': 1}
+    """
+    for key, text in values.items():
+        value = scalar(text) if text.strip() else None
+        tree = merge_trees(tree, nest(key, value))
+        if not text.strip():
+            *parents, last = key.split(".")
+            section = tree
+            for parent in parents:
+                section = section[parent]
+            del section[last]
+    return tree
 
 
 def _tree_of(text: str) -> dict[str, Any]:

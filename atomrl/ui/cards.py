@@ -59,6 +59,7 @@ def card(run: Run, run_id: str, name: str) -> dict[str, Any]:
         "findings": [{"id": found.id, "severity": found.severity, "step": found.step} for found in findings],
         "group": group(config),
         "problems": len(run.problems),
+        "error": str(run.failure.get("error", "")) or None if state.status == "failed" else None,
     }
 
 
@@ -76,6 +77,7 @@ def details(run: Run, run_id: str, name: str) -> dict[str, Any]:
             for found in run.findings
         ],
         "summary": run.summary,
+        "failure": run.failure,
         "environment": run.environment,
         "problems": run.problems,
         "last": {metric: run.metrics.last(metric) for metric in run.metrics},

@@ -13,6 +13,8 @@ from typing import Any
 
 from atomrl.reading import Run, find_runs
 from atomrl.reading.lock import is_held
+from atomrl.reading.state import FAILURE
+from atomrl.reading.studies import is_study
 from atomrl.ui.cards import card
 
 SCAN_S = 2.0
@@ -21,8 +23,13 @@ CLOCK_S = 10.0
 """A run on another machine is looked at anew this often, though nothing is written."""
 KEPT = 6
 """Runs that are kept in memory beside those that are running."""
-WATCHED = ("metrics.jsonl", "summary.json", "findings.jsonl", "config.yaml")
+WATCHED = ("metrics.jsonl", "summary.json", "findings.jsonl", "config.yaml", FAILURE)
 Stamp = tuple[Any, ...]
+
+
+def id_of(name: str) -> str:
+    """What a run or a study is asked for by: a hash of its place, so that it is the same for the next server."""
+    return blake2b(name.encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
 
 
 class UnknownRun(LookupError):
@@ -33,13 +40,13 @@ class Entry:
     """A run that was found.
 
     Attributes:
-        id: a hash of its place, so that it is the same for the next server.
+        id: a hash of its place.
         name: its place below the folder.
     """
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
-        self.id = blake2b(name.encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
+        self.id = id_of(name)
         self.lock = threading.Lock()
         self.run: Run | None = None
         self.stamp: Stamp = ()
@@ -108,6 +115,16 @@ class Catalog:
                 entry.run.refresh()
             self._keep(entry)
             yield entry.run
+
+    def studies(self) -> dict[str, tuple[Path, list[Entry]]]:
+        """The studies whose trials are among the runs: place below the folder -> folder and runs."""
+        found: dict[str, tuple[Path, list[Entry]]] = {}
+        for entry in self.entries():
+            place = entry.path.parent.parent
+            if entry.path.parent.name == "runs" and place.is_relative_to(self.root) and is_study(place):
+                name = place.relative_to(self.root).as_posix()
+                found.setdefault(self.root.resolve().name if name == "." else name, (place, []))[1].append(entry)
+        return found
 
     def card(self, entry: Entry) -> dict[str, Any]:
         """What the list shows of a run; made anew where something has changed."""

@@ -10,13 +10,15 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from atomrl.files import write_text
+from atomrl.reading import Run
 from atomrl.reading.lock import owner
 
 FOLDER = ".launches"
@@ -27,8 +29,36 @@ ENDING_S = 60.0
 """How long a run may take from its summary to its end."""
 
 
+PLAN_S = 120.0
+
+BEGIN = """
+import json, sys
+from atomrl.functions import search_in
+sys.argv[0] = "atomrl"
+for folder in json.loads(sys.argv.pop(1)):
+    search_in(folder)
+"""
+RUN = f"{BEGIN}from atomrl.cli.main import main; sys.exit(main())"
+
+
 class LaunchError(ValueError):
     """A run cannot be started, stopped or resumed; the message says why."""
+
+
+class Home(NamedTuple):
+    """Where a run was started: what its config says relatively is relative to that."""
+
+    folder: Path | None = None
+    """The working directory; None: the server's."""
+    functions_in: tuple[str, ...] = ()
+    """Where its own functions are looked for, beside that."""
+
+
+def home_of(environment: Mapping[str, Any]) -> Home:
+    """Where a run was started, by its `env.json`; the server's folder where that does not say, or is not there."""
+    folder, searched = environment.get("folder"), environment.get("functions_in")
+    there = Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
+    return Home(there, tuple(filter(None, map(str, searched if isinstance(searched, list) else []))))
 
 
 class Launcher:
@@ -42,13 +72,14 @@ class Launcher:
         self.root = root.resolve()
         self._lock = threading.Lock()
 
-    def start(self, text: str, kind: str, run_dir: str) -> dict[str, Any]:
+    def start(self, text: str, kind: str, run_dir: str, home: Home) -> dict[str, Any]:
         """Start a run.
 
         Args:
             text: its config, which has been checked.
             kind: of run, the command that takes it.
             run_dir: where it will be, as its config says.
+            home: of the run that it is a variant of.
 
         Raises:
             LaunchError: it would be elsewhere than in the folder, or is there already.
@@ -60,7 +91,7 @@ class Launcher:
             raise LaunchError(f"the run {folder.name} exists already; take another run_name")
         config = Path(f"{self._stem(folder.name)}.yaml")
         write_text(config, text)
-        return self._spawn([kind, str(config)], folder, config)
+        return self._spawn([kind, str(config), *_where(folder)], folder, home)
 
     def resume(self, folder: Path) -> dict[str, Any]:
         """Go on with a run from its newest checkpoint.
@@ -76,9 +107,27 @@ class Launcher:
         config, place = folder / "config.yaml", folder.resolve()
         if not config.is_file() or config.is_symlink():
             raise LaunchError("it has no config.yaml")
-        # In quotes, as a folder may be called 7.
-        where = [f"output_dir={json.dumps(str(place.parent))}", f"run_name={json.dumps(place.name)}"]
-        return self._spawn([kind_of(config), str(config.resolve()), *where, "--resume"], place, config)
+        home = home_of(Run(folder).environment)
+        return self._spawn([kind_of(config, home), str(config.resolve()), *_where(place), "--resume"], place, home)
+
+    def plan(self, text: str, home: Home) -> dict[str, Any]:
+        """What `atomrl plan` says of a config: its data and rewards are loaded, but no weights.
+
+        Raises:
+            LaunchError: it takes too long.
+        """
+        with tempfile.TemporaryDirectory() as place:
+            config = Path(place, "config.yaml")
+            config.write_text(text, encoding="utf-8")
+            command = [sys.executable, "-P", "-c", RUN, json.dumps(home.functions_in), "plan", str(config)]
+            try:
+                done = subprocess.run(
+                    command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, cwd=home.folder,
+                    timeout=PLAN_S,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                raise LaunchError(f"no plan within {PLAN_S:.0f} s; ask for it in a terminal: atomrl plan") from None
+        return {"text": (done.stdout + done.stderr).strip(), "fits": {0: True, 1: False}.get(done.returncode)}
 
     def stop(self, folder: Path) -> dict[str, Any]:
         """Ask a run to end after its step.
@@ -110,33 +159,40 @@ class Launcher:
         safe = re.sub(r"[^\w.-]", "_", name)[:60]
         return self.root / FOLDER / f"{safe}.{time.strftime('%Y%m%d-%H%M%S')}.{secrets.token_hex(3)}"
 
-    def _spawn(self, arguments: Sequence[str], folder: Path, config: Path) -> dict[str, Any]:
-        command = [sys.executable, "-P", "-m", "atomrl.cli.main", *arguments]
+    def _spawn(self, arguments: Sequence[str], folder: Path, home: Home) -> dict[str, Any]:
+        command = [sys.executable, "-P", "-c", RUN, json.dumps(home.functions_in), *arguments]
         with self._lock:
             stem = self._stem(folder.name)
             stem.parent.mkdir(parents=True, exist_ok=True)
             with Path(f"{stem}.log").open("ab") as log:
                 process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-                )
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                    cwd=home.folder,
+                )  # fmt: skip
         threading.Thread(target=process.wait, daemon=True).start()  # so that none is left as a zombie
-        record = {"run": str(folder), "command": command, "process": process.pid, "time": time.time()}
+        said = ["atomrl", *arguments]
+        record = {"run": str(folder), "command": said, "process": process.pid, "time": time.time()}
         write_text(Path(f"{stem}.json"), json.dumps(record) + "\n")
         return record | {"name": folder.relative_to(self.root).as_posix()}
 
 
-KIND_OF = """
-import sys
+def _where(folder: Path) -> list[str]:
+    """In quotes, as a folder may be called 7."""
+    return [f"output_dir={json.dumps(str(folder.parent))}", f"run_name={json.dumps(folder.name)}"]
+
+
+KIND_OF = f"""{BEGIN}
 from atomrl.config import build_config, read_yaml
 print(build_config(read_yaml(sys.argv[1])).kind)
 """
 
 
-def kind_of(config: Path) -> str:
+def kind_of(config: Path, home: Home) -> str:
     """The command that takes a config. The schema knows, in a process of its own, as it needs torch."""
     done = subprocess.run(
-        [sys.executable, "-P", "-c", KIND_OF, str(config)], capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-P", "-c", KIND_OF, json.dumps(home.functions_in), str(config.resolve())],
+        capture_output=True, text=True, check=False, cwd=home.folder,
+    )  # fmt: skip
     if done.returncode:
         raise LaunchError(f"its config is not of this version: {done.stderr.strip().splitlines()[-1]}")
     return done.stdout.strip()

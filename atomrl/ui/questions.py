@@ -6,7 +6,8 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 IDLE_S = 120.0
@@ -40,9 +41,17 @@ class Questions:
             self._known[question] = answer
         return self._known[question]
 
-    def check(self, text: str) -> dict[str, Any]:
-        """The same of a config's text, with the command line that runs it; `errors` has a line for each mistake."""
-        return self._ask(json.dumps({"yaml": text}))
+    def check(
+        self, text: str, values: Mapping[str, str] = MappingProxyType({}), functions_in: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """The same of a config's text, with the command line that runs it; `errors` has a line for each mistake,
+        `given` the keys that the text has.
+
+        Args:
+            values: of keys that a form has changed; `yaml` is then the config with them.
+            functions_in: folders that its own functions are looked for in, beside the server's.
+        """
+        return self._ask(json.dumps({"yaml": text, "set": dict(values), "functions_in": functions_in}))
 
     def close(self) -> None:
         """End the process; who waits for an answer gets none."""

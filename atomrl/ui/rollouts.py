@@ -10,7 +10,7 @@ import numpy as np
 
 from atomrl.reading import Run
 from atomrl.reading.lines import ReadError
-from atomrl.reading.rollouts import SPLITS, Order, RolloutFilter, RolloutIndex
+from atomrl.reading.rollouts import SPLITS, Ints, Order, RolloutFilter, RolloutIndex
 from atomrl.reading.token_texts import token_texts
 from atomrl.reading.tokens import TokenTable
 from atomrl.ui.cards import number
@@ -200,24 +200,25 @@ def tokens(run: Run, step: int, split: str, place: int) -> dict[str, Any]:
         table = run.tokens(step) if split == "train" else None
     except ReadError as error:
         table, why = None, str(error)
-    if table is not None and (numbers := token_numbers(table, place, ids)) is not None:
+    if table is not None and (numbers := token_numbers(table, place, ids, row.get("episode"))) is not None:
         own = table.prompts[table.rows["prompt"][table.rows_of(place)[0]]].tolist()
         prompt = {"ids": own, "texts": token_texts(run.path, own)[0]}
     return {"ids": ids, "texts": texts, "why": why, "numbers": numbers, "prompt": prompt}
 
 
-def token_numbers(table: TokenTable, place: int, ids: Sequence[int]) -> dict[str, Any] | None:
-    """The recorded numbers of a completion's tokens; None where they are not recorded, or it had several rows.
+def token_numbers(
+    table: TokenTable, place: int, ids: Sequence[int], episode: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """The recorded numbers of a completion's tokens; None where they are not recorded, or are of other tokens. Where it
+    was several rows, as turns were dropped, a token's numbers are of the row that trained it.
 
     Returns:
-        `columns`: by name, a number for each token (fewer where the row was cut); `scales`: how far the largest of the
+        `columns`: by name, a number for each token, None where its row was cut; `scales`: how far the largest of the
         group is from nothing (`ratio`: from 1); `masked` and `clipped`: which tokens are.
     """
-    rows = table.rows_of(place)
-    if len(rows) != 1:
-        return None
-    own, given = table.span(rows[0]), table.tokens
-    if given["tokens"][own].tolist() != list(ids[: own.stop - own.start]):
+    rows, given = table.rows_of(place), table.tokens
+    own = _recorded_at(table, rows, np.array(ids), token_places(episode, len(ids)))
+    if own is None:
         return None
     columns: dict[str, Any] = {name: given[key] for name, key in COLUMNS.items() if key in given}
     if "log_ratio" in given:
@@ -231,12 +232,63 @@ def token_numbers(table: TokenTable, place: int, ids: Sequence[int]) -> dict[str
     shown = inside[given["loss_mask"][inside]]
     nothing = {name: float(name == "ratio") for name in columns}
     away = {name: np.abs(values[shown] - nothing[name]) for name, values in columns.items()}
+    there = own >= 0
     flags = {"masked": ~given["loss_mask"][own], "clipped": given.get("clipped", given["loss_mask"] & False)[own]}
+    flags = {name: flag & there for name, flag in flags.items()}
     return {
-        "columns": {name: [number(value) for value in values[own].tolist()] for name, values in columns.items()},
+        "columns": {
+            name: [None if value != value else value for value in np.where(there, values[own], np.nan).tolist()]
+            for name, values in columns.items()
+        },
         "scales": {name: float(np.nanmax(values, initial=0.0)) for name, values in away.items()},
         **{name: np.flatnonzero(flag).tolist() for name, flag in flags.items()},
     }
+
+
+def token_places(episode: Mapping[str, Any] | None, count: int) -> list[Ints]:
+    """The tokens of each row that a completion may have become, by their places in it (`data.rows.to_rows`): what the
+    model still saw, then the row's own.
+
+    Args:
+        episode: as it is in a rollout.
+        count: of the completion's tokens.
+
+    Example:
+        >>> turns = [{"model_tokens": 2, "reply_tokens": 1}, {"model_tokens": 1}, {"model_tokens": 1, "sees_from": 1}]
+        >>> [places.tolist() for places in token_places({"opening_tokens": 1, "turns": turns}, 6)]
+        [[0, 1, 2, 3, 4], [0, 4, 5]]
+    """
+    turns = (episode or {}).get("turns") or []
+    seen = [int(turn.get("sees_from") or 0) for turn in turns]
+    if not any(seen):
+        return [np.arange(count)]
+    begin = int((episode or {}).get("opening_tokens") or 0)
+    sizes = [int(turn.get("model_tokens") or 0) + int(turn.get("reply_tokens") or 0) for turn in turns]
+    starts = [begin, *(begin + np.cumsum(sizes)).tolist()]
+    firsts = [n for n in range(len(turns)) if n == 0 or seen[n] != seen[n - 1]]
+    found = []
+    for first, past in zip(firsts, [*firsts[1:], len(turns)], strict=True):
+        end = starts[past - 1] + int(turns[past - 1].get("model_tokens") or 0)
+        own = np.arange(starts[seen[first]] if first else begin, end)
+        found.append(np.concatenate([np.arange(begin), own]))
+    return found
+
+
+def _recorded_at(table: TokenTable, rows: Sequence[int], ids: Ints, places: Sequence[Ints]) -> Ints | None:
+    """Of each token of a completion its place in the table, -1 where it has none; None where no row is of these
+    tokens. A row of which nothing was left to train is not in the table."""
+    found, left = np.full(len(ids), -1), list(places)
+    for row in rows:
+        own = np.arange(*table.span(row).indices(len(table.tokens["tokens"])))
+        recorded = table.tokens["tokens"][own]
+        while left and not (len(left[0]) >= len(own) and np.array_equal(ids[left[0][: len(own)]], recorded)):
+            left.pop(0)
+        if not left:
+            return None
+        at = left.pop(0)[: len(own)]
+        better = (found[at] < 0) | table.tokens["loss_mask"][own]
+        found[at[better]] = own[better]
+    return found if rows else None
 
 
 def prompt_history(index: RolloutIndex, prompt: str, split: str | None) -> dict[str, Any]:

@@ -20,10 +20,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from atomrl.reading import Run
-from atomrl.ui import cards, compare, rollouts
+from atomrl.reading.lines import ReadError
+from atomrl.ui import cards, compare, rollouts, studies
 from atomrl.ui.catalog import Catalog, UnknownRun
 from atomrl.ui.events import MAX_STREAMS, Watcher
-from atomrl.ui.launches import Launcher, LaunchError
+from atomrl.ui.launches import Home, Launcher, LaunchError, home_of
 from atomrl.ui.questions import Questions
 
 STATIC = Path(__file__).parent / "static"
@@ -66,11 +67,15 @@ class Routes:
             ("/api/runs/{id}/rollouts/{step:int}/{split}/{place:int}/tokens", self.tokens),
             ("/api/runs/{id}/prompts/{prompt}", self.prompt),
             ("/api/compare", self.compare),
+            ("/api/compare/difference", self.difference),
+            ("/api/compare/answers", self.answers),
+            ("/api/studies/{id}", self.study),
             ("/api/events", self.events),
         ]
         routes = [Route(path, handler, methods=["GET"]) for path, handler in gets]
         posts: list[tuple[str, Callable[..., Any]]] = [
             ("/api/check", self.check),
+            ("/api/plan", self.plan),
             ("/api/launches", self.launch),
             ("/api/runs/{id}/stop", self.stop),
             ("/api/runs/{id}/resume", self.resume),
@@ -87,7 +92,7 @@ class Routes:
     def runs(self, request: Request) -> Response:
         found = [self.catalog.card(entry) for entry in self.catalog.entries()]
         about = {"folder": str(self.catalog.root), "launch": self.launcher is not None}
-        return answer(request, about | {"runs": found})
+        return answer(request, about | {"runs": found, "studies": studies.listed(self.catalog)})
 
     def card(self, request: Request) -> Response:
         with self._reading(request) as (entry, _):
@@ -121,7 +126,8 @@ class Routes:
             trained, one = cards.packed(run.metrics, names, points, first, last)
             evaluated, other = cards.packed(run.evaluations, names, points, first, last)
             step = int(run.metrics.steps[-1]) if len(run.metrics.steps) else 0
-        header = orjson.dumps({"step": step, "train": trained, "eval": evaluated})
+            evaluations = len(run.evaluations.steps)
+        header = orjson.dumps({"step": step, "train": trained, "eval": evaluated, "evaluations": evaluations})
         header += b" " * (-(len(header) + 4) % 4)
         body = struct.pack("<I", len(header)) + header + one + other
         return Response(body, media_type="application/octet-stream", headers={"cache-control": "no-store"})
@@ -130,13 +136,13 @@ class Routes:
         """The rows behind a step, and what is shown beside the curves; `rewritten` where the run was resumed from
         before that step."""
         after = whole(request.query_params.get("after"), 0)
-        with self._reading(request) as (entry, run):
+        with self._reading(request) as (_, run):
             table = run.metrics
             start = int(table.steps.searchsorted(after, "right"))
             rewritten = after > 0 and (start == 0 or int(table.steps[start - 1]) != after)
             columns = {name: [cards.number(value) for value in column[start:]] for name, column in table.items()}
             found = {"steps": table.steps[start:].tolist(), "columns": columns, "rewritten": rewritten}
-            found["run"] = cards.card(run, entry.id, entry.name)
+            found["evaluations"] = len(run.evaluations.steps)
         return answer(request, found)
 
     def log(self, request: Request) -> Response:
@@ -167,13 +173,43 @@ class Routes:
             return answer(request, rollouts.prompt_history(run.rollouts, request.path_params["prompt"], split))
 
     def compare(self, request: Request) -> Response:
-        ids = [run for run in request.query_params.get("runs", "").split(",") if run][: compare.MAX_RUNS]
         found = []
-        for run_id in ids:
-            entry = self._find(run_id)
+        for entry in self._compared(request):
             with self.catalog.reading(entry) as run:
                 found.append(compare.part(run, entry.id, entry.name))
         return answer(request, compare.together(found))
+
+    def difference(self, request: Request) -> Response:
+        entries = self._compared(request)
+        if len(entries) != 2:
+            raise HTTPException(400, "two runs are compared")
+        return answer(request, compare.difference([entry.path for entry in entries]))
+
+    def answers(self, request: Request) -> Response:
+        entries, found = self._compared(request), []
+        for entry in entries:
+            with self.catalog.reading(entry) as run:
+                found.append(compare.held_out(run))
+        differing = request.query_params.get("differing") == "true"
+        prompts, total = compare.answers_page(found, whole(request.query_params.get("offset"), 0), differing)
+        columns = []
+        for entry, one in zip(entries, found, strict=True):
+            with self.catalog.reading(entry) as run:
+                columns.append(compare.answers_of(run, one, prompts))
+        about = {"steps": [one["step"] for one in found], "total": total, "page": compare.ANSWERS}
+        return answer(request, about | {"rows": list(zip(*columns, strict=True))})
+
+    def _compared(self, request: Request) -> list[Any]:
+        ids = [run for run in request.query_params.get("runs", "").split(",") if run][: compare.MAX_RUNS]
+        return [self._find(run_id) for run_id in ids]
+
+    def study(self, request: Request) -> Response:
+        try:
+            return answer(request, studies.study_page(self.catalog, request.path_params["id"]))
+        except LookupError as error:
+            raise HTTPException(404, str(error)) from None
+        except (ImportError, ReadError) as error:
+            raise HTTPException(503, str(error)) from None
 
     async def events(self, request: Request) -> Response:
         if self.watcher.streams >= MAX_STREAMS:
@@ -182,18 +218,36 @@ class Routes:
         return StreamingResponse(self.watcher.stream(), media_type="text/event-stream", headers=headers)
 
     async def check(self, request: Request) -> Response:
-        text = (await _given(request)).get("yaml")
-        return answer(request, await asyncio.to_thread(self.questions.check, str(text or "")))
+        given = await _given(request)
+        return answer(request, await asyncio.to_thread(self._check, given))
+
+    def _check(self, given: dict[str, Any]) -> dict[str, Any]:
+        values = given.get("set")
+        values = {str(key): str(value) for key, value in values.items()} if isinstance(values, dict) else {}
+        return self.questions.check(str(given.get("yaml") or ""), values, self._home(given).functions_in)
+
+    def _home(self, given: dict[str, Any]) -> Home:
+        """Where the run was started that a new one is a variant of."""
+        if not given.get("from"):
+            return Home()
+        with self.catalog.reading(self._find(str(given["from"]))) as run:
+            return home_of(run.environment)
+
+    async def plan(self, request: Request) -> Response:
+        given, launcher = await _given(request), self._launcher()
+        with _launching():
+            return answer(request, await asyncio.to_thread(launcher.plan, str(given.get("yaml")), self._home(given)))
 
     async def launch(self, request: Request) -> Response:
         given, launcher = await _given(request), self._launcher()
-        checked = await asyncio.to_thread(self.questions.check, str(given.get("yaml") or ""))
+        checked = await asyncio.to_thread(self._check, given)
         if checked.get("errors"):
             raise HTTPException(400, "\n".join(checked["errors"]))
         if checked.get("failed"):
             raise HTTPException(503, checked["failed"])
         with _launching():
-            launched = await asyncio.to_thread(launcher.start, str(given["yaml"]), checked["kind"], checked["run_dir"])
+            about = str(given["yaml"]), checked["kind"], checked["run_dir"], self._home(given)
+            launched = await asyncio.to_thread(launcher.start, *about)
         return answer(request, launched)
 
     async def stop(self, request: Request) -> Response:

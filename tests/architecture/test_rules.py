@@ -34,7 +34,7 @@ LAYERS = [
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
 OPTIONAL = {"peft", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang", "httpx"}
-OPTIONAL |= {"bitsandbytes", "optuna", "mlflow", "sqlalchemy", "trackio"}
+OPTIONAL |= {"bitsandbytes", "optuna", "mlflow", "sqlalchemy", "trackio", "shtab"}
 OPTIONAL |= {"bm25s", "faiss", "uvicorn", "Stemmer", "pyseccomp"}
 OPTIONAL |= {"starlette", "orjson", "playwright"}
 OPTIONAL |= {"mcp", "httpx2", "gymnasium", "textarena", "textworld", "skyrl_gym", "openenv"}

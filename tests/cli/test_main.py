@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -44,6 +45,36 @@ def test_help_names_every_command(capsys):
     shown = capsys.readouterr().out
     assert all(f"\n  {name} " in half for name in COMMANDS for half in shown.split("AtomRL:")[1:])
     assert main(["--version"]) == 0
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_is_told_what_there_is(shell, capsys):
+    pytest.importorskip("shtab", reason="the extra `completion` is not installed")
+    assert main(["--print-completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in COMMANDS) and "allow-launch" in script and "dry-run" in script
+    if shutil.which(shell):
+        assert subprocess.run([shell, "-n"], input=script, text=True, capture_output=True).stderr == ""
+
+
+def test_bash_completes_commands_options_and_files(tmp_path, capsys):
+    pytest.importorskip("shtab", reason="the extra `completion` is not installed")
+    assert main(["--print-completion", "bash"]) == 0
+    (tmp_path / "grpo.yaml").touch()
+    (tmp_path / "completion").write_text(capsys.readouterr().out)
+    for words, wanted in (
+        ("atomrl rep", "replay"),
+        ("atomrl train --al", "--allow-changes"),
+        ("atomrl train gr", "grpo.yaml"),
+    ):
+        asked = f"""source ./completion; COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}; COMP_LINE='{words}'
+            COMP_POINT={len(words)}; _shtab_atomrl; echo "${{COMPREPLY[@]}}" """
+        done = subprocess.run(["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True)
+        assert wanted in done.stdout.split(), (words, done.stdout, done.stderr)
+
+
+def test_another_shell_is_named(capsys):
+    assert "one of bash, zsh, fish, not 'csh'" in fails(capsys, ["--print-completion", "csh"])
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])

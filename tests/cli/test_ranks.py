@@ -165,7 +165,7 @@ def test_a_dry_run_has_the_memory_of_a_rank(train):
     alone, two = sizes(), sizes("backend.type=fsdp", "backend.ranks=2")
     assert two["trainer weights"] == pytest.approx(alone["trainer weights"] / 2, abs=0.01)
     assert two["optimizer"] == pytest.approx(alone["optimizer"] / 2, abs=0.01)
-    assert two["gathered weights"] > 0 and "gathered weights" not in alone
+    assert two["gathered layers"] > 0 and "gathered layers" not in alone
 
 
 def test_a_launcher_that_started_another_number_is_named(train, monkeypatch):

@@ -14,7 +14,9 @@ import torch
 import yaml
 
 from atomrl.cli.main import main
+from atomrl.reading import load_run
 from atomrl.reading.lines import read_metrics
+from atomrl.reading.lock import is_held
 from atomrl.runs import base
 from atomrl.tracking.recorder import Recorder
 from tests.tiny import make_tiny_model
@@ -162,6 +164,38 @@ def test_a_prompt_that_is_no_utf8_is_refused(folder, capsys, monkeypatch):
     stdin = io.TextIOWrapper(io.BytesIO("caf\xe9".encode("latin-1")), encoding="utf-8")
     monkeypatch.setattr("sys.stdin", stdin)
     assert "the prompt is not valid UTF-8" in fails(capsys, "generate", "model", "--prompt", "-")
+
+
+def test_a_run_that_failed_says_why_and_lets_go_of_its_folder(folder, monkeypatch):
+    """In a notebook the process goes on."""
+    run = folder / "runs" / "first"
+    seen = []
+
+    def broken(self, number):
+        seen.append(load_run(run).state.status)
+        raise RuntimeError("the step broke with --hub-token=abcdefgh")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("atomrl.runs.rl.RLRun.step", broken)
+        with pytest.raises(RuntimeError, match="the step broke"):
+            main(["train", "c.yaml", "data.eval=null"])
+    failed = load_run(run)
+    assert seen == ["running"] and not is_held(run)
+    assert failed.state.status == "failed"
+    assert failed.state.why == "RuntimeError: the step broke with --hub-token=[redacted]"
+    assert " in broken" in failed.failure["where"] and "Traceback" in failed.failure["traceback"]
+    assert main(["train", "c.yaml", "data.eval=null"]) == 0  # it never got to a step
+    done = load_run(run)
+    assert done.state.status == "finished" and not done.failure and not is_held(run)
+
+
+def test_the_lock_is_held_until_the_summary_is_there(folder, monkeypatch):
+    held = []
+    monkeypatch.setattr(
+        "atomrl.tracking.run_directory.RunDirectory.finish", lambda self, summary: held.append(is_held(self.path))
+    )
+    assert main(["train", "c.yaml", "data.eval=null"]) == 0
+    assert held == [True] and not is_held(folder / "runs" / "first")
 
 
 @pytest.mark.parametrize("epochs, steps", [("1", 3), ("0.5", 2), ("2.5", 8)])

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig, EnvironmentConfig
+from atomrl.data.rows import to_rows
 from atomrl.models.loading import read_weights
 from atomrl.protocols import WeightUpdate
 from atomrl.rollout.episodes import EpisodeEngine
@@ -32,6 +34,8 @@ from tests.tiny import make_tiny_model
 
 SAMPLING = SamplingParams(completions_per_prompt=4, max_completion_tokens=300, seed=7)
 SETTINGS = {"function": "tests.environments.played.echo", "max_turn_tokens": 60}
+DROPPING = {"when_full": "drop_oldest", "max_turns": 16, "max_turn_tokens": 12, "args": {"turns": 14}}
+SHORT = replace(SAMPLING, max_completion_tokens=48)
 BLOCK = 128
 """Tokens that vLLM's cache on a CPU keeps together."""
 GENERATOR = random.Random(1)
@@ -82,10 +86,23 @@ def lengths_after_turns(trajectory) -> list[int]:
     return found
 
 
+def rows_error(folder: str, trajectories) -> float:
+    """Of any log-prob of the rows that would be trained, beside a float64 forward pass over each of them."""
+    rows = to_rows([replace(item, reward=1.0) for item in trajectories])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    assert rows.rows > 2 * len(trajectories), "turns were dropped"
+    mask = torch.arange(rows.tokens.shape[1]) < rows.lengths[:, None]
+    with torch.no_grad():
+        logits = model(rows.tokens, attention_mask=mask.long()).logits[:, :-1]
+    expected = logits.log_softmax(-1).gather(-1, rows.tokens[:, 1:, None])[..., 0]
+    trained = rows.loss_mask[:, 1:]
+    return float((expected - rows.rollout_logprobs[:, 1:])[trained].abs().max())
+
+
 @pytest.fixture
-def in_vllm(vllm, folder):
+def in_vllm(vllm, folder, request):
     made = VLLMEngine.from_pretrained(folder, AutoTokenizer.from_pretrained(folder), options())
-    with closing(over(made, folder)) as episodes:
+    with closing(over(made, folder, **getattr(request, "param", {}))) as episodes:
         yield episodes
 
 
@@ -116,6 +133,13 @@ def test_vllm_goes_on_from_its_prefix_cache(in_vllm, folder):
     assert [item.token_ids for item in again] == [item.token_ids for item in found]
     other = generate(in_vllm, PROMPTS, SamplingParams(completions_per_prompt=4, max_completion_tokens=300, seed=8))
     assert [item.token_ids for item in other] != [item.token_ids for item in found]
+
+
+@pytest.mark.parametrize("in_vllm", [DROPPING], indirect=True, ids=["dropping"])
+def test_turns_that_vllm_does_not_see_any_more(in_vllm, folder):
+    found = generate(in_vllm, PROMPTS[:3], SHORT)
+    assert rows_error(folder, found) < 5e-5
+    assert [item.token_ids for item in generate(in_vllm, PROMPTS[:3], SHORT)] == [item.token_ids for item in found]
 
 
 def test_new_weights_of_vllm_come_between_two_tokens_of_an_episode(in_vllm, folder):
@@ -174,13 +198,13 @@ def read_notes(folder: Path) -> list[dict]:
 
 
 @pytest.fixture
-def in_replicas(folder, tmp_path):
+def in_replicas(folder, tmp_path, request):
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed; `make distributed` has it")
     config = ClusterConfig(replicas=2, timeout_s=60, resources={"rollout": {"num_cpus": 0.1}})
     with closing(RayCluster(config, ["rollout"])) as cluster:
         engine = ReplicatedEngine(partial(build, folder, tmp_path), cluster)
-        with closing(over(engine, folder)) as episodes:
+        with closing(over(engine, folder, **getattr(request, "param", {}))) as episodes:
             yield episodes
 
 
@@ -207,6 +231,15 @@ def test_a_turn_goes_to_the_replica_that_has_the_cache_of_the_one_before(in_repl
     assert not any(replica.kept or replica.held for replica in engine.replicas)
     last = {note["pid"]: note["parked"] for note in read_notes(tmp_path) if "parked" in note}
     assert set(last.values()) == {0} and len(last) == 2
+
+
+@pytest.mark.parametrize("in_replicas", [DROPPING], indirect=True, ids=["dropping"])
+def test_turns_that_replicas_do_not_see_any_more(in_replicas, folder):
+    found = generate(in_replicas, PROMPTS[:3], SHORT)
+    assert rows_error(folder, found) < 5e-5
+    made = NativeEngine.from_pretrained(folder, AutoTokenizer.from_pretrained(folder), options(), use_kernel=False)
+    with closing(over(made, folder, **DROPPING)) as episodes:
+        assert [item.token_ids for item in generate(episodes, PROMPTS[:3], SHORT)] == [item.token_ids for item in found]
 
 
 @pytest.mark.parametrize("turn", [0, 1, 3])

@@ -48,8 +48,9 @@ def test_load_save_load(tmp_path, architecture, tied):
     assert theirs.chat_template == tokenizer.chat_template
 
 
-def test_fresh_gpt_is_loaded_by_transformers(tmp_path):
-    model = new_gpt(95, layers=2, hidden=64, heads=2, kv_heads=1, eos_token_id=2)
+@pytest.mark.parametrize("head_dim", [None, 16])
+def test_fresh_gpt_is_loaded_by_transformers(tmp_path, head_dim):
+    model = new_gpt(95, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=head_dim, eos_token_id=2)
     save_model(model, None, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(theirs(TOKENS).logits, model(TOKENS), atol=1e-5, rtol=1e-5)

@@ -1,5 +1,8 @@
 """The memory estimate against counts by hand and against what is really kept."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,7 +10,7 @@ from atomrl.algorithms.table import objective_of
 from atomrl.config import build_config
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, save_model
-from atomrl.models.memory import activation_bytes_per_token, adapter_parameters, memory_estimate
+from atomrl.models.memory import activation_bytes_per_token, adapter_parameters, memory_estimate, rank_choices
 from atomrl.models.scalar import load_scalar
 from atomrl.models.shared_prefix import row_stream
 from tests.models.test_loading import save_gpt2
@@ -99,3 +102,30 @@ def test_a_critic_is_counted_whole(tmp_path, tied):
     assert parts["critic activations"] == parts["activations"] > 0
     added = ("critic", "critic activations", "reference")
     assert parts["total"] == plain["total"] + sum(parts[name] for name in added)
+
+
+def test_a_setting_changes_what_a_rank_holds_by_the_arithmetic(tmp_path):
+    save_model(new_gpt(vocab_size=64, layers=2, hidden=64, heads=2), None, tmp_path)
+    given = build_config(config(tmp_path).to_tree() | {"backend": {"type": "fsdp", "ranks": 4}})
+    algorithm = objective_of("grpo", {})
+    parts = memory_estimate(given, algorithm, 4, "cuda")
+    choices = rank_choices(given, algorithm, 4, "cuda")
+    now, weights = parts["total"], memory_estimate(config(tmp_path), algorithm)["trainer weights"]
+    sharded = sum(parts[name] for name in ("trainer weights", "gradients", "optimizer"))
+    assert choices.pop("backend.ranks=4") == (now, 0) and sharded == weights
+    assert choices["backend.ranks=8"] == (now - sharded // 2, 0)
+    assert choices["backend.replicas=2"] == (now + sharded, 0)
+    assert choices["backend.reduce=update"] == (now + weights, 0)
+    assert choices["backend.cpu_offload=true"] == (now - sharded, sharded)
+    assert choices["backend.sequence=2"] == (now - (parts["activations"] + parts["log-prob chunk"]) // 2, 0)
+    assert choices["model.gradient_checkpointing=true"][0] < now
+
+
+def test_the_page_has_the_arithmetic_of_ranks(monkeypatch):
+    root = Path(__file__).parents[2]
+    monkeypatch.setattr(sys, "path", [*sys.path, str(root / "benchmarks")])
+    from plan_ranks import tables
+
+    page = (root / "docs" / "scaling.md").read_text(encoding="utf-8")
+    shown = page.partition("<!-- from benchmarks/plan_ranks.py -->")[2].partition("<!-- until here -->")[0]
+    assert shown.strip() == "\n".join(tables([8, 64], 8192, 80.0))

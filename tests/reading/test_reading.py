@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from atomrl.files import write_text
 from atomrl.reading import MetricTable, find_runs
 from atomrl.reading.lines import GrowingFile, ReadError, read_metrics
 from atomrl.reading.lock import hold, is_held
-from atomrl.reading.rollouts import RolloutFilter, RolloutIndex
+from atomrl.reading.rollouts import LOWER, RolloutFilter, RolloutIndex, _has_text
 from atomrl.reading.run import config_differences
 
 
@@ -306,3 +307,30 @@ def test_asking_after_a_lock_never_stands_in_its_way(tmp_path):
         taken = subprocess.run([sys.executable, "-c", taking], capture_output=True, text=True)
         process.kill()
     assert taken.returncode == 0, taken.stderr
+
+
+def test_a_text_is_found_in_texts_alone(tmp_path):
+    """As by parsing each row, whatever the texts hold: keys, escapes, other columns, numbers."""
+    rng = random.Random(0)
+    parts = ["a", "b\n", "É", "completion", "\\", '"', "null", "7", "n", " ", "\x1b", "prompt", "\t", "A, b: {c}"]
+
+    def text() -> str:
+        return "".join(rng.choices(parts, k=4))
+
+    rows = [
+        {
+            "step": 1, "prompt_id": text(), "data_source": text(),
+            "prompt": text() if number % 2 else [{"role": "user", "content": text()}],
+            "ground_truth": rng.choice([7, text(), True]), "completion": text(), "prompt_tokens": 3,
+            "token_ids": [1, 2], "reward": 1.0, "reward_parts": {text(): 1}, "finish_reason": "completion",
+        }
+        for number in range(120)
+    ]  # fmt: skip
+    path = tmp_path / "step_000001" / "train.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    index = RolloutIndex(tmp_path)
+    for wanted in (*parts, "ab", "a\nb", "user", "role", "true", "001b", "tion", '"b', "x7", ", ", "É7", "c}b"):
+        found = set(index.select(RolloutFilter(text=wanted)).tolist())
+        lower = wanted.translate(LOWER)
+        assert found == {number for number, row in enumerate(rows) if _has_text(row, lower)}, wanted

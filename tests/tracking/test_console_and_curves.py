@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from atomrl.reading import load_run
 from atomrl.reading.curves import draw_curves, panels
 from atomrl.reading.lines import ReadError
 from atomrl.tracking.console import ProgressBar, by_turn, describe
@@ -99,25 +100,31 @@ def test_completions_can_be_left_out(tmp_path, capsys):
     assert "completions of step" not in capsys.readouterr().err
 
 
-def test_what_is_drawn():
+def run_of(folder, *rows):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_run(folder)
+
+
+def test_what_is_drawn(tmp_path):
     rows = [
         {"step": 0, "val-core/sums/acc/mean@4": 0.1},
         {"step": 1, "critic/score/mean": 0.2, "train/accuracy": 0.3, "reward/only/mean": 0.2, "actor/entropy": None},
         {"step": 2, "critic/score/mean": 0.4, "val-core/sums/acc/mean@4": 0.6},
     ]
-    drawn = panels(rows)
+    drawn = panels(run_of(tmp_path, *rows))
     assert drawn["Reward"] == {"train": [(1, 0.2), (2, 0.4)]}
     assert drawn["Accuracy"] == {"train": [(1, 0.3)], "held-out": [(0, 0.1), (2, 0.6)]}
     assert "Entropy (nats per token)" not in drawn
 
 
-def test_data_sources_may_have_slashes():
+def test_data_sources_may_have_slashes(tmp_path):
     names = [f"val-core/openai/{name}/acc/mean@1" for name in ("gsm8k", "math")]
     parts = {"reward/verl_score/mean": 0.1, "reward/verl_score/acc/mean": 0.2}
     rows = [{"step": 1, "critic/score/mean": 0.2, names[0]: 0.1, names[1]: 0.6, **parts}]
-    assert panels(rows)["Accuracy"] == {"train": [], "openai/gsm8k": [(1, 0.1)], "openai/math": [(1, 0.6)]}
-    assert panels(rows)["Reward"] == {"train": [(1, 0.2)], "verl_score": [(1, 0.1)], "verl_score/acc": [(1, 0.2)]}
-    assert panels([{"step": 1, names[0]: 0.5}])["Accuracy"]["held-out"] == [(1, 0.5)]
+    drawn = panels(run_of(tmp_path, *rows))
+    assert drawn["Accuracy"] == {"train": [], "openai/gsm8k": [(1, 0.1)], "openai/math": [(1, 0.6)]}
+    assert drawn["Reward"] == {"train": [(1, 0.2)], "verl_score": [(1, 0.1)], "verl_score/acc": [(1, 0.2)]}
+    assert panels(run_of(tmp_path, {"step": 1, names[0]: 0.5}))["Accuracy"]["held-out"] == [(1, 0.5)]
 
 
 @pytest.mark.parametrize(
@@ -132,8 +139,7 @@ def test_data_sources_may_have_slashes():
     ],
 )  # fmt: skip
 def test_no_panel_is_empty(metrics, titles, tmp_path):
-    assert list(panels([{"step": 1, **metrics}])) == titles
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **metrics}) + "\n")
+    assert list(panels(run_of(tmp_path, {"step": 1, **metrics}))) == titles
     assert draw_curves(tmp_path).is_file()
 
 

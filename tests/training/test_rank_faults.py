@@ -1,5 +1,6 @@
 """What one rank does wrong ends all ranks together, and is named; what all do alike is an error like any other."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import torch
 
 from atomrl.metrics import values
 from atomrl.training.group import RankFailed
+from benchmarks.rank_faults import Outcome, distance, prepare
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of
 from tests.training.misbehaving import ranked
@@ -35,7 +37,7 @@ def ended(pid):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("out of memory", r"rank 1: ConfigError: out of memory with \d+ padded .*go on with train.tokens_per_micro"),
+        ("out of memory", r"rank 1: OutOfMemory: out of memory with \d+ padded .*go on with train.tokens_per_micro"),
         ("error", r"rank 1: IndexError: index 9 is out of bounds; train_step broke off"),
         ("SIGKILL", r"rank 1 \(pid \d+\) died by SIGKILL; train_step broke off"),
         ("SIGSTOP", r"rank 1 stands still, or is gone \(backend.timeout_s=20\)"),
@@ -44,7 +46,7 @@ def ended(pid):
 @pytest.mark.parametrize("at", [1, 4])
 def test_all_end_and_name_the_rank(folder, fault, said, at):
     with closing(
-        ranked(folder, fault, at, timeout_s=20 if fault == "SIGSTOP" else 300, rows_per_micro_batch=1)
+        ranked(folder, fault, at, timeout_s=20 if fault == "SIGSTOP" else 300, rows_per_micro_batch=2)
     ) as both:
         pids = [worker.process.pid for worker in both.processes.values()]
         began = time.monotonic()
@@ -92,3 +94,42 @@ def test_no_rank_outlives_the_process_that_started_it(folder):
     while not all(map(ended, pids)):
         assert time.monotonic() < until
         time.sleep(0.1)
+
+
+def gradients(outcome):
+    """Of the updates that the run kept, by step."""
+    rows = [json.loads(line) for line in (outcome.out / "run" / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["actor/grad_norm"] for row in rows if "actor/grad_norm" in row}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    prepare(folder, 2)
+    run = Outcome(folder, "alone", "none", 10**9)
+    assert run.code == 0, run.said
+    return folder, run
+
+
+def test_after_a_death_a_new_group_goes_on_bit_for_bit(alone):
+    folder, untouched = alone
+    run = Outcome(folder, "killed", "SIGKILL", 13)
+    assert run.code == 0 and run.struck and not run.left(), run.said
+    assert "a new group of ranks goes on from the newest checkpoint (1 of backend.restarts=2)" in run.said
+    assert distance(run.weights(), untouched.weights()) == 0 and gradients(run) == gradients(untouched)
+
+
+def test_where_memory_runs_out_on_a_rank_all_go_on_with_smaller_micro_batches_and_the_same_gradient(alone):
+    folder, untouched = alone
+    run = Outcome(folder, "small", "out of memory", 13)
+    assert run.code == 0 and run.struck and "newest checkpoint, with train.tokens_per_micro_batch=" in run.said
+    for step, norm in gradients(untouched).items():
+        assert gradients(run)[step] == pytest.approx(norm, rel=1e-4)
+    assert distance(run.weights(), untouched.weights()) < 1e-4
+
+
+def test_restarts_are_bounded(alone):
+    folder, _ = alone
+    run = Outcome(folder, "once", "SIGKILL", 2, "backend.restarts=0")
+    assert run.code == 1 and "died by SIGKILL" in run.said and not run.left()
+    assert "--resume goes on from the newest checkpoint." in run.said

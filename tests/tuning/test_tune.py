@@ -15,7 +15,7 @@ import yaml
 
 from atomrl.config import ConfigError, build_config
 from atomrl.tuning.space import read_space
-from atomrl.tuning.study import Settings, _run, _study, _to_be_ended, tune
+from atomrl.tuning.study import Settings, _run, _study, _to_be_ended, is_worse_half, tune
 
 CONFIG = {
     "run_name": "first",
@@ -147,11 +147,47 @@ def test_the_worse_half_is_ended_at_three_quarters_too(place):
         trial = study.ask()
         for number, value in enumerate(values, 1):
             trial.report(value, number)
-            if trial.should_prune():
+            if is_worse_half(study, trial.number, number):
                 ended.append((trial.number, number))
                 break
         study.tell(trial, values[-1])
     assert ended == [(1, 2), (2, 1)]
+
+
+def test_a_trial_that_was_to_be_ended_when_the_study_was_killed_is_ended(place):
+    """What was reported decides, so who asks again is answered the same."""
+    pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
+    given = settings(place, sleep=0.3, runs=2, seeds=1)
+    given.folder.mkdir()
+    study = _study(given.folder)
+    rate = {"train.learning_rate": 0.01}
+    study.enqueue_trial(rate)
+    first = study.ask()
+    first.suggest_float("train.learning_rate", 1e-4, 1.0, log=True)
+    first.report(2.0, 1)  # better than any
+    study.tell(first, 2.0)
+    study.enqueue_trial(rate)
+    second = study.ask()
+    second.suggest_float("train.learning_rate", 1e-4, 1.0, log=True)
+    second.report(0.5, 1)  # and killed here
+    tune(build_config(CONFIG), space(place), given, lambda line: None)
+    assert [state for *_, state in trials(place / "study")] == ["COMPLETE", "PRUNED"]
+
+
+def test_the_time_that_a_study_lay_killed_is_not_of_its_budget(place):
+    pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
+    given = settings(place, runs=3, seeds=1, budget_s=3600)
+    given.folder.mkdir()
+    study = _study(given.folder)
+    study.ask().suggest_float("train.learning_rate", 1e-4, 1.0, log=True)
+    journal = given.folder / "study.journal"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    for line in lines:
+        if "datetime_start" in line:
+            line["datetime_start"] = "2020-01-01T00:00:00.000000"
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tune(build_config(CONFIG), space(place), given, lambda line: None)
+    assert len(trials(place / "study")) == 3
 
 
 def test_each_place_is_asked_about_once(place):

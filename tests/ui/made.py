@@ -95,6 +95,64 @@ def record_tokens(folder: Path, step: int, times: int = 1) -> None:
     save_file(tables, path.with_name("tokens.safetensors"), {"step": str(step), "state": "{}"})
 
 
+def log_evaluation(folder: Path, step: int, right: int) -> None:
+    """An evaluation of four prompts, of which the first `right` were answered well."""
+    rows = [
+        {
+            "step": step, "prompt_id": f"eval:{prompt}", "completion_index": 0, "data_source": "sums",
+            "prompt": f"{prompt} + 1 = ?", "ground_truth": str(prompt + 1),
+            "completion": f"it is {prompt + 1 if prompt < right else 'unclear'}", "prompt_tokens": 4,
+            "completion_tokens": 3, "token_ids": [5, 6, 7], "reward": float(prompt < right), "reward_parts": {},
+            "reward_failures": {}, "advantage": None, "finish_reason": "stop", "policy_version": step,
+            "policy_versions": [step],
+        }
+        for prompt in range(4)
+    ]  # fmt: skip
+    path = folder / "rollouts" / f"step_{step:06d}" / "eval.jsonl"
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_study(folder: Path, trials: int = 8) -> Path:
+    """A study of eight trials as `atomrl tune` leaves it, of which each fourth was ended early and the last failed."""
+    from optuna.trial import TrialState
+
+    from atomrl.tuning.study import _study, is_worse_half
+
+    folder.mkdir(parents=True)
+    space = {
+        "train.learning_rate": {"low": 1e-4, "high": 0.1, "log": True, "step": None},
+        "algorithm.name": ["grpo", "rloo"],
+    }
+    about = {"config": {}, "space": space, "metric": "critic/score/mean", "window": 10}
+    (folder / "study.yaml").write_text(json.dumps(about))
+    study = _study(folder)
+    for number in range(trials):
+        study.enqueue_trial(
+            {
+                "train.learning_rate": 10 ** (-4 + 3 * number / trials),
+                "algorithm.name": '"grpo"' if number % 2 else '"rloo"',
+            }
+        )
+        trial = study.ask()
+        rate = trial.suggest_float("train.learning_rate", 1e-4, 0.1, log=True)
+        trial.suggest_categorical("algorithm.name", ['"grpo"', '"rloo"'])
+        value = 0.9 - abs(np.log10(rate) + 2.5) / 4 + 0.02 * (number % 2)
+        make_run(folder / "runs" / f"trial_{number:03d}", steps=1, train={"steps": 10, "learning_rate": rate})
+        trial.set_user_attr("seconds", 12.5 + number)
+        trial.report(value - 0.2, 1)
+        if number == trials - 1:
+            study.tell(trial, state=TrialState.FAIL)
+        elif is_worse_half(study, number, 1):
+            study.tell(trial, state=TrialState.PRUNED)
+        else:
+            study.tell(trial, value)
+    finals = {"as_it_is": [0.7, 0.72], "trial_004": [0.8, 0.84]}
+    note = "trial_004 is better than the config as it is: +0.1100, within 0.0500 (95%), over 2 fresh seeds"
+    result = {"seeds": [1000, 1001], "finals": finals, "winner": "trial_004", "better": True, "note": note}
+    (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
 class Answer(NamedTuple):
     status: int
     headers: dict[str, str]

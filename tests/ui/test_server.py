@@ -19,7 +19,7 @@ from atomrl.reading import MetricTable, Run
 from atomrl.ui.cards import downsample, group
 from atomrl.ui.catalog import Catalog
 from atomrl.ui.compare import together
-from atomrl.ui.launches import Launcher, LaunchError
+from atomrl.ui.launches import Home, Launcher, LaunchError
 from tests.ui.made import log_step, make_run, serving
 
 for package in ("starlette", "orjson", "uvicorn"):
@@ -103,7 +103,7 @@ def test_what_comes_later_is_asked_for_alone(served):
             file.write('{"step": 4, "critic/sco')
         tail = client.get(f"/api/runs/{run}/tail?after=2").json
         assert tail["steps"] == [3] and tail["columns"]["critic/score/mean"] == [0.3] and not tail["rewritten"]
-        assert tail["run"]["step"] == 3
+        assert tail["evaluations"] == 1
         lines = (live / "metrics.jsonl").read_text().splitlines(keepends=True)
         (live / "metrics.jsonl").write_text("".join(lines[:2]))
         assert client.get(f"/api/runs/{run}/tail?after=3").json["rewritten"]
@@ -223,10 +223,10 @@ def test_nothing_is_launched_elsewhere_or_over_a_run(tmp_path):
     launcher = Launcher(tmp_path / "runs")
     for place in ("/etc/x", str(tmp_path / "runs" / ".." / "x"), str(tmp_path / "runs")):
         with pytest.raises(LaunchError, match="is not in"):
-            launcher.start("{}", "train", place)
+            launcher.start("{}", "train", place, Home())
     folder = make_run(tmp_path / "runs" / "one")
     with pytest.raises(LaunchError, match="exists already"):
-        launcher.start("{}", "train", str(folder))
+        launcher.start("{}", "train", str(folder), Home())
     assert not (tmp_path / "runs" / ".launches").exists()
 
 
@@ -234,7 +234,7 @@ def test_a_run_that_is_just_ending_is_waited_for(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "one")
     owners, spawned = iter([7, 7, None]), []
     monkeypatch.setattr("atomrl.ui.launches.owner", lambda _: next(owners))
-    monkeypatch.setattr("atomrl.ui.launches.kind_of", lambda _: "train")
+    monkeypatch.setattr("atomrl.ui.launches.kind_of", lambda *_: "train")
     monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: spawned.append(arguments))
     with pytest.raises(LaunchError, match="it is running"):
         Launcher(tmp_path).resume(folder)
@@ -247,7 +247,7 @@ def test_a_run_that_is_just_ending_is_waited_for(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["7", "1e3", "null", "a: b"])
 def test_a_run_of_any_name_is_resumed(tmp_path, monkeypatch, name):
     folder, spawned = make_run(tmp_path / name), []
-    monkeypatch.setattr("atomrl.ui.launches.kind_of", lambda _: "train")
+    monkeypatch.setattr("atomrl.ui.launches.kind_of", lambda *_: "train")
     monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: spawned.append(arguments))
     Launcher(tmp_path).resume(folder)
     given = parse_overrides([word for word in spawned[0] if word.startswith(("output_dir", "run_name"))])
@@ -257,7 +257,7 @@ def test_a_run_of_any_name_is_resumed(tmp_path, monkeypatch, name):
 def test_two_that_start_at_once_have_a_config_each(tmp_path, monkeypatch):
     monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: {"config": arguments[1]})
     launcher = Launcher(tmp_path)
-    made = [launcher.start(text, "train", str(tmp_path / text / "same"))["config"] for text in ("a", "b")]
+    made = [launcher.start(text, "train", str(tmp_path / text / "same"), Home())["config"] for text in ("a", "b")]
     assert [Path(path).read_text() for path in made] == ["a", "b"]
 
 
@@ -266,3 +266,37 @@ def test_only_a_process_that_writes_the_run_is_stopped(tmp_path):
     (folder / ".lock").write_text(f"process {os.getppid()} on {os.uname().nodename}\n")  # it wrote it once
     with pytest.raises(LaunchError, match="no process on this machine writes it"):
         Launcher(tmp_path).stop(folder)
+
+
+def test_a_run_is_resumed_where_it_was_started(tmp_path, monkeypatch):
+    """What its config says relatively is relative to that: data, models, files of rewards."""
+    made = tmp_path / "elsewhere"
+    made.mkdir()
+    (made / "rewards.py").write_text("def mine(completions, **_):\n    return [1.0] * len(completions)\n")
+    reward = {"functions": [{"function": "./rewards.py:mine"}]}
+    folder = make_run(tmp_path / "runs" / "one", reward=reward)
+    environment = {"folder": str(made), "functions_in": [str(made)]}
+    (folder / "env.json").write_text(json.dumps(environment))
+    launcher = Launcher(tmp_path / "runs")
+    monkeypatch.setattr("atomrl.ui.launches.RUN", "import os, sys; print(os.getcwd(), sys.argv[1:])")
+    record = launcher.resume(folder)
+    log = launcher.log_of(folder)
+    end = time.monotonic() + 30
+    while not log.read_text() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert log.read_text().startswith(f"{made} ['[\"{made}\"]', 'train', '{folder / 'config.yaml'}'")
+    assert record["command"][:2] == ["atomrl", "train"]
+
+
+def test_a_variant_finds_the_functions_of_its_parent(tmp_path):
+    made = tmp_path / "elsewhere"
+    made.mkdir()
+    (made / "own.py").write_text("def clip(inputs): ...\n")
+    algorithm = {"name": "grpo", "clip": {"type": "custom", "function": "./own.py:clip"}}
+    folder = make_run(tmp_path / "runs" / "one", algorithm=algorithm)
+    (folder / "env.json").write_text(json.dumps({"folder": str(made), "functions_in": [str(made)]}))
+    text = json.dumps({"run_name": "x", "model": {"path": "m"}, "data": {"train": "chain"}, "algorithm": algorithm})
+    with serving(tmp_path / "runs", "--allow-launch") as (client, _):
+        assert "there is no file ./own.py" in str(client.post("/api/check", {"yaml": text}).json["errors"])
+        asked = {"yaml": text, "from": client.id_of("one")}
+        assert client.post("/api/check", asked).json["errors"] == []

@@ -1,15 +1,20 @@
 // The frame around the pages.
-import { html, render, useState, useEffect, useLive, useKept, useKeys, connection, place, link } from "./lib.js";
+import { html, render, useState, useEffect, useLive, useKept, useKeys, connection, place } from "./lib.js";
 import { t, languages, setLanguage } from "./i18n.js";
 import { Runs } from "./runs.js";
 import { RunPage } from "./run.js";
 import { Compare } from "./compare.js";
 import { NewRun } from "./launch.js";
+import { Study } from "./study.js";
 
 function usePlace() {
   const [at, setAt] = useState(place());
   useEffect(() => {
-    const moved = () => setAt(place());
+    const moved = () => setAt((old) => {
+      const now = place();
+      if (now.path.slice(0, 3).join() !== old.path.slice(0, 3).join()) scrollTo(0, 0);
+      return now;
+    });
     addEventListener("hashchange", moved);
     return () => removeEventListener("hashchange", moved);
   }, []);
@@ -20,6 +25,7 @@ function Page({ at }) {
   const [first, ...rest] = at.path;
   if (first === "run") return html`<${RunPage} id=${rest[0]} tab=${rest[1] || "overview"} rest=${rest.slice(2)} query=${at.query} />`;
   if (first === "compare") return html`<${Compare} ids=${(rest[0] || "").split(",").filter(Boolean)} />`;
+  if (first === "study") return html`<${Study} key=${rest[0]} id=${rest[0]} />`;
   if (first === "new") return html`<${NewRun} query=${at.query} />`;
   return html`<${Runs} />`;
 }

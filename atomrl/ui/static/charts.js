@@ -1,11 +1,12 @@
 // Curves over steps. uPlot is the page's plain script.
-import { html, useState, useEffect, useMemo, useRef, useThrottled, useLive, get, getCurves, number, link, Failure, visible } from "./lib.js";
+import { html, useState, useEffect, useMemo, useRef, useThrottled, useLive, get, getCurves, number, link, Failure } from "./lib.js";
 import { t } from "./i18n.js";
 
 const POINTS = 600;
 const DASHES = [[], [6, 3], [2, 3], [9, 3, 2, 3], [12, 4], [4, 2]];
 
-/** What practitioners watch: a title and which metrics stand in it together. */
+/** What practitioners watch: a title and which metrics stand in it together.
+ * @type {[string, (name: string) => boolean][]} */
 export const CHARTS = [
   ["reward", (name) => name === "critic/score/mean" || /^reward\/.+\/mean$/.test(name)],
   ["accuracy", (name) => name === "train/accuracy" || name === "rewards/accuracies" || /^val-core\/.+\/acc\/mean@/.test(name) || /^eval\/.+_accuracy$/.test(name)],
@@ -84,7 +85,7 @@ function flags(findings) {
 
 /**
  * @param {{title: string, series: {name: string, label: string, x: number[], y: number[], dots?: boolean, color?: number, fade?: boolean}[],
- *   findings?: any[], onStep?: (step: number) => void, sync?: string, onZoom?: (from: number, to: number) => void}} props
+ *   findings?: any[], onStep?: (step: number) => void, sync?: string, onZoom?: (from: number, to: number) => void, height?: number}} props
  */
 export function Chart({ title, series, findings = [], onStep, sync, onZoom, height = 170 }) {
   const box = useRef(null);
@@ -174,6 +175,14 @@ export function Chart({ title, series, findings = [], onStep, sync, onZoom, heig
       event.preventDefault();
       made.setCursor({ left: made.valToPos(steps[next], "x"), top: 10 });
     } else if (event.key === "Enter" && onStep) onStep(steps[now]);
+    else if ("+=-".includes(event.key)) {
+      const { min, max } = made.scales.x;
+      const half = ((max - min) / 2) * (event.key === "-" ? 2 : 0.5);
+      if (event.key === "-" && min <= steps[0] && max >= steps[steps.length - 1]) return onZoom && onZoom(0, 2 ** 52);
+      const [from, to] = [steps[now] - half, steps[now] + half];
+      if (onZoom) onZoom(from, to);
+      else made.setScale("x", { min: Math.max(steps[0], from), max: Math.min(steps[steps.length - 1], to) });
+    }
   };
   return html`<figure class="chart">
     <figcaption>${title}</figcaption>
@@ -188,7 +197,7 @@ export function useCurves(id, names, range) {
   const own = useRef({ names: "", busy: false });
   const key = names.join("\n");
   const load = async () => {
-    if (!names.length) return setCurves({ step: 0, train: new Map(), eval: new Map() });
+    if (!names.length) return setCurves({ step: 0, train: new Map(), eval: new Map(), evaluations: 0 });
     try {
       const found = await getCurves(id, names, POINTS, Math.floor(range[0]), Math.ceil(range[1]));
       if (own.current.names === `${id}\n${key}\n${range}`) setCurves(found);
@@ -213,8 +222,8 @@ export function useCurves(id, names, range) {
           const there = found.steps.map((step, i) => [step, added[i]]).filter(([, value]) => value !== null);
           train.set(name, { x: [...old.x, ...there.map(([step]) => step)], y: [...old.y, ...there.map(([, value]) => value)] });
         }
-        const evaluations = Object.keys(found.run.held_out).length ? (await getCurves(id, names, POINTS)).eval : curves.eval;
-        setCurves({ step: found.steps[found.steps.length - 1], train, eval: evaluations });
+        const evaluations = found.evaluations === curves.evaluations ? curves.eval : (await getCurves(id, names, POINTS)).eval;
+        setCurves({ step: found.steps[found.steps.length - 1], train, eval: evaluations, evaluations: found.evaluations });
       }
     } catch (failure) {
       setError(failure);
@@ -263,14 +272,15 @@ export function Charts({ run, which, all }) {
   }, [names, which, all]);
   const wanted = useMemo(() => [...new Set(groups.flatMap(([, own]) => own))], [groups]);
   const [curves, error] = useCurves(run.id, wanted, range);
+  // Of the same curves the same series: a chart is drawn anew only where it has something new.
+  const drawn = useMemo(() => (curves ? groups.map(([title, own]) => [title, chartSeries(curves, own)]) : []), [curves, groups]);
   const open = (step) => {
     location.hash = link(["run", run.id, "rollouts"], new URLSearchParams({ first_step: step, last_step: step })).slice(1);
   };
   if (!curves) return html`<${Failure} error=${error} />`;
   return html`<${Failure} error=${error} />
     ${range[1] < 2 ** 52 && html`<p><button onClick=${() => setRange([0, 2 ** 52])}>${t("whole_run")}</button></p>`}
-    <div class="charts">${groups.map(([title, own]) => {
-      const series = chartSeries(curves, own);
+    <div class="charts">${drawn.map(([title, series]) => {
       return series.length > 0 && html`<${Chart} key=${title} title=${title} series=${series} findings=${run.findings} onStep=${open} sync=${run.id} onZoom=${(from, to) => setRange([Math.max(0, from), to])} />`;
     })}</div>`;
 }

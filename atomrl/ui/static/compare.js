@@ -1,5 +1,5 @@
 // Runs beside each other: what differs in their configs, and their curves.
-import { html, useMemo, useEffect, useGet, useKept, number, link, Status, Failure, Loading, visible } from "./lib.js";
+import { html, get, useState, useMemo, useEffect, useGet, useKept, number, link, Status, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 import { Chart, CHARTS } from "./charts.js";
 import { heldOut } from "./runs.js";
@@ -35,6 +35,56 @@ function Keys({ runs, rows, title }) {
   </table></div>`;
 }
 
+/** Where two of the runs begin to differ, as `atomrl diff` says it. */
+function Difference({ runs }) {
+  const [pair, setPair] = useState([0, 1]);
+  const [found, setFound] = useState(null);
+  const [error, setError] = useState(null);
+  const ask = async () => {
+    setFound("asking");
+    setError(null);
+    try {
+      setFound(await get(`/api/compare/difference?runs=${pair.map((i) => runs[i].id).join(",")}`));
+    } catch (failure) {
+      setFound(null);
+      setError(failure);
+    }
+  };
+  const choose = (which) => (event) => {
+    setFound(null);
+    setPair(pair.map((one, i) => (i === which ? Number(event.target.value) : one)));
+  };
+  return html`<h2>${t("first_difference")}</h2>
+    <p class="bar">${["A", "B"].map((name, which) => html`<label>${name} <select value=${pair[which]} onChange=${choose(which)}>${runs.map((run, i) => html`<option value=${i}>${visible(run.name)}</option>`)}</select></label>`)}
+      <button onClick=${ask} disabled=${found === "asking" || pair[0] === pair[1]}>${t("find_it")}</button></p>
+    <div role="status">${found === "asking" ? html`<p class="loading">${t("loading")}</p>` : found && html`
+      <p class="first">${found.same ? t("all_the_same") : found.first ? t("differs_first", { step: found.first.step, part: found.first.part }) : t("differs_before")}
+        ${found.first && found.first.split && html` ${pair.map((i, which) => html` <a href=${link(["run", runs[i].id, "rollouts"], new URLSearchParams({ first_step: found.first.step, last_step: found.first.step, split: found.first.split }))}>${t("its_step", { name: ["A", "B"][which] })}</a>`)}`}</p>
+      <pre class="text page" tabindex="0">${visible(found.lines.join("\n"))}</pre>`}</div><${Failure} error=${error} />`;
+}
+
+/** Each run's answers to the same held-out prompts, at its newest evaluation. */
+function Answers({ runs, ids }) {
+  const [differing, setDiffering] = useState(true);
+  const [offset, setOffset] = useState(0);
+  const [found, error] = useGet(`/api/compare/answers?runs=${ids.join(",")}&differing=${differing}&offset=${offset}`, ids);
+  if (!found) return error ? html`<${Failure} error=${error} />` : html`<${Loading} />`;
+  if (found.steps.every((step) => step === null)) return html`<h2>${t("answers")}</h2><p class="empty">${t("no_answers")}</p>`;
+  return html`<div class="bar"><h2>${t("answers")}</h2>
+      <label><input type="checkbox" checked=${differing} onChange=${(event) => { setOffset(0); setDiffering(event.target.checked); }} /> ${t("only_differing")}</label>
+      <button disabled=${offset === 0} onClick=${() => setOffset(Math.max(0, offset - found.page))}>${t("before")}</button>
+      <span>${t("n_prompts", { n: found.total })}</span>
+      <button disabled=${offset + found.page >= found.total} onClick=${() => setOffset(offset + found.page)}>${t("next")}</button></div>
+    ${found.rows.length ? html`<div class="scroll" tabindex="0" role="region" aria-label=${t("answers")}><table class="answers">
+      <thead><tr><th scope="col">${t("prompt")}</th>${runs.map((run, i) => html`<th scope="col">${visible(run.name)} ${found.steps[i] !== null && html`<small>${t("step")} ${found.steps[i]}</small>`}</th>`)}</tr></thead>
+      <tbody>${found.rows.map((row) => {
+        const asked = row.find(Boolean) || {};
+        const truth = asked.ground_truth;
+        return html`<tr><th scope="row"><pre class="text">${visible((asked.prompt || "").slice(-400))}</pre>${truth !== null && truth !== undefined && html`<small>${t("ground_truth")}: <code>${visible(typeof truth === "string" ? truth : JSON.stringify(truth))}</code></small>`}</th>
+          ${row.map((one, i) => html`<td>${one ? html`<p><a href=${link(["run", runs[i].id, "rollouts", ...one.at.map(String)])}>${t("reward")} ${number(one.mean)}</a></p><pre class="text">${visible(one.completion.slice(0, 600))}</pre>` : "–"}</td>`)}</tr>`;
+      })}</tbody></table></div>` : html`<p class="empty">${differing ? t("all_answers_alike") : t("nothing_found")}</p>`}`;
+}
+
 export function Compare({ ids }) {
   const [found, error] = useGet(`/api/compare?runs=${ids.join(",")}`, ids);
   const [grouped, setGrouped] = useKept("compare-grouped", "no");
@@ -44,6 +94,7 @@ export function Compare({ ids }) {
   const charts = useMemo(() => {
     if (!found) return [];
     const metrics = Object.keys(found.curves).filter((name) => found.curves[name].some(Boolean));
+    /** @type {[number, string][]} */
     const titled = metrics.map((name) => {
       const known = CHARTS.findIndex(([, test]) => test(name));
       return [known < 0 ? 99 : known, name];
@@ -63,5 +114,7 @@ export function Compare({ ids }) {
     ${Object.keys(found.partial).length > 0 && html`<details><summary>${t("config_partial", { n: Object.keys(found.partial).length })}</summary>
       <${Keys} runs=${found.runs} rows=${Object.entries(found.partial)} title=${t("config_partial", { n: "" })} /></details>`}
     <div class="bar"><h2>${t("curves")}</h2><label><input type="checkbox" checked=${grouped === "yes"} onChange=${(event) => setGrouped(event.target.checked ? "yes" : "no")} /> ${t("over_seeds")}</label></div>
-    <div class="charts">${charts.map(([title, series]) => series.length > 0 && html`<${Chart} key=${title + grouped} title=${title} series=${series} sync="compare" height=${190} />`)}</div>`;
+    <div class="charts">${charts.map(([title, series]) => series.length > 0 && html`<${Chart} key=${title + grouped} title=${title} series=${series} sync="compare" height=${190} />`)}</div>
+    <${Answers} runs=${found.runs} ids=${ids} />
+    ${found.runs.length > 1 && html`<${Difference} runs=${found.runs} />`}`;
 }

@@ -23,14 +23,12 @@ async function read(response) {
   } catch {
     // plain words
   }
-  const error = new Error(said || `HTTP ${response.status}`);
-  error.status = response.status;
-  throw error;
+  throw Object.assign(new Error(said || `HTTP ${response.status}`), { status: response.status });
 }
 
-/** Curves: {step, train: Map(name -> {x, y}), eval: likewise}. */
+/** Curves: {step, train: Map(name -> {x, y}), eval: likewise, evaluations: how many}. */
 export async function getCurves(id, keys, points, from = 0, to = 2 ** 52) {
-  const query = new URLSearchParams({ keys: keys.join("\n"), points, from, to });
+  const query = new URLSearchParams({ keys: keys.join("\n"), points: String(points), from: String(from), to: String(to) });
   const response = await fetch(`/api/runs/${id}/metrics?${query}`);
   if (!response.ok) await read(response);
   const buffer = await response.arrayBuffer();
@@ -43,7 +41,7 @@ export async function getCurves(id, keys, points, from = 0, to = 2 ** 52) {
     return found;
   };
   const unpack = (parts) => new Map(parts.map(([name, count]) => [name, { x: take(count), y: take(count) }]));
-  return { step: header.step, train: unpack(header.train), eval: unpack(header.eval) };
+  return { step: header.step, train: unpack(header.train), eval: unpack(header.eval), evaluations: header.evaluations };
 }
 
 // One stream for a tab, closed while the tab is hidden: browsers allow six connections to a server.
@@ -93,8 +91,9 @@ export function useLive(listener) {
   }, []);
 }
 
-/** [value, error, reload] of a path; read again when one of the runs in `ids` has something new. */
-export function useGet(path, ids = []) {
+/** [value, error, reload] of a path; read again when one of the runs in `ids` has something new, at most every so many
+ * milliseconds. */
+export function useGet(path, ids = [], every = 0) {
   const [found, setFound] = useState({ path: null, value: null, error: null });
   const state = useRef({ current: path, busy: false, again: false });
   state.current.current = path;
@@ -119,11 +118,12 @@ export function useGet(path, ids = []) {
     } while (own.again);
     own.busy = false;
   }, []);
+  const soon = useThrottled(load, every);
   useEffect(() => {
     load();
   }, [path]);
   useLive((name, changed) => {
-    if (name === "ready" || (name === "changed" && changed.some((id) => ids.includes(id)))) load();
+    if (name === "ready" || (name === "changed" && changed.some((id) => ids.includes(id)))) soon();
   });
   return [found.value, found.error, load, found.path === path];
 }

@@ -74,7 +74,7 @@ export function Rollouts({ run, rest, query }) {
   if (rest[0] === "prompt") return html`<${PromptHistory} run=${run} prompt=${rest[1]} split=${query.get("split")} />`;
   const asked = new URLSearchParams();
   for (const name of FIELDS) if (query.get(name)) asked.set(name, query.get(name));
-  asked.set("limit", PAGE);
+  asked.set("limit", String(PAGE));
   const [found, error, , fresh] = useGet(`/api/runs/${run.id}/rollouts?${asked}`, [run.id]);
   const change = (values) => go(run, query, values, rest);
   const rows = found ? found.rows : [];
@@ -236,9 +236,13 @@ function Strip({ name, values, scale, at }) {
 }
 
 function Episode({ episode }) {
-  return html`<details><summary>${t("turns", { n: (episode.turns || []).length })}</summary>
+  const turns = episode.turns || [];
+  /** By which turn the model no longer saw this one, counted from 1; none where it always did. */
+  const droppedBy = turns.map((_, i) => turns.findIndex((turn, later) => later > i && (turn.sees_from || 0) > i) + 1 || null);
+  const dropped = droppedBy.filter(Boolean).length;
+  return html`<details><summary>${t("turns", { n: turns.length })}${dropped > 0 && html` <span class="warning">! ${t("n_dropped", { n: dropped })}</span>`}</summary>
     ${episode.opening && html`<pre class="text reply">${visible(episode.opening)}</pre>`}
-    ${(episode.turns || []).map((turn) => html`<pre class="text">${visible(turn.text ?? "")}</pre>
+    ${turns.map((turn, i) => html`${droppedBy[i] && html`<p class="warning"><span aria-hidden="true">✂ </span>${t("dropped_by", { turn: i + 1, by: droppedBy[i] })}</p>`}<pre class=${`text ${droppedBy[i] ? "dropped" : ""}`}>${visible(turn.text ?? "")}</pre>
       ${(turn.reply || turn.labels?.length > 0) && html`<p class="faint">${visible((turn.labels ?? []).filter(Boolean).join(", "))} ${number(turn.seconds)} s</p><pre class="text reply">${visible(turn.reply ?? "")}</pre>`}`)}
     <p>${t("ended")}: ${visible(episode.ended ?? "")} ${visible(episode.message ?? "")}</p></details>`;
 }

@@ -12,7 +12,8 @@ function verdict(run) {
   const lines = [];
   const place = { step: run.step, steps: run.steps ?? "?" };
   const left = run.eta_s === null ? "" : ` ${t("left_sentence", { time: duration(run.eta_s) })}`;
-  lines.push(t(`verdict_${run.status}`, place) + left);
+  const failed = run.status === "failed" && run.failure.error;
+  lines.push(failed ? t("verdict_error", { ...place, error: run.failure.error }) : t(`verdict_${run.status}`, place) + left);
   const errors = run.findings.filter((found) => found.severity === "error");
   if (errors.length) lines.push(t("verdict_errors", { n: errors.length, step: errors[0].step, name: errors[0].id.replaceAll("_", " ") }));
   else if (run.findings.length) lines.push(t("verdict_warnings", { n: run.findings.length, step: run.findings[0].step, name: run.findings[0].id.replaceAll("_", " ") }));
@@ -27,7 +28,7 @@ function verdict(run) {
 }
 
 function Finding({ run, found }) {
-  const query = new URLSearchParams({ first_step: Math.max(1, found.step - 2), last_step: found.step, split: "train" });
+  const query = new URLSearchParams({ first_step: String(Math.max(1, found.step - 2)), last_step: String(found.step), split: "train" });
   const level = found.severity === "error" ? "error" : "warning";
   return html`<li class=${`finding ${level}`}>
     <h3><span class=${level}><span aria-hidden="true">${level === "error" ? "✕" : "!"}</span> ${t(level)}</span> ${visible(found.id.replaceAll("_", " "))} <small>${t("since_step", { step: found.step })}</small></h3>
@@ -51,6 +52,7 @@ function Overview({ run }) {
   return html`
     <section class=${`verdict ${run.findings.some((found) => found.severity === "error") || run.status === "failed" ? "bad" : run.findings.length ? "warn" : "good"}`} aria-label=${t("verdict")}>
       ${verdict(run).map((line, i) => (i ? html`<p>${visible(line)}</p>` : html`<p class="first">${visible(line)}</p>`))}
+      ${run.failure.error && html`<details><summary>${t("where_it_failed")} <code>${visible(run.failure.where)}</code></summary><pre class="text" tabindex="0">${visible(run.failure.traceback)}</pre></details>`}
     </section>
     ${run.findings.length > 0 && html`<section><h2>${t("findings")}</h2><ul class="findings">${run.findings.map((found) => html`<${Finding} run=${run} found=${found} />`)}</ul></section>`}
     <section><h2>${t("curves")}</h2><${Charts} run=${run} which=${FIRST} /></section>
@@ -134,7 +136,7 @@ function Actions({ run, reload }) {
 }
 
 export function RunPage({ id, tab, rest, query }) {
-  const [run, error, reload, fresh] = useGet(`/api/runs/${id}`, [id]);
+  const [run, error, reload, fresh] = useGet(`/api/runs/${id}`, [id], 1000); // curves come by themselves
   useEffect(() => {
     if (run) document.title = `${run.name} · AtomRL`;
   }, [run && run.name]);

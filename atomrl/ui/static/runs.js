@@ -72,7 +72,7 @@ function Row({ run, chosen, choose, showSeed }) {
   return html`<tr class=${chosen ? "chosen" : ""}>
     <td class="pick"><input type="checkbox" checked=${chosen} onChange=${choose} aria-label=${t("choose", { name: run.name })} /></td>
     <td><${Status} status=${run.status} /></td>
-    <th scope="row"><a href=${link(["run", run.id])}>${visible(run.name)}</a></th>
+    <th scope="row"><a href=${link(["run", run.id])}>${visible(run.name)}</a>${run.error && html`<small class="error why" title=${run.error}>${visible(run.error.slice(0, 160))}</small>`}</th>
     <td class="wide">${visible(run.algorithm)}</td>
     <td class="progress">${run.progress !== null && html`<progress value=${run.progress} aria-label=${t("progress")}>${number(run.progress)}</progress> `}
       <span class="steps">${run.step}${run.steps ? ` / ${run.steps}` : ""}</span>
@@ -99,6 +99,7 @@ export function Runs() {
   const [text, setText] = useState("");
   const [order, setOrder] = useKept("order", "needs");
   const [grouped, setGrouped] = useKept("grouped", "no");
+  const [trials, setTrials] = useKept("trials", "no");
   const [chosen, setChosen] = useState([]);
   const search = useRef(null);
   useEffect(() => {
@@ -108,12 +109,13 @@ export function Runs() {
   const groups = useMemo(() => {
     if (!found) return [];
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-    const runs = found.runs.filter((run) => matches(run, words)).sort(ORDERS[order] || ORDERS.needs);
+    const ofStudy = (run) => found.studies.some((study) => run.name.startsWith(`${study.name}/runs/`));
+    const runs = found.runs.filter((run) => matches(run, words) && (trials === "yes" || !ofStudy(run))).sort(ORDERS[order] || ORDERS.needs);
     if (grouped !== "yes") return runs.length ? [[null, runs]] : [];
     const byGroup = new Map();
     for (const run of runs) byGroup.set(run.group, [...(byGroup.get(run.group) || []), run]);
     return [...byGroup.entries()];
-  }, [found, text, order, grouped]);
+  }, [found, text, order, grouped, trials]);
   if (!found) return error ? html`<${Failure} error=${error} />` : html`<${Loading} />`;
   const choose = (id) => setChosen(chosen.includes(id) ? chosen.filter((other) => other !== id) : [...chosen, id]);
   const shown = groups.reduce((count, [, runs]) => count + runs.length, 0);
@@ -126,14 +128,16 @@ export function Runs() {
       <label class="grow"><span class="hidden">${t("search")}</span>
         <input ref=${search} type="search" placeholder=${t("search_runs")} value=${text} onInput=${(event) => setText(event.target.value)} /></label>
       <label>${t("sort")} <select value=${order} onChange=${(event) => setOrder(event.target.value)}>
-        ${Object.keys(ORDERS).map((name) => html`<option value=${name}>${t(`by_${name}`)}</option>`)}</select></label>
+        ${Object.keys(ORDERS).map((name) => html`<option value=${name}>${t(`order_${name}`)}</option>`)}</select></label>
       <label><input type="checkbox" checked=${grouped === "yes"} onChange=${(event) => setGrouped(event.target.checked ? "yes" : "no")} /> ${t("group_seeds")}</label>
       ${chosen.length > 1
         ? html`<a class="button" href=${link(["compare", chosen.join(",")])}>${t("compare_n", { n: chosen.length })}</a>`
         : html`<span class="faint">${t("compare_hint")}</span>`}
       ${found.launch && html`<a class="button main" href="#/new">${t("new_run")}</a>`}
     </div>
-    <p class="faint" role="status">${t("count", { shown, all: found.runs.length, running })}</p>
+    <p class="faint"><span role="status">${t("count", { shown, all: found.runs.length, running })}</span>
+      ${found.studies.length > 0 && html` · ${t("studies")}: ${found.studies.map((study, i) => html`${i ? ", " : ""}<a href=${link(["study", study.id])}>${visible(study.name)}</a>`)}
+        <label><input type="checkbox" checked=${trials === "yes"} onChange=${(event) => setTrials(event.target.checked ? "yes" : "no")} /> ${t("show_trials")}</label>`}</p>
     ${error && html`<${Failure} error=${error} />`}
     ${shown ? html`<div class="scroll" tabindex="0" role="region" aria-label=${t("runs")}><table class="runs">
       <thead><tr><th scope="col" class="pick"><span class="hidden">${t("chosen")}</span></th>

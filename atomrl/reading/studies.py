@@ -1,0 +1,121 @@
+"""Studies of `atomrl tune`, read: their trials, what decides, and what came of them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atomrl.hints import said_as
+from atomrl.reading.lines import ReadError, read_mapping
+
+if TYPE_CHECKING:
+    from optuna.study import Study
+
+JOURNAL, STUDY_NAME, SETTINGS, RESULT = "study.journal", "tune", "study.yaml", "result.json"
+SECONDS = "seconds"
+"""Of a trial that has ended: what it took."""
+MIN_TRIALS = 4
+"""Whole trials below which nothing is said about what decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRow:
+    """A trial."""
+
+    number: int
+    state: str
+    """`complete`, `pruned`, `fail`, `running` or `waiting`."""
+    value: float | None
+    """Of the study's metric at its end; of one that was ended early, the last that it reported."""
+    reported: dict[int, float]
+    """1: at half of the steps, 2: at three quarters."""
+    params: dict[str, Any]
+    """Key of the config -> value."""
+    seconds: float | None
+
+    @property
+    def run(self) -> str:
+        """The name of its run, in the study's folder `runs`."""
+        return f"trial_{self.number:03d}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyTable:
+    """A study, as its folder has it."""
+
+    metric: str
+    window: int
+    space: dict[str, Any]
+    """Key -> its choices, or `low`, `high`, `log`."""
+    trials: list[TrialRow]
+    importance: dict[str, float]
+    """Key -> its share in what moves the value, largest first; empty where trials are too few to say."""
+    result: dict[str, Any]
+    """`result.json`; empty until the finals are done."""
+    problems: list[str] = field(default_factory=list)
+
+
+def is_study(folder: Path) -> bool:
+    """Whether a folder is a study's."""
+    return all((folder / name).is_file() and not (folder / name).is_symlink() for name in (JOURNAL, SETTINGS))
+
+
+def load_study(folder: str | Path) -> StudyTable:
+    """The study in a folder: finished, under way or killed. Nothing is written.
+
+    Raises:
+        ReadError: it is no study's folder, or its journal cannot be read.
+        ImportError: optuna is not installed.
+    """
+    place = Path(folder)
+    if not is_study(place):
+        raise ReadError(f"{place} is no folder of a study (it lacks {JOURNAL} or {SETTINGS})")
+    problems: list[str] = []
+    about, result = (read_mapping(place / name, problems) for name in (SETTINGS, RESULT))
+    with said_as(ImportError, "reading a study needs: pip install 'atomrl[tune]'", ImportError):
+        import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    try:
+        storage = JournalStorage(JournalFileBackend(str(place / JOURNAL)))
+        study = optuna.load_study(study_name=STUDY_NAME, storage=storage)
+        trials = [_row(trial) for trial in study.get_trials(deepcopy=False)]
+        importance = _importance(study)
+    except (KeyError, ValueError, TypeError, OSError) as error:
+        raise ReadError(f"{place / JOURNAL} cannot be read: {error}") from None
+    return StudyTable(
+        metric=str(about.get("metric", "")), window=int(about.get("window") or 1), space=dict(about.get("space") or {}),
+        trials=trials, importance=importance, result=result, problems=problems,
+    )  # fmt: skip
+
+
+def _row(trial: Any) -> TrialRow:
+    reported = {int(place): float(value) for place, value in sorted(trial.intermediate_values.items())}
+    value = trial.value if trial.value is not None else next(reversed(reported.values()), None)
+    return TrialRow(
+        number=trial.number, state=trial.state.name.lower(), value=value, reported=reported,
+        params={key: _plain(given, trial.distributions[key]) for key, given in trial.params.items()},
+        seconds=trial.user_attrs.get(SECONDS),
+    )  # fmt: skip
+
+
+def _plain(value: Any, distribution: Any) -> Any:
+    """Choices are stored as JSON (`tuning.space`)."""
+    return json.loads(value) if hasattr(distribution, "choices") else value
+
+
+def _importance(study: Study) -> dict[str, float]:
+    from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+    from optuna.trial import TrialState
+
+    done = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+    if len(done) < MIN_TRIALS or len({trial.value for trial in done}) < 2:
+        return {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the evaluator is experimental
+        shares = get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
+    return {key: float(share) for key, share in shares.items()}

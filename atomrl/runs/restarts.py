@@ -1,0 +1,50 @@
+"""A run of several ranks goes on after one of them is lost: with a new group, from the newest checkpoint."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from atomrl.runs.base import Run
+from atomrl.training.collective import launched
+from atomrl.training.group import RankFailed, RankLost, RankOutOfMemory
+
+log = logging.getLogger(__name__)
+
+
+def run_to_end(run: Run, prepare: Callable[[], Run], resume: bool = False, **given: Any) -> dict[str, Any]:
+    """`Run.execute`, again from the newest checkpoint where a rank died, stood still or ran out of memory.
+
+    The steps since that checkpoint are made once more and are the same to the last bit, but after too little memory: the
+    gradient is the same sum then, in more parts.
+
+    Args:
+        run: made, and not executed.
+        prepare: makes it anew.
+        resume, given: as `Run.execute` takes them.
+
+    Returns:
+        As it does.
+
+    Raises:
+        RankFailed: it happened more often than `backend.restarts` allows, or a launcher has started the ranks; and
+            what else `Run.execute` raises.
+    """
+    done, budget = 0, None
+    while True:
+        try:
+            return run.execute(resume, tokens_per_micro_batch=budget, **given)
+        except (RankLost, RankOutOfMemory) as error:
+            backend = run.config.backend
+            if backend is None or launched() is not None or done >= backend.restarts:
+                raise
+            reason: RankFailed = error
+            if isinstance(error, RankOutOfMemory):
+                budget = error.tokens
+        done, resume = done + 1, True
+        smaller = "" if budget is None else f", with train.tokens_per_micro_batch={budget}"
+        log.warning(
+            "%s: a new group of ranks goes on from the newest checkpoint%s (%d of backend.restarts=%d)",
+            reason, smaller, done, backend.restarts,
+        )  # fmt: skip
+        del reason  # and with it the tensors that its traceback holds
+        run = prepare()

@@ -1,0 +1,2 @@
+// The page's plain script, loosely.
+declare const uPlot: any;

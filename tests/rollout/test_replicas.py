@@ -1,0 +1,172 @@
+"""Replicas of an engine: which one draws what, and what a repair keeps. Actors that are objects of this process."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from atomrl.cluster.ray_cluster import Actor
+from atomrl.config import ClusterConfig
+from atomrl.protocols import WeightUpdate
+from atomrl.rollout.fake import FakeEngine
+from atomrl.rollout.replicas import ReplicatedEngine
+from atomrl.types import GenerationRequest, SamplingParams
+
+
+class Words:
+    def batch_decode(self, rows, **options):
+        return [" ".join(map(str, row)) for row in rows]
+
+
+class Died(Exception):
+    pass
+
+
+class LocalCluster:
+    """The part of a `RayCluster` that replicas call. An actor does what is asked of it when somebody waits for that."""
+
+    died = (Died,)
+
+    def __init__(self, folder, replicas):
+        self.config = ClusterConfig(weight_transfer="files", weight_folder=str(folder), timeout_s=5.0)
+        self.wanted = {"rollout": SimpleNamespace(count=replicas, gpus=0)}
+        self.watch = SimpleNamespace(inside=lambda patience=0.0: nullcontext())
+        self.ray = SimpleNamespace(wait=lambda found, num_returns=1, timeout=0: (found[:num_returns], []))
+        self.dies: set[tuple[int, str]] = set()
+        """(number of the replica, method): the next such call finds the process gone."""
+        self.called: list[tuple[int, str]] = []
+
+    def start(self, role, index, build):
+        return Actor(role, index, build(), SimpleNamespace(address="here"), None)
+
+    def know(self, actor):
+        actor.pid = 1
+
+    def submit(self, actor, method, *args):
+        return actor, method, args
+
+    def get(self, actor, found):
+        actor, method, args = found
+        if (actor.index, method) in self.dies:
+            self.dies.remove((actor.index, method))
+            actor.handle = None
+        if actor.handle is None:
+            raise Died(f"{actor} is gone")
+        self.called.append((actor.index, method))
+        return getattr(actor.handle, method)(*args)
+
+    def call(self, actor, method, *args):
+        return self.get(actor, self.submit(actor, method, *args))
+
+    def wait(self, asked):
+        pass
+
+    def end(self, actor):
+        actor.handle = None
+
+
+def engine():
+    made = FakeEngine(lambda prompt, index: [*prompt, index], Words(), at_once=1)
+    made.shapes = {"w": (2,)}
+    return made
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    return LocalCluster(tmp_path, replicas=2)
+
+
+@pytest.fixture
+def replicas(cluster):
+    return ReplicatedEngine(engine, cluster)
+
+
+def request(name, tokens=4, **options):
+    sampling = SamplingParams(max_completion_tokens=tokens)
+    group = name.partition("/")[0]
+    return GenerationRequest(
+        request_id=name, group_id=group, prompt_token_ids=(7,), sampling=sampling, seed=0, **options
+    )
+
+
+def holders(replicas):
+    return [sorted(replica.held) for replica in replicas.replicas]
+
+
+def drain(replicas):
+    found = []
+    while outputs := replicas.poll(0.1):
+        found += outputs
+    return sorted(output.request_id for output in found)
+
+
+def engines(replicas):
+    return [replica.actor.handle.engine for replica in replicas.replicas]
+
+
+def test_a_group_is_drawn_by_one_replica_and_the_next_by_the_other(replicas):
+    replicas.submit([request("a/0"), request("a/1"), request("b/0"), request("b/1")])
+    assert holders(replicas) == [["a/0", "a/1"], ["b/0", "b/1"]]
+    assert drain(replicas) == ["a/0", "a/1", "b/0", "b/1"]
+
+
+def test_the_next_turn_goes_home_however_busy_that_is(replicas):
+    replicas.submit([request("a/0", keep_cache=True), request("b/0")])
+    assert drain(replicas) == ["a/0", "b/0"]
+    replicas.submit([request("c/0", tokens=100), request("d/0", tokens=1)])
+    assert holders(replicas) == [["c/0"], ["d/0"]]
+    replicas.submit([request("e/0", continues="a/0")])
+    assert holders(replicas)[0] == ["c/0", "e/0"]
+    assert replicas.replicas[0].kept == set()  # a turn is continued once
+
+
+def test_a_home_that_died_is_no_home(replicas, cluster):
+    replicas.submit([request("a/0", keep_cache=True)])
+    assert drain(replicas) == ["a/0"]
+    replicas.submit([request("c/0", tokens=100)])
+    cluster.dies.add((0, "poll"))
+    replicas.poll(0.1)
+    assert replicas.restarts == 1
+    replicas.submit([request("c/1", tokens=100), request("e/0", continues="a/0")])
+    assert holders(replicas)[1] == ["e/0"]  # its cache is gone, so the less busy one draws it
+
+
+@pytest.mark.parametrize("dies_at", ["submit", "set_state", "update_weights"])
+def test_what_dies_while_all_are_paused_comes_back_paused(replicas, cluster, dies_at):
+    replicas.submit([request("a/0"), request("b/0")])
+    replicas.pause()
+    cluster.dies.add((1, dies_at))
+    replicas.submit([request("b/1")])
+    replicas.update_weights(WeightUpdate(1, [("w", torch.ones(2))]))
+    if dies_at == "set_state":
+        replicas.resume()
+        replicas.pause()
+    assert replicas.restarts == 1 and replicas.poll(0.1) == []
+    assert [found._paused for found in engines(replicas)] == [True, True]
+    assert [found.poll() for found in engines(replicas)] == [[], []]
+    replicas.resume()
+    assert [found._paused for found in engines(replicas)] == [False, False]
+    assert [found.version for found in engines(replicas)] == [1, 1]
+    assert drain(replicas) == ["a/0", "b/0", "b/1"]
+
+
+def test_one_that_dies_in_its_own_repair_is_repaired_again(replicas, cluster):
+    replicas.submit([request("a/0"), request("b/0")])
+    replicas.pause()
+    cluster.dies |= {(0, "submit"), (0, "set_state")}
+    replicas.submit([request("a/1")])
+    assert replicas.restarts == 2
+    assert [found._paused for found in engines(replicas)] == [True, True]
+    replicas.resume()
+    assert drain(replicas) == ["a/0", "a/1", "b/0"]
+
+
+def test_one_that_dies_again_and_again_ends_the_run(replicas, cluster):
+    cluster.start = lambda role, index, build: Actor(role, index, None, SimpleNamespace(address="here"), None)
+    replicas.submit([request("a/0")])
+    cluster.dies.add((0, "poll"))
+    with pytest.raises(RuntimeError, match="died 4 times in a row"):
+        replicas.poll(0.1)

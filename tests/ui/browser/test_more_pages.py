@@ -1,0 +1,198 @@
+"""Studies, held-out answers, the first difference, the form of a new run, and why a run failed, in a real browser."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.ui.browser.conftest import CONFIG, until
+from tests.ui.made import log_evaluation, make_run, make_study, serving
+
+pytest.importorskip("optuna", reason="the extra `tune` is not installed")
+
+
+@pytest.fixture(scope="module")
+def client(browser, tmp_path_factory):
+    from tests.tiny import make_tiny_model
+
+    folder = tmp_path_factory.mktemp("more")
+    make_tiny_model(folder / "model")
+    rows = [{"prompt": f"{k}+1=", "ground_truth": str(k + 1)} for k in range(8)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make_study(folder / "runs" / "tune-it")
+    for name, right in (("one", 1), ("two", 3)):
+        log_evaluation(make_run(folder / "runs" / name, steps=3), 3, right)
+    path = folder / "runs" / "two" / "rollouts" / "step_000002" / "train.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(lines[0].replace('"reward": 1.0', '"reward": 0.5') + "".join(lines[1:]))
+    failed = make_run(folder / "runs" / "broken", steps=2)
+    why = {"error": "ValueError: <b>no</b> rewards", "where": "rl.py:3 in step", "traceback": "Traceback\n  lines"}
+    (failed / "failure.json").write_text(json.dumps(why))
+    dropped = make_run(folder / "runs" / "turns", steps=1)
+    give_turns(dropped)
+    with serving(folder / "runs", "--allow-launch", cwd=folder) as (client, _):
+        yield client
+
+
+def give_turns(folder) -> None:
+    """The first completion has three turns, the first of which the model no longer saw in the third."""
+    path = folder / "rollouts" / "step_000001" / "train.jsonl"
+    first, *rest = path.read_text().splitlines()
+    turns = [{"model_tokens": 1, "reply_tokens": 0, "text": f"turn {n}", "reply": "", "labels": [], "seconds": 0.0,
+              "sees_from": int(n == 2)} for n in range(3)]  # fmt: skip
+    episode = {"opening_tokens": 0, "turns": turns, "ended": "answered"}
+    path.write_text("\n".join([json.dumps(json.loads(first) | {"episode": episode}), *rest]) + "\n")
+
+
+def study_of(client) -> str:
+    [study] = client.get("/api/runs").json["studies"]
+    return study["id"]
+
+
+def path_of(client, name: str) -> tuple[str, str]:
+    ids = [client.id_of(one) for one in ("one", "two")]
+    return {
+        "study": (f"/study/{study_of(client)}", ".scatter"),
+        "answers": (f"/compare/{','.join(ids)}", "table.answers"),
+        "form": ("/new", "#check .status"),
+        "failed": (f"/run/{client.id_of('broken')}", ".verdict details"),
+        "turns": (f"/run/{client.id_of('turns')}/rollouts/1/train/0", ".members details"),
+    }[name]
+
+
+def test_a_study_is_shown(tab, client):
+    page = tab(client).open("/", "table.runs")
+    page.get_by_role("link", name="tune-it", exact=True).click()
+    page.wait_for_selector(".scatter")
+    assert "trial_004 is better than the config as it is" in page.locator(".verdict .first").inner_text()
+    assert page.locator("figure.chart").count() == 3  # history and two keys
+    assert "8 trials" in page.locator(".verdict").inner_text() and "1 failed" in page.locator(".verdict").inner_text()
+    assert page.locator(".bars tr").count() == 2 and "%" in page.locator(".bars").inner_text()
+    rows = page.get_by_role("region", name="Trials").locator("tbody tr")
+    assert rows.count() == 8 and rows.nth(0).inner_text().split()[-1] == "rloo"
+    assert page.locator(".mark.best").count() == 3 and page.locator(".mark.pruned").count() > 0
+    finals = page.get_by_role("region", name="On fresh seeds").locator("tbody tr").all_inner_texts()
+    assert finals[1].split() == ["trial_004", "★", "0.8", "0.84", "0.82"]
+    rows.nth(2).get_by_role("link").click()
+    page.wait_for_selector("h1:has-text('trial_002')")
+
+
+def test_trials_are_in_the_list_where_they_are_asked_for(tab, client):
+    page = tab(client).open("/", "table.runs")
+    rows = page.locator("table.runs tbody tr")
+    assert rows.count() == 4
+    page.get_by_label("list their trials").check()
+    until(lambda: rows.count() == 12)
+
+
+def test_a_curve_is_looked_at_closer_by_keyboard(tab, client):
+    page = tab(client).open(f"/run/{client.id_of('one')}/charts", ".chart canvas")
+    plot = page.locator(".plot").first
+    whole = plot.get_attribute("aria-label")
+    plot.focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("+")
+    until(lambda: page.locator(".plot").first.get_attribute("aria-label") != whole)
+    page.get_by_role("button", name="Whole run").click()
+    until(lambda: page.locator(".plot").first.get_attribute("aria-label") == whole)
+
+
+def test_a_page_begins_at_its_top(tab, client):
+    page = tab(client, viewport={"width": 900, "height": 300}).open("/", "table.runs")
+    page.evaluate("scrollTo(0, 10000)")
+    page.get_by_role("link", name="one", exact=True).click()
+    page.wait_for_selector(".verdict")
+    assert page.evaluate("scrollY") == 0
+
+
+def test_held_out_answers_stand_beside_each_other(tab, client):
+    page = tab(client).open(*path_of(client, "answers"))
+    rows = page.locator("table.answers tbody tr")
+    assert rows.count() == 2  # those that are rewarded alike are left out
+    cells = [text.split() for text in rows.nth(0).locator("td").all_inner_texts()]
+    assert cells == [["Reward", "0", "it", "is", "unclear"], ["Reward", "1", "it", "is", "2"]]
+    page.get_by_label("only where rewards differ").uncheck()
+    until(lambda: rows.count() == 4)
+    rows.nth(0).get_by_role("link").nth(1).click()
+    page.wait_for_selector(".members li.chosen")
+    assert "it is 1" in page.locator(".members li.chosen").inner_text()
+
+
+def test_the_first_difference_is_found(tab, client):
+    page = tab(client).open(*path_of(client, "answers"))
+    page.get_by_role("button", name="Find it").click()
+    page.wait_for_selector("text=The first difference: rewards at step 2.")
+    assert "reward: 1.0 | 0.5" in page.locator("pre.page").last.inner_text()
+    page.get_by_role("link", name="that step of B").click()
+    page.wait_for_selector("table.rollouts")
+    assert "first_step=2&last_step=2" in page.url
+
+
+def test_the_form_and_the_text_are_one_config(tab, client):
+    page = tab(client).open(*path_of(client, "form"))
+    page.locator("#config").fill(json.dumps({**CONFIG, "run_name": "formed"}))
+    page.wait_for_selector("text=A valid config: train, 4 steps")
+    assert page.get_by_label("train.steps").input_value() == "4"
+    page.get_by_label("train.steps").fill("7")
+    page.keyboard.press("Tab")
+    page.wait_for_selector("text=A valid config: train, 7 steps")
+    assert "steps: 7" in page.locator("#config").input_value()
+    page.get_by_label("rollout.temperature").fill("hot")
+    page.keyboard.press("Tab")
+    page.wait_for_selector(".field .error")
+    assert page.get_by_label("rollout.temperature").get_attribute("aria-invalid") == "true"
+    page.get_by_label("rollout.temperature").fill("")
+    page.keyboard.press("Tab")
+    page.wait_for_selector("text=A valid config: train, 7 steps")
+    assert "temperature" not in page.locator("#config").input_value()
+    page.get_by_label("algorithm.name").select_option("rloo")
+    page.wait_for_selector("text=rloo: maximise")
+    page.get_by_role("button", name="Will it fit?").click()
+    page.wait_for_selector("text=It fits")
+    assert "memory, from shapes" in page.locator("#check").inner_text()
+
+
+def test_why_a_run_failed_is_said(tab, client):
+    page = tab(client).open("/", "table.runs")
+    row = page.locator("tr", has=page.get_by_role("link", name="broken"))
+    assert "ValueError: <b>no</b> rewards" in row.inner_text()
+    page = tab(client).open(*path_of(client, "failed"))
+    assert "Ended by an error at step 2 of 10: ValueError" in page.locator(".verdict .first").inner_text()
+    page.get_by_text("rl.py:3 in step").click()
+    assert "Traceback" in page.locator(".verdict pre").inner_text()
+
+
+def test_turns_that_were_dropped_are_marked(tab, client):
+    page = tab(client).open(*path_of(client, "turns"))
+    page.get_by_text("3 turns").click()
+    said = page.locator(".members details").inner_text()
+    assert "Turn 1: no longer seen by the model from turn 3 on" in said and "1 dropped" in said
+    assert page.locator("pre.dropped").all_inner_texts() == ["turn 0"]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["study", "answers", "form", "failed", "turns"])
+def test_nobody_is_kept_out(tab, client, name, theme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    page = tab(client, color_scheme=theme).open(*path_of(client, name))
+    if name == "answers":
+        page.get_by_role("button", name="Find it").click()
+        page.wait_for_selector("text=The first difference")
+    if name == "turns":
+        page.get_by_text("3 turns").click()
+    page.wait_for_timeout(200)
+    results = axe.run(page).response["violations"]
+    assert [(found["id"], [node["html"][:150] for node in found["nodes"]][:3]) for found in results] == []
+
+
+@pytest.mark.parametrize("name", ["study", "answers", "form", "failed"])
+def test_a_phone_shows_it_without_scrolling_sideways_and_in_chinese(tab, client, name):
+    one = tab(client, viewport={"width": 390, "height": 800})
+    page = one.open("/", "table.runs")
+    page.get_by_label("Language").select_option("zh")
+    page = one.open(*path_of(client, name))
+    page.wait_for_timeout(200)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    text = page.locator("main").inner_text()
+    assert not any(f"\n{key}\n" in text for key in ("study_of", "importance", "first_difference", "form_hint"))
