@@ -1,6 +1,6 @@
 """A quantised base and 8-bit moments: what they save, what they change, and whether the policy learns as well.
 
-    python benchmarks/quantization.py [--seeds 0 1 2] [--out runs/quantization] [--model runs/quickstart-warm-start/model]
+    python benchmarks/quantization.py [--seeds 0 1 2] [--out FOLDER] [--model runs/quickstart-warm-start/model]
 
 Three tables. The base in memory: a GPT of 20M parameters beneath adapters, against bfloat16, and the moments of a whole
 one, against float32, with the milliseconds of a step. The error of merging: what merging loses. The quickstart's task

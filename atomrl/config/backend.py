@@ -32,6 +32,9 @@ class FSDPConfig(RankedConfig):
     sequence: int = Field(1, ge=1)
     """Ranks that share the rows of a micro-batch, each a part of the tokens (Ulysses), for rows that are too long for
     one. It divides the numbers of ranks and of the model's heads, of keys too."""
+    tensor: int = Field(1, ge=1)
+    """Ranks that share each layer's matrices, and compute the same rows (tensor parallel). It divides the numbers of
+    ranks, of the model's heads, of keys too, and the MLP's width."""
     cpu_offload: bool = False
     """Shards of weights, gradients and moments are kept in the CPU's memory; needs GPUs."""
 
@@ -41,6 +44,10 @@ class FSDPConfig(RankedConfig):
             raise ValueError(f"replicas={self.replicas} does not divide ranks={self.ranks}")
         if self.ranks is not None and self.ranks % self.sequence:
             raise ValueError(f"sequence={self.sequence} does not divide ranks={self.ranks}")
+        if self.ranks is not None and self.ranks % self.tensor:
+            raise ValueError(f"tensor={self.tensor} does not divide ranks={self.ranks}")
+        if self.tensor > 1 and (self.sequence > 1 or self.replicas > 1):
+            raise ValueError("tensor goes with neither sequence nor replicas: leave out one of them")
         return self
 
 

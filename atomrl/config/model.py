@@ -31,6 +31,8 @@ class ModelConfig(Section):
     """What the forward pass computes in; master weights are float32 in either case. `auto` is bfloat16 where the
     hardware multiplies it fast."""
     gradient_checkpointing: bool = False
+    activation_offload: bool = False
+    """Keep activations in the CPU's memory between the forward and the backward pass; needs a GPU."""
     compile: bool = False
     """Compile each layer once (pays after some tens of steps)."""
     pack_rows: bool | None = None

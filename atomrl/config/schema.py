@@ -230,7 +230,8 @@ class TrainConfig(Section):
     max_row_tokens: int | None = Field(None, ge=2)
     """Rows are cut to this many tokens, prompt and completion together."""
     optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
-    """`adamw8bit` keeps Adam's moments in 8 bits (bitsandbytes); paged, they go to the CPU's memory where a GPU's is full."""
+    """`adamw8bit` keeps Adam's moments in 8 bits (bitsandbytes); paged, they move to the CPU's memory where a GPU's is
+    full."""
     learning_rate: float = Field(1e-6, gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_ratio: float = Field(0.0, ge=0, le=1)

@@ -233,7 +233,7 @@ class GPT(nn.Module):
 
     def _stream_attention(self, x: Tensor, stream: Stream, explicit: bool) -> Attend:
         """The attention of all layers on this stream: qkv [N, heads + 2 kv_heads, D] -> [N, heads * D]."""
-        blocks, share, kv_heads = stream.blocks, stream.share, self.spec.kv_heads
+        blocks, share, kv_heads = stream.blocks, stream.share, self.model.layers[0].self_attn.kv_heads  # of this rank
         if share is not None:
             kv_heads //= len(share.sizes)
         longest = max(int(block.seen.max()) + block.length for block in blocks)  # padding may lie beyond all tokens

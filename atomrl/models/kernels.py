@@ -72,7 +72,8 @@ def round_once() -> Iterator[None]:
 def _round(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     if _rounded is None:
         return stacked(tensors, dtype)
-    key, versions = tuple(map(id, tensors)), [tensor._version for tensor in tensors]
+    # By address: where hooks put away what is saved for the backward pass, it comes back as other objects.
+    key, versions = tuple(tensor.data_ptr() for tensor in tensors), [tensor._version for tensor in tensors]
     if key not in _rounded or _rounded[key][0] != versions:
         _rounded[key] = versions, stacked(tensors, dtype)
     return _rounded[key][1]

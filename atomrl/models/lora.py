@@ -121,8 +121,8 @@ def adapter_state(model: Any) -> dict[str, Tensor]:
 
 
 def save_adapters(model: Any, folder: str | Path) -> None:
-    """Write adapter_config.json and adapter_model.safetensors as peft does; of a quantised base the latter's header says
-    how it was."""
+    """Write adapter_config.json and adapter_model.safetensors as peft does; the latter's header says how the base was
+    quantised, if it was."""
     from safetensors.torch import save_file
 
     folder = Path(folder)

@@ -158,7 +158,7 @@ def in_shards(
     if backend.reduce == "update":
         found["gradients"] += trained * FLOAT32
     ends = _ends(shape)
-    layer = (total - ends) // shape.num_hidden_layers
+    layer = (total - ends) // shape.num_hidden_layers // backend.tensor
     found["rounded weights"] = 0
     whole = trained == total
     found["gathered embedding"] = ends * compute * (2 if whole else 1)

@@ -11,6 +11,7 @@ from atomrl.atoms.logits import head_logits
 from atomrl.config import ConfigError
 from atomrl.models.hf_stream import let_stream, longest_row, small_stream, streaming
 from atomrl.models.kernels import are_plain
+from atomrl.models.offload import Kept, get, put
 from atomrl.models.shared_prefix import Stream
 
 Rounded = tuple[nn.Parameter, tuple[int, ...], tuple[int, ...], int]
@@ -183,13 +184,13 @@ class _Rounding:
         """Within it, autograd saves float32 weights in place of rounded ones."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, saved: Tensor) -> Tensor | Rounded:
+    def _pack(self, saved: Tensor) -> Kept | Rounded:
         master = self.masters.get(saved.untyped_storage().data_ptr())
-        return saved if master is None else (master, saved.size(), saved.stride(), int(saved.storage_offset()))
+        return put(saved) if master is None else (master, saved.size(), saved.stride(), int(saved.storage_offset()))
 
-    def _unpack(self, packed: Tensor | Rounded) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+    def _unpack(self, packed: Kept | Rounded) -> Tensor:
+        if isinstance(packed, Tensor) or len(packed) == 2:
+            return get(packed)
         master, size, stride, offset = packed
         return master.detach().to(self.dtype).as_strided(size, stride, offset)
 

@@ -23,6 +23,7 @@ from atomrl.pool.store import RolloutPool
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
 from atomrl.rollout.replies import ReplyTokens
 from atomrl.runs.build import cluster_roles, device_name, engine_class, rank_total, tool_schemas, train_sampling
+from atomrl.training.tensor_parallel import check_tensor
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +117,8 @@ def check_savers(config: RunConfig) -> None:
         raise ConfigError(f"{key}: bitsandbytes is not installed: pip install 'atomrl[quant]'")
     if model.quantization and config.gpt is not None:
         raise ConfigError("model.quantization: the weights of a fresh model (gpt) are to be trained; leave it out")
+    if model.activation_offload and on_cpu:
+        raise ConfigError("model.activation_offload: on a CPU activations are in its memory already; leave it out")
     if kind == "paged_adamw8bit" and on_cpu:
         raise ConfigError(
             "train.optimizer=paged_adamw8bit: pages lie in memory that a GPU and the CPU share, and there is no GPU "
@@ -196,6 +199,14 @@ def check_fsdp(config: RunConfig, backend: FSDPConfig, count: int, device: str) 
         if config.model.path is not None:
             path, trusted = config.model.path, config.model.trust_remote_code
             check_heads(model_config_only(path, trusted), backend.sequence, path)
+    if backend.tensor > 1:
+        if config.model.lora is not None:
+            raise ConfigError("backend.tensor: adapters are not cut; leave it out, or model.lora")
+        if count % backend.tensor:
+            raise ConfigError(f"backend.tensor={backend.tensor} does not divide the {count} ranks")
+        for start in (config.model.path, config.critic.path, config.teacher.path if config.teacher else None):
+            if start is not None:
+                check_tensor(model_config_only(start, config.model.trust_remote_code), backend.tensor, start)
     if backend.cpu_offload and device == "cpu":
         raise ConfigError("backend.cpu_offload: on a CPU all is in its memory already; leave it out")
 

@@ -19,6 +19,7 @@ from atomrl.metrics import Count, Metrics, merge
 from atomrl.models.batches import group_pieces, micro_batches, micro_batches_for, padded_tokens, zero_weight_row
 from atomrl.models.kernels import plain_formulas, round_once
 from atomrl.models.loading import compute_dtype
+from atomrl.models.offload import offloading
 from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUnit, UpdateOutput, needs_teacher
 from atomrl.training.collective import Collective, OutOfMemory, check_launcher
 from atomrl.training.optimizer import Optimizer
@@ -84,6 +85,7 @@ class BaseBackend(ABC):
         self.train, self.tokenizer, self.temperature = train, tokenizer, temperature or 1.0
         self.updates = 0
         self.tokens_per_micro_batch = train.micro_batch_tokens(self.device.type)  # halved where memory runs out
+        self.activation_offload = model.activation_offload
         self._out_of_memory = 0  # how often, since the last update
         self._token_numbers: dict[str, Tensor] = {}
         self.roles: dict[RoleName, Role] = {}
@@ -233,7 +235,8 @@ class BaseBackend(ABC):
         for number, index in enumerate(split, 1):
             self.before_backward(last=number == len(split))
             micro = self._micro(batch, index)
-            outputs = ModelOutputs(**self._outputs(micro, wanted))
+            with offloading(self.activation_offload):
+                outputs = ModelOutputs(**self._outputs(micro, wanted))
             if watched:
                 micro = watched.begin(micro, outputs)
             result = algorithm.loss(outputs, micro)

@@ -34,6 +34,7 @@ from atomrl.training.role_models import load_role, role_prefix, save_role
 from atomrl.training.roles import TRAINED, RoleName
 from atomrl.training.shards import load_shards, shard_job
 from atomrl.training.writing import PART_BYTES, Job, Writing, model_jobs, write_index
+from atomrl.training.tensor_parallel import cut_layers
 
 # Outputs are views where there is no padding; nobody writes into them.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -63,13 +64,14 @@ class FSDPBackend(BaseBackend):
         world, replicas = self.ranks.world, settings.replicas
         if world % replicas:
             raise ConfigError(f"backend.replicas={replicas} does not divide the {world} ranks")
-        shape, names = (
-            ((replicas, world // replicas), ("replicate", "shard")) if replicas > 1 else ((world,), ("shard",))
-        )
-        self.together = settings.sequence
-        if world % self.together:
-            raise ConfigError(f"backend.sequence={self.together} does not divide the {world} ranks")
-        self.sharing = self.ranks.neighbours(self.together) if self.together > 1 else None
+        for key in ("sequence", "tensor"):
+            if world % getattr(settings, key):
+                raise ConfigError(f"backend.{key}={getattr(settings, key)} does not divide the {world} ranks")
+        self.together = settings.sequence * settings.tensor  # one of them is 1
+        self.sharing = self.ranks.neighbours(settings.sequence) if settings.sequence > 1 else None
+        sizes = {"replicate": replicas, "shard": world // replicas // settings.tensor, "tensor": settings.tensor}
+        names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
+        shape = tuple(sizes[name] for name in names)
         self.mesh = init_device_mesh(torch.device(named["device"]).type, shape, mesh_dim_names=names)
         super().__init__(model, train, algorithm, **named)
         torch.manual_seed(named.get("seed", 0) + 1_000_003 * self.collective.rank)  # of dropout, after equal weights
@@ -103,6 +105,8 @@ class FSDPBackend(BaseBackend):
         model = load_role(name, path, config, torch.device("cpu"), dtype)
         if name in TRAINED:
             self.skeletons[name] = without_weights(model)
+        if self.settings.tensor > 1:
+            cut_layers(model, self.mesh["tensor"], path)
         rounded = compute if trained_whole and compute != torch.float32 else None
         self._shard(model, MixedPrecisionPolicy(rounded, torch.float32 if rounded else None, cast_forward_inputs=False))
         return model
@@ -110,8 +114,9 @@ class FSDPBackend(BaseBackend):
     def _shard(self, model: nn.Module, precision: MixedPrecisionPolicy) -> None:
         offload = CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy()
         lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module))
+        mesh = self.mesh["shard"] if self.settings.tensor > 1 else self.mesh
         for unit in (*next(lists, ()), model):
-            fully_shard(unit, mesh=self.mesh, mp_policy=precision, offload_policy=offload)
+            fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
         for unit in model.modules():
             if isinstance(unit, FSDPModule):  # neither setting reaches the units within
                 unit.set_gradient_divide_factor(1.0)

@@ -37,8 +37,9 @@ class Optimizer:
         self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self.skipped_in_a_row = 0
         groups = [
-            {"params": [w for w in self.weights.values() if w.dim() >= 2], "weight_decay": train.weight_decay},
-            {"params": [w for w in self.weights.values() if w.dim() < 2], "weight_decay": 0.0},
+            {"params": [w for w in weights if (w.dim() >= 2) == wide], "weight_decay": train.weight_decay * wide}
+            for weights in self._by_mesh()
+            for wide in (True, False)
         ]
         betas = (train.adam_beta1, train.adam_beta2)
         settings: dict[str, Any] = {"lr": peak, "betas": betas, "eps": train.adam_eps}
@@ -49,6 +50,13 @@ class Optimizer:
             made = bitsandbytes().optim
             kind = made.AdamW8bit if train.optimizer == "adamw8bit" else made.PagedAdamW8bit
             self.adamw = kind([group for group in groups if group["params"]], **settings)
+
+    def _by_mesh(self) -> list[list[nn.Parameter]]:
+        """The weights, those that are cut over the same ranks together: no operation takes others at the same time."""
+        found: dict[Any, list[nn.Parameter]] = {}
+        for weight in self.weights.values():
+            found.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
+        return list(found.values())
 
     def step(self, updates: int, any_rank: Callable[[bool], bool] = bool) -> Metrics:
         """Clip, set the learning rate, step; or leave the update out, where its gradient is 0 or not finite.
@@ -77,11 +85,13 @@ class Optimizer:
 
     def norm_clipped(self) -> float:
         """The norm of the gradient, which is then scaled down to `max_grad_norm` where it is above."""
-        weights, most = list(self.weights.values()), self.train.max_grad_norm
-        total = torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None], foreach=True)
+        meshes, most = self._by_mesh(), self.train.max_grad_norm
+        norms = [torch.nn.utils.get_total_norm([w.grad for w in m if w.grad is not None], foreach=True) for m in meshes]
+        total = norms[0] if len(norms) == 1 else torch.stack([whole(part) for part in norms]).norm()
         norm: float = whole(total).item()
         if norm > most:
-            torch.nn.utils.clip_grads_with_norm_(weights, most, total, foreach=True)
+            for weights in meshes:
+                torch.nn.utils.clip_grads_with_norm_(weights, most, total, foreach=True)
         return norm
 
     def apply(self, rate: float) -> None:

@@ -38,8 +38,8 @@ def load_role(
     if name in ("critic", "reward_model"):
         model: Any = load_scalar(path, **common)
     else:
-        adapted = {"lora": config.lora, "quantization": config.quantization} if trained else {}
-        model = load_policy(path, **adapted, **common)
+        quantization = config.quantization if trained else None
+        model = load_policy(path, lora=config.lora if trained else None, quantization=quantization, **common)
     model.pack_rows = config.pack_rows
     if config.pack_rows and isinstance(model, HFModel) and not model.streams:
         raise ConfigError(

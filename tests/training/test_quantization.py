@@ -118,6 +118,7 @@ def test_two_ranks_make_the_steps_of_one_process(tmp_path):
 
 REFUSED = {
     "paged": ({"train": {"optimizer": "paged_adamw8bit"}, "model": {"path": "m", "device": "cpu"}}, "there is no GPU"),
+    "offload": ({"model": {"path": "m", "device": "cpu", "activation_offload": True}}, "are in its memory already"),
     "ranks": ({"train": {"optimizer": "adamw8bit"}, "backend": {"type": "fsdp"}}, "takes no shards"),
     "fresh": (
         {

@@ -1,0 +1,85 @@
+"""Tensor parallel: each layer's matrices cut over ranks that compute the same rows (PyTorch's DTensor).
+
+Queries, keys, values, gate and up are cut by outputs, so that a rank has some of the heads and of the MLP's inner
+numbers; the output projections are cut by inputs, and what they give is summed: two sums of a layer forward, two
+backward. Norms, embedding and output matrix are on every rank.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from atomrl.config import ConfigError
+from atomrl.models.gpt import Attention, Linear
+
+STYLES: dict[str, Callable[[], ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+"""By transformers' names: cut by outputs, and by inputs."""
+LAYERS = "layers.*."
+
+
+def check_tensor(config: Any, ranks: int, path: object) -> dict[str, str]:
+    """That so many ranks can share a model's layers.
+
+    Args:
+        config: of transformers.
+        path: of the model, for the message.
+
+    Returns:
+        How each linear layer of a layer is cut, by transformers' own plan.
+
+    Raises:
+        ConfigError: there is no plan, or none of matrices alone; heads, heads of keys or the MLP's width do not divide.
+    """
+    text = config.get_text_config()
+    found: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}
+    plan = {name.removeprefix(LAYERS): style for name, style in found.items() if name.startswith(LAYERS)}
+    other = {name: style for name, style in plan.items() if style not in STYLES}
+    if not plan or other:
+        why = f"cuts {min(other)} as {other[min(other)]}" if other else "has no plan for it"
+        raise ConfigError(
+            f"backend.tensor: {path} ({config.model_type}) cannot be cut: transformers {why}; leave it out"
+        )
+    heads = text.num_attention_heads
+    widths = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "intermediate_size": text.intermediate_size,
+    }
+    for name, width in widths.items():
+        if width % ranks:
+            raise ConfigError(f"backend.tensor={ranks} does not divide {name}={width} of {path}")
+    return plan
+
+
+def cut_layers(model: Any, mesh: DeviceMesh, path: object) -> None:
+    """Cut the layers of a model over a mesh of one dimension, without communication: every rank has all of it.
+
+    Args:
+        model: a policy, critic or reward model.
+        path: for the message.
+
+    Raises:
+        ConfigError: as `check_tensor`.
+    """
+    plan = check_tensor(model.config, mesh.size(), path)
+    inner: nn.Module = getattr(model, "inner", model)
+    for layer in next(module for module in inner.modules() if isinstance(module, nn.ModuleList)):
+        _plain_linears(layer)
+        for module in layer.modules():
+            if isinstance(module, Attention):
+                module.heads //= mesh.size()
+                module.kv_heads //= mesh.size()
+        parallelize_module(layer, mesh, {name: STYLES[style]() for name, style in plan.items()}, src_data_rank=None)
+
+
+def _plain_linears(layer: nn.Module) -> None:
+    """PyTorch's linear layers in the place of ours, which compute several in one product and look for no hooks."""
+    for module in list(layer.modules()):
+        for name, linear in list(module.named_children()):
+            if type(linear) is Linear:
+                plain = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+                plain.weight, plain.bias = linear.weight, linear.bias
+                setattr(module, name, plain)

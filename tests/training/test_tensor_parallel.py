@@ -1,0 +1,118 @@
+"""Ranks that share each layer's matrices make the step of one process, alone and with shards of everything."""
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config, StableLmConfig
+
+from atomrl.config import ConfigError, FSDPConfig
+from atomrl.training.local import LocalBackend
+from atomrl.training.tensor_parallel import check_tensor
+from tests.training.batches import weights_of
+from tests.training.equality import (
+    all_cases,
+    case,
+    compared,
+    locally,
+    make_models,
+    pairs,
+    run_ranks,
+    settings_of,
+    with_ranks,
+)
+from tests.training.test_fsdp import compare
+from tests.training.test_shards import alike, go_on, step
+
+TENSOR = {"fsdp": {"tensor": 2}}
+CASES = {
+    "grpo": case("grpo", **TENSOR),
+    "ppo": case("ppo", **TENSOR),
+    "dpo": case("dpo", compared, **TENSOR),
+    "reward model": case("reward_model", pairs, **TENSOR),
+    "transformers": case("grpo", model="mistral", **TENSOR),
+    "checkpointed": case("grpo", checkpointed=True, **TENSOR),
+    "clipped": case("ppo", train={"max_grad_norm": 0.05}, **TENSOR),
+}
+
+ON_FOUR = ("grpo", "ppo", "dpo", "reward model")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = make_models(tmp_path_factory.mktemp("models"))
+    shape = MistralConfig(
+        vocab_size=102, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.2, max_position_embeddings=64,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(shape).save_pretrained(folder / "mistral")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_make_the_steps_of_one_process(folder, ranks, tmp_path):
+    cases = {name: CASES[name] for name in ON_FOUR} if ranks == 4 else CASES
+    found = run_ranks(partial(all_cases, cases, folder), ranks, tmp_path)
+    for name, given in cases.items():
+        compare([rank[name] for rank in found], locally(given, folder))
+
+
+def save_and_go_on(folder, checkpoint, ranks):
+    backend, algorithm = with_ranks(CASES["ppo"], folder, ranks)
+    for number in range(2):
+        step(backend, algorithm, number)
+    backend.save(checkpoint)
+    weights = {name: tensor.clone() for name, tensor in weights_of(backend).items()}
+    ranks.max(0)
+    straight = go_on(backend, algorithm)
+    again, _ = with_ranks(CASES["ppo"], folder, ranks)
+    again.load(checkpoint)
+    return weights, straight, go_on(again, algorithm)
+
+
+def load_and_go_on(folder, checkpoint, ranks):
+    backend, algorithm = with_ranks(case("ppo"), folder, ranks)
+    backend.load(checkpoint)
+    return go_on(backend, algorithm)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_exactly_and_on_ranks_that_share_nothing(folder, tmp_path):
+    places = [tmp_path / name for name in ("first", "second")]
+    for place in places:
+        place.mkdir()
+    weights, straight, again = run_ranks(partial(save_and_go_on, folder, tmp_path / "saved"), 4, places[0])[0]
+    assert straight[0] == again[0], "bit for bit"
+    assert all(torch.equal(tensor, again[1][name]) for name, tensor in straight[1].items())
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).state_dict()
+    assert weights and all(torch.equal(tensor, written[name]) for name, tensor in weights.items())
+    alike(run_ranks(partial(load_and_go_on, folder, tmp_path / "saved"), 2, places[1])[0], straight)
+    settings = settings_of(case("ppo"), folder)
+    alone = LocalBackend(**settings)
+    alone.load(tmp_path / "saved")
+    alike(go_on(alone, settings["algorithm"]), straight)
+
+
+REFUSED = {
+    "heads": (
+        LlamaConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=3),
+        "does not divide num_key_value_heads=3",
+    ),
+    "norms of heads": (Qwen3Config(), "transformers cuts self_attn.k_norm as"),
+    "no plan": (StableLmConfig(), "transformers has no plan for it"),
+}
+
+
+@pytest.mark.parametrize("config, message", REFUSED.values(), ids=REFUSED)
+def test_models_that_cannot_be_cut_are_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        check_tensor(config, 2, "model")
+
+
+def test_what_does_not_go_with_it_is_refused():
+    for other in ("sequence", "replicas"):
+        with pytest.raises(ValueError, match="neither sequence nor replicas"):
+            FSDPConfig(type="fsdp", tensor=2, **{other: 2})
