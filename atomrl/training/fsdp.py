@@ -33,8 +33,8 @@ from atomrl.training.optimizer import whole
 from atomrl.training.role_models import load_role, role_prefix, save_role
 from atomrl.training.roles import TRAINED, RoleName
 from atomrl.training.shards import load_shards, shard_job
-from atomrl.training.writing import PART_BYTES, Job, Writing, model_jobs, write_index
 from atomrl.training.tensor_parallel import cut_layers
+from atomrl.training.writing import PART_BYTES, Job, Writing, model_jobs, write_index
 
 # Outputs are views where there is no padding; nobody writes into them.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
