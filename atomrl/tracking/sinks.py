@@ -128,7 +128,7 @@ class TrackioSink:
         self._trackio = trackio
         with redirect_stdout(sys.stderr):  # stdout is for the run's summary
             # In a context of its own: what trackio takes for the current run it would finish again at exit.
-            self._run = copy_context().run(
+            self._run: Any = copy_context().run(
                 trackio.init,
                 project=config.tracking.wandb_project,
                 name=config.run_name,
