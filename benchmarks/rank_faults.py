@@ -48,7 +48,7 @@ NAMED = {
 Weights = dict[str, Any]
 
 
-def prepare(folder: Path, ranks: int) -> None:
+def prepare(folder: Path, ranks: int, timeout_s: float = TIMEOUT_S) -> None:
     """The model of all runs, and their config."""
     import yaml
 
@@ -64,7 +64,7 @@ def prepare(folder: Path, ranks: int) -> None:
         "algorithm": {"name": "grpo", "kl": {"type": "k3", "coefficient": 0.01}},
         "train": {"steps": STEPS, "learning_rate": 1e-3, "adam_eps": 1e-3, "tokens_per_micro_batch": 480},
         "checkpoint": {"every_steps": 2},
-        "backend": {"type": "fsdp", "ranks": ranks, "timeout_s": TIMEOUT_S},
+        "backend": {"type": "fsdp", "ranks": ranks, "timeout_s": timeout_s},
     }
     (folder / "c.yaml").write_text(yaml.safe_dump(config))
 

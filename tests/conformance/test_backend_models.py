@@ -158,7 +158,7 @@ def test_scores_are_annotated_by_row(make, tmp_path):  # noqa: F811
     batch, backend = make_batch(), make(REWARD, train={"rows_per_micro_batch": 4})
     backend.train_step(batch, REWARD)
     scores = backend.forward_only(batch, frozenset({"scores"})).scores
-    backend.save(tmp_path / "checkpoint")
+    written(backend.save(tmp_path / "checkpoint"))
     model = load_scalar(tmp_path / "checkpoint", dtype="float32")
     expected = model.scores(batch.tokens, batch.lengths).detach()
     assert scores.shape == (6,) and not scores.requires_grad and scores.abs().max() > 0

@@ -105,7 +105,7 @@ def gradients(outcome):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    prepare(folder, 2)
+    prepare(folder, 2, timeout_s=120)  # nothing hangs here, and machines are slow at times
     run = Outcome(folder, "alone", "none", 10**9)
     assert run.code == 0, run.said
     return folder, run

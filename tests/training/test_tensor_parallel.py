@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3
 from atomrl.config import ConfigError, FSDPConfig
 from atomrl.training.local import LocalBackend
 from atomrl.training.tensor_parallel import check_tensor
-from tests.training.batches import weights_of
+from tests.training.batches import weights_of, written
 from tests.training.equality import (
     all_cases,
     case,
@@ -64,7 +64,7 @@ def save_and_go_on(folder, checkpoint, ranks):
     backend, algorithm = with_ranks(CASES["ppo"], folder, ranks)
     for number in range(2):
         step(backend, algorithm, number)
-    backend.save(checkpoint)
+    written(backend.save(checkpoint))
     weights = {name: tensor.clone() for name, tensor in weights_of(backend).items()}
     ranks.max(0)
     straight = go_on(backend, algorithm)
