@@ -130,7 +130,7 @@ def announce_phases(pipe: int) -> None:
 
     wrap(groups, "generate", say("rollout", "begins"), say("rollout", "ends"))
     wrap(LocalBackend, "train_step", say("update", "begins"), say("update", "ends"))
-    wrap(sync, "save_checkpoint", say("save", "begins"), say("save", "ends"))
+    wrap(sync.Checkpoints, "begin", say("save", "begins"), say("save", "ends"))
     wrap(Rewards, "__call__", say("reward", "begins"), say("reward", "ends"))
 
 
@@ -150,7 +150,7 @@ def set_trap(point: str, saves: int) -> None:
         if what == "fsync":
             die_on_call(os, "fsync", int(number), due)
         elif what == "manifest":
-            die_on_call(checkpoints, "_write_manifest", 1, due)
+            die_on_call(checkpoints, "_manifest_text", 1, due)
         elif what in ("rename", "renamed"):
             wrap(
                 Path, "rename",

@@ -13,11 +13,13 @@ from safetensors.torch import load_file
 from atomrl.cli.main import main
 from benchmarks.faults import TrainingRun, prepare
 from benchmarks.rank_faults import distance
-from tests.distributed.test_placement import metrics, train
-from tests.distributed.test_replicas import config
 from tests.tiny import make_tiny_model
 
 pytest.importorskip("ray", reason="Ray is not installed; `make distributed` has it")
+
+from tests.distributed.test_placement import metrics, train
+from tests.distributed.test_replicas import config
+
 RANKS = ["backend.type=fsdp", "backend.ranks=2", "algorithm.name=grpo", "train.steps=2", "tracking.tokens=2"]
 ACTORS = ["cluster.resources.trainer.num_cpus=0.2", "cluster.resources.rollout.num_cpus=0.2", "cluster.timeout_s=120"]
 

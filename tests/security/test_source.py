@@ -24,9 +24,10 @@ MAY_LISTEN = {  # on 127.0.0.1, or between the machines of a cluster that a conf
 }
 MAY_SERVE = {"atomrl/retrieval/server.py", "atomrl/ui/server.py"}
 OPENS_A_PORT = {"bind", "listen", "create_server", "start_server", "serve_forever", "Listener"}
-MAY_UNPICKLE = {"atomrl/rewards/worker.py", "atomrl/environments/worker.py", "benchmarks/simulate_cluster.py"}
+MAY_UNPICKLE = {"atomrl/rewards/worker.py", "atomrl/environments/worker.py"}
+MAY_UNPICKLE |= {"benchmarks/simulate_cluster.py", "benchmarks/ranks.py"}
 """What a worker of rewards or environments gets is pickled by the trainer that started it; what it answers is JSON. The
-simulation times what it pickled itself."""
+simulation times what it pickled itself, and the benchmark of ranks speaks with its own processes."""
 
 
 def faults(source: str, path: str = "x.py") -> list[str]:
