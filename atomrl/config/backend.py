@@ -1,10 +1,11 @@
 """The section `backend`: a trainer of several processes."""
 
+from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from atomrl.config.base import Section
+from atomrl.config.base import ConfigError, Section
 
 
 class RankedConfig(Section):
@@ -18,6 +19,24 @@ class RankedConfig(Section):
     restarts: int = Field(2, ge=0)
     """How often in a run a new group goes on from the newest checkpoint, after a rank died, stood still, or ran out of
     memory (then with micro-batches of half the size). Where a launcher started the ranks the run ends instead."""
+
+    @property
+    def divisors(self) -> Mapping[str, int]:
+        """What must divide the number of ranks, by the words that say it."""
+        raise NotImplementedError
+
+    def check_count(self, ranks: int) -> None:
+        """Raise ConfigError where so many ranks cannot be shared out."""
+        for words, divisor in self.divisors.items():
+            if ranks % divisor:
+                raise ConfigError(f"backend.{words} does not divide the {ranks} ranks")
+
+    @model_validator(mode="after")
+    def _whole_shares(self) -> Self:
+        for words, divisor in self.divisors.items():
+            if self.ranks is not None and self.ranks % divisor:
+                raise ValueError(f"{words} does not divide ranks={self.ranks}")
+        return self
 
 
 class FSDPConfig(RankedConfig):
@@ -38,14 +57,13 @@ class FSDPConfig(RankedConfig):
     cpu_offload: bool = False
     """Shards of weights, gradients and moments are kept in the CPU's memory; needs GPUs."""
 
+    @property
+    def divisors(self) -> Mapping[str, int]:
+        named = {"replicas": self.replicas, "sequence": self.sequence, "tensor": self.tensor}
+        return {f"{key}={value}": value for key, value in named.items()}
+
     @model_validator(mode="after")
-    def _whole_copies(self) -> Self:
-        if self.ranks is not None and self.ranks % self.replicas:
-            raise ValueError(f"replicas={self.replicas} does not divide ranks={self.ranks}")
-        if self.ranks is not None and self.ranks % self.sequence:
-            raise ValueError(f"sequence={self.sequence} does not divide ranks={self.ranks}")
-        if self.ranks is not None and self.ranks % self.tensor:
-            raise ValueError(f"tensor={self.tensor} does not divide ranks={self.ranks}")
+    def _one_at_a_time(self) -> Self:
         if self.tensor > 1 and (self.sequence > 1 or self.replicas > 1):
             raise ValueError("tensor goes with neither sequence nor replicas: leave out one of them")
         return self
@@ -62,11 +80,9 @@ class MegatronConfig(RankedConfig):
     """Stages, each with as many of the layers. tensor x pipeline ranks hold the model once; rows are spread over the
     ranks / (tensor x pipeline) copies."""
 
-    @model_validator(mode="after")
-    def _whole_copies(self) -> Self:
-        if self.ranks is not None and self.ranks % (self.tensor * self.pipeline):
-            raise ValueError(f"tensor={self.tensor} x pipeline={self.pipeline} does not divide ranks={self.ranks}")
-        return self
+    @property
+    def divisors(self) -> Mapping[str, int]:
+        return {f"tensor={self.tensor} x pipeline={self.pipeline}": self.tensor * self.pipeline}
 
 
 BackendConfig = FSDPConfig | MegatronConfig

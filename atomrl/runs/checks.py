@@ -137,11 +137,11 @@ def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
     if (backend := config.backend) is None:
         return
     device = device_name(config.model.device)
-    count = rank_total(config)
+    backend.check_count(rank_total(config))
     if isinstance(backend, MegatronConfig):
-        check_megatron(config, backend, count)
+        check_megatron(config, backend)
     else:
-        check_fsdp(config, backend, count, device)
+        check_fsdp(config, backend, device)
     if algorithm.update is not None:
         raise ConfigError(
             f"backend: algorithm.update of {algorithm.name} differentiates the policy forward, as a whole; run it "
@@ -163,7 +163,7 @@ def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
         )
 
 
-def check_megatron(config: RunConfig, backend: MegatronConfig, count: int) -> None:
+def check_megatron(config: RunConfig, backend: MegatronConfig) -> None:
     """That the models can be cut as the config says.
 
     Raises:
@@ -173,26 +173,22 @@ def check_megatron(config: RunConfig, backend: MegatronConfig, count: int) -> No
     from atomrl.training.megatron_model import check_shape
 
     check_config(config.model)
-    if count % (backend.tensor * backend.pipeline):
-        raise ConfigError(
-            f"backend.tensor={backend.tensor} x pipeline={backend.pipeline} does not divide the {count} ranks"
-        )
-    for path in (config.model.path, config.critic.path, config.teacher.path if config.teacher else None):
-        if path is None:
-            continue
+    for path in model_paths(config):
         check_shape(model_config_only(path, config.model.trust_remote_code), backend, path)
 
 
-def check_fsdp(config: RunConfig, backend: FSDPConfig, count: int, device: str) -> None:
+def model_paths(config: RunConfig) -> list[str]:
+    """The models that a config names: the policy's, the critic's and the teacher's."""
+    teacher = config.teacher.path if config.teacher else None
+    return [path for path in (config.model.path, config.critic.path, teacher) if path is not None]
+
+
+def check_fsdp(config: RunConfig, backend: FSDPConfig, device: str) -> None:
     """That shards and shared rows can be as the config says.
 
     Raises:
         ConfigError: they cannot.
     """
-    if count % backend.replicas:
-        raise ConfigError(f"backend.replicas={backend.replicas} does not divide the {count} ranks")
-    if count % backend.sequence:
-        raise ConfigError(f"backend.sequence={backend.sequence} does not divide the {count} ranks")
     if backend.sequence > 1:
         if config.model.pack_rows is False or (device != "cpu" and not config.model.pack_rows):
             raise ConfigError(f"backend.sequence={backend.sequence} cuts rows that lie end to end: set model.pack_rows")
@@ -202,11 +198,8 @@ def check_fsdp(config: RunConfig, backend: FSDPConfig, count: int, device: str) 
     if backend.tensor > 1:
         if config.model.lora is not None:
             raise ConfigError("backend.tensor: adapters are not cut; leave it out, or model.lora")
-        if count % backend.tensor:
-            raise ConfigError(f"backend.tensor={backend.tensor} does not divide the {count} ranks")
-        for start in (config.model.path, config.critic.path, config.teacher.path if config.teacher else None):
-            if start is not None:
-                check_tensor(model_config_only(start, config.model.trust_remote_code), backend.tensor, start)
+        for start in model_paths(config):
+            check_tensor(model_config_only(start, config.model.trust_remote_code), backend.tensor, start)
     if backend.cpu_offload and device == "cpu":
         raise ConfigError("backend.cpu_offload: on a CPU all is in its memory already; leave it out")
 

@@ -62,11 +62,7 @@ class FSDPBackend(BaseBackend):
         self.writing: tuple[list[Path], Writing] | None = None
         self.ranks: Ranks = named["collective"]
         world, replicas = self.ranks.world, settings.replicas
-        if world % replicas:
-            raise ConfigError(f"backend.replicas={replicas} does not divide the {world} ranks")
-        for key in ("sequence", "tensor"):
-            if world % getattr(settings, key):
-                raise ConfigError(f"backend.{key}={getattr(settings, key)} does not divide the {world} ranks")
+        settings.check_count(world)
         self.together = settings.sequence * settings.tensor  # one of them is 1
         self.sharing = self.ranks.neighbours(settings.sequence) if settings.sequence > 1 else None
         sizes = {"replicate": replicas, "shard": world // replicas // settings.tensor, "tensor": settings.tensor}

@@ -59,11 +59,7 @@ class MegatronBackend(BaseBackend):
         self.settings, self.skeletons, self.wrapped = settings, dict[RoleName, nn.Module](), dict[RoleName, Any]()
         self.ranks: Ranks = named["collective"]
         self.together = settings.tensor * settings.pipeline
-        if self.ranks.world % self.together:
-            raise ConfigError(
-                f"backend.tensor={settings.tensor} x pipeline={settings.pipeline} does not divide the "
-                f"{self.ranks.world} ranks"
-            )
+        settings.check_count(self.ranks.world)
         meet(self.ranks, settings)
         super().__init__(model, train, algorithm, **named)
 

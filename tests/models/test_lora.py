@@ -21,8 +21,8 @@ def base(request, tmp_path):
     return save_gpt2(folder) if request.param == "gpt2" else make_tiny_model(folder, request.param)
 
 
-def adapted(base, dtype="float32", **config):
-    policy = load_policy(base, dtype=dtype, lora=LoraConfig(**({"rank": 4} | config))).eval()
+def adapted(base, dtype="float32", quantization=None, **config):
+    policy = load_policy(base, dtype=dtype, lora=LoraConfig(**({"rank": 4} | config)), quantization=quantization).eval()
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():

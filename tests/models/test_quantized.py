@@ -16,6 +16,7 @@ from atomrl.protocols import WeightUpdate
 from atomrl.runs.build import build_engine
 from atomrl.weights.transfer import InProcessTransfer
 from tests.models.test_loading import TOKENS, save_gpt2
+from tests.models.test_lora import adapted
 from tests.tiny import make_tiny_model
 
 pytest.importorskip("bitsandbytes", reason="the extra `quant` is not installed")
@@ -43,19 +44,9 @@ def other_family(folder):
     return folder
 
 
-def adapted(base, kind, dtype="float32"):
-    policy = load_policy(base, dtype=dtype, lora=LoraConfig(rank=4), quantization=kind).eval()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0.0, 0.2)
-    return policy
-
-
 @KINDS
 def test_both_kinds_of_model_are_quantised_but_for_embedding_and_output(base, kind):
-    policy, plain = adapted(base, kind), load_policy(base, dtype="float32")
+    policy, plain = adapted(base, quantization=kind), load_policy(base, dtype="float32")
     assert type(policy) is (GPT if "qwen2" in (base / "config.json").read_text() else HFModel)
     linears = [m for m in plain.modules() if isinstance(m, nn.Linear) and m.weight is not plain.head_weight]
     assert len(list(quantized_layers(policy))) == len(linears) > 10
@@ -118,7 +109,7 @@ def test_an_engine_draws_with_the_quantised_base(base, kind, dtype):
 
             return WeightUpdate(version, () if adapters_alone else model_weights(self.policy), adapter_weights(policy))
 
-    policy = adapted(base, kind, dtype)
+    policy = adapted(base, dtype, quantization=kind)
     name = str(dtype).removeprefix("torch.")
     model = ModelConfig(path=str(base), dtype=name, device="cpu", lora=LoraConfig(rank=4))
     engine = build_engine(str(base), load_tokenizer(base), RolloutConfig(), model)
@@ -134,7 +125,7 @@ def test_an_engine_draws_with_the_quantised_base(base, kind, dtype):
 
 @KINDS
 def test_what_is_exported_is_the_policy_that_was_trained(base, kind, tmp_path, capsys):
-    policy = adapted(base, kind)
+    policy = adapted(base, quantization=kind)
     save_adapters(policy, tmp_path / "adapter")
     load_tokenizer(base).save_pretrained(tmp_path / "adapter")
     error = export(tmp_path / "adapter", tmp_path / "merged")
@@ -152,7 +143,7 @@ def test_what_is_exported_is_the_policy_that_was_trained(base, kind, tmp_path, c
 
 def test_a_base_in_bfloat16_is_exported_as_it_was_quantised(tmp_path):
     base = make_tiny_model(tmp_path / "base", "qwen2")
-    policy = adapted(base, "nf4", torch.bfloat16)
+    policy = adapted(base, torch.bfloat16, quantization="nf4")
     save_adapters(policy, tmp_path / "adapter")
     export(tmp_path / "adapter", tmp_path / "merged")
     merged = dict(model_weights(load_policy(tmp_path / "merged", dtype="float32")))
@@ -165,7 +156,7 @@ def test_a_header_that_is_not_known_is_refused(tmp_path):
     from safetensors.torch import load_file, save_file
 
     base = make_tiny_model(tmp_path / "base")
-    save_adapters(adapted(base, "int8"), tmp_path / "adapter")
+    save_adapters(adapted(base, quantization="int8"), tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     save_file(load_file(file), file, metadata={"format": "pt", "base_quantization": "fp2", "base_dtype": "float32"})
     with pytest.raises(ConfigError, match="is not known here"):

@@ -9,15 +9,14 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")
 
 from atomrl.config import ConfigError, LoraConfig, MegatronConfig, ModelConfig, TrainConfig
-from atomrl.data.rows import to_training_batches
-from atomrl.metrics import values
 from atomrl.training.local import LocalBackend
 from atomrl.training.megatron import MegatronBackend
 from tests.conformance.test_backends import one_rank
 from tests.tiny import make_tiny_model
-from tests.training.batches import make_algorithm, make_batch, weights_of
-from tests.training.equality import CASES, case, drawn, locally, make_models, run_ranks, settings_of, train
+from tests.training.batches import make_algorithm, make_batch
+from tests.training.equality import CASES, case, locally, make_models, run_ranks, settings_of, train
 from tests.training.test_fsdp import compare
+from tests.training.test_shards import go_on, step
 
 pytestmark = pytest.mark.slow
 SHARED = (
@@ -119,17 +118,6 @@ def test_what_megatron_has_not_is_refused(folder, changed, message):
             device="cpu",
             collective=ranks,
         )
-
-
-def step(backend, algorithm, number):
-    made = backend.forward_only(drawn(number), algorithm.needs)
-    (part,) = to_training_batches(algorithm.advantages(made), algorithm, updates=1, epochs=1, seed=0, step=number)
-    return values(backend.train_step(part, algorithm))
-
-
-def go_on(backend, algorithm):
-    metrics = [step(backend, algorithm, number) for number in (2, 3)]
-    return metrics, {name: tensor.clone() for name, tensor in weights_of(backend).items()}
 
 
 def save_and_go_on(cut, folder, checkpoint, ranks):
