@@ -7,7 +7,8 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +30,18 @@ from atomrl.types import RaggedIds
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, eq=False)
+class Differentiated:
+    """What an update's backward passes are of."""
+
+    batch: TrainingBatch
+    algorithm: Algorithm
+    wanted: Collection[str]
+    """Outputs that are asked of models."""
+    watched: WatchedTokens | None
+    """Tokens whose numbers are recorded, if any are."""
 
 
 class BaseBackend(ABC):
@@ -215,34 +228,25 @@ class BaseBackend(ABC):
         recorded = batch.recorded is not None and "logprobs" in wanted
         watched = WatchedTokens(batch, self.device) if recorded else None
 
-        def accumulate(split: list[Tensor]) -> list[Metrics]:
-            return self._accumulate(batch, split, algorithm, wanted, watched)
-
+        accumulate = partial(self._accumulate, Differentiated(batch, algorithm, wanted, watched))
         metrics = self._in_micro_batches(batch, algorithm.row_unit, accumulate)
         self._token_numbers = watched.numbers(self.collective) if watched else {}
         return self.collective.sum(merge(metrics))
 
-    def _accumulate(
-        self,
-        batch: TrainingBatch,
-        split: list[Tensor],
-        algorithm: Algorithm,
-        wanted: Collection[str],
-        watched: WatchedTokens | None,
-    ) -> list[Metrics]:
+    def _accumulate(self, what: Differentiated, split: list[Tensor]) -> list[Metrics]:
         """Add the gradients of this rank's micro-batches; their metrics."""
         parts: list[Metrics] = []
         for number, index in enumerate(split, 1):
             self.before_backward(last=number == len(split))
-            micro = self._micro(batch, index)
+            micro = self._micro(what.batch, index)
             with offloading(self.activation_offload):
-                outputs = ModelOutputs(**self._outputs(micro, wanted))
-            if watched:
-                micro = watched.begin(micro, outputs)
-            result = algorithm.loss(outputs, micro)
+                outputs = ModelOutputs(**self._outputs(micro, what.wanted))
+            if what.watched:
+                micro = what.watched.begin(micro, outputs)
+            result = what.algorithm.loss(outputs, micro)
             torch.autograd.backward(result.loss)
-            if watched:
-                watched.end(index if self._says else index[:0], micro, outputs, algorithm)
+            if what.watched:
+                what.watched.end(index if self._says else index[:0], micro, outputs, what.algorithm)
             parts += [result.metrics] * (len(index) > 0 and self._says)
         return parts
 

@@ -20,7 +20,7 @@ from atomrl.hints import said_as
 from atomrl.metrics import Metrics
 from atomrl.models.loading import compute_dtype, model_config_only, model_weights
 from atomrl.protocols import Algorithm, ModelOutputs, WeightUpdate
-from atomrl.training.base import BaseBackend
+from atomrl.training.base import BaseBackend, Differentiated
 from atomrl.training.fsdp import without_weights
 from atomrl.training.group import Ranks
 from atomrl.training.megatron_cpu import on_device
@@ -29,7 +29,6 @@ from atomrl.training.megatron_optimizer import MegatronOptimizer
 from atomrl.training.megatron_weights import joined
 from atomrl.training.role_models import STATE_FOLDER, load_role, save_role
 from atomrl.training.roles import SOURCES, TRAINED, RoleName, sources
-from atomrl.training.watched import WatchedTokens
 
 FOLDER, COUNTS = "megatron", "trainer.json"
 _groups: list[Any] = []
@@ -134,31 +133,16 @@ class MegatronBackend(BaseBackend):
             self._through_stages(name, micros, asked.values(), keep, forward_only=True)
         return found
 
-    def _accumulate(
-        self,
-        batch: TrainingBatch,
-        split: list[Tensor],
-        algorithm: Algorithm,
-        wanted: Collection[str],
-        watched: WatchedTokens | None,
-    ) -> list[Metrics]:
-        if self.settings.pipeline == 1:
-            parts = super()._accumulate(batch, split, algorithm, wanted, watched)
-        else:
-            parts = self._accumulate_in_stages(batch, split, algorithm, wanted, watched)
+    def _accumulate(self, what: Differentiated, split: list[Tensor]) -> list[Metrics]:
+        through = super()._accumulate if self.settings.pipeline == 1 else self._accumulate_in_stages
+        parts = through(what, split)
         self._sum_gradients()
         return parts
 
-    def _accumulate_in_stages(
-        self,
-        batch: TrainingBatch,
-        split: list[Tensor],
-        algorithm: Algorithm,
-        wanted: Collection[str],
-        watched: WatchedTokens | None,
-    ) -> list[Metrics]:
+    def _accumulate_in_stages(self, what: Differentiated, split: list[Tensor]) -> list[Metrics]:
         """Each role that is trained by itself, with the part of the loss that its outputs make: its micro-batches are
         under way in all stages at a time."""
+        batch, algorithm, wanted, watched = what.batch, what.algorithm, what.wanted, what.watched
         micros = [self._micro(batch, index) for index in split]
         trained = [name for name in wanted if SOURCES[name][0] in self.trained]
         given = self._given(micros, [name for name in wanted if name not in trained])

@@ -10,37 +10,6 @@ from atomrl.atoms.logits import head_logits
 from atomrl.atoms.logprobs import CHUNK_ELEMENTS
 
 
-def parallel_token_logprobs(
-    hidden: Tensor,
-    head_weight: Tensor,
-    tokens: Tensor,
-    first: int,
-    temperature: float,
-    group: Any,
-    with_entropy: bool = False,
-    chunk_tokens: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """`atoms.logprobs.fused_token_logprobs` by ranks that have a part of the vocabulary each.
-
-    No rank holds more than its part of the logits, of a chunk of tokens. The ranks exchange three numbers for each
-    token, and in the backward pass the gradient of `hidden`.
-
-    Args:
-        hidden: [N, H], the same on all ranks.
-        head_weight: [V', H] rows of this rank's tokens.
-        tokens: [N] ids in the whole vocabulary.
-        first: id of this rank's first token.
-        group: of the ranks that have one vocabulary together.
-
-    Returns:
-        Log-probs and entropies [N] in float32, the same on all ranks.
-    """
-    chunk = chunk_tokens or max(16, CHUNK_ELEMENTS // len(head_weight))
-    arguments = hidden, head_weight, tokens - first, temperature, group, chunk, with_entropy
-    logprobs, entropy = _Parallel.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no types for it
-    return logprobs, entropy if with_entropy else None
-
-
 def parallel_row_logprobs(
     hidden: Tensor,
     head_weight: Tensor,
@@ -52,19 +21,29 @@ def parallel_row_logprobs(
     with_entropy: bool = False,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`atoms.logprobs.row_logprobs` likewise.
+    """`atoms.logprobs.row_logprobs` by ranks that have a part of the vocabulary each.
+
+    No rank holds more than its part of the logits, of a chunk of tokens. The ranks exchange three numbers for each
+    token, and in the backward pass the gradient of `hidden`.
 
     Args:
-        hidden: [n, H] of the token before each wanted one, row by row.
-        tokens, wanted: [B, T] ids, and which of them; none in the first column.
+        hidden: [n, H] of the token before each wanted one, row by row; the same on all ranks.
+        head_weight: [V', H] rows of this rank's tokens.
+        tokens, wanted: [B, T] ids in the whole vocabulary, and which of them; none in the first column.
+        first: id of this rank's first token.
+        group: of the ranks that have one vocabulary together.
+
+    Returns:
+        Log-probs and entropies [B, T] in float32, the same on all ranks; 0 where they are not wanted.
     """
-    arguments = hidden, head_weight, tokens[wanted], first, temperature, group, with_entropy, chunk_tokens
-    logprobs, entropy = parallel_token_logprobs(*arguments)
+    chunk = chunk_tokens or max(16, CHUNK_ELEMENTS // len(head_weight))
+    arguments = hidden, head_weight, tokens[wanted] - first, temperature, group, chunk, with_entropy
+    logprobs, entropy = _Parallel.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no types for it
 
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(wanted.shape).masked_scatter(wanted, values)
 
-    return spread(logprobs), None if entropy is None else spread(entropy)
+    return spread(logprobs), spread(entropy) if with_entropy else None
 
 
 def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
