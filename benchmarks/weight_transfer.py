@@ -33,7 +33,7 @@ from atomrl.protocols import RolloutEngine, WeightUpdate
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.replicas import ReplicatedEngine
 from atomrl.rollout.requests import EngineOptions
-from atomrl.weights.transfer import checked_update, compare, expected_hashes
+from atomrl.weights.transfer import checked_update, compare, dtypes_of, expected_hashes
 
 
 def make_model(folder: Path, megabytes: float) -> Path:
@@ -114,7 +114,7 @@ def one_way(engine: RolloutEngine, transfers: int) -> dict[str, Any]:
         moved.append(timed(lambda update=update: engine.update_weights(update)))
         begin = time.perf_counter()
         held = engine.weight_hashes()
-        compare(held, expected_hashes(update.parts(), held), version)
+        compare(held, expected_hashes(update.parts(), dtypes_of(held)), version)
         verified.append(time.perf_counter() - begin)
         equal += engine.version == version
     dtypes = {found.name: found.dtype for found in held}

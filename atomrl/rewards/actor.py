@@ -43,29 +43,36 @@ class RewardActor:
     def __init__(self, rewards: Sequence[AnyReward], cluster: RayCluster) -> None:
         self.cluster, self.build = cluster, partial(ServedRewards, list(rewards))
         self._actor: Actor | None = None
-        self._lock = threading.Lock()
-        self.current()
+        self._turn = threading.Lock()
+        try:
+            self.current()
+        except cluster.died as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise RewardStop(f"the actor of the reward model died while it started: {reason}") from error
 
     def current(self) -> Actor:
         """The actor, started where there is none."""
-        with self._lock:
-            if self._actor is None:
-                actor = self.cluster.start("reward", 0, self.build)
-                try:
-                    self.cluster.know(actor)
-                except BaseException:
-                    self.cluster.end(actor)
-                    raise
-                self._actor = actor
-            return self._actor
+        if self._actor is None:
+            actor = self.cluster.start("reward", 0, self.build)
+            try:
+                self.cluster.know(actor)
+            except BaseException:
+                self.cluster.end(actor)
+                raise
+            self._actor = actor
+        return self._actor
 
     def score(self, index: int, trajectories: Sequence[Trajectory]) -> list[Any]:
-        """What the reward of this index gives.
+        """What the reward of this index gives. One call at a time, so that none's time passes while others compute.
 
         Raises:
             RewardStop: the actor died again and again.
             Exception: what the reward raised.
         """
+        with self._turn:
+            return self._score(index, trajectories)
+
+    def _score(self, index: int, trajectories: Sequence[Trajectory]) -> list[Any]:
         for _ in range(_DEATHS):
             actor = None
             try:
@@ -83,10 +90,9 @@ class RewardActor:
 
     def _give_up(self, actor: Actor | None, reason: str) -> None:
         log.warning("%s; another one is started", reason)
-        with self._lock:
-            if actor is not None and actor is self._actor:  # and no other thread has seen to it
-                self.cluster.end(actor)
-                self._actor = None
+        if actor is not None:
+            self.cluster.end(actor)
+            self._actor = None
 
 
 def move_models(rewards: Rewards, cluster: RayCluster) -> None:

@@ -26,7 +26,7 @@ class Answer:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     spans: Sequence[Mapping[str, Any]]
-    """`version`, `start`, `end`: which tokens were drawn by the weights of which version."""
+    """`version`, `start`, `end`: which tokens were drawn by the weights of which version, as `label` says it."""
     reason: str
     """`stop`, `length` or `abort`."""
     candidates: Sequence[Sequence[int]] = ()
@@ -192,16 +192,26 @@ def logprob_of(sent: float | None) -> float:
     return math.nan if sent is None or sent <= -9999.0 else float(sent)
 
 
-def checked(answer: Answer, server: Server) -> Answer:
+def checked(answer: Answer, server: Server, mark: str) -> Answer:
     """The answer, unless it cannot be trained on.
+
+    Args:
+        mark: of the weights that this engine has given the server.
 
     Raises:
         ServerGone: the server has started again since it was given weights: the label of their version is gone.
-        RuntimeError: it does not say which weights drew which token, or the completion ended in no known way.
+        RuntimeError: somebody else gives it weights, it does not say which weights drew which token, or the completion
+            ended in no known way.
     """
-    labels = {span["version"] for span in answer.spans if not str(span["version"]).isdigit()}
-    if labels:
-        raise ServerGone(f"it drew with weights of version {min(labels)}, which it starts with")
+    for label in {str(span["version"]) for span in answer.spans}:
+        _, others, found = label.partition("@")
+        if others and found != mark:
+            raise RuntimeError(
+                f"{server.name} drew with weights that another run has given it meanwhile (version {label}): each run "
+                "needs servers of its own"
+            )
+        if not others:
+            raise ServerGone(f"it drew with weights of version {label}, which it starts with")
     ends = [0, *(span["end"] for span in answer.spans)]
     if [span["start"] for span in answer.spans] != ends[:-1] or ends[-1] != len(answer.token_ids):
         raise RuntimeError(f"{server.name} does not say which weights drew each of {len(answer.token_ids)} tokens")
@@ -215,7 +225,9 @@ def take_answer(state: RequestState, answer: Answer | Exception) -> FinishReason
     if isinstance(answer, Exception):
         raise answer
     state.token_ids, state.logprobs = list(answer.token_ids), list(answer.logprobs)
-    state.versions = [(span["start"], int(span["version"])) for span in answer.spans if span["end"] > span["start"]]
+    state.versions = [
+        (span["start"], int(span["version"].partition("@")[0])) for span in answer.spans if span["end"] > span["start"]
+    ]
     for candidates in answer.candidates:
         state.candidate_counts.append(len(candidates))
         state.candidate_ids.extend(candidates)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from atomrl.cluster.ray_cluster import Actor, RayCluster
+from atomrl.cluster.ray_cluster import Actor, ActorDied, RayCluster
 from atomrl.cluster.watch import RayHangs
 from atomrl.protocols import RolloutEngine, WeightHash, WeightUpdate
 from atomrl.types import GenerationOutput, GenerationRequest
@@ -128,7 +128,10 @@ class ReplicatedEngine:
         """Outputs that came beside another answer; the next `poll` gives them."""
         self.replicas = [_Replica(self._start(index)) for index in range(cluster.wanted["rollout"].count)]
         for replica in self.replicas:
-            self._know(replica)
+            try:
+                self._know(replica)
+            except cluster.died as error:
+                self._revive(replica, error)
 
     def _start(self, index: int) -> Actor:
         return self.cluster.start("rollout", index, self.build)
@@ -156,9 +159,9 @@ class ReplicatedEngine:
         """Start a replica again, with the current weights and the requests that it held."""
         replica.restarts += 1
         self.restarts += 1
-        if replica.restarts > _RESTARTS:
-            raise RuntimeError(f"{replica.actor} died {replica.restarts} times in a row") from error
         reason = str(error).strip().partition("\n")[0]
+        if replica.restarts > _RESTARTS:
+            raise ActorDied(f"{replica.actor} died {replica.restarts} times in a row: {reason}") from error
         log.warning("%s died and is started again: %s", replica.actor, reason)
         began = time.monotonic()
         self.cluster.end(replica.actor)
@@ -300,6 +303,8 @@ class ReplicatedEngine:
 
     def sleep(self) -> None:
         """Free what can be made again, in every replica, or raise RuntimeError where there are requests."""
+        if held := sum(len(replica.held) for replica in self.replicas):  # else those that hold none would sleep
+            raise RuntimeError(f"the engine holds {held} requests; let them finish or abort them first")
         self._all("set_state", "sleep")
         self.asleep = True
 

@@ -20,6 +20,13 @@ class ServerCalls(RequestEngine):
     """Where those of the last update lie."""
     ranks: dict[str, int]
     """Of the adapters, by the name of the weight that they sit on."""
+    mark: str
+    """Of this engine among all that may give a server weights."""
+
+    @property
+    def label(self) -> str:
+        """What servers call the weights that there are now."""
+        return f"{self.version}@{self.mark}"
 
     def _command(self, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
         """What starts a server on a port of 127.0.0.1, and its environment beside ours."""

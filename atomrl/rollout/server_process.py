@@ -56,7 +56,7 @@ class ServerProcess:
     """
 
     def __init__(self, command: Callable[[int], tuple[Sequence[str], Mapping[str, str]]]) -> None:
-        port = free_port()
+        port, self._port = reserved_port()
         self.url = f"http://127.0.0.1:{port}"
         words, environment = command(port)
         self.folder = TemporaryFolder("serving", short=True)  # for what it leaves behind, too
@@ -94,11 +94,19 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self._port.close()
         self.folder.close()
 
 
-def free_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def reserved_port() -> tuple[int, socket.socket]:
+    """A port of this machine that nothing listens on, and what keeps it: on Linux nobody else gets it until that is
+    closed, but who asks for it by number and for reuse, as servers do. (A server binds its own seconds later, when
+    another run's may have found it free.)"""
+    keeper = socket.socket()
+    keeper.bind(("127.0.0.1", 0))
+    port = int(keeper.getsockname()[1])
+    if sys.platform == "linux":
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    else:
+        keeper.close()
+    return port, keeper

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import math
+import os
 import queue
 import shutil
 import time
@@ -65,7 +66,7 @@ class ServerEngine(ServerCalls):
         self.folder, self.config, self.eos, self.options = folder, config, eos, options
         self.shapes, self.tied = published_shapes(folder, config), is_tied(config)
         self.own, self.on_cpu = not options.server, torch.device(options.device).type == "cpu"
-        self.files = TemporaryFolder("update")
+        self.files, self.mark = TemporaryFolder("update"), os.urandom(4).hex()
         self.updated = False  # servers have been given no other weights than they start with
         self.weights: Path | None = None
         self.adapters, self.ranks = None, {}
@@ -208,7 +209,7 @@ class ServerEngine(ServerCalls):
             server.wire_ids[state.request.request_id] = name
             adapters = server.adapters
         try:
-            answer = checked(await self._generate(server, state, name), server)
+            answer = checked(await self._generate(server, state, name), server, self.mark)
         finally:
             server.under_way -= 1
         wanted = server.holds(state) and adapters == self._adapter_name()

@@ -178,7 +178,7 @@ class SGLangEngine(ServerEngine):
         if self.sent:
             await self._broadcast(server)
         elif self.weights is not None:
-            named = {"model_path": str(self.weights), "weight_version": str(self.version), "flush_cache": True}
+            named = {"model_path": str(self.weights), "weight_version": self.label, "flush_cache": True}
             await self.client.post(server, "/update_weights_from_disk", named)
         if server.adapters == self._adapter_name():
             return
@@ -191,7 +191,7 @@ class SGLangEngine(ServerEngine):
     async def _broadcast(self, server: Server) -> None:
         """Send what is kept, a part in each call."""
         label = (await self.client.get(server, "/model_info"))["weight_version"]
-        group = server.group if label.isdigit() else None  # it has started again
+        group = server.group if label.endswith(f"@{self.mark}") else None  # it has started again
         group, server.group = group or await self._join(server), None
         await self.client.post(server, "/begin_weight_update", {})
         parts = list(_parts(self.sent))
@@ -249,11 +249,11 @@ class SGLangEngine(ServerEngine):
         return self.sent or {name: tensor.to(self.options.dtype) for name, tensor in read_weights(self.folder)}
 
     async def _name_version(self, server: Server) -> None:
-        label = {"new_version": str(self.version), "abort_all_requests": False}
+        label = {"new_version": self.label, "abort_all_requests": False}
         await self.client.post(server, "/update_weight_version", label)
         found = (await self.client.get(server, "/model_info"))["weight_version"]
-        if found != str(self.version):
-            raise RuntimeError(f"{server.name} has weights of version {found}, not {self.version}")
+        if found != self.label:
+            raise RuntimeError(f"{server.name} has weights of version {found}, not {self.label}")
 
     async def _set_memory(self, server: Server, asleep: bool) -> None:
         await self.client.post(server, "/release_memory_occupation" if asleep else "/resume_memory_occupation", {})

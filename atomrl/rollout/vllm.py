@@ -114,6 +114,7 @@ class VLLMEngine(RequestEngine):
         on_cpu = torch.device(options.device).type == "cpu"
         config = model_config_only(path, options.trust_remote_code)
         cache_bytes = cpu_cache_bytes(config, options.max_concurrent_completions, options.dtype)
+        set_threads = torch.set_num_threads
         llm = LLMEngine.from_engine_args(
             EngineArgs(
                 model=folder,
@@ -135,6 +136,7 @@ class VLLMEngine(RequestEngine):
                 worker_extension_cls=WORKER_EXTENSION,
             )
         )
+        torch.set_num_threads = set_threads  # on a CPU it puts one there that does nothing, for the trainer too
         eos = eos_token_ids(folder, config, tokenizer)
         return cls(llm, published_shapes(folder, config), is_tied(config), eos, tokenizer)
 

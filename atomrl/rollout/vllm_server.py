@@ -136,10 +136,10 @@ class VLLMServerEngine(ServerEngine):
         return _ADAPTERS if self.adapters else None  # new ones take the old ones' place
 
     async def _name_version(self, server: Server) -> None:
-        await self.client.post(server, "/update_weight_version", {"new_version": str(self.version)})
+        await self.client.post(server, "/update_weight_version", {"new_version": self.label})
         found = (await self.client.get(server, "/weight_info"))["weight_version"]
-        if found != str(self.version):
-            raise RuntimeError(f"{server.name} has weights of version {found}, not {self.version}")
+        if found != self.label:
+            raise RuntimeError(f"{server.name} has weights of version {found}, not {self.label}")
 
     async def _hashes(self, server: Server) -> list[WeightHash]:
         config = (await self.client.get(server, "/server_info", params={"config_format": "json"}))["vllm_config"]

@@ -16,6 +16,8 @@ from atomrl.training.ranks import Build, RankedBackend, follow_launcher
 from atomrl.training.remote import RemoteBackend, ServedBackend
 from atomrl.weights.collective import open_store
 
+_LAST_WORDS_S = 15.0
+
 
 class RankHost(ServedBackend):
     """What the actor of a rank holds: rank 0's has the back end that the run calls, the others follow it."""
@@ -68,8 +70,25 @@ class RankActors(RemoteBackend):
             cluster.submit(actor, "begin", place, build, settings, device, tokenizer)
             for actor, place in zip(self.actors, places, strict=True)
         ]
-        with self._named(self.trainer):
-            cluster.get(self.trainer, asked[0], START_S)
+        first = self._first_to_end(asked)
+        with self._named(self.actors[first]):
+            cluster.get(self.actors[first], asked[first], START_S)
+
+    def _first_to_end(self, asked: Sequence[Any]) -> int:
+        """The rank that has begun, which is rank 0, or with whose error it ends: ranks would wait for one that is gone.
+
+        Raises:
+            TimeoutError: there is none.
+        """
+        ready: list[Any] = []
+        # Rank 0 says more of why another ended, where they have met.
+        for waiting, patience_s in ((asked, START_S), (asked[:1], _LAST_WORDS_S)):
+            if asked[0] not in ready:
+                with self.cluster.watch.inside(patience_s):
+                    ready = self.cluster.ray.wait(waiting, timeout=patience_s)[0] or ready
+        if not ready:
+            raise TimeoutError(self.cluster.silent(self.actors, START_S))
+        return asked.index(ready[0])
 
     def _places(self) -> Sequence[dict[str, str]]:
         """What a launcher would tell each rank."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from atomrl.protocols import RolloutEngine, TrainingBackend, WeightHash, WeightU
 from atomrl.weights.hashing import tensor_hash
 
 log = logging.getLogger(__name__)
+ROUNDED_TO = (torch.float32, torch.bfloat16, torch.float16)
 Expected = dict[tuple[str, torch.dtype], int]
 """(name, what the engine rounds it to) -> the hash that it must have."""
 
@@ -39,6 +41,8 @@ class InProcessTransfer:
         self.trainer, self.engine, self.read_back = trainer, engine, ReadBack(engine)
         self.base: Expected | None = None
         """Of the weights beneath the adapters, once they are sent."""
+        self.dtypes: Mapping[str, set[torch.dtype]] = {}
+        """What the engine rounds each weight to, once it has said so."""
 
     def __call__(self, version: int) -> None:
         """Hand over the trainer's weights as they are now; `version` is how many updates they have seen.
@@ -48,10 +52,19 @@ class InProcessTransfer:
             WeightMismatch: the engine has another version or other weights afterwards.
         """
         update = self.trainer.weight_update(version, adapters_alone=self.base is not None)
-        update = checked_update(update, self.engine.weight_shapes())
-        self.engine.update_weights(update)
+        update, expected = checked_update(update, self.engine.weight_shapes()), dict(self.base or {})
+
+        def hashed(parts: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in parts:
+                expected.update(expected_hashes([(name, tensor)], self.dtypes))
+                yield name, tensor
+
+        tensors = hashed(update.tensors)  # as they are read: they may be gone afterwards
+        self.engine.update_weights(replace(update, tensors=tensors))
+        for _ in chain(tensors, hashed(replace(update, tensors=()).parts())):
+            pass
         held = self.read_back(version)
-        expected = expected_hashes(update.parts(), held) | (self.base or {})
+        self.dtypes = dtypes_of(held)
         compare(held, expected, version)
         base = {key: value for key, value in expected.items() if ".lora_" not in key[0]}
         self.base = base if update.adapters else None
@@ -84,16 +97,21 @@ class ReadBack:
         return held
 
 
-def expected_hashes(parts: Iterable[tuple[str, Tensor]], held: Iterable[WeightHash]) -> Expected:
-    """The hashes that an engine must have after it was sent `parts`, rounded as it says that it rounds."""
+def dtypes_of(held: Iterable[WeightHash]) -> dict[str, set[torch.dtype]]:
+    """What engines round each weight to."""
     dtypes: dict[str, set[torch.dtype]] = {}
     for found in held:
         dtypes.setdefault(found.name, set()).add(found.dtype)
-    # One that the engine does not hold is expected all the same, to be missed.
+    return dtypes
+
+
+def expected_hashes(parts: Iterable[tuple[str, Tensor]], dtypes: Mapping[str, set[torch.dtype]]) -> Expected:
+    """The hashes that an engine must have after it was sent `parts`, rounded as it rounds each; of one of which this is
+    not known, all that may be."""
     return {
         (name, dtype): tensor_hash(tensor, dtype)
         for name, tensor in parts
-        for dtype in dtypes.get(name, {tensor.dtype})
+        for dtype in dtypes.get(name, {tensor.dtype, *ROUNDED_TO})
     }
 
 
@@ -141,6 +159,7 @@ def checked_update(update: WeightUpdate, shapes: Mapping[str, tuple[int, ...]]) 
     """The update, once every weight is there exactly once and everything in it fits the engine's `shapes`.
 
     A tied weight that comes under its second name too is left out. Only an update with adapters may bring no weights.
+    Of one with an `outline` that is looked at, and nothing is gathered.
 
     Raises:
         ValueError: names what is missing, unexpected, repeated or of a wrong shape.
@@ -152,7 +171,7 @@ def checked_update(update: WeightUpdate, shapes: Mapping[str, tuple[int, ...]]) 
         ...
         atomrl.config.base.ConfigError: the weights were refused: a has shape (2,), not (3,)
     """
-    tensors = list(update.tensors)
+    tensors = list(update.tensors if update.outline is None else update.outline)
     for name, adapter in update.adapters.items():
         (rank, inputs), (outputs, same_rank), shape = adapter.a.shape, adapter.b.shape, shapes.get(name)
         # GPT-2 stores its linear layers as [in, out].
@@ -162,6 +181,9 @@ def checked_update(update: WeightUpdate, shapes: Mapping[str, tuple[int, ...]]) 
                 f"the weights were refused: adapter of {name} has shapes {tuple(adapter.a.shape)} and "
                 f"{tuple(adapter.b.shape)}; {there}"
             )
+    if update.outline is not None:
+        fitting_weights(tensors, shapes)
+        return update
     if tensors or not update.adapters:
         known = {tensor.data_ptr() for name, tensor in tensors if name in shapes}
         tied = [name for name, tensor in tensors if name not in shapes and tensor.data_ptr() in known]

@@ -30,7 +30,7 @@ from atomrl.rollout.vllm import VLLMEngine
 from atomrl.rollout.vllm_server import VLLMServerEngine
 from atomrl.types import SamplingParams
 from atomrl.weights import InProcessTransfer, WeightMismatch, tensor_hash
-from atomrl.weights.transfer import compare, expected_hashes
+from atomrl.weights.transfer import compare, dtypes_of, expected_hashes
 from tests.conformance.fake_sglang import FakeSGLang
 from tests.engines import logprobs_of, prompts_of, response
 from tests.tiny import make_tiny_model
@@ -808,7 +808,7 @@ def test_other_weights_than_the_trainers_are_found(make_engine, folder, name, ch
     found = engine.weight_hashes()
     wanted = ((key, sent[key]) for key in engine.weight_shapes())
     with pytest.raises(WeightMismatch, match=rf"not the weights of version 1: {name} differs$"):
-        compare(found, expected_hashes(wanted, found), version=1)
+        compare(found, expected_hashes(wanted, dtypes_of(found)), version=1)
 
 
 def test_other_adapters_than_the_trainers_are_found(make_engine, folder):
@@ -824,9 +824,9 @@ def test_other_adapters_than_the_trainers_are_found(make_engine, folder):
     engine.update_weights(WeightUpdate(2, (), trainer.adapters | {name: other}))
     held = engine.weight_hashes()
     with pytest.raises(WeightMismatch, match=rf": {name}.lora_B differs$"):
-        compare(held, expected_hashes(sent.parts(), held), version=2)
+        compare(held, expected_hashes(sent.parts(), dtypes_of(held)), version=2)
     del trainer.adapters[name]
     engine.update_weights(WeightUpdate(3, (), trainer.adapters))
     held = engine.weight_hashes()
     with pytest.raises(WeightMismatch, match=rf": {name}.lora_A is missing, {name}.lora_B is missing$"):
-        compare(held, expected_hashes(sent.parts(), held), version=3)
+        compare(held, expected_hashes(sent.parts(), dtypes_of(held)), version=3)

@@ -55,17 +55,18 @@ def use(engine, path: str) -> None:
 
 
 def cycle(kind: str, path: str) -> None:
-    """Once: `replicas` and `collective` are two actors, by two ways of weights."""
+    """Once: `replicas` and `collective` are two actors, by two ways of weights, and `vllm-actor` is one with vLLM."""
     if kind in KINDS:
         with closing(opened(kind, path)) as engine:
             use(engine, path)
         return
-    way = "shared_memory" if kind == "replicas" else kind
+    way = "collective" if kind == "collective" else "shared_memory"
+    count, inner = (1, "vllm") if kind == "vllm-actor" else (2, "native")
     resources = {"rollout": {"num_cpus": 0.1}}
-    config = ClusterConfig(replicas=2, resources=resources, weight_transfer=way, timeout_s=300)
+    config = ClusterConfig(replicas=count, resources=resources, weight_transfer=way, timeout_s=300)
     with (
         closing(RayCluster(config, ["rollout"])) as cluster,
-        closing(ReplicatedEngine(partial(opened, "native", path), cluster)) as engine,
+        closing(ReplicatedEngine(partial(opened, inner, path), cluster)) as engine,
     ):
         use(engine, path)
 
@@ -115,11 +116,22 @@ def there() -> dict[str, list[str]]:
     return {
         "processes": sorted(name_of(pid) for pid in children()),
         "threads": sorted(thread.name for thread in threading.enumerate()),
-        "native threads": [str(len(os.listdir("/proc/self/task")))],
+        "native threads": native_threads(),
         "files": sorted(_OWN_NAME.sub("...", name.partition(":[")[0]) for name in files),
         "folders": sorted(folders | names(Path("/tmp"), f"atomrl-*{os.getpid()}*")),
         "shared memory": sorted(name for name in shared if name not in others and "/sem.mp-" not in name),
     }
+
+
+def native_threads() -> list[str]:
+    """The names of this process's, as the system has them."""
+    found = []
+    for comm in Path("/proc/self/task").glob("*/comm"):
+        try:
+            found.append(comm.read_text().strip())
+        except OSError:  # ended in between
+            continue
+    return sorted(found)
 
 
 def name_of(pid: int) -> str:

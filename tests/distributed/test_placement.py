@@ -57,6 +57,13 @@ def test_a_trainer_in_an_actor_trains_the_same(folder):
     assert metrics(folder, "there") == metrics(folder, "here")
 
 
+def test_a_trainer_in_an_actor_takes_groups_from_a_pool(folder):
+    """There is no engine then that could sleep."""
+    assert main(["rollout", *config(folder, "pooled"), *APART, "--groups", "16"]) == 0
+    train(folder, "pooled", *APART, "cluster.placement=colocated", "rollout.source=pool", "pool.max_staleness=9")
+    assert json.loads((run_of(folder, "pooled") / "summary.json").read_text())["finished"]
+
+
 def test_models_apart_train_the_same(folder):
     """A critic with its own optimizer, and a reference."""
     models = ["cluster.resources.critic={num_cpus: 0.2}", "cluster.resources.reference={num_cpus: 0.2}"]

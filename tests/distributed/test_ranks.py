@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,10 @@ import yaml
 from safetensors.torch import load_file
 
 from atomrl.cli.main import main
+from atomrl.cluster.ray_cluster import RayCluster
+from atomrl.config import ClusterConfig, FSDPConfig
+from atomrl.training.group import RankLost
+from atomrl.training.rank_actors import RankActors
 from benchmarks.faults import TrainingRun, prepare
 from benchmarks.rank_faults import distance
 from tests.tiny import make_tiny_model
@@ -40,6 +46,17 @@ def test_ranks_in_actors_train_the_same(folder):
     assert distance(one, other) == 0
 
 
+def of_rank(run: TrainingRun, rank: int) -> int:
+    """Its process. That of rank 0 is idle between two calls, the other follows it from first to last."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        names = {pid: name.split()[0] for pid, name in run.ours().items() if name.startswith("ray::trainer")}
+        first = [pid for pid, name in names.items() if name == "ray::trainer"]
+        if first and len(names) == 2:
+            return next(pid for pid in names if (pid == first[0]) == (rank == 0))
+    raise AssertionError(f"no rank was idle: {names}")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_an_actor_is_killed_a_new_group_goes_on(tmp_path, rank):
     prepare(tmp_path)
@@ -55,15 +72,42 @@ def test_where_an_actor_is_killed_a_new_group_goes_on(tmp_path, rank):
     run = TrainingRun(tmp_path, "run")
     try:
         run.until_step(6)
-        os.kill(run.actors("trainer")[rank], signal.SIGKILL)
+        pid = of_rank(run, rank)
+        os.kill(pid, signal.SIGKILL)
         assert run.process.wait(900) == 0, run.log.read_text()[-2000:]
-        assert (
-            "a new group of ranks goes on from the newest checkpoint (1 of backend.restarts=2)" in run.log.read_text()
-        )
+        said = run.log.read_text()
+        assert "a new group of ranks goes on from the newest checkpoint (1 of backend.restarts=2)" in said
+        assert ("rank 1 stands still, or is gone" if rank else f"trainer (pid {pid} on 127.0.0.1) died") in said
         assert run.weights() == whole.weights()
         assert run.gone_after("ours", 30) < 10
     finally:
         run.end()
+
+
+class Killed(RankActors):
+    """Of whose ranks one is killed before they meet."""
+
+    rank = 0
+
+    def _places(self):
+        found = super()._places()
+        os.kill(self.actors[self.rank].pid, signal.SIGKILL)
+        return found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_do_not_wait_for_one_that_was_killed_before_they_met(rank, monkeypatch):
+    monkeypatch.setattr(Killed, "rank", rank)
+    settings = ClusterConfig(resources={"trainer": {"num_cpus": 0.2}}, timeout_s=60)
+    with closing(RayCluster(settings, ["trainer"], "cpu", ranks=2)) as cluster:
+        began = time.monotonic()
+        with pytest.raises(RankLost, match=r"^trainer \(pid \d+ on 127.0.0.1\) died"):
+            Killed(build_none, FSDPConfig(type="fsdp", ranks=2), "cpu", None, cluster)
+        assert time.monotonic() - began < 60
+
+
+def build_none(ranks, device):
+    """It does not come to this."""
 
 
 def test_how_many_actors_has_to_be_said(folder, capsys):

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,22 @@ def test_one_that_hangs_is_named_and_replaced(folder, cluster, moved):
     assert f"reward (pid {stopped} on 127.0.0.1) has not answered for 2 s" in failures[0].message
     cluster.config = cluster.config.model_copy(update={"timeout_s": 120.0})
     assert values(moved(rollouts(BATCH))) == expected
+
+
+class Slow:
+    def __call__(self, trajectories):
+        time.sleep(1)
+        return [float(len(item.text)) for item in trajectories]
+
+
+def test_groups_that_are_scored_at_once_do_not_wait_in_each_others_time(cluster):
+    """As the asynchronous loop has them: a thread for each."""
+    actor = RewardActor([Slow()], cluster)
+    cluster.config = cluster.config.model_copy(update={"timeout_s": 3.0})
+    batch = rollouts(BATCH)
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(lambda _: actor.score(0, batch), range(6)))
+    assert found == [[float(len(item.text)) for item in batch]] * 6
 
 
 class Deadly:

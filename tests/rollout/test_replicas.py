@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from atomrl.cluster.ray_cluster import Actor
+from atomrl.cluster.ray_cluster import Actor, ActorDied
 from atomrl.config import ClusterConfig
 from atomrl.protocols import WeightUpdate
 from atomrl.rollout.fake import FakeEngine
@@ -168,5 +168,28 @@ def test_one_that_dies_again_and_again_ends_the_run(replicas, cluster):
     cluster.start = lambda role, index, build: Actor(role, index, None, SimpleNamespace(address="here"), None)
     replicas.submit([request("a/0")])
     cluster.dies.add((0, "poll"))
-    with pytest.raises(RuntimeError, match="died 4 times in a row"):
+    with pytest.raises(ActorDied, match=r"^rollout 0 .*died 4 times in a row: rollout 0 .*is gone$"):
         replicas.poll(0.1)
+
+
+def test_one_that_dies_while_it_starts_is_started_again(cluster):
+    know, tries = cluster.know, []
+
+    def dies_first(actor):
+        tries.append(actor.index)
+        if len(tries) < 3:
+            raise Died("out of memory")
+        know(actor)
+
+    cluster.know = dies_first
+    replicas = ReplicatedEngine(engine, cluster)
+    replicas.submit([request("a/0"), request("b/0")])
+    assert tries == [0, 0, 0, 1] and drain(replicas) == ["a/0", "b/0"]
+
+
+def test_where_one_holds_requests_none_sleeps(replicas):
+    replicas.submit([request("a/0")])
+    with pytest.raises(RuntimeError, match="holds 1 requests"):
+        replicas.sleep()
+    replicas.submit([request("b/0")])  # by the other one
+    assert drain(replicas) == ["a/0", "b/0"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -85,7 +86,7 @@ def test_a_server_that_is_there_gets_the_weights_before_it_draws(fakes, connect,
     connect(fake)
     ours = dict(read_weights(folder))
     assert all(torch.equal(tensor, ours[name]) for name, tensor in fake.model.named_parameters())
-    assert fake.label == "0"
+    assert fake.label.startswith("0@")
 
 
 def test_two_servers_share_the_groups_and_draw_what_one_draws(fakes, connect):
@@ -125,10 +126,11 @@ def test_a_server_that_hangs_is_not_asked_to_give_up_what_it_holds(fakes, connec
     fake.hangs = False
 
 
-@pytest.mark.parametrize("said", [[], None, [{"version": "0", "start": 0, "end": 7}]])
+@pytest.mark.parametrize("said", [[], None, [{"start": 0, "end": 7}]])
 def test_tokens_that_no_version_is_told_of_are_refused(fakes, connect, monkeypatch, said):
     fake = fakes()
     engine, answer = connect(fake), fake.answer
+    said = said and [span | {"version": engine.label} for span in said]
 
     def other(request, logprobs):
         found = answer(request, logprobs)
@@ -139,6 +141,24 @@ def test_tokens_that_no_version_is_told_of_are_refused(fakes, connect, monkeypat
     long = SamplingParams(max_completion_tokens=8, ignore_eos=True)
     with pytest.raises(RuntimeError, match=r"SGLangEngine .* does not say which weights drew each of 8 tokens"):
         generate(engine, PROMPTS, long)
+
+
+def test_a_server_that_another_run_gives_weights_is_refused(fakes, connect, folder):
+    """Its version 0 is not ours, whatever the number."""
+    fake = fakes()
+    engine = connect(fake)
+    long = SamplingParams(completions_per_prompt=2, max_completion_tokens=150, ignore_eos=True)
+    engine.submit(requests_of(PROMPTS[0], long))
+    while not fake.running or len(fake.running[0].drawn) < 5:
+        time.sleep(0.005)
+    connect(fake)
+    message = rf"SGLangEngine at {fake.url} drew with weights that another run has given it .*each run needs servers of"
+    with pytest.raises(RuntimeError, match=message):
+        while True:
+            assert len(engine.poll()) < 3
+    engine.abort()
+    engine.update_weights(WeightUpdate(version=1, tensors=scaled(folder, 0.8)))
+    assert fake.label == engine.label and len(drawn(engine)) == 9
 
 
 def test_a_completion_that_ended_otherwise_is_refused(fakes, connect, monkeypatch):
@@ -193,7 +213,7 @@ def test_requests_of_a_server_that_comes_back_are_done_again_with_the_current_we
     again_drawn = [found[request.request_id].segments for prompt in PROMPTS for request in requests_of(prompt, LONG)]
     assert [segments[0].token_ids for segments in again_drawn] == expected
     assert {segment.policy_version for segments in again_drawn for segment in segments} == {4}
-    assert again.label == "4"
+    assert again.label.startswith("4@")
 
 
 def test_weights_change_between_two_tokens_and_each_token_knows_which_drew_it(fakes, connect, folder):
@@ -345,6 +365,33 @@ def test_a_server_that_was_started_here_ends_with_its_driver_also_when_that_is_k
     assert not alive(pid)
 
 
+LISTENER = """
+import socket, sys, time
+time.sleep(0.5)
+server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+print("listens", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a port cannot be kept")
+def test_the_port_of_a_server_is_its_own_before_it_listens():
+    process = ServerProcess(lambda port: ([sys.executable, "-c", LISTENER, str(port)], {}))
+    place = ("127.0.0.1", int(process.url.rpartition(":")[2]))
+    try:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(place)
+        end = time.monotonic() + 30
+        while not process.tail() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert process.tail() == "listens"
+        socket.create_connection(place).close()
+    finally:
+        process.end()
+    with socket.create_server(place):  # given back
+        pass
+
+
 def test_a_server_that_ends_while_it_starts_is_named_with_its_last_words(folder, monkeypatch):
     words = [sys.executable, "-c", "print('no kernels for this machine'); raise SystemExit(3)"]
     monkeypatch.setattr(SGLangEngine, "_command", lambda self, port: (words, {}))
@@ -396,5 +443,5 @@ def test_a_run_trains_with_servers_that_are_there(fakes, tmp_path, folder):
     config.write_text("{}\n")
     overrides = [f"{key}={value}" for key, value in settings.items()]
     assert main(["train", str(config), *overrides]) == 0
-    assert one.label == two.label == "2"  # the weights of the last update
+    assert one.label == two.label and one.label.startswith("2@")  # the weights of the last update
     assert {one.calls.count("/update_weights_from_disk"), two.calls.count("/update_weights_from_disk")} == {3}
