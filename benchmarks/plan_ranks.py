@@ -5,8 +5,8 @@
 
 The numbers are those that `atomrl train CONFIG --dry-run` prints (`models/memory.py`), for a config with rows of at
 most `--row` tokens, a micro-batch of one row, bfloat16, gradient checkpointing, and no reference model. Of the logits
-and the gathered layers the larger is counted: they are never there at the same time. Nothing is downloaded, and nothing
-is measured.
+and what a layer's backward pass takes the larger is counted: they are never there at the same time. Nothing is
+downloaded, and nothing is measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from atomrl.algorithms.table import objective_of
 from atomrl.config import RunConfig, build_config
-from atomrl.models.memory import memory_estimate
+from atomrl.models.memory import at_once, memory_estimate
 
 GB = 1e9
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -46,6 +46,12 @@ CHOICES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """What is changed of `backend`, and of `model`."""
 
 
+STATE = ("trainer weights", "gradients", "optimizer")
+TRAINERS = (
+    *STATE, "gathered embedding", "gathered layers", "activations", "log-prob chunk", "backward pass",
+)  # fmt: skip
+
+
 def config_of(folder: Path, row: int, backend: dict[str, Any], model: dict[str, Any]) -> RunConfig:
     """A run whose longest row is the only one of a micro-batch."""
     return build_config(
@@ -64,17 +70,20 @@ def parts_of(folder: Path, row: int, gpus: int, backend: dict[str, Any], model: 
     """GB of a rank that trains, by what they are; `peak` is the most at once, `CPU` what lies in its memory."""
     config = config_of(folder, row, backend, model)
     found = memory_estimate(config, objective_of("grpo", {}), gpus, "cuda")
-    state = sum(found[name] for name in ("trainer weights", "gradients", "optimizer"))
-    passing = max(found["log-prob chunk"], found["gathered layers"])
+    state = sum(found[name] for name in STATE)
     parts = {
         "state": state,
         "gathered": found["gathered embedding"] + found["gathered layers"],
         "activations": found["activations"],
         "logits": found["log-prob chunk"],
-        "peak": state + found["gathered embedding"] + found["activations"] + passing,
+        "backward pass": found["backward pass"],
+        "peak": at_once({name: size for name, size in found.items() if name in TRAINERS}),
         "CPU": found.get("in the CPU's memory", 0),
     }
     return {name: size / GB for name, size in parts.items()}
+
+
+CELLS = ("state", "gathered", "activations", "logits", "backward pass")
 
 
 def folders(place: Path) -> Iterator[tuple[str, Path]]:
@@ -92,12 +101,13 @@ def tables(gpus: list[int], row: int, memory: float) -> Iterator[str]:
     """Lines of both tables, in Markdown."""
     with tempfile.TemporaryDirectory() as place:
         models = dict(folders(Path(place)))
-        yield "| GB of a GPU | GPUs | weights, gradients, moments | gathered | activations | logits | most at once |"
-        yield "|---|---|---|---|---|---|---|"
+        names = "weights, gradients, moments | gathered | activations | logits | a layer's backward pass"
+        yield f"| GB of a GPU | GPUs | {names} | most at once |"
+        yield "|---|---|---|---|---|---|---|---|"
         for name, folder in models.items():
             for count in gpus:
                 found = parts_of(folder, row, count, {}, {})
-                cells = [f"{found[part]:.1f}" for part in ("state", "gathered", "activations", "logits")]
+                cells = [f"{found[part]:.1f}" for part in CELLS]
                 yield f"| {name} | {count} | {' | '.join(cells)} | {verdict(found['peak'], memory)} |"
         yield ""
         yield f"| most at once, on {gpus[0]} GPUs | {' | '.join(models)} |"

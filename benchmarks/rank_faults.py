@@ -2,6 +2,7 @@
 
     python benchmarks/rank_faults.py                                10 points of each fault
     python benchmarks/rank_faults.py --points 1 --ranks 2 --faults SIGKILL
+    python benchmarks/rank_faults.py --backend megatron             two ranks that share every layer
 
 A tiny model on the CPU, as a user starts it. At a random forward pass (of log-probs or of an update, so at any place
 of a step that computes) the last rank
@@ -48,8 +49,12 @@ NAMED = {
 Weights = dict[str, Any]
 
 
-def prepare(folder: Path, ranks: int, timeout_s: float = TIMEOUT_S) -> None:
-    """The model of all runs, and their config."""
+def prepare(folder: Path, ranks: int, timeout_s: float = TIMEOUT_S, **backend: Any) -> None:
+    """The model of all runs, and their config.
+
+    Args:
+        backend: what is otherwise than in that of `fsdp`.
+    """
     import yaml
 
     from tests.tiny import make_tiny_model
@@ -64,7 +69,7 @@ def prepare(folder: Path, ranks: int, timeout_s: float = TIMEOUT_S) -> None:
         "algorithm": {"name": "grpo", "kl": {"type": "k3", "coefficient": 0.01}},
         "train": {"steps": STEPS, "learning_rate": 1e-3, "adam_eps": 1e-3, "tokens_per_micro_batch": 480},
         "checkpoint": {"every_steps": 2},
-        "backend": {"type": "fsdp", "ranks": ranks, "timeout_s": timeout_s},
+        "backend": {"type": "fsdp", "ranks": ranks, "timeout_s": timeout_s} | backend,
     }
     (folder / "c.yaml").write_text(yaml.safe_dump(config))
 
@@ -106,9 +111,9 @@ class Outcome:
         return found
 
     def weights(self) -> Weights:
-        from safetensors.torch import load_file
+        from atomrl.models.loading import read_safetensors
 
-        return load_file(self.out / "run" / "model" / "model.safetensors")
+        return dict(read_safetensors(self.out / "run" / "model"))
 
 
 def distance(mine: Weights, theirs: Weights) -> float:
@@ -141,12 +146,14 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", choices=LIMITS_S, default=list(LIMITS_S))
     parser.add_argument("--points", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--backend", choices=("fsdp", "megatron"), default="fsdp")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     rng, wrong = random.Random(asked.seed), 0
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        prepare(folder, asked.ranks)
+        cut = {"type": "megatron", "tensor": asked.ranks} if asked.backend == "megatron" else {}
+        prepare(folder, asked.ranks, **cut)
         untouched = Outcome(folder, "alone", "none", 10**9)
         assert untouched.code == 0, untouched.said
         alone = untouched.weights()

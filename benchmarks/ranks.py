@@ -8,19 +8,22 @@
 same time and take a step in turns: `step` is the median of those after the first, `of one` the median of its ratios to
 the one process in the same turn. `waits` is the share of a step in which the slowest rank's thread does not compute:
 exchanges that nothing hides, and the lateness of other ranks. `2 sharing` are two ranks that share rows
-(`backend.sequence=2`).
+(`backend.sequence=2`), `2 tensor` two that share each layer's matrices (`backend.tensor=2`).
 
-**Memory.** Of a rank in processes of their own, every byte that torch's allocator hands out from before the model is
-loaded on, in two updates of several micro-batches: `peak` is the most at once, of the fullest rank. `loading` is the
-most until the model is in its shards, `state` what its weights, gradients and moments take. `formula` is what a dry
-run says of the same (`models/memory.py`), without what an engine takes, and of logits and gathered layers the larger;
-`off` is the distance of the peak from it. What Python, torch's libraries and gloo's buffers take is in neither.
+**Memory.** Of a rank in processes of their own, in two updates of several micro-batches, the most memory at once beyond
+what was there before the model was loaded: `peak`, of the fullest rank. `loading` is the most until the model is in its
+shards, `state` what its weights, gradients and moments take. `formula` is what a dry run says of the same
+(`models/memory.py`), without what an engine takes; `off` is the distance of the peak from it. On a CPU it is glibc that
+counts, every piece of 16 kB and more, whichever thread takes or frees it: threads of gloo free tensors of collective
+operations, which torch's profiler does not see and takes for kept. On a GPU torch's allocator counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -35,7 +38,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
-from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -44,7 +46,7 @@ from atomrl.batches import TrainingBatch
 from atomrl.config import FSDPConfig, ModelConfig, RunConfig, TrainConfig, build_config
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import save_model
-from atomrl.models.memory import memory_estimate
+from atomrl.models.memory import at_once, memory_estimate
 from atomrl.training.base import BaseBackend
 from atomrl.training.fsdp import FSDPBackend
 from atomrl.training.group import Ranks
@@ -57,7 +59,10 @@ ROWS, TOKENS, PROMPT, VOCABULARY = 64, 168, 40, 4096
 BUDGET = 8 * TOKENS
 """Tokens of a micro-batch where memory is measured."""
 LIMIT = timedelta(seconds=600)
-OURS = ("trainer weights", "gradients", "optimizer", "activations", "log-prob chunk", "gathered")
+OURS = (
+    "trainer weights", "gradients", "optimizer", "activations", "log-prob chunk", "backward pass", "fresh gradients",
+    "gathered", "rounded",
+)  # fmt: skip
 """Parts of a dry run's memory that are the trainer's."""
 
 
@@ -66,32 +71,37 @@ class Variant(NamedTuple):
 
     world: int = 1
     sequence: int = 1
+    tensor: int = 1
 
     def __str__(self) -> str:
         if self.world == 1:
             return "one process"
-        return f"{self.world} ranks" if self.sequence == 1 else f"{self.world} sharing"
+        return f"{self.world} {'sharing' if self.sequence > 1 else 'tensor' if self.tensor > 1 else 'ranks'}"
+
+    @property
+    def settings(self) -> FSDPConfig:
+        return FSDPConfig(type="fsdp", sequence=self.sequence, tensor=self.tensor)
 
 
-def make_batch(full: bool = False) -> TrainingBatch:
+def make_batch(rows: int = ROWS, full: bool = False) -> TrainingBatch:
     """Rows of unequal length, eight to a prompt; or `full` ones, of which every token is trained on."""
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(PROMPT + 16, TOKENS + 1, (ROWS,), generator=generator)
+    lengths = torch.randint(PROMPT + 16, TOKENS + 1, (rows,), generator=generator)
     lengths, prompt = (torch.full_like(lengths, TOKENS), 1) if full else (lengths, PROMPT)
     at = torch.arange(TOKENS)[None]
     mask = (at >= prompt) & (at < lengths[:, None])
-    tokens = torch.randint(3, VOCABULARY, (ROWS, TOKENS), generator=generator)
+    tokens = torch.randint(3, VOCABULARY, (rows, TOKENS), generator=generator)
     if not full:
         tokens[:, :PROMPT] = tokens[::8, :PROMPT].repeat_interleave(8, 0)
     return TrainingBatch(
         tokens=tokens * (at < lengths[:, None]),
         loss_mask=mask,
         lengths=lengths,
-        prompt_lengths=torch.full((ROWS,), prompt),
-        group_ids=torch.arange(ROWS) if full else torch.arange(ROWS) // 8,
-        rewards=torch.zeros(ROWS),
-        truncated=torch.zeros(ROWS, dtype=torch.bool),
-        advantages=torch.randn(ROWS, 1, generator=generator) * mask,
+        prompt_lengths=torch.full((rows,), prompt),
+        group_ids=torch.arange(rows) if full else torch.arange(rows) // 8,
+        rewards=torch.zeros(rows),
+        truncated=torch.zeros(rows, dtype=torch.bool),
+        advantages=torch.randn(rows, 1, generator=generator) * mask,
         loss_weights=mask / mask.sum(),
     )
 
@@ -115,13 +125,12 @@ def formula(folder: str, variant: Variant, device: str) -> int:
             "data": {"train": "arithmetic", "max_prompt_tokens": 1},
             "rollout": {"max_completion_tokens": TOKENS - 1},
             "train": {"tokens_per_micro_batch": BUDGET},
-            "backend": {"type": "fsdp", "sequence": variant.sequence} if variant.world > 1 else None,
+            "backend": variant.settings if variant.world > 1 else None,
         }
     )
     algorithm = given(folder, device)["algorithm"]
     parts = memory_estimate(config, algorithm, variant.world)
-    found = sum(size for name, size in parts.items() if name.startswith(OURS))
-    return found - min(parts["log-prob chunk"], parts.get("gathered layers", 0))  # never at the same time
+    return at_once({name: size for name, size in parts.items() if name.startswith(OURS)})
 
 
 def here(tensor: Any) -> Tensor:
@@ -129,13 +138,12 @@ def here(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def state_of(backend: BaseBackend) -> int:
-    """Bytes of weights, gradients and moments here."""
+def state_of(backend: BaseBackend) -> tuple[int, int]:
+    """Bytes of weights and of moments here."""
     optimizer = backend.trained["policy"]
-    state = sum(4 * 2 * here(weight).numel() for weight in optimizer.weights.values())  # and its gradient
-    for moments in optimizer.adamw.state.values():
-        state += sum(4 * here(moments[name]).numel() for name in ("exp_avg", "exp_avg_sq"))
-    return state
+    weights = sum(here(weight).nbytes for weight in optimizer.weights.values())
+    states = optimizer.adamw.state.values()
+    return weights, sum(here(state[name]).nbytes for state in states for name in ("exp_avg", "exp_avg_sq"))
 
 
 @contextmanager
@@ -148,7 +156,7 @@ def opened(variant: Variant, rank: int, folder: str, port: int, device: str, **t
         return
     store = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=LIMIT)
     ranks = Ranks(store, rank, variant.world, own, LIMIT.total_seconds())
-    backend = FSDPBackend(FSDPConfig(type="fsdp", sequence=variant.sequence), collective=ranks, device=own, **settings)
+    backend = FSDPBackend(variant.settings, collective=ranks, device=own, **settings)
     yield backend
     ranks.max(0)
     backend.close()
@@ -168,26 +176,53 @@ def timed(at: Connection, variant: Variant, rank: int, folder: str, port: int, d
             at.send((time.perf_counter() - began, time.thread_time() - computing))
 
 
+class MallocInfo(ctypes.Structure):
+    """What `mallinfo2` gives."""
+
+    _fields_ = (("numbers", ctypes.c_size_t * 10),)
+
+
+class Counted:
+    """Bytes that this process has from glibc's malloc in pieces of 16 kB and more, now and at most so far."""
+
+    def __init__(self) -> None:
+        self.libc: Any = ctypes.CDLL("libc.so.6")
+        self.libc.mallopt(-3, 2**14)  # M_MMAP_THRESHOLD: larger pieces are mapped one by one, and counted
+        self.libc.mallinfo2.restype = MallocInfo
+
+    def now(self) -> int:
+        return int(self.libc.mallinfo2().numbers[4])  # hblkhd
+
+    def most(self) -> int:
+        """The last line of what `malloc_stats` writes to stderr; nothing else says it."""
+        with tempfile.TemporaryFile() as file:
+            stderr = os.dup(2)
+            os.dup2(file.fileno(), 2)
+            self.libc.malloc_stats()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            file.seek(0)
+            return int(file.read().split()[-1])
+
+
 def weighed(at: Connection, variant: Variant, rank: int, folder: str, port: int, device: str) -> None:
     """A process that says its peak, its peak while it loads, and its state, in bytes."""
-    with (
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace,
-        opened(variant, rank, folder, port, device, tokens_per_micro_batch=BUDGET) as backend,
-    ):
-        loaded = time.time_ns()
-        batch, algorithm = make_batch(full=True), given(folder, device)["algorithm"]
+    counted = Counted()
+    before = counted.now()
+    with opened(variant, rank, folder, port, device, tokens_per_micro_batch=BUDGET) as backend:
+        loading = counted.most() - before
+        algorithm = given(folder, device)["algorithm"]
+        batch = make_batch(2 * BUDGET // TOKENS * variant.world, full=True)  # two micro-batches of each rank
         if device != "cpu":
             torch.cuda.reset_peak_memory_stats()
         for _ in range(2):
             backend.train_step(batch, algorithm)
-        state, peak = state_of(backend), 0 if device == "cpu" else torch.cuda.max_memory_allocated()
-    found: Any = trace.profiler
-    changes = [(e.start_ns(), e.nbytes()) for e in found.kineto_results.events() if e.name() == "[memory]"]
-    now, peaks = 0, [0, 0]
-    for moment, size in sorted(changes):
-        now += size
-        peaks[moment > loaded] = max(peaks[moment > loaded], now)
-    at.send((peak or peaks[1], peaks[0], state))
+        weights, moments = state_of(backend)
+        # At rest weights and moments are there, and what libraries keep for themselves.
+        peak = weights + moments + counted.most() - counted.now()
+        if device != "cpu":
+            peak = torch.cuda.max_memory_allocated()
+        at.send((peak, loading, 2 * weights + moments))
 
 
 class Group:
@@ -262,7 +297,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     asked = parser.parse_args()
-    variants = [Variant(), *map(Variant, asked.ranks), Variant(2, sequence=2)]
+    variants = [Variant(), *map(Variant, asked.ranks), Variant(2, sequence=2), Variant(2, tensor=2)]
     print(f"{'model':<7}{'':<12}{'step':>9}{'of one':>8}{'waits':>8}  MiB:", end="")
     print(f"{'peak':>5}{'formula':>9}{'off':>8}{'loading':>9}{'state':>9}")
     for size in asked.sizes:

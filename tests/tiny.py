@@ -7,7 +7,14 @@ from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
 CHARACTERS = "".join(chr(code) for code in range(32, 127))
@@ -15,7 +22,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-_CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+_CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
 
 
 def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -43,7 +50,7 @@ def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_tiny_model(
     folder: Path,
-    architecture: Literal["llama", "qwen2", "qwen3"] = "llama",
+    architecture: Literal["llama", "qwen2", "qwen3", "qwen3_moe"] = "llama",
     *,
     seed: int = 0,
     scale: float = 0.3,

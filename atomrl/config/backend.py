@@ -79,10 +79,16 @@ class MegatronConfig(RankedConfig):
     pipeline: int = Field(1, ge=1)
     """Stages, each with as many of the layers. tensor x pipeline ranks hold the model once; rows are spread over the
     ranks / (tensor x pipeline) copies."""
+    expert: int = Field(1, ge=1)
+    """Ranks that share the experts of each layer of a mixture, each some of them whole: a multiple of tensor, or with
+    stages the same number. Tokens travel to their experts."""
 
     @property
     def divisors(self) -> Mapping[str, int]:
-        return {f"tensor={self.tensor} x pipeline={self.pipeline}": self.tensor * self.pipeline}
+        return {
+            f"tensor={self.tensor} x pipeline={self.pipeline}": self.tensor * self.pipeline,
+            f"expert={self.expert} x pipeline={self.pipeline}": self.expert * self.pipeline,
+        }
 
 
 BackendConfig = FSDPConfig | MegatronConfig

@@ -5,6 +5,7 @@ Every rank makes the same calls in the same order. A single process agrees with 
 """
 
 import os
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -36,6 +37,10 @@ class Collective:
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place."""
         return tensor
+
+    def union(self, names: Iterable[str]) -> list[str]:
+        """The names that a rank gave, sorted."""
+        return sorted(names)
 
     def sum(self, metrics: Metrics) -> Metrics:
         """Metrics of all ranks merged; called once per step."""

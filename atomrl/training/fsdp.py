@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -27,20 +27,18 @@ from atomrl.models.lora import adapter_weights, has_adapters
 from atomrl.models.scalar import ScalarModel
 from atomrl.models.ulysses import check_heads
 from atomrl.protocols import Algorithm, ModelInput, WeightUpdate
-from atomrl.training.base import BaseBackend
 from atomrl.training.group import Ranks
-from atomrl.training.optimizer import whole
 from atomrl.training.role_models import load_role, role_prefix, save_role
 from atomrl.training.roles import TRAINED, RoleName
 from atomrl.training.shards import load_shards, shard_job
 from atomrl.training.tensor_parallel import cut_layers
-from atomrl.training.writing import PART_BYTES, Job, Writing, model_jobs, write_index
+from atomrl.training.writing import PART_BYTES, Job, WritesBeside, gathered, model_jobs, parts_of
 
 # Outputs are views where there is no padding; nobody writes into them.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
 
-class FSDPBackend(BaseBackend):
+class FSDPBackend(WritesBeside):
     """Trains on several ranks, each of which has a shard of every weight, gradient and moment.
 
     A layer's weights are gathered for the moment in which it computes. Gradients are sums over ranks, as they are over
@@ -53,13 +51,15 @@ class FSDPBackend(BaseBackend):
 
     whole_weights, begins_again = False, False
     """The other ranks wait inside of a layer for one whose memory runs out."""
-    part_bytes = PART_BYTES
+    part_bytes, bytes_on_their_way = PART_BYTES, 2**28
+    """What is gathered at a time for a checkpoint, and for an engine."""
+    parts: Sequence[Sequence[tuple[str, Tensor]]] = ()
+    """The weights for an engine."""
 
     def __init__(
         self, settings: FSDPConfig, model: ModelConfig, train: Any, algorithm: Algorithm, **named: Any
     ) -> None:
         self.settings, self.skeletons = settings, dict[RoleName, nn.Module]()
-        self.writing: tuple[list[Path], Writing] | None = None
         self.ranks: Ranks = named["collective"]
         world, replicas = self.ranks.world, settings.replicas
         settings.check_count(world)
@@ -146,15 +146,9 @@ class FSDPBackend(BaseBackend):
 
     def gathered(self, name: RoleName, adapters_alone: bool = False) -> nn.Module | None:
         """A role's model with all of its weights in the CPU's memory of rank 0; None on other ranks."""
-        found: dict[str, Tensor] = {}
-        seen: dict[nn.Parameter, Tensor] = {}
-        for key, weight in self.roles[name].model.named_parameters(remove_duplicate=False):
-            if adapters_alone and ".lora_" not in key:
-                continue
-            if weight not in seen:
-                full = whole(weight.detach())
-                seen[weight] = full.cpu() if self.collective.rank == 0 else full.new_empty(0)
-            found[key] = seen[weight]
+        weights = self.roles[name].model.named_parameters(remove_duplicate=False)
+        wanted = [(key, weight) for key, weight in weights if not adapters_alone or ".lora_" in key]
+        found = gathered(wanted, self.collective.rank == 0)
         if self.collective.rank:
             return None
         model = copy.deepcopy(self.skeletons[name])
@@ -162,13 +156,31 @@ class FSDPBackend(BaseBackend):
         return model
 
     def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
-        """The policy's weights for an engine, on rank 0; others have none."""
-        model = self.gathered(next(iter(self.roles)), adapters_alone)
+        """The policy's weights for an engine, on rank 0; others have none.
+
+        They are gathered as all ranks read them, but for those beneath adapters, which are sent once, and those of the
+        families of transformers that publish others than they compute with.
+        """
+        name = next(iter(self.roles))
+        skeleton: Any = self.skeletons[name]
+        weights = self.roles[name].model.named_parameters(remove_duplicate=False)
+        own = {key.removeprefix("inner."): weight for key, weight in weights}
+        outline = [] if has_adapters(skeleton) else list(model_weights(skeleton))
+        if outline and all(key in own for key, _ in outline):
+            self.parts = parts_of([(key, own[key]) for key, _ in outline], self.bytes_on_their_way)
+            tensors = (pair for number in range(len(self.parts)) for pair in self.weight_part(number))
+            return WeightUpdate(version, tensors, outline=outline)
+        model = self.gathered(name, adapters_alone)
         if model is None:
             return WeightUpdate(version)
         policy: Any = model
         weights = () if adapters_alone else list(model_weights(policy))
         return WeightUpdate(version, weights, adapter_weights(policy))
+
+    @torch.inference_mode(False)
+    def weight_part(self, number: int) -> list[tuple[str, Tensor]]:
+        """One of `parts` of the last `weight_update`, gathered; empty on other ranks than 0."""
+        return list(gathered(self.parts[number], self.collective.rank == 0).items())
 
     def save(self, folder: Path) -> Callable[[], None]:
         """Write the models and the tokenizer for transformers, and beside them, in shards, what it takes to go on
@@ -182,22 +194,7 @@ class FSDPBackend(BaseBackend):
                     jobs.append(partial(save_role, name, found, self.tokenizer, folder))
                 continue
             jobs += model_jobs(model, self.skeletons[name], self.tokenizer, self.collective, place, self.part_bytes)
-        self.writing = [*(folder / role_prefix(name) for name in self.trained)], Writing(jobs)
-        return self.saved
-
-    def saved(self) -> None:
-        """Wait until all ranks have written what `save` began.
-
-        Raises:
-            OSError: the disk is full, or another of a file.
-        """
-        if self.writing is None:
-            return
-        (folders, writing), self.writing = self.writing, None
-        writing.wait()
-        self.collective.max(0)
-        for folder in folders if self.collective.rank == 0 else ():
-            write_index(folder)
+        return self.write_beside(folder, jobs)
 
     def load(self, folder: Path) -> None:
         """Continue from `save`: exactly on the same number of ranks, and within rounding on another.

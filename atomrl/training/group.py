@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -127,6 +127,12 @@ class Ranks(Collective):
         if failed is not None:
             raise failed
         return found[0]
+
+    def union(self, names: Iterable[str]) -> list[str]:
+        """The names that a rank gave, sorted."""
+        parts: list[Any] = [None] * self.world
+        dist.all_gather_object(parts, list(names), group=self.host)
+        return sorted({name for part in parts for name in part})
 
     def sum(self, metrics: Metrics) -> Metrics:
         """Metrics of all ranks merged, on the CPU."""

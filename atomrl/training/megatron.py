@@ -1,41 +1,40 @@
 """The back end on NVIDIA's megatron-core: layers and their matrices cut over ranks."""
 
-import copy
-import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.config import ConfigError, MegatronConfig, ModelConfig
-from atomrl.hints import said_as
 from atomrl.metrics import Metrics
-from atomrl.models.loading import compute_dtype, model_config_only, model_weights
+from atomrl.models.loading import compute_dtype, load_transformers, model_config_only, model_weights, save_settings
+from atomrl.models.scalar import ScalarModel, scalar_settings
+from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Algorithm, ModelOutputs, WeightUpdate
-from atomrl.training.base import BaseBackend, Differentiated
+from atomrl.training.base import Differentiated
 from atomrl.training.fsdp import without_weights
 from atomrl.training.group import Ranks
 from atomrl.training.megatron_cpu import on_device
-from atomrl.training.megatron_model import Stage, check_shape
+from atomrl.training.megatron_model import Stage
 from atomrl.training.megatron_optimizer import MegatronOptimizer
-from atomrl.training.megatron_weights import joined
-from atomrl.training.role_models import STATE_FOLDER, load_role, save_role
+from atomrl.training.megatron_shape import MIXTURE, check_shape
+from atomrl.training.megatron_shares import WEIGHT, Shapes, on_first_rank, parts_from, shares
+from atomrl.training.role_models import SHARDS, STATE_FOLDER, load_role, role_prefix
 from atomrl.training.roles import SOURCES, TRAINED, RoleName, sources
+from atomrl.training.shards import MOMENTS, check_shapes, counts_job, read_counts, set_random_state
+from atomrl.training.writing import Job, WritesBeside, file_name
 
-FOLDER, COUNTS = "megatron", "trainer.json"
 _groups: list[Any] = []
 """The ranks that Megatron's groups were made for, and how: it has one set of them in a process."""
 
 
-class MegatronBackend(BaseBackend):
+class MegatronBackend(WritesBeside):
     """Trains on several ranks, each of which has a part of every layer (`tensor`), or some layers (`pipeline`).
 
     Rows are spread over the copies of the model that there are. Gradients are sums, as they are over micro-batches, so
@@ -55,7 +54,8 @@ class MegatronBackend(BaseBackend):
         self, settings: MegatronConfig, model: ModelConfig, train: Any, algorithm: Algorithm, **named: Any
     ) -> None:
         check_config(model)
-        self.settings, self.skeletons, self.wrapped = settings, dict[RoleName, nn.Module](), dict[RoleName, Any]()
+        self.settings, self.skeletons, self.wrapped = settings, dict[RoleName, Any](), dict[RoleName, Any]()
+        self.shapes = dict[RoleName, Shapes]()
         self.ranks: Ranks = named["collective"]
         self.together = settings.tensor * settings.pipeline
         settings.check_count(self.ranks.world)
@@ -74,19 +74,26 @@ class MegatronBackend(BaseBackend):
     def load_model(self, name: RoleName, path: str, config: ModelConfig) -> nn.Module:
         """This rank's part of a role's model; of the ranks of a machine one at a time has all of it."""
         whole = self.ranks.in_turns(partial(self._load, name, path, config))
-        trained = name in TRAINED
-        dtype = compute_dtype(config.dtype, self.device)
+        trained, scalar = name in TRAINED, isinstance(whole, ScalarModel)
+        dtype, weights = compute_dtype(config.dtype, self.device), dict(model_weights(whole))
+        checkpointing = trained and config.gradient_checkpointing
         with on_device(self.device):
-            stage = Stage(whole, path, self.settings, self.device, dtype, trained and config.gradient_checkpointing)
+            stage = Stage(whole.config, weights, scalar, self.settings, self.device, dtype, checkpointing)
             if trained:
                 self.skeletons[name] = without_weights(whole)
+                self.shapes[name] = {key: tuple(weight.shape) for key, weight in weights.items()}
                 self.wrapped[name] = wrap(stage, dtype)
         return stage.requires_grad_(trained).train(trained)
 
-    def _load(self, name: RoleName, path: str, config: ModelConfig) -> nn.Module:
+    def _load(self, name: RoleName, path: str, config: ModelConfig) -> Any:
         dtype = torch.float32 if name in TRAINED else compute_dtype(config.dtype, self.device)
-        check_shape(model_config_only(path, config.trust_remote_code), self.settings, path)
-        return load_role(name, path, config, torch.device("cpu"), dtype)
+        shape = model_config_only(path, config.trust_remote_code)
+        check_shape(shape, self.settings, path)
+        if shape.model_type != MIXTURE:
+            return load_role(name, path, config, torch.device("cpu"), dtype)
+        if name in ("critic", "reward_model"):
+            raise ConfigError(f"backend.type=megatron: a {name.replace('_', ' ')} with experts, {path}; take fsdp")
+        return HFModel(load_transformers(path, dtype, config.trust_remote_code))
 
     def make_optimizer(self, name: RoleName, model: nn.Module, rate: float, total_updates: int) -> MegatronOptimizer:
         with on_device(self.device):
@@ -103,7 +110,7 @@ class MegatronBackend(BaseBackend):
             role = self.roles[name]
             with nullcontext() if role.optimizer else torch.no_grad(), on_device(self.device):
                 stage: Stage = role.model
-                outputs = stage.outputs(self._module(name)(micro.tokens), micro, asked.values(), self.temperature)
+                outputs = stage.outputs(self._module(name)(micro), micro, asked.values(), self.temperature)
             found |= {key: outputs[output] for key, output in asked.items()}
         return found
 
@@ -135,7 +142,8 @@ class MegatronBackend(BaseBackend):
 
     def _accumulate(self, what: Differentiated, split: list[Tensor]) -> list[Metrics]:
         through = super()._accumulate if self.settings.pipeline == 1 else self._accumulate_in_stages
-        parts = through(what, split)
+        with on_device(self.device):
+            parts = through(what, split)
         self._sum_gradients()
         return parts
 
@@ -183,7 +191,7 @@ class MegatronBackend(BaseBackend):
 
         def forward(numbers: Iterator[int], model: Any) -> tuple[Tensor, Any]:
             number = next(numbers)
-            return model(micros[number].tokens), partial(calculate, number)
+            return model(micros[number]), partial(calculate, number)
 
         with on_device(self.device):
             get_forward_backward_func()(
@@ -204,116 +212,70 @@ class MegatronBackend(BaseBackend):
             for model in self.wrapped.values():
                 finalize_model_grads([model])
 
-    def gathered(self, name: RoleName) -> nn.Module | None:
-        """A role's model, with all of its weights in the CPU's memory of rank 0; None on other ranks."""
-        stage: Stage = self.roles[name].model
-        own = stage.named_weights()
-        stages: list[Any] = [None] * self.ranks.world
-        dist.all_gather_object(stages, [(key, tuple(weight.shape)) for key, weight in own.items()], self.ranks.host)
-        found: dict[str, Tensor] = {}
-        if self.ranks.rank >= self.together:
-            return None
-        dtype = next(iter(own.values())).dtype
-        for first in range(0, self.together, self.settings.tensor):
-            for (key, layer), shape in stages[first]:
-                if key == "output_layer.weight" and stage.spec.tied_head:
-                    continue
-                parts = self._parts(own, first, (key, layer), shape, dtype)
-                if self.ranks.rank == 0:
-                    found |= {n: t.cpu() for n, t in joined(key, layer, parts, stage.spec).items()}
-        if self.ranks.rank:
-            return None
-        model = copy.deepcopy(self.skeletons[name])
-        model.load_state_dict(found, assign=True, strict=True)
-        return model
-
-    def _parts(self, own: Any, first: int, key: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-        """On rank 0 what each tensor-parallel rank of the stage that begins with rank `first` has of a weight."""
-        from megatron.core import parallel_state
-
-        rank, size = self.ranks.rank, self.settings.tensor
-        found = torch.empty(size, *shape, dtype=dtype, device=self.device)
-        if first <= rank < first + size:
-            weight = own[key].detach()
-            dist.all_gather(list(found.unbind()), weight, group=parallel_state.get_tensor_model_parallel_group())
-        if first and rank == first:
-            dist.send(found, 0)
-        elif first and rank == 0:
-            dist.recv(found, first)
-        return list(found.unbind())
+    def gradients(self, batch: TrainingBatch, algorithm: Algorithm, of: Collection[RoleName] | None = None) -> Metrics:
+        metrics = super().gradients(batch, algorithm, of)
+        stage: Stage = self.policy.model
+        return metrics if stage.balance is None else metrics | stage.balance.metrics()
 
     def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
         """The policy's weights for an engine, on rank 0; others have none."""
-        model = self.gathered(next(iter(self.roles)))
-        return WeightUpdate(version) if model is None else WeightUpdate(version, list(model_weights(model)))
+        name = next(iter(self.roles))
+        found = on_first_rank(self.roles[name].model, self.ranks, self.shapes[name])
+        return WeightUpdate(version) if found is None else WeightUpdate(version, list(found.items()))
 
-    def save(self, folder: Path) -> None:
-        """Write the models and the tokenizer for transformers, and beside them what ranks need to go on exactly."""
-        for name in self.trained:
-            if (model := self.gathered(name)) is not None:
-                save_role(name, model, self.tokenizer, folder)
-        state = folder / STATE_FOLDER / FOLDER
-        if self.ranks.rank == 0:
-            state.mkdir(parents=True)
-        self.ranks.max(0)  # the folder is there from here on
+    def save(self, folder: Path) -> Callable[[], None]:
+        """Write the models and the tokenizer for transformers, and beside them what it takes to go on exactly: each
+        rank its share, from copies, on a thread, for which `saved` waits."""
+        self.saved()
+        jobs: list[Job] = []
+        steps: dict[RoleName, dict[str, int]] = {}
         for name, optimizer in self.trained.items():
-            save_file(optimizer.state(), state / f"{name}_{self.ranks.rank}.safetensors")
-        random = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(self.device)
-        save_file(random, state / f"random_{self.ranks.rank}.safetensors")
-        if self.ranks.rank == 0:
-            skipped = {name: optimizer.skipped_in_a_row for name, optimizer in self.trained.items()}
-            counts = {"updates": self.updates, "cut": self._cut(), "skipped_in_a_row": skipped}
-            (state / COUNTS).write_text(json.dumps(counts) + "\n", encoding="utf-8")
+            assert isinstance(optimizer, MegatronOptimizer)
+            kept: dict[str, Tensor] = {}
+            for share in shares(self.roles[name].model, optimizer.whole, spread=True):
+                kept |= {key: tensor.cpu().clone() for key, tensor in share.items()}
+            jobs.append(partial(self._write, name, kept, folder))
+            steps[name] = dict.fromkeys(self.shapes[name], optimizer.steps)
+        jobs.append(counts_job(self.trained, steps, self.ranks, self.updates, folder))
+        return self.write_beside(folder, jobs)
 
-    def _cut(self) -> dict[str, int]:
-        return {"ranks": self.ranks.world, "tensor": self.settings.tensor, "pipeline": self.settings.pipeline}
+    def _write(self, name: RoleName, kept: Mapping[str, Tensor], folder: Path) -> None:
+        """This rank's share of a role's checkpoint."""
+        place, rank, world = folder / role_prefix(name), self.ranks.rank, self.ranks.world
+        place.mkdir(parents=True, exist_ok=True)
+        skeleton, dtype = self.skeletons[name], self.roles[name].model.config.params_dtype
+        weights = {key.partition("/")[2]: tensor.to(dtype) for key, tensor in kept.items() if key.startswith(WEIGHT)}
+        if weights:
+            save_file(weights, place / file_name(rank, world), metadata={"format": "pt"})
+            found = {f"{name}/{key}": tensor for key, tensor in kept.items()}
+            save_file(found, folder / STATE_FOLDER / SHARDS / f"{name}_{rank}.safetensors")
+        if rank == 0:
+            settings = scalar_settings(skeleton, self.tokenizer) if isinstance(skeleton, ScalarModel) else {}
+            save_settings(skeleton, self.tokenizer, place, dtype, **settings)
 
     def load(self, folder: Path) -> None:
-        """Continue exactly from `save`, on as many ranks.
+        """Continue from what any number of ranks saved: exactly where they were cut as these are, else within rounding.
 
         Raises:
-            ConfigError: the folder holds no such state, or it is another model's, or of other ranks.
+            ConfigError: the folder holds no such state, or it is another model's.
         """
-        state = folder / STATE_FOLDER / FOLDER
-        if not (state / COUNTS).is_file():
-            raise ConfigError(
-                f"{folder} holds no {STATE_FOLDER}/{FOLDER}: it is no checkpoint of backend.type=megatron; start a new "
-                "run from its model"
-            )
-        counts = json.loads((state / COUNTS).read_text(encoding="utf-8"))
-        if counts["cut"] != self._cut():
-            there = ", ".join(f"{name}={number}" for name, number in counts["cut"].items())
-            raise ConfigError(
-                f"checkpoint {folder} is of backend: {there}; a run on Megatron goes on with the same, or starts anew "
-                "from the model"
-            )
-        if counts["skipped_in_a_row"].keys() != self.trained.keys():
-            critic = "" if "critic" in counts["skipped_in_a_row"] else "out"
-            raise ConfigError(f"checkpoint {folder} was written with{critic} a critic")
+        saved = read_counts(self.trained, folder)
+        kinds = {name: [WEIGHT, *(MOMENTS if saved["steps"][name] else ())] for name in self.trained}
+        expected = {
+            f"{name}/{kind}/{key}": shape
+            for name in self.trained
+            for kind in kinds[name]
+            for key, shape in self.shapes[name].items()
+        }
+        check_shapes(expected, folder)
         for name, optimizer in self.trained.items():
-            found = read_state(state / f"{name}_{self.ranks.rank}.safetensors")
             assert isinstance(optimizer, MegatronOptimizer)
-            if {key: tuple(found[key].shape) for key in found if key.startswith("weight/")} != optimizer.shapes():
-                raise ConfigError(f"checkpoint {folder} is of another model")
-            optimizer.load(found, self.device)
-            optimizer.skipped_in_a_row = counts["skipped_in_a_row"][name]
-        random = read_state(state / f"random_{self.ranks.rank}.safetensors")
-        torch.set_rng_state(random["cpu"])
-        if "cuda" in random:
-            torch.cuda.set_rng_state(random["cuda"], self.device)
-        self.updates = counts["updates"]
-
-
-def read_state(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file.
-
-    Raises:
-        ConfigError: it is missing or damaged.
-    """
-    with said_as(ConfigError, f"{file} is missing, damaged or cut short", SafetensorError, OSError):
-        return load_file(file)
+            optimizer.begin_at(max(saved["steps"][name].values(), default=0))
+            for kind in kinds[name]:
+                for weight, part in parts_from(folder, name, kind, self.roles[name].model, self.shapes[name]):
+                    optimizer.take(weight, kind, part)
+        set_random_state(saved, self.ranks, folder)
+        self.updates = saved["updates"]
 
 
 def check_config(model: ModelConfig) -> None:
@@ -333,8 +295,10 @@ def check_config(model: ModelConfig) -> None:
 def meet(ranks: Ranks, settings: MegatronConfig) -> None:
     """Have Megatron make the groups of ranks that share layers, that are stages, and that are copies; once."""
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-    made = [ranks, settings.tensor, settings.pipeline]
+    initialize_rng_tracker(inference_rng_tracker=True)  # of no dropout there are random states to keep
+    made = [ranks, settings.tensor, settings.pipeline, settings.expert]
     if _groups == made:
         return
     parallel_state.destroy_model_parallel()
@@ -342,9 +306,11 @@ def meet(ranks: Ranks, settings: MegatronConfig) -> None:
         parallel_state.initialize_model_parallel(
             settings.tensor,
             settings.pipeline,
+            expert_model_parallel_size=settings.expert,
+            expert_tensor_parallel_size=settings.tensor if settings.expert == 1 else 1,
             order="tp-cp-ep-pp-dp",  # copies last: ranks beside each other have one model together
             create_gloo_process_groups=False,
-            distributed_timeout_minutes=max(1, round(ranks.timeout_s / 60)),
+            distributed_timeout_minutes=ranks.timeout_s / 60,
         )
     _groups[:] = made
 

@@ -1,8 +1,9 @@
 """Megatron on a CPU, for tests and small runs: it names GPUs where it would take whatever there is.
 
 Nothing here is used where there is a GPU. Megatron allocates its buffers on `cuda` by name or on
-`torch.cuda.current_device()`, waits by `torch.cuda.synchronize()`, and tells a weight's dtype by a type's name
-(`torch.cuda.FloatTensor`), all of which fail without a GPU; what it computes is the same.
+`torch.cuda.current_device()`, waits by `torch.cuda.synchronize()`, has streams for mixtures of experts, and tells a
+weight's dtype by a type's name (`torch.cuda.FloatTensor`), all of which fail without a GPU; what it computes is the
+same.
 """
 
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -28,11 +30,36 @@ class _NoGPU(TorchFunctionMode):
         return found
 
 
+class _Stream:
+    """The only one, on which everything has happened when the next line is reached; and each of its events."""
+
+    def record_event(self) -> "_Stream":
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+_ONLY = _Stream()
+_all_to_all: Any = dist.all_to_all_single
+
+
+def _all_to_all_single(*given: Any, **named: Any) -> Any:
+    """With sizes as numbers, which Megatron fetches from a GPU."""
+    return _all_to_all(*given, **{key: v.tolist() if isinstance(v, Tensor) else v for key, v in named.items()})
+
+
 @contextmanager
 def _without_gpu() -> Iterator[None]:
-    here = mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    wait = mock.patch.object(torch.cuda, "synchronize", lambda device=None: None)
-    with here, wait, _NoGPU():
+    named: dict[str, Any] = {
+        "current_device": lambda: torch.device("cpu"),
+        "synchronize": lambda device=None: None,
+        "Stream": lambda: _ONLY,
+        "current_stream": lambda: _ONLY,
+        "stream": lambda stream: nullcontext(),
+    }
+    exchange = mock.patch.object(dist, "all_to_all_single", _all_to_all_single)
+    with mock.patch.multiple(torch.cuda, **named), exchange, _NoGPU():
         yield
 
 

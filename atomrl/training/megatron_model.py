@@ -12,11 +12,15 @@ from torch.utils.checkpoint import checkpoint
 from atomrl.atoms.logits import head_logits
 from atomrl.atoms.logprobs import row_logprobs
 from atomrl.batches import RowBatch
-from atomrl.config import ConfigError, MegatronConfig
-from atomrl.models.spec import DecoderSpec, read_spec, rope_frequencies, unsupported
+from atomrl.config import MegatronConfig
+from atomrl.models.spec import DecoderSpec, rope_frequencies
 from atomrl.protocols import Output
+from atomrl.training.megatron_experts import Balance
+from atomrl.training.megatron_shape import Experts, dense, read_shape
 from atomrl.training.megatron_weights import BY_COLUMNS, PLAIN, WHOLE, cut, padded_vocabulary
 from atomrl.training.vocabulary import parallel_row_logprobs, whole_rows
+
+LOCAL_EXPERTS = "mlp.experts.local_experts."
 
 
 class Norm(nn.Module):
@@ -71,23 +75,22 @@ class Stage(nn.Module):
     """The layers of a pipeline stage, of which a tensor-parallel rank has its part.
 
     Args:
-        model: the whole model as it was loaded (`GPT` or `GPTScalar`), whose weights it takes.
-        path: of the model, for errors.
+        config: transformers' of the model.
+        weights: of the whole model, by published name.
+        scalar: whether it gives numbers (a critic, a reward model) in the place of log-probs.
         settings: over how many ranks.
         device: of this rank.
         dtype: of weights and computation.
         checkpointing: whether layers are computed again in the backward pass.
-
-    Raises:
-        ConfigError: the model cannot be cut so.
     """
 
     shares_prompts = False
 
     def __init__(
         self,
-        model: Any,
-        path: str,
+        config: Any,
+        weights: Mapping[str, Tensor],
+        scalar: bool,
         settings: MegatronConfig,
         device: torch.device,
         dtype: torch.dtype,
@@ -97,14 +100,14 @@ class Stage(nn.Module):
         from megatron.core.models.gpt import GPTModel
 
         super().__init__()
-        self.spec: DecoderSpec = model.spec
-        self.tensor, self.scalar = settings.tensor, hasattr(model, "score")
+        self.spec, experts = read_shape(config)
+        self.tensor, self.scalar = settings.tensor, scalar
         self.first, self.last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
         self.group, self.rank = (
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_tensor_model_parallel_rank(),
         )
-        self.config = shape = transformer_config(self.spec, settings, device, dtype)
+        self.config = shape = transformer_config(self.spec, experts, settings, device, dtype)
         self.module: Any = GPTModel(
             config=shape,
             transformer_layer_spec=layer_specs(shape),
@@ -112,29 +115,38 @@ class Stage(nn.Module):
             max_sequence_length=self.spec.max_positions,
             pre_process=self.first,
             post_process=self.last,
-            share_embeddings_and_output_weights=self.spec.tied_head and not self.scalar,
+            share_embeddings_and_output_weights=self.spec.tied_head and not scalar,
             position_embedding_type="none",
         )
-        self.rotary = Rotary(model.config)
+        self.rotary = Rotary(dense(config))
+        self.balance = Balance(self.module.decoder.layers, self.spec.layers, experts.count) if experts else None
         if checkpointing:  # PyTorch's, since there is no dropout for which Megatron's would keep random states
             for layer in self.module.decoder.layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-        if self.scalar and self.last:
+        if scalar and self.last:
             self.module.output_layer = None
             self.score = nn.Linear(self.spec.hidden, 1, bias=False, dtype=dtype, device=device)
-        self._load(dict(model.named_parameters()))
+        self._load(weights)
 
     def named_weights(self) -> Mapping[tuple[str, int | None], nn.Parameter]:
         """This rank's weights, by name and layer of the whole model."""
         found: dict[tuple[str, int | None], nn.Parameter] = {}
         for name, weight in self.named_parameters():
             name = name.removeprefix("module.")
-            if name.startswith("decoder.layers."):
-                local, _, name = name.removeprefix("decoder.layers.").partition(".")
-                found[name, self.module.decoder.layers[int(local)].layer_number - 1] = weight
-            else:
+            if not name.startswith("decoder.layers."):
                 found[name, None] = weight
+                continue
+            local, _, name = name.removeprefix("decoder.layers.").partition(".")
+            layer = self.module.decoder.layers[int(local)]
+            if name.startswith(LOCAL_EXPERTS):
+                number, _, rest = name.removeprefix(LOCAL_EXPERTS).partition(".")
+                name = f"mlp.experts.{layer.mlp.local_expert_indices[int(number)]}.{rest}"
+            found[name, layer.layer_number - 1] = weight
         return found
+
+    def repeats(self, key: tuple[str, int | None]) -> bool:
+        """Whether a weight is another stage's as well: the last stage has a tied embedding again."""
+        return key[0] == "output_layer.weight" and self.spec.tied_head
 
     @torch.no_grad()
     def _load(self, weights: Mapping[str, Tensor]) -> None:
@@ -145,23 +157,32 @@ class Stage(nn.Module):
             marked.tensor_model_parallel = name not in PLAIN and name not in WHOLE
             marked.partition_dim, marked.partition_stride = int(name in BY_COLUMNS), 1
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """What the next stage goes on with; of the last one [T, B, H], states after the final norm."""
-        gpt, length = self.module, tokens.shape[1]
+    def forward(self, micro: RowBatch) -> Tensor:
+        """[T, B, H], or this rank's part of T, for the next stage; of the last one it is after the final norm."""
+        gpt, length = self.module, micro.tokens.shape[1]
+        tokens = F.pad(micro.tokens, (0, -length % self.tensor))
+        if self.balance is not None:
+            self.balance.begin(micro, len(tokens[0]), self.rank, self.tensor)
         x = gpt.embedding(input_ids=tokens, position_ids=None) if self.first else None
         states: Tensor = gpt.decoder(
-            hidden_states=x, attention_mask=None, rotary_pos_emb=self.rotary(length, tokens.device)
+            hidden_states=x, attention_mask=None, rotary_pos_emb=self.rotary(len(tokens[0]), tokens.device)
         )
+        if self.balance is not None:
+            self.balance.end()
         return states
 
     def outputs(
         self, states: Tensor, micro: RowBatch, wanted: Collection[Output], temperature: float
     ) -> dict[Output, Tensor]:
         """Outputs of the last stage's states, the same on all tensor-parallel ranks."""
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
         found: dict[Output, Tensor] = {}
         tokens, mask = micro.tokens, micro.loss_mask.clone()
         mask[:, 0] = False
-        flat = states.transpose(0, 1).flatten(0, 1)
+        if self.tensor > 1:  # every rank has the whole gradient of all states, and goes on with its part
+            states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
+        flat = states[: tokens.shape[1]].transpose(0, 1).flatten(0, 1)
         if "scores" in wanted:
             at = torch.arange(len(tokens), device=flat.device) * tokens.shape[1] + micro.lengths.to(flat.device) - 1
             found["scores"] = self.score(flat.index_select(0, at))[:, 0].float()
@@ -201,32 +222,23 @@ class Stage(nn.Module):
         return whole_rows(self._head(), self.group)[: self.spec.vocab]
 
 
-def check_shape(config: Any, settings: MegatronConfig, path: str) -> None:
-    """Raise ConfigError where a model cannot be cut over so many ranks, or has what the mapping of weights lacks.
-
-    Args:
-        config: transformers' of the model.
-    """
-    if (reason := unsupported(config)) is not None:
-        raise ConfigError(
-            f"backend.type=megatron has no mapping of weights for {path}: {reason}; take backend.type=fsdp"
-        )
-    spec, tensor, pipeline = read_spec(config), settings.tensor, settings.pipeline
-    for what, number in (("heads", spec.heads), ("key heads", spec.kv_heads), ("width of the MLP", spec.intermediate)):
-        if number % tensor:
-            raise ConfigError(f"backend.tensor={tensor} does not divide the {what} of {path}, {number}")
-    if spec.layers % pipeline:
-        raise ConfigError(f"backend.pipeline={pipeline} does not divide the {spec.layers} layers of {path}")
-    if rope_frequencies(config)[1] != 1.0:
-        raise ConfigError(f"backend.type=megatron: {path} scales its rotary positions (yarn); take backend.type=fsdp")
-    if spec.output_bias or spec.mlp_bias:
-        raise ConfigError(f"backend.type=megatron: {path} has biases of outputs or MLPs; take backend.type=fsdp")
-
-
-def transformer_config(spec: DecoderSpec, settings: MegatronConfig, device: torch.device, dtype: torch.dtype) -> Any:
+def transformer_config(
+    spec: DecoderSpec, experts: Experts | None, settings: MegatronConfig, device: torch.device, dtype: torch.dtype
+) -> Any:
     """The shape of a model for Megatron."""
     from megatron.core.transformer import TransformerConfig
 
+    mixture: dict[str, Any] = {}
+    if experts is not None:
+        mixture = {
+            "num_moe_experts": experts.count,
+            "moe_router_topk": experts.chosen,
+            "moe_ffn_hidden_size": experts.width,
+            "moe_router_pre_softmax": not experts.renormalised,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "expert_model_parallel_size": settings.expert,
+        }
     return TransformerConfig(
         num_layers=spec.layers,
         hidden_size=spec.hidden,
@@ -245,6 +257,8 @@ def transformer_config(spec: DecoderSpec, settings: MegatronConfig, device: torc
         attention_dropout=0.0,
         tensor_model_parallel_size=settings.tensor,
         pipeline_model_parallel_size=settings.pipeline,
+        sequence_parallel=settings.tensor > 1,
+        expert_tensor_parallel_size=1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -256,6 +270,7 @@ def transformer_config(spec: DecoderSpec, settings: MegatronConfig, device: torc
         use_cpu_initialization=device.type == "cpu",
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
+        **mixture,
     )
 
 
@@ -264,7 +279,7 @@ def layer_specs(config: Any) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CausalAttention

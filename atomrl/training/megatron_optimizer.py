@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from atomrl.config import TrainConfig
 from atomrl.training.megatron_cpu import on_device
+from atomrl.training.megatron_shares import WEIGHT, is_expert
 from atomrl.training.optimizer import Optimizer
+from atomrl.training.shards import MOMENTS
 
 
 class MegatronOptimizer(Optimizer):
@@ -24,7 +26,7 @@ class MegatronOptimizer(Optimizer):
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         self.name, self.train, self.peak, self.total_updates = name, train, peak, total_updates
-        self.model, self.skipped_in_a_row = model, 0
+        self.model, self.skipped_in_a_row, self.steps = model, 0, 0
         self.weights = dict(model.named_parameters())
         weight = next(iter(self.weights.values()))
         self.device = weight.device
@@ -42,10 +44,10 @@ class MegatronOptimizer(Optimizer):
         )
         self.inner: Any = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
 
-        adamw = self.inner.chained_optimizers[0].optimizer
-        if isinstance(adamw, torch.optim.AdamW):  # without Apex and Transformer Engine
-            for group in adamw.param_groups:
-                group["foreach"], group["fused"] = False, True
+        for adamw in (part.optimizer for part in self.inner.chained_optimizers):
+            if isinstance(adamw, torch.optim.AdamW):  # without Apex and Transformer Engine
+                for group in adamw.param_groups:
+                    group["foreach"], group["fused"] = False, True
 
     def norm_clipped(self) -> float:
         """Of the gradient of the whole model, of which this rank has a part."""
@@ -56,7 +58,8 @@ class MegatronOptimizer(Optimizer):
         squared = torch.nn.utils.get_total_norm(own, foreach=True).to(self.device) ** 2
         dist.all_reduce(squared, group=self.inner.get_grad_stats_parallel_group())
         norm = math.sqrt(squared.item())
-        grads = [weight.grad for weight in self._own() if weight.grad is not None]
+        weights = [weight for part in self.inner.chained_optimizers for weight in part.get_parameters()]
+        grads = [weight.grad for weight in weights if weight.grad is not None]
         if norm > self.train.max_grad_norm and grads:
             torch._foreach_mul_(grads, self.train.max_grad_norm / (norm + 1e-6))
         return norm
@@ -67,38 +70,57 @@ class MegatronOptimizer(Optimizer):
             group["lr"], group["weight_decay"] = rate, self.train.weight_decay * group["wd_mult"]
         with on_device(self.device):
             self.inner.step_with_ready_grads()
+        self.steps += 1
 
     def zero_grad(self) -> None:
         self.model.zero_grad_buffer()
         self.inner.zero_grad()
 
-    def state(self) -> dict[str, Tensor]:
-        """This rank's part: weights, and by their place among its own the float32 weights and moments."""
-        found = {f"weight/{name}": weight.detach() for name, weight in self.weights.items()}
-        for place, weight in enumerate(self._own()):
-            found[f"main/{place}"] = weight.detach()
-            found |= {f"{key}/{place}": value for key, value in self._states()[weight].items()}
-        return {name: tensor.contiguous().clone() for name, tensor in found.items()}
+    def whole(self, weight: nn.Parameter) -> dict[str, Tensor]:
+        """A weight in float32 and, once it was stepped, its moments, of the parts that the copies have; collective."""
+        kinds = [WEIGHT, *(MOMENTS if self.steps else ())]
+        found = torch.zeros(len(kinds), weight.numel(), device=self.device)
+        part = self._part(weight)
+        if weight in part.model_param_gbuf_map:
+            own, place = _own(part, weight)
+            for kind, row in zip(kinds, found, strict=True):
+                row[place] = own.detach() if kind == WEIGHT else part.optimizer.state[own][kind]
+        dist.all_reduce(found, group=part.data_parallel_group)
+        return dict(zip(kinds, found.unflatten(1, weight.shape), strict=True))
 
     @torch.no_grad()
-    def load(self, state: dict[str, Tensor], device: torch.device) -> None:
-        own = self._own()
-        self._states().clear()
-        for key, value in state.items():
-            kind, _, name = key.partition("/")
-            if kind == "weight":
-                self.weights[name].copy_(value)
-            elif kind == "main":
-                own[int(name)].copy_(value)
+    def take(self, weight: nn.Parameter, kind: str, tensor: Tensor) -> None:
+        """Go on with a weight or a moment, of which this rank has a part."""
+        if kind == WEIGHT:
+            weight.copy_(tensor)
+        part = self._part(weight)
+        if weight in part.model_param_gbuf_map:
+            own, place = _own(part, weight)
+            mine = tensor.flatten()[place].to(self.device)
+            if kind == WEIGHT:
+                own.copy_(mine)
             else:
-                self._states()[own[int(name)]][kind] = value.to(device)
+                part.optimizer.state[own][kind] = mine.clone()
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of this rank's weights, which tell whether a state is of this model, and cut in this way."""
-        return {f"weight/{name}": tuple(weight.shape) for name, weight in self.weights.items()}
+    def begin_at(self, steps: int) -> None:
+        """Forget the moments; so many steps were made."""
+        self.steps = steps
+        for part in self.inner.chained_optimizers:
+            part.optimizer.state.clear()
+            for group in part.optimizer.param_groups:
+                if not isinstance(part.optimizer, torch.optim.AdamW):  # Apex's and Transformer Engine's count so
+                    group["step"] = steps
+                    continue
+                for own in group["params"] if steps else ():
+                    part.optimizer.state[own]["step"] = torch.tensor(float(steps), device=self.device)
 
-    def _own(self) -> list[Tensor]:
-        return list(self.inner.get_parameters())
+    def _part(self, weight: nn.Parameter) -> Any:
+        """Megatron's optimizer of a weight: experts have one of their own."""
+        return self.inner.chained_optimizers[-1 if is_expert(weight) else 0]
 
-    def _states(self) -> Any:
-        return self.inner.chained_optimizers[0].optimizer.state
+
+def _own(part: Any, weight: nn.Parameter) -> tuple[Tensor, slice]:
+    """What of a weight this rank's optimizer steps, and which of its numbers."""
+    group, place = part.model_param_group_index_map[weight]
+    numbers = part._get_model_param_range_map(weight)["param"]
+    return part.optimizer.param_groups[group]["params"][place], slice(numbers.start, numbers.end)

@@ -1,9 +1,11 @@
 """Weights between the layout of Hugging Face and the one that Megatron cuts over its tensor-parallel ranks.
 
 Megatron has queries, keys and values in one matrix, key head by key head (its queries, its key, its value), and a gated
-MLP's two inputs in another. A rank has some of the key heads, of the MLP's width and of the vocabulary.
+MLP's two inputs in another. A rank has some of the key heads, of the MLP's width and of the vocabulary, and some of the
+experts of a layer, each whole.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -17,6 +19,7 @@ PLAIN = {
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "mlp.router.weight": "mlp.gate.weight",
 }
 """Of a layer, what every rank has whole."""
 BY_COLUMNS = {
@@ -31,6 +34,8 @@ SEVERAL = {
 """Of a layer, what is made of several."""
 WHOLE = {"decoder.final_layernorm.weight": "model.norm.weight", "score.weight": "score.weight"}
 BY_TOKENS = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
+EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
+"""A weight of an expert, by its number among all of a layer's, and what it is called in an MLP."""
 
 
 def padded_vocabulary(vocab: int, tensor: int) -> int:
@@ -43,50 +48,69 @@ def padded_vocabulary(vocab: int, tensor: int) -> int:
     return -(-vocab // tensor) * tensor
 
 
-def cut(name: str, layer: int | None, read: Read, spec: DecoderSpec, rank: int, tensor: int) -> Tensor:
-    """A weight of a tensor-parallel rank.
+def published_names(name: str, layer: int | None, tied: bool) -> list[str]:
+    """What a weight is made of.
 
     Args:
         name: Megatron's; of a layer, without what stands before the layer's own part.
         layer: of the whole model; None: the weight is of none.
+        tied: whether the output matrix is the embedding.
+
+    Example:
+        >>> published_names("mlp.experts.7.linear_fc2.weight", 0, tied=True)
+        ['model.layers.0.mlp.experts.7.down_proj.weight']
+    """
+    if layer is None:
+        return [WHOLE[name] if name in WHOLE else BY_TOKENS["embedding.word_embeddings.weight" if tied else name]]
+    expert = EXPERT.fullmatch(name)
+    if expert:
+        name = f"mlp.{expert[2]}"
+    module, _, kind = name.rpartition(".")
+    single = PLAIN.get(name) or BY_COLUMNS.get(name)
+    found = [single] if single else [f"{part}.{kind}" for part in SEVERAL[module]]
+    if expert:
+        found = [part.replace("mlp.", f"mlp.experts.{expert[1]}.") for part in found]
+    return [f"model.layers.{layer}.{part}" for part in found]
+
+
+def cut(name: str, layer: int | None, read: Read, spec: DecoderSpec, rank: int, tensor: int) -> Tensor:
+    """A weight of a tensor-parallel rank.
+
+    Args:
+        name, layer: as of `published_names`.
         read: gives a weight by its published name.
         rank, tensor: which of how many.
     """
-    if layer is None:
-        if name in WHOLE:
-            return read(WHOLE[name])
-        published = BY_TOKENS["embedding.word_embeddings.weight" if spec.tied_head else name]
-        weight = read(published)
+    weights = [read(published) for published in published_names(name, layer, spec.tied_head)]
+    if name in BY_TOKENS:
         missing = padded_vocabulary(spec.vocab, tensor) - spec.vocab
-        return torch.cat([weight, weight.new_zeros(missing, weight.shape[1])]).chunk(tensor)[rank]
-    start = f"model.layers.{layer}."
-    if name in PLAIN:
-        return read(start + PLAIN[name])
+        padding = weights[0].new_zeros(missing, weights[0].shape[1])
+        return torch.cat([weights[0], padding]).chunk(tensor)[rank]
+    if name in WHOLE or name in PLAIN:
+        return weights[0]
+    if EXPERT.fullmatch(name):
+        return torch.cat(weights)
     if name in BY_COLUMNS:
-        return read(start + BY_COLUMNS[name]).chunk(tensor, dim=1)[rank]
-    module, _, kind = name.rpartition(".")
-    parts = [read(f"{start}{part}.{kind}") for part in SEVERAL[module]]
-    heads = spec.kv_heads if len(parts) == 3 else tensor
-    by_head = [part.unflatten(0, (heads, -1)).chunk(tensor)[rank] for part in parts]
+        return weights[0].chunk(tensor, dim=1)[rank]
+    heads = spec.kv_heads if len(weights) == 3 else tensor
+    by_head = [weight.unflatten(0, (heads, -1)).chunk(tensor)[rank] for weight in weights]
     return torch.cat(by_head, dim=1).flatten(0, 1)
 
 
 def joined(name: str, layer: int | None, parts: Sequence[Tensor], spec: DecoderSpec) -> Mapping[str, Tensor]:
     """The published weights that a weight of all tensor-parallel ranks is made of; the inverse of `cut`."""
-    if layer is None:
-        if name in WHOLE:
-            return {WHOLE[name]: parts[0]}
-        return {BY_TOKENS[name]: torch.cat(list(parts))[: spec.vocab]}
-    start = f"model.layers.{layer}."
-    if name in PLAIN:
-        return {start + PLAIN[name]: parts[0]}
+    names = published_names(name, layer, spec.tied_head)
+    if name in BY_TOKENS:
+        return {names[0]: torch.cat(list(parts))[: spec.vocab]}
+    if name in WHOLE or name in PLAIN:
+        return {names[0]: parts[0]}
+    if EXPERT.fullmatch(name):
+        return dict(zip(names, parts[0].chunk(len(names)), strict=True))
     if name in BY_COLUMNS:
-        return {start + BY_COLUMNS[name]: torch.cat(list(parts), dim=1)}
-    module, _, kind = name.rpartition(".")
-    names = [f"{start}{part}.{kind}" for part in SEVERAL[module]]
+        return {names[0]: torch.cat(list(parts), dim=1)}
     if len(names) == 3:
         heads, widths = spec.kv_heads // len(parts), [width // spec.kv_heads for width in spec.qkv_widths]
     else:
-        heads, widths = 1, [spec.intermediate // len(parts)] * 2
+        heads, widths = 1, [len(parts[0]) // 2] * 2
     pieces = zip(*(part.unflatten(0, (heads, -1)).split(widths, dim=1) for part in parts), strict=True)
     return {name: torch.cat(piece).flatten(0, 1) for name, piece in zip(names, pieces, strict=True)}

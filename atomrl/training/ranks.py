@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -185,9 +186,12 @@ class RankedBackend:
         return found
 
     def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
-        """The policy's weights for an engine, gathered here."""
+        """The policy's weights for an engine, gathered here; as they are read, where the back end has them in parts."""
         found: WeightUpdate = self._call("weight_update", version, adapters_alone)
-        return found
+        if found.outline is None:
+            return found
+        parts = range(len(self.backend.parts))
+        return replace(found, tensors=(pair for number in parts for pair in self._call("weight_part", number)))
 
     def save(self, folder: Path) -> Callable[[], None]:
         """Begin to write models for transformers, and the shards of all ranks; all must see the folder. What is

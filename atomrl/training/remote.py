@@ -44,7 +44,8 @@ class ServedBackend:
     def weight_update(self, version: int, adapters_alone: bool) -> WeightUpdate:
         """With names of one tensor as names of one object, so that they still are where it arrives."""
         update, seen = self.backend.weight_update(version, adapters_alone), dict[int, Tensor]()
-        return replace(update, tensors=[(name, seen.setdefault(t.data_ptr(), t)) for name, t in update.tensors])
+        tensors = [(name, seen.setdefault(t.data_ptr(), t)) for name, t in update.tensors]
+        return replace(update, tensors=tensors, outline=None)
 
 
 class RemoteBackend:

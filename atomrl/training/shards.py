@@ -4,6 +4,7 @@ The files are safetensors, whose headers say where a shard lies in its tensor, s
 """
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,19 +32,36 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def shard_job(trained: Mapping[RoleName, Optimizer], ranks: Collective, updates: int, folder: Path) -> Job:
     """What this rank writes of weights and moments of every optimizer, random states and counts, as they are now."""
-    state, random = folder / STATE_FOLDER, random_state()
     tensors = kept(_tensors(trained))
-    found = {
-        "updates": updates,
-        "ranks": ranks.world,
-        "skipped_in_a_row": {name: optimizer.skipped_in_a_row for name, optimizer in trained.items()},
-        "steps": {name: _steps(optimizer) for name, optimizer in trained.items()},
-    }
+    steps = {name: _steps(optimizer) for name, optimizer in trained.items()}
+    beside = counts_job(trained, steps, ranks, updates, folder)
+
+    def write() -> None:
+        writer = HuggingFaceStorageWriter(str(folder / STATE_FOLDER / SHARDS), save_distributed=True)
+        save(tensors, storage_writer=writer, process_group=ranks.writing)
+        beside()
+
+    return write
+
+
+def counts_job(
+    trained: Mapping[RoleName, Optimizer],
+    steps: Mapping[RoleName, Mapping[str, int]],
+    ranks: Collective,
+    updates: int,
+    folder: Path,
+) -> Job:
+    """What this rank writes beside tensors: random states, and on rank 0 counts, as they are now.
+
+    Args:
+        steps: how often each weight was stepped.
+    """
+    state, random = folder / STATE_FOLDER, random_state()
+    skipped = {name: optimizer.skipped_in_a_row for name, optimizer in trained.items()}
+    found = {"updates": updates, "ranks": ranks.world, "skipped_in_a_row": skipped, "steps": steps}
     (state / SHARDS).mkdir(parents=True, exist_ok=True)
 
     def write() -> None:
-        writer = HuggingFaceStorageWriter(str(state / SHARDS), save_distributed=True)
-        save(tensors, storage_writer=writer, process_group=ranks.writing)
         save_file(random, state / f"random_{ranks.rank}.safetensors")
         if ranks.rank == 0:
             (state / COUNTS).write_text(json.dumps(found) + "\n", encoding="utf-8")
@@ -52,13 +70,29 @@ def shard_job(trained: Mapping[RoleName, Optimizer], ranks: Collective, updates:
 
 
 def load_shards(trained: Mapping[RoleName, Optimizer], ranks: Collective, folder: Path) -> int:
-    """Read what `save_shards` wrote, on as many ranks as there are now.
+    """Read what `shard_job` wrote, on as many ranks as there are now.
 
     Returns:
         How many updates were done.
 
     Raises:
         ConfigError: there is none, or it is another model's.
+    """
+    saved = read_counts(trained, folder)
+    for name, optimizer in trained.items():
+        _make_moments(optimizer, saved["steps"][name])
+    tensors = _tensors(trained)
+    check_shapes({key: tuple(tensor.shape) for key, tensor in tensors.items()}, folder)
+    load(tensors, storage_reader=_reader(folder), no_dist=not dist.is_initialized())
+    set_random_state(saved, ranks, folder)
+    return int(saved["updates"])
+
+
+def read_counts(trained: Mapping[RoleName, Optimizer], folder: Path) -> dict[str, Any]:
+    """What is beside the tensors; each optimizer has its count of updates that were left out.
+
+    Raises:
+        ConfigError: there is nothing, or it is of other optimizers.
     """
     state = folder / STATE_FOLDER
     if any(optimizer.train.optimizer != "adamw" for optimizer in trained.values()):
@@ -68,28 +102,46 @@ def load_shards(trained: Mapping[RoleName, Optimizer], ranks: Collective, folder
             f"{folder} holds no {STATE_FOLDER}/{SHARDS}: it is no checkpoint of several ranks; go on without the "
             "section backend, or start a new run from its model"
         )
-    saved = json.loads((state / COUNTS).read_text(encoding="utf-8"))
+    saved: dict[str, Any] = json.loads((state / COUNTS).read_text(encoding="utf-8"))
     if saved["skipped_in_a_row"].keys() != trained.keys():
         critic = "" if "critic" in saved["skipped_in_a_row"] else "out"
         raise ConfigError(f"checkpoint {folder} was written with{critic} a critic")
     for name, optimizer in trained.items():
-        _make_moments(optimizer, saved["steps"][name])
         optimizer.skipped_in_a_row = saved["skipped_in_a_row"][name]
-    tensors, reader = _tensors(trained), HuggingFaceStorageReader(str(state / SHARDS))
+    return saved
+
+
+def check_shapes(expected: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Raise ConfigError where a checkpoint has not these tensors, or others as well, or cannot be read."""
     with said_as(ConfigError, f"checkpoint {folder} cannot be read", SafetensorError, OSError):
-        there: Any = reader.read_metadata().state_dict_metadata
+        there: Any = _reader(folder).read_metadata().state_dict_metadata
     known = {key: tuple(found.size) for key, found in there.items()}
-    wrong = [key for key, tensor in tensors.items() if known.get(key) != tuple(tensor.shape)]
-    if wrong or len(known) != len(tensors):
-        example = wrong[0] if wrong else min(known.keys() - tensors.keys())
+    wrong = [key for key, shape in expected.items() if known.get(key) != shape]
+    if wrong or len(known) != len(expected):
+        example = wrong[0] if wrong else min(known.keys() - expected.keys())
         raise ConfigError(f"checkpoint {folder} is of another model: {example} has shape {known.get(example)} there")
-    load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+
+
+def set_random_state(saved: Mapping[str, Any], ranks: Collective, folder: Path) -> None:
+    """Of this rank, where there were as many."""
     if saved["ranks"] == ranks.world:
-        random = load_file(state / f"random_{ranks.rank}.safetensors")
+        random = load_file(folder / STATE_FOLDER / f"random_{ranks.rank}.safetensors")
         torch.set_rng_state(random["cpu"])
         if "cuda" in random and torch.cuda.is_available():
             torch.cuda.set_rng_state(random["cuda"])
-    return int(saved["updates"])
+
+
+def read_whole(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, Tensor]:
+    """Whole tensors of a checkpoint, in the CPU's memory of a rank that asks for itself."""
+    found: dict[str, Any] = {key: torch.empty(shape) for key, shape in shapes.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(found, storage_reader=_reader(folder), no_dist=True)
+    return found
+
+
+def _reader(folder: Path) -> HuggingFaceStorageReader:
+    return HuggingFaceStorageReader(str(folder / STATE_FOLDER / SHARDS))
 
 
 def _tensors(trained: Mapping[RoleName, Optimizer]) -> dict[str, Any]:

@@ -59,5 +59,7 @@ class WatchedTokens:
         return found
 
     def numbers(self, collective: Collective) -> dict[str, Tensor]:
-        """Those of all ranks, by name, [R, T] in the order of the rows' numbers."""
-        return {name: collective.total(whole).cpu() for name, whole in sorted(self._kept.items())}
+        """Those of all ranks, by name, [R, T] in the order of the rows' numbers; of a pipeline the last has any."""
+        nothing = torch.zeros(self.shape, device=self.device)
+        names = collective.union(self._kept)
+        return {name: collective.total(self._kept.get(name, nothing.clone())).cpu() for name in names}

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from atomrl.models.loading import model_weights, own_memory, save_settings
 from atomrl.models.scalar import ScalarModel, scalar_settings
+from atomrl.training.base import BaseBackend
 from atomrl.training.collective import Collective
 from atomrl.training.optimizer import whole
+from atomrl.training.role_models import role_prefix
 
 PART_BYTES = 2 * 10**9
 """Of a file of a model, which is as much of it as a rank gathers at a time."""
@@ -46,6 +48,31 @@ class Writing:
             raise self._error
 
 
+class WritesBeside(BaseBackend):
+    """A back end whose checkpoints are written while the next step is taken."""
+
+    _writing: tuple[Path, Writing] | None = None
+
+    def write_beside(self, folder: Path, jobs: Sequence[Job]) -> Callable[[], None]:
+        """Begin a checkpoint; what is returned waits until it is written."""
+        self._writing = folder, Writing(jobs)
+        return self.saved
+
+    def saved(self) -> None:
+        """Wait until all ranks have written what `save` began.
+
+        Raises:
+            OSError: the disk is full, or another of a file.
+        """
+        if self._writing is None:
+            return
+        (folder, writing), self._writing = self._writing, None
+        writing.wait()
+        self.collective.max(0)
+        for name in self.trained if self.collective.rank == 0 else ():
+            write_index(folder / role_prefix(name))
+
+
 def parts_of(weights: Sequence[tuple[str, Tensor]], part_bytes: int) -> list[list[tuple[str, Tensor]]]:
     """Weights in parts of at most so many bytes, or of one weight; the names of one weight stay together.
 
@@ -67,6 +94,16 @@ def parts_of(weights: Sequence[tuple[str, Tensor]], part_bytes: int) -> list[lis
         parts[-1] += same
         size += added
     return parts
+
+
+def gathered(part: Sequence[tuple[str, Tensor]], here: bool) -> dict[str, Tensor]:
+    """Weights in shards, gathered by all ranks, in the CPU's memory of those that want them `here`; {} on others."""
+    found: dict[int, Tensor] = {}
+    for _, weight in part:
+        if id(weight) not in found:
+            full = whole(weight.detach())
+            found[id(weight)] = full.cpu() if here else full.new_empty(0)
+    return {name: found[id(weight)] for name, weight in part} if here else {}
 
 
 def model_jobs(

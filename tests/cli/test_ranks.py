@@ -106,6 +106,21 @@ def test_the_run_of_one_process_started_in_any_way_and_resumed_on_any_number(tra
         assert (tensor - weights(folder, "other")[name]).abs().max() <= 1e-4 * tensor.abs().max(), name
 
 
+@pytest.mark.slow
+def test_ranks_that_share_matrices_make_the_run_of_one_process_and_go_on(train):
+    """Drawing with an engine that takes their weights after every step."""
+    folder, two = train.folder, ["backend.type=fsdp", "backend.ranks=2", "backend.tensor=2"]
+    assert train("alone")[0] == train("tensor", *two)[0] == 0
+    for mine, theirs in zip(losses(folder, "tensor"), losses(folder, "alone"), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    for name, tensor in weights(folder, "alone").items():
+        assert (tensor - weights(folder, "tensor")[name]).abs().max() <= 1e-4 * tensor.abs().max(), name
+    assert train("half", *two, "train.steps=2")[0] == 0
+    code, said = train("half", *two, "--resume")
+    assert code == 0, said.err
+    assert same(weights(folder, "half"), weights(folder, "tensor")), "bit for bit"
+
+
 def children(pid):
     path = Path(f"/proc/{pid}/task/{pid}/children")
     return [int(child) for child in path.read_text().split()] if path.exists() else []
@@ -166,6 +181,10 @@ def test_a_dry_run_has_the_memory_of_a_rank(train):
     assert two["trainer weights"] == pytest.approx(alone["trainer weights"] / 2, abs=0.01)
     assert two["optimizer"] == pytest.approx(alone["optimizer"] / 2, abs=0.01)
     assert two["gathered layers"] > 0 and "gathered layers" not in alone
+    assert {"backend.ranks=4", "backend.sequence=2", "backend.tensor=2", "backend.replicas=2"} <= two.keys()
+    other = sizes("backend.type=fsdp", "backend.ranks=2", "backend.tensor=2")
+    assert {"backend.ranks=4", "backend.reduce=update"} <= other.keys()
+    assert not {"backend.sequence=2", "backend.replicas=2", "backend.tensor=4"} & other.keys(), "what cannot be"
 
 
 def test_a_launcher_that_started_another_number_is_named(train, monkeypatch):

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from atomrl.config import build_config, merge_trees, parse_overrides, read_yaml
 from atomrl.data import chain
 from atomrl.models.gpt import new_gpt
-from atomrl.models.loading import save_model
+from atomrl.models.loading import read_safetensors, save_model
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.runs import prepare_run
 
@@ -69,14 +70,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(folder: Path, *overrides: str) -> dict[str, Any]:
+def train(folder: Path, *overrides: str, resume: bool = False) -> dict[str, Any]:
     tree = read_yaml(CONFIGS / "quickstart.yaml") | {
         "model": {"path": str(folder / "warm" / "model")},
         "data": {"train": str(folder / "problems.jsonl"), "eval": str(folder / "problems.jsonl")},
     }
     small = ["rollout.prompts_per_step=32", "eval.every_steps=0", "eval.samples_per_prompt=4"]
     config = configure(tree, f"output_dir={folder}", *small, "train.learning_rate=2.0e-3", *overrides)
-    return prepare_run(config).execute()
+    return prepare_run(config).execute(resume)
 
 
 def test_grpo_learns_to_reason(folder: Path) -> None:
@@ -92,3 +93,38 @@ def test_the_opposite_reward_teaches_the_opposite(folder: Path) -> None:
     opposite = "reward.functions=[{function: strict_math, weight: -1}]"
     summary = train(folder, "run_name=opposite", "train.steps=5", opposite)
     assert summary["accuracy_after"] < summary["accuracy_before"] - 0.1
+
+
+RANKS = {
+    "fsdp": ["backend.type=fsdp", "backend.ranks=2"],
+    "megatron": ["backend.type=megatron", "backend.ranks=2", "backend.tensor=2"],
+}
+OTHERS = {
+    "fsdp": ["backend.type=fsdp", "backend.ranks=1"],
+    "megatron": ["backend.type=megatron", "backend.ranks=2", "backend.pipeline=2"],
+}
+
+
+def weights(folder: Path, run: str) -> dict[str, Any]:
+    return dict(read_safetensors(folder / run / "model"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RANKS)
+def test_ranks_learn_to_reason_and_go_on_where_they_were(folder: Path, kind: str) -> None:
+    """As one process learns it; resumed by as many ranks bit for bit, and by others within rounding."""
+    if kind == "megatron":
+        pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")
+    constant = ["train.schedule=constant", "train.warmup_ratio=0"]
+    ranks, others = [*RANKS[kind], *constant], [*OTHERS[kind], *constant]
+    summary = train(folder, f"run_name={kind}", f"train.steps={GRPO_STEPS}", *ranks)
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.25
+    straight = weights(folder, kind)
+    for name, then in ((f"{kind} again", ranks), (f"{kind} elsewhere", others)):
+        train(folder, f"run_name={name}", f"train.steps={GRPO_STEPS - 1}", *ranks)
+        train(folder, f"run_name={name}", f"train.steps={GRPO_STEPS}", *then, resume=True)
+    again, elsewhere = weights(folder, f"{kind} again"), weights(folder, f"{kind} elsewhere")
+    assert again.keys() == elsewhere.keys() == straight.keys()
+    for name, tensor in straight.items():
+        assert torch.equal(tensor, again[name]), name
+        assert (tensor - elsewhere[name]).abs().max() <= 1e-5 * tensor.abs().max(), name

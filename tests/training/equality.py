@@ -119,7 +119,7 @@ def settings_of(found, folder):
     critic = given.get("critic") or CriticConfig(learning_rate=1e-3)
     return {
         "model": ModelConfig(
-            path=str(folder / found["model"]), dtype="float32", lora=found["lora"],
+            path=str(folder / found["model"]), dtype=given.pop("dtype", "float32"), lora=found["lora"],
             quantization=given.pop("quantization", None),
             gradient_checkpointing=given.pop("checkpointed", False), pack_rows=given.pop("pack_rows", None),
         ),

@@ -7,41 +7,49 @@ At its `at`-th forward pass, if the file is not there yet, rank 1 makes the file
 
 import json
 import os
-import signal
 import sys
 import time
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from atomrl.cli.main import main
 from atomrl.runs import build
 from atomrl.training.fsdp import FSDPBackend
+from tests.training.misbehaving import commit
 
 HONEST = build.rank_trainer
 
 
+class Once:
+    """Strikes on rank 1 in one run and never again."""
+
+    def __init__(self, given):
+        self.given, self.calls = given, 0
+
+    def __call__(self, rank, found):
+        self.calls += 1
+        once = Path(self.given["once"])
+        if rank != 1 or self.calls < self.given["at"] or once.exists():
+            return found
+        once.write_text(str(time.time()))
+        return commit(self.given["fault"], found)
+
+
 class Faulty(FSDPBackend):
-    given, calls = {}, 0
+    fault = None
 
     def _outputs(self, micro, names):
-        self.calls += 1
-        found, once = super()._outputs(micro, names), Path(self.given["once"])
-        if self.collective.rank == 1 and self.calls >= self.given["at"] and not once.exists():
-            once.write_text(str(time.time()))
-            if self.given["fault"] == "out of memory":
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-            if self.given["fault"] == "not finite":
-                return {name: tensor * float("nan") for name, tensor in found.items()}
-            os.kill(os.getpid(), getattr(signal, self.given["fault"]))
-        return found
+        return self.fault(self.collective.rank, super()._outputs(micro, names))
 
 
 def rank_trainer(given, *arguments):
     """`build.rank_trainer`, with the fault."""
-    made = HONEST(*arguments)
-    made.__class__, made.given = Faulty, given
+    made, fault = HONEST(*arguments), Once(given)
+    if isinstance(made, FSDPBackend):
+        made.__class__, made.fault = Faulty, fault
+        return made
+    for role in made.roles.values():  # Megatron's stages, of which an outcome is no dict
+        role.model.register_forward_hook(lambda stage, given, found: fault(made.collective.rank, found))
     return made
 
 

@@ -12,41 +12,65 @@ from atomrl.training.ranks import RankedBackend
 from tests.training.batches import make_algorithm
 
 
-class Misbehaving(FSDPBackend):
-    fault, at, calls = "", 0, 0
+class Fault:
+    """Strikes at a forward pass, on rank 1 unless it is `bad for all`."""
 
-    def _outputs(self, micro, names):
+    def __init__(self, kind, at):
+        self.kind, self.at, self.calls = kind, at, 0
+
+    def __call__(self, rank, found):
         self.calls += 1
-        found = super()._outputs(micro, names)
-        if self.fault == "bad for all" and self.calls == self.at:
+        if self.kind == "bad for all" and self.calls == self.at:
             raise ValueError("of this nobody can make anything")
-        if self.collective.rank == 1 and self.calls == self.at:
-            if self.fault == "out of memory":
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-            if self.fault == "error":
-                raise IndexError("index 9 is out of bounds")
-            if self.fault in ("SIGKILL", "SIGSTOP"):
-                os.kill(os.getpid(), getattr(signal, self.fault))
-            if self.fault == "not finite":
-                return {name: tensor * float("nan") for name, tensor in found.items()}
+        if rank == 1 and self.calls == self.at:
+            return commit(self.kind, found)
         return found
 
 
-def build(fault, at, settings, ranks, device):
-    made = Misbehaving(FSDPConfig(type="fsdp"), collective=ranks, device=device, **settings)
-    made.fault, made.at = fault, at
+def commit(kind, found):
+    """The fault; of what is not finite, what comes of the forward pass in the place of `found`."""
+    if kind == "out of memory":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+    if kind == "error":
+        raise IndexError("index 9 is out of bounds")
+    if kind in ("SIGKILL", "SIGSTOP"):
+        os.kill(os.getpid(), getattr(signal, kind))
+    if kind == "not finite":
+        nan = float("nan")
+        return {name: tensor * nan for name, tensor in found.items()} if isinstance(found, dict) else found * nan
+    return found
+
+
+class Misbehaving(FSDPBackend):
+    fault = None
+
+    def _outputs(self, micro, names):
+        return self.fault(self.collective.rank, super()._outputs(micro, names))
+
+
+def build(fault, at, config, settings, ranks, device):
+    fault, settings = Fault(fault, at), {"collective": ranks, "device": device, **settings}
+    if isinstance(config, FSDPConfig):
+        made = Misbehaving(config, **settings)
+        made.fault = fault
+        return made
+    from atomrl.training.megatron import MegatronBackend
+
+    made = MegatronBackend(config, **settings)
+    made.policy.model.register_forward_hook(lambda stage, given, found: fault(ranks.rank, found))
     return made
 
 
-def ranked(folder, fault="", at=0, ranks=2, timeout_s=60.0, **train):
+def ranked(folder, fault="", at=0, kind=FSDPConfig, ranks=2, timeout_s=60.0, cut=None, **train):
     settings = {
         "model": ModelConfig(path=str(folder), dtype="float32"),
         "train": TrainConfig(**({"learning_rate": 0.01} | train)),
         "algorithm": make_algorithm(),
         "total_updates": 9,
     }
-    group = FSDPConfig(type="fsdp", ranks=ranks, timeout_s=timeout_s)
-    return RankedBackend(partial(build, fault, at, settings), group, "cpu")
+    name = "fsdp" if kind is FSDPConfig else "megatron"
+    config = kind(type=name, ranks=ranks, timeout_s=timeout_s, **(cut or {}))
+    return RankedBackend(partial(build, fault, at, config, settings), config, "cpu")
 
 
 if __name__ == "__main__":  # a process that is killed: it says which ranks it started, and waits

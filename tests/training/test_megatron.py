@@ -4,11 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")
 
-from atomrl.config import ConfigError, LoraConfig, MegatronConfig, ModelConfig, TrainConfig
+from atomrl.config import ConfigError, FSDPConfig, LoraConfig, MegatronConfig, ModelConfig, TrainConfig
+from atomrl.training.fsdp import FSDPBackend
 from atomrl.training.local import LocalBackend
 from atomrl.training.megatron import MegatronBackend
 from tests.conformance.test_backends import one_rank
@@ -16,7 +17,7 @@ from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch
 from tests.training.equality import CASES, case, locally, make_models, run_ranks, settings_of, train
 from tests.training.test_fsdp import compare
-from tests.training.test_shards import go_on, step
+from tests.training.test_shards import alike, go_on, step
 
 pytestmark = pytest.mark.slow
 SHARED = (
@@ -29,6 +30,8 @@ CUTS = {
     "tensor and pipeline": (4, {"tensor": 2, "pipeline": 2}), "tensor and copies": (4, {"tensor": 2}),
     "pipeline and copies": (4, {"pipeline": 2}),
 }  # fmt: skip
+PPO = case("ppo")
+BACK_ENDS = {"megatron": (MegatronBackend, MegatronConfig), "fsdp": (FSDPBackend, FSDPConfig)}
 NORM = 2e-5
 """Of losses and gradient norms. One process that takes PyTorch's attention, as Megatron's layers do here, in the place
 of explicit products is off by up to 1.3e-5 in the norm of these cases; weights are within 1e-5."""
@@ -120,39 +123,85 @@ def test_what_megatron_has_not_is_refused(folder, changed, message):
         )
 
 
-def save_and_go_on(cut, folder, checkpoint, ranks):
-    """Two steps, a checkpoint, two more; the same again from the checkpoint; and what a checkpoint of others meets."""
-    settings = settings_of(case("ppo"), folder)
+def made(kind, cut, given, folder, ranks):
+    """A back end of several ranks: Megatron's, or FSDP's shards."""
+    settings = settings_of(given, folder)
+    back_end, config = BACK_ENDS[kind]
+    return back_end(config(type=kind, **cut), collective=ranks, device="cpu", **settings), settings["algorithm"]
 
-    def make(**changed):
-        found = MegatronConfig(type="megatron", **(cut | changed))
-        return MegatronBackend(found, collective=ranks, device="cpu", **settings)
 
-    backend = make()
+def save_and_go_on(kind, cut, given, folder, checkpoint, ranks):
+    """Two steps, a checkpoint that is written beside a third; two steps from there, and the same again in a new one."""
+    backend, algorithm = made(kind, cut, given, folder, ranks)
     for number in range(2):
-        step(backend, settings["algorithm"], number)
-    backend.save(checkpoint)
+        step(backend, algorithm, number)
+    written = backend.save(checkpoint)
+    step(backend, algorithm, 9)
+    written()
     ranks.max(0)
-    straight = go_on(backend, settings["algorithm"])
-    again = make()
-    again.load(checkpoint)
-    found = straight, go_on(again, settings["algorithm"])
-    backend.close(), again.close()
-    other = make(tensor=1, pipeline=1)
-    with pytest.raises(ConfigError, match="is of backend: ranks="):
-        other.load(checkpoint)
+    found = []
+    for again in (backend, made(kind, cut, given, folder, ranks)[0]):
+        again.load(checkpoint)
+        found.append(go_on(again, algorithm))
+        again.close()
     return found
 
 
+def load_and_go_on(kind, cut, given, folder, checkpoint, ranks):
+    backend, algorithm = made(kind, cut, given, folder, ranks)
+    backend.load(checkpoint)
+    return go_on(backend, algorithm)
+
+
 @pytest.mark.parametrize("cut", ["tensor", "tensor and pipeline", "tensor and copies"])
-def test_ranks_go_on_bit_for_bit(folder, tmp_path, cut):
+def test_ranks_go_on_bit_for_bit_and_others_from_there(folder, tmp_path, cut):
+    """Bit for bit those of the same cut; within rounding those of another, and one process."""
     world, settings = CUTS[cut]
     (tmp_path / "ran").mkdir()
-    first, *_ = run_ranks(partial(save_and_go_on, settings, folder, tmp_path / "saved"), world, tmp_path / "ran")
+    work = partial(save_and_go_on, "megatron", settings, PPO, folder, tmp_path / "saved")
+    first, *_ = run_ranks(work, world, tmp_path / "ran")
     (metrics, weights), (same_metrics, same_weights) = first
     assert metrics == same_metrics and weights.keys() == same_weights.keys()
     assert all(torch.equal(tensor, same_weights[name]) for name, tensor in weights.items())
     transformers = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert len(list(transformers.parameters())) == len(weights)
-    with pytest.raises(ConfigError, match="no checkpoint of this back end"):
-        LocalBackend(**settings_of(case("ppo"), folder)).load(tmp_path / "saved")
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved" / "critic")
+    files = {path.name for path in tmp_path.joinpath("saved", "training_state").rglob("*.safetensors")}
+    assert {f"policy_{rank}.safetensors" for rank in range(world)} <= files, "each rank writes a share"
+    given = settings_of(PPO, folder)
+    local = LocalBackend(**given)
+    local.load(tmp_path / "saved")
+    alike(go_on(local, given["algorithm"]), first[0])
+    other, settings = CUTS["tensor and pipeline" if cut == "tensor" else "pipeline"]
+    (tmp_path / "other").mkdir()
+    work = partial(load_and_go_on, "megatron", settings, PPO, folder, tmp_path / "saved")
+    alike(run_ranks(work, other, tmp_path / "other")[0], first[0])
+
+
+def test_a_run_goes_from_shards_to_megatron_and_back(folder, tmp_path):
+    for name in ("shards", "megatron", "back"):
+        (tmp_path / name).mkdir()
+    first, *_ = run_ranks(partial(save_and_go_on, "fsdp", {}, PPO, folder, tmp_path / "one"), 2, tmp_path / "shards")
+    work = partial(save_and_go_on_from, tmp_path / "one", folder, tmp_path / "two")
+    alike(run_ranks(work, 2, tmp_path / "megatron")[0], first[0])
+    work = partial(load_and_go_on, "fsdp", {}, PPO, folder, tmp_path / "two")
+    alike(run_ranks(work, 3, tmp_path / "back")[0], first[0])
+
+
+def save_and_go_on_from(checkpoint, folder, saved, ranks):
+    backend, algorithm = made("megatron", {"tensor": 2}, PPO, folder, ranks)
+    backend.load(checkpoint)
+    backend.save(saved)()
+    return go_on(backend, algorithm)
+
+
+def test_what_is_no_checkpoint_of_the_model_is_refused(folder, tmp_path):
+    with one_rank() as ranks:
+        backend, _ = made("megatron", {}, PPO, folder, ranks)
+        backend.save(tmp_path / "saved")()
+        backend.close()
+        other, _ = made("megatron", {}, case("ppo", model="untied"), folder, ranks)
+        with pytest.raises(ConfigError, match="of another model"):
+            other.load(tmp_path / "saved")
+        with pytest.raises(ConfigError, match="no checkpoint of several ranks"):
+            other.load(tmp_path)

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from atomrl.atoms.logprobs import row_logprobs
 from atomrl.config import ConfigError, MegatronConfig
 from atomrl.models.gpt import GPT
-from atomrl.training.megatron_model import check_shape
+from atomrl.training.megatron_shape import check_shape
 from atomrl.training.megatron_weights import cut, joined, padded_vocabulary
 from atomrl.training.vocabulary import parallel_row_logprobs, whole_rows
 from tests.training.equality import run_ranks

@@ -1,0 +1,115 @@
+"""Weights on their way from ranks to an engine: a part at a time, once all names and shapes are known to fit."""
+
+import weakref
+from contextlib import closing
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from atomrl.config import FSDPConfig, LoraConfig, ModelConfig, TrainConfig
+from atomrl.metrics import values
+from atomrl.rollout.hf import HFEngine
+from atomrl.rollout.native import NativeEngine
+from atomrl.rollout.requests import EngineOptions
+from atomrl.training.fsdp import FSDPBackend
+from atomrl.training.local import LocalBackend
+from atomrl.training.ranks import RankedBackend
+from atomrl.weights import InProcessTransfer
+from tests.tiny import make_tiny_model
+from tests.training.batches import make_algorithm, make_batch
+from tests.training.equality import make_models
+
+pytestmark = pytest.mark.slow
+PART_BYTES = 20_000
+
+
+class InSmallParts(FSDPBackend):
+    bytes_on_their_way = PART_BYTES
+
+
+def settings(path, lora):
+    return {
+        "model": ModelConfig(path=str(path), dtype="float32", lora=lora),
+        "train": TrainConfig(learning_rate=0.01),
+        "algorithm": make_algorithm(),
+        "total_updates": 9,
+    }
+
+
+def build(given, tensor, ranks, device):
+    return InSmallParts(FSDPConfig(type="fsdp", tensor=tensor), collective=ranks, device=device, **given)
+
+
+def ranked(path, lora=None, tensor=1):
+    group = FSDPConfig(type="fsdp", ranks=2, tensor=tensor, timeout_s=300)
+    return closing(RankedBackend(partial(build, settings(path, lora), tensor), group, "cpu"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [("base", {}), ("untied", {}), ("other", {}), ("base", {"lora": LoraConfig(rank=3)}), ("base", {"tensor": 2})],
+    ids=["ours", "untied", "transformers", "adapters", "tensor"],
+)
+def test_an_update_has_the_weights_of_one_process(folder, model, named):
+    expected = dict(LocalBackend(**settings(folder / model, named.get("lora"))).weight_update(0).tensors)
+    with ranked(folder / model, **named) as both:
+        for version in (1, 2):
+            update = both.weight_update(version)
+            assert (update.outline is None) == ("lora" in named)
+            found = dict(update.tensors)
+            assert found.keys() == expected.keys() and bool(update.adapters) == ("lora" in named)
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_rank_0_has_a_part_at_a_time(folder):
+    with ranked(folder / "base") as both:
+        seen, most = [], 0
+        for _, tensor in both.weight_update(1).tensors:
+            seen.append((weakref.ref(tensor), tensor.nbytes))
+            most = max(most, sum(size for there, size in seen if there() is not None))
+        largest, whole = max(size for _, size in seen), sum(size for _, size in seen)
+        assert len(both.backend.parts) > 4
+        assert most <= PART_BYTES + largest < whole / 2  # with the last one read of the part before
+
+
+@pytest.mark.parametrize("kind", [NativeEngine, HFEngine])
+def test_an_engine_takes_what_the_ranks_have_learned(folder, kind):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    engine = kind.from_pretrained(str(folder / "base"), tokenizer, EngineOptions(torch.bfloat16, "cpu", 4))
+    with ranked(folder / "base") as both:
+        transfer = InProcessTransfer(both, engine)
+        before = engine.weight_hashes()
+        transfer(0)  # verified by hashes of what was read
+        assert engine.weight_hashes() == before
+        for version in (1, 2):
+            both.train_step(make_batch(), make_algorithm())
+            transfer(version)
+        assert engine.version == 2 and engine.weight_hashes() != before
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_gathered_and_the_ranks_go_on(folder, tmp_path):
+    other = make_tiny_model(tmp_path / "wide", "qwen2", intermediate_size=96)
+    engine = NativeEngine.from_pretrained(
+        str(other), AutoTokenizer.from_pretrained(other), EngineOptions(torch.float32, "cpu", 4)
+    )
+    before = engine.weight_hashes()
+    with ranked(folder / "base") as both:
+        with pytest.raises(ValueError, match=r"the weights were refused: .*gate_proj\.weight has shape"):
+            InProcessTransfer(both, engine)(1)
+        assert engine.weight_hashes() == before and engine.version != 1
+        assert values(both.train_step(make_batch(), make_algorithm()))["actor/grad_norm"] > 0
+
+
+def test_an_update_that_is_not_read_to_its_end_leaves_no_rank_waiting(folder):
+    with ranked(folder / "base") as both:
+        names = [name for name, _ in zip(range(3), both.weight_update(1).tensors, strict=False)]
+        assert len(names) == 3
+        assert values(both.train_step(make_batch(), make_algorithm()))["actor/grad_norm"] > 0
+        assert len(dict(both.weight_update(2).tensors)) > 3
