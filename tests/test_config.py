@@ -1,13 +1,14 @@
 """The config: files, overrides, and errors that name the key."""
 
 import sys
+from argparse import Namespace
 
 import pytest
 import yaml
 from pydantic import BaseModel
 
 from atomrl.algorithms.table import ALGORITHMS
-from atomrl.cli.config_arguments import join_overrides, load_config
+from atomrl.cli.config_arguments import config_from, join_overrides, load_config
 from atomrl.config import (
     ConfigError,
     RunConfig,
@@ -96,6 +97,12 @@ def test_every_section_refuses_unknown_keys():
             {"rollout": {"min_completion_tokens": 9}, "eval": {"max_completion_tokens": 8}},
             r"min_completion_tokens holds in evaluation too",
         ),
+        ({"rollout": {"server": ["http://a:1", "http://a:1"]}}, r"rollout.server names one twice: http://a:1"),
+        ({"rollout": {"server": "a:1"}}, r"rollout.server.0: .*\(got 'a:1'\)"),
+        (
+            {"rollout": {"server": "http://a:1"}, "cluster": {"replicas": 2}},
+            r"rollout.server: one engine spreads .* take cluster.replicas=1",
+        ),
         ({"model": {"path": None}}, r"model.path: is required"),
         ({"reward": {"functions": []}}, r"reward.functions is empty"),
         (
@@ -113,11 +120,23 @@ def test_mistakes_are_named(changes, message):
     assert str(caught.value).startswith("c.yaml:\n")
 
 
+@pytest.mark.parametrize("given", [{"algorithm": {"name": "dpo"}}, {"sft": {}}])
+def test_rows_that_are_given_need_not_divide_rollouts(given):
+    assert build(**given, train={"rows_per_update": 24}).items_per_step == 24
+
+
 def test_all_mistakes_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
         build_config({"run_name": "r", "train": {"steps": 0, "stepz": 1}})
     text = str(caught.value)
     assert "data: is required" in text and "train.steps: " in text and "'train.stepz'" in text
+
+
+def test_a_run_s_folder_stands_for_its_config(tmp_path):
+    (tmp_path / "config.yaml").write_text("run_name: mine\nmodel: {path: m}\ndata: {train: chain}\n")
+    given = Namespace(config=str(tmp_path), overrides=["seed=3"])
+    config = config_from(given)
+    assert (config.run_name, config.seed, given.config) == ("mine", 3, str(tmp_path / "config.yaml"))
 
 
 def test_overrides_in_all_forms():
@@ -215,6 +234,10 @@ def test_a_key_that_is_merged_from_an_anchor_may_be_given_again(tmp_path):
         ("algorithm.beta", "'algorithm.kl.coefficient' (in DPO and its family"),
         ("algorithm.epsilon_high", "'algorithm.clip.high'"),
         ("checkpoint.save_steps", "'checkpoint.every_steps'"),
+        ("train.max_length", "'train.max_row_tokens' (prompt and completion together; longer rows are cut)"),
+        ("train.warmup_steps", "'train.warmup_ratio' (a share of all updates)"),
+        ("model.use_peft", "'model.lora.rank'"),
+        ("critic.lr", "'critic.learning_rate'"),
         # OpenRLHF
         ("rollout.n_samples_per_prompt", "'rollout.completions_per_prompt'"),
         ("rollout_batch_size", "'rollout.prompts_per_step' (prompts in a step; OpenRLHF counts prompts as well)"),

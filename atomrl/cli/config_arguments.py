@@ -85,7 +85,9 @@ def join_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> l
 
 
 def config_from(arguments: argparse.Namespace) -> RunConfig:
-    """The config that the command line names."""
+    """The config that the command line names; of a run's folder its own."""
     if arguments.config is None:
         raise ValueError("name a config file, as in: atomrl train configs/quickstart.yaml")
+    if (own := Path(arguments.config, "config.yaml")).is_file():
+        arguments.config = str(own)
     return load_config(arguments.config, arguments.overrides)

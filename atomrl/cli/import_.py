@@ -7,6 +7,7 @@ atomrl import nanogpt out/ckpt.pt gpt2-small --tokenizer FOLDER_WITH_GPT2S_TOKEN
 atomrl import nanogpt out-shakespeare-char/ckpt.pt shakespeare --text data/shakespeare_char/input.txt
 atomrl import config run_qwen.sh --from verl --out qwen.yaml
 atomrl import config grpo.py --from trl --processes 8 --out grpo.yaml
+atomrl import config dpo.yaml --from trl --trainer dpo --out our_dpo.yaml
 atomrl import config train_ppo.sh --from openrlhf --out ppo.yaml
 """
 
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("config").add_argument
     add("--from", dest="library", choices=("verl", "trl", "openrlhf"), help="whose config it is")
     add("--out", type=Path, metavar="FILE", help="the YAML file to write")
+    add("--trainer", choices=("grpo", "sft", "dpo", "reward"), help="of TRL, where the file does not say whose it is")
     add("--processes", type=int, metavar="N", help="of TRL, where the file does not say how many there are")
 
 
@@ -46,12 +48,12 @@ def import_config(arguments: argparse.Namespace) -> int:
     if arguments.out.exists():
         raise ConfigError(f"{arguments.out} exists already; name another --out")
     check_writable(arguments.out)
-    imported = read(arguments.source, arguments.library, arguments.processes)
+    imported = read(arguments.source, arguments.library, arguments.processes, arguments.trainer)
     arguments.out.write_text(imported.yaml(), encoding="utf-8")
     print(imported.report())
     print(
         f"{arguments.out} is written; what it means: `atomrl explain {arguments.out}`, "
-        f"`atomrl train {arguments.out} --dry-run`"
+        f"`atomrl {imported.config.kind} {arguments.out} --dry-run`"
     )
     return 0
 

@@ -4,9 +4,10 @@ atomrl replay runs/NAME --step 10 algorithm.clip.high=0.28
 atomrl replay runs/NAME --step 10 algorithm.advantage=rloo algorithm.loss_agg=sequence_mean --top 20
 atomrl replay runs/NAME --step 10 algorithm.name=cispo --out tokens.jsonl
 
-The step needs recorded tokens: train with `tracking.tokens=2` (two groups of each step). No model is loaded; the
-log-probs are those of the run. Advantages and the weights of the loss are taken over the recorded rows alone, on both
-sides, so compare the two columns with each other. The gradient of a token is that of the loss in its log-prob.
+The step needs recorded tokens (`tracking.tokens`: of two groups of each step, unless told otherwise). No model is
+loaded; the log-probs are those of the run. Advantages and the weights of the loss are taken over the recorded rows
+alone, on both sides, so compare the two columns with each other. The gradient of a token is that of the loss in its
+log-prob.
 """
 
 from __future__ import annotations

@@ -33,6 +33,8 @@ def suggestion(path: Sequence[str], keys: Sequence[str]) -> str | None:
     Example:
         >>> suggestion(["data", "train_batch_size"], ["rollout.prompts_per_step", "data.train_size"])
         "did you mean 'rollout.prompts_per_step' (prompts in a step)?"
+        >>> suggestion(["critic", "lr"], ["train.learning_rate", "critic.learning_rate"])
+        "did you mean 'critic.learning_rate'?"
         >>> suggestion(["train", "stepz"], ["train.steps", "eval.every_steps"])
         "did you mean 'train.steps'?"
         >>> suggestion(["reward", "functions", "0", "max_words"], ["reward.functions.args", "sft.gpt.max_tokens"])
@@ -43,6 +45,8 @@ def suggestion(path: Sequence[str], keys: Sequence[str]) -> str | None:
         return str(sections[path[0]])
     if path[-1] in names:
         key, unit = names[path[-1]]
+        own = ".".join([*path[:-1], key.rpartition(".")[2]])
+        key = own if own in keys else key  # the critic has a learning rate too
         return f"did you mean {key!r}{f' {unit}' if unit else ''}?"
     near = nearest_key(path, keys)
     *parents, leaf = path

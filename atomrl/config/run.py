@@ -100,7 +100,7 @@ class RunConfig(Section):
         rollout, rows = self.rollout, self.train.rows_per_update
         total = rollout.prompts_per_step * rollout.completions_per_prompt
         kinds = [name for name in ("sft", "pretrain", "preference") if getattr(self, name) is not None]
-        if rows is not None and total % rows and not kinds:  # which draw no rollouts
+        if rows is not None and total % rows and self.kind == "train":  # others draw no rollouts
             raise ValueError(
                 f"train.rows_per_update={rows} does not divide the {total} rows of a step "
                 f"(rollout.prompts_per_step={rollout.prompts_per_step} x "
@@ -119,14 +119,14 @@ class RunConfig(Section):
                 if self.model.path is None
                 else f"model.path and {'sft' if self.sft else 'pretrain'}.gpt are two places to start from; give one"
             )
-        if self.tracking.tokens and self.kind != "train":
-            raise ValueError("tracking.tokens: this kind of run draws no rollouts; remove it")
         if self.asynchronous and self.kind != "train":
             raise ValueError("asynchronous: this kind of run draws no rollouts; remove the section")
         if self.asynchronous and rollout.source == "pool":
             raise ValueError("asynchronous: with rollout.source=pool others draw; pool.max_staleness bounds them")
         if self.asynchronous and self.cluster and self.cluster.placement == "colocated":
             raise ValueError("asynchronous: with cluster.placement=colocated engines sleep meanwhile; take split")
+        if rollout.server and self.cluster and self.cluster.replicas > 1:
+            raise ValueError("rollout.server: one engine spreads the groups over all servers; take cluster.replicas=1")
         least = self.asynchronous.min_completions if self.asynchronous else None
         if least is not None and least > rollout.completions_per_prompt:
             raise ValueError(

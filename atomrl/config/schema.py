@@ -80,6 +80,12 @@ class RolloutConfig(Section):
     """How weights travel to servers: as files that they see, or by a broadcast (`sglang`)."""
 
     @model_validator(mode="after")
+    def _each_server_once(self) -> Self:
+        if len({*self.server}) < len(self.server):
+            raise ValueError(f"rollout.server names one twice: {', '.join(self.server)}")
+        return self
+
+    @model_validator(mode="after")
     def _something_is_cut(self) -> Self:
         if self.logprobs_over == "kept" and (self.temperature == 0 or (self.top_p == 1 and not self.top_k)):
             raise ValueError(

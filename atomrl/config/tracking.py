@@ -17,9 +17,10 @@ class TrackingConfig(Section):
     log_every_steps: int = Field(1, ge=1)
     """Of the sinks; `metrics.jsonl` has every step."""
     save_rollouts: bool = True
-    tokens: float = Field(0, ge=0)
-    """Of which groups the numbers of every token are kept (docs/tokens.md): below 1 a share of the prompts, the same
-    ones in the whole run; from 1 on so many groups of each step. 0: none."""
+    tokens: float = Field(2, ge=0)
+    """Of which groups the numbers of every token are kept beside their rollouts (docs/tokens.md): below 1 a share of
+    the prompts, the same ones in the whole run; from 1 on so many groups of each step, those whose rewards differ
+    before others. 0: none."""
     log_completions: int = Field(10, ge=0)
     """Show a few completions on the terminal, with reward and advantage: of the first step, and every so many steps.
     true: of every step; false or 0: never."""
@@ -28,6 +29,4 @@ class TrackingConfig(Section):
     def _whole_groups(self) -> Self:
         if self.tokens >= 1 and self.tokens % 1:
             raise ValueError(f"tokens={self.tokens:g} is neither a share below 1 nor a whole number of groups")
-        if self.tokens and not self.save_rollouts:
-            raise ValueError("tokens belong to rollouts, and save_rollouts is false; set one of the two otherwise")
         return self

@@ -27,7 +27,8 @@ class RawRow:
     """One row of a file, or what is wrong with it."""
 
     place: str
-    """`train.jsonl:3`: the line where the row begins; in Parquet and Arrow files the number of the row."""
+    """`train.jsonl:3`: the line where the row begins, and in a JSON array `:column` where another begins there before;
+    in Parquet and Arrow files the number of the row."""
     row: dict[str, Any] | None
     problem: str | None = None
 
@@ -145,9 +146,11 @@ def _json_rows(path: Path) -> Iterator[RawRow]:
         raise DataError(f"{path}:{line}: not valid UTF-8") from None
     line_ends = [match.start() for match in re.finditer("\n", text)]
     position = _skip_space(text, text.index("[") + 1)
-    mark = "]" if text.startswith("]", position) else ","
+    mark, before = "]" if text.startswith("]", position) else ",", 0
     while mark == ",":
         line = bisect(line_ends, position) + 1
+        # Of several rows on a line, as where the whole array is on one, all but the first have a column too.
+        column = f":{position - (line_ends[line - 2] if line > 1 else -1)}" if line == before else ""
         with said_as(DataError, f"{path}:{line}", DataError):
             value, end = _decode(text, position)
             end = _skip_space(text, end)
@@ -155,8 +158,8 @@ def _json_rows(path: Path) -> Iterator[RawRow]:
             if mark not in (",", "]"):
                 raise DataError("not valid JSON: behind the row that begins here, a comma or the end is missing")
         problem = None if isinstance(value, dict) else f"not a JSON object but {type(value).__name__}"
-        yield RawRow(f"{path.name}:{line}", None if problem else value, problem)
-        position = _skip_space(text, end + 1)
+        yield RawRow(f"{path.name}:{line}{column}", None if problem else value, problem)
+        position, before = _skip_space(text, end + 1), line
 
 
 def _skip_space(text: str, position: int) -> int:

@@ -211,7 +211,8 @@ def _lookup(row: Mapping[str, Any], name: str, required: bool = True) -> Any:
 
 def missing(name: str, row: Mapping[str, Any]) -> DataError:
     """That a row lacks a field."""
-    return DataError(f"field {name!r} is missing (has {', '.join(map(repr, row)) or 'no keys'})")
+    has = ", ".join(map(repr, row)) or "no keys"
+    return DataError(f"field {name!r} is missing (has {has}; data.prompt_field, data.answer_field name columns)")
 
 
 def _extract(answer: Any, name: str, pattern: re.Pattern[str]) -> str:

@@ -48,12 +48,13 @@ class Imported:
         return "\n".join([*notes, yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True, width=110)])
 
 
-def import_config(path: str | Path, library: str, processes: int | None = None) -> Imported:
+def import_config(path: str | Path, library: str, processes: int | None = None, trainer: str | None = None) -> Imported:
     """Read a YAML file, shell script or Python file of verl, TRL or OpenRLHF. Nothing in it is executed.
 
     Args:
         library: one of `LIBRARIES`.
         processes: of TRL, whose batch sizes are of one process, where the file does not say how many there are.
+        trainer: of TRL, whose config it is (`grpo`, `sft`, `dpo`, `reward`), where the file does not say.
 
     Raises:
         ConfigError: the file cannot be read, a choice of the objective has no counterpart, or what it says is no valid
@@ -62,10 +63,12 @@ def import_config(path: str | Path, library: str, processes: int | None = None) 
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
+    if trainer is not None and library != "trl":
+        raise ConfigError(f"--trainer is of TRL; {library} has one")
     if processes is not None and library != "trl":
         raise ConfigError(f"--processes is of TRL, whose batches are of one process; {library}'s are of all")
     t = (
-        trl.translate(path, processes)
+        trl.translate(path, processes, trainer)
         if library == "trl"
         else {"verl": verl, "openrlhf": openrlhf}[library].translate(path)
     )

@@ -4,7 +4,7 @@ keys of the config that differ."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from atomrl.reading.curves import run_names
@@ -17,12 +17,15 @@ WINDOW = 10
 CELL = 28
 """Characters of a config's value in the table."""
 LAST = {
-    "reward": "critic/score/mean",
-    "length": "response_length/mean",
-    "entropy": "actor/entropy",
-    "seconds/step": "timing_s/step",
+    "reward": ("critic/score/mean",),
+    "margin": ("rewards/margins",),
+    "loss": ("sft/nll_per_token", "reward_model/loss", "train/loss"),
+    "length": ("response_length/mean",),
+    "entropy": ("actor/entropy",),
+    "seconds/step": ("timing_s/step",),
 }
-"""Column -> the metric whose mean over the last steps it has."""
+"""Column -> the metrics of which it has the first that a run has, as the mean over the last steps."""
+HELD_OUT_LOSSES = ("eval/nll_per_token", "val/loss")
 NOT_SETTINGS = {*WHERE, "seed"}
 """Keys in which runs of one group may differ."""
 
@@ -35,20 +38,38 @@ class Column:
     values: tuple[float | None, ...]
 
 
-def columns(runs: Sequence[Run]) -> list[Column]:
-    """What the runs are judged by: held-out accuracy at the end and at best, then means of the last steps."""
-    found = []
-    sources = dict.fromkeys(key for run in runs for key in accuracies(run.evaluations).values())
-    for key in sources:
-        points = [run.evaluations.points(key)[1] for run in runs]
-        name = "accuracy" if len(sources) == 1 else key.removeprefix("val-core/")
-        found.append(Column(name, tuple(float(values[-1]) if len(values) else None for values in points)))
-        found.append(Column(f"{name}, best", tuple(float(values.max()) if len(values) else None for values in points)))
-    for title, key in LAST.items():
-        points = [run.metrics.points(key)[1][-WINDOW:] for run in runs]
-        if any(len(values) for values in points):
-            found.append(Column(title, tuple(float(values.mean()) if len(values) else None for values in points)))
+def judged(run: Run) -> dict[str, float]:
+    """What a run is judged by: held-out accuracies and loss at the end and at best, then means of the last steps."""
+    found = dict[str, float]()
+    for key in accuracies(run.evaluations).values():
+        values, name = run.evaluations.points(key)[1], key.removeprefix("val-core/")
+        if len(values):
+            found |= {name: float(values[-1]), f"{name}, best": float(values.max())}
+    for key in HELD_OUT_LOSSES:
+        values = run.evaluations.points(key)[1]
+        if len(values):
+            found |= {"held-out loss": float(values[-1]), "held-out loss, best": float(values.min())}
+    for title, keys in LAST.items():
+        given = [values for key in keys if len(values := run.metrics.points(key)[1])]
+        if given:
+            found[title] = float(given[0][-WINDOW:].mean())
     return found
+
+
+def columns(found: Sequence[Mapping[str, float]]) -> list[Column]:
+    """What several runs are judged by, beside each other. An accuracy is called so where there is but one.
+
+    Args:
+        found: of each run what `judged` says.
+
+    Example:
+        >>> columns([{"sums/acc/mean@1": 0.5, "reward": 1.0}, {"reward": 2.0}])
+        [Column(title='accuracy', values=(0.5, None)), Column(title='reward', values=(1.0, 2.0))]
+    """
+    titles = sorted(dict.fromkeys(title for one in found for title in one), key=lambda title: title in LAST)
+    own = {title.removesuffix(", best") for title in titles} - {*LAST, "held-out loss"}
+    names = {title: title.replace(next(iter(own)), "accuracy") if len(own) == 1 else title for title in titles}
+    return [Column(names[title], tuple(one.get(title) for one in found)) for title in titles]
 
 
 def differing_keys(runs: Sequence[Run]) -> dict[str, tuple[object, ...]]:
@@ -68,9 +89,15 @@ def by_settings(runs: Sequence[Run]) -> list[list[int]]:
     return list(groups.values())
 
 
+def over(column: Column, group: Sequence[int]) -> tuple[float, float, float] | None:
+    """Mean, least and largest of a column over some runs; None where none of them has a value."""
+    values = [value for place in group if (value := column.values[place]) is not None]
+    return (sum(values) / len(values), min(values), max(values)) if values else None
+
+
 def table(runs: Sequence[Run]) -> list[str]:
     """The runs as lines of text: one for each, and one for each config that has several seeds, with mean and range."""
-    found, names = columns(runs), run_names([run.path for run in runs])
+    found, names = columns([judged(run) for run in runs]), run_names([run.path for run in runs])
     head = ["run", "state", "step", *(column.title for column in found), "findings"]
     rows = [
         [
@@ -103,10 +130,8 @@ def _number(value: float | None) -> str:
 
 
 def _range(column: Column, group: Sequence[int]) -> str:
-    values = [value for place in group if (value := column.values[place]) is not None]
-    if not values:
-        return "-"
-    return f"{sum(values) / len(values):.4g} [{min(values):.4g}, {max(values):.4g}]"
+    found = over(column, group)
+    return "-" if found is None else "{:.4g} [{:.4g}, {:.4g}]".format(*found)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, cast
 
 import yaml
 
-BLOCK = 2**24
+BLOCK = 2**22
 """Bytes that are read at once."""
 MARK = 64
 """Bytes before the place that was read up to, by which a file that was written anew is told from one that grew: its

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,7 +69,7 @@ class MetricTable(Mapping[str, Floats]):
 
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add rows of `metrics.jsonl`; each has an int `step`. What is no number counts as not there."""
-        new: list[dict[str, Any]] = []
+        new: list[Mapping[str, Any]] = []
         for row in rows:
             step = row["step"]
             while new and new[-1]["step"] > step:
@@ -76,12 +77,12 @@ class MetricTable(Mapping[str, Floats]):
             if not new and len(self.steps) and self.steps[-1] >= step:
                 new += self._cut(step)
             if new and new[-1]["step"] == step:
-                new[-1].update(row)
+                new[-1] = {**new[-1], **row}
             else:
-                new.append(dict(row))
+                new.append(row)
         if not new:
             return
-        before, added = len(self.steps), dict.fromkeys(name for row in new for name in row)
+        before, added = len(self.steps), dict.fromkeys(chain.from_iterable(new))
         del added["step"]
         self.steps = np.concatenate([self.steps, np.array([row["step"] for row in new], np.int64)])
         for name in added:

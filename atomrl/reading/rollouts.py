@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import string
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -149,11 +150,8 @@ class RolloutIndex:
                 passed &= values <= high
         if wanted.mixed is not None:
             passed &= self.mixed == wanted.mixed
-        words: list[tuple[Word, str | None]] = [
-            ("finish_reason", wanted.finish_reason),
-            ("data_source", wanted.data_source),
-        ]
-        for name, word in words:
+        words: dict[Word, str | None] = {"finish_reason": wanted.finish_reason, "data_source": wanted.data_source}
+        for name, word in words.items():
             if word is not None:
                 passed &= self._codes[name] == self._coded[name].get(word, -1)
         if wanted.split is not None:
@@ -329,7 +327,7 @@ def _read_file(step: int, split: str, path: Path, identity: tuple[int, ...]) -> 
         text_starts=places[:, 2],
         text_ends=places[:, 3],
         numbers={name: np.array([_number(row.get(name)) for row in rows], np.float64) for name in NUMBERS},
-        words={name: [str(row.get(name, "")) for row in rows] for name in WORDS},
+        words={name: [sys.intern(str(row.get(name, ""))) for row in rows] for name in WORDS},  # few are different
         prompts=_prompt_hashes([row.get("prompt") for row in rows]),
         faults=faults,
     )

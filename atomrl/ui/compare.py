@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 from atomrl.reading import Run
+from atomrl.reading.comparison import columns, judged, over
 from atomrl.reading.diff import diff_runs
 from atomrl.reading.lines import flat_tree
-from atomrl.reading.rollouts import SPLITS, RolloutFilter
+from atomrl.reading.metrics import Floats
+from atomrl.reading.rollouts import SPLITS, Ints, RolloutFilter
 from atomrl.reading.run import WHERE
-from atomrl.ui.cards import HEADLINES, SPARK_POINTS, card, downsample, number
+from atomrl.ui.cards import HEADLINES, SPARK_POINTS, card, downsample
 from atomrl.ui.rollouts import prompt_text
 
 MAX_RUNS = 16
@@ -26,21 +28,30 @@ CURVES = (
 POINTS = 5 * SPARK_POINTS
 
 
+Points = tuple[Ints, Floats]
+
+
 def part(run: Run, run_id: str, name: str) -> dict[str, Any]:
     """What a comparison needs of one run."""
-    curves = {}
-    for table in (run.metrics, run.evaluations):
-        for metric in table:
-            if table is run.evaluations or metric in CURVES:
-                steps, values = downsample(*table.points(metric), POINTS)
-                if len(steps):
-                    curves[metric] = [steps.tolist(), [number(value) for value in values]]
-    return {"card": card(run, run_id, name), "config": flat_tree(run.config), "curves": curves}
+    curves = {
+        metric: points
+        for table in (run.metrics, run.evaluations)
+        for metric in table
+        if (table is run.evaluations or metric in CURVES) and len((points := table.points(metric))[0])
+    }
+    return {
+        "card": card(run, run_id, name), "config": flat_tree(run.config), "curves": curves, "judged": judged(run)
+    }  # fmt: skip
 
 
 def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The cards, the config keys in which any two differ, those that only some have (as of another version), and the
-    curves by metric, one for each run that has it."""
+    """The cards; the runs that differ in their seeds alone, together; what all are judged by; the config keys in which
+    any two differ, and those that only some have (as of another version); the curves by metric, one for each run, and
+    mean and range one for each group, null where there is none."""
+    groups: dict[str, list[int]] = {}
+    for place, one in enumerate(parts):
+        groups.setdefault(one["card"]["group"], []).append(place)
+    members = list(groups.values())
     keys = dict.fromkeys(key for one in parts for key in one["config"] if key not in WHERE)
     differing, partial = {}, {}
     for key in keys:
@@ -50,11 +61,59 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         elif len(given) < len(parts):
             partial[key] = [one["config"].get(key) for one in parts]
     metrics = dict.fromkeys(metric for one in parts for metric in one["curves"])
+    curves = {metric: [one["curves"].get(metric) for one in parts] for metric in metrics}
+    found = columns([one["judged"] for one in parts])
     return {
         "runs": [one["card"] for one in parts],
+        "groups": members,
+        "columns": [
+            {"title": one.title, "values": one.values, "over": [over(one, group) for group in members]} for one in found
+        ],
         "config": differing,
         "partial": partial,
-        "curves": {metric: [one["curves"].get(metric) for one in parts] for metric in metrics},
+        "curves": {metric: [given and _shown(given) for given in row] for metric, row in curves.items()},
+        "bands": {
+            metric: [band([given for place in group if (given := row[place])], POINTS) for group in members]
+            for metric, row in curves.items()
+        },
+    }  # fmt: skip
+
+
+def _shown(points: Points) -> list[list[Any]]:
+    steps, values = downsample(*points, POINTS)
+    return [steps.tolist(), values.tolist()]
+
+
+def band(curves: Sequence[Points], points: int) -> dict[str, list[float]] | None:
+    """Mean and range over several curves, at the steps that at least two of them have; None where there are none.
+
+    Args:
+        points: at most so many; of more, stretches with the mean of their means, and their least and largest value.
+
+    Returns:
+        `steps`, `mean`, `low`, `high`, and `count`: the least number of curves that a point is of, since a run that
+        ended early has no say in what comes after.
+
+    Example:
+        >>> given = [(np.array([1, 2]), np.array([0.0, 1.0])), (np.array([2, 3]), np.array([3.0, 1.0]))]
+        >>> band(given, 10)
+        {'steps': [2], 'mean': [2.0], 'low': [1.0], 'high': [3.0], 'count': [2]}
+    """
+    steps, count = np.unique(np.concatenate([np.zeros(0, np.int64), *(own for own, _ in curves)]), return_counts=True)
+    steps, count = steps[count > 1], count[count > 1]
+    if not len(steps):
+        return None
+    rows = np.full((len(curves), len(steps)), np.nan)
+    for row, (own, values) in zip(rows, curves, strict=True):
+        there = np.isin(own, steps)
+        row[np.searchsorted(steps, own[there])] = values[there]
+    starts = np.linspace(0, len(steps), min(points, len(steps)) + 1).astype(int)[:-1]
+    return {
+        "steps": steps[starts].tolist(),
+        "mean": (np.add.reduceat(np.nanmean(rows, 0), starts) / np.diff([*starts, len(steps)])).tolist(),
+        "low": np.minimum.reduceat(np.nanmin(rows, 0), starts).tolist(),
+        "high": np.maximum.reduceat(np.nanmax(rows, 0), starts).tolist(),
+        "count": np.minimum.reduceat(count, starts).tolist(),
     }
 
 

@@ -19,6 +19,8 @@ MAX_ROWS = 200
 SHOWN = 400
 """Characters of a prompt (its end) and of a completion (its start) in a list."""
 MAX_PROMPT_ROWS = 2000
+MAX_RECORDED = 8
+"""Groups that a page names as having recorded tokens."""
 BINS = 24
 COLUMNS = {
     "advantage": "advantages", "entropy": "entropy", "gap": "gap", "logprob": "logprobs",
@@ -186,24 +188,30 @@ def _steps_of_prompt(index: RolloutIndex, asked: int) -> list[list[int]]:
 
 def tokens(run: Run, step: int, split: str, place: int) -> dict[str, Any]:
     """The tokens of a completion as texts, where the run has a checkpoint with its tokenizer; where they were recorded
-    the numbers of each, and the prompt's tokens.
+    the numbers of each, and the prompt's tokens; and a completion of each group of its step that was recorded.
 
     Raises:
         LookupError: there is no such rollout.
     """
     row = run.rollouts[run.rollouts.number_at(step, split, place)]
-    ids = row.get("token_ids")
+    ids, recorded = row.get("token_ids"), list[int]()
     if not isinstance(ids, list) or not all(isinstance(token, int) and token >= 0 for token in ids):
-        return {"ids": [], "texts": None, "why": "no token ids were recorded", "numbers": None, "prompt": None}
+        nothing = {"ids": [], "texts": None, "numbers": None, "prompt": None, "recorded": recorded}
+        return nothing | {"why": "no token ids were recorded"}
     (texts, why), numbers, prompt = token_texts(run.path, ids), None, None
     try:
         table = run.tokens(step) if split == "train" else None
     except ReadError as error:
         table, why = None, str(error)
+    if table is not None:
+        _, firsts = np.unique(table.rows["group_ids"], return_index=True)
+        recorded = table.rows["trajectory_index"][np.sort(firsts)][:MAX_RECORDED].tolist()
     if table is not None and (numbers := token_numbers(table, place, ids, row.get("episode"))) is not None:
         own = table.prompts[table.rows["prompt"][table.rows_of(place)[0]]].tolist()
         prompt = {"ids": own, "texts": token_texts(run.path, own)[0]}
-    return {"ids": ids, "texts": texts, "why": why, "numbers": numbers, "prompt": prompt}
+    return {
+        "ids": ids, "texts": texts, "why": why, "numbers": numbers, "prompt": prompt, "recorded": recorded
+    }  # fmt: skip
 
 
 def token_numbers(

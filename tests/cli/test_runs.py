@@ -6,7 +6,9 @@ import os
 import re
 import signal
 from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pandas as pd
 import pytest
@@ -379,6 +381,26 @@ def test_dry_run_without_the_model(folder, capsys):
     assert "native takes no weights so; take rollout.engine=sglang" in fails(
         capsys, "train", "c.yaml", "--dry-run", "rollout.server_weights=collective"
     )
+
+
+class Absent(BaseHTTPRequestHandler):
+    """Has nothing at any path."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_a_server_that_is_not_there_is_refused_at_once(folder, capsys, more):
+    given = ["train", "c.yaml", *more, "rollout.engine=vllm-server"]
+    for address in ("http://127.0.0.1:9", "http://127.0.0.1:99999", "http://nowhere.invalid:8000"):
+        assert f"rollout.server: {address} cannot be reached: " in fails(capsys, *given, f"rollout.server={address}")
+    with HTTPServer(("127.0.0.1", 0), Absent) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        said = fails(capsys, *given, f"rollout.server=http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert "answers /health with status 404: what listens there is no server of rollout.engine=vllm-server" in said
+    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-1.5b-gsm8k-24gb", "stories260k-gsm8k"])

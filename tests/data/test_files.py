@@ -30,7 +30,7 @@ def read(folder: Path, name: str, content: bytes) -> list[RawRow]:
         ("a.csv", CSV, (2, 5)),
         ("a.csv", b"\xef\xbb\xbf" + CSV.replace(b"\r\n", b"\n"), (2, 5)),
         ("a.csv.gz", gzip.compress(CSV, mtime=0), (2, 5)),
-        ("a.json", json.dumps(ROWS).encode(), (1, 1)),
+        ("a.json", json.dumps(ROWS).encode(), (1, f"1:{len(json.dumps(ROWS[0])) + 4}")),
         ("a.json", b"\xef\xbb\xbf\n" + json.dumps(ROWS, indent=1).encode() + b"\n", (3, 7)),
         ("a.json.gz", gzip.compress(json.dumps(ROWS, indent=1).encode(), mtime=0), (2, 6)),
         ("a.json", JSONL, (1, 2)),
@@ -160,3 +160,12 @@ def test_lists_that_make_no_source(sources, message, tmp_path, monkeypatch):
     Path("a.jsonl").write_bytes(JSONL)
     with pytest.raises(DataError, match=message):
         list(read_source(sources))
+
+
+def test_an_array_on_one_line_is_trained_on(tmp_path):
+    rows = [{"prompt": f"{n}+1=", "ground_truth": str(n + 1)} for n in range(3)]
+    path = tmp_path / "a.json"
+    path.write_text("[\n" + json.dumps(rows)[1:])
+    assert [raw.place for raw in read_rows(path)] == ["a.json:2", "a.json:2:42", "a.json:2:83"]
+    samples = load_samples(DataConfig(train=str(path)), "train", seed=0).samples
+    assert len({sample.sample_id for sample in samples}) == 3

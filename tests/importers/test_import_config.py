@@ -1,4 +1,4 @@
-"""Twelve configs and scripts in the formats of verl, TRL and OpenRLHF, and what they mean there."""
+"""Sixteen configs and scripts in the formats of verl, TRL and OpenRLHF, and what they mean there."""
 
 from pathlib import Path
 
@@ -151,6 +151,45 @@ MEANING: dict[str, tuple[tuple[int, int, int, int], list[str]]] = {
     ),
 }
 
+PAIR = "y_c, y_r = the chosen and the rejected completion of a prompt"
+LOG_RATIO = "s(y) = log pi(y) - log pi_ref(y)"
+# Of trainers on given rows: the kind of run, rows in an optimizer step, and the equation.
+GIVEN: dict[str, tuple[str, int, list[str]]] = {
+    "trl_sft.py": ("sft", 4 * 4, ["mean over tokens of -log pi(y_t)", "y = the tokens of a row that are trained on"]),
+    "trl_dpo.yaml": (
+        "dpo",
+        2 * 8,
+        [
+            "mean over pairs of [ 0.8 L1 + 0.2 L2 + 1 NLL ]",
+            "L1 = -(1 - e) log sigmoid(beta (s_c - s_r) - gamma) - e log sigmoid(gamma - beta (s_c - s_r))",
+            "L2 = -log sigmoid(beta s_c) - log sigmoid(-beta s_r)",
+            "NLL = -log pi(y_c) / mean |y_c|",
+            LOG_RATIO,
+            PAIR,
+        ],
+    ),
+    "trl_ipo.sh": (
+        "dpo",
+        8 * 8,
+        [
+            "mean over pairs of L",
+            "L = (s_c - s_r - 1 / (2 beta))^2",
+            LOG_RATIO,
+            "tokens beyond the shorter completion's length count alpha",
+            "s <- s / |y|",
+            PAIR,
+        ],
+    ),
+    "trl_reward.py": (
+        "reward-model",
+        16,
+        [
+            "mean over pairs of [ -log sigmoid(r_c - r_r - m) + centring (r_c + r_r)^2 ]",
+            "r = the score of a completion, m = margin (given r_c - given r_r)",
+        ],
+    ),
+}
+
 
 def read(name: str, **more: int) -> Imported:
     return import_config(FILES / name, name.partition("_")[0], **more)
@@ -161,12 +200,12 @@ def equation(config: RunConfig) -> list[str]:
     objective = objective_in(config)
     block = page(objective, setting_in(config, objective)).split("\n\n")[0]
     lines = [line.strip() for line in block.split("\n")]
-    lines[0] = lines[0].partition("maximise")[2].strip()
+    lines[0] = lines[0].partition("imise ")[2].strip()
     return [line for line in lines if line != "where"]
 
 
 def test_every_file_has_its_meaning_written_down() -> None:
-    assert sorted(MEANING) == sorted(path.name for path in FILES.iterdir())
+    assert sorted([*MEANING, *GIVEN]) == sorted(path.name for path in FILES.iterdir())
 
 
 @pytest.mark.parametrize("name", MEANING)
@@ -184,7 +223,13 @@ def test_batches_and_objective_are_those_of_the_source(name: str) -> None:
     assert equation(config) == lines
 
 
-@pytest.mark.parametrize("name", MEANING)
+@pytest.mark.parametrize("name", GIVEN)
+def test_trainers_on_given_rows_mean_what_the_source_means(name: str) -> None:
+    config = read(name).config
+    assert (config.kind, config.items_per_step, equation(config)) == GIVEN[name]
+
+
+@pytest.mark.parametrize("name", [*MEANING, *GIVEN])
 def test_the_file_that_is_written_is_the_config(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "ours.yaml"
     assert main(["import", "config", str(FILES / name), "--from", name.partition("_")[0], "--out", str(out)]) == 0
@@ -227,6 +272,21 @@ def test_the_file_that_is_written_is_the_config(name: str, tmp_path: Path, capsy
         ("trl_dr_grpo.yaml", "rollout.temperature", 0.9),
         ("trl_cispo.sh", "algorithm.clip.high", 4.0),  # a ratio of at most 5
         ("trl_cispo.sh", "algorithm.token_filter.fraction", 0.2),
+        ("trl_sft.py", "train.max_row_tokens", 2048),
+        ("trl_sft.py", "train.warmup_ratio", 0.03),
+        ("trl_sft.py", "model.lora.target_modules", "all-linear"),
+        ("trl_sft.py", "data.train", "Multilingual-Thinking.parquet"),
+        ("trl_dpo.yaml", "data.eval", "ultrafeedback_binarized-test.parquet"),
+        ("trl_dpo.yaml", "train.max_row_tokens", 1024),  # TRL's defaults
+        ("trl_dpo.yaml", "train.schedule", "linear"),
+        ("trl_dpo.yaml", "eval.every_steps", 50),
+        ("trl_dpo.yaml", "train.rows_per_micro_batch", 2 * 2),  # both rows of a pair
+        ("trl_ipo.sh", "model.quantization", "nf4"),
+        ("trl_ipo.sh", "model.lora.dropout", 0.05),
+        ("trl_ipo.sh", "algorithm.score.ld_alpha", 0.5),
+        ("trl_reward.py", "train.learning_rate", 1e-4),
+        ("trl_reward.py", "algorithm.centring", 0.01),
+        ("trl_reward.py", "model.path", "Qwen/Qwen2.5-0.5B"),
         ("openrlhf_ppo.sh", "train.adam_beta2", 0.95),  # OpenRLHF's defaults
         ("openrlhf_ppo.sh", "train.schedule", "cosine"),
         ("openrlhf_ppo.sh", "train.min_lr_ratio", 0.1),
@@ -278,6 +338,57 @@ def test_processes_of_several_machines(tmp_path: Path) -> None:
     assert rows("torchrun --nnodes 2 --nproc-per-node 4") == rows("accelerate launch --num_processes 8") == 8 * 8
     several = trl(tmp_path, "", "torchrun --nproc_per_node gpu")
     assert several.config.train.rows_per_update == 8 and "how many processes" in several.report()
+
+
+def losses(tmp_path: Path, text: str) -> tuple[list[dict[str, object]], Imported]:
+    found = import_config(written(tmp_path, "a.py", f"DPOConfig({text})\nDPOTrainer('m')"), "trl")
+    return found.tree["algorithm"]["loss"], found
+
+
+def test_every_loss_of_trl_s_dpo_has_ours(tmp_path: Path) -> None:
+    for kind in (
+        "sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down",
+        "discopop", "sigmoid_norm",
+    ):  # fmt: skip
+        [loss], found = losses(tmp_path, f"loss_type='{kind}', beta=0.2")
+        assert (loss["type"], loss["beta"]) == (kind.removesuffix("_norm"), 0.2)
+        assert found.tree["algorithm"]["score"].get("length_normalised", False) == (kind in ("ipo", "sigmoid_norm"))
+    [loss], _ = losses(tmp_path, "loss_type='robust', label_smoothing=0.1")
+    assert loss["label_smoothing"] == 0.1
+    [loss], found = losses(tmp_path, "label_smoothing=0.1")
+    assert "label_smoothing" not in loss and "which is cDPO" in found.report()
+
+
+def test_a_divergence_of_trl_s_dpo_is_the_score_s(tmp_path: Path) -> None:
+    _, found = losses(tmp_path, "f_divergence_type='alpha_divergence'")
+    assert found.tree["algorithm"]["score"] == {"type": "log_ratio", "divergence": "alpha_divergence", "alpha": 0.5}
+
+
+def test_whose_config_it_is_is_said_by_the_file_or_asked_for(tmp_path: Path) -> None:
+    def kind(name: str, text: str, trainer: str | None = None) -> str:
+        return import_config(written(tmp_path, name, text), "trl", trainer=trainer).config.kind
+
+    flags = "--model_name_or_path m --learning_rate 1e-5"
+    for words in ("trl dpo", "python -m trl.scripts.dpo", "accelerate launch --num_processes 2 examples/dpo.py"):
+        assert kind("a.sh", f"{words} {flags}") == "dpo"
+    assert kind("a.yaml", "model_name_or_path: m\npacking: true") == "sft"
+    assert kind("a.yaml", "model_name_or_path: m\nbeta: 0.1", "dpo") == "dpo"
+    assert kind("a.py", "SFTConfig()\nSFTTrainer('m')\nDPOConfig()\nDPOTrainer('n')", "dpo") == "dpo"
+    for name, text, trainer in (
+        ("a.yaml", "model_name_or_path: m\nbeta: 0.1", None),
+        ("a.py", "SFTConfig()\nDPOConfig()", None),
+        ("a.py", "SFTConfig()", "dpo"),
+    ):
+        with pytest.raises(ConfigError, match="--trainer"):
+            kind(name, text, trainer)
+    with pytest.raises(ConfigError, match="--trainer is of TRL"):
+        import_config(FILES / "verl_dapo.sh", "verl", trainer="dpo")
+
+
+def test_what_trl_s_sft_trains_on_is_said(tmp_path: Path) -> None:
+    text = "SFTConfig(packing=True, dataset_text_field='text')\nSFTTrainer('m')"
+    report = import_config(written(tmp_path, "a.py", text), "trl").report()
+    assert "TRL trains on all words" in report and "block of max_length" in report and "atomrl pretrain" in report
 
 
 def test_a_reward_model_comes_before_the_functions_as_its_weight_does(tmp_path: Path) -> None:
@@ -347,6 +458,16 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
         ("trl", "a.py", "GRPOConfig(num_generations=16)", "no multiple of num_generations=16"),
         ("trl", "a.py", "def broken(:", "a.py:1: not valid Python"),
         ("trl", "a.py", "print()", "no GRPOConfig"),
+        ("trl", "a.py", "SFTConfig(loss_type='dft')", "loss_type=dft"),
+        ("trl", "a.py", "SFTConfig(completion_only_loss=False)", "completion_only_loss=False"),
+        ("trl", "a.py", "DPOConfig(loss_type=['ipo', 'sigmoid'])", "a run has one score"),
+        ("trl", "a.py", "DPOConfig(loss_type='sft')", "atomrl sft"),
+        ("trl", "a.py", "DPOConfig(loss_type='new')", "loss_type=new"),
+        ("trl", "a.py", "DPOConfig(loss_type=['sigmoid', 'hinge'], loss_weights=[1.0])", "not 2 numbers"),
+        ("trl", "a.py", "DPOConfig(use_weighting=True)", "use_weighting=True"),
+        ("trl", "a.py", "DPOConfig(loss_type='apo_zero', f_divergence_type='forward_kl')", "apo_zero"),
+        ("trl", "a.py", "DPOConfig(truncation_mode='keep_end')", "keep_end"),
+        ("trl", "a.py", "RewardConfig()\nRewardTrainer('m', peft_config=LoraConfig(r=8))", "use_peft=True"),
         ("trl", "a.py", "GRPOConfig(use_adaptive_entropy=True)", "use_adaptive_entropy=True"),
         ("trl", "a.py", "GRPOConfig(epsilon='wide')", "epsilon=wide is not a number"),
         ("trl", "a.py", "GRPOConfig(num_generations=2.5)", "num_generations=2.5 is no whole number"),

@@ -17,8 +17,9 @@ import pytest
 from atomrl.config import parse_overrides
 from atomrl.reading import MetricTable, Run
 from atomrl.ui.cards import downsample, group
-from atomrl.ui.catalog import Catalog
-from atomrl.ui.compare import together
+from atomrl.ui.catalog import Catalog, id_of
+from atomrl.ui.compare import band, part, together
+from atomrl.ui.events import Watcher
 from atomrl.ui.launches import Home, Launcher, LaunchError
 from tests.ui.made import log_step, make_run, serving
 
@@ -43,8 +44,8 @@ def curves(body: bytes):
     length = struct.unpack("<I", body[:4])[0]
     header, numbers = json.loads(body[4 : 4 + length]), np.frombuffer(body, "<f4", offset=4 + length)
     found, place = {}, 0
-    for part in ("train", "eval"):
-        for name, count in header[part]:
+    for table in ("train", "eval"):
+        for name, count in header[table]:
             found[name] = numbers[place : place + count].tolist(), numbers[place + count : place + 2 * count].tolist()
             place += 2 * count
     assert place == len(numbers)
@@ -213,10 +214,55 @@ def test_runs_of_one_group_differ_in_seed_and_name_alone():
 
 def test_a_key_that_a_run_s_version_lacks_is_no_difference():
     def part(config):
-        return {"card": {}, "config": config, "curves": {}}
+        return {"card": {"group": str(config)}, "config": config, "curves": {}, "judged": {}}
 
     found = together([part({"a": 1, "b": None}), part({"a": 2, "b": None, "c": 0, "run_name": "x"})])
     assert found["config"] == {"a": [1, 2]} and found["partial"] == {"c": [None, 0]}
+
+
+def test_runs_that_differ_in_their_seeds_are_judged_together(tmp_path):
+    parts = []
+    for place, rate in enumerate((1e-3, 1e-2, 1e-3)):
+        folder = make_run(tmp_path / f"run-{place}", steps=2 + place, seed=place, train={"learning_rate": rate})
+        with (folder / "metrics.jsonl").open("a") as file:
+            row = {"step": 2 + place, "val-core/sums/acc/mean@1": 0.5 + place / 10}
+            file.write(json.dumps(row) + "\n")
+        parts.append(part(Run(folder), str(place), folder.name))
+    found = together(parts)
+    assert found["groups"] == [[0, 2], [1]]
+    columns = {one["title"]: one for one in found["columns"]}
+    assert columns["accuracy"]["values"] == (0.5, 0.6, 0.7) and columns["accuracy"]["over"][0] == (0.6, 0.5, 0.7)
+    assert [pytest.approx(one) for one in columns["reward"]["over"]] == [(0.2, 0.15, 0.25), (0.2, 0.2, 0.2)]
+    shared, alone = found["bands"]["critic/score/mean"]
+    assert (shared["steps"], shared["mean"], shared["count"]) == ([1, 2], [0.1, 0.2], [2, 2]) and alone is None
+    assert set(found["config"]) == {"seed", "train.learning_rate"}
+
+
+def test_a_band_has_every_step_that_two_runs_have_and_no_spike_is_lost():
+    steps = np.arange(1, 10_001)
+    given = [(steps[: 10_000 - 1000 * seed], np.full(10_000 - 1000 * seed, float(seed))) for seed in range(3)]
+    given[1][1][4321] = 50.0
+    found = band(given, 300)
+    assert len(found["steps"]) == 300 and found["steps"][0] == 1 and max(found["high"]) == 50.0
+    assert found["low"][0] == 0.0 and found["high"][0] == 2.0 and found["mean"][0] == pytest.approx(1.0)
+    assert found["count"][0] == 3 and found["count"][-1] == 2 and found["mean"][-1] == pytest.approx(0.5)
+    assert found["steps"][-1] <= 9000 and band(given[:1], 300) is None and band([], 300) is None
+
+
+def test_a_run_that_was_just_written_is_looked_at_as_often_as_one_that_runs(tmp_path, monkeypatch):
+    one, other = (make_run(tmp_path / name, steps=1) for name in ("one", "other"))  # of neither a lock is held
+    os.utime(other / "metrics.jsonl", (1e9, 1e9))
+    os.utime(other / "config.yaml", (1e9, 1e9))
+    watcher, now = Watcher(Catalog(tmp_path)), time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    before = watcher.stamps()
+    for folder in (one, other):
+        log_step(folder, 2)
+    now += 0.3
+    after = watcher.stamps()
+    assert [name for name in before if before[name] != after[name]] == [id_of("one")]
+    now += 2.0
+    assert watcher.stamps()[id_of("other")] != before[id_of("other")]
 
 
 def test_nothing_is_launched_elsewhere_or_over_a_run(tmp_path):

@@ -35,7 +35,8 @@ def test_the_numbers_of_each_token(run):
 
 
 def test_what_is_not_recorded_has_none(run):
-    assert tokens(run, 1, "train", 4)["numbers"] is None  # of another group
+    found = tokens(run, 1, "train", 4)
+    assert found["numbers"] is None and found["recorded"] == [0]  # of another group
     assert tokens(run, 2, "train", 0)["numbers"] is None  # of another step
 
 

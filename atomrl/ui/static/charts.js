@@ -11,7 +11,7 @@ export const CHARTS = [
   ["reward", (name) => name === "critic/score/mean" || /^reward\/.+\/mean$/.test(name)],
   ["accuracy", (name) => name === "train/accuracy" || name === "rewards/accuracies" || /^val-core\/.+\/acc\/mean@/.test(name) || /^eval\/.+_accuracy$/.test(name)],
   ["signal", (name) => /^by_group\/frac_(mixed|all_good|all_bad)$/.test(name)],
-  ["loss", (name) => ["train/loss", "sft/nll_per_token", "reward_model/loss", "val/loss", "eval/loss"].includes(name)],
+  ["loss", (name) => ["train/loss", "sft/nll_per_token", "reward_model/loss", "val/loss", "eval/loss", "eval/nll_per_token"].includes(name)],
   ["margins", (name) => /^rewards\/(margins|chosen|rejected)$/.test(name) || name === "eval/preference_margin"],
   ["length", (name) => name === "response_length/mean" || name === "response_length/max" || name === "val-aux/response_length/mean"],
   ["truncation", (name) => name === "response_length/clip_ratio" || name === "val-aux/truncated/mean"],
@@ -41,7 +41,7 @@ function labels(names) {
 }
 
 function summary(title, series) {
-  const parts = series.map(({ label, x, y }) => t("curve_said", { label, first: number(y[0]), last: number(y[y.length - 1]), from: x[0], to: x[x.length - 1] }));
+  const parts = series.map(({ label, x, y, low, high }) => t("curve_said", { label, first: number(y[0]), last: number(y[y.length - 1]), from: x[0], to: x[x.length - 1] }) + (low ? ` [${number(last(low))}, ${number(last(high))}]` : ""));
   return `${title}: ${parts.join("; ")}`;
 }
 
@@ -55,6 +55,36 @@ function around(_, low, high) {
 function last(column) {
   for (let i = (column || []).length - 1; i >= 0; i--) if (column[i] !== null && column[i] !== undefined) return column[i];
   return null;
+}
+
+/** What uPlot draws of a curve: itself, and the edges of its range, which have no line and no place in the legend. */
+function drawnOf(one, i) {
+  const edge = { label: "", class: "edge", width: 0, spanGaps: true, points: { show: false } };
+  const itself = {
+    label: one.label,
+    stroke: color(`--c${(one.color ?? i) % 8}`),
+    width: 1.6,
+    dash: DASHES[(one.color !== undefined ? Math.floor(one.color / 8) : Math.floor(i / 2)) % DASHES.length],
+    spanGaps: true,
+    points: { show: Boolean(one.dots) || one.x.length < 2, size: 6 },
+    // Where no step is pointed at: the newest value.
+    value: (self, value, place, at) => {
+      const shown = (n) => number(at === null || at === undefined ? last(self.data[n]) : self.data[n][at]);
+      return one.low ? `${shown(place)} [${shown(place + 2)}, ${shown(place + 1)}]` : shown(place);
+    },
+  };
+  return one.low ? [itself, edge, edge] : [itself];
+}
+
+/** The ranges as uPlot fills them: between which of its series, and how. */
+function rangesOf(series) {
+  const found = [];
+  let place = 1;
+  series.forEach((one, i) => {
+    if (one.low) found.push({ series: [place + 1, place + 2], fill: `${color(`--c${(one.color ?? i) % 8}`)}33` });
+    place += one.low ? 3 : 1;
+  });
+  return found;
 }
 
 /** Draw flags of findings at their steps. */
@@ -84,7 +114,7 @@ function flags(findings) {
 }
 
 /**
- * @param {{title: string, series: {name: string, label: string, x: number[], y: number[], dots?: boolean, color?: number, fade?: boolean}[],
+ * @param {{title: string, series: {name: string, label: string, x: number[], y: number[], low?: number[], high?: number[], dots?: boolean, color?: number}[],
  *   findings?: any[], onStep?: (step: number) => void, sync?: string, onZoom?: (from: number, to: number) => void, height?: number}} props
  */
 export function Chart({ title, series, findings = [], onStep, sync, onZoom, height = 170 }) {
@@ -93,10 +123,11 @@ export function Chart({ title, series, findings = [], onStep, sync, onZoom, heig
   const calls = useRef({ onStep, onZoom });
   calls.current = { onStep, onZoom };
   const [dark, setDark] = useState(0);
-  const shape = JSON.stringify([series.map((one) => [one.name, one.label, one.dots, one.color]), findings.map((found) => found.step), dark]);
+  const shape = JSON.stringify([series.map((one) => [one.name, one.label, one.dots, one.color, Boolean(one.low)]), findings.map((found) => found.step), dark]);
   const data = useMemo(() => {
     if (!series.length) return [[]];
-    return series.length === 1 ? [series[0].x, series[0].y] : uPlot.join(series.map((one) => [one.x, one.y]));
+    const tables = series.map((one) => (one.low ? [one.x, one.y, one.high, one.low] : [one.x, one.y]));
+    return tables.length === 1 ? tables[0] : uPlot.join(tables);
   }, [series]);
   useEffect(() => {
     const again = () => setDark((n) => n + 1);
@@ -122,17 +153,9 @@ export function Chart({ title, series, findings = [], onStep, sync, onZoom, heig
         axes: [{ ...axis, size: 26, gap: 2 }, { ...axis, size: 52, gap: 3, values: (_, values) => values.map((value) => number(value)) }],
         series: [
           { label: t("step"), value: (_, value) => (value === null || value === undefined ? "" : String(value)) },
-          ...series.map((one, i) => ({
-            label: one.label,
-            stroke: color(`--c${(one.color ?? i) % 8}`),
-            width: one.fade ? 0.8 : 1.6,
-            dash: DASHES[(one.color !== undefined ? Math.floor(one.color / 8) : Math.floor(i / 2)) % DASHES.length],
-            spanGaps: true,
-            points: { show: Boolean(one.dots) || one.x.length < 2, size: 6 },
-            // Where no step is pointed at: the newest value.
-            value: (self, value, place, at) => number(at === null || at === undefined ? last(self.data[place]) : value),
-          })),
+          ...series.flatMap(drawnOf),
         ],
+        bands: rangesOf(series),
         hooks: {
           draw: [flags(findings)],
           setSelect: [

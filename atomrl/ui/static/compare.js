@@ -2,36 +2,57 @@
 import { html, get, useState, useMemo, useEffect, useGet, useKept, number, link, Status, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 import { Chart, CHARTS } from "./charts.js";
-import { heldOut } from "./runs.js";
 
-/** Mean and range over the runs of a group, at the steps that all of them have. */
-function bands(curves, members) {
-  const given = members.map((i) => curves[i]).filter(Boolean);
-  if (!given.length) return [];
-  const at = given.map(([steps, values]) => new Map(steps.map((step, i) => [step, values[i]])));
-  const steps = given[0][0].filter((step) => at.every((one) => one.has(step)));
-  const over = (reduce) => steps.map((step) => reduce(at.map((one) => one.get(step))));
-  const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-  return [[steps, over(mean)], [steps, over((values) => Math.min(...values))], [steps, over((values) => Math.max(...values))]];
+/** The runs that the table and the charts show together: those of one config with other seeds, or each by itself. */
+function groupsOf(found, grouped) {
+  const groups = grouped ? found.groups : found.runs.map((_, i) => [i]);
+  return groups.map((members, color) => ({ members, color, name: found.runs[members[0]].name + (members.length > 1 ? ` ×${members.length}` : "") }));
 }
 
-function seriesOf(found, metric, grouped) {
-  const curves = found.curves[metric];
-  if (!grouped) {
-    return found.runs.map((run, i) => curves[i] && { name: run.id, label: run.name, x: curves[i][0], y: curves[i][1], color: i, dots: curves[i][0].length < 12 }).filter(Boolean);
-  }
-  const groups = [...new Set(found.runs.map((run) => run.group))];
-  return groups.flatMap((group, color) => {
-    const members = found.runs.map((run, i) => (run.group === group ? i : -1)).filter((i) => i >= 0);
-    const label = found.runs[members[0]].name + (members.length > 1 ? ` ×${members.length}` : "");
-    return bands(curves, members).slice(0, members.length > 1 ? 3 : 1).map(([x, y], i) => ({ name: `${group}${i}`, label: `${label}${["", ` ${t("least")}`, ` ${t("most")}`][i]}`, x, y, color, fade: i > 0, dots: x.length < 12 }));
-  });
+function seriesOf(found, metric, groups) {
+  return groups.map(({ members, color, name }) => {
+    const band = members.length > 1 ? found.bands[metric][color] : null;
+    const curve = found.curves[metric][members[0]];
+    if (band) return { name, label: name, x: band.steps, y: band.mean, low: band.low, high: band.high, color, dots: band.steps.length < 12 };
+    return members.length === 1 && curve && { name, label: name, x: curve[0], y: curve[1], color, dots: curve[0].length < 12 };
+  }).filter(Boolean);
 }
 
-function Keys({ runs, rows, title }) {
+/** The words of a column, which is named by what it is the mean of. */
+function columnTitle(title) {
+  const said = t(`judged_${title}`);
+  return said.startsWith("judged_") ? visible(title) : said;
+}
+
+function range(found) {
+  return found === null ? "–" : html`${number(found[0])} <small class="nowrap">[${number(found[1])}, ${number(found[2])}]</small>`;
+}
+
+/** What the runs are judged by; those that differ in their seeds alone have a line together. */
+function Judged({ found, groups }) {
+  const { runs, columns } = found;
+  const row = (i, color) => html`<tr key=${runs[i].id}><th scope="row"><span class=${`swatch c${color % 8}`} aria-hidden="true"></span> <a href=${link(["run", runs[i].id])}>${visible(runs[i].name)}</a></th>
+    <td><${Status} status=${runs[i].status} /></td><td class="nowrap">${runs[i].step}${runs[i].steps ? ` / ${runs[i].steps}` : ""}</td>
+    ${columns.map((column) => html`<td>${number(column.values[i])}</td>`)}
+    <td>${runs[i].findings.map((one) => one.id.replaceAll("_", " ")).join(", ") || t("none")}</td></tr>`;
+  return html`<div class="scroll" tabindex="0" role="region" aria-label=${t("runs")}><table class="judged">
+    <thead><tr><th scope="col">${t("name")}</th><th scope="col">${t("status")}</th><th scope="col">${t("step")}</th>${columns.map((one) => html`<th scope="col">${columnTitle(one.title)}</th>`)}<th scope="col">${t("findings")}</th></tr></thead>
+    ${groups.map(({ members, color, name }) => html`<tbody key=${name}>${members.map((i) => row(i, color))}
+      ${members.length > 1 && html`<tr class="group"><th scope="row" colspan="3">${t("mean_of_seeds", { name, seeds: members.map((i) => runs[i].seed ?? "?").join(", ") })}</th>
+        ${columns.map((column) => html`<td>${range(column.over[color])}</td>`)}<td></td></tr>`}</tbody>`)}</table></div>`;
+}
+
+/** Keys of the config beside each other. Runs of a group have one column; where they differ, as in their seeds, it has
+ * all of their values. */
+function Keys({ groups, rows, title }) {
+  const said = (value) => (value === null ? "–" : visible(JSON.stringify(value)));
+  const cell = (values, members) => {
+    const own = members.map((i) => values[i]);
+    return own.every((value) => JSON.stringify(value) === JSON.stringify(own[0])) ? said(own[0]) : own.map((value, i) => [i ? ", " : "", said(value)]);
+  };
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${title}><table>
-    <thead><tr><th scope="col">${t("key")}</th>${runs.map((run) => html`<th scope="col">${visible(run.name)}</th>`)}</tr></thead>
-    <tbody>${rows.map(([key, values]) => html`<tr><th scope="row"><code>${visible(key)}</code></th>${values.map((value) => html`<td><code>${value === null ? "–" : visible(JSON.stringify(value))}</code></td>`)}</tr>`)}</tbody>
+    <thead><tr><th scope="col">${t("key")}</th>${groups.map(({ name }) => html`<th scope="col">${visible(name)}</th>`)}</tr></thead>
+    <tbody>${rows.map(([key, values]) => html`<tr><th scope="row"><code>${visible(key)}</code></th>${groups.map(({ members }) => html`<td><code>${cell(values, members)}</code></td>`)}</tr>`)}</tbody>
   </table></div>`;
 }
 
@@ -87,10 +108,11 @@ function Answers({ runs, ids }) {
 
 export function Compare({ ids }) {
   const [found, error] = useGet(`/api/compare?runs=${ids.join(",")}`, ids);
-  const [grouped, setGrouped] = useKept("compare-grouped", "no");
+  const [grouped, setGrouped] = useKept("compare-grouped", "yes");
   useEffect(() => {
     document.title = `${t("compare")} · AtomRL`;
   }, []);
+  const groups = useMemo(() => (found ? groupsOf(found, grouped === "yes") : []), [found, grouped]);
   const charts = useMemo(() => {
     if (!found) return [];
     const metrics = Object.keys(found.curves).filter((name) => found.curves[name].some(Boolean));
@@ -99,21 +121,20 @@ export function Compare({ ids }) {
       const known = CHARTS.findIndex(([, test]) => test(name));
       return [known < 0 ? 99 : known, name];
     });
-    return titled.sort((a, b) => a[0] - b[0]).map(([place, name]) => [place < 99 ? `${t(`chart_${CHARTS[place][0]}`)}: ${name}` : name, seriesOf(found, name, grouped === "yes")]);
-  }, [found, grouped]);
+    return titled.sort((a, b) => a[0] - b[0]).map(([place, name]) => [place < 99 ? `${t(`chart_${CHARTS[place][0]}`)}: ${name}` : name, seriesOf(found, name, groups)]);
+  }, [found, groups]);
   if (!found) return error ? html`<h1>${t("compare")}</h1><${Failure} error=${error} />` : html`<${Loading} />`;
   const differing = Object.entries(found.config);
-  return html`<h1>${t("compare_n", { n: found.runs.length })}</h1><${Failure} error=${error} />
-    <div class="scroll" tabindex="0" role="region" aria-label=${t("runs")}><table>
-      <thead><tr><th scope="col">${t("name")}</th><th scope="col">${t("status")}</th><th scope="col">${t("step")}</th><th scope="col">${t("value")}</th><th scope="col">${t("held_out_accuracy")}</th><th scope="col">${t("findings")}</th></tr></thead>
-      <tbody>${found.runs.map((run, i) => html`<tr><th scope="row"><span class=${`swatch c${i % 8}`} aria-hidden="true"></span> <a href=${link(["run", run.id])}>${visible(run.name)}</a></th>
-        <td><${Status} status=${run.status} /></td><td>${run.step}</td><td>${number(run.value)}</td><td>${number(heldOut(run))}</td>
-        <td>${run.findings.map((one) => one.id.replaceAll("_", " ")).join(", ") || t("none")}</td></tr>`)}</tbody></table></div>
+  const several = found.groups.some((members) => members.length > 1);
+  return html`<div class="bar"><h1>${t("compare_n", { n: found.runs.length })}</h1>
+      ${several && html`<label><input type="checkbox" checked=${grouped === "yes"} onChange=${(event) => setGrouped(event.target.checked ? "yes" : "no")} /> ${t("over_seeds")}</label>`}</div>
+    <${Failure} error=${error} />
+    <${Judged} found=${found} groups=${groups} />
     <h2>${t("config_differs")}</h2>
-    ${differing.length ? html`<${Keys} runs=${found.runs} rows=${differing} title=${t("config_differs")} />` : html`<p>${t("nothing_differs")}</p>`}
+    ${differing.length ? html`<${Keys} groups=${groups} rows=${differing} title=${t("config_differs")} />` : html`<p>${t("nothing_differs")}</p>`}
     ${Object.keys(found.partial).length > 0 && html`<details><summary>${t("config_partial", { n: Object.keys(found.partial).length })}</summary>
-      <${Keys} runs=${found.runs} rows=${Object.entries(found.partial)} title=${t("config_partial", { n: "" })} /></details>`}
-    <div class="bar"><h2>${t("curves")}</h2><label><input type="checkbox" checked=${grouped === "yes"} onChange=${(event) => setGrouped(event.target.checked ? "yes" : "no")} /> ${t("over_seeds")}</label></div>
+      <${Keys} groups=${groups} rows=${Object.entries(found.partial)} title=${t("config_partial", { n: "" })} /></details>`}
+    <h2>${t("curves")}</h2>
     <div class="charts">${charts.map(([title, series]) => series.length > 0 && html`<${Chart} key=${title + grouped} title=${title} series=${series} sync="compare" height=${190} />`)}</div>
     <${Answers} runs=${found.runs} ids=${ids} />
     ${found.runs.length > 1 && html`<${Difference} runs=${found.runs} />`}`;

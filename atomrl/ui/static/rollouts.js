@@ -199,7 +199,7 @@ function Tokens({ run, step, split, place, text }) {
     setAt(Math.max(0, Math.min(found.ids.length - 1, (at === null ? -1 : at) + by)));
   };
   return html`${found.why && html`<p class="faint">${visible(found.why)}</p>`}
-    ${!numbers && split === "train" && html`<p class="faint">${t("no_numbers")}</p>`}
+    ${!numbers && split === "train" && html`<p class="faint">${t(found.recorded.length ? "no_numbers_here" : "no_numbers")}${found.recorded.map((one, i) => html`${i ? ", " : " "}<a href=${link(["run", run.id, "rollouts", String(step), "train", String(one)])}>${t("group_n", { n: i + 1 })}</a>`)}</p>`}
     ${found.prompt && html`<details><summary>${t("prompt_tokens", { n: found.prompt.ids.length })}</summary><pre class="text tokens" tabindex="0">${found.prompt.ids.map((id, i) => html`<span title=${`${i}: ${id}`}>${visible(found.prompt.texts ? found.prompt.texts[i] : id)}</span>${found.prompt.texts ? "" : " "}`)}</pre></details>`}
     ${names.length > 0 && html`<p class="bar"><label>${t("colour_by")} <select value=${name} onChange=${(event) => setWanted(event.target.value)}>
         ${names.map((one) => html`<option value=${one}>${t(`by_${one}`)}</option>`)}</select></label>

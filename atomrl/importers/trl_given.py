@@ -1,0 +1,168 @@
+"""TRL's trainers on given rows: SFT, DPO and reward models. Batches are of one process; their steps are ours."""
+
+from typing import Any
+
+from atomrl.importers.sources import Given
+from atomrl.importers.translation import Translation
+from atomrl.importers.trl_shared import put_steps
+
+SFT_DEFAULTS: Given = {
+    "learning_rate": 2e-5,
+    "max_length": 1024,
+    "loss_type": "chunked_nll",
+    "assistant_only_loss": False,
+    "packing": False,
+}
+DPO_DEFAULTS: Given = {
+    "learning_rate": 1e-6,
+    "max_length": 1024,
+    "loss_type": ["sigmoid"],
+    "beta": 0.1,
+    "label_smoothing": 0.0,
+    "f_divergence_type": "reverse_kl",
+    "f_alpha_divergence_coef": 0.5,
+    "discopop_tau": 0.05,
+    "use_weighting": False,
+    "sync_ref_model": False,
+}
+REWARD_DEFAULTS: Given = {"learning_rate": 1e-4, "max_length": 1024}
+
+LOSSES = {
+    "sigmoid": "sigmoid",
+    "sigmoid_norm": "sigmoid",
+    **{
+        name: name
+        for name in (
+            "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+            "apo_zero", "apo_down", "discopop",
+        )
+    },
+}  # fmt: skip
+"""TRL's loss -> ours."""
+PER_TOKEN = {"ipo", "sigmoid_norm"}
+"""Losses whose scores are means over tokens."""
+SMOOTHED = {"robust", "exo_pair", "aot", "aot_unpaired"}
+"""Losses that read `label_smoothing`."""
+LOG_RATIOS = {"aot", "aot_unpaired", "apo_zero", "apo_down"}
+"""Losses that take the log-ratios themselves, whatever the divergence."""
+NO_LIMIT = 2**20
+
+
+def translate_sft(t: Translation, processes: int) -> None:
+    """What is SFT's own."""
+    if (loss := t("loss_type")) not in ("nll", "chunked_nll", None):
+        raise t.refuse("loss_type", loss, "the likelihood of every token weighs the same here")
+    if t("completion_only_loss") is False:
+        raise t.refuse("completion_only_loss", False, "only what the assistant says is trained on")
+    t.put("sft.completion_field", "completion")
+    t.name_of(["loss_type", "completion_only_loss"])
+    if not t("assistant_only_loss"):
+        t.nearly(
+            "assistant_only_loss=False: of rows with messages TRL trains on all words, here on the assistant's "
+            "alone; rows with prompt and completion are the same"
+        )
+    if t.is_given("dataset_text_field"):
+        t.nearly(f"dataset_text_field={t('dataset_text_field')}: rows of plain text are trained by atomrl pretrain")
+    if t("packing"):
+        t.nearly(
+            "packing=True: a row of TRL's batch is then a block of max_length tokens with several demonstrations, "
+            "here it is one; raise train.rows_per_update by how many fit"
+        )
+    _batches(t, processes, rows_of_one=1)
+    _lengths(t, "cut")
+
+
+def translate_dpo(t: Translation, processes: int) -> None:
+    """What is DPO's own."""
+    t.refuse_given(
+        {
+            "use_weighting": "pairs all weigh the same here",
+            "sync_ref_model": "the reference model stays as it is here",
+            "reference_free": "algorithm.score={type: logprob} compares log-probs; say so yourself",
+        }
+    )
+    t.put("algorithm.name", "dpo")
+    _losses(t)
+    _batches(t, processes, rows_of_one=2)
+    _lengths(t, "cut")
+
+
+def translate_reward(t: Translation, processes: int) -> None:
+    """What is a reward model's own."""
+    t.refuse_given({"use_peft": "reward models are trained whole"})
+    t.put("algorithm.name", "reward_model")
+    t.put("algorithm.centring", float(t("center_rewards_coefficient") or 0.0), "center_rewards_coefficient")
+    t.put(
+        "algorithm.margin",
+        1.0,
+        because="TRL takes a column margin where the rows have one; here also what score_chosen and score_rejected "
+        "say, and 0 leaves both out",
+    )
+    _batches(t, processes, rows_of_one=2)
+    _lengths(t, "left out")
+
+
+def _batches(t: Translation, processes: int, rows_of_one: int) -> None:
+    """TRL's batches of one process; of a pair both rows are in a forward pass."""
+    each, accumulated = t.whole("per_device_train_batch_size"), t.whole("gradient_accumulation_steps")
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    t.put("train.rows_per_update", each * processes * accumulated, *names)
+    t.put("train.rows_per_micro_batch", each * rows_of_one, names[0])
+    t.put("data.shuffle", True)
+    t.name_of(["shuffle_dataset"])
+    t.put("data.answer_field", None)
+    put_steps(t, updates=1)
+
+
+def _lengths(t: Translation, overlong: str) -> None:
+    length = None if t("max_length") is None else t.whole("max_length")
+    mode = t("truncation_mode")
+    if length is None:
+        t.put("data.max_prompt_tokens", NO_LIMIT, "max_length", because="no limit but the model's context")
+        return
+    if mode == "keep_end":
+        raise t.refuse("truncation_mode", mode, "rows are cut at their end")
+    why = "TRL leaves rows out that are longer; here they are cut" if overlong == "left out" else ""
+    t.put("train.max_row_tokens", length, "max_length", "truncation_mode", because=why)
+    t.put("data.max_prompt_tokens", length - 1, "max_length")  # of a longer prompt nothing is left to train on
+    if (prompt := t("max_prompt_length")) is not None:
+        t.put("data.max_prompt_tokens", int(prompt), "max_prompt_length", because="longer prompts are left out")
+
+
+def _losses(t: Translation) -> None:
+    """`loss_type` with its weights, as the losses of a preference objective and the likelihood beside them."""
+    given = t("loss_type")
+    kinds = [str(kind) for kind in (given if isinstance(given, list | tuple) else [given])]
+    weights = [1.0] * len(kinds) if t("loss_weights") is None else t.numbers("loss_weights", len(kinds))
+    named = dict(zip(kinds, weights, strict=True))
+    likelihood = named.pop("sft", 0.0) + float(t("rpo_alpha") or 0.0)
+    divergence = str(t("f_divergence_type")).rpartition(".")[2].lower()
+    beta, smoothing = t.number("beta"), t.number("label_smoothing")
+    if not named:
+        raise t.refuse("loss_type", given, "the likelihood alone is atomrl sft")
+    if named.keys() & PER_TOKEN and named.keys() - PER_TOKEN:
+        raise t.refuse("loss_type", given, "a run has one score: means over tokens (ipo, sigmoid_norm), or sums")
+    if divergence != "reverse_kl" and (odd := sorted(named.keys() & LOG_RATIOS)):
+        raise t.refuse("f_divergence_type", divergence, f"TRL's {', '.join(odd)} takes log-ratios all the same")
+    losses: list[dict[str, Any]] = []
+    for kind, weight in named.items():
+        loss: dict[str, Any] = {"type": t.choice("loss_type", kind, LOSSES), "beta": beta}
+        loss |= {"label_smoothing": smoothing} if kind in SMOOTHED else {}
+        loss |= {"tau": t.number("discopop_tau")} if kind == "discopop" else {}
+        losses.append(loss | ({"weight": weight} if weight != 1.0 else {}))
+    t.put("algorithm.loss", losses, "loss_type", "loss_weights", "beta", "label_smoothing", "discopop_tau")
+    if smoothing and not named.keys() & SMOOTHED:
+        t.nearly(
+            f"label_smoothing={smoothing:g}: TRL's {', '.join(named)} does not read it (with sigmoid earlier versions "
+            "did, which is cDPO: algorithm.loss.label_smoothing)"
+        )
+    if named.keys() & {"aot", "aot_unpaired"}:
+        t.nearly("aot: TRL ranks within a process's forward pass, here within the optimizer step")
+    score: dict[str, Any] = {"type": "log_ratio", "divergence": divergence}
+    score |= {"alpha": t.number("f_alpha_divergence_coef")} if divergence == "alpha_divergence" else {}
+    score |= {} if t("ld_alpha") is None else {"ld_alpha": t.number("ld_alpha")}
+    score |= {"length_normalised": True} if named.keys() & PER_TOKEN else {}
+    t.put("algorithm.score", score, "f_divergence_type", "f_alpha_divergence_coef", "ld_alpha")
+    if likelihood:
+        why = "TRL's mean is over the tokens of a forward pass, here over all of the optimizer step"
+        t.put("algorithm.nll", {"coefficient": likelihood}, "loss_type", "rpo_alpha", because=why)

@@ -1,0 +1,139 @@
+"""What TRL's trainers have in common: `TrainingArguments`, the model, and the data."""
+
+import math
+import re
+from pathlib import Path
+
+from atomrl.importers.sources import Given
+from atomrl.importers.translation import Moves, Translation
+
+DEFAULTS: Given = {
+    "weight_decay": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "max_grad_norm": 1.0,
+    "lr_scheduler_type": "linear",
+    "warmup_ratio": 0.0,
+    "num_train_epochs": 3.0,
+    "max_steps": -1,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "gradient_checkpointing": True,
+    "bf16": True,
+    "seed": 42,
+    "save_steps": 500,
+    "logging_steps": 10,
+    "eval_strategy": "no",
+}
+"""Of all trainers."""
+LORA_DEFAULTS: Given = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
+"""Of TRL's command line."""
+MOVES: Moves = {
+    "model.path": (("model_name_or_path", "model"), str),
+    "model.gradient_checkpointing": ("gradient_checkpointing", bool),
+    "seed": ("seed", int),
+    "train.learning_rate": ("learning_rate", float),
+    "train.weight_decay": ("weight_decay", float),
+    "train.adam_beta1": ("adam_beta1", float),
+    "train.adam_beta2": ("adam_beta2", float),
+    "train.adam_eps": ("adam_epsilon", float),
+    "train.max_grad_norm": ("max_grad_norm", float),
+    "checkpoint.keep": ("save_total_limit", int),
+}
+SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+SINKS = ("wandb", "tensorboard", "mlflow", "trackio")
+
+
+def translate_shared(t: Translation, path: Path) -> None:
+    """What all trainers say alike: the run's name, optimizer, schedule, model, data and trackers."""
+    t.put("run_name", _run_name(t, path), "run_name", "output_dir")
+    t.move(MOVES)
+    _schedule(t)
+    _model(t)
+    _data(t)
+    reported = t("report_to")
+    sinks = [reported] if isinstance(reported, str) else reported or []
+    t.put("tracking.sinks", [name for name in sinks if name in SINKS], "report_to")
+    if not t.is_given("save_total_limit"):
+        t.nearly("save_total_limit=None keeps all checkpoints; here checkpoint.keep is 2")
+
+
+def _run_name(t: Translation, path: Path) -> str:
+    name = t("run_name") or (Path(str(t("output_dir"))).name if t("output_dir") else path.stem)
+    return re.sub(r"[/\\]", "-", str(name)).lstrip(".")
+
+
+def _every(t: Translation, key: str, name: str, updates: int, on: bool) -> None:
+    """So many optimizer steps as steps of ours; 0 where it is not on."""
+    every = t(name)
+    if not on or every is None:
+        t.put(key, 0, name)
+    elif 0 < float(every) < 1:
+        t.leave(name, "a share of all steps; give a number of steps")
+    else:
+        rest = f"optimizer steps; {updates} are a step" if int(every) % updates else ""
+        t.put(key, max(1, round(int(every) / updates)), name, because=rest)
+
+
+def _schedule(t: Translation) -> None:
+    t.put("train.schedule", t.choice("lr_scheduler_type", t("lr_scheduler_type"), SCHEDULES), "lr_scheduler_type")
+    warmup = t("warmup_steps")
+    if warmup and float(warmup) >= 1:
+        total = t.whole("max_steps")
+        ratio = min(1.0, float(warmup) / total) if total > 0 else 0.0
+        why = "of max_steps" if total > 0 else "a share of all updates here; give it once they are known"
+        t.put("train.warmup_ratio", round(ratio, 6), "warmup_steps", because=why)
+    else:
+        t.put("train.warmup_ratio", float(warmup or t("warmup_ratio")), "warmup_steps", "warmup_ratio")
+
+
+def _model(t: Translation) -> None:
+    t.put("model.dtype", "bfloat16" if t("bf16") else "float32", "bf16")
+    for name, kind in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
+        if t(name):
+            t.put("model.quantization", kind, name)
+    t.leave("trust_remote_code", "code of a model is only run where you write model.trust_remote_code yourself")
+    if t("use_peft"):
+        t.defaults = {**t.defaults, **LORA_DEFAULTS}
+        t.move(
+            {
+                "model.lora.rank": ("lora_r", int),
+                "model.lora.alpha": ("lora_alpha", float),
+                "model.lora.dropout": ("lora_dropout", float),
+                "model.lora.target_modules": (
+                    "lora_target_modules",
+                    lambda names: names if names == "all-linear" else list(names),
+                ),
+            }
+        )
+        if t("lora_target_modules") is None:
+            t.nearly("lora_target_modules=None takes what peft knows of the model; here all linear layers")
+
+
+def _data(t: Translation) -> None:
+    name = t("dataset_name")
+    if name is not None:
+        stem = str(name).rpartition("/")[2]
+        why = "nothing is downloaded: write it once with datasets.load_dataset(...).to_parquet(...)"
+        t.put("data.train", f"{stem}.parquet", "dataset_name", because=why)
+        t.name_of(["dataset_train_split", "dataset_test_split"])
+        if t("eval_strategy") != "no":
+            t.put("data.eval", f"{stem}-{t('dataset_test_split') or 'test'}.parquet", "dataset_test_split", because=why)
+    else:
+        t.put("data.train", "train.parquet", because="the file does not name its data; name the file of its rows")
+
+
+def put_steps(t: Translation, updates: int) -> None:
+    """How long it trains, and how often it saves and evaluates, where a step of ours is so many of the optimizer's."""
+    if (given := t.whole("max_steps")) > 0:
+        rest = f"a step is {updates} optimizer steps; the last is whole" if given % updates else ""
+        t.put("train.steps", math.ceil(given / updates), "max_steps", because=rest)
+        t.name_of(["num_train_epochs"])
+    else:
+        t.put("train.total_epochs", t.number("num_train_epochs"), "num_train_epochs")
+    _every(t, "checkpoint.every_steps", "save_steps", updates, on=t("save_strategy") not in ("no", "epoch"))
+    evaluates = t("eval_strategy") == "steps"
+    often = "logging_steps" if evaluates and t("eval_steps") is None else "eval_steps"
+    _every(t, "eval.every_steps", often, updates, on=evaluates)
+    t.put("eval.before", bool(t("eval_on_start")), "eval_on_start")
