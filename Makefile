@@ -89,15 +89,17 @@ megatron: test-megatron
 	$(MEGATRON)/bin/atomrl train configs/quickstart.yaml run_name=quickstart-megatron \
 		backend.type=megatron backend.ranks=2 backend.tensor=2 train.tokens_per_micro_batch=8192
 
-# Two and four ranks against one process, the suite of back ends, and checkpoints.
+# Two and four ranks against one process, checkpoints, faults, the suite of back ends, and a short quickstart.
 test-megatron: $(MEGATRON)/installed
-	$(MEGATRON)/bin/python -m pytest -q tests/training/test_megatron.py tests/training/test_megatron_parts.py
+	$(MEGATRON)/bin/python -m pytest -q tests/training/test_megatron.py tests/training/test_megatron_parts.py \
+		tests/training/test_megatron_experts.py tests/training/test_megatron_faults.py
+	$(MEGATRON)/bin/python -m pytest -q tests/learn/test_quickstart.py -k megatron
 	$(MEGATRON)/bin/python -m pytest -q tests/conformance/test_backends.py tests/conformance/test_backend_models.py -k megatron
 
-# What CI runs of it, in two minutes: the parts, and two ranks that share every layer.
+# What CI runs of it, in some three minutes: the parts, and two ranks that share every layer, and experts.
 test-megatron-short: $(MEGATRON)/installed
 	$(MEGATRON)/bin/python -m pytest -q tests/training/test_megatron_parts.py
-	$(MEGATRON)/bin/python -m pytest -q tests/training/test_megatron.py -m short
+	$(MEGATRON)/bin/python -m pytest -q tests/training/test_megatron.py tests/training/test_megatron_experts.py -m short
 
 # The web interface in a real browser, with an environment of its own. It needs a chromium: apt-get install chromium, or
 # one named in ATOMRL_BROWSER.

@@ -43,6 +43,8 @@ class WeightUpdate:
     """Named as in the published Hugging Face checkpoint; may be lazy, and is read once."""
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     """By the name of the layer's weight (`model.layers.0.self_attn.q_proj.weight`). They replace those from before."""
+    outline: Sequence[tuple[str, Tensor]] | None = None
+    """Where tensors are not here yet and gathered as they are read: their names, and what has their shapes alone."""
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Everything that travels, by name: the weights, then A and scale x B of each adapter, as `NAME.lora_A` and

@@ -17,7 +17,7 @@ from typing import Any
 from atomrl.cli.config_arguments import load_config
 from atomrl.config import build_config, merge_trees
 from atomrl.models.gpt import new_gpt
-from atomrl.models.loading import load_tokenizer
+from atomrl.models.loading import load_tokenizer, save_model
 from atomrl.runs import prepare_run
 from atomrl.runs.plan import forecast
 from atomrl.runs.probe import measure
@@ -43,8 +43,7 @@ def medium(folder: Path) -> str:
     tokenizer = load_tokenizer(WARM)
     shape = {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 4, "intermediate": 2048}
     model = new_gpt(vocab_size=len(tokenizer), **shape)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_model(model, tokenizer, folder)
     return str(folder)
 
 

@@ -5,8 +5,9 @@
 
 For each seed: the warm start, GRPO, and `atomrl eval` on places of countries that no training has seen, 0 to 4 hops:
 before, after, and after with a search that finds nothing. For the first seed also GRPO with what the searches find in
-the loss, and with a cost of 0.04 a search for right and for wrong answers, each normalised as GRPO does and as Dr. GRPO
-does, for `--collapse-steps`.
+the loss; and, from a warm start of 1,200 steps, after which most groups have no right answer, with a cost of 0.04 a
+search for right and for wrong answers, each normalised as GRPO does and as Dr. GRPO does, and with the cost on right
+answers alone; for `--collapse-steps`.
 
 What is finished is not run again. Prints tables, writes `results.json` and `search.png`.
 """
@@ -30,12 +31,14 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 WARM, GRPO = ROOT / "configs/quickstart_search_sft.yaml", ROOT / "configs/quickstart_search.yaml"
 HOPS = range(5)
-COST = 0.04
+COST, SHORT = 0.04, 1200
+ALL_ANSWERS = f"reward.functions=[exact_match, {{function: {__file__}:searches, weight: -{COST}}}]"
 COLLAPSES = {
     "replies in the loss": [],
-    "cost on all answers": [f"reward.functions=[exact_match, {{function: {__file__}:searches, weight: -{COST}}}]"],
+    "cost on all answers": [ALL_ANSWERS],
+    "cost on all answers, dr_grpo": [ALL_ANSWERS, "algorithm.name=dr_grpo"],
+    "cost on right answers": [],
 }
-COLLAPSES["cost on all answers, dr_grpo"] = [*COLLAPSES["cost on all answers"], "algorithm.name=dr_grpo"]
 REPLIES = "--replies-in-loss"
 
 
@@ -133,10 +136,13 @@ def one_seed(seed: int, out: Path, questions: int, collapse_steps: int) -> dict[
         "warm_start": warm,
         "grpo": grpo,
     }
+    if collapse_steps:
+        one_run("short-warm-start", ["sft", str(WARM), f"seed={seed}", f"train.steps={SHORT}"], folder)
     for name, overrides in COLLAPSES.items() if collapse_steps else ():
         only = [f"train.steps={collapse_steps}", "eval.before=false", "eval.every_steps=0"]
         options = [REPLIES] if name == "replies in the loss" else []
-        one_run(name, [*train, *overrides, *only], folder, *options)
+        start = [] if options else [f"model.path={folder / 'short-warm-start/model'}"]
+        one_run(name, [*train, *overrides, *start, *only], folder, *options)
         path = folder / name.replace(" ", "-") / "model"
         result[name] = evaluate(path, folder / f"{path.parent.name}-after.json", questions)
     return result
@@ -179,7 +185,7 @@ def draw(results: Sequence[dict[str, Any]], out: Path, picture: Path) -> None:
         axis.set_title(f"{name.capitalize()} in training, {len(results)} seeds", loc="left")
     axes[0].legend(frameon=False)
     first = out / f"seed-{results[0]['seed']}"
-    styles = {"grpo": "#2b5fd0"} | dict(zip(COLLAPSES, ("#c0392b", "#d0762b", "#2f9e62"), strict=True))
+    styles = {"grpo": "#2b5fd0"} | dict(zip(COLLAPSES, ("#c0392b", "#d0762b", "#2f9e62", "#9a9a9a"), strict=True))
     for name, color in styles.items():
         runs = history(first / name.replace(" ", "-"), "searches")
         if points := [(s, fmean(v)) for s, *v in zip(*_columns(runs), strict=True)] if runs else []:

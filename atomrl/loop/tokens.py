@@ -17,7 +17,8 @@ LEFT_OUT = {"tokens", "recorded", "candidates", "state"}
 
 def marked(rows: RowBatch, wanted: float) -> RowBatch:
     """The rows, with those of whole groups marked as recorded: below 1 of a share of all prompts, which are the same
-    ones in every step; from 1 on of so many groups. Prompts are chosen by a hash of their tokens.
+    ones in every step; from 1 on of so many groups, before others those whose rewards differ, as no token of another
+    moves the weights by its reward. Prompts are chosen by a hash of their tokens.
 
     Example:
         >>> from tests.algorithms.batches import make_rows
@@ -27,12 +28,14 @@ def marked(rows: RowBatch, wanted: float) -> RowBatch:
     if not wanted or not rows.rows:
         return rows
     first: dict[int, float] = {}
-    for index, group in enumerate(rows.group_ids.tolist()):
+    rewards: dict[int, set[float]] = {}
+    for index, (group, reward) in enumerate(zip(rows.group_ids.tolist(), rows.rewards.tolist(), strict=True)):
+        rewards.setdefault(group, set()).add(reward)
         if group not in first:
             prompt = rows.tokens[index, : int(rows.prompt_lengths[index])].tolist()
             digest = blake2b(repr(prompt).encode(), digest_size=8).digest()
             first[group] = int.from_bytes(digest) / 2**64
-    lowest = sorted(first, key=first.__getitem__)
+    lowest = sorted(first, key=lambda group: (len(rewards[group]) == 1, first[group]))
     chosen = [group for group in lowest if first[group] < wanted] if wanted < 1 else lowest[: int(wanted)]
     mine = torch.isin(rows.group_ids, torch.tensor(chosen, dtype=torch.long))
     return replace(rows, recorded=(mine.cumsum(0) - 1).masked_fill(~mine, -1)) if chosen else rows

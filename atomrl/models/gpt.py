@@ -2,7 +2,7 @@
 
 Parameters have the names of the Hugging Face state dict, so a `GPT` is saved and loaded in that layout as it is.
 Weights may be kept in float32 while the forward pass computes in `compute_dtype`. They are rounded at each use, in the
-backward pass too (`CastLinear`), or once for all micro-batches (`round_once`); gradients arrive in float32.
+backward pass too (`FusedLinear`), or once for all micro-batches (`round_once`); gradients arrive in float32.
 """
 
 import math
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from atomrl.config import ConfigError
 from atomrl.config.schema import check_heads
 from atomrl.models.attention import PackedAttention, row_attention, stream_attention
-from atomrl.models.kernels import CastLinear, apply, are_plain, rms_norm, stacked, swiglu
+from atomrl.models.kernels import FusedLinear, apply, are_plain, rms_norm, stacked, swiglu
 from atomrl.models.shared_prefix import Stream, row_stream
 from atomrl.models.spec import DecoderSpec, read_spec, rope_table
 
@@ -42,8 +42,8 @@ def fused_linear(x: Tensor, *linears: nn.Module) -> Tensor:
         return torch.cat([linear(x) for linear in linears], dim=-1)
     weights = [linear.weight for linear in plain]
     biases = [linear.bias for linear in plain if linear.bias is not None]
-    if weights[0].dtype != x.dtype and not are_plain():
-        return apply(CastLinear, x, len(weights), *weights, *biases)
+    if (len(plain) > 1 or weights[0].dtype != x.dtype) and not are_plain():
+        return apply(FusedLinear, x, len(weights), *weights, *biases)
     return F.linear(x, stacked(weights, x.dtype), stacked(biases, x.dtype) if biases else None)
 
 

@@ -70,7 +70,7 @@ def round_once() -> Iterator[None]:
 
 
 def _round(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    if _rounded is None:
+    if _rounded is None or tensors[0].dtype == dtype:  # a copy that nothing is rounded for is not worth its memory
         return stacked(tensors, dtype)
     # By address: where hooks put away what is saved for the backward pass, it comes back as other objects.
     key, versions = tuple(tensor.data_ptr() for tensor in tensors), [tensor._version for tensor in tensors]
@@ -79,16 +79,17 @@ def _round(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return _rounded[key][1]
 
 
-class CastLinear(torch.autograd.Function):
-    """Linear layers side by side, by weights that are rounded to the dtype of x.
+class FusedLinear(torch.autograd.Function):
+    """Linear layers side by side as one product, by weights that are rounded to the dtype of x.
 
-    What autograd would save is the rounded weights, half a copy of the model until the backward pass; here it is the
-    weights themselves, which the backward pass rounds again, unless within `round_once`.
+    What autograd would save is the weights side by side and rounded: a copy of most of the model until the backward
+    pass, also where ranks gather each layer for a moment alone. Here it is the weights themselves, which the backward
+    pass puts together again, but for rounded ones within `round_once`.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int, *parameters: Tensor) -> Tensor:
-        """x [..., H]; `count` weights [out, H] of another dtype, then their biases, if any -> [..., sum of out]."""
+        """x [..., H]; `count` weights [out, H], then their biases, if any -> [..., sum of out]."""
         ctx.save_for_backward(x, *parameters)
         ctx.count = count
         weights, biases = parameters[:count], parameters[count:]
@@ -102,8 +103,8 @@ class CastLinear(torch.autograd.Function):
         grad_x = grad @ _round(weights, grad.dtype) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[2:]):
             return grad_x, None, *(None for _ in parameters)
-        grads, flat = grad.flatten(0, -2), x.flatten(0, -2)
-        of_weights = [part.T @ flat for part in grads.split(sizes, dim=-1)]
+        grads = grad.flatten(0, -2)
+        of_weights = (grads.T @ x.flatten(0, -2)).split(sizes)
         of_biases = grads.sum(0).split(sizes) if biases else ()
         found = [own.to(p.dtype) for own, p in zip((*of_weights, *of_biases), parameters, strict=True)]
         return grad_x, None, *found

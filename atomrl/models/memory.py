@@ -1,5 +1,7 @@
 """How much memory a run will take, from its config and the model's config alone."""
 
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,15 +50,18 @@ def adapter_parameters(config: Any, rank: int) -> int:
     return int(config.num_hidden_layers) * rank * ends
 
 
-def activation_bytes_per_token(config: Any, row_tokens: int, size: int, on_cpu: bool) -> tuple[int, int]:
+def activation_bytes_per_token(
+    config: Any, row_tokens: int, size: int, on_cpu: bool, tensor: int = 1
+) -> tuple[int, int]:
     """What one layer keeps of a token for its backward pass, and what checkpointing keeps of it instead.
 
     Counted off `gpt.Layer`: the residual stream and its norm, twice; queries and mixed values; keys and values; gate,
-    up and their product; with explicit products also the attention of each head to each token.
+    up and their product; with explicit products also the attention of each head to each token. All but the residual
+    stream and its norms is shared by ranks that share the layer's matrices.
     """
     hidden, query, keys, inner = _widths(config)
     attention = config.num_attention_heads * row_tokens if on_cpu and row_tokens <= BMM_MAX_TOKENS else 0
-    return size * (4 * hidden + 2 * query + 2 * keys + 3 * inner + attention), size * hidden
+    return size * (4 * hidden + (2 * query + 2 * keys + 3 * inner + attention) // tensor), size * hidden
 
 
 def memory_estimate(
@@ -65,7 +70,8 @@ def memory_estimate(
     """Bytes of each part of a run on one device, or on the first of several ranks, and their total; loads no weights.
 
     Activations, the log-prob chunk and the key-value cache are at their largest, for rows of full length. What torch
-    itself takes is not in it. The parts do not all peak at once, so the total is an upper estimate.
+    itself takes is not in it. The total is of what the trainer has `at_once` and of what an engine takes besides; these
+    do not peak at the same time, so it is an upper estimate.
 
     Args:
         config: of the run; the config.json of its model, and of teacher and critic, must be at hand.
@@ -93,11 +99,12 @@ def memory_estimate(
         tokens = min(tokens, train.rows_per_micro_batch * row_tokens)
 
     def activations(shape: Any) -> int:
-        layer, checkpoint = activation_bytes_per_token(shape, row_tokens, compute, device == "cpu")
+        tensor = config.backend.tensor if isinstance(config.backend, FSDPConfig) else 1
+        layer, checkpoint = activation_bytes_per_token(shape, row_tokens, compute, device == "cpu", tensor)
         layers: int = shape.num_hidden_layers
         return tokens * (layer + layers * checkpoint if model.gradient_checkpointing else layers * layer)
 
-    _, _, keys, _ = _widths(shape)
+    hidden, _, keys, inner = _widths(shape)
     kept = rollout.max_concurrent_completions * (1 if config.environment is None else 2)  # as many between two turns
     decoded = min(kept, rollout.prompts_per_step * rollout.completions_per_prompt)
     cached = decoded * rollout.max_completion_tokens + rollout.prompts_per_step * config.data.max_prompt_tokens
@@ -112,7 +119,12 @@ def memory_estimate(
         "optimizer": int(moments * trained),
         "reference": total * compute if "ref_logprobs" in algorithm.needs and not model.lora else 0,
         "activations": activations(shape),
-        "log-prob chunk": 3 * chunk * FLOAT32,
+        # Logits that are kept, and their gradient; of the entropy a third.
+        "log-prob chunk": (3 if "entropy" in algorithm.outputs else 2) * chunk * FLOAT32,
+        # Of gate and up: the gradients of both and of what they give, and the weights side by side.
+        "backward pass": tokens * compute * (3 * inner + 2 * hidden) + 2 * inner * hidden * compute,
+        # Before they are added to those that are there: of gate and up, and, until its other use, of a tied embedding.
+        "fresh gradients": 0 if model.lora else (2 * inner + shape.vocab_size) * hidden * FLOAT32,
         "engine weights": total * compute,
         "key-value cache": cached * 2 * shape.num_hidden_layers * keys * compute,
     }
@@ -128,11 +140,18 @@ def memory_estimate(
     if config.backend is not None:
         cut: Any = in_parts if isinstance(config.backend, MegatronConfig) else in_shards
         parts = cut(parts, shape, total, compute, trained, config.backend, ranks)
-    return parts | {"total": sum(size for name, size in parts.items() if name != BESIDE)}
+    return parts | {"total": at_once(parts)}
+
+
+def at_once(parts: Mapping[str, int]) -> int:
+    """The sum of parts, of which the logits and what a layer's backward pass takes are never there at the same time."""
+    layer = parts.get("backward pass", 0) + parts.get("gathered layers", 0)
+    return sum(size for name, size in parts.items() if name != BESIDE) - min(layer, parts.get("log-prob chunk", 0))
 
 
 BESIDE = "in the CPU's memory"
 """Of a rank whose shards lie there; no part of its device's total."""
+BY_TOKENS = {"activations", "critic activations", "log-prob chunk", "backward pass", "distributions"}
 SHARDED = ("trainer weights", "optimizer", "gradients", "reference", "teacher", "critic")
 
 
@@ -142,8 +161,8 @@ def in_shards(
     """What of a run's memory is rank 0's: a share of what lies in shards, and what is gathered for a moment.
 
     Gathered are the embedding and the output matrix, with their gradients before they are summed, and of the layers two
-    (one computes, the next arrives) and the gradients of one, in the dtype of computation. Weights on their way to the
-    engine are whole, in the CPU's memory of rank 0.
+    (one computes, the next arrives) and the gradients of one, in the dtype of computation, beside those of the layer
+    after it, which are being summed in float32. Weights on their way to the engine are in the CPU's memory of rank 0.
 
     Args:
         parts: of one device, as `memory_estimate` has them.
@@ -152,17 +171,19 @@ def in_shards(
         compute: bytes of a number in the forward pass.
     """
     shards = ranks // backend.replicas
-    found = {name: -(-size // shards) if name in SHARDED else size for name, size in parts.items()}
-    for name in {"activations", "critic activations", "log-prob chunk", "distributions"} & found.keys():
+    uncut = _uncut(shape) / total * (backend.tensor - 1)  # in the shards of ranks / tensor ranks alone
+    found = {name: math.ceil(size * (1 + uncut) / shards) if name in SHARDED else size for name, size in parts.items()}
+    for name in BY_TOKENS & found.keys():
         found[name] //= backend.sequence
     if backend.reduce == "update":
         found["gradients"] += trained * FLOAT32
     ends = _ends(shape)
     layer = (total - ends) // shape.num_hidden_layers // backend.tensor
-    found["rounded weights"] = 0
+    found["rounded weights"] = found["fresh gradients"] = 0
     whole = trained == total
     found["gathered embedding"] = ends * compute * (2 if whole else 1)
-    found["gathered layers"] = layer * compute * (3 if whole else 2)
+    found["gathered layers"] = layer * (3 * compute + FLOAT32 if whole else 2 * compute)
+    found["backward pass"] //= backend.tensor
     if backend.cpu_offload:
         found[BESIDE] = sum(found[name] for name in SHARDED if name in found)
         found |= {name: 0 for name in SHARDED if name in found}
@@ -170,30 +191,40 @@ def in_shards(
 
 
 def rank_choices(
-    config: RunConfig, algorithm: Algorithm, ranks: int, device: str | None = None
+    config: RunConfig,
+    algorithm: Algorithm,
+    ranks: int,
+    device: str | None = None,
+    check: Callable[[RunConfig], None] = lambda changed: None,
 ) -> dict[str, tuple[int, int]]:
     """What rank 0 would hold with one setting of the back end changed; arguments as of `memory_estimate`.
+
+    Args:
+        check: raises a ConfigError where a changed config cannot be run, and which is then left out.
 
     Returns:
         By the setting: bytes on the device, and those of shards that are kept in the CPU's memory.
     """
     backend = config.backend
     assert backend is not None
-    changes: dict[str, Any]
+    changes: dict[str, Any] = {"tensor": 2 * backend.tensor}
     if isinstance(backend, MegatronConfig):
-        cut = backend.tensor * backend.pipeline
-        changes = {} if ranks % (2 * cut) else {"tensor": 2 * backend.tensor, "pipeline": 2 * backend.pipeline}
+        changes["pipeline"] = 2 * backend.pipeline
     else:
-        reduce = "update" if backend.reduce == "micro_batch" else "micro_batch"
-        changes = {"replicas": 2 if backend.replicas == 1 else 1, "reduce": reduce, "sequence": 2 * backend.sequence}
+        changes["replicas"] = 2 if backend.replicas == 1 else 1
+        changes["reduce"] = "update" if backend.reduce == "micro_batch" else "micro_batch"
+        changes["sequence"] = 2 * backend.sequence
         if (device or ("cuda" if torch.cuda.is_available() else "cpu")) != "cpu":
             changes["cpu_offload"] = not backend.cpu_offload
     found = {}
     for count, change in [(ranks, {}), (2 * ranks, {}), *((ranks, {name: to}) for name, to in changes.items())]:
-        if count % max(change.get("sequence", 1), change.get("replicas", 1)):
-            continue
         name, to = next(iter(change.items()), ("ranks", count))
-        changed = config.model_copy(update={"backend": backend.model_copy(update=change)})
+        try:
+            settings = type(backend)(**(backend.model_dump() | change))
+            settings.check_count(count)
+            check(changed := config.model_copy(update={"backend": settings}))
+        except ValueError:  # it cannot be
+            continue
         found[f"backend.{name}={str(to).lower()}"] = _on_rank(changed, algorithm, count, device)
     checkpointing = not config.model.gradient_checkpointing
     model = config.model.model_copy(update={"gradient_checkpointing": checkpointing})
@@ -218,12 +249,19 @@ def _ends(config: Any) -> int:
     return int(config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2))
 
 
+def _uncut(config: Any) -> int:
+    """Numbers of what ranks that share each layer's matrices all have: embedding, output matrix and norms."""
+    return _ends(config) + int((2 * config.num_hidden_layers + 1) * config.hidden_size)
+
+
 def _widths(config: Any) -> tuple[int, int, int, int]:
     """Widths of the residual stream, of all query heads, of all key heads, and of the MLP."""
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if experts := getattr(config, "moe_intermediate_size", None):
+        inner = config.num_experts_per_tok * experts
     return config.hidden_size, heads * size, kv_heads * size, inner
 
 
@@ -233,18 +271,27 @@ def in_parts(
     """What of a run's memory is rank 0's on Megatron: its part of the layers, and of the first stage's embedding.
 
     Gradients are float32; of float32 weights beside rounded ones, and of the moments, each copy of the model has a
-    share. Activations are an upper estimate: that those within attention and MLP are cut is left out, and the first of
-    P stages holds those of P micro-batches.
+    share. Activations are cut over the ranks that share layers; the first of P stages holds those of P micro-batches.
 
     Args:
         parts, shape, total, compute, trained: as of `in_shards`.
     """
-    ends = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
-    embedding = shape.vocab_size * shape.hidden_size if backend.pipeline > 1 else ends
-    own = ((total - ends) // backend.pipeline + embedding) // backend.tensor
-    copies = ranks // (backend.tensor * backend.pipeline)
-    found = {name: size * own // total if name in SHARDED else size for name, size in parts.items()}
-    found["trainer weights"] = own * compute
-    found["rounded weights"] = own * FLOAT32 // copies if compute != FLOAT32 else 0
-    found["optimizer"] //= copies
+    tensor, pipeline, expert = backend.tensor, backend.pipeline, backend.expert
+    one, ends = shape.vocab_size * shape.hidden_size, _ends(shape)
+    experts = shape.num_hidden_layers * _expert_parameters(shape)
+    dense = ((total - ends - experts) // pipeline + (one if pipeline > 1 else ends)) // tensor
+    mixed = experts // (pipeline * expert)
+    found = {name: size * (dense + mixed) // total if name in SHARDED else size for name, size in parts.items()}
+    once = dense * tensor * pipeline // ranks + mixed * expert * pipeline // ranks
+    found["trainer weights"] = (dense + mixed) * compute
+    found["rounded weights"] = once * FLOAT32 if compute != FLOAT32 else 0
+    found["optimizer"] = parts["optimizer"] * once // total
+    for name in {"activations", "critic activations", "log-prob chunk"} & found.keys():
+        found[name] //= tensor
     return found
+
+
+def _expert_parameters(config: Any) -> int:
+    """Of all experts of a layer."""
+    width = getattr(config, "moe_intermediate_size", None)
+    return 0 if width is None else 3 * int(config.num_experts * config.hidden_size * width)

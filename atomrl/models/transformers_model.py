@@ -195,6 +195,11 @@ class _Rounding:
         return master.detach().to(self.dtype).as_strided(size, stride, offset)
 
 
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Which memory, and where in it; also of a tensor without any."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
 class _View(Tensor):
     """A tensor whose parts stay views of it: transformers copies parts of fused weights to make them contiguous."""
 
@@ -216,12 +221,12 @@ def published_weights(inner: Any, weights: Iterable[tuple[str, Tensor]] | None =
     from transformers.core_model_loading import revert_weight_conversion
 
     state = dict(inner.state_dict().items() if weights is None else weights)
-    first: dict[int, str] = {}
+    first: dict[tuple[int, int], str] = {}
     for name, tensor in state.items():
-        first.setdefault(tensor.data_ptr(), name)
-    state = {name: tensor.detach() for name, tensor in state.items() if first[tensor.data_ptr()] == name}
+        first.setdefault(_place(tensor), name)
+    state = {name: tensor.detach() for name, tensor in state.items() if first[_place(tensor)] == name}
     reverted = revert_weight_conversion(inner, {name: tensor.as_subclass(_View) for name, tensor in state.items()})
-    storages = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
-    if any(tensor.untyped_storage().data_ptr() not in storages for tensor in reverted.values()):
+    storages = {_place(tensor)[0] for tensor in state.values()}
+    if any(_place(tensor)[0] not in storages for tensor in reverted.values()):
         return state
     return {name: tensor.as_subclass(Tensor) for name, tensor in reverted.items()}

@@ -19,6 +19,7 @@ from atomrl.models.loading import resolve_folder
 from atomrl.models.memory import memory_estimate, rank_choices
 from atomrl.protocols import Algorithm, TrainingBackend
 from atomrl.runs.build import build_trainer, cluster_roles, open_cluster, rank_total, starting_model
+from atomrl.runs.checks import check_ranks
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.resume import model_identity, tokenizer_identity
 from atomrl.tracking.run_directory import RunDirectory
@@ -87,7 +88,7 @@ class Run(ABC):
         sections.append(("memory", [f"{name:<20}{readable(size)}" for name, size in parts.items()]))
         if self.config.backend is None:
             return sections
-        choices = rank_choices(self.config, self.algorithm, ranks)
+        choices = rank_choices(self.config, self.algorithm, ranks, check=lambda to: check_ranks(to, self.algorithm))
         lines = [f"{name:<36}{readable(device)}" for name, (device, _) in choices.items()]
         return [*sections, ("choices", ["what that total would be with one setting changed:", *lines])]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from atomrl.config import ConfigError, FSDPConfig, MegatronConfig, RunConfig
+from atomrl.config import ConfigError, FSDPConfig, MegatronConfig, RolloutConfig, RunConfig
 from atomrl.environments.playing import EpisodeError, find_environment
 from atomrl.environments.tool_calls import find_form
 from atomrl.environments.tools import find_schemas, has_objects
@@ -26,6 +26,7 @@ from atomrl.runs.build import cluster_roles, device_name, engine_class, rank_tot
 from atomrl.training.tensor_parallel import check_tensor
 
 log = logging.getLogger(__name__)
+_ANSWER_S = 10.0
 
 
 def check_companions(config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any) -> None:
@@ -170,7 +171,7 @@ def check_megatron(config: RunConfig, backend: MegatronConfig) -> None:
         ConfigError: megatron-core is not there, or it has no mapping of weights for a model, or does not divide it.
     """
     from atomrl.training.megatron import check_config
-    from atomrl.training.megatron_model import check_shape
+    from atomrl.training.megatron_shape import check_shape
 
     check_config(config.model)
     for path in model_paths(config):
@@ -227,7 +228,33 @@ def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
     if engine.package and not config.rollout.server and find_spec(engine.package) is None:
         key = f"rollout.engine={config.rollout.engine}"
         raise ConfigError(f"{key}: {engine.package} is not installed: pip install 'atomrl[{engine.package}]'")
+    if engine.server and config.cluster is None:  # else actors speak to them, maybe from other machines
+        check_servers(config.rollout, engine.health_path)
     return engine
+
+
+def check_servers(rollout: RolloutConfig, health_path: str) -> None:
+    """That servers which are said to be there are: a run would wait for them for `rollout.server_timeout_s`.
+
+    Raises:
+        ConfigError: nothing listens at an address, or something else.
+    """
+    if not rollout.server:
+        return
+    with said_as(ConfigError, "rollout.server needs: pip install 'atomrl[http]'", ImportError):
+        import httpx
+    for url in rollout.server:
+        try:
+            status = httpx.get(url + health_path, timeout=_ANSWER_S, trust_env=False).status_code
+        except httpx.TimeoutException:  # it is at work
+            continue
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise ConfigError(f"rollout.server: {url} cannot be reached: {error}; start it first") from error
+        if 400 <= status < 500:
+            raise ConfigError(
+                f"rollout.server: {url} answers {health_path} with status {status}: what listens there is no server of "
+                f"rollout.engine={rollout.engine}"
+            )
 
 
 def with_tools(config: RunConfig, tokenizer: Any) -> RunConfig:

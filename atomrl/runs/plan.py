@@ -9,16 +9,20 @@ from pathlib import Path
 
 from atomrl.config import ConfigError, RunConfig
 from atomrl.models.loading import model_config_only
-from atomrl.models.memory import memory_estimate
+from atomrl.models.memory import at_once, memory_estimate
 from atomrl.runs.base import Run, readable
 from atomrl.runs.probe import Measured, device_memory, measure, peak_of_this_process
 
-PASSING = {"key-value cache", "activations", "critic activations", "log-prob chunk", "gradients", "distributions"}
+UPDATE = (
+    "gradients", "fresh gradients", "activations", "critic activations", "log-prob chunk", "backward pass",
+    "distributions",
+)  # fmt: skip
+PASSING = {"key-value cache", *UPDATE}
 """Parts of the memory that are there in a phase alone; all others stay."""
 PHASES: Mapping[str, tuple[str, ...]] = {
     "rollout": ("key-value cache",),
     "log-probs": ("log-prob chunk",),
-    "update": ("gradients", "activations", "critic activations", "log-prob chunk", "distributions"),
+    "update": UPDATE,
 }
 PROBE_STEPS = 3
 """The first warms up."""
@@ -67,7 +71,7 @@ def memory_by_phase(config: RunConfig, run: Run) -> Memory:
     path = config.model.path
     assert path is not None
     layers = model_config_only(path, config.model.trust_remote_code).num_hidden_layers
-    phases = {name: sum(parts.get(part, 0) for part in needs) for name, needs in PHASES.items()}
+    phases = {name: at_once({part: parts.get(part, 0) for part in needs}) for name, needs in PHASES.items()}
     phases["log-probs"] += parts["activations"] // layers  # without gradient one layer is held at a time
     if config.kind != "train":
         phases = {"update": phases["update"]}

@@ -126,6 +126,7 @@ class RLRun(Run):
         stack.callback(self.rewards.close)
         if self.cluster is not None and "reward" in self.cluster.wanted:
             move_models(self.rewards, self.cluster)
+        draws = config.rollout.source == "engine" or bool(self.held_out)
         source, transfer = (self._open_pool if config.rollout.source == "pool" else self._open_engine)(stack)
         stack.callback(source.close)
         self.parts = Parts(
@@ -135,7 +136,7 @@ class RLRun(Run):
             algorithm=self.algorithm,
             processor=self.processor,
             record=self.record,
-            sleeper=self.engine if config.cluster and config.cluster.placement == "colocated" else None,
+            sleeper=self.engine if draws and config.cluster and config.cluster.placement == "colocated" else None,
         )
         if (kept := self.record.directory.path / REWARD_TOTALS).exists():
             self.rewards.restore(json.loads(kept.read_text(encoding="utf-8")))

@@ -130,15 +130,28 @@ def test_a_file_without_what_every_record_has_is_refused(tmp_path):
         read_tokens(tmp_path / TOKENS)
 
 
-def test_a_run_without_rollouts_records_none():
-    tree = {"run_name": "r", "model": {"path": "-"}, "data": {"train": "-"}, "algorithm": {"name": "dpo"}}
-    with pytest.raises(ConfigError, match=r"tracking\.tokens: this kind of run draws no rollouts"):
-        build_config(tree | {"tracking": {"tokens": 1}})
+def test_of_a_number_of_groups_those_with_different_rewards_come_first():
+    rows = make_rows(groups=8)
+    rewards = torch.ones(rows.rows)
+    mixed = rows.group_ids.unique()[[2, 5, 6]]
+    for group in mixed:
+        rewards[(rows.group_ids == group).nonzero()[0, 0]] = 0.0
+    rows = replace(rows, rewards=rewards)
+
+    def chosen(wanted):
+        return set(rows.group_ids[marked(rows, wanted).recorded >= 0].tolist())
+
+    assert chosen(3) == set(mixed.tolist()) and len(chosen(5)) == 5 and chosen(3) < chosen(5)
+
+
+def test_without_rollouts_no_tokens_are_kept(model, tmp_path):
+    parts, plan = make_parts(model, tmp_path, steps=1)
+    plan = plan.model_copy(update={"tracking": plan.tracking.model_copy(update={"tokens": 2, "save_rollouts": False})})
+    train(parts, plan, Progress(), saver(parts))
+    assert parts.record.tokens == {}
 
 
 def test_a_number_of_groups_is_whole():
     tree = {"run_name": "r", "model": {"path": "-"}, "data": {"train": "-"}}
     with pytest.raises(ConfigError, match="neither a share below 1 nor a whole number"):
         build_config(tree | {"tracking": {"tokens": 1.5}})
-    with pytest.raises(ConfigError, match="save_rollouts is false"):
-        build_config(tree | {"tracking": {"tokens": 1, "save_rollouts": False}})

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from atomrl.models import attention
 from atomrl.models.attention import PackedAttention, rotate
-from atomrl.models.kernels import CastLinear, RMSNormFunction, SwiGLUFunction, round_once
+from atomrl.models.gpt import Linear, fused_linear
+from atomrl.models.kernels import FusedLinear, RMSNormFunction, SwiGLUFunction, round_once
 from atomrl.models.shared_prefix import row_stream
 
 ROWS, TOKENS, HEADS, KV_HEADS, SIZE = 2, 5, 4, 2, 6
@@ -99,7 +100,7 @@ def test_frozen_norm_weight_gets_no_gradient():
 
 def test_weights_are_rounded_once_and_again_when_they_change():
     x, weight = torch.randn(3, 8, dtype=torch.bfloat16), torch.nn.Parameter(torch.randn(4, 8))
-    product = partial(CastLinear.apply, x, 1, weight)
+    product = partial(FusedLinear.apply, x, 1, weight)
     with round_once():
         first = product()
         assert torch.equal(first, x @ weight.to(torch.bfloat16).T)
@@ -112,6 +113,22 @@ def test_weights_are_rounded_once_and_again_when_they_change():
         product().sum().backward()
     assert torch.equal(weight.grad, x.sum(0).float().expand(4, 8))
     assert torch.equal(product(), first * -2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_side_by_side_keep_their_weights_and_no_copy_of_them(dtype):
+    torch.manual_seed(0)
+    x, (one, other) = torch.randn(5, 8, dtype=dtype, requires_grad=True), (Linear(8, size) for size in (4, 6))
+    weights, biases = [one.weight, other.weight], [one.bias, other.bias]
+    expected = F.linear(x, torch.cat(weights).to(dtype), torch.cat(biases).to(dtype))
+    direction, parameters = torch.randn_like(expected), [x, *weights, *biases]
+    gradients = torch.autograd.grad(expected, parameters, direction)
+    kept = set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.add(t.data_ptr()) or t, lambda t: t), round_once():
+        found = fused_linear(x, one, other)
+        assert torch.equal(found, expected) and kept == {tensor.data_ptr() for tensor in parameters}
+        for mine, theirs in zip(torch.autograd.grad(found, parameters, direction), gradients, strict=True):
+            torch.testing.assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize("value", [1.00390625, 1.01171875, -30.0, float("inf"), float("nan")])

@@ -7,13 +7,16 @@ import pytest
 import torch
 
 from atomrl.algorithms.table import objective_of
+from atomrl.batches import TrainingBatch
 from atomrl.config import build_config
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, save_model
-from atomrl.models.memory import activation_bytes_per_token, adapter_parameters, memory_estimate, rank_choices
+from atomrl.models.memory import activation_bytes_per_token, adapter_parameters, at_once, memory_estimate, rank_choices
 from atomrl.models.scalar import load_scalar
 from atomrl.models.shared_prefix import row_stream
+from atomrl.training.local import LocalBackend
 from tests.models.test_loading import save_gpt2
+from tests.rollout.test_weights import peak_bytes
 from tests.tiny import make_tiny_model
 
 WITH_REFERENCE = objective_of("grpo", {"kl": {"coefficient": 0.1}})
@@ -40,8 +43,44 @@ def test_parts_by_hand(tmp_path):
     assert parts["optimizer"] == 2 * weights
     # 8 completions of 20 tokens and 2 prompts of 10; keys and values of 2 layers, one head of 32, float32
     assert parts["key-value cache"] == (8 * 20 + 2 * 10) * 2 * 2 * 32 * 4
-    assert parts["log-prob chunk"] == 3 * 100 * 64 * 4
-    assert parts["total"] == sum(size for name, size in parts.items() if name != "total")
+    assert parts["log-prob chunk"] == 2 * 100 * 64 * 4
+    inner = 192  # of gate and up
+    assert parts["backward pass"] == 4 * (100 * (3 * inner + 2 * 64) + 2 * inner * 64)
+    assert parts["fresh gradients"] == 4 * (2 * inner + 64) * 64
+    passing = min(parts["log-prob chunk"], parts["backward pass"])
+    assert parts["total"] == sum(size for name, size in parts.items() if name != "total") - passing
+    entropy = memory_estimate(config(tmp_path), objective_of("grpo", {"entropy": {"coefficient": 0.01}}))
+    assert entropy["log-prob chunk"] == 3 * 100 * 64 * 4
+
+
+def test_a_step_takes_what_the_estimate_says(tmp_path):
+    """Of one process: all that torch's allocator hands out while the model is loaded and two updates are made."""
+    save_model(new_gpt(vocab_size=512, layers=4, hidden=128, heads=4), None, tmp_path)
+    given = config(tmp_path, train={"tokens_per_micro_batch": 960}, data={"max_prompt_tokens": 20})
+    given = build_config(given.to_tree() | {"rollout": {"max_completion_tokens": 100}})
+    algorithm = objective_of("grpo", {}).resolved(max_completion_tokens=100)
+    rows, tokens = 16, 120
+    batch = TrainingBatch(
+        tokens=torch.randint(0, 512, (rows, tokens)),
+        loss_mask=(mask := (torch.arange(tokens) > 0).expand(rows, -1)),
+        lengths=torch.full((rows,), tokens),
+        prompt_lengths=torch.ones(rows, dtype=torch.long),
+        group_ids=torch.arange(rows),
+        rewards=torch.zeros(rows),
+        truncated=torch.zeros(rows, dtype=torch.bool),
+        advantages=torch.ones(rows, 1) * mask,
+        loss_weights=mask / mask.sum(),
+    )
+
+    def work():
+        backend = LocalBackend(given.model, given.train, algorithm, total_updates=2)
+        for _ in range(2):
+            backend.train_step(batch, algorithm)
+
+    of_engine = ("engine weights", "key-value cache", "total")
+    parts = memory_estimate(given, algorithm, device="cpu")
+    expected = at_once({name: size for name, size in parts.items() if name not in of_engine})
+    assert peak_bytes(work) == pytest.approx(expected, rel=0.1)
 
 
 def test_rows_between_two_turns_are_kept_too(tmp_path):
@@ -117,7 +156,7 @@ def test_a_setting_changes_what_a_rank_holds_by_the_arithmetic(tmp_path):
     assert choices["backend.replicas=2"] == (now + sharded, 0)
     assert choices["backend.reduce=update"] == (now + weights, 0)
     assert choices["backend.cpu_offload=true"] == (now - sharded, sharded)
-    assert choices["backend.sequence=2"] == (now - (parts["activations"] + parts["log-prob chunk"]) // 2, 0)
+    assert choices["backend.sequence=2"] == (now - (parts["activations"] + parts["backward pass"]) // 2, 0)
     assert choices["model.gradient_checkpointing=true"][0] < now
 
 
