@@ -100,16 +100,16 @@ class RunConfig(Section):
         rollout, rows = self.rollout, self.train.rows_per_update
         total = rollout.prompts_per_step * rollout.completions_per_prompt
         kinds = [name for name in ("sft", "pretrain", "preference") if getattr(self, name) is not None]
+        if self.preference is not None and self.kind == "train":
+            raise ValueError(
+                f"preference: algorithm.name={self.algorithm.name} is trained on rollouts; remove the section, or take "
+                "an algorithm of preferences (dpo, kto, ..., reward_model)"
+            )
         if rows is not None and total % rows and self.kind == "train":  # others draw no rollouts
             raise ValueError(
                 f"train.rows_per_update={rows} does not divide the {total} rows of a step "
                 f"(rollout.prompts_per_step={rollout.prompts_per_step} x "
                 f"rollout.completions_per_prompt={rollout.completions_per_prompt})"
-            )
-        if self.preference is not None and self.kind == "train":
-            raise ValueError(
-                f"preference: algorithm.name={self.algorithm.name} is trained on rollouts; remove the section, or take "
-                "an algorithm of preferences (dpo, kto, ..., reward_model)"
             )
         if len(kinds) > 1:
             raise ValueError(f"{' and '.join(kinds)} are {len(kinds)} kinds of run; give one")
