@@ -71,6 +71,8 @@ def test_every_section_refuses_unknown_keys():
             {"reward": {"functions": [{"function": "m.f", "wieght": 3}]}},
             r"'reward.functions.0.wieght'; did you mean 'reward.functions.0.weight'\?",
         ),
+        ({"cluster": {"resources": {"rollout": {"gpus": 1}}}}, r"did you mean 'cluster.resources.rollout.num_gpus'\?"),
+        ({"cluster": {"resources": {"rolout": {}}}}, r"cluster.resources.rolout: Input should be 'rollout', 'trainer'"),
         ({"trian": {}}, r"unknown key 'trian'; did you mean 'train'\?"),
         ({"learning_rate": 1}, r"unknown key 'learning_rate'; did you mean 'train.learning_rate'\?"),
         ({"zzzqqq": 1}, r"unknown key 'zzzqqq'$"),

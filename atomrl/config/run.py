@@ -244,9 +244,14 @@ def _problem(item: Mapping[str, Any]) -> str:
     path = [str(part) for part in item["loc"]]
     if path[:1] == ["backend"] and len(path) > 2:
         del path[1]  # which kind of section it is
+    if path[-1:] == ["[key]"]:  # pydantic's word for the key of a table
+        del path[-1]
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
-        hint = suggestion(path, known_keys())
+        known = known_keys()
+        if path[:2] == ["cluster", "resources"]:  # keys of a table's entries, whose names the user gives
+            known = [".".join([*path[:3], name]) for name in schema.ResourceConfig.model_fields]
+        hint = suggestion(path, known)
         return f"unknown key {key!r}" + (f"; {hint}" if hint else "")
     if item["type"] == "union_tag_invalid":
         return f"{key}.type: {item['ctx']['tag']!r} is none of {item['ctx']['expected_tags']}"

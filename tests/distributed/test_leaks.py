@@ -19,7 +19,8 @@ TIMES = 4
 RAYS = 2
 """Sockets that Ray leaves open in this process with each `ray.init` and `ray.shutdown`, also with nothing of ours."""
 ROOT = Path(__file__).parents[2]
-NEEDS = {"vllm": "vllm", "vllm-server": "vllm", "sglang": "sglang", "replicas": "ray", "collective": "ray"}
+IN_ACTORS = ("replicas", "collective", "vllm-actor")
+NEEDS = {"vllm": "vllm", "vllm-server": "vllm", "vllm-actor": "vllm", "sglang": "sglang"} | dict.fromkeys(IN_ACTORS[:2], "ray")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def test_what_is_closed_is_gone(kind, model, tmp_path, request):
     assert not found[0]["processes"] and not {*found[0]["folders"]} - once, found[0]
     for times, later in enumerate(found[2:], start=1):
         more = {what: Counter(now) - Counter(found[1][what]) for what, now in later.items()}
-        if needs == "ray" and more["files"]["socket"] <= RAYS * times:
+        if kind in IN_ACTORS and more["files"]["socket"] <= RAYS * times:
             del more["files"]["socket"]
         assert {what: list(now) for what, now in more.items() if now} == {}
     assert not {*map(str, tmp_path.iterdir())} - once, "left when the process ended"
