@@ -130,9 +130,9 @@ class RayCluster:
         return Watch(addresses, self.config.timeout_s, self._kill)
 
     def nodes(self) -> list[Node]:
-        """The machines of the cluster and what they have free, the one of this process first. Ray tells the free GPUs of
-        a machine as one sum, so where others use the cluster two free halves pass for a whole one; an actor that finds
-        no room then ends the run by name, when it has not started in time."""
+        """The machines of the cluster and what they have free, the one of this process first. Ray tells the free GPUs
+        of a machine as one sum, so where others use the cluster two free halves pass for a whole one; an actor that
+        finds no room then ends the run by name, when it has not started in time."""
         from ray._private.state import available_resources_per_node
 
         with self.watch.inside():

@@ -20,7 +20,8 @@ RAYS = 2
 """Sockets that Ray leaves open in this process with each `ray.init` and `ray.shutdown`, also with nothing of ours."""
 ROOT = Path(__file__).parents[2]
 IN_ACTORS = ("replicas", "collective", "vllm-actor")
-NEEDS = {"vllm": "vllm", "vllm-server": "vllm", "vllm-actor": "vllm", "sglang": "sglang"} | dict.fromkeys(IN_ACTORS[:2], "ray")
+NEEDS = {"vllm": "vllm", "vllm-server": "vllm", "vllm-actor": "vllm", "sglang": "sglang"}
+NEEDS |= {"replicas": "ray", "collective": "ray"}
 
 
 @pytest.fixture(scope="module")
