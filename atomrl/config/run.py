@@ -17,7 +17,7 @@ from atomrl.config.backend import BackendConfig
 from atomrl.config.base import ConfigError, Section
 from atomrl.config.environments import EnvironmentConfig, ToolConfig
 from atomrl.config.model import ModelConfig
-from atomrl.config.names import foreign_names, suggestion
+from atomrl.config.names import foreign_names, known_elsewhere, suggestion
 from atomrl.config.tracking import TrackingConfig
 from atomrl.objective import PolicyObjective, PreferenceObjective
 from atomrl.objective.choice import Choice
@@ -246,8 +246,10 @@ def _problem(item: Mapping[str, Any]) -> str:
         del path[1]  # which kind of section it is
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
-        hint = suggestion(path, known_keys())
-        return f"unknown key {key!r}" + (f"; {hint}" if hint else "")
+        inner = known_elsewhere(path, item["input"]) if isinstance(item["input"], Mapping) else []
+        unknown = [path] if not inner or len(path) == 1 else []
+        hints = [(".".join(given), suggestion(given, known_keys())) for given in [*unknown, *inner]]
+        return "\n  ".join(f"unknown key {given!r}" + (f"; {hint}" if hint else "") for given, hint in hints)
     if item["type"] == "union_tag_invalid":
         return f"{key}.type: {item['ctx']['tag']!r} is none of {item['ctx']['expected_tags']}"
     if item["type"] == "union_tag_not_found":
