@@ -280,6 +280,41 @@ def test_every_answer_to_a_foreign_name_is_a_key():
     assert {key for key, _ in foreign_names().values()} <= set(known_keys())
 
 
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ("data.train_batch_size", "'rollout.prompts_per_step' (prompts in a step)?"),
+        ("rollout.group_size", "'rollout.completions_per_prompt'?"),
+        ("rollout.num_generations", "'rollout.completions_per_prompt'?"),
+        ("lr", "'train.learning_rate'?"),
+        ("critic.optim.lr", "'critic.learning_rate'?"),
+        ("actor_rollout_ref.actor.optim.lr", "'train.learning_rate'?"),
+        ("actor_rollout_ref.rollout.n", "'rollout.completions_per_prompt'?"),
+        ("trainer.total_epochs", "'train.total_epochs' (passes over the data)?"),
+        ("per_device_train_batch_size", "'train.rows_per_micro_batch' (completions in a forward pass)?"),
+        ("generation_batch_size", "'rollout.prompts_per_step' (prompts in a step; TRL counts completions)?"),
+        ("prompt_data", "'data.train'?"),
+        ("val_files", "'data.eval'?"),
+        ("reward_weights", "'reward.functions.weight' (of each function)?"),
+        ("scale_rewards", "'algorithm.advantage.type' (grpo_no_std does not divide by the deviation)?"),
+        ("algorithm.kl_ctrl.kl_coef", "'algorithm.kl.coefficient'?"),
+        ("algorithm.use_kl_in_reward", "'algorithm.kl.apply_to' (loss or reward)?"),
+        ("algorithm.lam", "'algorithm.advantage.lam'?"),
+    ],
+)
+def test_names_of_other_libraries_are_answered(given, answer):
+    with pytest.raises(ConfigError) as caught:
+        build(**nest(given, 1))
+    message = str(caught.value)
+    assert answer in message and f"unknown key '{given}'" in message.replace(".kl_ctrl'", ".kl_ctrl.kl_coef'")
+    assert message.count("did you mean") == 1
+
+
+def test_a_section_is_no_answer_to_a_key_of_another():
+    with pytest.raises(ConfigError, match=r"unknown key 'rollout\.mode'$"):
+        build(rollout={"mode": "async"})
+
+
 def test_known_keys_reach_all_depths():
     assert {"train", "train.steps", "model.lora.rank", "sft.gpt.layers", "run_name"} <= set(known_keys())
 

@@ -122,12 +122,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help="train this one: a folder or a hub name (default: a tiny GPT)")
 
 
+def found_model(name: str) -> str:
+    """A model as the project's folder finds it: a hub name, or the whole path of a folder.
+
+    Raises:
+        ConfigError: there is no such folder, or no model in it that can be trained.
+    """
+    from atomrl.models.loading import model_config_only
+    from atomrl.models.transformers_model import check_causal
+
+    if not Path(name).is_dir() and name.count("/") < 2 and not name.startswith((".", "/", "~")):
+        return name
+    check_causal(model_config_only(name), name)
+    return str(Path(name).resolve())
+
+
 def run(arguments: argparse.Namespace) -> int:
     from atomrl.data.generators import generate
 
     splits: tuple[tuple[Literal["train", "eval"], int], ...] = (("train", PROBLEMS), ("eval", HELD_OUT))
 
-    model, fresh = arguments.model or "runs/warm-start/model", arguments.model is None
+    fresh = arguments.model is None
+    model = "runs/warm-start/model" if fresh else found_model(arguments.model)
     with new_folder(arguments.folder) as folder:
         files = {
             "rewards.py": REWARDS,

@@ -43,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from atomrl.files import check_writable, write_jsonl
 
+    if arguments.limit < 1:
+        raise ValueError(f"--limit {arguments.limit}: score at least one")
     names = arguments.reward.split(",")
     rows = recorded(arguments)
     if arguments.out is not None:

@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from atomrl.reading import load_run
 
+    if arguments.limit < 1:
+        raise ValueError(f"--limit {arguments.limit}: show at least one")
     loaded = load_run(arguments.run)
     numbers = chosen(loaded, arguments)
     if arguments.out is not None:
@@ -55,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{arguments.out}: {count:,} completions")
         return 0
     shown = numbers[: arguments.limit]
+    if not numbers:
+        print("no completion is as these options say")
     for number, row in zip(shown, loaded.rollouts.rows(shown), strict=True):
         print(in_full(row) if arguments.full or arguments.prompt else in_a_line(row, loaded, number))
     if len(shown) < len(numbers):
@@ -66,7 +70,7 @@ def chosen(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
     """The numbers of the rollouts that the command line asks for.
 
     Raises:
-        ValueError: there are none at all, or a step is no number.
+        ValueError: there are none at all, or none of these steps or of this prompt; or a step is no number.
     """
     from atomrl.reading.rollouts import SPLITS, RolloutFilter
 
@@ -82,6 +86,11 @@ def chosen(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
             raise ValueError(f"--steps {arguments.steps}: write FIRST-LAST, as in 10-40") from None
     elif first is None and arguments.out is None and arguments.prompt is None:
         first = last = int(of_split.max())
+    low, high = (first, last) if first is not None and last is not None else (0, int(of_split.max()))
+    if not ((of_split >= low) & (of_split <= high)).any():
+        asked = f"step {low}" if low == high else f"steps {low} to {high}"
+        has = f"steps {of_split.min()} to {of_split.max()}"
+        raise ValueError(f"{run.path} has no rollouts of {arguments.split} of {asked}; it has some of {has}")
     wanted = RolloutFilter(
         first_step=first, last_step=last, split=arguments.split, text=arguments.text, mixed=arguments.mixed or None,
         min_reward=arguments.min_reward, max_reward=arguments.max_reward, finish_reason=arguments.finish,
@@ -89,6 +98,8 @@ def chosen(run: Run, arguments: argparse.Namespace) -> Sequence[int]:
     found = index.select(wanted, arguments.sort, arguments.descending)
     if arguments.prompt is not None:
         prompts = index.words("prompt_id")
+        if arguments.prompt not in prompts:
+            raise ValueError(f"--prompt {arguments.prompt}: no prompt of the run has this id; others are in each line")
         found = found[[prompts[number] == arguments.prompt for number in found]]
     return [int(number) for number in found]
 

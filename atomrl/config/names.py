@@ -45,8 +45,9 @@ def suggestion(path: Sequence[str], keys: Sequence[str]) -> str | None:
         return str(sections[path[0]])
     if path[-1] in names:
         key, unit = names[path[-1]]
-        own = ".".join([*path[:-1], key.rpartition(".")[2]])
-        key = own if own in keys else key  # the critic has a learning rate too
+        leaf = key.rpartition(".")[2]
+        beneath = (".".join([*path[:depth], leaf]) for depth in range(len(path) - 1, 0, -1))
+        key = next((own for own in beneath if own in keys), key)  # the critic has a learning rate too
         return f"did you mean {key!r}{f' {unit}' if unit else ''}?"
     near = nearest_key(path, keys)
     *parents, leaf = path
@@ -56,14 +57,27 @@ def suggestion(path: Sequence[str], keys: Sequence[str]) -> str | None:
     return None if near is None else f"did you mean {near!r}?"
 
 
+def known_elsewhere(path: Sequence[str], value: Any) -> list[list[str]]:
+    """The keys in what an unknown key was given that other libraries' users know by name.
+
+    Example:
+        >>> known_elsewhere(["critic", "optim"], {"lr": 1e-5, "zzz": {"lr": 1e-6}})
+        [['critic', 'optim', 'lr'], ['critic', 'optim', 'zzz', 'lr']]
+    """
+    if not isinstance(value, Mapping):
+        return [[*path]] if path[-1] in foreign_names() else []
+    return [found for key, inner in value.items() for found in known_elsewhere([*path, str(key)], inner)]
+
+
 def nearest_key(path: Sequence[str], keys: Sequence[str]) -> str | None:
     """The valid key most like `path`: in the same section first, then by its last part anywhere."""
     section = ".".join(part for part in path[:-1] if not part.isdigit())  # a place in a list is in no key
     siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
     if near := nearest(path[-1], siblings, cutoff=0.65):
         return ".".join([*path[:-1], near])
-    leaves = {key.rpartition(".")[2]: key for key in reversed(keys)}  # the first section counts
-    near = nearest(path[-1], leaves)
+    parts = {key.rpartition(".")[0] for key in keys} if len(path) > 1 else set()  # a section is no key of another
+    leaves = {key.rpartition(".")[2]: key for key in reversed(keys) if key not in parts}  # the first section counts
+    near = nearest(path[-1], leaves, cutoff=0.7)
     return leaves[near] if near else None
 
 

@@ -17,7 +17,7 @@ from atomrl.config.backend import BackendConfig
 from atomrl.config.base import ConfigError, Section
 from atomrl.config.environments import EnvironmentConfig, ToolConfig
 from atomrl.config.model import ModelConfig
-from atomrl.config.names import foreign_names, suggestion
+from atomrl.config.names import foreign_names, known_elsewhere, suggestion
 from atomrl.config.tracking import TrackingConfig
 from atomrl.objective import PolicyObjective, PreferenceObjective
 from atomrl.objective.choice import Choice
@@ -251,8 +251,10 @@ def _problem(item: Mapping[str, Any]) -> str:
         known = known_keys()
         if path[:2] == ["cluster", "resources"]:  # keys of a table's entries, whose names the user gives
             known = [".".join([*path[:3], name]) for name in schema.ResourceConfig.model_fields]
-        hint = suggestion(path, known)
-        return f"unknown key {key!r}" + (f"; {hint}" if hint else "")
+        inner = known_elsewhere(path, item["input"]) if isinstance(item["input"], Mapping) else []
+        unknown = [path] if not inner or len(path) == 1 else []
+        hints = [(".".join(given), suggestion(given, known)) for given in [*unknown, *inner]]
+        return "\n  ".join(f"unknown key {given!r}" + (f"; {hint}" if hint else "") for given, hint in hints)
     if item["type"] == "union_tag_invalid":
         return f"{key}.type: {item['ctx']['tag']!r} is none of {item['ctx']['expected_tags']}"
     if item["type"] == "union_tag_not_found":

@@ -206,7 +206,11 @@ class TokenizedSamples:
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         tokenizer = self._processor.tokenizer
         if tokenizer.eos_token_id is None:
-            raise DataError("the tokenizer has no end-of-sequence token, so a model could not learn to stop")
+            raise DataError(
+                "the tokenizer has no end-of-sequence token, so a model could not learn to stop: name one as eos_token "
+                "in its tokenizer_config.json, or as eos_token_id in the model's config.json (or take another by "
+                "model.tokenizer)"
+            )
         encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         return encoded
 

@@ -164,13 +164,22 @@ def length_limit(rows: MetricRows) -> Verdict:
         yield f"{cut:.0%} of the completions are cut at the limit{limit} (median of {MEDIUM} steps)."
 
 
+ALIKE = "the completions of a group are the same text"
+REACH = "Try: harder problems where train/accuracy is near 1, easier ones where it is near 0 (data.train)."
+DRAW = "Try: rollout.temperature=1 (at 0 all completions of a prompt are the same)."
+
+
+def all_alike(rows: MetricRows, count: int) -> bool:
+    """Whether the completions of a group are the same text, in nearly all groups of the last steps."""
+    return min(recent(rows, "by_group/frac_identical", count, default=0.0)) > 0.9
+
+
 def no_updates(rows: MetricRows) -> Verdict:
     """Steps without an update, or with advantages that are all 0 although the rewards differ: no weight changes."""
     if not any(recent(rows, "rollout/groups_accepted", SHORT, default=1.0)):
         yield (
-            f"No group was accepted in the last {SHORT} steps, so there was no update: all completions of a group "
-            "earn the same. "
-            "Try: harder problems where train/accuracy is near 1, easier ones where it is near 0 (data.train)."
+            f"No group was accepted in the last {SHORT} steps, so there was no update: "
+            + (f"{ALIKE}. {DRAW}" if all_alike(rows, SHORT) else f"all completions of a group earn the same. {REACH}")
         )
     elif not any(recent(rows, "train/rows", SHORT, default=1.0)):
         yield (
@@ -195,7 +204,9 @@ def constant_reward(rows: MetricRows) -> Verdict:
     what = f"Every completion of the last {MEDIUM} steps has reward {low[0]:.3g}: nothing"
     if min(low) != max(recent(rows, "critic/score/max", MEDIUM)):
         return
-    if low[0] > 0:
+    if all_alike(rows, MEDIUM):
+        yield f"{what} can be learned, since {ALIKE}. {DRAW}"
+    elif low[0] > 0:
         yield (
             f"{what} is left to learn. Try: harder problems (data.train), or a stricter reward (reward.functions), if "
             "this is not what you wanted."
@@ -217,8 +228,8 @@ def no_mixed_groups(rows: MetricRows) -> Verdict:
     many = "a larger rollout.completions_per_prompt and rollout.temperature"
     if max(mixed) > 0:
         return
-    if min(recent(rows, "by_group/frac_identical", MEDIUM, default=0.0)) > 0.9:
-        yield f"{what}: the completions of a group are the same text. Try: rollout.temperature=1 (0 takes no chances)."
+    if all_alike(rows, MEDIUM):
+        yield f"{what}: {ALIKE}. {DRAW}"
     elif bad > 0.5:
         yield f"{what}: the problems are too hard. Try: easier problems, a better start (`atomrl sft`), {many}."
     else:

@@ -6,6 +6,7 @@ verl counts prompts in its mini-batches (`ppo_mini_batch_size`), and is the same
 from pathlib import Path
 from typing import Any
 
+from atomrl.config import ConfigError
 from atomrl.importers.sources import Given, read_hydra
 from atomrl.importers.translation import Moves, Translation, same
 from atomrl.importers.verl_objective import ACTOR as A
@@ -138,6 +139,10 @@ MOVES: Moves = {
 def translate(path: Path) -> Translation:
     """verl's file as a translation."""
     given, notes = read_hydra(path)
+    if path.suffix in (".yaml", ".yml") and not any(
+        key.startswith(("actor_rollout_ref.", "trainer.")) for key in given
+    ):
+        raise ConfigError(f"{path} has neither actor_rollout_ref nor trainer, so it is no config of verl's")
     t = Translation("verl", given, DEFAULTS)
     t.move(MOVES)
     _data(t)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from atomrl.config import ConfigError
+from atomrl.config import ConfigError, RunConfig
 from atomrl.data.rows import to_rows
 from atomrl.protocols import Algorithm
 from atomrl.types import Sample, Segment, Trajectory
@@ -57,6 +57,17 @@ def check_group_size(algorithm: Algorithm, completions_per_prompt: int) -> None:
             f"rollout.completions_per_prompt={completions_per_prompt}: {algorithm.name} compares the completions of a "
             "prompt with each other, and in groups of this size every advantage would be 0 and nothing would be "
             "learned; take more, or an algorithm.advantage that does not compare"
+        )
+
+
+def check_temperature(config: RunConfig) -> None:
+    """A warning where the completions of a prompt are bound to be one and the same."""
+    rollout = config.rollout
+    if rollout.temperature == 0 and rollout.completions_per_prompt > 1 and config.environment is None:
+        log.warning(
+            "rollout.temperature=0: all %d completions of a prompt will be the same, so there is nothing to compare "
+            "and to learn from; take 1",
+            rollout.completions_per_prompt,
         )
 
 

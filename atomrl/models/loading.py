@@ -152,6 +152,7 @@ def load_policy(
     from transformers import GenerationConfig
 
     config = model_config_only(path, trust_remote_code)
+    check_causal(config, path)
     compute = compute_dtype(dtype, device)
     weight_dtype = torch.float32 if trainable and lora is None else compute
     rounded = compute if compute != weight_dtype else None

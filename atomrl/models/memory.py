@@ -10,7 +10,6 @@ from atomrl.atoms.logprobs import CHUNK_ELEMENTS
 from atomrl.config import FSDPConfig, MegatronConfig, RunConfig
 from atomrl.models.gpt import BMM_MAX_TOKENS
 from atomrl.models.loading import compute_dtype, model_config_only
-from atomrl.models.transformers_model import check_causal
 from atomrl.protocols import Algorithm, needs_teacher
 
 FLOAT32 = 4
@@ -86,7 +85,6 @@ def memory_estimate(
     trusted, path = model.trust_remote_code, model.path
     assert path is not None, "of a fresh model there is no estimate"
     shape = model_config_only(path, trusted)
-    check_causal(shape, path)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     there = device == "cpu" or torch.cuda.is_available()  # else it is one that knows bfloat16
     compute = compute_dtype(model.dtype, device).itemsize if there else 4 if model.dtype == "float32" else 2

@@ -98,10 +98,22 @@ class HFModel(nn.Module):
         return False
 
 
+NO_WRITER = (
+    "ForMaskedLM", "Encoder", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"
+)  # fmt: skip
+"""How the names of architectures end that do not write text."""
+
+
 def check_causal(config: Any, path: object) -> None:
-    """Raise ConfigError where a config is of a model that does not write text from left to right (T5, BERT)."""
+    """Raise ConfigError where a config is of a model that does not write text from left to right (T5, BERT, a reward
+    model, one of images)."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     kinds = tuple(config.architectures or ())
-    if getattr(config, "is_encoder_decoder", False) or any(kind.endswith(("ForMaskedLM", "Encoder")) for kind in kinds):
+    own_code = getattr(config, "auto_map", None)
+    known = own_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    other = getattr(config, "is_encoder_decoder", False) or any(kind.endswith(NO_WRITER) for kind in kinds)
+    if other or not known:
         raise ConfigError(
             f"{path} is a {config.model_type} model ({', '.join(kinds)}), which is no causal language model: take one "
             "whose config.json names a ...ForCausalLM in `architectures`"

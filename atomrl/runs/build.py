@@ -20,6 +20,7 @@ from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_only, resolve_folder, save_model
+from atomrl.models.transformers_model import check_causal
 from atomrl.objective import PolicyObjective, PreferenceObjective
 from atomrl.objective.rollout_is import TokenTIS
 from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend, needs_teacher
@@ -145,7 +146,7 @@ def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> tuple
     """The class of `rollout.engine`; of a model that it does not know `hf`, and why.
 
     Raises:
-        ConfigError: there is no engine of this name, or it is none that draws in a server, and one is given.
+        ConfigError: there is no such engine, or none that draws in a server, and one is given; or no causal model.
     """
     name = rollout.engine
     if name not in ENGINES:
@@ -157,7 +158,9 @@ def engine_class(rollout: RolloutConfig, path: str, model: ModelConfig) -> tuple
     if (way := rollout.server_weights) not in kind.weight_ways:
         others = " or ".join(other for other, engine in ENGINES.items() if way in engine.weight_ways)
         raise ConfigError(f"rollout.server_weights={way}: {name} takes no weights so; take rollout.engine={others}")
-    reason = kind.unsupported(model_config_only(path, model.trust_remote_code))
+    shape = model_config_only(path, model.trust_remote_code)
+    check_causal(shape, path)
+    reason = kind.unsupported(shape)
     return (HFEngine if reason else kind), reason
 
 

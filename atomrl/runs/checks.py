@@ -3,7 +3,7 @@
 import inspect
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,22 +11,64 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from atomrl.config import ConfigError, FSDPConfig, MegatronConfig, RolloutConfig, RunConfig
+from atomrl.data.generators import is_generator
 from atomrl.environments.playing import EpisodeError, find_environment
 from atomrl.environments.tool_calls import find_form
 from atomrl.environments.tools import find_schemas, has_objects
 from atomrl.hints import said_as
-from atomrl.models.loading import load_tokenizer, model_config_only, resolve_folder
+from atomrl.models.loading import base_path, load_tokenizer, model_config_only, resolve_folder
 from atomrl.models.scalar import is_classifier
 from atomrl.models.spec import unsupported
+from atomrl.models.transformers_model import check_causal
 from atomrl.models.ulysses import check_heads
 from atomrl.pool.store import RolloutPool
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
 from atomrl.rollout.replies import ReplyTokens
+from atomrl.rollout.stopping import eos_token_ids
 from atomrl.runs.build import cluster_roles, device_name, engine_class, rank_total, tool_schemas, train_sampling
 from atomrl.training.tensor_parallel import check_tensor
+from atomrl.types import Sample
 
 log = logging.getLogger(__name__)
 _ANSWER_S = 10.0
+
+
+def check_policy(config: RunConfig) -> None:
+    """That the model which training starts from writes text; a reward model may start from others.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if config.model.path is not None and config.kind != "reward-model":
+        with said_as(ConfigError, "model.path", ConfigError):
+            check_causal(model_config_only(config.model.path, config.model.trust_remote_code), config.model.path)
+
+
+def check_end(config: RunConfig, path: str, tokenizer: Any) -> None:
+    """A warning where nothing ends a completion but the limit on its tokens."""
+    shape = model_config_only(path, config.model.trust_remote_code)
+    folder = str(resolve_folder(base_path(path), weights=False))
+    if not (config.rollout.stop or config.rollout.stop_token_ids or eos_token_ids(folder, shape, tokenizer)):
+        log.warning(
+            "%s has no end-of-sequence token, so every completion has rollout.max_completion_tokens=%d tokens: name "
+            "what ends one (rollout.stop_token_ids, rollout.stop), or the token in the model's config.json "
+            "(eos_token_id)",
+            path, config.rollout.max_completion_tokens,
+        )  # fmt: skip
+
+
+def check_held_out(config: RunConfig, train: Sequence[Sample], held_out: Sequence[Sample]) -> None:
+    """A warning where problems of the evaluation are trained on. (Splits of a task are meant to be as they are.)"""
+    if is_generator(config.data.eval or ""):
+        return
+    seen = {repr(sample.prompt) for sample in train}
+    both = [sample.sample_id for sample in held_out if repr(sample.prompt) in seen]
+    if both:
+        log.warning(
+            "data.eval: %d of %d problems are in data.train too (such as %s): how well the model does on them is no "
+            "measure of how it does on new ones",
+            len(both), len(held_out), both[0],
+        )  # fmt: skip
 
 
 def check_companions(config: RunConfig, algorithm: Algorithm, path: str, tokenizer: Any) -> None:

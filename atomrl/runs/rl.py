@@ -15,7 +15,7 @@ from atomrl.data.stream import PromptStream
 from atomrl.files import write_text
 from atomrl.loop.evaluate import evaluate
 from atomrl.loop.groups import EngineSource, GroupSource
-from atomrl.loop.preflight import check_group_size, check_row_limit
+from atomrl.loop.preflight import check_group_size, check_row_limit, check_temperature
 from atomrl.loop.scheduler import Scheduler
 from atomrl.loop.sync import Parts, run_step
 from atomrl.models.loading import resolve_folder
@@ -27,7 +27,15 @@ from atomrl.rewards.actor import move_models
 from atomrl.rewards.compute import build_rewards
 from atomrl.runs import build
 from atomrl.runs.base import Evaluation, Run, identity
-from atomrl.runs.checks import check_companions, check_engine, check_environment, check_pool, with_tools
+from atomrl.runs.checks import (
+    check_companions,
+    check_end,
+    check_engine,
+    check_environment,
+    check_held_out,
+    check_pool,
+    with_tools,
+)
 from atomrl.tracking.resume import model_identity
 from atomrl.types import Sample
 from atomrl.weights import InProcessTransfer
@@ -61,6 +69,7 @@ class RLRun(Run):
             device = build.actor_model(config.model).device
         self.rewards = build_rewards(config.reward, local_rewards, device=device, trust_remote_code=trusted)
         self.tokenizer = build.policy_tokenizer(config)
+        check_end(config, path, self.tokenizer)
         check_companions(config, self.algorithm, path, self.tokenizer)
         config = with_tools(config, self.tokenizer)
         check_environment(config, self.tokenizer)
@@ -68,10 +77,12 @@ class RLRun(Run):
         self.held_out = build.load_split(config, self.processor, "eval")
         samples = build.load_split(config, self.processor, "train")
         self.stream = PromptStream(samples, seed=config.seed, shuffle=config.data.shuffle)
+        check_held_out(config, samples, self.held_out)
         self.rewards.check_sources([*samples, *self.held_out])
         self.config = build.with_steps(config, len(samples))
         check_row_limit([len(ids) for ids in self.processor.token_ids(samples)], config.train.max_row_tokens)
         check_group_size(self.algorithm, config.rollout.completions_per_prompt)
+        check_temperature(config)
         if config.rollout.source == "pool":
             check_pool(config, self.pool_identity)
 

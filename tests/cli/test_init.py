@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import yaml
 
@@ -32,6 +33,15 @@ def test_with_a_model_of_ones_own(tmp_path, monkeypatch):
     assert "sft" not in (tmp_path / "mine/README.md").read_text()
     assert load_config(tmp_path / "mine/grpo.yaml").model.path == "org/model"
     assert "dtype" not in yaml.safe_load((tmp_path / "mine/grpo.yaml").read_text())["model"]
+
+
+def test_a_models_folder_is_found_from_the_project(tmp_path, monkeypatch, capsys, model):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(model)
+    assert main(["init", "mine", "--model", "./model"]) == 0
+    assert Path(load_config("mine/grpo.yaml").model.path) == model.resolve()
+    assert main(["init", "yours", "--model", "./absent"]) == 2
+    assert "model folder ./absent does not exist" in capsys.readouterr().err and not Path("yours").exists()
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path, capsys):

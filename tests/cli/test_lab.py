@@ -65,6 +65,31 @@ def test_a_reward_without_a_value_is_said(run, tmp_path, capsys):
     assert "no value for 16 of 16" in captured.out or "level" in captured.err
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["rollouts", "--step", "9"], "no rollouts of train of step 9; it has some of steps 1 to 2"),
+        (["rollouts", "--steps", "7-9", "--out", "a.jsonl"], "of steps 7 to 9; it has some of steps 1 to 2"),
+        (["rollouts", "--steps", "2-1"], "of steps 2 to 1"),
+        (["rollouts", "--prompt", "nobody"], "--prompt nobody: no prompt of the run"),
+        (["rollouts", "--limit", "0"], "--limit 0"),
+        (["lab", "--reward", "exact_match", "--steps", "7-9"], "of steps 7 to 9"),
+        (["lab", "--reward", "exact_match", "--limit", "0"], "--limit 0"),
+    ],
+)
+def test_what_is_not_there_is_said(options, said, run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command, *more = options
+    assert main([command, str(run), *more]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and not (tmp_path / "a.jsonl").exists()
+
+
+def test_nothing_found_is_said(run, capsys):
+    assert main(["rollouts", str(run), "--text", "nowhere at all"]) == 0
+    assert "no completion is as these options say" in capsys.readouterr().out
+
+
 def test_no_rollouts_are_named(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("run_name: x\n")
     assert main(["lab", str(tmp_path), "--reward", "exact_match"]) == 2

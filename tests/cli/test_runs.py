@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,6 +14,7 @@ from threading import Thread
 import pandas as pd
 import pytest
 import torch
+import transformers
 import yaml
 
 from atomrl.cli.main import main
@@ -381,6 +383,66 @@ def test_dry_run_without_the_model(folder, capsys):
     assert "native takes no weights so; take rollout.engine=sglang" in fails(
         capsys, "train", "c.yaml", "--dry-run", "rollout.server_weights=collective"
     )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        ("T5ForConditionalGeneration", "T5Config"),
+        ("BertForMaskedLM", "BertConfig"),
+        ("BertForSequenceClassification", "BertConfig"),
+        ("LlamaForSequenceClassification", "LlamaConfig"),
+        ("ViTModel", "ViTConfig"),
+    ],
+)
+def test_a_model_that_writes_no_text_is_refused_at_once(architecture, kind, folder, capsys):
+    other = folder / "other"
+    other.mkdir()
+    getattr(transformers, kind)(architectures=[architecture]).save_pretrained(other)
+    for file in (folder / "model").glob("tokenizer*"):
+        (other / file.name).write_bytes(file.read_bytes())
+    changes = ["model.path=other", "data.train=train.jsonl"]
+    for more in (["train"], ["train", "--dry-run"], ["sft", "--dry-run", "sft={}", "data.answer_field=ground_truth"]):
+        command, *more = more
+        error = fails(capsys, command, "c.yaml", *more, *changes)
+        assert "model.path: other is a " in error and f"({architecture})" in error and "ForCausalLM" in error
+    assert "no causal language model" in fails(capsys, "generate", "other", "--prompt", "1")
+    assert not (folder / "runs").exists()
+
+
+def without_end(folder):
+    """The tiny model with no end-of-sequence token anywhere."""
+    other = folder / "endless"
+    shutil.copytree(folder / "model", other)
+    for file in other.glob("*.json"):
+        tree = json.loads(file.read_text())
+        named = tree.keys() & {"eos_token", "eos_token_id"}
+        file.write_text(json.dumps(tree | dict.fromkeys(named)))
+    return other
+
+
+def test_no_end_of_sequence_is_said(folder, capsys, caplog):
+    without_end(folder)
+    assert main(["train", "c.yaml", "--dry-run"]) == 0
+    assert "end-of-sequence" not in caplog.text
+    assert main(["train", "c.yaml", "--dry-run", "model.path=endless", "rollout.stop_token_ids=[3]"]) == 0
+    assert "end-of-sequence" not in caplog.text
+    assert main(["train", "c.yaml", "--dry-run", "model.path=endless"]) == 0
+    assert "endless has no end-of-sequence token" in caplog.text and "rollout.stop_token_ids" in caplog.text
+    (folder / "said.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    given = ["sft", "c.yaml", "sft={}", "data.train=said.jsonl", "data.eval=null", "data.answer_field=null"]
+    error = fails(capsys, *given, "model.path=endless")
+    assert "no end-of-sequence token" in error and "eos_token_id in the model's config.json" in error
+
+
+def test_training_on_what_is_held_out_is_said(folder, caplog):
+    assert main(["train", "c.yaml", "--dry-run"]) == 0
+    assert "data.eval: 3 of 3 problems are in data.train too (such as eval.jsonl:1)" in caplog.text
+    caplog.clear()
+    rows = [{"prompt": f"{k}+2=", "ground_truth": str(k + 2)} for k in range(3)]
+    (folder / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["train", "c.yaml", "--dry-run", "data.eval=new.jsonl"]) == 0
+    assert "data.eval" not in caplog.text
 
 
 class Absent(BaseHTTPRequestHandler):

@@ -156,6 +156,20 @@ def test_at_temperature_0_problems_are_not_called_easy():
     assert "same text" in finding.what and "easy" not in finding.what and "rollout.temperature=1" in finding.advice
 
 
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_at_temperature_0_one_reward_for_all_is_explained_by_it(reward):
+    changes = {"critic_score_mean": reward, "critic_score_min": reward, "critic_score_max": reward}
+    [finding] = diagnose(rows(**changes, by_group_frac_mixed=0.0, identical=1.0))
+    assert finding.id == "constant_reward" and "same text" in finding.what and "temperature=1" in finding.advice
+    [finding] = diagnose(rows(**changes, by_group_frac_mixed=0.0, identical=0.5))
+    assert "same text" not in finding.what and "temperature" not in finding.advice
+
+
+def test_at_temperature_0_no_accepted_group_is_explained_by_it():
+    [finding] = diagnose(rows(accepted=0.0, identical=1.0))
+    assert finding.id == "no_updates" and "same text" in finding.what and "temperature=1" in finding.advice
+
+
 def test_a_limit_on_turns_is_not_called_one_on_tokens():
     [finding] = diagnose(rows(response_length_clip_ratio=0.4, turns_cut=0.38))
     assert finding.id == "length_limit" and "environment.max_turns" in finding.advice and "38%" in finding.what

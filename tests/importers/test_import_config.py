@@ -446,6 +446,7 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
         ("verl", "a.sh", "main_ppo algorithm.adv_estimator=optimal_token_baseline", "adv_estimator"),
         ("verl", "a.sh", f"main_ppo {LOSS_MODE}=new algorithm.adv_estimator=grpo", "gspo"),
         ("verl", "a.sh", "echo 'nothing here'", "no command with key=value"),
+        ("verl", "a.yaml", "data: {train: a.jsonl}\nalgorithm: {name: grpo}", "no config of verl's"),
         ("verl", "a.sh", 'run a.b="never closed', "is not closed"),
         (
             "verl",

@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from atomrl.algorithms.table import objective_of
-from atomrl.config import ConfigError
-from atomrl.loop.preflight import check_group_size, check_row_limit
+from atomrl.config import ConfigError, build_config
+from atomrl.loop.preflight import check_group_size, check_row_limit, check_temperature
 
 COMPARING = ("grpo", "dr_grpo", "dapo", "maxrl", "opo", "gpg")
 NOT_COMPARING = ("ppo", "remax", "reinforce_pp", "a2c")
@@ -33,3 +33,11 @@ def test_prompts_that_fill_the_row(caplog):
     assert "1 of 2 prompts have at least as many tokens" in caplog.text
     with pytest.raises(ConfigError, match=r"max_row_tokens=5: every prompt has at least as many tokens \(5 to 9\)"):
         check_row_limit([5, 9], 5)
+
+
+@pytest.mark.parametrize(("temperature", "completions", "heard"), [(0.0, 4, True), (0.0, 1, False), (0.1, 4, False)])
+def test_groups_of_the_likeliest_completion_alone_are_said(temperature, completions, heard, caplog):
+    rollout = {"temperature": temperature, "completions_per_prompt": completions, "prompts_per_step": 4}
+    tree = {"run_name": "a", "model": {"path": "m"}, "data": {"train": "t.jsonl"}, "rollout": rollout}
+    check_temperature(build_config(tree))
+    assert ("rollout.temperature=0: all 4 completions of a prompt will be the same" in caplog.text) == heard
