@@ -22,9 +22,13 @@ from tests.training.test_shards import alike, go_on, step
 pytestmark = pytest.mark.slow
 SHARED = (
     "grpo", "ppo", "dapo", "gspo", "dpo", "kto", "gkd", "reward_model", "one row", "one row and a critic",
-    "masked rows", "many micro-batches", "clipped", "untied", "checkpointed",
+    "masked rows", "many micro-batches", "clipped", "untied", "checkpointed", "adapters",
 )  # fmt: skip
-MORE = {"qwen3": case("grpo", model="qwen3"), "decay": case("ppo", train={"weight_decay": 0.1})}
+MORE = {
+    "qwen3": case("grpo", model="qwen3"),
+    "decay": case("ppo", train={"weight_decay": 0.1}),
+    "some adapters": case("ppo", lora=LoraConfig(rank=2, target_modules=["q_proj", "v_proj", "up_proj"])),
+}
 CUTS = {
     "tensor": (2, {"tensor": 2}), "pipeline": (2, {"pipeline": 2}), "copies": (2, {}),
     "tensor and pipeline": (4, {"tensor": 2, "pipeline": 2}), "tensor and copies": (4, {"tensor": 2}),
@@ -103,7 +107,10 @@ def test_what_is_recorded_of_tokens_is_that_of_one_process(folder, tmp_path, cut
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"lora": LoraConfig(rank=2)}, "model.lora"),
+        ({"lora": LoraConfig(rank=2, target_modules=["lm_head", "q_proj"])}, "target_modules: lm_head: on Megatron"),
+        ({"lora": LoraConfig(rank=2, dropout=0.1)}, "model.lora.dropout"),
+        ({"lora": LoraConfig(rank=2), "quantization": "nf4"}, "model.quantization"),
+        ({"lora": LoraConfig(rank=2), "path": "mixture"}, "has experts, which take no adapters"),
         ({"pack_rows": True}, "model.pack_rows"),
         ({"path": "other"}, "no mapping of weights for .*gpt2"),
     ],
