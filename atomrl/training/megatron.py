@@ -82,8 +82,9 @@ class MegatronBackend(WritesBeside):
         checkpointing = trained and config.gradient_checkpointing
         adapted = adapter_weights(whole) if has_adapters(whole) else {}
         weights |= named_adapters(adapted)
+        settings = {"adapted": adapted, "dropout": config.lora.dropout if config.lora else 0.0}
         with on_device(self.device):
-            stage = Stage(whole.config, weights, scalar, self.settings, self.device, dtype, checkpointing, adapted)
+            stage = Stage(whole.config, weights, scalar, self.settings, self.device, dtype, checkpointing, **settings)
             if trained:
                 self.skeletons[name] = without_weights(whole)
                 self.shapes[name] = {key: tuple(weight.shape) for key, weight in weights.items()}
@@ -336,8 +337,12 @@ def check_config(model: ModelConfig) -> None:
 
 def meet(ranks: Ranks, settings: MegatronConfig) -> None:
     """Have Megatron make the groups of ranks that share layers, that are stages, and that are copies; once."""
+    import megatron.core.models.gpt
+    import megatron.core.optimizer  # noqa: F401  # here all that takes long to import
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    ranks.all_here()
 
     initialize_rng_tracker(inference_rng_tracker=True)  # of no dropout there are random states to keep
     made = [ranks, settings.tensor, settings.pipeline, settings.expert]

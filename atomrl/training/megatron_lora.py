@@ -35,8 +35,6 @@ def check_adapters(model: ModelConfig) -> None:
             f"model.lora.target_modules: {', '.join(others)}: on Megatron adapters are of {', '.join(PROJECTIONS)}; "
             "take those, or backend.type=fsdp"
         )
-    if model.lora.dropout:
-        raise ConfigError("model.lora.dropout: Megatron's layers drop nothing here; leave it out, or take fsdp")
     if model.quantization is not None:
         raise ConfigError("model.quantization: Megatron's layers are not quantised; leave it out, or take fsdp")
     path = model.path
@@ -50,11 +48,13 @@ class LowRank(nn.Module):
     Args:
         adapter: the whole one.
         by_columns: whether ranks share the inputs, not the outputs.
+        dropout: share of the inputs that it does not see.
         tensor: how many ranks share a layer.
     """
 
-    def __init__(self, adapter: Adapter, by_columns: bool, tensor: int, device: torch.device) -> None:
+    def __init__(self, adapter: Adapter, by_columns: bool, dropout: float, tensor: int, device: torch.device) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         inputs, outputs = adapter.a.shape[1], len(adapter.b)
         shapes = (inputs // tensor, outputs) if by_columns else (inputs, outputs // tensor)
         self.scale = adapter.scale
@@ -71,13 +71,20 @@ class Adapters:
         layers: Megatron's, of this stage.
         spec: of the model.
         adapted: whole adapters by the published names of the matrices that they add to.
+        dropout: as of `LowRank`.
         group: the ranks that share a layer.
     """
 
     def __init__(
-        self, layers: Sequence[Any], spec: DecoderSpec, adapted: Mapping[str, Adapter], group: Any, device: torch.device
+        self,
+        layers: Sequence[Any],
+        spec: DecoderSpec,
+        adapted: Mapping[str, Adapter],
+        dropout: float,
+        group: Any,
+        device: torch.device,
     ) -> None:
-        self.spec, self.group, self.tensor, self._on = spec, group, group.size(), True
+        self.spec, self.dropout, self.group, self.tensor, self._on = spec, dropout, group, group.size(), True
         modules = [*SEVERAL, *(name.removesuffix(".weight") for name in BY_COLUMNS)]
         for layer in layers if adapted else ():
             for module in modules:
@@ -98,7 +105,7 @@ class Adapters:
         by_columns, parts = f"{module}.weight" in BY_COLUMNS, dict[int, LowRank]()
         for number, name in enumerate(names):
             if name in adapted:
-                parts[number] = LowRank(adapted[name], by_columns, self.tensor, device)
+                parts[number] = LowRank(adapted[name], by_columns, self.dropout, self.tensor, device)
                 linear.add_module(name.split(".")[-2], parts[number])
         if parts:
             heads = self.spec.kv_heads // self.tensor if len(names) == 3 else 1
@@ -118,7 +125,9 @@ class Adapters:
             return found, bias
         exchange = reduce_scatter_to_sequence_parallel_region if by_columns else gather_from_sequence_parallel_region
         wide = x.float()
-        low = exchange(torch.cat([F.linear(wide, part.lora_A) for part in parts.values()], -1), group=self.group)
+        low = exchange(
+            torch.cat([F.linear(part.dropout(wide), part.lora_A) for part in parts.values()], -1), group=self.group
+        )
         size = found.shape[-1] // heads
         widths = [size // made_of] * made_of
         if made_of == 3:

@@ -84,6 +84,7 @@ class Stage(nn.Module):
         dtype: of weights and computation.
         checkpointing: whether layers are computed again in the backward pass.
         adapted: adapters by the published names of the matrices that they add to; they alone are then trained.
+        dropout: of the adapters' inputs.
     """
 
     shares_prompts = False
@@ -98,6 +99,7 @@ class Stage(nn.Module):
         dtype: torch.dtype,
         checkpointing: bool,
         adapted: Mapping[str, Adapter],
+        dropout: float,
     ) -> None:
         from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
@@ -123,10 +125,11 @@ class Stage(nn.Module):
         )
         self.rotary = Rotary(dense(config))
         self.balance = Balance(self.module.decoder.layers, self.spec.layers, experts.count) if experts else None
-        self.adapters = Adapters(self.module.decoder.layers, self.spec, adapted, self.group, device)
-        if checkpointing:  # PyTorch's, since there is no dropout for which Megatron's would keep random states
+        self.adapters = Adapters(self.module.decoder.layers, self.spec, adapted, dropout, self.group, device)
+        if checkpointing:  # PyTorch's: of Megatron's own random states nothing is drawn
+            again = partial(checkpoint, use_reentrant=False, preserve_rng_state=dropout > 0)
             for layer in self.module.decoder.layers:
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+                layer.forward = partial(again, layer.forward)
         if scalar and self.last:
             self.module.output_layer = None
             self.score = nn.Linear(self.spec.hidden, 1, bias=False, dtype=dtype, device=device)
