@@ -49,6 +49,7 @@ EVERY = {name: CASES[name] for name in SHARED} | MORE
 def folder(tmp_path_factory):
     folder = make_models(tmp_path_factory.mktemp("models"))
     make_tiny_model(folder / "qwen3", "qwen3")
+    make_tiny_model(folder / "mixture", "qwen3_moe", num_experts=4, moe_intermediate_size=24)
     return folder
 
 
