@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 IDLE = timedelta(days=365)
 """How long ranks wait for a command: rollouts take what they take."""
 START_S = 600.0
-"""How long a process may take to import what it needs, and to come to the others."""
+"""How long a process may take at least to import or load what it needs, and to come to the others."""
 GRACE_S = 5.0
 """Within which all ranks have met an error that all meet."""
 BEAT_S, STOPPED_S = 0.5, 2.5
@@ -95,8 +95,8 @@ class Ranks(Collective):
         self._heart.start()
 
     def all_here(self) -> None:
-        """Wait until all ranks have imported what they need, which is no matter of `timeout_s`."""
-        dist.monitored_barrier(self.host, timedelta(seconds=START_S))
+        """Wait until all ranks have imported or loaded what they need, which may take longer than `timeout_s`."""
+        dist.monitored_barrier(self.host, timedelta(seconds=max(START_S, self.timeout_s)))
 
     def max(self, number: int) -> int:
         """The largest number that a rank gave."""
@@ -129,7 +129,7 @@ class Ranks(Collective):
                     found = [work()]
                 except Exception as error:
                     failed = error
-            self.max(0)
+            self.all_here()
         if failed is not None:
             raise failed
         return found[0]

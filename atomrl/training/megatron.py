@@ -82,9 +82,10 @@ class MegatronBackend(WritesBeside):
         checkpointing = trained and config.gradient_checkpointing
         adapted = adapter_weights(whole) if has_adapters(whole) else {}
         weights |= named_adapters(adapted)
-        settings = {"adapted": adapted, "dropout": config.lora.dropout if config.lora else 0.0}
+        dropout = config.lora.dropout if config.lora else 0.0
+        device, settings = self.device, self.settings
         with on_device(self.device):
-            stage = Stage(whole.config, weights, scalar, self.settings, self.device, dtype, checkpointing, **settings)
+            stage = Stage(whole.config, weights, scalar, settings, device, dtype, checkpointing, adapted, dropout)
             if trained:
                 self.skeletons[name] = without_weights(whole)
                 self.shapes[name] = {key: tuple(weight.shape) for key, weight in weights.items()}
