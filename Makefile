@@ -78,7 +78,7 @@ MEGATRON := .venv-megatron
 $(MEGATRON)/installed: pyproject.toml constraints.txt
 	test -x $(MEGATRON)/bin/python || $(PYTHON) -m venv $(MEGATRON)
 	$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e ".[megatron]" pytest beartype pandas hypothesis
+		-e ".[megatron,lora]" pytest beartype pandas hypothesis
 	touch $@
 
 # Its tests, and the quickstart with every layer cut over two ranks.

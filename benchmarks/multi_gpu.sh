@@ -5,12 +5,16 @@
 #     RANKS=4 sh benchmarks/multi_gpu.sh          with four of them
 #
 # Each part is made although one before it failed; the end says which did. PYTHON is another interpreter that has the
-# package (else one is made in .venv); CHECK_ON=cpu tries the script itself, with gloo, on a machine without GPUs.
+# package (else one is made in .venv); CHECK_ON=cpu tries the script itself, with gloo and
+# small shapes, on a machine without GPUs.
 set -u
 cd "$(dirname "$0")/.."
 RANKS=${RANKS:-2}
 CHECK_ON=${CHECK_ON:-cuda}
 OUT=${OUT:-runs/multi_gpu}
+STEPS=10
+SMALL=
+[ "$CHECK_ON" = cuda ] || { STEPS=2; SMALL=rollout.prompts_per_step=8; SIZES=${SIZES:-3M}; }
 mkdir -p "$OUT"
 if [ -z "${PYTHON:-}" ]; then
     make .venv/installed-test > "$OUT/setup.log" 2>&1 || { echo "make failed: $OUT/setup.log"; exit 1; }
@@ -39,21 +43,24 @@ train() {
     shift
     rm -rf "${OUT:?}/$name"
     part "$name" "$PYTHON" -m atomrl train configs/quickstart.yaml model.path="$MODEL" model.device="$CHECK_ON" \
-        output_dir="$OUT" run_name="$name" train.steps=10 checkpoint.every_steps=5 eval.before=false eval.after=false "$@"
+        output_dir="$OUT" run_name="$name" train.steps="$STEPS" checkpoint.every_steps=5 eval.before=false eval.after=false \
+        $SMALL "$@"
 }
 
 [ "$CHECK_ON" = cpu ] || part gpu_tests "$PYTHON" -m pytest -q -n 0 tests/test_gpu.py -m gpu
-part ranks "$PYTHON" benchmarks/ranks.py --device "$CHECK_ON" --ranks "$RANKS" ${SIZES:+--sizes $SIZES}
+part ranks "$PYTHON" benchmarks/ranks.py --device "$CHECK_ON" --ranks "$RANKS" --steps $((STEPS > 7 ? 7 : STEPS)) \
+    ${SIZES:+--sizes $SIZES}
 train one_process
 train ranks_started_here backend.type=fsdp backend.ranks="$RANKS"
 train hybrid backend.type=fsdp backend.ranks="$RANKS" backend.replicas="$RANKS"
 train summed_once backend.type=fsdp backend.ranks="$RANKS" backend.reduce=update
+train tensor backend.type=fsdp backend.ranks="$RANKS" backend.tensor=2
 train sequence backend.type=fsdp backend.ranks="$RANKS" backend.sequence=2 model.pack_rows=true model.dtype=auto
 [ "$CHECK_ON" = cpu ] || train cpu_offload backend.type=fsdp backend.ranks="$RANKS" backend.cpu_offload=true
 rm -rf "${OUT:?}/torchrun"
 part torchrun "$PYTHON" -m torch.distributed.run --nproc-per-node "$RANKS" -m atomrl train configs/quickstart.yaml \
-    model.path="$MODEL" model.device="$CHECK_ON" output_dir="$OUT" run_name=torchrun train.steps=10 \
-    eval.before=false eval.after=false backend.type=fsdp
+    model.path="$MODEL" model.device="$CHECK_ON" output_dir="$OUT" run_name=torchrun train.steps="$STEPS" \
+    eval.before=false eval.after=false $SMALL backend.type=fsdp
 part losses "$PYTHON" - "$OUT" <<'END'
 import json, pathlib, sys
 for path in sorted(pathlib.Path(sys.argv[1]).glob("*/metrics.jsonl")):

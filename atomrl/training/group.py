@@ -20,6 +20,8 @@ from atomrl.training.collective import Collective, OutOfMemory
 Result = TypeVar("Result")
 IDLE = timedelta(days=365)
 """How long ranks wait for a command: rollouts take what they take."""
+START_S = 600.0
+"""How long a process may take at least to import or load what it needs, and to come to the others."""
 GRACE_S = 5.0
 """Within which all ranks have met an error that all meet."""
 BEAT_S, STOPPED_S = 0.5, 2.5
@@ -92,6 +94,10 @@ class Ranks(Collective):
         self._heart = threading.Thread(target=self._beat, args=(store.clone(),), name="heart of this rank", daemon=True)
         self._heart.start()
 
+    def all_here(self) -> None:
+        """Wait until all ranks have imported or loaded what they need, which may take longer than `timeout_s`."""
+        dist.monitored_barrier(self.host, timedelta(seconds=max(START_S, self.timeout_s)))
+
     def max(self, number: int) -> int:
         """The largest number that a rank gave."""
         found = torch.tensor(number)
@@ -123,7 +129,7 @@ class Ranks(Collective):
                     found = [work()]
                 except Exception as error:
                     failed = error
-            self.max(0)
+            self.all_here()
         if failed is not None:
             raise failed
         return found[0]

@@ -1,7 +1,8 @@
 """The back end on NVIDIA's megatron-core: layers and their matrices cut over ranks."""
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,20 @@ from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.config import ConfigError, MegatronConfig, ModelConfig
 from atomrl.metrics import Metrics
 from atomrl.models.loading import compute_dtype, load_transformers, model_config_only, model_weights, save_settings
+from atomrl.models.lora import ADAPTER, adapter_weights, has_adapters
 from atomrl.models.scalar import ScalarModel, scalar_settings
 from atomrl.models.transformers_model import HFModel
-from atomrl.protocols import Algorithm, ModelOutputs, WeightUpdate
+from atomrl.protocols import Adapter, Algorithm, ModelOutputs, WeightUpdate
 from atomrl.training.base import Differentiated
 from atomrl.training.fsdp import without_weights
 from atomrl.training.group import Ranks
 from atomrl.training.megatron_cpu import on_device
+from atomrl.training.megatron_lora import check_adapters
 from atomrl.training.megatron_model import Stage
 from atomrl.training.megatron_optimizer import MegatronOptimizer
 from atomrl.training.megatron_shape import MIXTURE, check_shape
-from atomrl.training.megatron_shares import WEIGHT, Shapes, on_first_rank, parts_from, shares
-from atomrl.training.role_models import SHARDS, STATE_FOLDER, load_role, role_prefix
+from atomrl.training.megatron_shares import WEIGHT, Shapes, is_adapter, on_first_rank, parts_from, shares
+from atomrl.training.role_models import SHARDS, STATE_FOLDER, load_role, role_prefix, save_role
 from atomrl.training.roles import SOURCES, TRAINED, RoleName, sources
 from atomrl.training.shards import MOMENTS, check_shapes, counts_job, read_counts, set_random_state
 from atomrl.training.writing import Job, WritesBeside, file_name
@@ -77,16 +80,23 @@ class MegatronBackend(WritesBeside):
         trained, scalar = name in TRAINED, isinstance(whole, ScalarModel)
         dtype, weights = compute_dtype(config.dtype, self.device), dict(model_weights(whole))
         checkpointing = trained and config.gradient_checkpointing
+        adapted = adapter_weights(whole) if has_adapters(whole) else {}
+        weights |= named_adapters(adapted)
+        dropout = config.lora.dropout if config.lora else 0.0
+        device, settings = self.device, self.settings
         with on_device(self.device):
-            stage = Stage(whole.config, weights, scalar, self.settings, self.device, dtype, checkpointing)
+            stage = Stage(whole.config, weights, scalar, settings, device, dtype, checkpointing, adapted, dropout)
             if trained:
                 self.skeletons[name] = without_weights(whole)
                 self.shapes[name] = {key: tuple(weight.shape) for key, weight in weights.items()}
                 self.wrapped[name] = wrap(stage, dtype)
-        return stage.requires_grad_(trained).train(trained)
+        if not trained:
+            stage.requires_grad_(False)
+        return stage.train(trained)
 
     def _load(self, name: RoleName, path: str, config: ModelConfig) -> Any:
-        dtype = torch.float32 if name in TRAINED else compute_dtype(config.dtype, self.device)
+        trained_whole = name in TRAINED and (name != "policy" or config.lora is None)
+        dtype = torch.float32 if trained_whole else compute_dtype(config.dtype, self.device)
         shape = model_config_only(path, config.trust_remote_code)
         check_shape(shape, self.settings, path)
         if shape.model_type != MIXTURE:
@@ -108,7 +118,8 @@ class MegatronBackend(WritesBeside):
         found: dict[str, Tensor] = {}
         for name, asked in sources(names, self.roles).items():
             role = self.roles[name]
-            with nullcontext() if role.optimizer else torch.no_grad(), on_device(self.device):
+            grad = nullcontext() if role.optimizer else torch.no_grad()
+            with grad, self._adapters(name), on_device(self.device):
                 stage: Stage = role.model
                 outputs = stage.outputs(self._module(name)(micro), micro, asked.values(), self.temperature)
             found |= {key: outputs[output] for key, output in asked.items()}
@@ -117,6 +128,11 @@ class MegatronBackend(WritesBeside):
     def _module(self, name: RoleName) -> Any:
         """What Megatron calls: the stage, wrapped where it is trained."""
         return self.wrapped.get(name, self.roles[name].model)
+
+    def _adapters(self, name: RoleName) -> AbstractContextManager[None]:
+        """Within it the reference of a policy with adapters is the policy without them."""
+        role = self.roles[name]
+        return role.model.adapters.disabled() if role.without_adapters else nullcontext()
 
     def _annotated(
         self, rows: RowBatch, split: list[Tensor], names: Collection[str]
@@ -193,7 +209,7 @@ class MegatronBackend(WritesBeside):
             number = next(numbers)
             return model(micros[number]), partial(calculate, number)
 
-        with on_device(self.device):
+        with self._adapters(name), on_device(self.device):
             get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=iter(range(len(micros))),
@@ -218,10 +234,16 @@ class MegatronBackend(WritesBeside):
         return metrics if stage.balance is None else metrics | stage.balance.metrics()
 
     def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
-        """The policy's weights for an engine, on rank 0; others have none."""
+        """The policy's weights for an engine, and its adapters apart, on rank 0; others have none."""
         name = next(iter(self.roles))
-        found = on_first_rank(self.roles[name].model, self.ranks, self.shapes[name])
-        return WeightUpdate(version) if found is None else WeightUpdate(version, list(found.items()))
+        found = on_first_rank(self.roles[name].model, self.ranks, self.shapes[name], adapters_alone)
+        if found is None:
+            return WeightUpdate(version)
+        adapters: dict[str, Adapter] = {}
+        for key, adapter in adapter_weights(self.skeletons[name]).items():
+            a, b = (found.pop(part) for part in named_adapters({key: adapter}))
+            adapters[key] = Adapter(a, b, adapter.scale)
+        return WeightUpdate(version, list(found.items()), adapters)
 
     def save(self, folder: Path) -> Callable[[], None]:
         """Write the models and the tokenizer for transformers, and beside them what it takes to go on exactly: each
@@ -232,23 +254,39 @@ class MegatronBackend(WritesBeside):
         for name, optimizer in self.trained.items():
             assert isinstance(optimizer, MegatronOptimizer)
             kept: dict[str, Tensor] = {}
-            for share in shares(self.roles[name].model, optimizer.whole, spread=True):
+            stage: Stage = self.roles[name].model
+            for share in shares(stage, stage.trained_weights(), optimizer.whole, spread=True):
                 kept |= {key: tensor.cpu().clone() for key, tensor in share.items()}
-            jobs.append(partial(self._write, name, kept, folder))
-            steps[name] = dict.fromkeys(self.shapes[name], optimizer.steps)
+            jobs.append(partial(self._write_state, name, kept, folder))
+            steps[name] = dict.fromkeys(self._trained_shapes(name), optimizer.steps)
+            if not has_adapters(self.skeletons[name]):
+                jobs.append(partial(self._write_model, name, kept, folder))
+            elif (found := on_first_rank(stage, self.ranks, self.shapes[name], adapters_alone=True)) is not None:
+                model = copy.deepcopy(self.skeletons[name])
+                model.load_state_dict(found, assign=True, strict=False)
+                jobs.append(partial(save_role, name, model, self.tokenizer, folder))
         jobs.append(counts_job(self.trained, steps, self.ranks, self.updates, folder))
         return self.write_beside(folder, jobs)
 
-    def _write(self, name: RoleName, kept: Mapping[str, Tensor], folder: Path) -> None:
-        """This rank's share of a role's checkpoint."""
+    def _trained_shapes(self, name: RoleName) -> Shapes:
+        """Of the weights that are trained."""
+        every = self.shapes[name]
+        return {key: shape for key, shape in every.items() if is_adapter(key)} or every
+
+    def _write_state(self, name: RoleName, kept: Mapping[str, Tensor], folder: Path) -> None:
+        """This rank's share of what it takes to go on."""
+        if kept:
+            found = {f"{name}/{key}": tensor for key, tensor in kept.items()}
+            save_file(found, folder / STATE_FOLDER / SHARDS / f"{name}_{self.ranks.rank}.safetensors")
+
+    def _write_model(self, name: RoleName, kept: Mapping[str, Tensor], folder: Path) -> None:
+        """This rank's share of a role's model."""
         place, rank, world = folder / role_prefix(name), self.ranks.rank, self.ranks.world
         place.mkdir(parents=True, exist_ok=True)
         skeleton, dtype = self.skeletons[name], self.roles[name].model.config.params_dtype
         weights = {key.partition("/")[2]: tensor.to(dtype) for key, tensor in kept.items() if key.startswith(WEIGHT)}
         if weights:
             save_file(weights, place / file_name(rank, world), metadata={"format": "pt"})
-            found = {f"{name}/{key}": tensor for key, tensor in kept.items()}
-            save_file(found, folder / STATE_FOLDER / SHARDS / f"{name}_{rank}.safetensors")
         if rank == 0:
             settings = scalar_settings(skeleton, self.tokenizer) if isinstance(skeleton, ScalarModel) else {}
             save_settings(skeleton, self.tokenizer, place, dtype, **settings)
@@ -265,7 +303,7 @@ class MegatronBackend(WritesBeside):
             f"{name}/{kind}/{key}": shape
             for name in self.trained
             for kind in kinds[name]
-            for key, shape in self.shapes[name].items()
+            for key, shape in self._trained_shapes(name).items()
         }
         check_shapes(expected, folder)
         for name, optimizer in self.trained.items():
@@ -278,24 +316,34 @@ class MegatronBackend(WritesBeside):
         self.updates = saved["updates"]
 
 
+def named_adapters(adapted: Mapping[str, Adapter]) -> dict[str, Tensor]:
+    """The matrices of adapters, A before B, by the names that they have in a model that is not cut."""
+    found: dict[str, Tensor] = {}
+    for name, adapter in adapted.items():
+        layer = name.removesuffix(".weight")
+        found |= {f"{layer}.lora_A.{ADAPTER}.weight": adapter.a, f"{layer}.lora_B.{ADAPTER}.weight": adapter.b}
+    return found
+
+
 def check_config(model: ModelConfig) -> None:
     """Raise ConfigError where Megatron is not there, or a config asks for what it has not here."""
     try:
         import megatron.core  # noqa: F401
     except ImportError:
         raise ConfigError("backend.type=megatron needs megatron-core: pip install 'atomrl[megatron]'") from None
-    if model.lora is not None:
-        raise ConfigError(
-            "model.lora: Megatron's layers take no adapters here; leave it out, or take backend.type=fsdp"
-        )
+    check_adapters(model)
     if model.pack_rows:
         raise ConfigError("model.pack_rows: rows are padded on Megatron; leave it out, or take backend.type=fsdp")
 
 
 def meet(ranks: Ranks, settings: MegatronConfig) -> None:
     """Have Megatron make the groups of ranks that share layers, that are stages, and that are copies; once."""
+    import megatron.core.models.gpt
+    import megatron.core.optimizer  # noqa: F401  # here all that takes long to import
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    ranks.all_here()
 
     initialize_rng_tracker(inference_rng_tracker=True)  # of no dropout there are random states to keep
     made = [ranks, settings.tensor, settings.pipeline, settings.expert]

@@ -14,10 +14,11 @@ from atomrl.atoms.logprobs import row_logprobs
 from atomrl.batches import RowBatch
 from atomrl.config import MegatronConfig
 from atomrl.models.spec import DecoderSpec, rope_frequencies
-from atomrl.protocols import Output
+from atomrl.protocols import Adapter, Output
 from atomrl.training.megatron_experts import Balance
+from atomrl.training.megatron_lora import Adapters
 from atomrl.training.megatron_shape import Experts, dense, read_shape
-from atomrl.training.megatron_weights import BY_COLUMNS, PLAIN, WHOLE, cut, padded_vocabulary
+from atomrl.training.megatron_weights import LOW_RANK, cut, cut_along, padded_vocabulary
 from atomrl.training.vocabulary import parallel_row_logprobs, whole_rows
 
 LOCAL_EXPERTS = "mlp.experts.local_experts."
@@ -82,6 +83,8 @@ class Stage(nn.Module):
         device: of this rank.
         dtype: of weights and computation.
         checkpointing: whether layers are computed again in the backward pass.
+        adapted: adapters by the published names of the matrices that they add to; they alone are then trained.
+        dropout: of the adapters' inputs.
     """
 
     shares_prompts = False
@@ -95,6 +98,8 @@ class Stage(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         checkpointing: bool,
+        adapted: Mapping[str, Adapter],
+        dropout: float,
     ) -> None:
         from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
@@ -120,13 +125,24 @@ class Stage(nn.Module):
         )
         self.rotary = Rotary(dense(config))
         self.balance = Balance(self.module.decoder.layers, self.spec.layers, experts.count) if experts else None
-        if checkpointing:  # PyTorch's, since there is no dropout for which Megatron's would keep random states
+        self.adapters = Adapters(self.module.decoder.layers, self.spec, adapted, dropout, self.group, device)
+        if checkpointing:  # PyTorch's: of Megatron's own random states nothing is drawn
+            again = partial(checkpoint, use_reentrant=False, preserve_rng_state=dropout > 0)
             for layer in self.module.decoder.layers:
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+                layer.forward = partial(again, layer.forward)
         if scalar and self.last:
             self.module.output_layer = None
             self.score = nn.Linear(self.spec.hidden, 1, bias=False, dtype=dtype, device=device)
         self._load(weights)
+        if adapted:
+            own = set(self.trained_weights().values())
+            for weight in self.parameters():
+                weight.requires_grad_(weight in own)
+
+    def trained_weights(self) -> Mapping[tuple[str, int | None], nn.Parameter]:
+        """Those of `named_weights` that are trained where the model is: adapters alone, if it has them."""
+        every = self.named_weights()
+        return {key: weight for key, weight in every.items() if LOW_RANK.fullmatch(key[0])} or every
 
     def named_weights(self) -> Mapping[tuple[str, int | None], nn.Parameter]:
         """This rank's weights, by name and layer of the whole model."""
@@ -154,8 +170,9 @@ class Stage(nn.Module):
             weight.copy_(cut(name, layer, weights.__getitem__, self.spec, self.rank, self.tensor))
             # What Megatron notes where it draws first weights: of the others the norm counts one rank's alone.
             marked: Any = weight
-            marked.tensor_model_parallel = name not in PLAIN and name not in WHOLE
-            marked.partition_dim, marked.partition_stride = int(name in BY_COLUMNS), 1
+            along = cut_along(name)
+            marked.tensor_model_parallel = along is not None
+            marked.partition_dim, marked.partition_stride = along or 0, 1
 
     def forward(self, micro: RowBatch) -> Tensor:
         """[T, B, H], or this rank's part of T, for the next stage; of the last one it is after the final norm."""

@@ -27,7 +27,7 @@ class MegatronOptimizer(Optimizer):
 
         self.name, self.train, self.peak, self.total_updates = name, train, peak, total_updates
         self.model, self.skipped_in_a_row, self.steps = model, 0, 0
-        self.weights = dict(model.named_parameters())
+        self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         weight = next(iter(self.weights.values()))
         self.device = weight.device
         settings = OptimizerConfig(

@@ -19,6 +19,8 @@ from atomrl.training.shards import read_whole
 
 Tensors = Callable[[nn.Parameter], Mapping[str, Tensor]]
 """Of a weight of this rank, by what they are: itself, its moments."""
+Weights = Mapping[tuple[str, int | None], nn.Parameter]
+"""By Megatron's name and layer."""
 Shapes = Mapping[str, tuple[int, ...]]
 """Of a whole model's weights, by published name."""
 WEIGHT = "weight"
@@ -27,6 +29,11 @@ WEIGHT = "weight"
 def is_expert(weight: nn.Parameter) -> bool:
     """Whether a weight is of an expert that not all ranks have."""
     return not getattr(weight, "allreduce", True)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a weight of this published name is an adapter's; these are float32."""
+    return ".lora_" in name
 
 
 def holders(weight: nn.Parameter) -> tuple[int, int, int]:
@@ -40,8 +47,8 @@ def holders(weight: nn.Parameter) -> tuple[int, int, int]:
     return copies.rank() * parts.size() + parts.rank(), copies.size() * parts.size(), parts.size()
 
 
-def shares(stage: Stage, tensors: Tensors, spread: bool) -> Iterator[dict[str, Tensor]]:
-    """What this rank keeps of each of its stage's weights, one after the other; all ranks of the stage come along.
+def shares(stage: Stage, weights: Weights, tensors: Tensors, spread: bool) -> Iterator[dict[str, Tensor]]:
+    """What this rank keeps of each of these weights, one after the other; all ranks of the stage come along.
 
     Args:
         tensors: of the weight's shape, and the same on all copies of the model.
@@ -50,7 +57,7 @@ def shares(stage: Stage, tensors: Tensors, spread: bool) -> Iterator[dict[str, T
     Yields:
         Whole tensors by `KIND/PUBLISHED NAME`, on the device; none where another rank keeps them.
     """
-    for number, (key, weight) in enumerate(stage.named_weights().items()):
+    for number, (key, weight) in enumerate(weights.items()):
         place, places, parts = holders(weight)
         found: dict[str, Tensor] = {}
         if not stage.repeats(key) and (spread or place < parts):
@@ -64,9 +71,10 @@ def shares(stage: Stage, tensors: Tensors, spread: bool) -> Iterator[dict[str, T
         yield found
 
 
-def on_first_rank(stage: Stage, ranks: Ranks, shapes: Shapes) -> dict[str, Tensor] | None:
-    """All weights by published name in the CPU's memory of rank 0, gathered one by one; None on other ranks."""
-    weights = stage.named_weights()
+def on_first_rank(stage: Stage, ranks: Ranks, shapes: Shapes, adapters_alone: bool = False) -> dict[str, Tensor] | None:
+    """All weights, or those of adapters, by published name in the CPU's memory of rank 0, gathered one by one; None on
+    other ranks."""
+    weights = stage.trained_weights() if adapters_alone else stage.named_weights()
     mine = [
         [] if stage.repeats(key) or holders(weight)[0] else published_names(*key, stage.spec.tied_head)
         for key, weight in weights.items()
@@ -74,7 +82,7 @@ def on_first_rank(stage: Stage, ranks: Ranks, shapes: Shapes) -> dict[str, Tenso
     plan: list[list[list[str]]] = [[] for _ in range(ranks.world)]
     dist.all_gather_object(plan, mine, ranks.host)
     first = next(iter(weights.values()))
-    own, found = shares(stage, lambda weight: {WEIGHT: weight.detach()}, spread=False), dict[str, Tensor]()
+    own, found = shares(stage, weights, lambda weight: {WEIGHT: weight.detach()}, spread=False), dict[str, Tensor]()
     for number in range(max(map(len, plan))):
         here = next(own, {})
         for tensor in here.values() if ranks.rank else ():
@@ -84,7 +92,8 @@ def on_first_rank(stage: Stage, ranks: Ranks, shapes: Shapes) -> dict[str, Tenso
         found |= {key.removeprefix(f"{WEIGHT}/"): tensor.cpu() for key, tensor in here.items()}
         for rank, names in enumerate(plan[1:], 1):
             for name in names[number] if number < len(names) else ():
-                received = torch.empty(shapes[name], dtype=first.dtype, device=first.device)
+                dtype = torch.float32 if is_adapter(name) else first.dtype
+                received = torch.empty(shapes[name], dtype=dtype, device=first.device)
                 dist.recv(received, rank)
                 found[name] = received.cpu()
     return None if ranks.rank else found
@@ -98,7 +107,7 @@ def parts_from(
     Args:
         kind: `weight`, or one of the moments.
     """
-    for _, group in groupby(stage.named_weights().items(), lambda item: item[0][1]):
+    for _, group in groupby(stage.trained_weights().items(), lambda item: item[0][1]):
         weights = list(group)
         names = {name for key, _ in weights for name in published_names(*key, stage.spec.tied_head)}
         prefix = f"{role}/{kind}/"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from atomrl.models.lora import ADAPTER
 from atomrl.models.spec import DecoderSpec
 
 Read = Callable[[str], Tensor]
@@ -34,6 +35,8 @@ SEVERAL = {
 """Of a layer, what is made of several."""
 WHOLE = {"decoder.final_layernorm.weight": "model.norm.weight", "score.weight": "score.weight"}
 BY_TOKENS = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
+LOW_RANK = re.compile(r"(.+)\.(\w+_proj)\.(lora_[AB])")
+"""A matrix of an adapter: of which module, of which of the matrices that this is made of, and which of the two."""
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 """A weight of an expert, by its number among all of a layer's, and what it is called in an MLP."""
 
@@ -46,6 +49,21 @@ def padded_vocabulary(vocab: int, tensor: int) -> int:
         12
     """
     return -(-vocab // tensor) * tensor
+
+
+def cut_along(name: str) -> int | None:
+    """The dimension along which tensor-parallel ranks have parts of a weight; None: each has all of it.
+
+    An adapter B A has a matrix that is cut as the one beneath, and another that is whole.
+
+    Example:
+        >>> [cut_along(f"mlp.linear_fc2.down_proj.lora_{which}") for which in "AB"]
+        [1, None]
+    """
+    if adapter := LOW_RANK.fullmatch(name):
+        by_columns = f"{adapter[1]}.weight" in BY_COLUMNS
+        return int(by_columns) if by_columns == (adapter[3] == "lora_A") else None
+    return None if name in WHOLE or name in PLAIN else int(name in BY_COLUMNS)
 
 
 def published_names(name: str, layer: int | None, tied: bool) -> list[str]:
@@ -62,6 +80,10 @@ def published_names(name: str, layer: int | None, tied: bool) -> list[str]:
     """
     if layer is None:
         return [WHOLE[name] if name in WHOLE else BY_TOKENS["embedding.word_embeddings.weight" if tied else name]]
+    if adapter := LOW_RANK.fullmatch(name):
+        beneath = published_names(f"{adapter[1]}.weight", layer, tied)
+        own = next(part for part in beneath if part.endswith(f".{adapter[2]}.weight"))
+        return [own.replace(".weight", f".{adapter[3]}.{ADAPTER}.weight")]
     expert = EXPERT.fullmatch(name)
     if expert:
         name = f"mlp.{expert[2]}"
@@ -86,11 +108,11 @@ def cut(name: str, layer: int | None, read: Read, spec: DecoderSpec, rank: int, 
         missing = padded_vocabulary(spec.vocab, tensor) - spec.vocab
         padding = weights[0].new_zeros(missing, weights[0].shape[1])
         return torch.cat([weights[0], padding]).chunk(tensor)[rank]
-    if name in WHOLE or name in PLAIN:
+    if (along := cut_along(name)) is None:
         return weights[0]
     if EXPERT.fullmatch(name):
         return torch.cat(weights)
-    if name in BY_COLUMNS:
+    if along == 1:
         return weights[0].chunk(tensor, dim=1)[rank]
     heads = spec.kv_heads if len(weights) == 3 else tensor
     by_head = [weight.unflatten(0, (heads, -1)).chunk(tensor)[rank] for weight in weights]
@@ -102,15 +124,15 @@ def joined(name: str, layer: int | None, parts: Sequence[Tensor], spec: DecoderS
     names = published_names(name, layer, spec.tied_head)
     if name in BY_TOKENS:
         return {names[0]: torch.cat(list(parts))[: spec.vocab]}
-    if name in WHOLE or name in PLAIN:
+    if (along := cut_along(name)) is None:
         return {names[0]: parts[0]}
     if EXPERT.fullmatch(name):
         return dict(zip(names, parts[0].chunk(len(names)), strict=True))
-    if name in BY_COLUMNS:
+    if along == 1:
         return {names[0]: torch.cat(list(parts), dim=1)}
     if len(names) == 3:
         heads, widths = spec.kv_heads // len(parts), [width // spec.kv_heads for width in spec.qkv_widths]
     else:
-        heads, widths = 1, [len(parts[0]) // 2] * 2
+        heads, widths = 1, [len(parts[0]) // len(names)] * len(names)
     pieces = zip(*(part.unflatten(0, (heads, -1)).split(widths, dim=1) for part in parts), strict=True)
     return {name: torch.cat(piece).flatten(0, 1) for name, piece in zip(names, pieces, strict=True)}

@@ -30,13 +30,13 @@ from atomrl.config import ConfigError, RankedConfig
 from atomrl.metrics import Metrics
 from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightUpdate
 from atomrl.training.collective import launched
-from atomrl.training.group import RankFailed, RankLost, Ranks
+from atomrl.training.group import START_S, RankFailed, RankLost, Ranks
 from atomrl.weights.collective import LOOPBACK, open_store
 from atomrl.worker_process import WorkerProcess, say
 
 Build = Callable[[Ranks, torch.device], TrainingBackend]
 Result = TypeVar("Result")
-START_S, END_S, NOTICE_S, LOOK_S = 600.0, 10.0, 1.0, 0.2
+END_S, NOTICE_S, LOOK_S = 10.0, 1.0, 0.2
 
 
 def rank_count(settings: RankedConfig, device: str) -> int:

@@ -79,7 +79,8 @@ class _Parallel(torch.autograd.Function):
         hidden, weight, place, here, log_norms, entropies = ctx.saved_tensors
         temperature, group, chunk, with_entropy = ctx.settings
         head = weight.to(hidden.dtype)
-        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        trained = ctx.needs_input_grad[1]  # not beneath adapters
+        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight) if trained else None
         for part in _parts(len(place), chunk):
             logs = _logits(hidden[part], head, temperature).sub_(log_norms[part, None])
             delta = logs.exp()
@@ -90,7 +91,8 @@ class _Parallel(torch.autograd.Function):
             delta.scatter_add_(1, place[part, None], (grad_logprobs[part] * here[part])[:, None])
             delta = delta.div_(temperature).to(hidden.dtype)
             torch.mm(delta, head, out=grad_hidden[part])
-            grad_weight += delta.T @ hidden[part]
+            if grad_weight is not None:
+                grad_weight += delta.T @ hidden[part]
         dist.all_reduce(grad_hidden, group=group)
         return grad_hidden, grad_weight, None, None, None, None, None
 

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")
@@ -22,15 +23,19 @@ from tests.training.test_shards import alike, go_on, step
 pytestmark = pytest.mark.slow
 SHARED = (
     "grpo", "ppo", "dapo", "gspo", "dpo", "kto", "gkd", "reward_model", "one row", "one row and a critic",
-    "masked rows", "many micro-batches", "clipped", "untied", "checkpointed",
+    "masked rows", "many micro-batches", "clipped", "untied", "checkpointed", "adapters",
 )  # fmt: skip
-MORE = {"qwen3": case("grpo", model="qwen3"), "decay": case("ppo", train={"weight_decay": 0.1})}
+MORE = {
+    "qwen3": case("grpo", model="qwen3"),
+    "decay": case("ppo", train={"weight_decay": 0.1}),
+    "some adapters": case("ppo", lora=LoraConfig(rank=2, target_modules=["q_proj", "v_proj", "up_proj"])),
+}
 CUTS = {
     "tensor": (2, {"tensor": 2}), "pipeline": (2, {"pipeline": 2}), "copies": (2, {}),
     "tensor and pipeline": (4, {"tensor": 2, "pipeline": 2}), "tensor and copies": (4, {"tensor": 2}),
     "pipeline and copies": (4, {"pipeline": 2}),
 }  # fmt: skip
-PPO = case("ppo")
+PPO, ADAPTED = case("ppo"), CASES["adapters"]
 BACK_ENDS = {"megatron": (MegatronBackend, MegatronConfig), "fsdp": (FSDPBackend, FSDPConfig)}
 NORM = 2e-5
 """Of losses and gradient norms. One process that takes PyTorch's attention, as Megatron's layers do here, in the place
@@ -44,6 +49,7 @@ EVERY = {name: CASES[name] for name in SHARED} | MORE
 def folder(tmp_path_factory):
     folder = make_models(tmp_path_factory.mktemp("models"))
     make_tiny_model(folder / "qwen3", "qwen3")
+    make_tiny_model(folder / "mixture", "qwen3_moe", num_experts=4, moe_intermediate_size=24)
     return folder
 
 
@@ -103,7 +109,9 @@ def test_what_is_recorded_of_tokens_is_that_of_one_process(folder, tmp_path, cut
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"lora": LoraConfig(rank=2)}, "model.lora"),
+        ({"lora": LoraConfig(rank=2, target_modules=["lm_head", "q_proj"])}, "target_modules: lm_head: on Megatron"),
+        ({"lora": LoraConfig(rank=2), "quantization": "nf4"}, "model.quantization"),
+        ({"lora": LoraConfig(rank=2), "path": "mixture"}, "has experts, which take no adapters"),
         ({"pack_rows": True}, "model.pack_rows"),
         ({"path": "other"}, "no mapping of weights for .*gpt2"),
     ],
@@ -176,6 +184,28 @@ def test_ranks_go_on_bit_for_bit_and_others_from_there(folder, tmp_path, cut):
     (tmp_path / "other").mkdir()
     work = partial(load_and_go_on, "megatron", settings, PPO, folder, tmp_path / "saved")
     alike(run_ranks(work, other, tmp_path / "other")[0], first[0])
+
+
+def test_adapters_go_on_bit_for_bit_and_others_from_there(folder, tmp_path):
+    """Of two ranks that share layers, that are stages, and that have shards; and of one process."""
+    for name in ("ran", "stages", "shards"):
+        (tmp_path / name).mkdir()
+    saved = tmp_path / "saved"
+    first, *_ = run_ranks(
+        partial(save_and_go_on, "megatron", {"tensor": 2}, ADAPTED, folder, saved), 2, tmp_path / "ran"
+    )
+    (metrics, weights), (same_metrics, same_weights) = first
+    assert metrics == same_metrics and all(torch.equal(tensor, same_weights[name]) for name, tensor in weights.items())
+    given = settings_of(ADAPTED, folder)
+    local = LocalBackend(**given)
+    local.load(saved)
+    alike(go_on(local, given["algorithm"]), first[0])
+    for kind, cut, place in (("megatron", {"pipeline": 2}, "stages"), ("fsdp", {}, "shards")):
+        work = partial(load_and_go_on, kind, cut, ADAPTED, folder, saved)
+        alike(run_ranks(work, 2, tmp_path / place)[0], first[0])
+    assert not list(saved.glob("model*")), "adapters alone"
+    assert len(load_file(saved / "adapter_model.safetensors")) == 2 * 7 * 2
+    assert AutoModelForCausalLM.from_pretrained(saved).peft_config["default"].r == 4
 
 
 def test_a_run_goes_from_shards_to_megatron_and_back(folder, tmp_path):

@@ -9,7 +9,7 @@ from atomrl.atoms.logprobs import row_logprobs
 from atomrl.config import ConfigError, MegatronConfig
 from atomrl.models.gpt import GPT
 from atomrl.training.megatron_shape import check_shape
-from atomrl.training.megatron_weights import cut, joined, padded_vocabulary
+from atomrl.training.megatron_weights import SEVERAL, cut, cut_along, joined, padded_vocabulary
 from atomrl.training.vocabulary import parallel_row_logprobs, whole_rows
 from tests.training.equality import run_ranks
 
@@ -30,6 +30,27 @@ def names_of(layers, tied, family):
     layer += ["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"] * (family == "qwen3")
     ends = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight"] + ["output_layer.weight"] * (not tied)
     return [(name, None) for name in ends] + [(name, number) for number in range(layers) for name in layer]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_adapters_come_back_as_they_were_with_the_part_beneath_them(tensor):
+    """On each rank B A is what the adapter adds to that rank's part of the matrix, or of its inputs."""
+    model = made(True)
+    weights = dict(model.named_parameters())
+    for module, parts in {**SEVERAL, "mlp.linear_fc2": ["mlp.down_proj"]}.items():
+        for own in parts:
+            beneath, prefix = weights[f"model.layers.0.{own}.weight"], f"model.layers.0.{own}"
+            names = [f"{module}.{own.rpartition('.')[2]}.lora_{which}" for which in "AB"]
+            whole = [torch.randn(3, beneath.shape[1]), torch.randn(len(beneath), 3)]
+            given = dict(zip([f"{prefix}.lora_{which}.default.weight" for which in "AB"], whole, strict=True))
+            read = given.__getitem__
+            ranks = [[cut(name, 0, read, model.spec, rank, tensor) for name in names] for rank in range(tensor)]
+            added = torch.cat([b @ a for a, b in ranks], dim=cut_along(f"{module}.weight"))
+            torch.testing.assert_close(added, whole[1] @ whole[0])
+            found = {}
+            for name, pieces in zip(names, zip(*ranks, strict=True), strict=True):
+                found |= joined(name, 0, pieces, model.spec)
+            assert found.keys() == given.keys() and all(torch.equal(found[name], given[name]) for name in given)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config, StableLmConfig
 
 from atomrl.config import ConfigError, FSDPConfig
+from atomrl.models.loading import has_bfloat16
 from atomrl.training.local import LocalBackend
 from atomrl.training.tensor_parallel import check_tensor
 from tests.training.batches import weights_of, written
@@ -58,6 +59,25 @@ def test_ranks_make_the_steps_of_one_process(folder, ranks, tmp_path):
     found = run_ranks(partial(all_cases, cases, folder), ranks, tmp_path)
     for name, given in cases.items():
         compare([rank[name] for rank in found], locally(given, folder))
+
+
+def far(found, other):
+    """Distances of losses, of gradient norms, and of weights, each as one vector."""
+    metrics = ("actor/pg_loss", "actor/grad_norm")
+    vectors = [[torch.tensor([step[name] for step in each["metrics"]]) for name in metrics] for each in (found, other)]
+    weights = [torch.cat([each["weights"][name].flatten() for name in found["weights"]]) for each in (found, other)]
+    return [float((a - b).norm()) for a, b in (*zip(*vectors, strict=True), weights)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_bfloat16("cpu"), reason="needs a CPU that multiplies bfloat16")
+def test_in_bfloat16_they_differ_by_its_rounding_alone(folder, tmp_path):
+    """From one process's bfloat16 about as far as that is from float32: sums in another order are rounded elsewhere."""
+    rounded = case("grpo", dtype="bfloat16", **TENSOR)
+    found = run_ranks(partial(all_cases, {"grpo": rounded}, folder), 2, tmp_path)[0]["grpo"]
+    exact, alone = locally(CASES["grpo"], folder), locally(rounded, folder)
+    for apart, rounding, whole in zip(far(found, alone), far(alone, exact), far(found, exact), strict=True):
+        assert apart < 2 * rounding and whole > 0.2 * rounding, (apart, rounding, whole)
 
 
 def save_and_go_on(folder, checkpoint, ranks):
