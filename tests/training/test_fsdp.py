@@ -8,8 +8,8 @@ import torch
 from tests.training.equality import CASES, HYBRID, ON_FOUR, all_cases, locally, make_models, run_ranks
 
 RELATIVE = 1e-5
-LOOSER = {"dpo_norm": 1e-4, "discopop": 1e-4}
-"""Gradients that cancel: one process with smaller micro-batches is off by 1e-5."""
+LOOSER = {"dpo_norm": 1e-4, "discopop": 2e-4}
+"""Gradients that cancel: their norm in one process with other micro-batches is off by up to 8e-5."""
 pytestmark = pytest.mark.slow
 
 

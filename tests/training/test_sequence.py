@@ -24,12 +24,14 @@ from tests.training.equality import (
     tensors,
     with_ranks,
 )
-from tests.training.test_fsdp import compare
+from tests.training.test_fsdp import RELATIVE, compare
 from tests.training.test_packing import shared
 
 pytestmark = pytest.mark.slow
 CRITIC = CriticConfig(path="base", learning_rate=1e-3)
 TWO = {"fsdp": {"sequence": 2}}
+LOOSER = {"long rows": 2e-4}
+"""A gradient of 6,000, whose norm in one process with other micro-batches is off by 8e-5."""
 
 
 def late(seed):
@@ -97,12 +99,12 @@ def four(folder, tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_that_share_rows_make_the_steps_of_one_process(folder, two, name):
-    compare([rank[name] for rank in two], locally(CASES[name], folder))
+    compare([rank[name] for rank in two], locally(CASES[name], folder), LOOSER.get(name, RELATIVE))
 
 
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_two_pairs_of_ranks_make_the_steps_of_one_process(folder, four, name):
-    compare([rank[name] for rank in four], locally(CASES[name], folder))
+    compare([rank[name] for rank in four], locally(CASES[name], folder), LOOSER.get(name, RELATIVE))
 
 
 def recorded_tokens(given, backend, algorithm):
