@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import json
 import os
 import random
@@ -126,6 +127,7 @@ def begin(serve: Callable[[Connection], None], descriptor: int, parent: int) -> 
         parent: that process's id.
     """
     die_with(parent)
+    faulthandler.enable()  # where native code ends the process, it says what called it
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # who started it decides when it ends
     os.set_inheritable(descriptor, False)

@@ -1,6 +1,7 @@
 """The `atomrl` command. A command's module is imported when it is called, so that help does not wait for torch."""
 
 import argparse
+import faulthandler
 import importlib
 import sys
 import traceback
@@ -85,6 +86,8 @@ def print_completion(shells: list[str]) -> int:
 def run_command(name: str, arguments: list[str]) -> int:
     """Parse and run one of `COMMANDS`, turning errors into messages."""
     show_traceback = "--traceback" in arguments
+    if sys.__stderr__ and not faulthandler.is_enabled():  # where native code ends the process, say what called it
+        faulthandler.enable(sys.__stderr__)
     try:
         command = importlib.import_module(f"atomrl.cli.{MODULES.get(name, name)}")
         parser = argparse.ArgumentParser(

@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -240,3 +241,16 @@ def test_sigterm_is_said_from_the_start(command):
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (130, "\ninterrupted\n")
+
+
+def test_what_native_code_ends_says_what_called_it():
+    program = (
+        "import os, sys, types; from atomrl.cli import main\n"
+        "main.COMMANDS['crash'] = 'end as native code does'\n"
+        "sys.modules['atomrl.cli.crash'] = types.SimpleNamespace(\n"
+        "    __doc__='', add_arguments=lambda parser: None, run=lambda arguments: os.abort())\n"
+        "main.main(['crash'])"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in ended.stderr and "in run_command" in ended.stderr

@@ -74,6 +74,14 @@ def drawn(engine, sampling=SHORT):
     return [response(trajectory) for trajectory in generate(engine, PROMPTS, sampling)]
 
 
+def submit_long(engine, fake):
+    """Two completions of 150 tokens, of which some are drawn."""
+    long = SamplingParams(completions_per_prompt=2, max_completion_tokens=150, ignore_eos=True)
+    engine.submit(requests_of(PROMPTS[0], long))
+    while not fake.running or len(fake.running[0].drawn) < 5:
+        time.sleep(0.005)
+
+
 def scaled(folder, factor):
     return [(name, tensor * factor) for name, tensor in read_weights(folder)]
 
@@ -147,10 +155,7 @@ def test_a_server_that_another_run_gives_weights_is_refused(fakes, connect, fold
     """Its version 0 is not ours, whatever the number."""
     fake = fakes()
     engine = connect(fake)
-    long = SamplingParams(completions_per_prompt=2, max_completion_tokens=150, ignore_eos=True)
-    engine.submit(requests_of(PROMPTS[0], long))
-    while not fake.running or len(fake.running[0].drawn) < 5:
-        time.sleep(0.005)
+    submit_long(engine, fake)
     connect(fake)
     message = rf"SGLangEngine at {fake.url} drew with weights that another run has given it .*each run needs servers of"
     with pytest.raises(RuntimeError, match=message):
@@ -219,10 +224,7 @@ def test_requests_of_a_server_that_comes_back_are_done_again_with_the_current_we
 def test_weights_change_between_two_tokens_and_each_token_knows_which_drew_it(fakes, connect, folder):
     fake = fakes()
     engine = connect(fake)
-    long = SamplingParams(completions_per_prompt=2, max_completion_tokens=150, ignore_eos=True)
-    engine.submit(requests_of(PROMPTS[0], long))
-    while not fake.running or len(fake.running[0].drawn) < 5:
-        time.sleep(0.005)
+    submit_long(engine, fake)
     engine.update_weights(WeightUpdate(version=1, tensors=scaled(folder, 0.8)))
     outputs = []
     while len(outputs) < 2:

@@ -16,9 +16,9 @@ from atomrl.training.megatron import MegatronBackend
 from atomrl.training.megatron_shape import check_shape, dense
 from tests.conformance.test_backends import one_rank
 from tests.tiny import make_tiny_model
-from tests.training.equality import STEPS, UPDATES, case, compared, drawn, locally, run_ranks, settings_of, train
+from tests.training.equality import STEPS, UPDATES, case, compared, drawn, locally, run_ranks, settings_of
 from tests.training.test_fsdp import compare
-from tests.training.test_megatron import NORM, load_and_go_on, save_and_go_on
+from tests.training.test_megatron import NORM, load_and_go_on, on_ranks, save_and_go_on
 from tests.training.test_shards import alike
 
 pytestmark = pytest.mark.slow
@@ -53,16 +53,6 @@ def apart(found):
     return found, balance
 
 
-def on_ranks(cut, folder, ranks):
-    found = {}
-    for name, given in CASES.items():
-        settings = settings_of(given, folder)
-        backend = MegatronBackend(MegatronConfig(type="megatron", **cut), collective=ranks, device="cpu", **settings)
-        found[name] = train(backend, settings["algorithm"], given["rows"])
-        backend.close()
-    return found
-
-
 SHORT = "tensor and experts"
 
 
@@ -71,7 +61,7 @@ SHORT = "tensor and experts"
 )
 def ranks(request, folder, tmp_path_factory):
     world, cut = CUTS[request.param]
-    found = run_ranks(partial(on_ranks, cut, folder), world, tmp_path_factory.mktemp("ranks"))
+    found = run_ranks(partial(on_ranks, CASES, cut, folder), world, tmp_path_factory.mktemp("ranks"))
     return [{name: apart(part) for name, part in rank.items()} for rank in found]
 
 

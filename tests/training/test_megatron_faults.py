@@ -1,6 +1,5 @@
 """What one rank of Megatron does wrong ends all ranks together, and is named, whatever they share."""
 
-import time
 from contextlib import closing
 
 import pytest
@@ -10,12 +9,11 @@ pytest.importorskip("megatron.core", reason="needs megatron-core: make test-mega
 
 from atomrl.config import MegatronConfig
 from atomrl.metrics import values
-from atomrl.training.group import RankFailed
 from benchmarks.rank_faults import Outcome, distance, prepare
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of
 from tests.training.misbehaving import ranked
-from tests.training.test_rank_faults import SOON_S, ended, gradients
+from tests.training.test_rank_faults import FAULTS, ended, fails_soon, gradients
 
 pytestmark = pytest.mark.slow
 CUTS = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}, "copies": {}}
@@ -26,26 +24,13 @@ def folder(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("ranks") / "base")
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("out of memory", r"rank 1: OutOfMemory: out of memory with \d+ padded .*go on with train.tokens_per_micro"),
-        ("error", r"rank 1: IndexError: index 9 is out of bounds; train_step broke off"),
-        ("SIGKILL", r"rank 1 \(pid \d+\) died by SIGKILL; train_step broke off"),
-        ("SIGSTOP", r"rank 1 stands still, or is gone \(backend.timeout_s=10\)"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "said"), FAULTS.items())
 @pytest.mark.parametrize("cut", CUTS)
 def test_all_end_and_name_the_rank(folder, fault, said, cut):
     stopped = fault == "SIGSTOP"
     settings = {"timeout_s": 10 if stopped else 300, "cut": CUTS[cut], "rows_per_micro_batch": 2}
     with closing(ranked(folder, fault, 2, MegatronConfig, **settings)) as both:
-        pids = [worker.process.pid for worker in both.processes.values()]
-        began = time.monotonic()
-        with pytest.raises(RankFailed, match=said):
-            for _ in range(2):
-                both.train_step(make_batch(), make_algorithm())
-        assert time.monotonic() - began < SOON_S
+        pids = fails_soon(both, said)
     assert all(map(ended, pids))
 
 

@@ -34,26 +34,32 @@ def ended(pid):
     return True
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("out of memory", r"rank 1: OutOfMemory: out of memory with \d+ padded .*go on with train.tokens_per_micro"),
-        ("error", r"rank 1: IndexError: index 9 is out of bounds; train_step broke off"),
-        ("SIGKILL", r"rank 1 \(pid \d+\) died by SIGKILL; train_step broke off"),
-        ("SIGSTOP", r"rank 1 stands still, or is gone \(backend.timeout_s=20\)"),
-    ],
-)
+def fails_soon(ranks, said):
+    """Two steps of which one fails, and says why; the processes of the other ranks."""
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match=said):
+        for _ in range(2):
+            ranks.train_step(make_batch(), make_algorithm())
+    assert time.monotonic() - began < SOON_S
+    return [worker.process.pid for worker in ranks.processes.values()]
+
+
+FAULTS = {
+    "out of memory": r"rank 1: OutOfMemory: out of memory with \d+ padded .*go on with train.tokens_per_micro",
+    "error": r"rank 1: IndexError: index 9 is out of bounds; train_step broke off",
+    "SIGKILL": r"rank 1 \(pid \d+\) died by SIGKILL; train_step broke off",
+    "SIGSTOP": r"rank 1 stands still, or is gone \(backend.timeout_s=\d+\)",
+}
+"""What is said of each."""
+
+
+@pytest.mark.parametrize(("fault", "said"), FAULTS.items())
 @pytest.mark.parametrize("at", [1, 4])
 def test_all_end_and_name_the_rank(folder, fault, said, at):
     with closing(
         ranked(folder, fault, at, timeout_s=20 if fault == "SIGSTOP" else 300, rows_per_micro_batch=2)
     ) as both:
-        pids = [worker.process.pid for worker in both.processes.values()]
-        began = time.monotonic()
-        with pytest.raises(RankFailed, match=said):
-            for _ in range(2):
-                both.train_step(make_batch(), make_algorithm())
-        assert time.monotonic() - began < SOON_S
+        pids = fails_soon(both, said)
         with pytest.raises(RankFailed, match="the ranks are gone"):
             both.train_step(make_batch(), make_algorithm())
     assert all(map(ended, pids))
