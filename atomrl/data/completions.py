@@ -82,7 +82,7 @@ def demonstrated(
     given = {name for name, value in row.items() if value is not None}
     if completion_field in given:
         if prompt_field not in given:
-            raise missing(prompt_field, row)
+            raise missing(prompt_field, row, "data.prompt_field")
         prompt, turns = check_prompt(row[prompt_field]), _answer(completion_field, row[completion_field], several=True)
     elif name := next((name for name in ("conversations", "messages") if name in given), None):
         prompt, turns = _conversation(name, row[name])
@@ -147,9 +147,9 @@ def preference(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConf
         chosen, rejected, scores = _best_and_worst(row["completions"])
     elif {fields.completion_field, fields.label_field} & given:
         label = row.get(fields.label_field)
-        for name in (fields.label_field, prompt_field):
+        for name, key in ((fields.label_field, "preference.label_field"), (prompt_field, "data.prompt_field")):
             if row.get(name) is None:
-                raise missing(name, row)
+                raise missing(name, row, key)
         if not isinstance(label, bool):
             raise DataError(f"field {fields.label_field!r} must be true or false, not {label!r}")
         completion = _answer(fields.completion_field, row.get(fields.completion_field))

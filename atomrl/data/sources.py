@@ -209,10 +209,15 @@ def _lookup(row: Mapping[str, Any], name: str, required: bool = True) -> Any:
     return node
 
 
-def missing(name: str, row: Mapping[str, Any]) -> DataError:
-    """That a row lacks a field."""
+def missing(name: str, row: Mapping[str, Any], key: str = "") -> DataError:
+    """That a row lacks a field.
+
+    Args:
+        key: of the config, which names its column; "" are those of a prompt and its answer.
+    """
     has = ", ".join(map(repr, row)) or "no keys"
-    return DataError(f"field {name!r} is missing (has {has}; data.prompt_field, data.answer_field name columns)")
+    named = f"{key} names the column" if key else "data.prompt_field, data.answer_field name columns"
+    return DataError(f"field {name!r} is missing (has {has}; {named})")
 
 
 def _extract(answer: Any, name: str, pattern: re.Pattern[str]) -> str:

@@ -65,8 +65,8 @@ def check_temperature(config: RunConfig) -> None:
     rollout = config.rollout
     if rollout.temperature == 0 and rollout.completions_per_prompt > 1 and config.environment is None:
         log.warning(
-            "rollout.temperature=0: all %d completions of a prompt will be the same, so there is nothing to compare "
-            "and to learn from; take 1",
+            "rollout.temperature=0: all %d completions of a prompt will be the same, so that none is better than "
+            "another; take rollout.temperature=1",
             rollout.completions_per_prompt,
         )
 

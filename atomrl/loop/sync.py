@@ -198,7 +198,7 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
     progress.idle_steps = 0 if accepted else progress.idle_steps + 1
     drawn = [*chain(*accepted), *chain(*refused)]
     rows = to_rows(list(chain(*accepted)), config.train.max_row_tokens, version=step - 1)
-    rows, tokens = marked(rows, config.tracking.tokens * config.tracking.save_rollouts), TokenRecord()
+    rows, tokens = marked(rows, config.tracking.tokens if config.tracking.save_rollouts else 0), TokenRecord()
     if parts.sleeper:
         parts.sleeper.sleep()
     state = progress.algorithm_state

@@ -64,9 +64,14 @@ def add_adapters(model: Any, config: LoraConfig, base: str) -> None:
     with said_as(ConfigError, f"model.lora.target_modules={config.target_modules}", ValueError):
         peft.inject_adapter_in_model(settings, inner, adapter_name=ADAPTER)
     for name, parameter in inner.named_parameters():
-        if ".lora_" in name:
+        if is_adapter(name):
             parameter.data = parameter.data.float()
     model.lora_settings = settings
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a weight of this published name is an adapter's; these are float32."""
+    return ".lora_" in name
 
 
 def has_adapters(model: Any) -> bool:
@@ -115,7 +120,7 @@ def adapter_weights(model: GPT | HFModel) -> dict[str, Adapter]:
 def adapter_state(model: Any) -> dict[str, Tensor]:
     """The adapters' weights under the names that peft writes; not copied."""
     inner = _inner(model)
-    own = {name: weight for name, weight in inner.named_parameters() if ".lora_" in name}
+    own = {name: weight for name, weight in inner.named_parameters() if is_adapter(name)}
     state = _peft().get_peft_model_state_dict(inner, own, adapter_name=ADAPTER)
     return {f"base_model.model.{name}": tensor.detach() for name, tensor in state.items()}
 

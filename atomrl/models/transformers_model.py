@@ -107,16 +107,18 @@ NO_WRITER = (
 def check_causal(config: Any, path: object) -> None:
     """Raise ConfigError where a config is of a model that does not write text from left to right (T5, BERT, a reward
     model, one of images)."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     kinds = tuple(config.architectures or ())
-    own_code = getattr(config, "auto_map", None)
+    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     known = own_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     other = getattr(config, "is_encoder_decoder", False) or any(kind.endswith(NO_WRITER) for kind in kinds)
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING:  # some of these families can be trained to write, by another class
+        other |= not any(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
     if other or not known:
         raise ConfigError(
-            f"{path} is a {config.model_type} model ({', '.join(kinds)}), which is no causal language model: take one "
-            "whose config.json names a ...ForCausalLM in `architectures`"
+            f"{path} is a {config.model_type} model ({', '.join(kinds) or 'no architectures'}), which is no causal "
+            "language model: take one whose config.json names a ...ForCausalLM in `architectures`"
         )
 
 
@@ -208,7 +210,7 @@ class _Rounding:
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """Which memory, and where in it; also of a tensor without any."""
+    """Storage and offset of a tensor; also of one without memory."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from atomrl.models.gpt import weight_shapes
 from atomrl.models.loading import base_path, model_config_only, read_weights
+from atomrl.models.lora import is_adapter
 from atomrl.models.spec import fitting_weights, read_spec, rope_table, unsupported
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.rollout.attention import KernelKVCache, KVCache
@@ -102,7 +103,7 @@ class NativeEngine(RequestEngine):
             return [
                 WeightHash(
                     name,
-                    dtype := torch.float32 if ".lora_" in name else self.model.weight_dtype,
+                    dtype := torch.float32 if is_adapter(name) else self.model.weight_dtype,
                     tensor_hash(tensor, dtype),
                 )
                 for name, tensor in self.model.held()

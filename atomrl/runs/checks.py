@@ -59,7 +59,7 @@ def check_end(config: RunConfig, path: str, tokenizer: Any) -> None:
 
 def check_held_out(config: RunConfig, train: Sequence[Sample], held_out: Sequence[Sample]) -> None:
     """A warning where problems of the evaluation are trained on. (Splits of a task are meant to be as they are.)"""
-    if is_generator(config.data.eval or ""):
+    if not held_out or is_generator(config.data.eval or ""):
         return
     seen = {repr(sample.prompt) for sample in train}
     both = [sample.sample_id for sample in held_out if repr(sample.prompt) in seen]
@@ -270,7 +270,8 @@ def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
     if engine.package and not config.rollout.server and find_spec(engine.package) is None:
         key = f"rollout.engine={config.rollout.engine}"
         raise ConfigError(f"{key}: {engine.package} is not installed: pip install 'atomrl[{engine.package}]'")
-    if engine.server and config.cluster is None:  # else actors speak to them, maybe from other machines
+    draws = config.rollout.source == "engine" or config.data.eval is not None
+    if engine.server and draws and config.cluster is None:  # else actors speak to them, maybe from other machines
         check_servers(config.rollout, engine.health_path)
     return engine
 
@@ -291,7 +292,9 @@ def check_servers(rollout: RolloutConfig, health_path: str) -> None:
         except httpx.TimeoutException:  # it is at work
             continue
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise ConfigError(f"rollout.server: {url} cannot be reached: {error}; start it first") from error
+            raise ConfigError(
+                f"rollout.server: {url} cannot be reached: {error}: is it started, and is the address right?"
+            ) from error
         if 400 <= status < 500:
             raise ConfigError(
                 f"rollout.server: {url} answers {health_path} with status {status}: what listens there is no server of "

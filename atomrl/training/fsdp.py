@@ -23,7 +23,7 @@ from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.config import ConfigError, FSDPConfig, ModelConfig
 from atomrl.metrics import Metrics
 from atomrl.models.loading import compute_dtype, model_weights
-from atomrl.models.lora import adapter_weights, has_adapters
+from atomrl.models.lora import adapter_weights, has_adapters, is_adapter
 from atomrl.models.scalar import ScalarModel
 from atomrl.models.ulysses import check_heads
 from atomrl.protocols import Algorithm, ModelInput, WeightUpdate
@@ -32,7 +32,7 @@ from atomrl.training.role_models import load_role, role_prefix, save_role
 from atomrl.training.roles import TRAINED, RoleName
 from atomrl.training.shards import load_shards, shard_job
 from atomrl.training.tensor_parallel import cut_layers
-from atomrl.training.writing import PART_BYTES, Job, WritesBeside, gathered, model_jobs, parts_of
+from atomrl.training.writing import PART_BYTES, Job, WritesBeside, gathered, kept, model_jobs, parts_of
 
 # Outputs are views where there is no padding; nobody writes into them.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -147,10 +147,12 @@ class FSDPBackend(WritesBeside):
     def gathered(self, name: RoleName, adapters_alone: bool = False) -> nn.Module | None:
         """A role's model with all of its weights in the CPU's memory of rank 0; None on other ranks."""
         weights = self.roles[name].model.named_parameters(remove_duplicate=False)
-        wanted = [(key, weight) for key, weight in weights if not adapters_alone or ".lora_" in key]
+        wanted = [(key, weight) for key, weight in weights if not adapters_alone or is_adapter(key)]
         found = gathered(wanted, self.collective.rank == 0)
         if self.collective.rank:
             return None
+        if adapters_alone:  # whole on a rank already, they are those that the next step changes
+            found = kept(found)
         model = copy.deepcopy(self.skeletons[name])
         model.load_state_dict(found, assign=True, strict=False)
         return model

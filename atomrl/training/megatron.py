@@ -15,7 +15,7 @@ from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.config import ConfigError, MegatronConfig, ModelConfig
 from atomrl.metrics import Metrics
 from atomrl.models.loading import compute_dtype, load_transformers, model_config_only, model_weights, save_settings
-from atomrl.models.lora import ADAPTER, adapter_weights, has_adapters
+from atomrl.models.lora import ADAPTER, adapter_weights, has_adapters, is_adapter
 from atomrl.models.scalar import ScalarModel, scalar_settings
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Adapter, Algorithm, ModelOutputs, WeightUpdate
@@ -27,11 +27,11 @@ from atomrl.training.megatron_lora import check_adapters
 from atomrl.training.megatron_model import Stage
 from atomrl.training.megatron_optimizer import MegatronOptimizer
 from atomrl.training.megatron_shape import MIXTURE, check_shape
-from atomrl.training.megatron_shares import WEIGHT, Shapes, is_adapter, on_first_rank, parts_from, shares
+from atomrl.training.megatron_shares import WEIGHT, Shapes, on_first_rank, parts_from, shares
 from atomrl.training.role_models import SHARDS, STATE_FOLDER, load_role, role_prefix, save_role
 from atomrl.training.roles import SOURCES, TRAINED, RoleName, sources
 from atomrl.training.shards import MOMENTS, check_shapes, counts_job, read_counts, set_random_state
-from atomrl.training.writing import Job, WritesBeside, file_name
+from atomrl.training.writing import Job, WritesBeside, file_name, kept
 
 _groups: list[Any] = []
 """The ranks that Megatron's groups were made for, and how: it has one set of them in a process."""
@@ -253,38 +253,38 @@ class MegatronBackend(WritesBeside):
         steps: dict[RoleName, dict[str, int]] = {}
         for name, optimizer in self.trained.items():
             assert isinstance(optimizer, MegatronOptimizer)
-            kept: dict[str, Tensor] = {}
+            state: dict[str, Tensor] = {}
             stage: Stage = self.roles[name].model
             for share in shares(stage, stage.trained_weights(), optimizer.whole, spread=True):
-                kept |= {key: tensor.cpu().clone() for key, tensor in share.items()}
-            jobs.append(partial(self._write_state, name, kept, folder))
-            steps[name] = dict.fromkeys(self._trained_shapes(name), optimizer.steps)
+                state |= kept(share)
+            jobs.append(partial(self._write_state, name, state, folder))
+            steps[name] = dict.fromkeys(self._trained_shapes(name) if optimizer.steps else (), optimizer.steps)
             if not has_adapters(self.skeletons[name]):
-                jobs.append(partial(self._write_model, name, kept, folder))
+                jobs.append(partial(self._write_model, name, state, folder))
             elif (found := on_first_rank(stage, self.ranks, self.shapes[name], adapters_alone=True)) is not None:
                 model = copy.deepcopy(self.skeletons[name])
-                model.load_state_dict(found, assign=True, strict=False)
+                model.load_state_dict(kept(found), assign=True, strict=False)
                 jobs.append(partial(save_role, name, model, self.tokenizer, folder))
         jobs.append(counts_job(self.trained, steps, self.ranks, self.updates, folder))
         return self.write_beside(folder, jobs)
 
     def _trained_shapes(self, name: RoleName) -> Shapes:
-        """Of the weights that are trained."""
+        """Shapes of the weights that are trained."""
         every = self.shapes[name]
         return {key: shape for key, shape in every.items() if is_adapter(key)} or every
 
-    def _write_state(self, name: RoleName, kept: Mapping[str, Tensor], folder: Path) -> None:
+    def _write_state(self, name: RoleName, state: Mapping[str, Tensor], folder: Path) -> None:
         """This rank's share of what it takes to go on."""
-        if kept:
-            found = {f"{name}/{key}": tensor for key, tensor in kept.items()}
+        if state:
+            found = {f"{name}/{key}": tensor for key, tensor in state.items()}
             save_file(found, folder / STATE_FOLDER / SHARDS / f"{name}_{self.ranks.rank}.safetensors")
 
-    def _write_model(self, name: RoleName, kept: Mapping[str, Tensor], folder: Path) -> None:
+    def _write_model(self, name: RoleName, state: Mapping[str, Tensor], folder: Path) -> None:
         """This rank's share of a role's model."""
         place, rank, world = folder / role_prefix(name), self.ranks.rank, self.ranks.world
         place.mkdir(parents=True, exist_ok=True)
         skeleton, dtype = self.skeletons[name], self.roles[name].model.config.params_dtype
-        weights = {key.partition("/")[2]: tensor.to(dtype) for key, tensor in kept.items() if key.startswith(WEIGHT)}
+        weights = {key.partition("/")[2]: tensor.to(dtype) for key, tensor in state.items() if key.startswith(WEIGHT)}
         if weights:
             save_file(weights, place / file_name(rank, world), metadata={"format": "pt"})
         if rank == 0:

@@ -31,7 +31,7 @@ class _NoGPU(TorchFunctionMode):
 
 
 class _Stream:
-    """The only one, on which everything has happened when the next line is reached; and each of its events."""
+    """A stand-in for a CUDA stream and its events: everything has happened when the next line is reached."""
 
     def record_event(self) -> "_Stream":
         return self

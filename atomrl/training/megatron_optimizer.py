@@ -120,7 +120,7 @@ class MegatronOptimizer(Optimizer):
 
 
 def _own(part: Any, weight: nn.Parameter) -> tuple[Tensor, slice]:
-    """What of a weight this rank's optimizer steps, and which of its numbers."""
+    """This rank's float32 part of a weight, and the slice of the flat weight that it is."""
     group, place = part.model_param_group_index_map[weight]
     numbers = part._get_model_param_range_map(weight)["param"]
     return part.optimizer.param_groups[group]["params"][place], slice(numbers.start, numbers.end)

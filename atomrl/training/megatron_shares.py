@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from atomrl.models.lora import is_adapter
 from atomrl.training.group import Ranks
 from atomrl.training.megatron_model import Stage
 from atomrl.training.megatron_weights import cut, joined, published_names
@@ -29,11 +30,6 @@ WEIGHT = "weight"
 def is_expert(weight: nn.Parameter) -> bool:
     """Whether a weight is of an expert that not all ranks have."""
     return not getattr(weight, "allreduce", True)
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a weight of this published name is an adapter's; these are float32."""
-    return ".lora_" in name
 
 
 def holders(weight: nn.Parameter) -> tuple[int, int, int]:

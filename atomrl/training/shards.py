@@ -89,7 +89,9 @@ def load_shards(trained: Mapping[RoleName, Optimizer], ranks: Collective, folder
 
 
 def read_counts(trained: Mapping[RoleName, Optimizer], folder: Path) -> dict[str, Any]:
-    """What is beside the tensors; each optimizer has its count of updates that were left out.
+    """The counts of a checkpoint: updates, ranks, and how often each weight was stepped.
+
+    Each optimizer has its count of updates that were left out.
 
     Raises:
         ConfigError: there is nothing, or it is of other optimizers.
@@ -123,7 +125,7 @@ def check_shapes(expected: Mapping[str, tuple[int, ...]], folder: Path) -> None:
 
 
 def set_random_state(saved: Mapping[str, Any], ranks: Collective, folder: Path) -> None:
-    """Of this rank, where there were as many."""
+    """Set this rank's random states from a checkpoint of as many ranks; of another number there are none."""
     if saved["ranks"] == ranks.world:
         random = load_file(folder / STATE_FOLDER / f"random_{ranks.rank}.safetensors")
         torch.set_rng_state(random["cpu"])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from atomrl.models.lora import is_adapter
 from atomrl.protocols import WeightUpdate
 from atomrl.weights.channels import TransferBroken, adapters_of
 
@@ -209,7 +210,7 @@ class CollectiveReference:
         Raises:
             TransferBroken: it ended before all had come; reading its tensors may raise it too.
         """
-        adapters = [part for part in self.parts if ".lora_" in part[0]]
+        adapters = [part for part in self.parts if is_adapter(part[0])]
         tensors = self._receive(self.parts[len(adapters) :])
         return WeightUpdate(self.version, tensors, adapters_of(dict(self._receive(adapters))))
 

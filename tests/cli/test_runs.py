@@ -461,6 +461,8 @@ def test_a_server_that_is_not_there_is_refused_at_once(folder, capsys, more):
         Thread(target=server.serve_forever, daemon=True).start()
         said = fails(capsys, *given, f"rollout.server=http://127.0.0.1:{server.server_port}")
         server.shutdown()
+    at_nothing = ["rollout.engine=vllm-server", "rollout.server=http://127.0.0.1:9"]
+    assert main(["train", "c.yaml", "--dry-run", "rollout.source=pool", "data.eval=null", *at_nothing]) == 0
     assert "answers /health with status 404: what listens there is no server of rollout.engine=vllm-server" in said
     assert not Path("runs").exists()
 

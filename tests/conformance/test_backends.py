@@ -3,6 +3,7 @@
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from threading import Event
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from atomrl.protocols import UpdateOutput
 from atomrl.training.fsdp import FSDPBackend
 from atomrl.training.group import Ranks
 from atomrl.training.local import LocalBackend
+from atomrl.training.writing import Writing
 from atomrl.types import RaggedIds
 from atomrl.weights.collective import LOOPBACK, open_store
 from tests.tiny import make_tiny_model
@@ -301,6 +303,34 @@ def test_continues_bit_for_bit(make, tmp_path, lora):
     assert [values(resumed.train_step(batch, make_algorithm())) for batch in batches[2:]] == expected
     final = weights_of(resumed)
     assert all(torch.equal(tensor, final[name]) for name, tensor in weights_of(straight).items())
+
+
+def test_what_was_saved_before_the_first_step_goes_on(make, tmp_path):
+    """As a run whose first groups all had nothing to learn from."""
+    started, other = make(), make(seed=5)
+    written(started.save(tmp_path / "checkpoint"))
+    other.train_step(make_batch(seed=1), make_algorithm())
+    other.load(tmp_path / "checkpoint")
+    expected, found = (values(backend.train_step(make_batch(), make_algorithm())) for backend in (started, other))
+    assert found == expected
+    final = weights_of(other)
+    assert all(torch.equal(tensor, final[name]) for name, tensor in weights_of(started).items())
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
+def test_a_checkpoint_is_of_the_step_that_began_it(make, tmp_path, lora, monkeypatch):
+    """Whatever the next step does before it is written."""
+    stepped, run = Event(), Writing._run
+    monkeypatch.setattr(Writing, "_run", lambda self, jobs: stepped.wait() and run(self, jobs))
+    backend, batch = make(lora=lora), make_batch()
+    backend.train_step(batch, make_algorithm())
+    then = backend.forward_only(batch, frozenset({"old_logprobs"})).old_logprobs
+    wait = backend.save(tmp_path / "checkpoint")
+    backend.train_step(batch, make_algorithm())
+    stepped.set()
+    written(wait)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
+    torch.testing.assert_close(plain_logprobs(model, batch).detach(), then, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])

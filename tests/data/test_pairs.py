@@ -112,6 +112,7 @@ def test_layouts(tmp_path, row, prompt, scored):
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0}, "'margin' is 0"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"}, "'margin' must be a number"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 1, "score_rejected": 1}, "no preference"),
+        ({"prompt": "a", "completion": "b"}, "'label' is missing .*preference.label_field names the column"),
         ({"prompt": "a", "completion": "b", "label": 1}, "'label' must be true or false, not 1"),
         ({"prompt": "a", "completion": "b"}, "'label' is missing"),
         ({"completion": "b", "label": True}, "'prompt' is missing"),

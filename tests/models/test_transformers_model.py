@@ -178,6 +178,9 @@ def test_what_is_no_causal_model_is_said(tmp_path):
     transformers.BertForMaskedLM(bert).save_pretrained(tmp_path / "bert")
     with pytest.raises(ConfigError, match=r"bert model .* no causal language model"):
         load_policy(tmp_path / "bert")
+    transformers.BertModel(bert).save_pretrained(tmp_path / "encoder")  # as sentence encoders are
+    with pytest.raises(ConfigError, match=r"bert model \(BertModel\), .* no causal language model"):
+        load_policy(tmp_path / "encoder")
     transformers.BertLMHeadModel(bert).save_pretrained(tmp_path / "bidirectional")
     with pytest.raises(ConfigError, match="sees later tokens"):
         load_policy(tmp_path / "bidirectional", dtype="float32")
