@@ -42,7 +42,8 @@ distributed: $(APART)/installed
 	for run in quickstart-warm-start quickstart-distributed; do \
 		test ! -e runs/$$run || mv runs/$$run runs/$$run-until-$$(date +%Y%m%d-%H%M%S); done
 	$(APART)/bin/atomrl sft configs/quickstart_sft.yaml
-	$(APART)/bin/atomrl train configs/quickstart.yaml run_name=quickstart-distributed rollout.engine=vllm cluster.replicas=1
+	$(APART)/bin/atomrl train configs/quickstart.yaml run_name=quickstart-distributed rollout.engine=vllm cluster.replicas=1 \
+		model.device=cpu
 
 # Engines apart from the trainer: the suite of engines with vLLM and Ray, and replicas that die, hang and find no room.
 test-distributed: $(APART)/installed

@@ -271,6 +271,9 @@ class TrainingBackend(Protocol):
     def weight_update(self, version: int, adapters_alone: bool = False) -> WeightUpdate:
         """The policy's weights for an engine, adapters apart. `adapters_alone`: it has the base's from before."""
 
+    def free_memory(self) -> None:
+        """Give the device what is kept for later, which others on it cannot take otherwise; nothing on a CPU."""
+
     def save(self, folder: Path) -> Callable[[], None] | None:
         """Model (loadable by transformers), optimizer, schedule and random state, as they are now. What is returned
         waits until all is written, and steps may be taken before; None: it is."""

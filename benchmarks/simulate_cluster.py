@@ -57,7 +57,7 @@ MODELS = (Plan(QWEN_1_5B, H100, tensor_parallel=1), Plan(QWEN_32B, H100))
 
 
 def machine_of(plan: Plan) -> Machine:
-    """The cluster of a plan."""
+    """The cluster of a plan, whose transfer is the broadcast alone, without `Plan.driver_s` on the way to it."""
     return Machine(
         engines=plan.engines, slots=plan.rows, token_s=plan.token_s, length=plan.length, learn_s=plan.learn_s,
         transfer_s=plan.transfer_s, groups=plan.groups, members=plan.members,
@@ -82,7 +82,9 @@ def divided(plan: Plan, loop: str, steps: int = STEPS) -> tuple[Plan, dict[str, 
     if not options:
         return None
     found: dict[int, dict[str, float]] = {}
-    place = min(range(len(options)), key=lambda index: options[index].overlapped_s)
+    place = min(
+        range(len(options)), key=lambda at: max(options[at].learn_s + options[at].transfer_s, options[at].draw_s)
+    )
     while True:  # uphill
         for index in (place, place - 1, place + 1):
             if 0 <= index < len(options) and index not in found:

@@ -144,6 +144,8 @@ def test_gpus_that_are_not_there_are_answered_with_one_line(name, monkeypatch):
     ("model", "rollout", "trainer", "replicas", "device"),
     [
         (1, 2, 1, 2, "auto"),
+        (2, 2, 1, 2, "auto"),
+        (2, None, None, None, "cuda"),
         (0, 1, 0, 1, "auto"),
         (None, 3, 1, 3, "auto"),
         (1, 0, None, None, "cuda"),
@@ -157,6 +159,7 @@ def test_gpus_are_given_to_trainer_and_engines(model, rollout, trainer, replicas
     tree["model_config"] |= {"model_num_gpus": model, "rollout_num_gpus": rollout}
     config, notes = load(tree)
     assert notes == [] and config.model.device == device
+    assert (config.backend.ranks if config.backend else 1) == max(model or 1, 1)
     if replicas is None:
         assert config.cluster is None
     else:

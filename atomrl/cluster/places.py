@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -45,8 +46,12 @@ class Node:
     cpus: float
     gpus: list[float] = field(default_factory=list)
     """The free share of each GPU: a part of one is never put together from several."""
+    here: bool = False
+    """Whether it is that of this process."""
+    users: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """How many actors of a role have a share of a GPU, by role and the GPU's number."""
 
-    def take(self, cpus: float, gpus: float) -> bool:
+    def take(self, cpus: float, gpus: float, role: str = "") -> bool:
         """Set resources aside; whether there were enough."""
         fitting = sorted((free, index) for index, free in enumerate(self.gpus) if free >= min(gpus, 1) - 1e-9)
         count = math.ceil(gpus)
@@ -55,6 +60,7 @@ class Node:
         self.cpus -= cpus
         for _, index in fitting[:count]:
             self.gpus[index] = round(self.gpus[index] - min(gpus, 1), 6)
+            self.users[role, index] += 1
         return True
 
     def __str__(self) -> str:
@@ -79,7 +85,7 @@ def wanted(config: ClusterConfig, roles: Sequence[ClusterRole], gpus: bool, rank
     """
     shares: dict[str, float] = {}
     if gpus and config.placement == "colocated":
-        shares = {"trainer": 0.5, "rollout": 0.5 / config.replicas}
+        shares = {"trainer": 0.5, "rollout": 5000 // config.replicas / 10_000}  # Ray knows four places, rounded up
     elif gpus and config.placement == "split":
         shares = dict.fromkeys(roles, 1.0)
     found = []
@@ -103,11 +109,11 @@ def places(actors: Sequence[Wanted], nodes: Sequence[Node]) -> dict[tuple[str, i
         ...
         atomrl.cluster.places.PlacementError: cluster: there is room for 2 of 3 rollout actors (1 CPUs, 0 GPUs ...
     """
-    machines = [Node(node.name, node.address, node.cpus, [*node.gpus]) for node in nodes]
+    machines = [Node(node.name, node.address, node.cpus, [*node.gpus], node.here) for node in nodes]
     found: dict[tuple[str, int], Node] = {}
     for each in actors:
         for index in range(each.count):
-            room = next((node for node in machines if node.take(each.cpus, each.gpus)), None)
+            room = next((node for node in machines if node.take(each.cpus, each.gpus, each.role)), None)
             if room is None:
                 others = ", ".join(str(other) for other in actors if other is not each)
                 raise PlacementError(
@@ -130,4 +136,4 @@ def plan(
 
 def this_machine() -> Node:
     """What a cluster has that is started here."""
-    return Node("", "this machine", float(os.cpu_count() or 1), [1.0] * torch.cuda.device_count())
+    return Node("", "this machine", float(os.cpu_count() or 1), [1.0] * torch.cuda.device_count(), here=True)

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -144,8 +144,9 @@ class RayCluster:
             if node["Alive"] and left is not None:
                 whole, part = divmod(left.get("GPU", 0.0), 1)
                 gpus = [1.0] * int(whole) + ([part] if part else [])
-                found.append(Node(node["NodeID"], node["NodeManagerAddress"], left.get("CPU", 0.0), gpus))
-        return sorted(found, key=lambda node: node.name != here)
+                name, address = node["NodeID"], node["NodeManagerAddress"]
+                found.append(Node(name, address, left.get("CPU", 0.0), gpus, here=name == here))
+        return sorted(found, key=lambda node: not node.here)
 
     def start(self, role: str, index: int, build: Callable[[], Any]) -> Actor:
         """Start a process that holds what `build` makes there; `know` waits for it.
@@ -315,21 +316,27 @@ def check_reachable(address: str) -> str:
     return found
 
 
-def describe(config: ClusterConfig, roles: Sequence[ClusterRole], device: str = "auto", ranks: int = 1) -> list[str]:
-    """Who goes where, a line for each role; of a dry run. Nothing is started; a cluster at an address is asked.
+def planned(
+    config: ClusterConfig, roles: Sequence[ClusterRole], device: str = "auto", ranks: int = 1
+) -> tuple[dict[str, Wanted], dict[tuple[str, int], Node]]:
+    """What each role's actors take, and where each goes; of a dry run. Nothing is started; a cluster at an address is
+    asked.
 
     Raises:
         PlacementError: there is no room, or no cluster at the address.
     """
     if config.address is None:
-        found = plan(config, roles, device, [this_machine()], ranks)
-    else:
-        cluster = RayCluster(config, roles, device, ranks)
-        found = cluster.wanted, cluster.places
-        cluster.close()
+        return plan(config, roles, device, [this_machine()], ranks)
+    cluster = RayCluster(config, roles, device, ranks)
+    cluster.close()
+    return cluster.wanted, cluster.places
+
+
+def describe(wanted: Mapping[str, Wanted], found: Mapping[tuple[str, int], Node]) -> list[str]:
+    """Who goes where, a line for each role."""
     lines = []
-    for each in found[0].values():
-        hosts = Counter(found[1][each.role, index].address for index in range(each.count))
+    for each in wanted.values():
+        hosts = Counter(found[each.role, index].address for index in range(each.count))
         where = ", ".join(host if count == each.count else f"{host} (x{count})" for host, count in hosts.items())
         lines.append(f"{each.role:<10} x{each.count}  {each.cpus:g} CPUs, {each.gpus:g} GPUs each, on {where}")
     return lines

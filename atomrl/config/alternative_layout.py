@@ -30,8 +30,8 @@ class _Worked(BaseModel):
     model_config = ConfigDict(alias_generator={key.partition(".")[2]: key for key in TABLE}.__getitem__, frozen=True)
 
     use_lora: bool = False
-    model_num_gpus: Literal[0, 1] | None = None
-    """Of the trainer, which computes on one; null: 1."""
+    model_num_gpus: int | None = Field(None, ge=0)
+    """Of the trainer: a rank on each of several; null: 1."""
     rollout_num_gpus: int | None = Field(None, ge=0)
     """An engine on each; null or 0: they share the trainer's."""
     group_size: int = Field(RolloutConfig().completions_per_prompt, ge=1)
@@ -148,6 +148,8 @@ def _placed(worked: _Worked) -> Iterator[tuple[str, Any]]:
     trainer, engines = worked.model_num_gpus, worked.rollout_num_gpus
     if not torch.cuda.device_count():
         return
+    if trainer is not None and trainer > 1:
+        yield "backend", {"type": "fsdp", "ranks": trainer}
     if engines:
         yield "cluster.replicas", engines
         yield "cluster.resources", {"trainer": {"num_gpus": 0 if trainer == 0 else 1}, "rollout": {"num_gpus": 1}}

@@ -104,7 +104,7 @@ class ResourceConfig(Section):
     num_cpus: float = Field(1.0, gt=0)
     """It computes with as many threads."""
     num_gpus: float | None = Field(None, ge=0)
-    """A share of one, or a whole number. null: what `placement` says, and 0 without."""
+    """A share of one, or a whole number (of an engine: 1). null: what `placement` says, and 0 without."""
 
     @model_validator(mode="after")
     def _whole_gpus(self) -> Self:
@@ -132,6 +132,16 @@ class ClusterConfig(Section):
     """How weights come to the replicas: Ray's object store, safetensors files, or a broadcast (NCCL, or gloo)."""
     weight_folder: str | None = None
     """Of `files`: has a folder for each run, and all machines must see it; null is a folder in the run's."""
+
+    @model_validator(mode="after")
+    def _one_gpu_for_an_engine(self) -> Self:
+        engine = self.resources.get("rollout", ResourceConfig())
+        if (gpus := engine.num_gpus or 0) > 1:
+            raise ValueError(
+                f"cluster.resources.rollout.num_gpus={gpus:g}: an engine draws on one GPU (it has no tensor "
+                "parallelism), and the others would idle; cluster.replicas is how many engines there are"
+            )
+        return self
 
 
 class AsynchronousConfig(Section):

@@ -90,6 +90,21 @@ def recent(rows: MetricRows, name: str, steps: int, default: float | None = None
     return [default]
 
 
+GAP = "training/rollout_probs_diff_mean/staleness_0"
+"""Of tokens that were drawn by the weights that were trained: of others a gap is what staleness means."""
+
+
+def having(rows: MetricRows, name: str = GAP) -> list[Row]:
+    """The steps that have such tokens."""
+    return [row for row in rows if row.get(name) is not None]
+
+
+def least_stale(rows: MetricRows) -> str:
+    """The gap of the freshest tokens that several steps have."""
+    names = {name for row in rows for name in row if name.startswith(GAP[:-1]) and len(having(rows, name)) >= SHORT}
+    return min(names, key=lambda name: int(name.removeprefix(GAP[:-1])), default=GAP)
+
+
 class Shift(NamedTuple):
     """A metric at the start of the window and now."""
 

@@ -13,6 +13,7 @@ from statistics import fmean, median
 
 from atomrl.doctor.episode_rules import environment_failures, invalid_actions, replies_die_out, replies_in_the_loss
 from atomrl.doctor.findings import (
+    GAP,
     LONG,
     MEDIUM,
     SHORT,
@@ -21,6 +22,8 @@ from atomrl.doctor.findings import (
     Severity,
     Verdict,
     column,
+    having,
+    least_stale,
     recent,
     shift,
 )
@@ -294,15 +297,6 @@ def reward_without_accuracy(rows: MetricRows) -> Verdict:
         )
 
 
-GAP = "training/rollout_probs_diff_mean/staleness_0"
-"""Of tokens that were drawn by the weights that were trained: of others a gap is what staleness means."""
-
-
-def on_policy(rows: MetricRows) -> list[Row]:
-    """The steps that have such tokens."""
-    return [row for row in rows if row.get(GAP) is not None]
-
-
 def stale_weights(rows: MetricRows) -> Verdict:
     """The gap between the engine's and the trainer's probabilities was small at the first step, when both had the same
     weights, and has grown many times since: the engine does not get the new ones.
@@ -313,8 +307,7 @@ def stale_weights(rows: MetricRows) -> Verdict:
     Try: another rollout.engine (`hf` is the reference), to see whether it is the engine: weights must reach it after
     every step. An engine of your own: does its update_weights copy all tensors?
     """
-    rows = on_policy(rows)
-    [first], now = recent(rows[:1], GAP, 1), recent(rows[1:], GAP, SHORT)
+    [first], now = recent(having(rows)[:1], GAP, 1), recent(having(rows[1:][-2 * LONG :]), GAP, SHORT)
     if min(now) >= max(8 * first, 1e-4):
         yield (
             f"The engine's weights are stale: its probabilities were within {first:.1e} of the trainer's at first and "
@@ -326,11 +319,13 @@ def rollout_gap(rows: MetricRows) -> Verdict:
     """Engine and trainer give clearly different probabilities to the same tokens, so the gradient is off-policy.
 
     Healthy: 1e-6 in float32, about 0.01 in bfloat16 with another engine (vllm-project/vime#64, huggingface/trl#5312).
+    Where older weights have drawn all tokens, 0.2: less may be the updates since.
 
     Try: model.dtype=float32; rollout.engine=hf, to compare; rollout.top_p=1 and rollout.top_k=0.
     """
-    now = recent(on_policy(rows), GAP, SHORT)
-    if min(now) >= 0.03:
+    name = least_stale(rows := rows[-2 * LONG :])
+    now = recent(having(rows, name), name, SHORT)
+    if min(now) >= (0.03 if name == GAP else 0.2):
         yield f"Engine and trainer differ by {now[-1]:.2g} in the probability of a token, on average."
 
 

@@ -204,6 +204,7 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
     state = progress.algorithm_state
     batch, results = learn(parts.trainer, parts.algorithm, rows, state, watch, config, step=step, tokens=tokens)
     if parts.sleeper:
+        parts.trainer.free_memory()  # of the same GPU, where the engine finds no room otherwise
         parts.sleeper.wake()
     with watch("sync_weights"):
         parts.transfer(step)

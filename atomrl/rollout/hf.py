@@ -118,6 +118,16 @@ class HFEngine(RequestEngine):
             self.waiting.remove(state)
         return [(state, "stop" if stop else "length") for state, stop in zip(states, stopped, strict=True)]
 
+    def sleep(self) -> None:
+        """Give a GPU the memory of the caches that were: none outlives a `poll`, but torch keeps it for this process.
+
+        Raises:
+            RuntimeError: there are requests.
+        """
+        super().sleep()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def close(self) -> None:
         """Free the weights."""
         del self.model

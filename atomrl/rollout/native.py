@@ -140,7 +140,7 @@ class NativeEngine(RequestEngine):
         return super().abort(names)
 
     def sleep(self) -> None:
-        """Free the cache, which the next requests make again.
+        """Free the cache, which the next requests make again, and give a GPU its memory.
 
         Raises:
             RuntimeError: there are requests.
@@ -148,6 +148,8 @@ class NativeEngine(RequestEngine):
         super().sleep()
         self.batch.take_back()
         self.batch.cache.free()
+        if self.model.device.type == "cuda":  # else torch keeps it, for this process alone
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Free weights and cache."""

@@ -273,14 +273,25 @@ class ReplicatedEngine:
                 replica.kept.difference_update(kept)
                 self.cluster.submit(replica.actor, "abort", kept)  # nobody has to wait for it
             if gone:
-                found += self._call(replica, "abort", gone)
-                if replica.polling is not None:  # it ended before the actor took the next call
-                    self.finished += replica.finish(self.cluster.get(replica.actor, replica.polling))
-                    replica.polling = None
-                for name in gone:
-                    replica.held.pop(name, None)
+                found += self._abort(replica, gone)
         found += [output for output in self.finished if names is None or output.request_id in names]
         self.finished = [output for output in self.finished if names is not None and output.request_id not in names]
+        return found
+
+    def _abort(self, replica: _Replica, names: Sequence[str]) -> list[GenerationOutput]:
+        """Have a replica give up requests that it holds; what it finished before goes to `finished`."""
+        found: list[GenerationOutput] = self._call(replica, "abort", names)
+        for output in found:
+            replica.held.pop(output.request_id, None)
+        if replica.polling is not None:  # it ended before the actor took the next call
+            try:
+                self.finished += replica.finish(self.cluster.get(replica.actor, replica.polling))
+                replica.polling = None
+            except self.cluster.died as error:
+                self._revive(replica, error)
+                found += self._call(replica, "abort", [name for name in names if name in replica.held])
+        for name in names:
+            replica.held.pop(name, None)
         return found
 
     def _all(self, method: str, *args: Any) -> list[Any]:

@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -211,7 +210,7 @@ class SGLangEngine(ServerEngine):
         """A new group with a server's ranks."""
         with suppress(RuntimeError):  # it has none under way, unless a sender went in the middle
             await self.client.post(server, "/end_weight_update", {})
-        on_gpu = server.about["device"] == "cuda" and torch.device(self.options.device).type == "cuda"
+        device = self.options.device if server.about["device"] == "cuda" else "cpu"
         address, ranks = urlsplit(server.url), int(server.about["tp_size"])
         place = address.hostname, address.port
         try:
@@ -220,7 +219,7 @@ class SGLangEngine(ServerEngine):
         except OSError as error:
             raise ServerGone(f"{type(error).__name__} {error}") from None
         timeout_s = self.options.server_timeout_s + _SPARE_S
-        group = ServerGroup(host, "nccl" if on_gpu else "gloo", ranks, timeout_s)
+        group = ServerGroup(host, device, ranks, timeout_s)
         body = {"master_address": host, "master_port": group.port, "rank_offset": 1, "world_size": ranks + 1}
         body |= {"group_name": group.name, "backend": group.backend}
         await self._together(server, group.join(), "/init_weights_update_group", body)

@@ -143,7 +143,10 @@ class VLLMServerEngine(ServerEngine):
 
     async def _hashes(self, server: Server) -> list[WeightHash]:
         config = (await self.client.get(server, "/server_info", params={"config_format": "json"}))["vllm_config"]
-        if config["parallel_config"].get("worker_extension_cls") != WORKER_EXTENSION:
+        parallel = config["parallel_config"]
+        # Of several workers each holds a part of a matrix, or some layers: no published weight.
+        workers = parallel.get("tensor_parallel_size", 1) * parallel.get("pipeline_parallel_size", 1)
+        if parallel.get("worker_extension_cls") != WORKER_EXTENSION or workers > 1:
             return await super()._hashes(server)
         call = {"method": "published_hashes", "args": [self.shapes, self.tied, self.ranks]}
         (found,) = (await self.client.post(server, "/collective_rpc", call))["results"]

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atomrl.cluster.ray_cluster import RayCluster, describe
+from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
@@ -18,8 +18,9 @@ from atomrl.loop.sync import Progress, run_steps
 from atomrl.models.loading import resolve_folder
 from atomrl.models.memory import memory_estimate, rank_choices
 from atomrl.protocols import Algorithm, TrainingBackend
-from atomrl.runs.build import build_trainer, cluster_roles, open_cluster, rank_total, starting_model
+from atomrl.runs.build import build_trainer, rank_total, starting_model
 from atomrl.runs.checks import check_ranks
+from atomrl.runs.cluster import describe_cluster, open_cluster
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.resume import model_identity, tokenizer_identity
 from atomrl.tracking.run_directory import RunDirectory
@@ -76,9 +77,8 @@ class Run(ABC):
     def describe(self) -> Sequence[tuple[str, Sequence[str]]]:
         """What a dry run prints: titles with their lines."""
         sections = [("data", self.describe_data()), ("batch", self.describe_batch())]
-        if (cluster := self.config.cluster) is not None:
-            roles = cluster_roles(self.config, self.algorithm)
-            sections.append(("cluster", describe(cluster, roles, self.config.model.device, self.ranks)))
+        if self.config.cluster is not None:
+            sections.append(("cluster", describe_cluster(self.config, self.algorithm)))
         if self.config.gpt is not None:
             return sections
         ranks = self.ranks

@@ -1,21 +1,16 @@
 """Engines and back ends from a config: the only place that names engines and back ends."""
 
-import hashlib
 import logging
 import math
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import fields, replace
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
 from atomrl.cluster.ray_cluster import RayCluster
-from atomrl.config import ClusterRole, ConfigError, MegatronConfig, ModelConfig, RolloutConfig, RunConfig
+from atomrl.config import ConfigError, MegatronConfig, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
 from atomrl.models.gpt import new_gpt
@@ -23,7 +18,7 @@ from atomrl.models.loading import compute_dtype, load_tokenizer, model_config_on
 from atomrl.models.transformers_model import check_causal
 from atomrl.objective import PolicyObjective, PreferenceObjective
 from atomrl.objective.rollout_is import TokenTIS
-from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend, needs_teacher
+from atomrl.protocols import Algorithm, RolloutEngine, TrainingBackend
 from atomrl.rollout.episodes import EpisodeEngine
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
@@ -199,71 +194,6 @@ def corrected(objective: PolicyObjective | PreferenceObjective, exact: bool) -> 
         return objective
     log.info("algorithm.rollout_is=token_tis: rollouts are not the policy's own; `none` turns it off")
     return objective.model_copy(update={"rollout_is": (TokenTIS(),)})
-
-
-def cluster_roles(config: RunConfig, algorithm: Algorithm) -> list[ClusterRole]:
-    """The roles of a run that have actors of their own; none without a `cluster`.
-
-    Raises:
-        ConfigError: Ray is not installed, or a role is given resources that the run does not have, or cannot have apart
-            from the trainer.
-    """
-    if (cluster := config.cluster) is None:
-        return []
-    if find_spec("ray") is None:
-        raise ConfigError("cluster: ray is not installed: pip install 'atomrl[ray]'")
-    resources, drawn, lora = cluster.resources, config.kind == "train", config.model.lora is not None
-    judges = [*config.reward.functions, *config.reward.by_data_source.values()] if drawn else []
-    reasons: dict[ClusterRole, str | None] = {
-        "reference": None if "ref_logprobs" in algorithm.needs else "has no reference",
-        "critic": None if "values" in algorithm.needs else "has no critic",
-        "teacher": None if needs_teacher(algorithm) else "has no teacher",
-        "reward": None if any(use.function == "reward_model" for use in judges) else "has no reward_model as a reward",
-    }
-    if lora and reasons["reference"] is None:
-        reasons["reference"] = "has the policy without its adapters (model.lora) as its reference"
-    if "teacher_distributions" in algorithm.outputs:
-        reasons["teacher"] = "compares whole distributions with the teacher, which stays with the trainer"
-    roles: list[ClusterRole] = [role for role in reasons if role in resources]
-    for role in roles:
-        if reasons[role]:
-            raise ConfigError(f"cluster.resources.{role}: this run ({algorithm.name}) {reasons[role]}; remove it")
-    remote = in_actors(config)
-    if not remote and set(roles) - {"reward"}:
-        raise ConfigError(f"cluster.resources.{roles[0]}: give cluster.resources.trainer too, which calls it")
-    roles += ["trainer"] if remote else []
-    roles += ["rollout"] if drawn else []
-    if not roles:
-        raise ConfigError("cluster: this run draws no rollouts; cluster.resources.trainer puts its trainer there")
-    if cluster.weight_folder and cluster.weight_transfer == "files":
-        _check_folder("cluster.weight_folder", Path(cluster.weight_folder).absolute())
-    return roles
-
-
-def _check_folder(key: str, folder: Path) -> None:
-    """That a folder can be made and written; nothing is left there."""
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    try:
-        tempfile.TemporaryFile(dir=there).close()
-    except OSError as error:
-        raise ConfigError(f"{key}={folder}: no folder can be written there: {error}") from error
-
-
-def open_cluster(config: RunConfig, algorithm: Algorithm, stack: ExitStack) -> RayCluster | None:
-    """The Ray cluster of a run, until the stack is closed; None where everything is in this process.
-
-    Raises:
-        ConfigError: as in `cluster_roles`, or there is no room.
-    """
-    if not (roles := cluster_roles(config, algorithm)):
-        return None
-    assert config.cluster is not None, "roles are a cluster's"
-    folder = config.run_dir.resolve() / "weights"
-    if config.cluster.weight_folder:  # in which other runs may have theirs
-        own = hashlib.sha256(str(folder).encode()).hexdigest()[:8]
-        folder = Path(config.cluster.weight_folder) / f"{config.run_name}-{own}"
-    cluster = config.cluster.model_copy(update={"weight_folder": str(folder)})
-    return stack.enter_context(closing(RayCluster(cluster, roles, config.model.device, rank_total(config))))
 
 
 def rank_total(config: RunConfig) -> int:

@@ -25,7 +25,8 @@ from atomrl.pool.store import RolloutPool
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
 from atomrl.rollout.replies import ReplyTokens
 from atomrl.rollout.stopping import eos_token_ids
-from atomrl.runs.build import cluster_roles, device_name, engine_class, rank_total, tool_schemas, train_sampling
+from atomrl.runs.build import device_name, engine_class, rank_total, tool_schemas, train_sampling
+from atomrl.runs.cluster import cluster_roles
 from atomrl.training.tensor_parallel import check_tensor
 from atomrl.types import Sample
 
@@ -273,6 +274,13 @@ def check_engine(config: RunConfig, path: str) -> type[RolloutEngine]:
     draws = config.rollout.source == "engine" or config.data.eval is not None
     if engine.server and draws and config.cluster is None:  # else actors speak to them, maybe from other machines
         check_servers(config.rollout, engine.health_path)
+    share, usual = config.rollout.gpu_memory_utilization, RolloutConfig().gpu_memory_utilization
+    if share != usual and (engine.package is None or config.rollout.server):
+        what = "a server that is there" if config.rollout.server else f"rollout.engine={config.rollout.engine}"
+        log.warning(
+            "rollout.gpu_memory_utilization=%g has no effect on %s: it is for vLLM and SGLang that the run starts",
+            share, what,
+        )  # fmt: skip
     return engine
 
 

@@ -13,6 +13,7 @@ from atomrl.pool.codec import sample_json
 from atomrl.pool.store import RolloutPool
 from atomrl.pool.weights import PublishedWeights, WeightFollower
 from atomrl.runs import build
+from atomrl.runs.cluster import open_cluster
 from atomrl.runs.rl import RLRun
 from atomrl.types import by_group
 
@@ -46,7 +47,7 @@ def fill(run: RLRun, groups: int | None = None, said: Callable[[str], None] = pr
         pool = RolloutPool(config.pool_file, config.pool)
         stack.callback(pool.close)
         pool.check_identity(run.pool_identity)
-        cluster = build.open_cluster(config, run.algorithm, stack)
+        cluster = open_cluster(config, run.algorithm, stack, producer=True)
         engine = build.build_rollout(config, run.path, run.tokenizer, cluster)
         stack.callback(engine.close)
         source = EngineSource(**run.drawing(engine))

@@ -149,7 +149,7 @@ class BaseBackend(ABC):
         self.free_memory()
 
     def free_memory(self) -> None:
-        """Give back what the allocator keeps for later."""
+        """Give the device what the allocator keeps for later; nothing on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

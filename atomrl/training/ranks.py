@@ -193,6 +193,10 @@ class RankedBackend:
         parts = range(len(self.backend.parts))
         return replace(found, tensors=(pair for number in parts for pair in self._call("weight_part", number)))
 
+    def free_memory(self) -> None:
+        """Give all devices what the ranks keep for later."""
+        self._call("free_memory")
+
     def save(self, folder: Path) -> Callable[[], None]:
         """Begin to write models for transformers, and the shards of all ranks; all must see the folder. What is
         returned waits until all is written; steps may be taken before."""

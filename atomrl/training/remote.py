@@ -29,7 +29,7 @@ class ServedBackend:
     def __init__(self, build: Callable[[], TrainingBackend]) -> None:
         self.backend = build()
         self.train_step, self.load = self.backend.train_step, self.backend.load
-        self.token_numbers = self.backend.token_numbers
+        self.token_numbers, self.free_memory = self.backend.token_numbers, self.backend.free_memory
 
     def save(self, folder: Path) -> None:
         """All is written when this returns."""
@@ -131,6 +131,10 @@ class RemoteBackend:
         (update,) = self._at_once("weight_update", {None: (version, adapters_alone)})
         assert isinstance(update, WeightUpdate)
         return update
+
+    def free_memory(self) -> None:
+        """Give all devices what the actors keep for later."""
+        self._at_once("free_memory", dict.fromkeys([None, *self.apart], ()))
 
     def save(self, folder: Path) -> None:
         """Model, optimizer, schedule and random state, as one back end writes them.

@@ -67,15 +67,16 @@ class ServerGroup:
 
     Args:
         host: of this process, at which the server reaches it.
-        backend: `gloo` or `nccl`.
+        device: from which is sent: by gloo from the CPU, else by NCCL.
         ranks: of the server.
         timeout_s: of the making of the group, and of a broadcast.
     """
 
     _numbers = itertools.count()
 
-    def __init__(self, host: str, backend: str, ranks: int, timeout_s: float) -> None:
-        self.host, self.backend, self.ranks, self.timeout = host, backend, ranks, timedelta(seconds=timeout_s)
+    def __init__(self, host: str, device: str, ranks: int, timeout_s: float) -> None:
+        self.host, self.ranks, self.timeout = host, ranks, timedelta(seconds=timeout_s)
+        self.device, self.backend = torch.device(device), "gloo" if device == "cpu" else "nccl"
         self.name = f"atomrl-{os.getpid()}-{next(self._numbers)}"
         self.store, self.port = open_store(host, self.timeout)
         self.group: Any = None
@@ -83,7 +84,7 @@ class ServerGroup:
     def join(self) -> Future[None]:
         """Wait for the server's ranks."""
         # Where `init_process_group` and its like put the keys of a group of this name.
-        name = f"{self.name}/{self.name}//{'cuda' if self.backend == 'nccl' else 'cpu'}/"
+        name = f"{self.name}/{self.name}//{self.device.type}/"
 
         def wait() -> None:
             self.group = _join(self.store, name, 0, self.ranks + 1, self.backend, self.host, self.timeout)
@@ -92,11 +93,10 @@ class ServerGroup:
 
     def send(self, tensors: Iterable[Tensor]) -> Future[None]:
         """Broadcast tensors, one after the other."""
-        device = torch.device("cuda" if self.backend == "nccl" else "cpu")
 
         def broadcast() -> None:
             for tensor in tensors:
-                _broadcast(self.group, tensor.to(device))
+                _broadcast(self.group, tensor.to(self.device))
 
         return _on_thread(broadcast)
 
@@ -138,6 +138,8 @@ class CollectiveChannel:
         self.sender: Thread | None = None
         self.version = 0
         self.kept: dict[str, Tensor] = {}
+        self.device = torch.device("cuda" if backend == "nccl" else "cpu")
+        """From which is sent."""
 
     def publish(self, update: WeightUpdate, readers: int) -> CollectiveReference:
         """Begin to broadcast; it ends when all readers have opened the reference, or one fails."""
@@ -145,6 +147,8 @@ class CollectiveChannel:
         base = {name: tensor for name, tensor in self.kept.items() if ".lora_" not in name}
         whole = any(".lora_" not in name for name in parts)
         self.version = update.version
+        if self.backend == "nccl":  # the trainer's, where that is in this process
+            self.device = next((tensor.device for tensor in parts.values() if tensor.is_cuda), self.device)
         self.kept = ({} if whole else base) | {name: tensor.to("cpu", copy=True) for name, tensor in parts.items()}
         return self._send(parts, readers)
 
@@ -173,7 +177,6 @@ class CollectiveChannel:
 
     def _run(self, group: tuple[str, Any, int], tensors: Iterable[Tensor]) -> None:
         name, members, readers = group
-        device = torch.device("cuda" if self.backend == "nccl" else "cpu")
         try:
             if members is None:
                 timeout = timedelta(seconds=self.timeout_s)
@@ -181,7 +184,7 @@ class CollectiveChannel:
                 if self.group is group:
                     self.group = (name, members, readers)
             for tensor in tensors:
-                _broadcast(members, tensor.to(device).contiguous())
+                _broadcast(members, tensor.to(self.device).contiguous())
         except RuntimeError as error:
             log.warning("a broadcast of weights failed: %s", str(error).partition("\n")[0])
             self.group = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.weights.channels import ObjectStoreChannel, WeightChannel
 from atomrl.weights.collective import LOOPBACK, CollectiveChannel
@@ -18,5 +20,6 @@ def open_channel(cluster: RayCluster) -> WeightChannel:
         return FileChannel(Path(config.weight_folder).resolve())
     if config.weight_transfer == "collective":
         host = LOOPBACK if config.address is None else ray.util.get_node_ip_address()
-        return CollectiveChannel(host, "nccl" if cluster.wanted["rollout"].gpus >= 1 else "gloo", config.timeout_s)
+        on_gpus = cluster.wanted["rollout"].gpus >= 1 and torch.cuda.is_available()  # this process is the sender
+        return CollectiveChannel(host, "nccl" if on_gpus else "gloo", config.timeout_s)
     return ObjectStoreChannel(cluster.put)

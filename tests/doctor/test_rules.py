@@ -254,3 +254,13 @@ def test_a_gap_that_staleness_explains_is_no_fault(name):
     assert name not in {finding.id for finding in diagnose(both)}
     seldom = [old if old["step"] % 3 else new for old, new in zip(stale, made, strict=True)]
     assert name in {finding.id for finding in diagnose([made[0], *seldom[1:]])}, "steps without such tokens are passed"
+
+
+def test_a_gap_that_staleness_cannot_explain_is_found_where_all_tokens_are_stale():
+    """Also where the first steps, which are long ago, had fresh ones; of the stale ones the freshest are judged."""
+    name = "training/rollout_probs_diff_mean/staleness_"
+    for first in (0, 4):
+        gaps = [{f"{name}0": 3e-7} if step < first else {f"{name}1": 0.3, f"{name}2": 0.6} for step in range(40)]
+        others = [{key: value for key, value in row.items() if not key.startswith(name)} for row in rows(40)]
+        [finding] = diagnose([row | gap for row, gap in zip(others, gaps, strict=True)])
+        assert finding.id == "rollout_gap" and "differ by 0.3 " in finding.what

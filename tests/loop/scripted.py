@@ -80,6 +80,9 @@ class CountingTrainer:
     def token_numbers(self) -> dict[str, Tensor]:
         return {}
 
+    def free_memory(self) -> None:
+        pass
+
 
 class Transfer:
     """A weight transfer that only sets the engine's version."""

@@ -289,3 +289,21 @@ def test_reports_take_linear_time():
     for text in ("#" * 10**6, "#### " * 200_000, "\\boxed{" * 150_000, "</answer" * 125_000, "####" + " " * 10**6):
         runs_on(made(("prompt", (5,)), ("model", (7,), 1), finish_reason="length", text=text), ())
     assert time.process_time() - started < 5
+
+
+def test_an_engine_wakes_when_the_trainer_has_given_back_its_memory(tmp_path, monkeypatch):
+    """On one GPU it would find none otherwise; the new weights come afterwards."""
+    parts = make_parts(tmp_path, lambda sample, index: "x" * 3, by_quarters(2))
+    engine, order = parts.source.engine, []
+    owners = {
+        engine: ("sleep", "wake"),
+        parts.trainer: ("train_step", "free_memory"),
+        type(parts.transfer): ("__call__",),
+    }
+    for owner, names in owners.items():
+        for name in names:
+            own = getattr(owner, name)
+            noted = lambda *given, name=name, own=own: order.append(name) or own(*given)  # noqa: E731
+            monkeypatch.setattr(owner, name, noted)
+    run_step(replace(parts, sleeper=engine), planned(), 1, Progress())
+    assert order == ["sleep", "train_step", "free_memory", "wake", "__call__"]

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 from atomrl.models.spec import Unsupported, unsupported
 from atomrl.protocols import WeightUpdate
 from atomrl.rollout.generate import generate, requests_of
+from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.requests import EngineOptions
 from atomrl.types import SamplingParams
@@ -248,3 +249,18 @@ def test_an_error_while_completions_enter_loses_none(folder, monkeypatch, fault,
     for name, (*drawn, logprobs) in found.items():
         *same, expected = undisturbed[name]
         assert drawn == same and logprobs == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", [NativeEngine, HFEngine])
+def test_one_that_sleeps_gives_a_gpu_its_memory(folder, kind, monkeypatch):
+    """Which torch would keep for this process alone."""
+    options = EngineOptions(torch.float32, "cpu", max_concurrent_completions=4)
+    engine, freed = kind.from_pretrained(str(folder), AutoTokenizer.from_pretrained(folder), options), []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(engine._asleep))
+    engine.sleep()
+    engine.wake()
+    assert not freed
+    monkeypatch.setattr(type(engine.model), "device", torch.device("cuda"), raising=False)
+    monkeypatch.setitem(vars(engine.model), "device", torch.device("cuda"))
+    engine.sleep()
+    assert freed == [True]

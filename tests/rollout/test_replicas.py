@@ -14,6 +14,7 @@ from atomrl.protocols import WeightUpdate
 from atomrl.rollout.fake import FakeEngine
 from atomrl.rollout.replicas import ReplicatedEngine
 from atomrl.types import GenerationRequest, SamplingParams
+from atomrl.weights.ways import open_channel
 
 
 class Words:
@@ -193,3 +194,34 @@ def test_where_one_holds_requests_none_sleeps(replicas):
         replicas.sleep()
     replicas.submit([request("b/0")])  # by the other one
     assert drain(replicas) == ["a/0", "b/0"]
+
+
+def test_one_that_dies_after_it_gave_up_requests_is_started_again(replicas, cluster):
+    """Its last answer to a poll is lost with it; what that had finished is drawn, or given up, again."""
+    replicas.submit([request("a/0"), request("a/1"), request("b/0")])
+    first = replicas.replicas[0]
+    first.polling = cluster.submit(first.actor, "poll")
+    cluster.dies.add((0, "poll"))
+    aborted = replicas.abort(["a/0"])
+    assert [output.request_id for output in aborted] == ["a/0"] and aborted[0].finish_reason == "abort"
+    assert replicas.restarts == 1 and drain(replicas) == ["a/1", "b/0"]
+
+
+def test_a_request_that_its_last_answer_had_finished_is_given_up_all_the_same(replicas, cluster):
+    replicas.submit([request("a/0"), request("a/1")])
+    first = replicas.replicas[0]
+    first.actor.handle.poll()  # finishes a/0, and nobody hears of it
+    first.polling = cluster.submit(first.actor, "poll")
+    cluster.dies.add((0, "poll"))
+    assert sorted(output.request_id for output in replicas.abort()) == ["a/0", "a/1"]
+    assert holders(replicas) == [[], []] and drain(replicas) == []
+
+
+@pytest.mark.parametrize(("sees", "gpus", "backend"), [(True, 1, "nccl"), (False, 1, "gloo"), (True, 0.5, "gloo")])
+def test_a_broadcast_is_by_nccl_where_the_sender_has_a_gpu_too(cluster, monkeypatch, sees, gpus, backend):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees)
+    cluster.config = cluster.config.model_copy(update={"weight_transfer": "collective"})
+    cluster.wanted["rollout"].gpus = gpus
+    channel = open_channel(cluster)
+    assert channel.backend == backend and channel.device.type == ("cuda" if backend == "nccl" else "cpu")
+    channel.close()

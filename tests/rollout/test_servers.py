@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -24,6 +25,8 @@ from atomrl.rollout.requests import EngineOptions
 from atomrl.rollout.server_process import ServerProcess
 from atomrl.rollout.sglang import SGLangEngine
 from atomrl.rollout.sglang_weights import DIFFERS, digest_of, held_hashes
+from atomrl.rollout.vllm_server import VLLMServerEngine
+from atomrl.rollout.vllm_worker import WORKER_EXTENSION
 from atomrl.types import SamplingParams
 from atomrl.weights import tensor_hash
 from tests.conformance.fake_sglang import FakeSGLang
@@ -447,3 +450,21 @@ def test_a_run_trains_with_servers_that_are_there(fakes, tmp_path, folder):
     assert main(["train", str(config), *overrides]) == 0
     assert one.label == two.label and one.label.startswith("2@")  # the weights of the last update
     assert {one.calls.count("/update_weights_from_disk"), two.calls.count("/update_weights_from_disk")} == {3}
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {}])
+def test_what_several_workers_of_vllm_hold_is_not_taken_for_whole_weights(sizes):
+    """Each has a part of a matrix, or some of the layers; a single one says what it has."""
+
+    class Client:
+        async def get(self, server, path, **options):
+            return {"vllm_config": {"parallel_config": {"worker_extension_cls": WORKER_EXTENSION} | sizes}}
+
+        async def post(self, server, path, body):
+            return {"results": [[["w", "float32", 7]]] * (2 if sizes else 1)}
+
+    engine = object.__new__(VLLMServerEngine)
+    engine.client, engine.shapes, engine.ranks, engine.tied = Client(), {"w": (2, 2)}, {}, False
+    engine.options = EngineOptions(torch.float32, "cpu", 4)
+    found = asyncio.run(engine._hashes(None))
+    assert [(held.name, held.value) for held in found] == [("w", None if sizes else 7)]

@@ -90,6 +90,7 @@ def test_an_engine_takes_what_the_ranks_have_learned(folder, kind):
         assert engine.weight_hashes() == before
         for version in (1, 2):
             both.train_step(make_batch(), make_algorithm())
+            both.free_memory()  # as before engines wake
             transfer(version)
         assert engine.version == 2 and engine.weight_hashes() != before
 
