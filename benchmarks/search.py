@@ -9,7 +9,8 @@ the loss; and, from a warm start of 1,200 steps, after which most groups have no
 search for right and for wrong answers, each normalised as GRPO does and as Dr. GRPO does, and with the cost on right
 answers alone; for `--collapse-steps`.
 
-What is finished is not run again. Prints tables, writes `results.json` and `search.png`.
+What is finished is not run again. Prints tables, and what `atomrl doctor` finds in the collapses; writes `results.json`
+and `search.png`.
 """
 
 from __future__ import annotations
@@ -158,6 +159,21 @@ def table(results: Sequence[dict[str, Any]], what: str, name: str) -> str:
     return "\n".join(lines)
 
 
+def collapses(result: dict[str, Any], folder: Path) -> str:
+    """Of each collapse the searches by hops at its end, and what the doctor finds in it."""
+    from atomrl.doctor.watch import diagnose
+    from atomrl.reading.lines import metrics_of
+
+    lines = ["| searches, by hops | " + " | ".join(map(str, HOPS)) + " | the doctor |", "|---" * (len(HOPS) + 2) + "|"]
+    for name in COLLAPSES:
+        if name in result:
+            figures = " | ".join(f"{result[name][str(hops)]['searches']:.3f}" for hops in HOPS)
+            found = diagnose(metrics_of(folder / name.replace(" ", "-")))
+            named = ", ".join(f"{finding.id} (step {finding.step})" for finding in found)
+            lines.append(f"| {name} | {figures} | {named or 'nothing'} |")
+    return "\n".join(lines)
+
+
 def history(run: Path, name: str) -> dict[str, list[tuple[int, float]]]:
     """By hops: (step, accuracy or searches) of the completions that were drawn in training."""
     found = defaultdict(list)
@@ -221,6 +237,8 @@ def main() -> None:
     for what in ("before", "after", "empty retriever", *COLLAPSES):
         for name in ("accuracy", "searches"):
             print(table(results, what, name), end="\n\n")
+    if arguments.collapse_steps:
+        print(collapses(results[0], arguments.out / f"seed-{results[0]['seed']}"), end="\n\n")
     for result in results:
         print(f"seed {result['seed']}: warm start {result['warm_start']}, GRPO {result['grpo']}")
     (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

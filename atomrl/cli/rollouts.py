@@ -118,7 +118,9 @@ def in_a_line(row: dict[str, Any], run: Run, number: int) -> str:
 
 
 def in_full(row: dict[str, Any]) -> str:
-    """All of a completion that a person reads."""
+    """All of a completion that a person reads; of an episode, who wrote what."""
+    from atomrl.tracking.console import by_turn
+
     numbers = {
         key: row.get(key) for key in ("reward", "reward_parts", "advantage", "completion_tokens", "finish_reason")
     }
@@ -126,7 +128,9 @@ def in_full(row: dict[str, Any]) -> str:
     prompt = row.get("prompt")
     if isinstance(prompt, list):
         prompt = "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in prompt if isinstance(turn, dict))
-    texts = [f"{prompt}", "->", f"{row.get('completion')}", f"ground truth: {row.get('ground_truth')}"]
+    episode = row.get("episode")
+    completion = row.get("completion") if episode is None else by_turn(episode, whole=True).plain
+    texts = [f"{prompt}", "->", f"{completion}", f"ground truth: {row.get('ground_truth')}"]
     return printable("\n".join([head, *texts, ", ".join(f"{key} {value}" for key, value in numbers.items())]))
 
 

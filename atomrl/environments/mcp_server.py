@@ -14,6 +14,10 @@ from atomrl.episodes import Reply
 
 _servers: dict[str, McpServer] = {}
 _lock = threading.Lock()
+_CLOSING_S = 10.0
+"""At most, for the end of a command: the client kills one that has not ended after two seconds."""
+_STATUS = "Server returned an error response"
+"""What the client makes of a status of HTTP without an error of the server's own."""
 
 
 def connected(tool: Mapping[str, Any]) -> McpServer:
@@ -22,6 +26,7 @@ def connected(tool: Mapping[str, Any]) -> McpServer:
     with _lock:
         if key not in _servers:
             _servers[key] = McpServer(tool)
+        if not _servers[key].names:
             _servers[key].schemas()
         return _servers[key]
 
@@ -40,6 +45,8 @@ class McpServer:
         self._client: Any = None
         self._lost = asyncio.Event()
         self._holding: asyncio.Task[None] | None = None
+        self._tasks = dict[asyncio.Task[None], asyncio.Event]()
+        """Of the connection, and of lost ones that have not ended, with what ends them."""
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def schemas(self) -> list[dict[str, Any]]:
@@ -68,7 +75,7 @@ class McpServer:
 
     def close(self) -> None:
         """End the connection, and the process of a command."""
-        self._run(self._lose())
+        self._run(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     # ---- On the loop's thread ----
@@ -87,7 +94,14 @@ class McpServer:
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> tuple[str, str]:
         from mcp import MCPError
-        from mcp_types import INVALID_PARAMS, METHOD_NOT_FOUND
+        from mcp_types import (
+            CONNECTION_CLOSED,
+            INVALID_PARAMS,
+            INVALID_REQUEST,
+            METHOD_NOT_FOUND,
+            PARSE_ERROR,
+            REQUEST_TIMEOUT,
+        )
 
         client = await self._connected()
         async with self._answering():
@@ -96,28 +110,36 @@ class McpServer:
             except MCPError as error:
                 if error.code in (INVALID_PARAMS, METHOD_NOT_FOUND):
                     return "invalid", error.message
-                raise
+                # These are the client's own: the connection or the session is over, or what came is no answer.
+                lost = (CONNECTION_CLOSED, REQUEST_TIMEOUT, INVALID_REQUEST, PARSE_ERROR)
+                if error.code in lost or error.message == _STATUS:
+                    raise
+                return "error", error.message
         texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
         return "error" if result.is_error else name, "\n".join(texts)
 
     @asynccontextmanager
     async def _answering(self) -> AsyncIterator[None]:
         """What goes wrong within is the server's fault, and loses the connection."""
+        lost = self._lost
         try:
             async with asyncio.timeout(self.tool["timeout_s"]):
                 yield
         except TimeoutError as error:
+            self._lose(lost, self.tool["timeout_s"])
             raise TimeoutError(f"{self._name}: no answer within {self.tool['timeout_s']:g} s") from error
         except Exception as error:
-            await self._lose()
+            self._lose(lost)
             raise ConnectionError(f"{self._name}: {error}") from error
 
     async def _connected(self) -> Any:
         async with self._connecting:
             if self._client is None or self._holding is None or self._holding.done():
                 ready: asyncio.Future[Any] = self._loop.create_future()
-                self._lost = asyncio.Event()
+                self._client, self._lost = None, asyncio.Event()
                 self._holding = self._loop.create_task(self._hold(ready, self._lost))
+                self._tasks[self._holding] = self._lost
+                self._holding.add_done_callback(self._tasks.pop)
                 async with self._answering():
                     self._client = await asyncio.shield(ready)
             return self._client
@@ -149,12 +171,26 @@ class McpServer:
             server = streamable_http_client(given, http_client=http)
         return Client(server, read_timeout_seconds=limit)
 
-    async def _lose(self) -> None:
-        """Let the next call connect anew."""
-        self._client = None
-        self._lost.set()
-        if self._holding is not None:
-            await asyncio.wait([self._holding], timeout=self.tool["timeout_s"])
+    def _lose(self, lost: asyncio.Event, others_s: float = 0.0) -> None:
+        """Let the next call connect anew; nobody waits for the end of the old connection.
+
+        Args:
+            lost: of the connection that was used, which another call may have lost before.
+            others_s: seconds that it goes on for the calls of others.
+        """
+        if lost is not self._lost:
+            return
+        if self._client is None and self._holding is not None:  # it has not come so far as to wait for its end
+            self._holding.cancel()
+        self._client, self._lost = None, asyncio.Event()
+        self._loop.call_later(others_s, lost.set)
+
+    async def _close(self) -> None:
+        self._lose(self._lost)
+        for lost in self._tasks.values():
+            lost.set()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLOSING_S)
 
     @property
     def _name(self) -> str:

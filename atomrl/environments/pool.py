@@ -280,14 +280,14 @@ class EnvironmentPool:
             episode.deadline = self._clock + self.settings.timeout_s
             if episode.heard[place] != digest:
                 message = "it answered other than before when it was played again, after its worker process had ended"
-                self._finish(episode, Answer(ended=True, failure="error", message=message))
+                self._finish(episode, Answer(ended=True, failure="error", message=message, seconds=rest[-1]))
             return
         episode.heard.append(digest)
         episode.suspect = False
         if word == "end":
             self._finish(episode, Answer(ended=True, outcome=rest[0], seconds=rest[1]))
         elif word == "failed":
-            self._finish(episode, Answer(ended=True, failure=rest[0], message=rest[1]))
+            self._finish(episode, Answer(ended=True, failure=rest[0], message=rest[1], seconds=rest[2]))
         else:
             self._asked.pop(key, None)
             parts, seconds = rest
@@ -331,7 +331,7 @@ class EnvironmentPool:
         """Some of its episodes hang, and it does not: they are over, and it is ended after the others."""
         for episode in self._late(worker):
             worker.retiring = True
-            self._finish(episode, self._too_late())
+            self._finish(episode, self._too_late(episode))
 
     def _stuck(self, worker: _Worker) -> None:
         """A worker does not answer. A late episode that has run meanwhile, as no other, is what holds the interpreter:
@@ -340,12 +340,17 @@ class EnvironmentPool:
         most = max(ran.values(), default=0.0)
         holding = [key for key, seconds in ran.items() if seconds == most > 0]
         if len(holding) == 1:
-            self._finish(self._episodes[holding[0]], self._too_late())
+            late = self._episodes[holding[0]]
+            self._finish(late, self._too_late(late))
         self._lost(worker, stuck=True, known=len(holding) == 1)
 
-    def _too_late(self) -> Answer:
+    def _too_late(self, episode: _Episode) -> Answer:
         message = f"over {self.settings.timeout_s:g} s for an answer (environment.timeout_s allows more)"
-        return Answer(ended=True, failure="timeout", message=message)
+        return Answer(ended=True, failure="timeout", message=message, seconds=self._taken(episode))
+
+    def _taken(self, episode: _Episode) -> float:
+        """Seconds since it was asked; where it is played again, since it was for the second time."""
+        return max(0.0, self._clock - episode.deadline + self.settings.timeout_s)
 
     def _lost(self, worker: _Worker, stuck: bool = False, known: bool = False) -> None:
         """A worker has ended, or one of its episodes keeps it from answering at all: its episodes are played again in
@@ -361,8 +366,8 @@ class EnvironmentPool:
             episode.worker = None
             if episode.suspect and worker.ready and not known:
                 message = "its process ended (by os._exit, a signal, or for want of memory)"
-                crash = Answer(ended=True, failure="crash", message=message)
-                self._finish(episode, self._too_late() if stuck else crash)
+                crash = Answer(ended=True, failure="crash", message=message, seconds=self._taken(episode))
+                self._finish(episode, self._too_late(episode) if stuck else crash)
             else:
                 episode.suspect = episode.key in self._asked and worker.ready and not known
                 self._homeless.append(episode)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Generator
 
 from atomrl.episodes import Reply
-from atomrl.sandbox import Limits, Sandbox, check, run
-from atomrl.sandbox.tools import shown
+from atomrl.sandbox import Sandbox, check, run
+from atomrl.sandbox.tools import limits_of, shown
 from atomrl.types import Sample
 
 INVALID = (
@@ -44,7 +43,7 @@ def python(
         sandbox: `none` runs programs as you, with no safety at all.
     """
     action = re.compile(rf"<({re.escape(tag)}|answer)>(.*?)</\1>", re.DOTALL)
-    limits = Limits(cpu_s=math.ceil(timeout_s), wall_s=2 * timeout_s, memory_mb=memory_mb)
+    limits = limits_of(timeout_s, memory_mb)
     text = yield None
     for _ in range(max_calls):
         found = action.search(text)

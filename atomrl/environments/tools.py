@@ -19,10 +19,12 @@ from atomrl.environments.playing import described
 from atomrl.environments.tool_calls import Call, Form, Schema, find_calls
 from atomrl.episodes import Reply
 from atomrl.functions import find_function
+from atomrl.sandbox import SandboxError, check
+from atomrl.sandbox.tools import python
 from atomrl.types import Sample
 
-BROKEN = (ConnectionError, TimeoutError)
-"""What a tool raises where a service is to blame, and not what the model asked for."""
+BROKEN = (ConnectionError, TimeoutError, SandboxError)
+"""What a tool raises where a service or the sandbox is to blame, and not what the model asked for."""
 AT_ONCE = 8
 """Calls of one turn that run at the same time."""
 HIDDEN = ("reset", "get_reward", "close")
@@ -45,6 +47,7 @@ def call_tools(
 
     Raises:
         ConnectionError, TimeoutError: a service that a tool needs does not answer.
+        SandboxError: a program could not be run.
     """
     with ExitStack() as stack:
         known, objects = _tools_of(tools, stack)
@@ -60,7 +63,8 @@ def find_schemas(tools: Sequence[Mapping[str, Any]]) -> list[Schema]:
     """The JSON schemas of tools: of functions and methods from type hints and docstring, of servers as they say.
 
     Raises:
-        ValueError: there is no such function, it lacks hints or docstring, or two have the same name.
+        ValueError: there is no such function, it lacks hints or docstring, it needs a sandbox and there is none, or
+            two have the same name.
         ConnectionError, TimeoutError: an MCP server does not answer.
     """
     found: list[Schema] = []
@@ -94,17 +98,26 @@ def _functions(tool: Mapping[str, Any]) -> list[Callable[..., Any]]:
 def _schema(function: Callable[..., Any], tool: Mapping[str, Any]) -> Schema:
     from transformers.utils.chat_template_utils import get_json_schema
 
-    given = {} if inspect.isclass(find_function(tool["function"])) else tool["args"]
+    given = {} if inspect.isclass(find_function(tool["function"])) else _given(function, tool)
     try:
         inspect.signature(function).bind_partial(**given)
+        if function is python:
+            check(given["sandbox"])
         schema: dict[str, Any] = get_json_schema(function)
-    except Exception as error:  # of type hints and docstrings, each its own
+    except Exception as error:  # of type hints, docstrings and sandboxes, each its own
         raise ValueError(f"tools: {tool['function']!r} cannot be a tool: {error}") from error
     parameters = schema["function"]["parameters"]
     parameters["properties"] = {key: value for key, value in parameters["properties"].items() if key not in given}
     if "required" in parameters:
         parameters["required"] = [key for key in parameters["required"] if key not in given]
     return schema
+
+
+def _given(function: Callable[..., Any], tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that the model neither sees nor gives: the config's, and of Python in the sandbox all but the
+    program, since how safely it runs is not for the model to say."""
+    parameters = inspect.signature(function).parameters.values() if function is python else ()
+    return {**{one.name: one.default for one in parameters if one.name != "code"}, **tool["args"]}
 
 
 @dataclass(frozen=True)
@@ -133,7 +146,7 @@ def _tools_of(tools: Sequence[Mapping[str, Any]], stack: ExitStack) -> tuple[dic
                 bound = _checked(getattr(one.object, method.__name__), {})
                 known[method.__name__] = _Tool(bound, limit, one.thread)
         else:
-            known[made.__name__] = _Tool(_checked(made, tool["args"]), limit)
+            known[made.__name__] = _Tool(_checked(made, _given(made, tool)), limit)
     return known, objects
 
 

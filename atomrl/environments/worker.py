@@ -66,7 +66,7 @@ def serve(connection: Connection) -> None:
 
     Each of its answers is a list: a key, a word, and what belongs to it: `opening` and `reply` with a list of text,
     role, reward and label of each message (empty: nothing is said) and seconds; `end` with the outcome and seconds;
-    `failed` with a kind and a message. The key None is of no episode: `pong`; `thread` with a key and
+    `failed` with a kind, a message and seconds. The key None is of no episode: `pong`; `thread` with a key and
     the number of the thread that plays it; `unusable` with a reason; `left_behind`: threads go on with calls that
     nobody waits for.
     """
@@ -109,7 +109,7 @@ def serve(connection: Connection) -> None:
                 threading.Thread(target=_play, args=work, daemon=True).start()
             except RuntimeError as error:  # there are as many as the machine allows
                 del inboxes[message.key]
-                answer(message.key, "failed", "error", _describe(error))
+                answer(message.key, "failed", "error", _describe(error), 0.0)
         elif (inbox := inboxes.get(message.key)) is not None:
             inbox.put(message.what)
 
@@ -162,9 +162,9 @@ def _play(
         if over:  # it went on as if nothing had happened
             answer(start.key, "end", 0.0, time.perf_counter() - began)
     except Misplayed as error:
-        answer(start.key, "failed", "invalid", plain(str(error)[:MAX_MESSAGE]))
+        answer(start.key, "failed", "invalid", plain(str(error)[:MAX_MESSAGE]), time.perf_counter() - began)
     except BaseException as error:  # also SystemExit, and asyncio's CancelledError
-        answer(start.key, "failed", "error", _describe(error))
+        answer(start.key, "failed", "error", _describe(error), time.perf_counter() - began)
     finally:
         del inboxes[start.key]
 

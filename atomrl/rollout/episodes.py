@@ -206,7 +206,12 @@ class EpisodeEngine(RolloutEngine):
         if answer.ended:
             return answer
         replies = answer.replies if play.turns else self._opening(answer.replies)
-        if replies and (why := self._add_replies(play, replies)):
+        try:
+            why = self._add_replies(play, replies) if replies else None
+        except ValueError as error:  # the chat template has no place for them
+            self.pool.end(play.key)
+            return Answer(ended=True, failure="invalid", message=str(error))
+        if why:
             play.ended = why
             self.pool.cut(play.key)
             return None
@@ -224,7 +229,11 @@ class EpisodeEngine(RolloutEngine):
         return replies
 
     def _add_replies(self, play: _Play, replies: Sequence[Reply]) -> Ended | None:
-        """The replies' tokens in the row, or why they have no room there."""
+        """The replies' tokens in the row, or why they have no room there.
+
+        Raises:
+            ValueError: the chat template has no place for them. Nothing has then changed.
+        """
         if len(play.turns) >= self.settings.max_turns:
             return "turns"
         last = play.tokens[-1] if play.turns else None

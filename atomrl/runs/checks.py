@@ -13,6 +13,7 @@ from typing import Any
 from atomrl.config import ConfigError, FSDPConfig, MegatronConfig, RolloutConfig, RunConfig
 from atomrl.data.generators import is_generator
 from atomrl.environments.playing import EpisodeError, find_environment
+from atomrl.environments.python import python
 from atomrl.environments.tool_calls import find_form
 from atomrl.environments.tools import find_schemas, has_objects
 from atomrl.hints import said_as
@@ -27,6 +28,7 @@ from atomrl.rollout.replies import ReplyTokens
 from atomrl.rollout.stopping import eos_token_ids
 from atomrl.runs.build import device_name, engine_class, rank_total, tool_schemas, train_sampling
 from atomrl.runs.cluster import cluster_roles
+from atomrl.sandbox.tools import limits_of
 from atomrl.training.tensor_parallel import check_tensor
 from atomrl.types import Sample
 
@@ -358,6 +360,14 @@ def check_environment(config: RunConfig, tokenizer: Any) -> None:
     except EpisodeError as error:
         raise ConfigError(f"environment.{error}") from error
     parameters = inspect.signature(function).parameters
+    if function is python:
+        with said_as(ConfigError, "environment.args.timeout_s", TypeError):
+            wall_s = limits_of(settings.args.get("timeout_s", parameters["timeout_s"].default), 0).wall_s
+        if wall_s >= settings.timeout_s:
+            log.warning(
+                "environment.args.timeout_s: by the clock a program may take twice as long, %g s, which is not below "
+                "environment.timeout_s=%g, which ends the whole episode first", wall_s, settings.timeout_s,
+            )  # fmt: skip
     role = settings.args.get("role", parameters["role"].default) if "role" in parameters else ""
     role = "tool" if config.tools else role
     with said_as(ConfigError, "environment", ValueError):

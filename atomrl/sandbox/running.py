@@ -6,6 +6,7 @@ import logging
 import os
 import selectors
 import subprocess
+import threading
 import time
 from dataclasses import dataclass
 from typing import IO, Any, Literal, get_args
@@ -19,6 +20,9 @@ Ended = Literal["exit", "timeout", "output"]
 """By itself; since its time was over, of the clock or of the processor; since it wrote too much."""
 _CPU_TIME_OVER = 128 + 24  # SIGXCPU
 _KILLED = 128 + 9
+AT_ONCE = max(4, os.cpu_count() or 1)
+"""Programs that run at the same time in a process; others wait, and their time begins when they are started."""
+_places = threading.BoundedSemaphore(AT_ONCE)
 _found_working: set[str] = set()
 
 
@@ -49,8 +53,8 @@ class Result:
 def run(source: str, *, stdin: str = "", limits: Limits | None = None, sandbox: Sandbox = "bubblewrap") -> Result:
     """Run a Python program; it is killed, with all that it started, at a limit.
 
-    It has no network, sees no file but Python's own and those that it writes in `/tmp`, where it starts, and no
-    variable of this process's environment.
+    At most `AT_ONCE` run at the same time in a process. A program has no network, sees no file but Python's own
+    and those that it writes in `/tmp`, where it starts, and no variable of this process's environment.
 
     Args:
         source: of the program.
@@ -63,7 +67,7 @@ def run(source: str, *, stdin: str = "", limits: Limits | None = None, sandbox: 
     """
     check(sandbox)
     adopt()
-    with sealed(stdin.encode(errors="replace")) as given:
+    with _places, sealed(stdin.encode(errors="replace")) as given:
         return _run({"main.py": source}, given, limits or Limits(), sandbox)
 
 

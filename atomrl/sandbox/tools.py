@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from atomrl.sandbox.box import Limits
+import math
+
+from atomrl.sandbox.box import Limits, Sandbox
 from atomrl.sandbox.running import Result, run
 
 MOST_CHARACTERS = 2000
 
 
-def python(code: str) -> str:
+def python(code: str, sandbox: Sandbox = "bubblewrap", timeout_s: float = 5.0, memory_mb: int = 512) -> str:
     """Run a Python program in a sandbox and return what it prints. It has no network and keeps nothing between calls.
 
     Args:
         code: the program; it has to print what is to be seen.
+        sandbox: `none` runs programs as you, with no safety at all. No model can give this or what follows.
+        timeout_s: seconds of the processor for a program; by the clock it may take twice as long.
+        memory_mb: of a program.
 
     Raises:
         SandboxError: there is no sandbox here, or it failed.
     """
-    limits = Limits()
-    return shown(run(code, limits=limits), limits, MOST_CHARACTERS)
+    limits = limits_of(timeout_s, memory_mb)
+    return shown(run(code, limits=limits, sandbox=sandbox), limits, MOST_CHARACTERS)
+
+
+def limits_of(timeout_s: float, memory_mb: int) -> Limits:
+    """What a program may use that has so many seconds of the processor; by the clock it may take twice as long, since
+    others run beside it.
+
+    Example:
+        >>> limits_of(5.0, 512) == Limits()
+        True
+    """
+    return Limits(cpu_s=math.ceil(timeout_s), wall_s=2 * timeout_s, memory_mb=memory_mb)
 
 
 def shown(result: Result, limits: Limits, most: int) -> str:

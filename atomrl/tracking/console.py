@@ -25,7 +25,7 @@ SHOWN = {
     "tok/s": ("perf/throughput", "{:,.0f}"),
 }
 """What is shown: label -> metric and format."""
-REPLY_STYLE = "cyan"
+REPLY_STYLE, QUOTED = "cyan", "\n> "
 COMPLETIONS, CHARACTERS = 3, 200
 """Of a step that are shown, and how much of each prompt (its end) and completion (its start)."""
 
@@ -145,12 +145,13 @@ def shortened(text: str) -> str:
     return shown[:CHARACTERS] + "…" * (len(shown) > CHARACTERS)
 
 
-def by_turn(episode: Mapping[str, Any]) -> Text:
+def by_turn(episode: Mapping[str, Any], whole: bool = False) -> Text:
     """Who wrote what: the model's words as they are; the environment's set off, with label, seconds and the reward of
     the turn; and how it ended, where the environment did not end it.
 
     Args:
         episode: as it is written to `rollouts/`.
+        whole: all turns, and all of their texts; else the first two and the last one, and the starts.
 
     Example:
         >>> turn = {"text": "<search>Paris", "reply": "a city", "labels": ["search"], "seconds": 0.25, "reward": None}
@@ -165,19 +166,23 @@ def by_turn(episode: Mapping[str, Any]) -> Text:
         ended: turns
     """
     turns, lines = episode["turns"], list[tuple[str, str]]()
+
+    def text_of(text: str, newline: str = "\n") -> str:
+        return printable(text).strip("\n").replace("\n", newline) if whole else shortened(text)
+
     if episode["opening"]:
-        lines.append((f"> {shortened(episode['opening'])}", REPLY_STYLE))
+        lines.append((f"> {text_of(episode['opening'], QUOTED)}", REPLY_STYLE))
     for number, turn in enumerate(turns):
-        if 1 < number < len(turns) - 1:
+        if 1 < number < len(turns) - 1 and not whole:
             lines += [(f"... {len(turns) - 3} more", "")] * (number == 2)
             continue
-        lines.append((shortened(turn["text"]), ""))
+        lines.append((text_of(turn["text"]), ""))
         if turn["reply"] or turn["labels"] or turn["reward"] is not None:
             reward = "" if turn["reward"] is None else f", reward {turn['reward']:.3g}"
             about = f"{printable(', '.join(filter(None, turn['labels'])))} ({turn['seconds']:.2f} s{reward})".strip()
-            lines.append((f"> {about}: {shortened(turn['reply'])}", REPLY_STYLE))
+            lines.append((f"> {about}: {text_of(turn['reply'], QUOTED)}", REPLY_STYLE))
     if episode["ended"] != "environment":
-        why = f": {episode['failure']}: {shortened(episode['message'])}" if episode.get("failure") else ""
+        why = f": {episode['failure']}: {text_of(episode['message'])}" if episode.get("failure") else ""
         lines.append((f"ended: {episode['ended']}{why}", "bold"))
     return Text("\n").join(Text(text, style=style) for text, style in lines)
 

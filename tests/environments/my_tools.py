@@ -7,6 +7,8 @@ import threading
 import time
 from typing import Literal
 
+from atomrl.sandbox import SandboxError
+
 together = threading.Barrier(3)
 
 
@@ -67,6 +69,20 @@ def down(query: str) -> str:
         query: what
     """
     raise ConnectionError("the service is down")
+
+
+def boxless(query: str) -> str:
+    """Runs a program where there is no sandbox.
+
+    Args:
+        query: what
+    """
+    raise SandboxError("no namespaces for you")
+
+
+def much() -> str:
+    """Says more than anybody reads."""
+    return "z" * 10_000_000
 
 
 def die() -> str:
@@ -179,6 +195,7 @@ class Notes:
 
 MCP_SERVER = '''
 import os, sys, time
+from mcp import MCPError
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
@@ -193,6 +210,11 @@ def add(a: int, b: int) -> int:
 def fail() -> str:
     """Fails."""
     raise ToolError("no such luck")
+
+@server.tool()
+def overdrawn() -> str:
+    """Is refused by the server."""
+    raise MCPError(code=-32050, message="no credit left")
 
 @server.tool()
 def hang() -> str:

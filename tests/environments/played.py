@@ -90,6 +90,13 @@ def faulty(sample, *, how="", folder=""):
     return 1.0
 
 
+def misplaced(sample):
+    """Speaks as a role; each other one in the model's own turn."""
+    yield None
+    yield Reply(text="a", role="tool" if sample.sample_id.startswith("bad") else "")
+    return 1.0
+
+
 def fickle(sample, *, folder):
     """Answers other than before when it is played again; the bad one ends the process once."""
     text = yield None

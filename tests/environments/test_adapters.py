@@ -1,6 +1,7 @@
 """Other people's environments, played by a scripted player in this process; the packages are optional."""
 
 import ast
+import inspect
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from atomrl.data.generators import generate
 from atomrl.environments.playing import as_replies, find_environment
 from atomrl.environments.playing import play as play_environment
+from atomrl.functions import find_function
 from atomrl.types import Sample
 from tests.environments.my_tools import wait_until
 
@@ -44,6 +46,13 @@ def test_an_adapter_is_short(file):
     (function,) = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
     code = file.read_text().splitlines()[function.body[0].end_lineno : function.end_lineno]
     assert len([line for line in code if line.strip()]) <= 30
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_an_adapter_says_as_whom_it_speaks(file):
+    """By which a run finds out beforehand whether the chat template has a place for it."""
+    function = find_function(f"atomrl.environments.adapters.{file.stem}.play")
+    assert inspect.signature(function).parameters["role"].default == "user"
 
 
 LAKE = {"id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "args": {"is_slippery": False}}

@@ -1,7 +1,9 @@
 """Environments that hang, raise, end their process or say too much: what it costs, and that no other one notices."""
 
 import os
+import socket
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from atomrl.config import EnvironmentConfig
 from atomrl.environments.playing import EpisodeError
 from atomrl.environments.pool import EnvironmentPool
+from atomrl.types import Sample
 from tests.environments.conftest import SAMPLING, samples
 
 ONE = replace(SAMPLING, completions_per_prompt=2)
@@ -152,6 +155,55 @@ def test_what_cannot_be_used_is_said(tokenizer, function, args, words):
             wait_for(pool, [pool.start(samples(tokenizer)[0].sample, 0)])
     finally:
         pool.close()
+
+
+def test_a_reply_that_has_no_place_costs_its_own_episode(played, tokenizer, monkeypatch):
+    """As whom an environment without an argument `role` speaks is not known before it does."""
+    prompts = samples(tokenizer, bad=2)
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    found = played("misplaced", prompts=prompts, sampling=ONE)
+    assert failures(found) == ["invalid"] * 4
+    assert all("no chat template" in item.episode.message for item in found if item.episode.failure)
+    assert {item.episode.outcome for item in found if not item.episode.failure} == {1.0}
+
+
+@pytest.mark.parametrize("how, failure", [("raise", "error"), ("exit", "crash"), ("hang", "timeout")])
+def test_what_fails_says_how_long_it_took(tokenizer, how, failure):
+    pool = make_pool("faulty", args={"how": how}, timeout_s=0.5, workers=1)
+    try:
+        key = pool.start(samples(tokenizer, bad=1)[0].sample, 0)
+        wait_for(pool, [key])
+        pool.say(key, "x")
+        answer = wait_for(pool, [key])[key]
+        assert answer.failure == failure and answer.seconds >= (0.5 if how == "hang" else 1e-6)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_search_whose_service_is_down_costs_its_own_episode(listens):
+    """Nothing listens, or what listens never answers."""
+    with socket.socket() as service:
+        service.bind(("127.0.0.1", 0))
+        if listens:
+            service.listen()
+        args = {"url": f"http://127.0.0.1:{service.getsockname()[1]}/retrieve", "timeout_s": 0.5}
+        with closing(EnvironmentPool(EnvironmentConfig(function="search_r1", args=args, workers=1))) as pool:
+            pool.heard = {}
+            one = Sample(sample_id="s", prompt="p", ground_truth=None)
+            keys = [pool.start(one, 0) for _ in range(3)]
+            wait_for(pool, keys, 60.0)
+            (worker,) = pool.workers
+            pool.say(keys[0], "<search>who?</search>")
+            pool.say(keys[1], "who?")
+            found = wait_for(pool, keys[:2], 60.0)
+            assert found[keys[0]].failure == "error"
+            assert ("timed out" if listens else "refused") in found[keys[0]].message
+            assert found[keys[0]].seconds < pool.settings.timeout_s, "it ends with the search, not with the episode's"
+            assert found[keys[1]].reply.label == "invalid"
+            pool.say(keys[2], "<answer>me</answer>")
+            assert wait_for(pool, keys[2:], 60.0)[keys[2]].failure is None
+            assert pool.workers == [worker] and not worker.retiring
 
 
 def test_half_a_character_is_a_question_mark(played, tokenizer):

@@ -6,19 +6,21 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from atomrl.config import ConfigError, EnvironmentConfig, ToolConfig, build_config
 from atomrl.data.processor import DataProcessor
 from atomrl.environments import tools as module
-from atomrl.environments.mcp_server import McpServer
-from atomrl.environments.pool import EnvironmentPool
+from atomrl.environments.mcp_server import McpServer, connected
+from atomrl.environments.pool import CHARACTERS_PER_TOKEN, EnvironmentPool
 from atomrl.environments.tool_calls import FORMS, Call, find_calls, find_form
 from atomrl.rollout.episodes import EpisodeEngine
 from atomrl.rollout.fake import FakeEngine
 from atomrl.rollout.generate import generate
 from atomrl.runs.checks import check_environment, with_tools
+from atomrl.sandbox import running
 from atomrl.types import Sample, SamplingParams
 from tests.environments.my_tools import MCP_SERVER, called, wait_until
 from tests.templates import make_tokenizer
@@ -142,9 +144,9 @@ def test_a_thought_of_a_call_is_none():
     assert len(item.episode.turns) == 1
 
 
-@pytest.mark.parametrize("tool, failure", [("down", "error"), ("die", "crash")])
+@pytest.mark.parametrize("tool, failure", [("down", "error"), ("boxless", "error"), ("die", "crash")])
 def test_a_broken_tool_gives_no_reward(tool, failure):
-    arguments = {"query": "x"} if tool == "down" else {}
+    arguments = {} if tool == "die" else {"query": "x"}
     item, _ = played(config_of(f"{PATH}.{tool}"), called(tool, **arguments), "So.")
     assert item.episode.failure == failure and item.finish_reason == "abort"
 
@@ -163,6 +165,35 @@ def test_a_limit_that_the_environments_comes_before_is_warned_of(caplog):
     for seconds, said in ((10.0, 0), (30.0, 1)):
         with_tools(config_of({"function": f"{PATH}.hang", "timeout_s": seconds}), tokenizer)
         assert caplog.text.count("ends the whole episode first") == said
+
+
+PYTHON = {"function": "atomrl.sandbox.tools.python", "args": {"sandbox": "none"}}
+
+
+def test_python_is_a_tool_whose_settings_are_the_configs():
+    calls = [called("python", code=code) for code in ("print(6 * 7)", "1 / 0")]
+    calls += [called("python", code="1", sandbox="none"), called("python", code="1", memory_mb=9999)]
+    item, row = played(config_of(PYTHON), "".join(calls), "So.")
+    assert item.episode.turns[0].labels == ("python", "python", "invalid", "invalid") and item.episode.failure is None
+    assert "42" in row and "ZeroDivisionError" in row
+    (schema,) = module.find_schemas([ToolConfig(function=PYTHON["function"], args=PYTHON["args"]).model_dump()])
+    assert schema["function"]["parameters"]["properties"].keys() == {"code"}
+    assert schema["function"]["parameters"]["required"] == ["code"]
+
+
+@pytest.mark.parametrize("tool", [PYTHON["function"], {**PYTHON, "args": {"memory_mb": 64}}])
+def test_python_is_refused_before_the_run_where_there_is_no_sandbox(tool, monkeypatch):
+    monkeypatch.setattr(running, "_found_working", set())
+    monkeypatch.setattr(running, "_hindrance", lambda sandbox: "bwrap is not installed")
+    with pytest.raises(ConfigError, match=r"cannot be a tool: .*bwrap is not installed.*sandbox: none"):
+        with_tools(config_of(tool), make_tokenizer("added", "qwen2.5"))
+
+
+@pytest.mark.parametrize("seconds, said", [(5, False), (15, True)])
+def test_programs_that_outlast_the_environments_limit_are_warned_of(seconds, said, caplog):
+    environment = {"function": "python", "args": {"sandbox": "none", "timeout_s": seconds}}
+    check_environment(config_of(environment=environment), make_tokenizer("added", "qwen2.5"))
+    assert ("twice as long, 30 s, which is not below environment.timeout_s=30" in caplog.text) == said
 
 
 def test_a_service_that_gives_up_is_no_reply():
@@ -190,6 +221,21 @@ def test_a_worker_with_a_call_that_goes_on_is_replaced():
         assert worker not in pool.workers and worker.process.poll() is not None
         pool.say(third, "So.")
         assert wait_for(pool, 1)[third].ended
+
+
+def test_ten_megabytes_of_a_tool_are_cut_before_they_travel():
+    sample = Sample(sample_id="a", prompt="", ground_truth=None)
+    config = with_tools(config_of(f"{PATH}.much", f"{PATH}.divide"), make_tokenizer("added", "qwen2.5"))
+    settings = config.environment.model_copy(update={"workers": 1, "max_reply_tokens": 64})
+    with closing(EnvironmentPool(settings)) as pool:
+        first, second = pool.start(sample, 0), pool.start(sample, 0)
+        wait_for(pool, 2, 60.0)
+        pool.say(first, called("much") + called("divide", a=6, b=3))
+        pool.say(second, called("divide", a=6, b=3))
+        found = wait_for(pool, 2, 60.0)
+        assert [reply.label for reply in found[first].replies] == ["much", "divide"]
+        assert sum(len(reply.text) for reply in found[first].replies) <= 64 * CHARACTERS_PER_TOKEN
+        assert found[second].reply.text == "2.0" and len(pool.workers) == 1
 
 
 def wait_for(pool, count, limit_s=20.0):
@@ -372,6 +418,67 @@ def test_an_mcp_server_that_ends_or_hangs_is_a_failure_and_is_found_again(mcp_fi
         assert time.monotonic() - began < 2.5
 
 
+def test_what_an_mcp_server_refuses_is_told_and_costs_no_connection(mcp_file):
+    with closing(server_of(mcp=[sys.executable, mcp_file])) as server:
+        assert server.call("add", a=1, b=2).text == "3"
+        client = server._client
+        reply = server.call("overdrawn")
+        assert (reply.label, reply.role) == ("error", "tool") and "no credit left" in reply.text
+        assert server.call("nobody").label in ("invalid", "error")
+        assert server._client is client
+
+
+def running_with(name):
+    """The processes with a name among their arguments."""
+    return [folder for folder in Path("/proc").glob("[0-9]*") if name in arguments_of(folder)]
+
+
+def arguments_of(folder):
+    try:
+        return (folder / "cmdline").read_text()
+    except OSError:
+        return ""
+
+
+SILENT = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found by /proc")
+def test_an_mcp_server_that_never_comes_up_leaves_no_process(tmp_path):
+    pytest.importorskip("mcp", reason="needs the extra mcp")
+    name = f"silent-{tmp_path}"
+    server = server_of(mcp=[sys.executable, "-c", SILENT, name], timeout_s=0.5)
+    try:
+        for _ in range(2):
+            with pytest.raises((TimeoutError, ConnectionError), match="the MCP server"):
+                server.schemas()
+        assert server._tasks, "nobody waited for its end"
+        wait_until(lambda: not running_with(name), 60.0)
+    finally:
+        server.close()
+
+
+def test_a_call_that_an_mcp_server_does_not_answer_leaves_others_theirs(mcp_file):
+    """They keep the connection that new calls do not get."""
+    with closing(server_of(mcp=[sys.executable, mcp_file], timeout_s=30.0)) as server:
+        server.schemas()
+        old, lost = server._holding, server._lost
+        server._loop.call_soon_threadsafe(server._lose, lost, 600.0)
+        assert server.call("add", a=1, b=2).text == "3"
+        assert server._holding is not old and not old.done() and not lost.is_set()
+        server._loop.call_soon_threadsafe(server._lose, lost)  # by a call that lost the old one later
+        assert server.call("add", a=1, b=2).text == "3" and len(server._tasks) == 2
+
+
+def test_a_worker_asks_a_server_that_was_down_again(mcp_file, tmp_path):
+    tool = ToolConfig(mcp=[sys.executable, str(tmp_path / "later.py")]).model_dump(mode="json")
+    with pytest.raises(ConnectionError):
+        connected(tool)
+    (tmp_path / "later.py").write_text(MCP_SERVER)
+    with closing(connected(tool)) as server:
+        assert "add" in server.names
+
+
 def test_an_mcp_server_by_its_address(mcp_file):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -382,7 +489,7 @@ def test_an_mcp_server_by_its_address(mcp_file):
         process = subprocess.Popen([sys.executable, mcp_file, str(port)], stdout=subprocess.DEVNULL)
         try:
             wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, 30.0)
-            assert len(server.schemas()) == 5
+            assert len(server.schemas()) == 6
             reply = server.call("add", a=1, b=2)
             assert (reply.text, reply.label, reply.role) == ("3", "add", "tool")
         finally:

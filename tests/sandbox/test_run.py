@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ import pytest
 from atomrl.environments.playing import EpisodeError, find_environment
 from atomrl.rewards.calling import find_scorer
 from atomrl.rewards.errors import RewardError
-from atomrl.sandbox import Limits, SandboxError, check, layout, run, running
+from atomrl.sandbox import Limits, SandboxError, box, check, layout, run, running
 from atomrl.sandbox.tools import python, shown
 
 
@@ -83,6 +85,51 @@ def test_many_at_once(sandbox):
         found = list(pool.map(lambda k: run(f"print({k} * 2)").stdout, range(24)))
     assert found == [f"{k * 2}\n" for k in range(24)]
     assert threading.active_count() <= before + 2
+
+
+def test_as_many_run_at_once_as_there_are_places(monkeypatch):
+    active, most, go, count = [], [], threading.Event(), 3 * running.AT_ONCE
+
+    def run_one(files, stdin, limits, sandbox):
+        active.append(1)
+        most.append(len(active))
+        go.wait(60)
+        active.pop()
+
+    monkeypatch.setattr(running, "_run", run_one)
+    with ThreadPoolExecutor(count) as pool:
+        found = [pool.submit(run, "", sandbox="none") for _ in range(count)]
+        end = time.monotonic() + 60
+        while len(active) < running.AT_ONCE and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.2)  # in which others would begin
+        go.set()
+        assert [one.result(60) for one in found] == [None] * count
+    assert max(most) == running.AT_ONCE and len(most) == count
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no sandbox")
+def test_two_boxes_share_no_user(monkeypatch):
+    """Also those of two processes that begin to count at the same place."""
+    held = []
+    for _ in range(3):
+        monkeypatch.setattr(box, "_turns", itertools.count(box._FIRST_USER))
+        held.append(box.lease_user())
+    assert len({user for user, _ in held}) == 3
+    assert all(box._FIRST_USER <= user < box._FIRST_USER + box._USERS for user, _ in held)
+    for _, lease in held:
+        lease.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives boxes users")
+def test_a_box_has_its_user_until_it_ends(sandbox):
+    one = box.start({"main.py": "import time; time.sleep(600)"}, Limits(), "bubblewrap", subprocess.DEVNULL)
+    command = one.process.args
+    user = command[command.index("--reuid") + 1]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other, pytest.raises(OSError, match="in use"):
+        other.bind(f"\0atomrl-box-{user}")
+    one.end()
+    assert one.lease.fileno() == -1
 
 
 def test_descriptors_and_children_do_not_pile_up(sandbox):

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from atomrl.cli.rollouts import in_full
 from atomrl.reading import load_run
 from atomrl.reading.curves import draw_curves, panels
 from atomrl.reading.lines import ReadError
@@ -173,3 +174,15 @@ def test_an_episode_is_shown_turn_by_turn():
     opening, said, answered, last, ended = by_turn(episode).plain.splitlines()
     assert (opening, said, last, ended) == ("> go", "who?", "", "ended: failed: crash: exit 3")
     assert answered.startswith(r"> search, error (0.10 s, reward 0.5): \x1b[2Jézzz") and answered.endswith("z…")
+
+
+def test_an_episode_in_full_is_not_shortened():
+    episode = asdict(rich_episode())
+    turn = episode["turns"][0] | {"text": "who?", "reply": "\n" + "z" * 500 + "\nend\x1b[2J\n"}
+    episode["turns"] = [turn] * 5
+    lines = by_turn(episode, whole=True).plain.splitlines()
+    assert lines.count("who?") == 5 and sum(line.endswith("z" * 500) for line in lines) == 5
+    assert lines[:4] == ["> go", "who?", "> search, error (0.10 s, reward 0.5): " + "z" * 500, r"> end\x1b[2J"]
+    assert lines[-1] == "ended: failed: crash: exit 3"
+    row = {"step": 1, "prompt": "p", "completion": "who?who?", "reward": None, "episode": episode}
+    assert "\n".join(lines) in in_full(row) and "who?who?" not in in_full(row)

@@ -3,12 +3,17 @@
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from atomrl.episodes import Reply
+from atomrl.episodes import Reply, Role
 from atomrl.types import Message, Sample
 
 
 def play(
-    sample: Sample, *, id: str, config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None
+    sample: Sample,
+    *,
+    id: str,
+    config: Mapping[str, Any] | None = None,
+    extras: Mapping[str, Any] | None = None,
+    role: Role = "user",
 ) -> Generator[Reply | None, str, float]:
     """An episode of `skyrl_gym.make(id)`. Rewards are those of the turns, and the last one the outcome.
 
@@ -29,7 +34,7 @@ def play(
     try:
         while not (found := game.step(text))["done"]:
             said = "\n".join(message["content"] for message in found["observations"])
-            text = yield Reply(text=said, role="user", reward=float(found["reward"]))
+            text = yield Reply(text=said, role=role, reward=float(found["reward"]))
         return float(found["reward"])
     finally:
         game.close()
