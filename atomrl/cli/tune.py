@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from atomrl.cli.config_arguments import add_config_arguments, config_from, join_overrides
+from atomrl.cli.training import terminated_like_interrupted
 
 OPTIONS = ("--space", "--runs", "--seeds", "--budget", "--metric", "--window", "--out")
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@terminated_like_interrupted()
 def run(arguments: argparse.Namespace) -> int:
     from atomrl.runs import prepare_run
     from atomrl.tuning import Settings, tune

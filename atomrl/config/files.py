@@ -102,9 +102,21 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"config file {path} {'is not a file' if path.exists() else 'does not exist'}")
     try:
-        tree: Any = _UniqueKeyLoader(path.read_text(encoding="utf-8")).get_single_data()
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
+
+
+def parse_yaml(text: str, source: str) -> dict[str, Any]:
+    """Likewise the text of one.
+
+    Args:
+        source: its name, for messages.
+    """
+    try:
+        tree: Any = _UniqueKeyLoader(text).get_single_data()
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections, not {type(tree).__name__}")
+        raise ConfigError(f"{source} must hold a mapping of sections, not {type(tree).__name__}")
     return tree

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from atomrl.config import ConfigError
 from atomrl.importers.translation import Translation
 
 ACTOR = A = "actor_rollout_ref.actor."
@@ -181,7 +182,12 @@ def _rollout_correction(t: Translation) -> None:
             }
         )
     if rejections := t(c + "rollout_rs"):
-        options, limits = (str(text).split(",") for text in (rejections, t(c + "rollout_rs_threshold")))
+        options, limits = str(rejections).split(","), str(t(c + "rollout_rs_threshold")).split(",")
+        if len(limits) not in (1, len(options)):
+            raise ConfigError(
+                f"{t.library}'s {c}rollout_rs={rejections} names {len(options)}, and rollout_rs_threshold="
+                f"{','.join(limits)} has {len(limits)} thresholds: give one for each, or one for all"
+            )
         for option, limit in zip(options, limits * len(options) if len(limits) == 1 else limits, strict=True):
             parts.append(_rejection(t, option.strip(), limit.strip()))
     t.name_of([c + name for name in ("rollout_is_threshold", "rollout_is_batch_normalize", "loss_type")])
@@ -208,9 +214,23 @@ def _rejection(t: Translation, option: str, limit: str) -> dict[str, Any]:
     level, _, estimator = option.rpartition("_")
     if option == "seq_mean_k1":  # bounds of the geometric mean; a single one is the upper
         low, _, high = limit.rpartition("_")
-        return {"type": "sequence_mask", "low": float(low or 1 / float(high)), "high": float(high)}
+        upper = _threshold(t, high)
+        return {"type": "sequence_mask", "low": _threshold(t, low) if low else 1 / upper, "high": upper}
     if estimator != "k3" or level not in levels:
         raise t.refuse(
             "rollout_rs", option, "those that have one are seq_mean_k1, and k3 of tokens, sums, means, maxima"
         )
-    return {"type": "kl_rejection", "bound": float(limit), "level": levels[level], "estimator": "k3"}
+    return {"type": "kl_rejection", "bound": _threshold(t, limit), "level": levels[level], "estimator": "k3"}
+
+
+def _threshold(t: Translation, text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not found > 0:
+        name = "algorithm.rollout_correction.rollout_rs_threshold"
+        raise ConfigError(
+            f"{t.library}'s {name}: rollout_rs needs a number above 0 (or, of seq_mean_k1, LOW_HIGH), not {text}"
+        )
+    return found

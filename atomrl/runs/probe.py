@@ -156,12 +156,34 @@ def peak_of_this_process() -> int:
 
 
 def device_memory() -> tuple[int, str]:
-    """What there is: of the GPU, or what this machine has left."""
+    """What there is: of the GPU, or what this machine, or its container, has left."""
     import torch
 
     if torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(0).total_memory), torch.cuda.get_device_name(0)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+    return available_memory(), "this machine"
+
+
+CONTROL_GROUPS = (
+    ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Where the control groups of version 2 and 1 say what a container may take."""
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that a new process could take, by `/proc/meminfo` and the control group; all that this machine has where
+    the system says neither."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with suppress(OSError, ValueError, IndexError):
+        found.append(int((root / "proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024)
+    for place, limit, used, cached in CONTROL_GROUPS:
+        group = root / place
+        with suppress(OSError, ValueError, KeyError):  # there is none, or its limit is "max"
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            in_use = int((group / used).read_text()) - int(stat[cached])  # files in memory make room
+            found.append(int((group / limit).read_text()) - in_use)
+    return max(0, min(found))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +26,10 @@ from atomrl.config import ConfigError, RunConfig, dump_config
 from atomrl.files import write_text
 from atomrl.hints import said_as
 from atomrl.reading import Run, is_run, load_run
+from atomrl.reading.lock import owner
 from atomrl.reading.studies import JOURNAL, RESULT, SECONDS, SETTINGS, STUDY_NAME
 from atomrl.tuning.space import Space, with_values
+from atomrl.worker_process import die_with
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -36,6 +40,8 @@ BEST = 3
 FRESH_SEEDS = 1000
 """Added to the config's seed for those."""
 POLL_S = 0.2
+ENDING_S = 60.0
+"""How long a run's process of an earlier attempt may take to end."""
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Student's t by degrees of freedom from 1 on, for an interval of 95%."""
 
@@ -181,11 +187,14 @@ def _seconds(study: Study) -> list[float]:
 
 
 def _run(steps: int, values: Mapping[str, Any], name: str, settings: Settings, judge: Judge | None = None) -> Outcome:
-    """One run, from wherever it is; `judge` is asked from half of the steps on."""
-    folder = settings.folder / "runs" / name
-    ended = not _finished(folder) and _process(steps, values, folder, settings, judge)
+    """One run, from wherever it is; `judge` is asked from half of the steps on, and what it says of a run that was too
+    fast to be ended holds too: else the trials that follow would depend on the machine's speed."""
+    folder, asked = settings.folder / "runs" / name, set[int]()
+    ended = not _finished(folder) and _process(steps, values, folder, settings, judge, asked)
+    if ended or (judge is not None and _to_be_ended(steps, folder, settings, judge, asked)):
+        return Outcome(None, pruned=True)
     if not _finished(folder):
-        return Outcome(None, pruned=ended)
+        return Outcome(None)
     run = load_run(folder)
     found = _points(run, settings.metric)[1]
     if not len(found):
@@ -204,16 +213,24 @@ def _finished(folder: Path) -> bool:
     return summary.exists() and bool(json.loads(summary.read_text(encoding="utf-8")).get("finished"))
 
 
-def _process(steps: int, values: Mapping[str, Any], folder: Path, settings: Settings, judge: Judge | None) -> bool:
-    """Make a run in a process of its own; whether it was ended early. The doctor's errors end it as well."""
+def _process(
+    steps: int, values: Mapping[str, Any], folder: Path, settings: Settings, judge: Judge | None, asked: set[int]
+) -> bool:
+    """Make a run in a process of its own, which ends with this one; whether it was ended early. The doctor's errors end
+    it as well.
+
+    Raises:
+        ConfigError: another process is writing it.
+    """
+    _wait_until_free(folder)
     where = {"run_name": folder.name, "output_dir": str(folder.parent)}
     command = [*settings.command, *(f"{key}={json.dumps(value)}" for key, value in {**values, **where}.items())]
-    resumed = ["--resume"] if (folder / "metrics.jsonl").exists() else []
+    resumed = ["--resume"] if (folder / "config.yaml").exists() else []
     log = settings.folder / "logs" / f"{folder.name}.log"
     log.parent.mkdir(exist_ok=True)
     with log.open("a") as output:
-        process = subprocess.Popen([*command, *resumed], stdout=output, stderr=output)
-        asked: set[int] = set()
+        together = partial(die_with, os.getpid())
+        process = subprocess.Popen([*command, *resumed], stdout=output, stderr=output, preexec_fn=together)
         ended = False
         try:
             while process.poll() is None:
@@ -226,6 +243,16 @@ def _process(steps: int, values: Mapping[str, Any], folder: Path, settings: Sett
             process.wait()
             raise
     return ended
+
+
+def _wait_until_free(folder: Path) -> None:
+    """Wait for a process that is still ending: that of the run when the study was killed."""
+    deadline = time.monotonic() + ENDING_S
+    while (process := owner(folder)) is not None:
+        if time.monotonic() > deadline:
+            who = f"process {process}" if process else "a process of another container"
+            raise ConfigError(f"{who} is writing the run {folder}: end it, or let it end, and begin again")
+        time.sleep(POLL_S)
 
 
 def _to_be_ended(last: int, folder: Path, settings: Settings, judge: Judge, asked: set[int]) -> bool:

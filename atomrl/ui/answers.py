@@ -18,8 +18,9 @@ import yaml
 
 from atomrl.algorithms.table import ALGORITHMS, PREFERENCES
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
+from atomrl.config.alternative_layout import is_six_section_layout, translate
 from atomrl.config.explained import objective_in, setting_in
-from atomrl.config.files import nest, scalar
+from atomrl.config.files import nest, parse_yaml, scalar
 from atomrl.functions import forbid_imports, search_in
 from atomrl.objective.explain import page
 from atomrl.reading.lines import flat_tree
@@ -100,13 +101,9 @@ def changed(tree: dict[str, Any], values: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _tree_of(text: str) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"this is no YAML: {error}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError("a config is a mapping of sections, as in `data: {train: sums}`")
-    return tree
+    """A config as a command reads its file, of either layout."""
+    tree = parse_yaml(text, "the config")
+    return translate(tree, "the config", default_run_name="config")[0] if is_six_section_layout(tree) else tree
 
 
 def main() -> None:

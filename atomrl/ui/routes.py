@@ -126,20 +126,21 @@ class Routes:
             trained, one = cards.packed(run.metrics, names, points, first, last)
             evaluated, other = cards.packed(run.evaluations, names, points, first, last)
             step = int(run.metrics.steps[-1]) if len(run.metrics.steps) else 0
-            evaluations = len(run.evaluations.steps)
-        header = orjson.dumps({"step": step, "train": trained, "eval": evaluated, "evaluations": evaluations})
+            about = {"step": step, "evaluations": len(run.evaluations.steps), "resumed": resumed(run)}
+        header = orjson.dumps(about | {"train": trained, "eval": evaluated})
         header += b" " * (-(len(header) + 4) % 4)
         body = struct.pack("<I", len(header)) + header + one + other
         return Response(body, media_type="application/octet-stream", headers={"cache-control": "no-store"})
 
     def tail(self, request: Request) -> Response:
         """The rows behind a step, and what is shown beside the curves; `rewritten` where the run was resumed from
-        before that step."""
+        before that step, and by now may be past it again."""
         after = whole(request.query_params.get("after"), 0)
         with self._reading(request) as (_, run):
             table = run.metrics
             start = int(table.steps.searchsorted(after, "right"))
             rewritten = after > 0 and (start == 0 or int(table.steps[start - 1]) != after)
+            rewritten |= whole(request.query_params.get("resumed"), resumed(run)) != resumed(run)
             columns = {name: [cards.number(value) for value in column[start:]] for name, column in table.items()}
             found = {"steps": table.steps[start:].tolist(), "columns": columns, "rewritten": rewritten}
             found["evaluations"] = len(run.evaluations.steps)
@@ -173,11 +174,12 @@ class Routes:
             return answer(request, rollouts.prompt_history(run.rollouts, request.path_params["prompt"], split))
 
     def compare(self, request: Request) -> Response:
-        found = []
+        found, asked = [], request.query_params.get("runs", "").split(",")
         for entry in self._compared(request):
             with self.catalog.reading(entry) as run:
                 found.append(compare.part(run, entry.id, entry.name))
-        return answer(request, compare.together(found))
+        left_out = max(0, len([run for run in asked if run]) - compare.MAX_RUNS)
+        return answer(request, compare.together(found) | {"left_out": left_out})
 
     def difference(self, request: Request) -> Response:
         entries = self._compared(request)
@@ -332,6 +334,12 @@ def read_log(path: Path, after: int) -> dict[str, Any]:
         file.seek(start)
         text = file.read(MAX_LOG).decode("utf-8", "replace")
     return {"text": text, "start": start, "end": size}
+
+
+def resumed(run: Run) -> int:
+    """How often a run was resumed, as its `env.json` has it."""
+    attempts = run.environment.get("resumed")
+    return len(attempts) if isinstance(attempts, list) else 0
 
 
 def whole(text: str | None, default: int) -> int:

@@ -421,6 +421,25 @@ def test_the_mean_over_tokens_of_verl_s_worker_is_said() -> None:
     assert "averages the means of micro-batches" in "".join(read("verl_dapo.sh").approximated)
 
 
+@pytest.mark.parametrize(
+    ("rejections", "thresholds", "message"),
+    [
+        ("seq_mean_k3,token_k3", "0.1,0.2,0.3", "names 2, and rollout_rs_threshold=0.1,0.2,0.3 has 3 thresholds"),
+        ("seq_mean_k3", None, "rollout_rs needs a number above 0 .* not None"),
+        ("seq_mean_k1", "0.5_much", "rollout_rs needs a number above 0 .* not much"),
+        ("seq_mean_k1", "0", "rollout_rs needs a number above 0 .* not 0"),
+    ],
+)
+def test_thresholds_of_rejections_that_verl_could_not_take_are_named(
+    tmp_path: Path, rejections: str, thresholds: str | None, message: str
+) -> None:
+    name = "algorithm.rollout_correction.rollout_rs"
+    text = f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {name}={rejections}"
+    text += f" {name}_threshold={thresholds}" if thresholds else ""
+    with pytest.raises(ConfigError, match=message):
+        import_config(written(tmp_path, "a.sh", text), "verl")
+
+
 def test_another_base_config_of_verl_is_said(tmp_path: Path) -> None:
     keys = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8"
     for name, said in (("ppo_trainer", False), ("gsm8k_multiturn_grpo", True)):

@@ -1,5 +1,6 @@
 """`atomrl tune`: spaces that are checked, trials that are the same after a kill, a verdict that is honest."""
 
+import argparse
 import json
 import math
 import os
@@ -8,14 +9,17 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
+from atomrl.cli import tune as cli_tune
 from atomrl.config import ConfigError, build_config
+from atomrl.reading.lock import is_held
 from atomrl.tuning.space import read_space
-from atomrl.tuning.study import Settings, _run, _study, _to_be_ended, is_worse_half, tune
+from atomrl.tuning.study import Settings, _run, _study, _to_be_ended, _wait_until_free, is_worse_half, tune
 
 CONFIG = {
     "run_name": "first",
@@ -25,13 +29,15 @@ CONFIG = {
 }
 # Stands for a run: its reward grows to a value that the learning rate decides, best at 0.01; above 0.5 it fails.
 FAKE = """
-    import json, math, pathlib, sys, time
+    import fcntl, json, math, pathlib, sys, time
     keys = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
     rate, seed = json.loads(keys.get("train.learning_rate", "0.1")), json.loads(keys.get("seed", "0"))
     folder = pathlib.Path(json.loads(keys["output_dir"]), json.loads(keys["run_name"]))
     if rate > 0.5:
         sys.exit(1)
     folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / ".lock").open("w")
+    fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as a run does: it fails where another process writes it
     (folder / "config.yaml").write_text("{}")
     value = 1 - abs(math.log10(rate) + 2) / 2 + 0.001 * (seed % 7)
     with (folder / "metrics.jsonl").open("w") as file:
@@ -140,6 +146,15 @@ def test_bad_trials_end_at_half(place):
     assert pruned and all(4 <= length < 8 for length in lengths)
 
 
+def test_a_trial_that_was_too_fast_to_be_ended_is_judged_all_the_same(place):
+    rate = {"train.learning_rate": 0.01}
+    given = settings(place)
+    given.folder.mkdir()
+    for _ in range(2):  # and where the study is killed before it is told
+        assert _run(8, rate, "trial_000", given, lambda at, value: at == 2).pruned
+    assert not _run(8, rate, "trial_001", given, lambda at, value: False).pruned
+
+
 def test_the_worse_half_is_ended_at_three_quarters_too(place):
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
     study, ended = _study(place), []
@@ -208,6 +223,32 @@ def test_a_study_that_was_killed_makes_the_same_trials(place):
     config = build_config(CONFIG)
     whole = settings(place, out="whole", runs=7, seeds=1)
     tune(config, space(place), whole, lambda line: None)
+    child = study_of_its_own(place, "fake_0.0.py", runs=7)
+    until(lambda: (place / "killed/runs/trial_003").exists())
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    assert len(trials(place / "killed")) < 7
+    tune(config, space(place), settings(place, out="killed", runs=7, seeds=1), lambda line: None)
+    assert trials(place / "killed") == trials(place / "whole")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends a process with its parent on Linux alone")
+def test_a_trial_ends_with_its_tuner(place):
+    """Else it would go on, and its trial, which the next tuner cannot go on with then, would have failed."""
+    pytest.importorskip("optuna", reason="optuna is not installed: pip install 'atomrl[tune]'")
+    config, fast = build_config(CONFIG), settings(place, out="whole", runs=2, seeds=1)
+    tune(config, space(place), fast, lambda line: None)
+    settings(place, sleep=30.0)
+    child = study_of_its_own(place, "fake_30.0.py", runs=2)
+    until(lambda: (place / "killed/runs/trial_000/metrics.jsonl").exists())
+    child.kill()  # and nothing else
+    child.wait()
+    tune(config, space(place), settings(place, out="killed", runs=2, seeds=1), lambda line: None)
+    assert trials(place / "killed") == trials(place / "whole")
+
+
+def study_of_its_own(place: Path, fake: str, runs: int) -> subprocess.Popen[bytes]:
+    """`tune` in a process, and session, of its own; the study is in `killed`."""
     (place / "c.json").write_text(json.dumps(CONFIG))
     code = f"""
         import json, sys
@@ -217,19 +258,55 @@ def test_a_study_that_was_killed_makes_the_same_trials(place):
         from atomrl.tuning.space import read_space
         place = Path({str(place)!r})
         config = build_config(json.loads((place / "c.json").read_text()))
-        tune(config, read_space(place / "space.yaml", config), Settings(folder=place / "killed", runs=7, seeds=1,
-             window=2, command=[sys.executable, str(place / "fake_0.0.py")]))
+        tune(config, read_space(place / "space.yaml", config), Settings(folder=place / "killed", runs={runs}, seeds=1,
+             window=2, command=[sys.executable, str(place / {fake!r})]))
     """
     (place / "child.py").write_text(textwrap.dedent(code))
-    child = subprocess.Popen([sys.executable, str(place / "child.py")], start_new_session=True)
-    deadline = time.monotonic() + 60
-    while not (place / "killed/runs/trial_003").exists() and time.monotonic() < deadline:
+    return subprocess.Popen([sys.executable, str(place / "child.py")], start_new_session=True)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-    assert len(trials(place / "killed")) < 7
-    tune(config, space(place), settings(place, out="killed", runs=7, seeds=1), lambda line: None)
-    assert [trial[:2] for trial in trials(place / "killed")] == [trial[:2] for trial in trials(place / "whole")]
+
+
+def test_a_process_that_is_still_ending_is_waited_for(place, monkeypatch):
+    folder = place / "run"
+    folder.mkdir()
+    code = f"from atomrl.reading.lock import hold; from pathlib import Path; hold(Path({str(folder)!r})); input()"
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    assert other.stdin is not None
+    until(lambda: is_held(folder))
+    monkeypatch.setattr("atomrl.tuning.study.ENDING_S", 0.0)
+    with pytest.raises(ConfigError, match=f"process {other.pid} is writing the run"):
+        _wait_until_free(folder)
+    monkeypatch.undo()
+    monkeypatch.setattr("atomrl.tuning.study.time", Waits(other.stdin.close))
+    _wait_until_free(folder)
+    assert other.wait() != 0 and not is_held(folder)
+
+
+class Waits:
+    """Stands for `time`: something is done before the first wait."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act, self.monotonic = act, time.monotonic
+
+    def sleep(self, seconds: float) -> None:
+        self.act()
+        time.sleep(seconds)
+
+
+def test_sigterm_ends_a_study_as_ctrl_c_does(monkeypatch):
+    monkeypatch.setattr(cli_tune, "config_from", lambda arguments: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cli_tune.run(argparse.Namespace(runs=0, seeds=0, window=0))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_study_of_something_else_is_refused(place):

@@ -139,7 +139,7 @@ def test_a_linked_file_of_a_run_is_not_read(tmp_path):
             assert b"hunter2" not in client.get(f"/api/runs/{run}{path}").body
 
 
-@pytest.mark.parametrize("path", ["/api/check", "/api/launches", "/api/runs/x/stop", "/api/runs/x/resume"])
+@pytest.mark.parametrize("path", ["/api/check", "/api/plan", "/api/launches", "/api/runs/x/stop", "/api/runs/x/resume"])
 def test_what_changes_something_needs_json_and_its_header(client, path):
     cookie = {"Cookie": client.cookie}
     plain = {"Content_Type": "text/plain", "X_Atomrl": "1"}
@@ -157,9 +157,9 @@ def test_a_large_body_is_refused(client):
 def test_launching_is_off_unless_it_is_allowed(client, tmp_path):
     run = client.id_of("one")
     assert client.get("/api/runs").json["launch"] is False
-    posts = [("/api/launches", {"yaml": "run_name: x"}), (f"/api/runs/{run}/stop", {}), (f"/api/runs/{run}/resume", {})]
-    for path, content in posts:
-        answer = client.post(path, content)
+    config = {"yaml": "run_name: x"}
+    for path in ("/api/plan", "/api/launches", f"/api/runs/{run}/stop", f"/api/runs/{run}/resume"):
+        answer = client.post(path, config)
         assert answer.status == 403 and "--allow-launch" in answer.json["detail"]
 
 

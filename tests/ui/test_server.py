@@ -76,6 +76,13 @@ def test_curves_come_as_numbers(served):
     assert part["critic/score/mean"][0] == [3, 4]
 
 
+def test_of_too_many_runs_it_is_said_how_many_are_left_out(served):
+    _, client, _ = served
+    for count, left_out in ((2, 0), (18, 2)):
+        found = client.get(f"/api/compare?runs={','.join([client.id_of('group/one')] * count)}").json
+        assert (len(found["runs"]), found["left_out"]) == (count - left_out, left_out)
+
+
 def test_the_server_writes_nothing_and_needs_no_torch(served):
     folder, client, process = served
     before, run = listing(folder), client.id_of("group/two")
@@ -105,6 +112,10 @@ def test_what_comes_later_is_asked_for_alone(served):
         tail = client.get(f"/api/runs/{run}/tail?after=2").json
         assert tail["steps"] == [3] and tail["columns"]["critic/score/mean"] == [0.3] and not tail["rewritten"]
         assert tail["evaluations"] == 1
+        assert not client.get(f"/api/runs/{run}/tail?after=2&resumed=0").json["rewritten"]
+        (live / "env.json").write_text(json.dumps({"resumed": [{"first_step": 1}]}))  # and has passed step 2 again
+        assert client.get(f"/api/runs/{run}/tail?after=2&resumed=0").json["rewritten"]
+        assert not client.get(f"/api/runs/{run}/tail?after=2&resumed=1").json["rewritten"]
         lines = (live / "metrics.jsonl").read_text().splitlines(keepends=True)
         (live / "metrics.jsonl").write_text("".join(lines[:2]))
         assert client.get(f"/api/runs/{run}/tail?after=3").json["rewritten"]

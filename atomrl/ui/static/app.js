@@ -1,5 +1,5 @@
 // The frame around the pages.
-import { html, render, useState, useEffect, useLive, useKept, useKeys, connection, place } from "./lib.js";
+import { html, render, useState, useEffect, useRef, useLive, useKept, useKeys, connection, place } from "./lib.js";
 import { t, languages, setLanguage } from "./i18n.js";
 import { Runs } from "./runs.js";
 import { RunPage } from "./run.js";
@@ -32,8 +32,14 @@ function Page({ at }) {
 
 function Help({ close }) {
   useKeys({ Escape: close });
+  const box = useRef(null);
+  useEffect(() => {
+    const before = document.activeElement;
+    box.current.focus();
+    return () => before instanceof HTMLElement && before.focus();
+  }, []);
   const keys = ["/", "j", "k", "[", "]", "Enter", "g", "?"];
-  return html`<section class="help" role="dialog" aria-label=${t("keyboard")}>
+  return html`<section class="help" role="dialog" tabindex="-1" ref=${box} aria-label=${t("keyboard")}>
     <h2>${t("keyboard")}</h2>
     <dl>${keys.map((key) => html`<div><dt><kbd>${key}</kbd></dt><dd>${t(`key_${key}`)}</dd></div>`)}</dl>
     <button onClick=${close}>${t("close")}</button>
@@ -44,10 +50,10 @@ function App() {
   const at = usePlace();
   const [language, setKept] = useKept("language", (navigator.language || "en").startsWith("zh") ? "zh" : "en");
   const [theme, setTheme] = useKept("theme", "auto");
-  const [lost, setLost] = useState(false);
+  const [trouble, setTrouble] = useState("");
   const [help, setHelp] = useState(false);
   setLanguage(language);
-  useLive(() => setLost(connection.lost));
+  useLive(() => setTrouble(connection.trouble));
   useKeys({ "?": () => setHelp(!help), g: () => (location.hash = "#/") });
   useEffect(() => {
     document.documentElement.lang = language === "zh" ? "zh-CN" : "en";
@@ -60,7 +66,7 @@ function App() {
     <header>
       <a class="brand" href="#/">AtomRL</a>
       <nav aria-label=${t("pages")}><a href="#/" aria-current=${at.path.length ? undefined : "page"}>${t("runs")}</a></nav>
-      <span class="lost" role="status">${lost ? t("lost") : ""}</span>
+      <span class="lost" role="status">${trouble && t(trouble)}</span>
       <label><span class="hidden">${t("language")}</span>
         <select value=${language} onChange=${(event) => setKept(event.target.value)}>
           ${Object.entries(languages).map(([code, name]) => html`<option value=${code}>${name}</option>`)}

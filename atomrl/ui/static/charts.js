@@ -5,6 +5,17 @@ import { t } from "./i18n.js";
 const POINTS = 600;
 const DASHES = [[], [6, 3], [2, 3], [9, 3, 2, 3], [12, 4], [4, 2]];
 
+/** The colour's name and the dashes of a curve by its place: neither has to be told from the other's neighbours alone. */
+const lookOf = (place) => ({ name: `--c${place % 8}`, dash: DASHES[place % DASHES.length] });
+
+/** The same as a background, for legends and tables. */
+export function sample(place) {
+  const { name, dash } = lookOf(place);
+  let end = 0;
+  const parts = dash.map((length, i) => `${i % 2 ? "transparent" : `var(${name})`} ${end}px ${(end += length)}px`);
+  return parts.length ? `repeating-linear-gradient(to right, ${parts.join(", ")})` : `var(${name})`;
+}
+
 /** What practitioners watch: a title and which metrics stand in it together.
  * @type {[string, (name: string) => boolean][]} */
 export const CHARTS = [
@@ -25,7 +36,7 @@ export const CHARTS = [
   ["staleness", (name) => /^async\/staleness/.test(name)],
   ["phases", (name) => /^timing_s\//.test(name) && name !== "timing_s/step"],
   ["throughput", (name) => name === "perf/throughput"],
-  ["memory", (name) => /memory/.test(name)],
+  ["memory", (name) => /^perf\/.*memory/.test(name)],
   ["rate", (name) => name === "actor/lr"],
 ];
 export const FIRST = ["reward", "accuracy", "signal", "loss", "margins", "length", "entropy", "gradient"];
@@ -60,11 +71,12 @@ function last(column) {
 /** What uPlot draws of a curve: itself, and the edges of its range, which have no line and no place in the legend. */
 function drawnOf(one, i) {
   const edge = { label: "", class: "edge", width: 0, spanGaps: true, points: { show: false } };
+  const { name, dash } = lookOf(one.color ?? i);
   const itself = {
     label: one.label,
-    stroke: color(`--c${(one.color ?? i) % 8}`),
+    stroke: color(name),
     width: 1.6,
-    dash: DASHES[(one.color !== undefined ? Math.floor(one.color / 8) : Math.floor(i / 2)) % DASHES.length],
+    dash,
     spanGaps: true,
     points: { show: Boolean(one.dots) || one.x.length < 2, size: 6 },
     // Where no step is pointed at: the newest value.
@@ -142,12 +154,13 @@ export function Chart({ title, series, findings = [], onStep, sync, onZoom, heig
   useEffect(() => {
     const node = box.current;
     const text = color("--faint");
+    const samples = ["", ...series.flatMap((one, i) => (one.low ? [sample(one.color ?? i), "", ""] : [sample(one.color ?? i)]))];
     const axis = { stroke: text, grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
     const made = new uPlot(
       {
         width: Math.max(120, node.clientWidth),
         height,
-        legend: { live: true },
+        legend: { live: true, markers: { width: 0, fill: (_, i) => samples[i] || "none" } },
         cursor: { y: false, sync: sync ? { key: sync } : undefined, focus: { prox: 16 }, drag: { x: true, y: false } },
         scales: { x: { time: false }, y: { range: around } },
         axes: [{ ...axis, size: 26, gap: 2 }, { ...axis, size: 52, gap: 3, values: (_, values) => values.map((value) => number(value)) }],
@@ -217,10 +230,10 @@ export function Chart({ title, series, findings = [], onStep, sync, onZoom, heig
 export function useCurves(id, names, range) {
   const [curves, setCurves] = useState(null);
   const [error, setError] = useState(null);
-  const own = useRef({ names: "", busy: false });
+  const own = useRef({ names: "", busy: false, again: false });
   const key = names.join("\n");
   const load = async () => {
-    if (!names.length) return setCurves({ step: 0, train: new Map(), eval: new Map(), evaluations: 0 });
+    if (!names.length) return setCurves({ step: 0, train: new Map(), eval: new Map(), evaluations: 0, resumed: 0 });
     try {
       const found = await getCurves(id, names, POINTS, Math.floor(range[0]), Math.ceil(range[1]));
       if (own.current.names === `${id}\n${key}\n${range}`) setCurves(found);
@@ -230,10 +243,14 @@ export function useCurves(id, names, range) {
     }
   };
   const tail = async () => {
-    if (!curves || own.current.busy) return;
+    if (!curves) return;
+    if (own.current.busy) {
+      own.current.again = true;
+      return;
+    }
     own.current.busy = true;
     try {
-      const found = await get(`/api/runs/${id}/tail?after=${curves.step}`);
+      const found = await get(`/api/runs/${id}/tail?after=${curves.step}&resumed=${curves.resumed}`);
       const longest = Math.max(0, ...[...curves.train.values()].map((curve) => curve.x.length));
       if (found.rewritten || longest > 3 * POINTS || range[1] < 2 ** 52) await load();
       else if (found.steps.length) {
@@ -246,12 +263,14 @@ export function useCurves(id, names, range) {
           train.set(name, { x: [...old.x, ...there.map(([step]) => step)], y: [...old.y, ...there.map(([, value]) => value)] });
         }
         const evaluations = found.evaluations === curves.evaluations ? curves.eval : (await getCurves(id, names, POINTS)).eval;
-        setCurves({ step: found.steps[found.steps.length - 1], train, eval: evaluations, evaluations: found.evaluations });
+        setCurves({ ...curves, step: found.steps[found.steps.length - 1], train, eval: evaluations, evaluations: found.evaluations });
       }
     } catch (failure) {
       setError(failure);
     } finally {
       own.current.busy = false;
+      if (own.current.again) soon(); // with the curves as they are by then
+      own.current.again = false;
     }
   };
   useEffect(() => {

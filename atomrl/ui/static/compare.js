@@ -1,7 +1,7 @@
 // Runs beside each other: what differs in their configs, and their curves.
 import { html, get, useState, useMemo, useEffect, useGet, useKept, number, link, Status, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
-import { Chart, CHARTS } from "./charts.js";
+import { Chart, CHARTS, sample } from "./charts.js";
 
 /** The runs that the table and the charts show together: those of one config with other seeds, or each by itself. */
 function groupsOf(found, grouped) {
@@ -31,7 +31,7 @@ function range(found) {
 /** What the runs are judged by; those that differ in their seeds alone have a line together. */
 function Judged({ found, groups }) {
   const { runs, columns } = found;
-  const row = (i, color) => html`<tr key=${runs[i].id}><th scope="row"><span class=${`swatch c${color % 8}`} aria-hidden="true"></span> <a href=${link(["run", runs[i].id])}>${visible(runs[i].name)}</a></th>
+  const row = (i, color) => html`<tr key=${runs[i].id}><th scope="row"><span class="swatch" style=${{ background: sample(color) }} aria-hidden="true"></span> <a href=${link(["run", runs[i].id])}>${visible(runs[i].name)}</a></th>
     <td><${Status} status=${runs[i].status} /></td><td class="nowrap">${runs[i].step}${runs[i].steps ? ` / ${runs[i].steps}` : ""}</td>
     ${columns.map((column) => html`<td>${number(column.values[i])}</td>`)}
     <td>${runs[i].findings.map((one) => one.id.replaceAll("_", " ")).join(", ") || t("none")}</td></tr>`;
@@ -101,8 +101,8 @@ function Answers({ runs, ids }) {
       <tbody>${found.rows.map((row) => {
         const asked = row.find(Boolean) || {};
         const truth = asked.ground_truth;
-        return html`<tr><th scope="row"><pre class="text">${visible((asked.prompt || "").slice(-400))}</pre>${truth !== null && truth !== undefined && html`<small>${t("ground_truth")}: <code>${visible(typeof truth === "string" ? truth : JSON.stringify(truth))}</code></small>`}</th>
-          ${row.map((one, i) => html`<td>${one ? html`<p><a href=${link(["run", runs[i].id, "rollouts", ...one.at.map(String)])}>${t("reward")} ${number(one.mean)}</a></p><pre class="text">${visible(one.completion.slice(0, 600))}</pre>` : "–"}</td>`)}</tr>`;
+        return html`<tr><th scope="row"><pre class="text" tabindex="0" aria-label=${t("prompt")}>${visible((asked.prompt || "").slice(-400))}</pre>${truth !== null && truth !== undefined && html`<small>${t("ground_truth")}: <code>${visible(typeof truth === "string" ? truth : JSON.stringify(truth))}</code></small>`}</th>
+          ${row.map((one, i) => html`<td>${one ? html`<p><a href=${link(["run", runs[i].id, "rollouts", ...one.at.map(String)])}>${t("reward")} ${number(one.mean)}</a></p><pre class="text" tabindex="0" aria-label=${t("completion")}>${visible(one.completion.slice(0, 600))}</pre>` : "–"}</td>`)}</tr>`;
       })}</tbody></table></div>` : html`<p class="empty">${differing ? t("all_answers_alike") : t("nothing_found")}</p>`}`;
 }
 
@@ -129,6 +129,7 @@ export function Compare({ ids }) {
   return html`<div class="bar"><h1>${t("compare_n", { n: found.runs.length })}</h1>
       ${several && html`<label><input type="checkbox" checked=${grouped === "yes"} onChange=${(event) => setGrouped(event.target.checked ? "yes" : "no")} /> ${t("over_seeds")}</label>`}</div>
     <${Failure} error=${error} />
+    ${found.left_out > 0 && html`<p class="warning" role="status"><span aria-hidden="true">! </span>${t("compare_cut", { n: found.runs.length, left: found.left_out })}</p>`}
     <${Judged} found=${found} groups=${groups} />
     <h2>${t("config_differs")}</h2>
     ${differing.length ? html`<${Keys} groups=${groups} rows=${differing} title=${t("config_differs")} />` : html`<p>${t("nothing_differs")}</p>`}

@@ -4,6 +4,7 @@ export const WORDS = {
   running: ["running", "运行中"], finished: ["finished", "已完成"], stopped: ["stopped", "已停止"], failed: ["failed", "失败"],
   gone: ["This is not there (any more).", "不存在（或已被删除）。"], unauthorized: ["Open the address that `atomrl ui` printed.", "请打开 `atomrl ui` 输出的地址。"],
   loading: ["Reading…", "读取中…"], lost: ["The server does not answer; trying again…", "服务器没有响应，正在重试…"],
+  started_anew: ["The server was started anew, with another address: it is in its terminal.", "服务器已重新启动，地址已改变：新地址见其终端。"],
   skip: ["Skip to the content", "跳到正文"], pages: ["Pages", "页面"], parts: ["Parts of this run", "本次运行的各部分"],
   runs: ["Runs", "运行"], run: ["Run", "运行"], language: ["Language", "语言"], theme: ["Colours", "配色"], auto: ["auto", "自动"], light: ["light", "浅色"], dark: ["dark", "深色"],
   keyboard: ["Keyboard", "键盘"], close: ["Close", "关闭"], "key_/": ["search", "搜索"], key_j: ["next completion", "下一条回答"], key_k: ["previous completion", "上一条回答"],
@@ -13,7 +14,8 @@ export const WORDS = {
   search: ["Search", "搜索"], search_runs: ["Search: name, algorithm, status, finding", "搜索：名称、算法、状态、诊断"], search_config: ["Search lines", "搜索行"],
   sort: ["Sort", "排序"], order_updated: ["newest first", "最近更新"], order_name: ["name", "名称"], order_value: ["reward or loss", "奖励或损失"], order_needs: ["needs attention first", "需要关注的在前"],
   group_seeds: ["Group by config minus seed", "按配置分组（忽略种子）"], group_of: ["{name} × {n}: mean {value}, held-out {held}", "{name} × {n}：均值 {value}，留出 {held}"],
-  compare: ["Compare", "比较"], compare_n: ["Compare {n} runs", "比较 {n} 个运行"], compare_hint: ["Choose two or more to compare", "勾选两个以上即可比较"],
+  compare: ["Compare", "比较"], compare_n: ["Compare {n} runs", "比较 {n} 个运行"], compare_cut: ["Only the first {n} runs are compared; {left} more are left out.", "只比较前 {n} 个运行，另有 {left} 个未显示。"],
+  compare_hint: ["Choose two or more to compare", "勾选两个以上即可比较"],
   new_run: ["New run", "新运行"], count: ["{shown} of {all} runs, {running} running", "共 {all} 个运行，显示 {shown} 个，{running} 个运行中"],
   nothing_found: ["Nothing matches.", "没有匹配的内容。"], no_runs: ["No runs in {folder} yet: start one, and it appears here.", "{folder} 中还没有运行：启动后会出现在这里。"],
   status: ["Status", "状态"], name: ["Name", "名称"], algorithm: ["Algorithm", "算法"], value: ["Reward / loss", "奖励 / 损失"], held_out: ["held-out", "留出集"],
@@ -71,6 +73,7 @@ export const WORDS = {
   answers: ["Held-out answers beside each other", "留出集回答对照"], no_answers: ["None of them kept completions of an evaluation.", "没有保存评估的回答。"], only_differing: ["only where rewards differ", "只看奖励不同的"], n_prompts: ["{n} prompts", "{n} 个提示"], all_answers_alike: ["No prompt was rewarded differently.", "没有奖励不同的提示。"],
   n_dropped: ["{n} dropped", "丢弃 {n} 轮"], dropped_by: ["Turn {turn}: no longer seen by the model from turn {by} on", "第 {turn} 轮：从第 {by} 轮起模型不再看到"],
   verdict_error: ["Ended by an error at step {step} of {steps}: {error}", "在第 {step} / {steps} 步因错误结束：{error}"], where_it_failed: ["Where:", "位置："],
+  command_hint: ["The same from a terminal, with the config saved under this name:", "将配置存为此文件名后，在终端中等效于："], reply: ["Reply", "回复"],
   run_goes_on: ["A run that is launched goes on when this page or the server is closed.", "启动的运行在关闭本页或服务器后仍会继续。"],
 };
 

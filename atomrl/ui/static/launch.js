@@ -73,7 +73,7 @@ export function NewRun({ query }) {
   useEffect(() => {
     document.title = `${t("new_run")} · AtomRL`;
     const parent = query.get("from");
-    if (parent) get(`/api/runs/${parent}/config`).then((found) => setText(found.yaml.replace(/^run_name: (.*)$/m, "run_name: $1-2")), setError);
+    if (parent) get(`/api/runs/${parent}/config`).then((found) => setText(found.yaml.replace(/^run_name: (['"]?)(.*)\1$/m, "run_name: $1$2-2$1")), setError);
     else get("/api/runs").then((found) => setText(START.replace("output_dir: runs", `output_dir: ${found.folder}`)), setError);
   }, [query.get("from")]);
   useEffect(() => {
@@ -122,7 +122,7 @@ export function NewRun({ query }) {
         ${!checked ? html`<p class="loading">${t("asking_schema")}</p>` : good ? html`
           <p class="status finished"><span aria-hidden="true">✓</span> ${t("valid", { kind: checked.kind, steps: checked.steps, updates: checked.updates_per_step })}</p>
           <p><button class="main" onClick=${launch}>${t("launch")}</button> <span role="status">${said}</span></p>
-          <h3>${t("command")}</h3><pre class="page" tabindex="0">${visible(checked.command)}</pre>
+          <h3>${t("command")}</h3><p class="faint">${t("command_hint")}</p><pre class="page" tabindex="0">${visible(checked.command)}</pre>
           <p class="faint">${t("run_goes_on")}</p>
           <${Plan} yaml=${text} from=${query.get("from")} />
           <h3>${t("changed")}</h3><table><tbody>${changed.map(([key, [usual, own]]) => html`<tr><th scope="row"><code>${visible(key)}</code></th><td><code>${visible(JSON.stringify(own))}</code></td><td class="faint"><code>${visible(JSON.stringify(usual) ?? "–")}</code></td></tr>`)}</tbody></table>

@@ -26,7 +26,7 @@ async function read(response) {
   throw Object.assign(new Error(said || `HTTP ${response.status}`), { status: response.status });
 }
 
-/** Curves: {step, train: Map(name -> {x, y}), eval: likewise, evaluations: how many}. */
+/** Curves: {step, train: Map(name -> {x, y}), eval: likewise, evaluations: how many, resumed: how often}. */
 export async function getCurves(id, keys, points, from = 0, to = 2 ** 52) {
   const query = new URLSearchParams({ keys: keys.join("\n"), points: String(points), from: String(from), to: String(to) });
   const response = await fetch(`/api/runs/${id}/metrics?${query}`);
@@ -41,13 +41,15 @@ export async function getCurves(id, keys, points, from = 0, to = 2 ** 52) {
     return found;
   };
   const unpack = (parts) => new Map(parts.map(([name, count]) => [name, { x: take(count), y: take(count) }]));
-  return { step: header.step, train: unpack(header.train), eval: unpack(header.eval), evaluations: header.evaluations };
+  const { step, evaluations, resumed } = header;
+  return { step, train: unpack(header.train), eval: unpack(header.eval), evaluations, resumed };
 }
 
 // One stream for a tab, closed while the tab is hidden: browsers allow six connections to a server.
 const listeners = new Set();
 let source = null;
-export const connection = { lost: false };
+/** What there is to say of the server: nothing, that it does not answer ("lost"), or that it is another one. */
+export const connection = { trouble: "" };
 
 function tell(name, ids) {
   for (const listener of [...listeners]) listener(name, ids);
@@ -58,18 +60,27 @@ function connect() {
   source = new EventSource("/api/events");
   for (const name of ["ready", "changed", "gone"]) {
     source.addEventListener(name, (event) => {
-      connection.lost = false;
+      connection.trouble = "";
       tell(name, JSON.parse(event.data));
     });
   }
   source.addEventListener("error", () => {
-    connection.lost = true;
+    connection.trouble = connection.trouble || "lost";
     tell("lost", []);
     if (source && source.readyState === EventSource.CLOSED) {
       source = null;
       setTimeout(connect, 2000);
+      askWhy();
     }
   });
+}
+
+/** A stream that is refused does not say why: a server that was started anew has another token. */
+async function askWhy() {
+  const answer = await fetch("/static/icon.svg", { method: "HEAD" }).catch(() => null);
+  if (!connection.trouble) return;
+  connection.trouble = answer && answer.status === 401 ? "started_anew" : "lost";
+  tell("lost", []);
 }
 
 document.addEventListener("visibilitychange", () => {

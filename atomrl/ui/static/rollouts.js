@@ -185,7 +185,7 @@ function Tokens({ run, step, split, place, text }) {
     const marks = `${value === null ? "" : tint(value, numbers.scales[name])} ${clipped.has(i) ? "clipped" : ""} ${masked.has(i) ? "masked" : ""}`;
     return html`<span data-i=${i} class=${marks.trim()}>${visible(found.texts ? found.texts[i] : id)}</span>${found.texts ? "" : " "}`;
   }), [found, name]);
-  if (!found) return error ? html`<${Failure} error=${error} />` : html`<pre class="text">${visible(text)}</pre>`;
+  if (!found) return error ? html`<${Failure} error=${error} />` : html`<pre class="text" tabindex="0" aria-label=${t("completion")}>${visible(text)}</pre>`;
   const pointed = (event) => {
     const own = event.target.closest("span[data-i]");
     if (!own) return;
@@ -241,9 +241,9 @@ function Episode({ episode }) {
   const droppedBy = turns.map((_, i) => turns.findIndex((turn, later) => later > i && (turn.sees_from || 0) > i) + 1 || null);
   const dropped = droppedBy.filter(Boolean).length;
   return html`<details><summary>${t("turns", { n: turns.length })}${dropped > 0 && html` <span class="warning">! ${t("n_dropped", { n: dropped })}</span>`}</summary>
-    ${episode.opening && html`<pre class="text reply">${visible(episode.opening)}</pre>`}
-    ${turns.map((turn, i) => html`${droppedBy[i] && html`<p class="warning"><span aria-hidden="true">✂ </span>${t("dropped_by", { turn: i + 1, by: droppedBy[i] })}</p>`}<pre class=${`text ${droppedBy[i] ? "dropped" : ""}`}>${visible(turn.text ?? "")}</pre>
-      ${(turn.reply || turn.labels?.length > 0) && html`<p class="faint">${visible((turn.labels ?? []).filter(Boolean).join(", "))} ${number(turn.seconds)} s</p><pre class="text reply">${visible(turn.reply ?? "")}</pre>`}`)}
+    ${episode.opening && html`<pre class="text reply" tabindex="0" aria-label=${t("prompt")}>${visible(episode.opening)}</pre>`}
+    ${turns.map((turn, i) => html`${droppedBy[i] && html`<p class="warning"><span aria-hidden="true">✂ </span>${t("dropped_by", { turn: i + 1, by: droppedBy[i] })}</p>`}<pre class=${`text ${droppedBy[i] ? "dropped" : ""}`} tabindex="0" aria-label=${t("completion")}>${visible(turn.text ?? "")}</pre>
+      ${(turn.reply || turn.labels?.length > 0) && html`<p class="faint">${visible((turn.labels ?? []).filter(Boolean).join(", "))} ${number(turn.seconds)} s</p><pre class="text reply" tabindex="0" aria-label=${t("reply")}>${visible(turn.reply ?? "")}</pre>`}`)}
     <p>${t("ended")}: ${visible(episode.ended ?? "")} ${visible(episode.message ?? "")}</p></details>`;
 }
 
@@ -260,6 +260,6 @@ function PromptHistory({ run, prompt, split }) {
       return html`<li><h3><a href=${link(["run", run.id, "rollouts", String(row.step), row.split, String(row.members[0].place)])}>${t("step")} ${row.step}</a> ${row.split === "eval" ? t("eval") : ""}
           <small>${t("mean")} ${number(mean)} · ${row.members.length}</small></h3>
         <p class="marks" aria-hidden="true">${row.members.map((member) => html`<span class=${tint(member.reward === null ? null : member.reward - 0.5, 0.5)}>${number(member.reward)}</span>`)}</p>
-        ${row.members.map((member) => html`<pre class="text">${number(member.reward)}  ${visible(member.completion)}</pre>`)}</li>`;
+        ${row.members.map((member) => html`<pre class="text" tabindex="0" aria-label=${t("completion")}>${number(member.reward)}  ${visible(member.completion)}</pre>`)}</li>`;
     })}</ol>`;
 }

@@ -27,8 +27,17 @@ function verdict(run) {
   return lines;
 }
 
+/** Which completions show what a rule found: of most rules all do. */
+const SHOWN = {
+  length_limit: { finish_reason: "length" },
+  missing_stop_token: { finish_reason: "length" },
+  pays_for_length: { sort: "length", descending: "true" },
+  reward_without_accuracy: { sort: "reward", descending: "true" },
+};
+
 function Finding({ run, found }) {
-  const query = new URLSearchParams({ first_step: String(Math.max(1, found.step - 2)), last_step: String(found.step), split: "train" });
+  // A rule speaks of its step and of those before, which have to agree.
+  const query = new URLSearchParams({ first_step: String(Math.max(1, found.step - 2)), last_step: String(found.step), split: "train", ...SHOWN[found.id] });
   const level = found.severity === "error" ? "error" : "warning";
   return html`<li class=${`finding ${level}`}>
     <h3><span class=${level}><span aria-hidden="true">${level === "error" ? "✕" : "!"}</span> ${t(level)}</span> ${visible(found.id.replaceAll("_", " "))} <small>${t("since_step", { step: found.step })}</small></h3>

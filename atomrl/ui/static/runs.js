@@ -6,7 +6,8 @@ import { t } from "./i18n.js";
 function useRuns() {
   const [found, setFound] = useState(null);
   const [error, setError] = useState(null);
-  const busy = useRef(new Set());
+  /** Of each run that is being asked for: whether it has changed since. */
+  const busy = useRef(new Map());
   const all = async () => {
     try {
       setFound(await get("/api/runs"));
@@ -16,16 +17,17 @@ function useRuns() {
     }
   };
   const one = async (id) => {
-    if (busy.current.has(id)) return;
-    busy.current.add(id);
-    try {
-      const card = await get(`/api/runs/${id}/card`);
-      setFound((old) => old && { ...old, runs: old.runs.map((run) => (run.id === id ? card : run)) });
-    } catch {
-      all();
-    } finally {
-      busy.current.delete(id);
-    }
+    if (busy.current.has(id)) return busy.current.set(id, true);
+    do {
+      busy.current.set(id, false);
+      try {
+        const card = await get(`/api/runs/${id}/card`);
+        setFound((old) => old && { ...old, runs: old.runs.map((run) => (run.id === id ? card : run)) });
+      } catch {
+        all();
+      }
+    } while (busy.current.get(id));
+    busy.current.delete(id);
   };
   useEffect(() => {
     all();

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from tests.ui.browser.conftest import CONFIG, until
-from tests.ui.made import log_evaluation, make_run, make_study, serving
+from tests.ui.made import log_evaluation, log_step, make_run, make_study, serving
 
 pytest.importorskip("optuna", reason="the extra `tune` is not installed")
+
+
+MARKUP = '<img src=x onerror="window.pwned=1">'
+"""A folder's name."""
+LOOKS = """
+window.strokes = [];
+const stroke = CanvasRenderingContext2D.prototype.stroke;
+CanvasRenderingContext2D.prototype.stroke = function (...given) {
+  window.strokes.push([this.strokeStyle, this.getLineDash().join()]);
+  return stroke.apply(this, given);
+};
+"""
+"""Notes with which colour and dashes each line is drawn."""
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +43,10 @@ def client(browser, tmp_path_factory):
     failed = make_run(folder / "runs" / "broken", steps=2)
     why = {"error": "ValueError: <b>no</b> rewards", "where": "rl.py:3 in step", "traceback": "Traceback\n  lines"}
     (failed / "failure.json").write_text(json.dumps(why))
-    dropped = make_run(folder / "runs" / "turns", steps=1)
+    dropped = make_run(folder / "runs" / "turns", steps=0)
+    log_step(dropped, 1, text="a line\n" * 80)
     give_turns(dropped)
+    make_run(folder / "runs" / MARKUP, name="7")
     with serving(folder / "runs", "--allow-launch", cwd=folder) as (client, _):
         yield client
 
@@ -50,6 +66,11 @@ def study_of(client) -> str:
     return study["id"]
 
 
+def prompt_of(client, name: str) -> str:
+    row = client.get(f"/api/runs/{client.id_of(name)}/rollouts").json["rows"][0]
+    return str(row["prompt_hash"])
+
+
 def path_of(client, name: str) -> tuple[str, str]:
     ids = [client.id_of(one) for one in ("one", "two")]
     return {
@@ -58,9 +79,12 @@ def path_of(client, name: str) -> tuple[str, str]:
         "form": ("/new", "#check .status"),
         "failed": (f"/run/{client.id_of('broken')}", ".verdict details"),
         "turns": (f"/run/{client.id_of('turns')}/rollouts/1/train/0", ".members details"),
+        "history": (f"/run/{client.id_of('turns')}/rollouts/prompt/{prompt_of(client, 'turns')}", ".history pre"),
+        "help": ("/", "table.runs"),
     }[name]
 
 
+@pytest.mark.short
 def test_a_study_is_shown(tab, client):
     page = tab(client).open("/", "table.runs")
     page.get_by_role("link", name="tune-it", exact=True).click()
@@ -81,9 +105,9 @@ def test_a_study_is_shown(tab, client):
 def test_trials_are_in_the_list_where_they_are_asked_for(tab, client):
     page = tab(client).open("/", "table.runs")
     rows = page.locator("table.runs tbody tr")
-    assert rows.count() == 4
+    assert rows.count() == 5
     page.get_by_label("list their trials").check()
-    until(lambda: rows.count() == 12)
+    until(lambda: rows.count() == 13)
 
 
 def test_a_curve_is_looked_at_closer_by_keyboard(tab, client):
@@ -106,6 +130,7 @@ def test_a_page_begins_at_its_top(tab, client):
     assert page.evaluate("scrollY") == 0
 
 
+@pytest.mark.short
 def test_held_out_answers_stand_beside_each_other(tab, client):
     page = tab(client).open(*path_of(client, "answers"))
     rows = page.locator("table.answers tbody tr")
@@ -153,6 +178,7 @@ def test_the_form_and_the_text_are_one_config(tab, client):
     assert "memory, from shapes" in page.locator("#check").inner_text()
 
 
+@pytest.mark.short
 def test_why_a_run_failed_is_said(tab, client):
     page = tab(client).open("/", "table.runs")
     row = page.locator("tr", has=page.get_by_role("link", name="broken"))
@@ -163,6 +189,72 @@ def test_why_a_run_failed_is_said(tab, client):
     assert "Traceback" in page.locator(".verdict pre").inner_text()
 
 
+@pytest.mark.short
+def test_curves_differ_in_more_than_their_colours(tab, client):
+    one = tab(client)
+    one.page.add_init_script(LOOKS)
+    one.page.reload()
+    ids = [client.id_of(name) for name in ("one", "two", "broken", "turns")]
+    page = one.open(f"/compare/{','.join(ids)}", ".chart canvas")
+    page.get_by_label("Mean and range over seeds").uncheck()
+    marks = page.locator(".chart").first.locator(".u-legend .u-series:not(:first-child) .u-marker")
+    until(lambda: marks.count() == 4)
+    palette = page.evaluate(
+        "[...Array(8).keys()].map((i) => getComputedStyle(document.documentElement).getPropertyValue(`--c${i}`).trim())"
+    )
+    looks = {(stroke, dash) for stroke, dash in page.evaluate("window.strokes") if stroke in palette}
+    assert dict(looks).keys() == set(palette[:4])
+    assert len({dash for stroke, dash in looks}) == 4
+    for shown in (marks, page.locator(".judged .swatch")):
+        said = [one.get_attribute("style") for one in shown.all()]
+        assert len({re.sub(r"--c\d", "", style) for style in said}) == 4, said
+    page.evaluate("window.strokes.length = 0")
+    page = one.open(f"/run/{client.id_of('one')}", ".chart canvas")
+    until(lambda: len({dash for stroke, dash in page.evaluate("window.strokes") if stroke in palette[:2]}) == 2)
+
+
+def test_of_more_runs_than_are_compared_it_is_said_that_some_are_left_out(tab, client):
+    page = tab(client).open(f"/compare/{','.join([client.id_of('one')] * 18)}", ".chart canvas")
+    page.wait_for_selector("text=Only the first 16 runs are compared; 2 more are left out.")
+
+
+def test_a_counter_of_lacking_memory_is_no_memory(tab, client):
+    page = tab(client).open("/", "table.runs")
+    asked = """async (name) => {
+        const { CHARTS } = await import("/static/charts.js");
+        return CHARTS.filter(([, test]) => test(name)).map(([title]) => title);
+    }"""
+    assert page.evaluate(asked, "actor/out_of_memory") == []
+    assert page.evaluate(asked, "perf/max_memory_allocated_gb") == ["memory"]
+
+
+def test_a_folder_that_is_named_like_markup_is_shown_and_does_nothing(tab, client):
+    run = client.id_of(MARKUP)
+    for path in ("/", f"/run/{run}", f"/run/{run}/charts", f"/compare/{run},{client.id_of('one')}"):
+        page = tab(client).open(path, "table.runs" if path == "/" else ".chart canvas")
+        page.wait_for_selector("text=<img src=x")
+        assert page.evaluate("window.pwned") is None and page.locator("img").count() == 0
+
+
+def test_a_variant_of_a_run_whose_name_is_in_quotes_has_another_name(tab, client):
+    page = tab(client).open(f"/new?from={client.id_of(MARKUP)}", "#check .status")
+    until(lambda: "run_name: 7-2" in page.locator("#config").input_value().replace("'", ""))
+    page.wait_for_selector("text=A valid config: train, 10 steps")
+    assert "atomrl train 7-2.yaml" in page.locator("#check").inner_text()
+    assert "saved under this name" in page.locator("#check").inner_text()
+
+
+def test_the_help_takes_the_focus_and_gives_it_back(tab, client):
+    page = tab(client).open("/", "table.runs")
+    page.get_by_role("link", name="one", exact=True).focus()
+    page.keyboard.press("?")
+    page.wait_for_selector("[role=dialog]")
+    until(lambda: page.evaluate("document.activeElement.className") == "help")
+    page.keyboard.press("Escape")
+    until(lambda: page.evaluate("document.activeElement.textContent") == "one")
+
+
+@pytest.mark.short
 def test_turns_that_were_dropped_are_marked(tab, client):
     page = tab(client).open(*path_of(client, "turns"))
     page.get_by_text("3 turns").click()
@@ -172,7 +264,7 @@ def test_turns_that_were_dropped_are_marked(tab, client):
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["study", "answers", "form", "failed", "turns"])
+@pytest.mark.parametrize("name", ["study", "answers", "form", "failed", "turns", "history", "help"])
 def test_nobody_is_kept_out(tab, client, name, theme):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     page = tab(client, color_scheme=theme).open(*path_of(client, name))
@@ -181,6 +273,10 @@ def test_nobody_is_kept_out(tab, client, name, theme):
         page.wait_for_selector("text=The first difference")
     if name == "turns":
         page.get_by_text("3 turns").click()
+    if name == "help":
+        page.keyboard.press("?")
+        page.wait_for_selector("[role=dialog]")
+    assert page.locator("pre.text:not([tabindex='0'])").count() == 0  # it may be too long to be shown whole
     page.wait_for_timeout(200)
     results = axe.run(page).response["violations"]
     assert [(found["id"], [node["html"][:150] for node in found["nodes"]][:3]) for found in results] == []

@@ -1,0 +1,37 @@
+"""Configs as a page has them are read as a command reads their files."""
+
+import pytest
+
+from atomrl.ui.answers import answer
+
+OWN = "run_name: x\nmodel: {path: m}\ndata: {train: chain}\nseed: 1\n"
+SIX = """
+model_config: {model_name_or_path: m, use_lora: false}
+generation_config: {group_size: 4}
+train_config: {train_dataset: chain, rollout_batch_size: 32, n_grpo_steps: 7}
+"""
+
+
+def test_either_layout_is_read():
+    for text, steps in ((OWN + "train: {steps: 3}\n", 3), (SIX, 7)):
+        found = answer({"yaml": text})
+        assert found["errors"] == [] and (found["kind"], found["steps"]) == ("train", steps)
+
+
+def test_a_field_of_the_form_makes_a_config_of_the_own_layout_of_six_sections():
+    changed = answer({"yaml": SIX, "set": {"train.steps": "9"}})
+    assert changed["errors"] == [] and changed["steps"] == 9
+    assert answer({"yaml": changed["yaml"]})["given"]["rollout.completions_per_prompt"] == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (OWN + "seed: 2\n", "'seed' is given twice, in lines 4 and 5"),
+        ("a: [1", "the config is not valid YAML"),
+        ("- 1", "must hold a mapping of sections"),
+        (SIX.replace("group_size", "group_sise"), "group_size"),
+    ],
+)
+def test_what_a_command_would_refuse_is_refused(text, message):
+    assert message in "\n".join(answer({"yaml": text})["errors"])
