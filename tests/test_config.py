@@ -78,6 +78,8 @@ def test_every_section_refuses_unknown_keys():
         ({"zzzqqq": 1}, r"unknown key 'zzzqqq'$"),
         ({"train": {"steps": "many"}}, r"train.steps: .*integer.*\(got 'many'\)"),
         ({"train": {"steps": 0}}, r"train.steps: .*\(got 0\)"),
+        ({"seed": 2**63}, r"seed: Input should be less than 9223372036854775808 "),
+        ({"seed": -1}, r"seed: .*\(got -1\)"),
         ({"train": 3}, r"train: takes a mapping of keys \(got 3\)"),
         ({"train": {"learning_rate": float("inf")}}, r"train.learning_rate: .*finite"),
         ({"algorithm": "dapo"}, r"c.yaml:\n  algorithm takes a mapping with a name, as in {name: dapo}, got 'dapo'$"),
