@@ -216,7 +216,7 @@ def test_a_key_that_is_merged_from_an_anchor_may_be_given_again(tmp_path):
 @pytest.mark.parametrize(
     "given, answer",
     [  # verl
-        ("data.train_batch_size", "'rollout.prompts_per_step' (prompts in a step)"),
+        ("data.train_batch_size", "'rollout.prompts_per_step' (prompts in a step, as in verl;"),
         ("data.max_response_length", "'rollout.max_completion_tokens'"),
         ("data.train_files", "'data.train'"),
         ("actor_rollout_ref", "verl's section: its parts are model, rollout and train here"),
@@ -285,7 +285,11 @@ def test_every_answer_to_a_foreign_name_is_a_key():
 @pytest.mark.parametrize(
     ("given", "answer"),
     [
-        ("data.train_batch_size", "'rollout.prompts_per_step' (prompts in a step)?"),
+        (
+            "data.train_batch_size",
+            "'rollout.prompts_per_step' (prompts in a step, as in verl; OpenRLHF's is train.rows",
+        ),
+        ("gen_batch_size", "'rollout.prompts_per_step' (prompts in a step)?"),
         ("rollout.group_size", "'rollout.completions_per_prompt'?"),
         ("rollout.num_generations", "'rollout.completions_per_prompt'?"),
         ("lr", "'train.learning_rate'?"),
