@@ -78,6 +78,8 @@ def test_every_section_refuses_unknown_keys():
         ({"zzzqqq": 1}, r"unknown key 'zzzqqq'$"),
         ({"train": {"steps": "many"}}, r"train.steps: .*integer.*\(got 'many'\)"),
         ({"train": {"steps": 0}}, r"train.steps: .*\(got 0\)"),
+        ({"seed": 2**63}, r"seed: Input should be less than 9223372036854775808 "),
+        ({"seed": -1}, r"seed: .*\(got -1\)"),
         ({"train": 3}, r"train: takes a mapping of keys \(got 3\)"),
         ({"train": {"learning_rate": float("inf")}}, r"train.learning_rate: .*finite"),
         ({"algorithm": "dapo"}, r"c.yaml:\n  algorithm takes a mapping with a name, as in {name: dapo}, got 'dapo'$"),
@@ -214,7 +216,7 @@ def test_a_key_that_is_merged_from_an_anchor_may_be_given_again(tmp_path):
 @pytest.mark.parametrize(
     "given, answer",
     [  # verl
-        ("data.train_batch_size", "'rollout.prompts_per_step' (prompts in a step)"),
+        ("data.train_batch_size", "'rollout.prompts_per_step' (prompts in a step, as in verl;"),
         ("data.max_response_length", "'rollout.max_completion_tokens'"),
         ("data.train_files", "'data.train'"),
         ("actor_rollout_ref", "verl's section: its parts are model, rollout and train here"),
@@ -283,7 +285,11 @@ def test_every_answer_to_a_foreign_name_is_a_key():
 @pytest.mark.parametrize(
     ("given", "answer"),
     [
-        ("data.train_batch_size", "'rollout.prompts_per_step' (prompts in a step)?"),
+        (
+            "data.train_batch_size",
+            "'rollout.prompts_per_step' (prompts in a step, as in verl; OpenRLHF's is train.rows",
+        ),
+        ("gen_batch_size", "'rollout.prompts_per_step' (prompts in a step)?"),
         ("rollout.group_size", "'rollout.completions_per_prompt'?"),
         ("rollout.num_generations", "'rollout.completions_per_prompt'?"),
         ("lr", "'train.learning_rate'?"),

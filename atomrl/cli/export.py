@@ -1,6 +1,6 @@
 """Write a checkpoint as a plain model folder that transformers and serving engines load; adapters are merged.
 
-atomrl export runs/quickstart/checkpoints/step_000100 my_model
+atomrl export runs/quickstart/checkpoints/step_000060 my_model
 """
 
 import argparse
@@ -18,6 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
     parser.add_argument("out", metavar="OUT", type=Path, help="a new folder")
     parser.add_argument("--base", help="the model under the adapters, where it is not where it was")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="code beside that model may run, as in training"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -26,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         if (checkpoint / "adapter_config.json").is_file():
             from atomrl.models.lora import export
 
-            error = export(checkpoint, folder, base=arguments.base)
+            error = export(checkpoint, folder, arguments.base, arguments.trust_remote_code)
             merged = (
                 f"adapters add {error.added:.2%} to the weights; rounding what is written loses {error.rounding:.2%}"
             )

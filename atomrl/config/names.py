@@ -32,7 +32,7 @@ def suggestion(path: Sequence[str], keys: Sequence[str]) -> str | None:
 
     Example:
         >>> suggestion(["data", "train_batch_size"], ["rollout.prompts_per_step", "data.train_size"])
-        "did you mean 'rollout.prompts_per_step' (prompts in a step)?"
+        "did you mean 'rollout.prompts_per_step' (prompts in a step, as in verl; OpenRLHF's is train.rows_per_update)?"
         >>> suggestion(["critic", "lr"], ["train.learning_rate", "critic.learning_rate"])
         "did you mean 'critic.learning_rate'?"
         >>> suggestion(["train", "stepz"], ["train.steps", "eval.every_steps"])

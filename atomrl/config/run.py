@@ -51,7 +51,7 @@ class RunConfig(Section):
     run_name: str = Field(pattern=r"^[^/\\.][^/\\]*$")
     """Names the folder of the run: no slashes, and no dot in front."""
     output_dir: str = "runs"
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**63)
     model: ModelConfig = ModelConfig()
     data: schema.DataConfig
     rollout: schema.RolloutConfig = schema.RolloutConfig()

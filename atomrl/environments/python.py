@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Generator
 
+from atomrl.environments.tags import first_block
 from atomrl.episodes import Reply
 from atomrl.sandbox import Sandbox, check, run
 from atomrl.sandbox.tools import limits_of, shown
@@ -42,17 +42,16 @@ def python(
         memory_mb: of a program.
         sandbox: `none` runs programs as you, with no safety at all.
     """
-    action = re.compile(rf"<({re.escape(tag)}|answer)>(.*?)</\1>", re.DOTALL)
     limits = limits_of(timeout_s, memory_mb)
     text = yield None
     for _ in range(max_calls):
-        found = action.search(text)
-        if found is None:
+        kind, content = first_block(text, (tag, "answer"))
+        if not kind:
             text = yield Reply(text=INVALID.format(code=tag), label="invalid")
-        elif found[1] == "answer":
+        elif kind == "answer":
             return None
         else:
-            result = run(found[2].strip("\n"), limits=limits, sandbox=sandbox)
+            result = run(content.strip("\n"), limits=limits, sandbox=sandbox)
             label = "timeout" if result.ended == "timeout" else "python" if result.ok else "error"
             output = shown(result, limits, max_characters)
             text = yield Reply(text=f"\n<{output_tag}>\n{output}\n</{output_tag}>\n", label=label)

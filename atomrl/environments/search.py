@@ -6,16 +6,15 @@ Jin et al., arXiv:2503.09516: the prompt, tags, limits, and the words of the obs
 from __future__ import annotations
 
 import json
-import re
 import urllib.request
 from collections.abc import Generator, Mapping
 from typing import Any
 
+from atomrl.environments.tags import first_block
 from atomrl.episodes import Reply
 from atomrl.types import Sample
 
 URL = "http://127.0.0.1:8000/retrieve"
-ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 STOP = ("</search>", "</answer>")
 INVALID = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. "
@@ -64,8 +63,8 @@ def action_of(text: str) -> tuple[str, str]:
         >>> action_of("<think>hm</think><search> who? </search>")
         ('search', 'who?')
     """
-    match = ACTION.search(text)
-    return (match.group(1), match.group(2).strip()) if match else ("", "")
+    kind, content = first_block(text, ("search", "answer"))
+    return kind, content.strip()
 
 
 def retrieve(url: str, query: str, topk: int, timeout_s: float) -> list[str]:

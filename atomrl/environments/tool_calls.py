@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,15 +45,28 @@ def xml(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
     """
     calls = []
     for block in _blocks(text):
-        found = re.search(r"<function=([^>\n]+)>(.*?)(?:</function>|$)", block, re.DOTALL)
+        found = _opened("function", block)
         if not found:
             calls.append(Call(problem="it has no <function=NAME>"))
             continue
-        name, body = found[1].strip(), found[2]
-        given = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", body, re.DOTALL)
+        name, given = found[1].strip(), _parameters(block[found.end() :].partition("</function>")[0])
         types = _types(name, schemas)
         calls.append(Call(name, {key: _value(value, types.get(key)) for key, value in given}))
     return calls
+
+
+def _parameters(body: str) -> Iterator[tuple[str, str]]:
+    """Key and text of every `<parameter=KEY>` that is closed."""
+    at = 0
+    while (found := _opened("parameter", body, at)) and (end := body.find("</parameter>", found.end())) >= 0:
+        yield found[1], body[found.end() : end].removeprefix("\n").removesuffix("\n")
+        at = end
+
+
+def _opened(kind: str, text: str, start: int = 0) -> re.Match[str] | None:
+    """The first `<KIND=NAME>`. The pattern takes what only begins as one too, so that no place is read twice."""
+    found = re.compile(rf"<{kind}=([^>\n]*)(>?)").finditer(text, start)
+    return next((match for match in found if match[1] and match[2]), None)
 
 
 def llama(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
@@ -65,16 +78,17 @@ def llama(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
     rest = text.rpartition("<|python_tag|>")[2].strip()
     if not tagged and not rest.startswith("{"):
         return []
-    calls, decoder = list[Call](), json.JSONDecoder()
-    while rest:
+    calls, decoder, at = list[Call](), json.JSONDecoder(), 0
+    while at < len(rest):
         try:
-            value, end = decoder.raw_decode(rest)
+            value, at = decoder.raw_decode(rest, at)
         except UNREADABLE as error:
             return [*calls, Call(problem=f"it is no JSON: {error}")]
         if not tagged and not (isinstance(value, dict) and "name" in value):
             return calls  # an answer that is JSON
         calls.append(_from_value(value))
-        rest = rest[end:].lstrip(" \n;")
+        while rest[at : at + 1] in (" ", "\n", ";"):
+            at += 1
     return calls
 
 
@@ -83,13 +97,21 @@ def mistral(text: str, schemas: Sequence[Schema] = ()) -> list[Call]:
     _, tag, rest = text.partition("[TOOL_CALLS]")
     if not tag:
         return []
-    if named := re.findall(r"([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\](.*?)(?=\[TOOL_CALLS\]|$)", rest, re.DOTALL):
+    if named := list(_named(rest)):
         return [_from_json(arguments, name) for name, arguments in named]
     try:
         values, _ = json.JSONDecoder().raw_decode(rest.strip())
     except UNREADABLE as error:
         return [Call(problem=f"it is no JSON: {error}")]
     return [_from_value(value) for value in (values if isinstance(values, list) else [values])]
+
+
+def _named(text: str) -> Iterator[tuple[str, str]]:
+    """Name and arguments of every `NAME[ARGS]...`. The pattern takes any word, so that no place is read twice."""
+    for part in text.removesuffix("\n").split("[TOOL_CALLS]"):
+        words = re.finditer(r"([\w.-]+)(?=(?:\[CALL_ID\]\w+)?(\[ARGS\])?)", part)
+        if found := next((word for word in words if word[2]), None):
+            yield found[1], part[found.end(2) :]
 
 
 FORMS: dict[str, Callable[[str, Sequence[Schema]], list[Call]]] = {

@@ -109,7 +109,8 @@ def _downloaded(name: str, weights: bool) -> Path:
     """A hub name's snapshot, asked for once in a process; without a network, what the hub's cache has of it."""
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + (["*.safetensors"] if weights else [])
+    # A model's own code comes too; it runs only where model.trust_remote_code is true.
+    patterns = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"] + (["*.safetensors"] if weights else [])
     return Path(snapshot_download(name, allow_patterns=patterns))
 
 
@@ -256,18 +257,21 @@ def read_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-def read_weights(path: str | Path, scalar: bool = False) -> Iterator[tuple[str, Tensor]]:
+def read_weights(
+    path: str | Path, scalar: bool = False, trust_remote_code: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Every weight of a model by its published name, adapters merged; the one reader of all engines and back ends.
 
     Args:
-        scalar: as in `load_transformers`.
+        scalar, trust_remote_code: as in `load_transformers`.
 
     Raises:
         ConfigError: a file is damaged, or the adapters are none that can be merged here.
     """
     if adapted_path(path) is None and stored_files(folder := resolve_folder(path)):
         return read_safetensors(folder)
-    return iter(published_weights(load_transformers(path, torch.float32, scalar=scalar)).items())  # adapters, or *.bin
+    whole = load_transformers(path, torch.float32, trust_remote_code, scalar)  # of adapters, or *.bin
+    return iter(published_weights(whole).items())
 
 
 @torch.no_grad()
@@ -366,9 +370,14 @@ def own_memory(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def save_settings(model: Any, tokenizer: Any, folder: str | Path, dtype: torch.dtype, **settings: Any) -> None:
     """What is beside the weights in a folder that `save_model` writes; arguments as there."""
+    from transformers.dynamic_module_utils import custom_object_save
+
     config = model.config.__class__.from_dict(model.config.to_dict())
     for name, value in {"use_cache": True, **settings, "dtype": dtype}.items():
         setattr(config, name, value)
     for part in (config, tokenizer, model.generation_config):
         if part is not None:
             part.save_pretrained(folder)
+    for kind in type(getattr(model, "inner", model)).__mro__:
+        if vars(kind).get("_auto_class"):  # the model's own code; that of config and tokenizer they have copied
+            custom_object_save(kind, folder)

@@ -197,13 +197,16 @@ def _merge_error(model: nn.Module, dtype: torch.dtype) -> tuple[float, float]:
     return (added / size) ** 0.5, (lost / size) ** 0.5
 
 
-def export(adapter_folder: str | Path, folder: str | Path, base: str | Path | None = None) -> MergeError:
+def export(
+    adapter_folder: str | Path, folder: str | Path, base: str | Path | None = None, trust_remote_code: bool = False
+) -> MergeError:
     """Merge adapters into their base model and write it as a full folder in Hugging Face layout.
 
     Args:
         adapter_folder: holds adapter_config.json and adapter_model.safetensors.
         folder: where the merged model goes, in float32 or the dtype that the base's files have.
         base: the base model; None takes the one that adapter_config.json names.
+        trust_remote_code: whether code beside the base may run.
 
     Returns:
         How far the written weights are from those that were trained.
@@ -214,7 +217,8 @@ def export(adapter_folder: str | Path, folder: str | Path, base: str | Path | No
     from atomrl.models import loading
 
     base = base or loading.adapted_path(adapter_folder) or adapter_folder
-    stored = loading.model_config_only(base).dtype or torch.float32
-    merged, error = merge_adapters(loading.load_transformers(base, torch.float32), adapter_folder, stored)
-    loading.save_model(HFModel(merged), loading.load_tokenizer(base), folder, dtype=stored)
+    stored = loading.model_config_only(base, trust_remote_code).dtype or torch.float32
+    inner = loading.load_transformers(base, torch.float32, trust_remote_code)
+    merged, error = merge_adapters(inner, adapter_folder, stored)
+    loading.save_model(HFModel(merged), loading.load_tokenizer(base, trust_remote_code), folder, dtype=stored)
     return error

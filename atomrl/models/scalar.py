@@ -118,7 +118,8 @@ def load_scalar(
     model: ScalarModel
     if unsupported(config) is None:
         # A fresh critic expects nothing, a fresh reward model prefers nothing.
-        weights = {"score.weight": torch.zeros(1, config.hidden_size)} | dict(read_weights(path, is_classifier(config)))
+        stored = read_weights(path, is_classifier(config), trust_remote_code)
+        weights = {"score.weight": torch.zeros(1, config.hidden_size)} | dict(stored)
         weights.pop("lm_head.weight", None)
         model = load_decoder(GPTScalar, path, config, weights.items(), weight_dtype)
         model.compute_dtype = compute if compute != weight_dtype else None

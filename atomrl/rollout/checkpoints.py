@@ -14,9 +14,10 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MOST_CPU_CACHE, _SPARE_CACHE = 4 * 2**30, 2**26
 
 
-def published_shapes(folder: str, config: Any) -> dict[str, tuple[int, ...]]:
+def published_shapes(folder: str, config: Any, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
     """Every weight of a model in a folder, by its published name; a tied head has none."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in read_weights(folder)}
+    weights = read_weights(folder, trust_remote_code=trust_remote_code)
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights}
     if is_tied(config):
         shapes.pop(HEAD, None)
     return shapes

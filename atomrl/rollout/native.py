@@ -76,7 +76,8 @@ class NativeEngine(RequestEngine):
         with torch.inference_mode():
             model = DecoderModel(spec, dtype, place, load_kernels() if use_kernel and known else None)
             unused = {"lm_head.weight"} if spec.tied_head else ()  # state dicts carry it
-            model.load(fitting_weights(read_weights(path), weight_shapes(spec), unused).items())
+            weights = read_weights(path, trust_remote_code=options.trust_remote_code)
+            model.load(fitting_weights(weights, weight_shapes(spec), unused).items())
             eos = eos_token_ids(base_path(path), config, tokenizer)
             return cls(model, rope_table(config, place), eos, tokenizer, options.max_concurrent_completions)
 

@@ -64,7 +64,8 @@ class ServerEngine(ServerCalls):
     ) -> None:
         super().__init__(tokenizer, getattr(config, "max_position_embeddings", 2**31))
         self.folder, self.config, self.eos, self.options = folder, config, eos, options
-        self.shapes, self.tied = published_shapes(folder, config), is_tied(config)
+        self.shapes = published_shapes(folder, config, options.trust_remote_code)
+        self.tied = is_tied(config)
         self.own, self.on_cpu = not options.server, torch.device(options.device).type == "cpu"
         self.files, self.mark = TemporaryFolder("update"), os.urandom(4).hex()
         self.updated = False  # servers have been given no other weights than they start with
@@ -89,7 +90,8 @@ class ServerEngine(ServerCalls):
         engine = cls(folder, config, eos_token_ids(folder, config, tokenizer), tokenizer, options)
         if options.server or folder != str(resolve_folder(path)):  # it has whatever it was started with
             try:
-                weights = ((name, tensor) for name, tensor in read_weights(path) if name in engine.shapes)
+                given = read_weights(path, trust_remote_code=options.trust_remote_code)
+                weights = ((name, tensor) for name, tensor in given if name in engine.shapes)
                 engine.update_weights(WeightUpdate(version=0, tensors=weights))
             except BaseException:
                 engine.close()

@@ -245,7 +245,8 @@ class SGLangEngine(ServerEngine):
         """What servers have been given last, or have started with."""
         if self.weights is not None:
             return load_file(self.weights / WEIGHTS)
-        return self.sent or {name: tensor.to(self.options.dtype) for name, tensor in read_weights(self.folder)}
+        weights = read_weights(self.folder, trust_remote_code=self.options.trust_remote_code)
+        return self.sent or {name: tensor.to(self.options.dtype) for name, tensor in weights}
 
     async def _name_version(self, server: Server) -> None:
         label = {"new_version": self.label, "abort_all_requests": False}

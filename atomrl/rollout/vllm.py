@@ -138,7 +138,8 @@ class VLLMEngine(RequestEngine):
         )
         torch.set_num_threads = set_threads  # on a CPU it puts one there that does nothing, for the trainer too
         eos = eos_token_ids(folder, config, tokenizer)
-        return cls(llm, published_shapes(folder, config), is_tied(config), eos, tokenizer)
+        shapes = published_shapes(folder, config, options.trust_remote_code)
+        return cls(llm, shapes, is_tied(config), eos, tokenizer)
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every weight that an update may bring, by its published name; a tied head has none."""

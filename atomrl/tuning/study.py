@@ -164,7 +164,7 @@ def _trials(study: Study, config: RunConfig, settings: Settings) -> Any:
 
     def draw_as(number: int) -> None:
         """A sampler for each trial, so that one that follows a restart is the one that would have followed without."""
-        study.sampler = optuna.samplers.TPESampler(seed=config.seed * 100_003 + number, n_startup_trials=5)
+        study.sampler = optuna.samplers.TPESampler(seed=(config.seed * 100_003 + number) % 2**32, n_startup_trials=5)
 
     for frozen in study.get_trials(states=[optuna.trial.TrialState.RUNNING]):
         draw_as(frozen.number)

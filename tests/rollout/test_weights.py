@@ -87,6 +87,23 @@ def test_a_sync_needs_no_second_engine(large_folder, name, stored, computed, mon
     assert engine.version == 1
 
 
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("stored,computed", [("float32", "float32"), ("bfloat16", "bfloat16")])
+def test_a_sync_with_adapters_needs_no_second_engine(large_folder, name, stored, computed, monkeypatch):
+    """Neither the first, which brings the base too, nor those after it, of adapters alone."""
+    compute_in(monkeypatch, getattr(torch, computed))
+    engine = open_engine(large_folder, name, getattr(torch, stored))
+    state = AutoModelForCausalLM.from_pretrained(large_folder, dtype=torch.float32).state_dict()
+    size = sum(tensor.numel() for tensor in state.values()) * getattr(torch, stored).itemsize
+    state = {name: tensor * 1.5 for name, tensor in state.items() if name in engine.weight_shapes()}
+    layers = [(name, tensor.shape) for name, tensor in state.items() if "_proj.weight" in name]
+    adapters = {name: Adapter(torch.ones(1, shape[1]), torch.ones(shape[0], 1), 1.0) for name, shape in layers}
+    transfer = InProcessTransfer(Source(state, adapters), engine)
+    for version in (1, 2):
+        assert peak_bytes(lambda version=version: transfer(version=version)) <= 0.1 * size
+    assert engine.version == 2
+
+
 def test_new_weights_come_into_the_old_ones(large_folder):
     engine = open_engine(large_folder)
     linears = {id(linear): linear for linear, _ in engine.model.linears.values()}.values()

@@ -1,15 +1,29 @@
-"""What meets a model's text in the main process takes time that is linear in it: 1 MB of the worst for each pattern."""
+"""What meets a model's text takes time that is linear in it: 1 MB of the worst for each pattern."""
 
+import contextlib
+import itertools
+import re
 import time
+from pathlib import Path
 
 import pytest
 
+import atomrl
 from atomrl.config import RewardConfig
+from atomrl.environments.adapters.gymnasium_text import actions_in
+from atomrl.environments.search import action_of
+from atomrl.environments.tags import first_block
+from atomrl.environments.tool_calls import FORMS, find_calls
 from atomrl.loop.evaluate import figures, judged
 from atomrl.loop.report import answer_end, runs_on
+from atomrl.rewards import boxes, tasks
 from atomrl.rewards.answers import answers_equal, normalise_text, parse_number
 from atomrl.rewards.compute import build_rewards
+from atomrl.rewards.expressions import evaluate_arithmetic, is_tame_formula
 from atomrl.rewards.format import extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text
+from atomrl.rewards.judge import score_in
+from atomrl.rewards.math import gsm8k
+from atomrl.rewards.search import search_r1_em
 from atomrl.rewards.table import POOLED, REWARDS
 from atomrl.tracking.run_directory import rollout_rows
 from atomrl.types import Sample
@@ -22,6 +36,35 @@ PIECES = (
     "#", "#### ", "#### 1 ", "\\boxed{", "\\boxed ", "{", "}", "\\text{", "<answer>", "</answer>", "<think>",
     " ", "1", "1,", "1.", "-", "$ ", ".", "a ", "\u0301", "\\frac{", "(1+",
 )  # fmt: skip
+CALLS = (
+    "<tool_call>", "<tool_call>" + 80 * " " + "</tool_call>", "<function=", "<function=\n", "<function=>",
+    "<function=a>", "<parameter=", "<parameter=a>", "<parameter=a></parameter>", "a", "a-", "[ARGS]", "[CALL_ID]a",
+    "a[CALL_ID]", "[TOOL_CALLS]", "[TOOL_CALLS]a[ARGS]" + 80 * " ", '{"name": "a"}', "[", "<search>", "</search>",
+    "<search></answer>", "left",
+)  # fmt: skip
+"""What tools are called with, and what environments look for."""
+
+
+def judged_score(text):
+    with contextlib.suppress(ValueError):
+        score_in(text, "Score: {score}")
+
+
+READERS = {
+    "environments/adapters/gymnasium_text": [lambda text: actions_in(text, ("left", "right"))],
+    "environments/search": [action_of],
+    "environments/tags": [lambda text: first_block(text, ("python", "answer"))],
+    "environments/tool_calls": [lambda text, form=form: find_calls(text, form) for form in FORMS],
+    "rewards/answers": [normalise_text, parse_number, lambda text: answers_equal(text, text)],
+    "rewards/boxes": [boxes._WORDS.fullmatch],
+    "rewards/expressions": [evaluate_arithmetic, is_tame_formula],
+    "rewards/format": [extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text],
+    "rewards/judge": [judged_score],
+    "rewards/math": [lambda text: gsm8k([""], [text], ["18"])],
+    "rewards/search": [lambda text: search_r1_em([""], [text], ["a"])],
+    "rewards/tasks": [tasks._is_literal],
+}
+"""Module -> what of it reads what a model wrote."""
 SAMPLE = Sample(sample_id="a", prompt="p", ground_truth="18", columns={"numbers": [1, 2]})
 
 
@@ -35,12 +78,28 @@ def test_one_megabyte_is_read_in_seconds(piece):
     for text in texts(piece):
         started = time.process_time()
         item = trajectory(SAMPLE, text, finish_reason="length")
-        for function in (answer_end, extract_answer, has_strict_format, last_boxed, marked_answer, reasoning_text,
-                         normalise_text, parse_number):  # fmt: skip
+        for function in (answer_end, *itertools.chain(*READERS.values())):
             function(text)
-        answers_equal(text, text)
         runs_on(item, ())
         assert time.process_time() - started < BOUND_S, (piece, text[:40])
+
+
+@pytest.mark.parametrize("piece", CALLS)
+def test_calls_and_actions_in_one_megabyte(piece):
+    body = piece * (MEGABYTE // len(piece))
+    readers = [functions for name, functions in READERS.items() if name.startswith("environments/")]
+    for text in (body, f"<tool_call><function=f>{body}", f"<tool_call>{body}", f"[TOOL_CALLS]{body}"):
+        started = time.process_time()
+        for function in itertools.chain(*readers):
+            function(text)
+        assert time.process_time() - started < BOUND_S, (piece, text[:40])
+
+
+def test_every_module_with_patterns_is_here():
+    package = Path(atomrl.__file__).parent
+    modules = [path for folder in ("environments", "rewards") for path in (package / folder).rglob("*.py")]
+    using = {path for path in modules if re.search(r"(?m)^\s*(import re\b|from re import)", path.read_text())}
+    assert {path.relative_to(package).with_suffix("").as_posix() for path in using} <= set(READERS)
 
 
 REWARDS_HERE = sorted(set(REWARDS) - set(POOLED))

@@ -34,7 +34,7 @@ def play(
 
     text = yield Reply(text="\n" + shown(game.reset(seed=seed_of(sample))[0]), role=role)
     while True:
-        named = re.findall("|".join(map(re.escape, actions)), text.lower())
+        named = actions_in(text, actions)
         if not named:
             text = yield Reply(text=f"Name an action: {', '.join(actions)}.", role=role, label="invalid")
             continue
@@ -42,3 +42,13 @@ def play(
         if ended or cut:
             return float(reward)
         text = yield Reply(text=shown(observation), role=role, reward=float(reward))
+
+
+def actions_in(text: str, actions: Sequence[str]) -> list[str]:
+    """The names of actions in a text, in its order and in whatever case.
+
+    Example:
+        >>> actions_in("Left? No, right.", ["left", "right"])
+        ['left', 'right']
+    """
+    return re.findall("|".join(map(re.escape, actions)), text.lower())
