@@ -16,7 +16,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,8 +32,8 @@ CODE = "/code"
 """Where the files of a program are."""
 _DEVICES = ("/dev/null", "/dev/urandom")
 _FIRST_USER, _USERS = 60_578, 600
-"""User ids that neither Linux distributions nor systemd give to anybody. Each box has one of its own, since limits on
-processes are for all that a user has."""
+"""User ids that neither Linux distributions nor systemd give to anybody. Boxes take turns, since limits on processes
+are for all that a user has."""
 _PR_SET_CHILD_SUBREAPER = 36
 _turns = itertools.count(os.getpid() * 7)
 _ENVIRONMENT = {
@@ -78,8 +77,6 @@ class Box:
     """What bubblewrap says of it; closed when it has ended."""
     folder: str | None = None
     """Of its files, where there is no sandbox."""
-    lease: socket.socket | None = None
-    """Of its user id."""
     said: bytearray = field(default_factory=bytearray)
     """On `status`."""
 
@@ -99,7 +96,7 @@ class Box:
         if (first := first or self._told("child-pid")) is not None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(first, 0)  # it ends when all others in the box have
-        for stream in (self.process.stdout, self.process.stderr, self.status, self.lease):
+        for stream in (self.process.stdout, self.process.stderr, self.status):
             if stream is not None:
                 stream.close()
         if self.folder is not None:
@@ -148,19 +145,16 @@ def start(
         told, tell = os.pipe()
         status = os.fdopen(told, "rb", buffering=0)
         stack.callback(os.close, tell)
-        user, lease = lease_user() if _is_root() else (None, None)
+        command = _bubblewrap(given, limits, rules, tell) + _python(f"{CODE}/{next(iter(files))}", limits)
         descriptors = [file.fileno() for file in (rules, *given.values())] + [tell]
         try:
-            command = _bubblewrap(given, limits, rules, tell) + _python(f"{CODE}/{next(iter(files))}", limits, user)
             process = subprocess.Popen(
                 command, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=descriptors, env={}, cwd="/"
             )
         except OSError:
             status.close()
-            if lease is not None:
-                lease.close()
             raise
-        return Box(process, status, lease=lease)
+        return Box(process, status)
 
 
 @functools.cache
@@ -213,31 +207,18 @@ def _bubblewrap(given: Mapping[str, IO[bytes]], limits: Limits, rules: IO[bytes]
     ]  # fmt: skip
 
 
-def lease_user() -> tuple[int, socket.socket | None]:
-    """A user id that no other box on this machine has, and what keeps it so until it is closed: a socket of a name,
-    which the kernel takes back from a process that ends. None where all are in use: the id is then shared."""
-    for _ in range(_USERS):
-        user, lease = _FIRST_USER + next(_turns) % _USERS, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            lease.bind(f"\0atomrl-box-{user}")
-        except OSError:
-            lease.close()
-        else:
-            return user, lease
-    return user, None
-
-
-def _python(file: str, limits: Limits, user: int | None) -> list[str]:
-    """Python on a file, with limits; as another user, where one is given."""
+def _python(file: str, limits: Limits) -> list[str]:
+    """Python on a file, with limits; as root, as nobody."""
     command = [
         helper("prlimit"), f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}", f"--as={limits.memory_mb << 20}",
         f"--nproc={limits.threads}", f"--fsize={limits.files_mb << 20}", "--nofile=128",
         "--core=1",  # not even to a program that collects dumps, which would get one in spite of 0
         "--memlock=0", "--msgqueue=0", "--sigpending=128",
     ]  # fmt: skip
-    if user is not None:
+    if _is_root():
+        user = str(_FIRST_USER + next(_turns) % _USERS)
         command += [
-            helper("setpriv"), "--reuid", str(user), "--regid", str(user), "--clear-groups", "--inh-caps=-all",
+            helper("setpriv"), "--reuid", user, "--regid", user, "--clear-groups", "--inh-caps=-all",
             "--bounding-set=-all", "--no-new-privs",
         ]  # fmt: skip
     return [*command, interpreter(), "-s", "-B", file]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +16,7 @@ import pytest
 from atomrl.environments.playing import EpisodeError, find_environment
 from atomrl.rewards.calling import find_scorer
 from atomrl.rewards.errors import RewardError
-from atomrl.sandbox import Limits, SandboxError, box, check, layout, run, running
+from atomrl.sandbox import Limits, SandboxError, check, layout, run, running
 from atomrl.sandbox.tools import python, shown
 
 
@@ -106,30 +104,6 @@ def test_as_many_run_at_once_as_there_are_places(monkeypatch):
         go.set()
         assert [one.result(60) for one in found] == [None] * count
     assert max(most) == running.AT_ONCE and len(most) == count
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="there is no sandbox")
-def test_two_boxes_share_no_user(monkeypatch):
-    """Also those of two processes that begin to count at the same place."""
-    held = []
-    for _ in range(3):
-        monkeypatch.setattr(box, "_turns", itertools.count(box._FIRST_USER))
-        held.append(box.lease_user())
-    assert len({user for user, _ in held}) == 3
-    assert all(box._FIRST_USER <= user < box._FIRST_USER + box._USERS for user, _ in held)
-    for _, lease in held:
-        lease.close()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives boxes users")
-def test_a_box_has_its_user_until_it_ends(sandbox):
-    one = box.start({"main.py": "import time; time.sleep(600)"}, Limits(), "bubblewrap", subprocess.DEVNULL)
-    command = one.process.args
-    user = command[command.index("--reuid") + 1]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other, pytest.raises(OSError, match="in use"):
-        other.bind(f"\0atomrl-box-{user}")
-    one.end()
-    assert one.lease.fileno() == -1
 
 
 def test_descriptors_and_children_do_not_pile_up(sandbox):
