@@ -10,11 +10,13 @@ Of what is not run, every `atomrl` command must exist and have the options that 
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
 import shutil
-from dataclasses import dataclass
+import textwrap
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,23 @@ def brevity(prompts, completions, max_words=20, **columns):
 def lively(prompts, completions, **columns):
     return [float(sum(map(ord, text)) % 2) for text in completions]
 """
+HELP_NOT_RUN = {
+    "atomrl data prepare books": "its tokenizer is on the hub",
+    "atomrl doctor --engine sglang": "needs SGLang",
+    "atomrl import nanogpt": "needs a checkpoint of nanoGPT; tests/models/test_nanogpt.py makes one",
+    "atomrl import config": "the files are the reader's own; tests/importers has sixteen",
+    "atomrl init my-project --model": "its model is on the hub",
+    "atomrl plan configs/quickstart.yaml --probe": "probes for a minute; tests/cli/test_plan.py does",
+    "atomrl plan configs/qwen2.5-1.5b": "its model is on the hub",
+    "atomrl rollout configs": "draws for half a minute; tests/cli/test_pool.py runs both",
+    "atomrl train configs/quickstart.yaml run_name=pooled": "likewise",
+    "atomrl retriever": "serves until it is told to end, a corpus of 14 GB",
+    "atomrl reward http": "needs a service",
+    "atomrl rollouts runs/quickstart --prompt": "the problem is one of the whole run",
+    "atomrl tune": "runs for two hours; tests/tuning has short ones",
+    "atomrl ui": "serves until it is told to end",
+}
+"""Commands of `--help` that begin so, and why they are not run."""
 LINE = re.compile(r"^(?: {4}|\$ )?(?P<text>(?:" + "|".join(map(re.escape, PROGRAMS)) + r")(?: .*)?)$")
 
 
@@ -55,8 +74,21 @@ class Command:
 
 def commands(page: Path) -> list[Command]:
     """The commands of a page's indented and fenced blocks, in order; continued lines are one."""
+    return commands_in(page.read_text(encoding="utf-8"), str(page.relative_to(ROOT)))
+
+
+def help_commands(module: str) -> list[Command]:
+    """The commands in the help of a module of `atomrl.cli`, whose lines stand at the margin."""
+    text = textwrap.indent(importlib.import_module(f"atomrl.cli.{module}").__doc__ or "", "    ")
+    found = commands_in(text, f"atomrl/cli/{module}.py")
+    reasons = [next((HELP_NOT_RUN[begin] for begin in HELP_NOT_RUN if c.text.startswith(begin)), None) for c in found]
+    return [replace(command, reason=reason) for command, reason in zip(found, reasons, strict=True)]
+
+
+def commands_in(text: str, place: str) -> list[Command]:
+    """The commands of a page's text."""
     found, exceptions, in_block, fenced = [], [], False, False
-    lines = iter(enumerate(page.read_text(encoding="utf-8").splitlines(), 1))
+    lines = iter(enumerate(text.splitlines(), 1))
     for number, line in lines:
         if line.startswith("```"):
             fenced = not fenced
@@ -75,7 +107,7 @@ def commands(page: Path) -> list[Command]:
         while text.endswith("\\"):
             text = text[:-1] + " " + next(lines)[1].strip()
         reasons = [reason for which, reason in exceptions if which is None or text.startswith(which)]
-        found.append(Command(f"{page.relative_to(ROOT)}:{number}", text, reasons[0] if reasons else None))
+        found.append(Command(f"{place}:{number}", text, reasons[0] if reasons else None))
     return found
 
 
@@ -131,15 +163,23 @@ def make_scratch(folder: Path) -> None:
     for file in [*(folder / "configs").rglob("*.yaml"), *(folder / "examples").rglob("*.yaml")]:
         if file.name != "grpo_config.yaml":
             file.write_text(yaml.safe_dump(small(yaml.safe_load(file.read_text(encoding="utf-8")))), encoding="utf-8")
-    (folder / "my_rewards.py").write_text(REWARDS, encoding="utf-8")
+    for name, scorer in (("my_rewards", "mine"), ("my_reward", "score")):
+        (folder / f"{name}.py").write_text(f"{REWARDS}\n{scorer} = lively\n", encoding="utf-8")
     for command in ("sft configs/quickstart_sft.yaml", "train configs/quickstart.yaml"):
         assert main(command.split()) == 0, command
+    for step in (10, 30):
+        shutil.copytree("runs/quickstart/rollouts/step_000001", f"runs/quickstart/rollouts/step_{step:06d}")
     shutil.copytree("runs/quickstart", "runs/NAME")
-    shutil.copytree("runs/NAME/rollouts/step_000001", "runs/NAME/rollouts/step_000010")
+    for name in ("a", "b", "c", "lr-1", "lr-2", "no-std", "tools"):
+        (folder / "runs" / name).symlink_to("NAME")
+    (folder / "MODEL").symlink_to("runs/NAME/model")
     rows = [{"prompt": f"What is 2+{k}?", "ground_truth": str(2 + k), "level": 1} for k in range(8)]
+    asked = [{"question": row["prompt"], "answer": f"#### {row['ground_truth']}"} for row in rows]
+    pairs = [{"prompt": row["prompt"], "chosen": row["ground_truth"], "rejected": "none"} for row in rows] * 8
     done = [row | {"completion": f"It is \\boxed{{{row['ground_truth']}}}"} for row in rows]
     labelled = [{"prompt": r["prompt"], "completion": r["completion"], "label": k % 2 == 0} for k, r in enumerate(done)]
     files = {"train.jsonl": rows, "held_out.jsonl": rows, "completions.jsonl": done, "labelled.jsonl": labelled * 8}
+    files |= {"gsm8k.jsonl": asked, "pairs.jsonl": pairs}
     for name, content in files.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in content), encoding="utf-8")
     (folder / "input.txt").write_text("ROMEO: it is the east, and Juliet is the sun.\n" * 60, encoding="utf-8")

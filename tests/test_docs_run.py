@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from atomrl.cli.main import COMMANDS, MODULES, main
-from tests.documented import PAGES, ROOT, Command, commands, make_scratch, python_snippets
+from tests.documented import PAGES, ROOT, Command, commands, help_commands, make_scratch, python_snippets
 
 TRAINING = ("train", "sft", "dpo", "reward-model", "pretrain")
 WITH_COMMANDS = [page for page in PAGES if commands(page)]
@@ -51,9 +51,9 @@ def scratch(prepared, tmp_path, monkeypatch):
 
 def run(command: Command) -> int:
     """The exit code of a command; of `atomrl`'s in this process, which has imported torch already."""
-    words = [match for word in command.words for match in (sorted(glob.glob(word)) if "*" in word else [word])]
+    words = [match for word in command.words for match in sorted(glob.glob(word)) or [word]]
     if command.is_atomrl:
-        if words[1] in TRAINING and "--resume" not in words:  # a reader has no such run yet
+        if words[1] in TRAINING and not {"--resume", "--dry-run"} & set(words):  # a reader has no such run yet
             given = dict(word.split("=", 1) for word in words[3:] if "=" in word)
             name = given.get("run_name") or yaml.safe_load(Path(words[2]).read_text(encoding="utf-8"))["run_name"]
             shutil.rmtree(Path("runs") / name, ignore_errors=True)
@@ -108,9 +108,20 @@ def test_python_runs_as_printed(page, scratch):
         exec(compile(code, f"{name(page)}:{line}", "exec"), given)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("module", sorted({MODULES.get(name, name) for name in COMMANDS}))
+def test_commands_of_help_run_as_printed(module, scratch, capfd):
+    if module == "export":
+        shutil.copytree("runs/quickstart/checkpoints/step_000001", "runs/quickstart/checkpoints/step_000060")
+    if module == "pool":
+        assert main(["rollout", "configs/quickstart.yaml", "--groups", "8"]) == 0
+    for command in help_commands(module):
+        assert command.reason or run(command) == 0, f"{command.place}: {command.text}\n{capfd.readouterr().err[-2000:]}"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_names_what_is_there(command, capsys):
-    """The configs of a help are shipped, its commands exist and have their options."""
+    """The configs of a help are shipped, and its commands exist."""
     with pytest.raises(SystemExit):
         main([command, "--help"])
     text = capsys.readouterr().out

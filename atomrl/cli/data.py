@@ -1,6 +1,6 @@
 """Check a data file, make one from a task, or tokenize text for `atomrl pretrain`.
 
-atomrl data check train.jsonl --answer-field answer
+atomrl data check gsm8k.jsonl --prompt-field question --answer-field answer
 atomrl data make countdown --size 1000 --seed 0 --out countdown.jsonl
 atomrl data make arithmetic --size 500 --split eval --out held_out.jsonl steps=4
 atomrl data prepare input.txt --tokenizer char --out data/shakespeare

@@ -1,8 +1,8 @@
 """Say what is wrong with a run and what to try; without a run, what is installed and what will be used.
 
-atomrl doctor runs/quickstart     a run that is finished, under way, or was killed
-atomrl doctor                     this machine
-atomrl doctor --engine sglang     whether an engine works here, and what it lacks; with a config, for its model too
+atomrl doctor runs/quickstart     # a run that is finished, under way, or was killed
+atomrl doctor                     # this machine
+atomrl doctor --engine sglang     # whether an engine works here, and what it lacks; with a config, for its model too
 
 Exit code 1 where the doctor finds something.
 """

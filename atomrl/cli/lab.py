@@ -2,7 +2,7 @@
 
 atomrl lab runs/NAME --reward ./my_reward.py:score
 atomrl lab runs/NAME --reward exact_match,strict_math --steps 10-40
-atomrl lab runs/NAME --reward boxed format_score=0.1 --out scored.jsonl
+atomrl lab runs/NAME --reward exact_match format_score=0.1 --out scored.jsonl
 
 For each reward: how its rankings within groups differ from those of the rewards that the run earned, which groups gain
 or lose their signal, the completions to read first (on which the two disagree most), and what completions that solve

@@ -1,10 +1,10 @@
 """List rollout pools; show, export, import or clear one (docs/rollout_pool.md).
 
-atomrl pool list                                      those in runs/pools
+atomrl pool list                                      # those in runs/pools
 atomrl pool stats runs/pools/quickstart.sqlite
-atomrl pool export runs/pools/quickstart.sqlite groups.jsonl      one completion a line; *.parquet writes Parquet
+atomrl pool export runs/pools/quickstart.sqlite groups.jsonl      # one completion a line; *.parquet writes Parquet
 atomrl pool import runs/pools/second.sqlite groups.jsonl
-atomrl pool clear runs/pools/quickstart.sqlite        all but what a trainer holds
+atomrl pool clear runs/pools/quickstart.sqlite        # all but what a trainer holds
 """
 
 import argparse

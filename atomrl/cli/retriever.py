@@ -1,6 +1,6 @@
 """Serve the documents of a corpus to models that search (docs/retriever.md).
 
-atomrl retriever wiki-18.jsonl                                          BM25, at http://127.0.0.1:8000/retrieve
+atomrl retriever wiki-18.jsonl                                          # BM25, at http://127.0.0.1:8000/retrieve
 atomrl retriever wiki-18.jsonl --encoder models/e5-base-v2 --device cuda
 """
 

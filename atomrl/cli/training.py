@@ -12,8 +12,8 @@ atomrl train configs/quickstart.yaml --dry-run
 atomrl train configs/quickstart.yaml --resume
 atomrl sft configs/quickstart_sft.yaml
 atomrl dpo configs/algorithms/kto.yaml data.train=labelled.jsonl data.eval=null
-atomrl reward-model configs/rlhf/reward_model.yaml model.path=MODEL data.train=pairs.jsonl algorithm.centring=0.01
-atomrl data prepare input.txt --tokenizer char --out data/shakespeare
+atomrl reward-model configs/rlhf/reward_model.yaml model.path=MODEL data.train=pairs.jsonl data.eval=null
+atomrl data prepare input.txt --tokenizer char --out data/shakespeare_char
 atomrl pretrain configs/pretrain_shakespeare_char.yaml
 """
 

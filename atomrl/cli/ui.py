@@ -1,8 +1,8 @@
 """Look at runs in a browser: what runs and needs you, curves, completions, comparison.
 
-atomrl ui                     the runs in ./runs
-atomrl ui FOLDER              all runs below a folder
-atomrl ui --allow-launch      runs may be started, stopped and resumed from the browser
+atomrl ui                     # the runs in ./runs
+atomrl ui FOLDER              # all runs below a folder
+atomrl ui --allow-launch      # runs may be started, stopped and resumed from the browser
 
 The server listens on this machine alone, and answers only pages that were opened with the token in the address that
 it prints. It reads run folders and writes nothing into them; runs go on whatever becomes of it. For a machine
