@@ -48,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     fits = True
     if config.gpt is None:
         lines, fits = memory_lines(memory_by_phase(config, prepared), budget, place)
-        print("\nmemory, from shapes, at the longest rows:", *lines, sep="\n  ")
+        of = f", of the first of {prepared.ranks} ranks" if prepared.ranks > 1 else ""
+        print(f"\nmemory, from shapes, at the longest rows{of}:", *lines, sep="\n  ")
     elif not arguments.probe:
         print("\nof a fresh model there is no estimate from shapes; --probe measures it")
     if arguments.probe:

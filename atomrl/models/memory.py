@@ -150,6 +150,8 @@ def at_once(parts: Mapping[str, int]) -> int:
 BESIDE = "in the CPU's memory"
 """Of a rank whose shards lie there; no part of its device's total."""
 BY_TOKENS = {"activations", "critic activations", "log-prob chunk", "backward pass", "distributions"}
+SHARED = {"activations", "critic activations", "log-prob chunk", "backward pass", "fresh gradients"}
+"""Of what there is for a moment, what ranks cut that share each layer on Megatron."""
 SHARDED = ("trainer weights", "optimizer", "gradients", "reference", "teacher", "critic")
 
 
@@ -208,6 +210,9 @@ def rank_choices(
     changes: dict[str, Any] = {"tensor": 2 * backend.tensor}
     if isinstance(backend, MegatronConfig):
         changes["pipeline"] = 2 * backend.pipeline
+        assert config.model.path is not None
+        if _expert_parameters(model_config_only(config.model.path, config.model.trust_remote_code)):
+            changes["expert"] = 2 * backend.expert
     else:
         changes["replicas"] = 2 if backend.replicas == 1 else 1
         changes["reduce"] = "update" if backend.reduce == "micro_batch" else "micro_batch"
@@ -269,7 +274,8 @@ def in_parts(
     """What of a run's memory is rank 0's on Megatron: its part of the layers, and of the first stage's embedding.
 
     Gradients are float32; of float32 weights beside rounded ones, and of the moments, each copy of the model has a
-    share. Activations are cut over the ranks that share layers; the first of P stages holds those of P micro-batches.
+    share. Adapters are float32 themselves. Activations are cut over the ranks that share layers; the first of P stages
+    holds those of P micro-batches.
 
     Args:
         parts, shape, total, compute, trained: as of `in_shards`.
@@ -282,11 +288,24 @@ def in_parts(
     found = {name: size * (dense + mixed) // total if name in SHARDED else size for name, size in parts.items()}
     once = dense * tensor * pipeline // ranks + mixed * expert * pipeline // ranks
     found["trainer weights"] = (dense + mixed) * compute
-    found["rounded weights"] = once * FLOAT32 if compute != FLOAT32 else 0
-    found["optimizer"] = parts["optimizer"] * once // total
-    for name in {"activations", "critic activations", "log-prob chunk"} & found.keys():
+    found["rounded weights"] = once * FLOAT32 if compute != FLOAT32 and trained == total else 0
+    if trained != total:
+        adapters = _adapters_of_rank(shape, trained, tensor) // pipeline
+        once = adapters * tensor * pipeline // ranks
+        found["trainer weights"] += adapters * FLOAT32
+        found["gradients"] = adapters * FLOAT32
+    found["optimizer"] = parts["optimizer"] * once // trained
+    for name in SHARED & found.keys():
         found[name] //= tensor
     return found
+
+
+def _adapters_of_rank(config: Any, trained: int, tensor: int) -> int:
+    """Of so many numbers of adapters, those of a rank: a part of one of an adapter's matrices, and all of the other,
+    which is as wide as the residual stream."""
+    hidden, query, keys, inner = _widths(config)
+    cut = 2 * query + 2 * keys + 3 * inner
+    return trained * (7 * hidden + cut // tensor) // (7 * hidden + cut)
 
 
 def _expert_parameters(config: Any) -> int:

@@ -9,19 +9,21 @@ from pathlib import Path
 
 from atomrl.config import ConfigError, RunConfig
 from atomrl.models.loading import model_config_only
-from atomrl.models.memory import at_once, memory_estimate
+from atomrl.models.memory import BESIDE, at_once, memory_estimate
 from atomrl.runs.base import Run, readable
 from atomrl.runs.probe import Measured, device_memory, measure, peak_of_this_process
 
+GATHERED = ("gathered embedding", "gathered layers")
+"""Of ranks with shards, while a model computes."""
 UPDATE = (
     "gradients", "fresh gradients", "activations", "critic activations", "log-prob chunk", "backward pass",
-    "distributions",
+    "distributions", *GATHERED,
 )  # fmt: skip
 PASSING = {"key-value cache", *UPDATE}
 """Parts of the memory that are there in a phase alone; all others stay."""
 PHASES: Mapping[str, tuple[str, ...]] = {
     "rollout": ("key-value cache",),
-    "log-probs": ("log-prob chunk",),
+    "log-probs": ("log-prob chunk", *GATHERED),
     "update": UPDATE,
 }
 PROBE_STEPS = 3
@@ -58,7 +60,7 @@ class Memory:
 
 
 def memory_by_phase(config: RunConfig, run: Run) -> Memory:
-    """The memory of a run at its limits, from shapes alone; no weights are loaded.
+    """The memory of a run at its limits, from shapes alone, of the first of several ranks; no weights are loaded.
 
     Raises:
         ConfigError: there is no estimate of a fresh model; its `config.json` is not at hand.
@@ -67,7 +69,7 @@ def memory_by_phase(config: RunConfig, run: Run) -> Memory:
 
     if config.gpt is not None:
         raise ConfigError("of a fresh model (gpt) there is no estimate from shapes; --probe measures it")
-    parts = memory_estimate(config, run.algorithm)
+    parts = memory_estimate(config, run.algorithm, run.ranks)
     path = config.model.path
     assert path is not None
     layers = model_config_only(path, config.model.trust_remote_code).num_hidden_layers
@@ -76,7 +78,7 @@ def memory_by_phase(config: RunConfig, run: Run) -> Memory:
     if config.kind != "train":
         phases = {"update": phases["update"]}
     engine = () if config.kind == "train" else ("engine weights",)
-    resident = sum(size for part, size in parts.items() if part not in {*PASSING, *engine, "total"})
+    resident = sum(size for part, size in parts.items() if part not in {*PASSING, *engine, BESIDE, "total"})
     return Memory(resident, phases, 0 if torch.cuda.is_available() else peak_of_this_process())
 
 

@@ -343,8 +343,9 @@ class BaseBackend(ABC):
                     raise
                 reason = str(error).partition("\n")[0] or type(error).__name__
                 if not self.begins_again:
-                    size = max(padded_tokens(rows.lengths, index) for index in mine if len(index))
-                    self._halve(rows.lengths, mine, group_ids, reason)
+                    filled = [index for index in mine if len(index)] or split  # a rank without rows has one of others
+                    size = max(padded_tokens(rows.lengths, index) for index in filled)
+                    self._halve(rows.lengths, filled, group_ids, reason)
                     raise OutOfMemory(
                         f"out of memory with {size} padded tokens in a micro-batch ({reason}); go on with "
                         f"train.tokens_per_micro_batch={size // 2}",
@@ -364,7 +365,7 @@ class BaseBackend(ABC):
         Raises:
             ConfigError: that is a single row, or a group that has to stay together.
         """
-        largest = max((index for index in split if len(index)), key=lambda index: padded_tokens(lengths, index))
+        largest = max(split, key=lambda index: padded_tokens(lengths, index))
         size = padded_tokens(lengths, largest)
         if len(largest if group_ids is None else set(group_ids[largest].tolist())) == 1:
             what = "a single row" if len(largest) == 1 else f"a group of {len(largest)} rows, which stay together,"

@@ -86,6 +86,8 @@ class Ranks(Collective):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        # `accelerate launch` sets it for an FSDP file; transformers then loads zeros wherever LOCAL_RANK is not 0.
+        os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
         with _loopback(self.here[1] == world):
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
             self.host, self.outcome, self.writing = (dist.new_group(backend="gloo", timeout=limit) for _ in range(3))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -59,11 +59,15 @@ class MegatronBackend(WritesBeside):
         check_config(model)
         self.settings, self.skeletons, self.wrapped = settings, dict[RoleName, Any](), dict[RoleName, Any]()
         self.shapes = dict[RoleName, Shapes]()
+        self.whole: Mapping[str, Tensor] = {}
+        """The weights that a model was loaded from, until it has an optimizer."""
         self.ranks: Ranks = named["collective"]
         self.together = settings.tensor * settings.pipeline
         settings.check_count(self.ranks.world)
         meet(self.ranks, settings)
         super().__init__(model, train, algorithm, **named)
+        # Of adapters' dropout: no two ranks see the same numbers, those that share a layer included.
+        torch.manual_seed(named.get("seed", 0) + 1_000_003 * self.ranks.rank)
 
     @property
     def _says(self) -> bool:
@@ -87,7 +91,7 @@ class MegatronBackend(WritesBeside):
         with on_device(self.device):
             stage = Stage(whole.config, weights, scalar, settings, device, dtype, checkpointing, adapted, dropout)
             if trained:
-                self.skeletons[name] = without_weights(whole)
+                self.skeletons[name], self.whole = without_weights(whole), weights
                 self.shapes[name] = {key: tuple(weight.shape) for key, weight in weights.items()}
                 self.wrapped[name] = wrap(stage, dtype)
         if not trained:
@@ -107,7 +111,12 @@ class MegatronBackend(WritesBeside):
 
     def make_optimizer(self, name: RoleName, model: nn.Module, rate: float, total_updates: int) -> MegatronOptimizer:
         with on_device(self.device):
-            return MegatronOptimizer(TRAINED[name], self.wrapped[name], self.train, rate, total_updates)
+            optimizer = MegatronOptimizer(TRAINED[name], self.wrapped[name], self.train, rate, total_updates)
+        stage, weights = cast(Stage, model), self.whole
+        self.whole = {}
+        for key, weight in stage.trained_weights().items():  # in float32, where the layers' are rounded
+            optimizer.take(weight, WEIGHT, stage.part(key, weights))
+        return optimizer
 
     def close(self) -> None:
         self.wrapped = {}

@@ -164,10 +164,14 @@ class Stage(nn.Module):
         """Whether a weight is another stage's as well: the last stage has a tied embedding again."""
         return key[0] == "output_layer.weight" and self.spec.tied_head
 
+    def part(self, key: tuple[str, int | None], weights: Mapping[str, Tensor]) -> Tensor:
+        """Of a whole model's weights, by published name, what this rank has of one."""
+        return cut(*key, weights.__getitem__, self.spec, self.rank, self.tensor)
+
     @torch.no_grad()
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         for (name, layer), weight in self.named_weights().items():
-            weight.copy_(cut(name, layer, weights.__getitem__, self.spec, self.rank, self.tensor))
+            weight.copy_(self.part((name, layer), weights))
             # What Megatron notes where it draws first weights: of the others the norm counts one rank's alone.
             marked: Any = weight
             along = cut_along(name)

@@ -1,9 +1,11 @@
 """`atomrl plan`: whether it fits is said by the exit code, and a probe leaves nothing."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from atomrl.algorithms.table import objective_of
 from atomrl.cli.config_arguments import load_config
 from atomrl.cli.main import main
 from atomrl.config import ConfigError
@@ -58,6 +60,33 @@ def test_the_largest_phase_decides(folder):
     more = memory_by_phase(wide, prepare_run(wide))
     assert more.largest == "update" and more.phases["update"] > memory.phases["update"]
     assert more.phases["rollout"] == memory.phases["rollout"] and more.resident == memory.resident
+
+
+RANKED = {
+    "two ranks": (["type=fsdp", "ranks=2"], 3 / 2 + 1),
+    "eight ranks": (["type=fsdp", "ranks=8"], 3 / 8 + 1),
+    "copies": (["type=fsdp", "ranks=2", "replicas=2"], 3 + 1),
+    "in the CPU's memory": (["type=fsdp", "ranks=2", "cpu_offload=true"], 1),
+    "megatron": (["type=megatron", "ranks=4", "tensor=2"], 1 / 2 + 2 / 4 + 1),
+}
+
+
+@pytest.mark.parametrize("name", RANKED)
+def test_of_ranks_it_says_what_the_first_has(folder, name):
+    """A share of weights and moments, and the engine's weights."""
+    overrides, expected = RANKED[name]
+    config = load_config("c.yaml", [f"backend.{override}" for override in overrides])
+    run = SimpleNamespace(algorithm=objective_of("grpo", {}), ranks=config.backend.ranks)
+    alone = load_config("c.yaml")
+    weights = memory_by_phase(alone, prepare_run(alone)).resident / 4
+    memory = memory_by_phase(config, run)
+    assert memory.resident == pytest.approx(expected * weights, rel=1e-3)
+    assert memory.phases["rollout"] < memory.phases["update"]
+
+
+def test_it_says_whose_memory_it_is(folder, capsys):
+    assert main(["plan", "c.yaml", "backend.type=fsdp", "backend.ranks=2", "backend.replicas=2"]) == 0
+    assert "at the longest rows, of the first of 2 ranks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("size", "code", "said"), [("8GiB", 0, ": fits"), ("1MiB", 1, "does not fit; lower")])

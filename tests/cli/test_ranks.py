@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from atomrl.cli.main import main
 from atomrl.training.collective import launched
+from tests.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 RUN = {
@@ -119,6 +122,69 @@ def test_ranks_that_share_matrices_make_the_run_of_one_process_and_go_on(train):
     code, said = train("half", *two, "--resume")
     assert code == 0, said.err
     assert same(weights(folder, "half"), weights(folder, "tensor")), "bit for bit"
+
+
+ACCELERATE = {
+    "compute_environment": "LOCAL_MACHINE", "num_machines": 1, "num_processes": 2, "machine_rank": 0,
+    "main_process_port": 0, "mixed_precision": "bf16", "use_cpu": False,
+}  # fmt: skip
+FILES = {
+    "fsdp": {
+        "distributed_type": "FSDP",
+        "fsdp_config": {
+            "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": True,
+            "fsdp_cpu_ram_efficient_loading": True, "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        },
+    },
+    "deepspeed": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, "zero3_init_flag": True}},
+}  # fmt: skip
+"""What `accelerate config` writes."""
+OTHER = ["model.path=other", "train.steps=1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "options"), [("fsdp", []), ("deepspeed", ["--multi_gpu"])])
+def test_of_an_accelerate_file_the_processes_alone_have_effect(train, file, options):
+    """Of a model that transformers loads: for an FSDP file it would leave the second rank without weights."""
+    pytest.importorskip("accelerate")
+    folder = train.folder
+    shape = make_tiny_model(folder / "other") / "config.json"
+    shape.write_text(shape.read_text().replace('"silu"', '"gelu"'))
+    (folder / "accelerate.yaml").write_text(yaml.safe_dump(ACCELERATE | FILES[file]))
+    assert train("alone", *OTHER)[0] == 0
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml", *options]
+    command = [*launch, "-m", "atomrl", "train", "c.yaml", "run_name=launched", "backend.type=fsdp", *OTHER]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert losses(folder, "launched") == [pytest.approx(losses(folder, "alone")[0], rel=1e-4, abs=1e-5)]
+    for name, tensor in weights(folder, "alone").items():
+        assert (tensor - weights(folder, "launched")[name]).abs().max() <= 1e-4 * tensor.abs().max(), name
+
+
+@pytest.mark.slow
+def test_what_the_page_says_of_srun_starts_the_same_run(train):
+    """Its own words, in two processes that have Slurm's variables."""
+    page = (ROOT / "docs" / "ranks.md").read_text(encoding="utf-8")
+    (said,) = re.findall(r"srun .* bash -c '(.*?)'", page, re.DOTALL)
+    for old, new in {"LOCAL_WORLD_SIZE=8": "LOCAL_WORLD_SIZE=2", "exec python": f"exec {sys.executable}"}.items():
+        assert old in said
+        said = said.replace(old, new)
+    said = said.replace("CONFIG", "c.yaml run_name=slurm train.steps=1")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}", "OMP_NUM_THREADS": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "SLURM_NTASKS": "2"}
+    tasks = [env | {"SLURM_PROCID": f"{rank}", "SLURM_LOCALID": f"{rank}"} for rank in range(2)]
+    errors = [train.folder / f"{rank}.txt" for rank in range(2)]
+    started = []
+    for task, error in zip(tasks, errors, strict=True):
+        with error.open("w") as file:
+            started.append(subprocess.Popen(["bash", "-c", said], env=task, stdout=subprocess.DEVNULL, stderr=file))
+    assert [process.wait(300) for process in started] == [0, 0], [error.read_text()[-2000:] for error in errors]
+    assert train("two", "backend.type=fsdp", "backend.ranks=2", "train.steps=1")[0] == 0
+    assert same(weights(train.folder, "slurm"), weights(train.folder, "two")), "bit for bit"
 
 
 def children(pid):

@@ -160,6 +160,44 @@ def test_a_setting_changes_what_a_rank_holds_by_the_arithmetic(tmp_path):
     assert choices["model.gradient_checkpointing=true"][0] < now
 
 
+MEGATRON = {"type": "megatron", "ranks": 8, "tensor": 2, "pipeline": 2}
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_parts_on_megatron_by_hand(tmp_path, lora):
+    save_model(new_gpt(vocab_size=64, layers=2, hidden=64, heads=2), None, tmp_path)
+    tree = config(tmp_path, model={"dtype": "bfloat16", "lora": lora}).to_tree()
+    parts = memory_estimate(build_config(tree | {"backend": MEGATRON}), objective_of("grpo", {}), 8, "cuda")
+    inner = 192
+    layer = 4 * 64 * 64 + 3 * 64 * inner + 2 * 64
+    own = (layer + 64 // 2 + 64 * 64) // 2  # one of two layers, a share of the final norm, the embedding; of two ranks
+    if lora is None:
+        expected = {"trainer weights": 2 * own, "rounded weights": 4 * own // 2, "optimizer": 8 * own // 2}
+        trained, fresh = own, 4 * (2 * inner + 64) * 64 // 2
+    else:  # of one layer: 7 matrices as wide as the residual stream, and a half of each that goes with it
+        trained, fresh = 4 * (7 * 64 + (4 * 64 + 3 * inner) // 2), 0
+        expected = {"trainer weights": 2 * own + 4 * trained, "rounded weights": 0, "optimizer": 8 * trained // 2}
+    expected |= {
+        "gradients": 4 * trained,
+        "activations": 2 * 2 * 100 * (4 * 64 + 4 * 64 + 3 * inner) // 2,  # of a layer, and of two micro-batches
+        "log-prob chunk": 2 * 100 * 64 * 4 // 2,
+        "backward pass": 2 * (100 * (3 * inner + 2 * 64) + 2 * inner * 64) // 2,
+        "fresh gradients": fresh,
+    }
+    assert {name: parts[name] for name in expected} == expected
+
+
+def test_experts_are_spread_by_the_arithmetic_and_a_model_without_has_no_such_choice(tmp_path):
+    given = {"type": "megatron", "ranks": 2}
+    mixture = make_tiny_model(tmp_path / "moe", "qwen3_moe", num_experts=4, moe_intermediate_size=24)
+    tree, algorithm = config(mixture).to_tree() | {"backend": given}, objective_of("grpo", {})
+    choices = rank_choices(build_config(tree), algorithm, 2, "cuda")
+    experts = 2 * 4 * 3 * 32 * 24  # of two layers; moments are shared either way
+    assert choices["backend.expert=2"][0] == choices["backend.ranks=2"][0] - experts // 2 * (4 + 4)
+    dense = config(make_tiny_model(tmp_path / "dense")).to_tree() | {"backend": given}
+    assert "backend.expert=2" not in rank_choices(build_config(dense), algorithm, 2, "cuda")
+
+
 def test_the_page_has_the_arithmetic_of_ranks(monkeypatch):
     root = Path(__file__).parents[2]
     monkeypatch.setattr(sys, "path", [*sys.path, str(root / "benchmarks")])

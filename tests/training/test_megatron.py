@@ -10,9 +10,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")
 
 from atomrl.config import ConfigError, FSDPConfig, LoraConfig, MegatronConfig, ModelConfig, TrainConfig
+from atomrl.models.loading import has_bfloat16
 from atomrl.training.fsdp import FSDPBackend
 from atomrl.training.local import LocalBackend
 from atomrl.training.megatron import MegatronBackend
+from atomrl.training.megatron_lora import LowRank
+from atomrl.training.megatron_weights import cut_along
 from tests.conformance.test_backends import one_rank
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch
@@ -184,6 +187,67 @@ def test_ranks_go_on_bit_for_bit_and_others_from_there(folder, tmp_path, cut):
     (tmp_path / "other").mkdir()
     work = partial(load_and_go_on, "megatron", settings, PPO, folder, tmp_path / "saved")
     alike(run_ranks(work, other, tmp_path / "other")[0], first[0])
+
+
+ROUNDED = case("ppo", dtype="bfloat16")
+rounding = pytest.mark.skipif(not has_bfloat16("cpu"), reason="needs a CPU that multiplies bfloat16")
+
+
+@rounding
+@pytest.mark.parametrize("cut", ["tensor", "copies"])
+def test_rounded_weights_go_on_bit_for_bit_from_float32_ones(folder, tmp_path, cut):
+    world, settings = CUTS[cut]
+    (tmp_path / "ran").mkdir()
+    work = partial(save_and_go_on, "megatron", settings, ROUNDED, folder, tmp_path / "saved")
+    first, *_ = run_ranks(work, world, tmp_path / "ran")
+    (metrics, weights), (same_metrics, same_weights) = first
+    assert metrics == same_metrics and weights.keys() == same_weights.keys()
+    assert all(torch.equal(tensor, same_weights[name]) for name, tensor in weights.items())
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    files = tmp_path.joinpath("saved", "training_state", "shards").glob("policy_*.safetensors")
+    kept = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert len(kept) == 3 * len(weights) and {tensor.dtype for tensor in kept.values()} == {torch.float32}
+
+
+def begin(cut, folder, saved, ranks):
+    backend, _ = made("megatron", cut, ROUNDED, folder, ranks)
+    backend.save(saved)()
+
+
+@rounding
+@pytest.mark.parametrize("cut", ["tensor", "copies"])
+def test_what_is_trained_begins_as_the_file_has_it_not_rounded(folder, tmp_path, cut):
+    world, settings = CUTS[cut]
+    (tmp_path / "ran").mkdir()
+    run_ranks(partial(begin, settings, folder, tmp_path / "saved"), world, tmp_path / "ran")
+    files = tmp_path.joinpath("saved", "training_state", "shards").glob("policy_*.safetensors")
+    kept = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    given = load_file(folder / "base" / "model.safetensors")
+    assert kept.keys() == {f"policy/weight/{name}" for name in given}
+    assert all(torch.equal(kept[f"policy/weight/{name}"], tensor) for name, tensor in given.items())
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in given.values())
+
+
+def drop(cut, folder, ranks):
+    """What an adapter's dropout leaves out at first, and after a step the matrices that all ranks have, by name."""
+    given = case("grpo", lora=LoraConfig(rank=4, dropout=0.5))
+    backend, algorithm = made("megatron", cut, given, folder, ranks)
+    stage = backend.policy.model
+    adapter = next(module for module in stage.modules() if isinstance(module, LowRank))
+    left = adapter.dropout(torch.ones(64))
+    step(backend, algorithm, 0)
+    whole = {key: weight.detach() for key, weight in stage.trained_weights().items() if cut_along(key[0]) is None}
+    return left, whole
+
+
+@pytest.mark.parametrize("cut", ["tensor", "copies"])
+def test_no_two_ranks_draw_the_same_dropout_and_what_all_have_stays_the_same(folder, tmp_path, cut):
+    """Ranks that share a layer have other tokens of its inputs, or other numbers of theirs."""
+    world, settings = CUTS[cut]
+    (left, whole), (other, same) = run_ranks(partial(drop, settings, folder), world, tmp_path)
+    assert not torch.equal(left, other)
+    assert whole.keys() == same.keys() and all(torch.equal(tensor, same[key]) for key, tensor in whole.items())
+    assert whole and any(tensor.any() for tensor in whole.values())
 
 
 def test_adapters_go_on_bit_for_bit_and_others_from_there(folder, tmp_path):

@@ -5,6 +5,7 @@ import torch
 
 from atomrl.config import ConfigError, ModelConfig, TrainConfig
 from atomrl.metrics import values
+from atomrl.training.collective import Collective, OutOfMemory
 from atomrl.training.local import LocalBackend
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of
@@ -98,6 +99,30 @@ def test_a_row_that_does_not_fit_names_the_settings(folder):
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(backend).items())
     with pytest.raises(ConfigError, match="a group of 2 rows, which stay together"):
         make(folder, limit=5).train_step(make_batch(), make_algorithm(row_unit="group"))
+
+
+class OneOfFour(SmallMemory):
+    """The last of four ranks, which wait for each other inside of a layer."""
+
+    begins_again = False
+
+
+class Fourth(Collective):
+    rank, world = 3, 4
+
+    def max(self, number):
+        return max(number, 1)  # micro-batches of the others
+
+
+def test_a_rank_without_rows_asks_for_smaller_micro_batches_too(folder):
+    train = TrainConfig(learning_rate=0.01)
+    model = ModelConfig(path=folder, dtype="float32")
+    backend = OneOfFour(model, train, make_algorithm(), total_updates=10, collective=Fourth())
+    backend.limit = 5
+    batch = make_batch(rows=5, lengths=torch.full((5,), 14), group_ids=torch.arange(5))
+    assert len(backend._split(batch, None)) == 3
+    with pytest.raises(OutOfMemory, match=r"with 28 padded tokens .* go on with train\.tokens_per_micro_batch=14"):
+        backend.train_step(batch, make_algorithm())
 
 
 def test_other_errors_are_not_taken_for_want_of_memory(folder):

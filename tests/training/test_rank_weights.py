@@ -68,6 +68,17 @@ def test_an_update_has_the_weights_of_one_process(folder, model, named):
             assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
+def test_what_accelerate_sets_for_an_fsdp_file_leaves_no_rank_without_weights(folder, monkeypatch):
+    """transformers would have them sent by the first rank of a machine."""
+    expected = dict(LocalBackend(**settings(folder / "other", None)).weight_update(0).tensors)
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        monkeypatch.setenv(name, "true")
+    with ranked(folder / "other") as both:
+        found = dict(both.weight_update(1).tensors)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
 def test_rank_0_has_a_part_at_a_time(folder):
     with ranked(folder / "base") as both:
         seen, most = [], 0

@@ -13,6 +13,7 @@ from atomrl.training.local import LocalBackend
 from tests.training.equality import (
     all_cases,
     case,
+    compared,
     drawn,
     few,
     locally,
@@ -56,6 +57,8 @@ def long(seed):
 CASES = {
     "grpo": case("grpo", shared, **TWO),
     "critic": case("ppo", shared, **TWO),
+    "dapo": case("dapo", shared, **TWO),
+    "dpo": case("dpo", compared, **TWO),
     "teacher": case("gkd", drawn, **TWO),
     "reward model": case("reward_model", pairs, **TWO),
     "masked": case("gspo", masked, **TWO),

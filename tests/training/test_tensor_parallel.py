@@ -15,8 +15,10 @@ from tests.training.equality import (
     all_cases,
     case,
     compared,
+    few,
     locally,
     make_models,
+    masked,
     pairs,
     run_ranks,
     settings_of,
@@ -30,13 +32,20 @@ CASES = {
     "grpo": case("grpo", **TENSOR),
     "ppo": case("ppo", **TENSOR),
     "dpo": case("dpo", compared, **TENSOR),
+    "dapo": case("dapo", **TENSOR),
+    "gspo": case("gspo", **TENSOR),
+    "kto": case("kto", compared, **TENSOR),
+    "gkd": case("gkd", **TENSOR),
     "reward model": case("reward_model", pairs, **TENSOR),
+    "one row": case("grpo", few, **TENSOR),
+    "masked rows": case("ppo", masked, **TENSOR),
+    "many micro-batches": case("grpo", train={"rows_per_micro_batch": 1}, **TENSOR),
     "transformers": case("grpo", model="mistral", **TENSOR),
     "checkpointed": case("grpo", checkpointed=True, **TENSOR),
     "clipped": case("ppo", train={"max_grad_norm": 0.05}, **TENSOR),
 }
 
-ON_FOUR = ("grpo", "ppo", "dpo", "reward model")
+ON_FOUR = ("grpo", "ppo", "dpo", "reward model", "one row", "masked rows")
 
 
 @pytest.fixture(scope="module")
