@@ -54,7 +54,11 @@ def test_a_trainer_in_an_actor_trains_the_same(folder):
     train(folder, "here")
     train(folder, "there", *APART, "cluster.placement=colocated", "cluster.replicas=2")
     assert trained_weights(folder, "there") == trained_weights(folder, "here")
-    assert metrics(folder, "there") == metrics(folder, "here")
+    here, there = metrics(folder, "here"), metrics(folder, "there")
+    for one, other in zip(here, there, strict=True):  # two engines draw in smaller batches, which may round otherwise
+        for name in [name for name in one if "rollout_probs_diff" in name]:
+            assert one.pop(name) == pytest.approx(other.pop(name, None), abs=1e-6)
+    assert there == here
 
 
 def test_a_trainer_in_an_actor_takes_groups_from_a_pool(folder):
