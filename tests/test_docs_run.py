@@ -56,7 +56,8 @@ def run(command: Command) -> int:
         if words[1] in TRAINING and not {"--resume", "--dry-run"} & set(words):  # a reader has no such run yet
             given = dict(word.split("=", 1) for word in words[3:] if "=" in word)
             name = given.get("run_name") or yaml.safe_load(Path(words[2]).read_text(encoding="utf-8"))["run_name"]
-            shutil.rmtree(Path("runs") / name, ignore_errors=True)
+            place = Path("runs") / name
+            place.unlink() if place.is_symlink() else shutil.rmtree(place, ignore_errors=True)
         return main(words[1:])
     program = [sys.executable] if words[0] == "python" else [sys.executable, "-m", "pytest", "-n", "0"]
     assert words[0] in ("python", "pytest"), f"{command.place}: cannot run {words[0]!r} here; mark it as not run"
