@@ -298,8 +298,10 @@ class Plan:
 
 def figures(plan: Plan) -> list[tuple[str, str, str]]:
     """(what, formula, value)"""
-    memory, transfers = {name: value / GB for name, value in plan.trainer_memory.items()}, plan.transfers
+    memory = {name: value / GB for name, value in plan.trainer_memory.items()}
     state, gathered, activations, logits = memory.values()
+    broadcast, stored, written = plan.transfers.values()
+    weights, token_ms, step = plan.weight_bytes / GB, plan.token_s(plan.busy_rows) * 1e3, plan.overlapped_s
     return [
         ("tokens of a completion, mean", "log-normal: `median`, `sigma`, cut at `longest`", f"{plan.lengths[0]:,.0f}"),
         ("tokens drawn in a step", "`groups` x `members` x mean", f"{plan.drawn_tokens / 1e6:.2f} million"),
@@ -318,57 +320,33 @@ def figures(plan: Plan) -> list[tuple[str, str, str]]:
         ("exchange, hidden behind it", "micro-batches x 3 x 2 x parameters / `link`", f"{plan.exchange_s:.0f} s"),
         ("the longest row, on one GPU", "the same of one row", f"{plan.longest_row_s:.0f} s"),
         ("**engines**", "(`gpus` - trainers) / `tensor_parallel`", f"{plan.engines} x {plan.tensor_parallel} GPUs"),
-        (
-            "weights of a GPU",
-            "2 x parameters / tensor_parallel",
-            f"{plan.weight_bytes / plan.tensor_parallel / GB:.1f} GB",
-        ),
+        ("weights of a GPU", "2 x parameters / tensor_parallel", f"{weights / plan.tensor_parallel:.1f} GB"),
         ("cache of a token", "2 x layers x keys and values", f"{plan.kv_bytes / 1e3:.0f} kB"),
         ("tokens with room in an engine", "(`kept` x memory - weights) / that", f"{plan.cache_tokens:,.0f}"),
         ("tokens of a completion under way", "`prompt` + E[length^2] / 2 E[length]", f"{plan.context:,.0f}"),
         ("completions with room", "their quotient, at most `rows_limit`", f"{plan.rows}"),
         ("...that there are", "(1 + `staleness`) x groups x members / engines", f"{plan.busy_rows:.0f}"),
-        (
-            "a token of each",
-            "`floor` + (weights + cache) / (bandwidth x `decode_bandwidth`)",
-            f"{plan.token_s(plan.busy_rows) * 1e3:.1f} ms",
-        ),
+        ("a token of each", "`floor` + (weights + cache) / (bandwidth x `decode_bandwidth`)", f"{token_ms:.1f} ms"),
         ("all engines", "engines x completions / that", f"{plan.tokens_a_second:,.0f} tokens/s"),
         ("drawing", "tokens / that", f"{plan.draw_s:.0f} s"),
         ("the longest completion, alone", "`longest` x a token of one", f"{plan.tail_s:.0f} s"),
-        ("**a transfer**", "2 x parameters", f"{plan.weight_bytes / GB:.0f} GB"),
+        ("**a transfer**", "2 x parameters", f"{weights:.0f} GB"),
         (
             "through the process of the run",
             "14 x parameters / `copy` + 2 x parameters / `hash`",
             f"{plan.driver_s:.0f} s",
         ),
-        (
-            "`collective`: NCCL, InfiniBand",
-            "bytes / `link`, passed on down a chain",
-            f"{transfers['collective']:.1f} s",
-        ),
-        (
-            "`shared_memory`: Ray's store",
-            "nodes x bytes / `ethernet` + bytes / `copy`",
-            f"{transfers['shared_memory']:.0f} s",
-        ),
-        ("`files`", "bytes / `disk_write` + / `disk_read`", f"{transfers['files']:.0f} s"),
+        ("`collective`: NCCL, InfiniBand", "bytes / `link`, passed on down a chain", f"{broadcast:.1f} s"),
+        ("`shared_memory`: Ray's store", "nodes x bytes / `ethernet` + bytes / `copy`", f"{stored:.0f} s"),
+        ("`files`", "bytes / `disk_write` + / `disk_read`", f"{written:.0f} s"),
         (
             "reading back, on the engines' GPUs",
             "2 x bytes / (bandwidth x `decode_bandwidth`)",
             f"{plan.read_back_s:.2f} s",
         ),
-        (
-            "**a step**, overlapped",
-            "max(computing + `collective` and what is around it, drawing)",
-            f"{plan.overlapped_s:.0f} s",
-        ),
-        ("the bottleneck", "the larger one", "drawing" if plan.draw_s == plan.overlapped_s else "training"),
-        (
-            "1,000 steps",
-            "hours x `gpus` x dollars of a GPU hour",
-            f"{plan.overlapped_s / 3.6:.0f} h, ${plan.dollars:,.0f}",
-        ),
+        ("**a step**, overlapped", "max(computing + `collective` and what is around it, drawing)", f"{step:.0f} s"),
+        ("the bottleneck", "the larger one", "drawing" if plan.draw_s == step else "training"),
+        ("1,000 steps", "hours x `gpus` x dollars of a GPU hour", f"{step / 3.6:.0f} h, ${plan.dollars:,.0f}"),
     ]
 
 

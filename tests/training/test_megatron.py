@@ -164,16 +164,29 @@ def load_and_go_on(kind, cut, given, folder, checkpoint, ranks):
     return go_on(backend, algorithm)
 
 
+def went_on_bit_for_bit(world, cut, given, folder, place):
+    """Metrics and weights of rank 0 after `save_and_go_on`, which are the same from the checkpoint."""
+    (place / "ran").mkdir()
+    work = partial(save_and_go_on, "megatron", cut, given, folder, place / "saved")
+    first, *_ = run_ranks(work, world, place / "ran")
+    (metrics, weights), (same_metrics, same_weights) = first
+    assert metrics == same_metrics and weights.keys() == same_weights.keys()
+    assert all(torch.equal(tensor, same_weights[name]) for name, tensor in weights.items())
+    return metrics, weights
+
+
+def policy_shards(checkpoint):
+    """What all ranks wrote of the policy and its moments."""
+    files = (checkpoint / "training_state" / "shards").glob("policy_*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
 @pytest.mark.parametrize("cut", ["tensor", "tensor and pipeline", "tensor and copies"])
 def test_ranks_go_on_bit_for_bit_and_others_from_there(folder, tmp_path, cut):
     """Bit for bit those of the same cut; within rounding those of another, and one process."""
     world, settings = CUTS[cut]
-    (tmp_path / "ran").mkdir()
-    work = partial(save_and_go_on, "megatron", settings, PPO, folder, tmp_path / "saved")
-    first, *_ = run_ranks(work, world, tmp_path / "ran")
-    (metrics, weights), (same_metrics, same_weights) = first
-    assert metrics == same_metrics and weights.keys() == same_weights.keys()
-    assert all(torch.equal(tensor, same_weights[name]) for name, tensor in weights.items())
+    first = went_on_bit_for_bit(world, settings, PPO, folder, tmp_path)
+    weights = first[1]
     transformers = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert len(list(transformers.parameters())) == len(weights)
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved" / "critic")
@@ -182,11 +195,11 @@ def test_ranks_go_on_bit_for_bit_and_others_from_there(folder, tmp_path, cut):
     given = settings_of(PPO, folder)
     local = LocalBackend(**given)
     local.load(tmp_path / "saved")
-    alike(go_on(local, given["algorithm"]), first[0])
+    alike(go_on(local, given["algorithm"]), first)
     other, settings = CUTS["tensor and pipeline" if cut == "tensor" else "pipeline"]
     (tmp_path / "other").mkdir()
     work = partial(load_and_go_on, "megatron", settings, PPO, folder, tmp_path / "saved")
-    alike(run_ranks(work, other, tmp_path / "other")[0], first[0])
+    alike(run_ranks(work, other, tmp_path / "other")[0], first)
 
 
 ROUNDED = case("ppo", dtype="bfloat16")
@@ -197,15 +210,9 @@ rounding = pytest.mark.skipif(not has_bfloat16("cpu"), reason="needs a CPU that 
 @pytest.mark.parametrize("cut", ["tensor", "copies"])
 def test_rounded_weights_go_on_bit_for_bit_from_float32_ones(folder, tmp_path, cut):
     world, settings = CUTS[cut]
-    (tmp_path / "ran").mkdir()
-    work = partial(save_and_go_on, "megatron", settings, ROUNDED, folder, tmp_path / "saved")
-    first, *_ = run_ranks(work, world, tmp_path / "ran")
-    (metrics, weights), (same_metrics, same_weights) = first
-    assert metrics == same_metrics and weights.keys() == same_weights.keys()
-    assert all(torch.equal(tensor, same_weights[name]) for name, tensor in weights.items())
+    _, weights = went_on_bit_for_bit(world, settings, ROUNDED, folder, tmp_path)
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-    files = tmp_path.joinpath("saved", "training_state", "shards").glob("policy_*.safetensors")
-    kept = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    kept = policy_shards(tmp_path / "saved")
     assert len(kept) == 3 * len(weights) and {tensor.dtype for tensor in kept.values()} == {torch.float32}
 
 
@@ -220,8 +227,7 @@ def test_what_is_trained_begins_as_the_file_has_it_not_rounded(folder, tmp_path,
     world, settings = CUTS[cut]
     (tmp_path / "ran").mkdir()
     run_ranks(partial(begin, settings, folder, tmp_path / "saved"), world, tmp_path / "ran")
-    files = tmp_path.joinpath("saved", "training_state", "shards").glob("policy_*.safetensors")
-    kept = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    kept = policy_shards(tmp_path / "saved")
     given = load_file(folder / "base" / "model.safetensors")
     assert kept.keys() == {f"policy/weight/{name}" for name in given}
     assert all(torch.equal(kept[f"policy/weight/{name}"], tensor) for name, tensor in given.items())
@@ -252,21 +258,16 @@ def test_no_two_ranks_draw_the_same_dropout_and_what_all_have_stays_the_same(fol
 
 def test_adapters_go_on_bit_for_bit_and_others_from_there(folder, tmp_path):
     """Of two ranks that share layers, that are stages, and that have shards; and of one process."""
-    for name in ("ran", "stages", "shards"):
+    for name in ("stages", "shards"):
         (tmp_path / name).mkdir()
-    saved = tmp_path / "saved"
-    first, *_ = run_ranks(
-        partial(save_and_go_on, "megatron", {"tensor": 2}, ADAPTED, folder, saved), 2, tmp_path / "ran"
-    )
-    (metrics, weights), (same_metrics, same_weights) = first
-    assert metrics == same_metrics and all(torch.equal(tensor, same_weights[name]) for name, tensor in weights.items())
+    first, saved = went_on_bit_for_bit(2, {"tensor": 2}, ADAPTED, folder, tmp_path), tmp_path / "saved"
     given = settings_of(ADAPTED, folder)
     local = LocalBackend(**given)
     local.load(saved)
-    alike(go_on(local, given["algorithm"]), first[0])
+    alike(go_on(local, given["algorithm"]), first)
     for kind, cut, place in (("megatron", {"pipeline": 2}, "stages"), ("fsdp", {}, "shards")):
         work = partial(load_and_go_on, kind, cut, ADAPTED, folder, saved)
-        alike(run_ranks(work, 2, tmp_path / place)[0], first[0])
+        alike(run_ranks(work, 2, tmp_path / place)[0], first)
     assert not list(saved.glob("model*")), "adapters alone"
     assert len(load_file(saved / "adapter_model.safetensors")) == 2 * 7 * 2
     assert AutoModelForCausalLM.from_pretrained(saved).peft_config["default"].r == 4
