@@ -8,6 +8,7 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 from atomrl.event_loop import EventLoopThread
@@ -17,6 +18,7 @@ from atomrl.types import FinishReason
 from atomrl.weights.collective import ServerGroup
 
 _RETRY_S = 0.25
+_POOLS = 32
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,18 @@ class Client:
         import httpx
 
         self.timeout_s, self.errors = timeout_s, httpx
-        self.http = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout_s, pool=None),
-            limits=httpx.Limits(max_connections=None),
-            trust_env=False,  # a proxy has no place between a trainer and its engine
-        )
+        verify = httpx.create_ssl_context()
+        # A pool looks through all its connections at each request: several pools, so that thousands at once cost little
+        self.pools = [
+            httpx.AsyncClient(
+                timeout=httpx.Timeout(timeout_s, pool=None),
+                limits=httpx.Limits(max_connections=None),
+                trust_env=False,  # a proxy has no place between a trainer and its engine
+                verify=verify,
+            )
+            for _ in range(_POOLS)
+        ]
+        self.turns = cycle(self.pools)
         self.loop = EventLoopThread("rollout servers")
 
     def start(self, task: Coroutine[Any, Any, Any]) -> Future[Any]:
@@ -132,7 +141,7 @@ class Client:
     async def healthy(self, server: Server, path: str) -> bool:
         """Whether a server says that it is well."""
         try:
-            found = await self.http.get(server.url + path, timeout=min(10.0, self.timeout_s))
+            found = await next(self.turns).get(server.url + path, timeout=min(10.0, self.timeout_s))
         except self.errors.HTTPError:
             return False
         return found.status_code == 200
@@ -168,7 +177,7 @@ class Client:
 
     async def _ask(self, server: Server, method: str, path: str, **options: Any) -> Any:
         try:
-            found = await self.http.request(method, server.url + path, **options)
+            found = await next(self.turns).request(method, server.url + path, **options)
         except self.errors.TimeoutException:
             raise TimeoutError(f"{server.name} has not answered {path} within {self.timeout_s:g} s") from None
         except self.errors.TransportError as error:
@@ -184,7 +193,11 @@ class Client:
 
     def close(self) -> None:
         """Give up what is under way, and end the thread."""
-        self.loop.close(self.http.aclose())
+        self.loop.close(self._close_pools())
+
+    async def _close_pools(self) -> None:
+        for pool in self.pools:
+            await pool.aclose()
 
 
 def logprob_of(sent: float | None) -> float:

@@ -131,6 +131,8 @@ class FakeSGLang:
         """As if it was killed: what is under way gets no answer."""
         with self.wakes:
             self.alive = False
+            for request in self.running + self.waiting:
+                request.done.set()
             self.wakes.notify_all()
         self.server.shutdown()
         self.server.server_close()
@@ -212,13 +214,15 @@ class FakeSGLang:
             if any(other.rid == body.get("rid") for other in self.running + self.waiting):
                 raise Refused("Duplicate request ID")
             self.seeds += 1
+            if not self.alive:
+                raise ConnectionAbortedError
             seed = params.get("sampling_seed", 42) if self.deterministic else self.seeds
             request = Request(body.get("rid", ""), body["input_ids"], params, adapter, mask, seed)
             self.waiting.append(request)
             self.wakes.notify_all()
-        while not request.done.wait(0.05):
-            if not self.alive:
-                raise ConnectionAbortedError
+        request.done.wait()
+        if request.reason is None:
+            raise ConnectionAbortedError
         return self.answer(request, body.get("return_logprob", False))
 
     def answer(self, request: Request, logprobs: bool) -> dict[str, Any]:
