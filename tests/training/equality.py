@@ -178,7 +178,8 @@ def rank_main(work, rank, world, port, results):
 def run_ranks(work, world, results):
     """`work(ranks)` in so many processes, and what each gave."""
     store, port = open_store(LOOPBACK, timedelta(seconds=300))
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imports take longer than most of this work
     processes = [context.Process(target=rank_main, args=(work, rank, world, port, results)) for rank in range(world)]
     for process in processes:
         process.start()
