@@ -1,5 +1,5 @@
-"""For all tests: what the CPU is said to have, the names that doctests use, and one thread each, because tiny models
-gain nothing from more."""
+"""For all tests: what the CPU is said to have, the names that doctests use, and one thread in each process: tiny models
+gain nothing from more, and on some CPUs the last bits depend on it."""
 
 import os
 import runpy
@@ -11,6 +11,8 @@ if "ATOMRL_TEST_BFLOAT16" in os.environ:  # 0 or 1: as on a CPU without and with
     folder = Path(__file__).parent / "tests" / "cpu"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     runpy.run_path(str(folder / "sitecustomize.py"))  # this process has started already
+
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start, too
 
 import torch  # after that
 

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from atomrl.cli.config_arguments import load_config
@@ -104,7 +103,7 @@ def test_a_trainer_that_was_killed_goes_on_exactly(folder, capsys, monkeypatch, 
         "before, sync.learn = sync.learn, learn\nmain(sys.argv[1:])"
     )
     # Sums of other numbers of threads need not be equal to the last bit.
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}"}
     died = subprocess.run([sys.executable, "-c", program, *given], env=environment, capture_output=True)
     assert died.returncode == -9, died.stderr
     assert main([*given, "--resume"]) == 0
@@ -115,7 +114,7 @@ def test_a_trainer_that_was_killed_goes_on_exactly(folder, capsys, monkeypatch, 
 @pytest.mark.slow
 def test_trainer_and_producer_at_once(folder, capsys):
     """Two processes, which hand each other groups and weights through files."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "atomrl.cli.main", "rollout", "c.yaml", "pool.capacity=30"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as producer:
         try:

@@ -86,7 +86,7 @@ def test_the_run_of_one_process_started_in_any_way_and_resumed_on_any_number(tra
 
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "atomrl"]
     command = [*torchrun, "train", "c.yaml", "run_name=launched", "backend.type=fsdp"]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}"}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count('"finished": true') == 1, "rank 0 alone says it"
@@ -154,7 +154,7 @@ def test_of_an_accelerate_file_the_processes_alone_have_effect(train, file, opti
     assert train("alone", *OTHER)[0] == 0
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml", *options]
     command = [*launch, "-m", "atomrl", "train", "c.yaml", "run_name=launched", "backend.type=fsdp", *OTHER]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}"}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     assert losses(folder, "launched") == [pytest.approx(losses(folder, "alone")[0], rel=1e-4, abs=1e-5)]
@@ -174,7 +174,7 @@ def test_what_the_page_says_of_srun_starts_the_same_run(train):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "SLURM_NTASKS": "2"}
     tasks = [env | {"SLURM_PROCID": f"{rank}", "SLURM_LOCALID": f"{rank}"} for rank in range(2)]
     errors = [train.folder / f"{rank}.txt" for rank in range(2)]
@@ -204,7 +204,7 @@ def gone(pid):
 def test_no_rank_outlives_a_launcher_that_is_killed(train):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "atomrl"]
     command = [*torchrun, "train", "c.yaml", "run_name=killed", "backend.type=fsdp", "train.steps=100000"]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}"}
     until = time.monotonic() + 240
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env) as launcher:
         metrics = train.folder / "runs" / "killed" / "metrics.jsonl"

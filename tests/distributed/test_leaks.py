@@ -37,7 +37,7 @@ def test_what_is_closed_is_gone(kind, model, tmp_path, request):
         pytest.skip(f"{needs} is not installed")
     if needs == "vllm":
         request.getfixturevalue("vllm")
-    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.distributed.open_and_close", kind, str(model), str(TIMES)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

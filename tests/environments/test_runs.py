@@ -63,7 +63,7 @@ def test_killed_within_an_episode_it_ends_with_the_same_weights(folder):
     slow = "environment.args={seconds: 0.2}"
     assert main(["train", "c.yaml", "run_name=whole"]) == 0
     command = [sys.executable, "-m", "atomrl.cli.main", "train", "c.yaml", slow]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )

@@ -49,7 +49,7 @@ def test_killed_at_random_points_it_loses_and_doubles_nothing(folder):
     root, rng, run = Path(__file__).parents[2], random.Random(0), folder / "runs" / "run"
     reward = "reward={functions: [{function: tests.faults.rewards.letter_share, args: {seconds: 0.05}}]}"
     command = [sys.executable, "-m", "atomrl.cli.main", "train", "c.yaml", ASYNC, reward, "checkpoint.every_steps=2"]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(root)}
     kills = 0
     for _ in range(3):
         process = subprocess.Popen(

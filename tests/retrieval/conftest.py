@@ -45,7 +45,7 @@ def start(*arguments: str) -> subprocess.Popen:
     """`atomrl retriever`, in a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "atomrl.cli.main", "retriever", *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
