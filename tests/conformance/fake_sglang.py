@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -136,6 +139,9 @@ class FakeSGLang:
             self.wakes.notify_all()
         self.server.shutdown()
         self.server.server_close()
+        for connection in list(self.server.connections):
+            with suppress(OSError):  # it has gone
+                connection.shutdown(socket.SHUT_RDWR)
 
     # The scheduler.
 
@@ -392,6 +398,14 @@ class FakeSGLang:
 class Listener(ThreadingHTTPServer):
     request_queue_size = 1024
     daemon_threads = True
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.connections: WeakSet[socket.socket] = WeakSet()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.connections.add(request)
+        super().process_request(request, client_address)
 
 
 class Handler(BaseHTTPRequestHandler):
