@@ -104,10 +104,18 @@ function Log({ run }) {
   const [text, setText] = useState(null);
   const [error, setError] = useState(null);
   const end = useRef(0);
+  const own = useRef(null);
   const read = async () => {
     try {
       const found = await get(`/api/runs/${run.id}/log?after=${end.current}`);
       if (found.text === null) return setText(null);
+      const other = own.current !== null && own.current !== found.own; // its log is another file by now
+      own.current = found.own;
+      if (other) {
+        end.current = 0;
+        setText(null);
+        return read();
+      }
       const anew = found.start !== end.current;
       end.current = found.end;
       setText((old) => (anew || old === null ? found.text : old + found.text).slice(-400000));

@@ -20,7 +20,7 @@ PAGES = {
     "charts": ("/run/{real}/charts", ".chart canvas"),
     "rollouts": ("/run/{real}/rollouts/1/train/0", ".members li"),
     "config": ("/run/{real}/config", "pre.page"),
-    "log": ("/run/{real}/log", ".empty"),
+    "log": ("/run/{real}/log", "pre.log"),
     "compare": ("/compare/{seed-1},{seed-2},{sick}", ".chart canvas"),
     "new": ("/new", "#check .status"),
 }
