@@ -41,7 +41,7 @@ export const WORDS = {
   chart_margins: ["Margins of preferences", "偏好间隔"], chart_length: ["Completion length (tokens)", "回答长度（词元）"], chart_truncation: ["Cut at the limit", "被截断的比例"], chart_entropy: ["Entropy (nats per token)", "熵（每词元 nats）"],
   chart_kl: ["KL", "KL"], chart_clip: ["Share of clipped tokens", "裁剪词元比例"], chart_gradient: ["Gradient norm", "梯度范数"], chart_gap: ["Gap between engine and trainer", "引擎与训练器概率差"],
   chart_critic: ["Critic", "评论家"], chart_environment: ["Environment", "环境"], chart_staleness: ["Staleness", "陈旧度"], chart_phases: ["Seconds by phase", "各阶段秒数"], chart_throughput: ["Tokens per second", "每秒词元"],
-  chart_memory: ["Memory (GiB)", "内存（GiB）"], chart_rate: ["Learning rate", "学习率"],
+  evaluations_marked: ["◇ on the step axis: evaluations on what is held out, with {name}", "步轴上的 ◇：留出集评估，数值为 {name}"], chart_memory: ["Memory (GiB)", "内存（GiB）"], chart_rate: ["Learning rate", "学习率"],
   text: ["Text", "文本"], first_step: ["From step", "起始步"], last_step: ["to step", "到步"], split: ["Part", "部分"], min_reward: ["Reward ≥", "奖励 ≥"], max_reward: ["Reward ≤", "奖励 ≤"],
   min_length: ["Tokens ≥", "词元 ≥"], max_length: ["Tokens ≤", "词元 ≤"], finish_reason: ["Ended by", "结束原因"], data_source: ["Data source", "数据源"], any: ["any", "任意"], mixed: ["only mixed groups", "只看混合组"],
   sort_step: ["step", "步"], sort_step_true: ["step, last first", "步（倒序）"], sort_reward: ["reward, lowest first", "奖励（低到高）"], sort_reward_true: ["reward, highest first", "奖励（高到低）"],
