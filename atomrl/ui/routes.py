@@ -68,6 +68,7 @@ class Routes:
             ("/api/runs/{id}/rollouts", self.rollouts),
             ("/api/runs/{id}/rollouts/{step:int}/{split}/{place:int}", self.group),
             ("/api/runs/{id}/rollouts/{step:int}/{split}/{place:int}/tokens", self.tokens),
+            ("/api/runs/{id}/rollouts/{step:int}/{split}/{place:int}/advantages", self.advantages),
             ("/api/runs/{id}/prompts/{prompt}", self.prompt),
             ("/api/compare", self.compare),
             ("/api/compare/difference", self.difference),
@@ -174,6 +175,12 @@ class Routes:
         at = request.path_params
         with self._reading(request) as (_, run), _questions():
             return answer(request, rollouts.tokens(run, at["step"], at["split"], at["place"]))
+
+    def advantages(self, request: Request) -> Response:
+        at = request.path_params
+        with self._reading(request) as (_, run), _questions():
+            config, step = run.config, rollouts.trained_on(run.rollouts, at["step"], at["split"], at["place"])
+        return answer(request, self.questions.advantages(config, step))
 
     def prompt(self, request: Request) -> Response:
         split = request.query_params.get("split")

@@ -347,6 +347,13 @@ def test_a_run_is_resumed_where_it_was_started(tmp_path, monkeypatch):
     assert record["command"][:2] == ["atomrl", "train"]
 
 
+def test_a_step_s_advantages_are_computed_again(served):
+    _, client, _ = served
+    path = f"/api/runs/{client.id_of('group/one')}/rollouts/3/train"
+    told = client.get(f"{path}/0/advantages").json
+    assert "A_i = (r_i - mean_group r)" in told["equation"]
+    assert "others than those that were recorded" in told["why"], "which are 1 and -1"
+    assert client.get(f"{path}/99/advantages").status == 404
 
 
 def test_the_log_is_that_of_the_start_on_the_page_until_the_run_goes_on_elsewhere(tmp_path):

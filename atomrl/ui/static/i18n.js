@@ -52,6 +52,8 @@ export const WORDS = {
   group: ["Group", "组"], ground_truth: ["Ground truth", "标准答案"], through_run: ["This prompt through the run: {n} step(s)", "此提示贯穿运行：{n} 步"], arithmetic: ["Arithmetic", "计算"], mean: ["mean", "均值"], deviation: ["deviation", "标准差"],
   no_rewards: ["No completion has a reward.", "没有回答得到奖励。"], no_signal: ["All rewards are the same: this group gives no gradient.", "所有奖励相同：该组没有梯度。"], not_trained: ["An evaluation: nothing was trained on it.", "评估：未用于训练。"],
   formula_z: ["Advantage A = (reward − mean) / deviation", "优势 A =（奖励 − 均值）/ 标准差"], formula_centred: ["Advantage A = reward − mean", "优势 A = 奖励 − 均值"], formula_others: ["Advantage A = reward − mean of the others", "优势 A = 奖励 − 其余的均值"], formula_reward: ["Advantage A = reward", "优势 A = 奖励"],
+  formula_computed: ["The algorithm, asked again with the recorded rewards, gives the advantages that were recorded:", "算法用记录的奖励重新计算，得到的优势与记录一致："],
+  baseline_scale: ["A = (reward − {baseline}) / {scale} in this group", "本组中 A =（奖励 − {baseline}）/ {scale}"],
   formula_other: ["The recorded advantages follow from no simple formula of these rewards: the algorithm shapes or normalises them further (see Config, Equation).", "记录的优势不是这些奖励的简单函数：算法还做了塑形或归一化（见配置页的公式）。"],
   n_tokens: ["{n} tokens", "{n} 词元"], turns: ["{n} turns", "{n} 轮"], ended: ["Ended", "结束"], prompt_through: ["One prompt through the run", "一个提示贯穿整个运行"],
   colour_by: ["Colour by", "着色依据"], by_advantage: ["advantage", "优势"], by_ratio: ["ratio", "比率"], by_entropy: ["entropy", "熵"], by_gap: ["gap to the engine", "与引擎的差"], by_reference: ["log-ratio to the reference", "与参考的对数比"], by_share: ["share of the group's loss", "占组损失的比例"],

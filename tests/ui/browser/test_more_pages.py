@@ -244,6 +244,20 @@ def test_evaluations_are_marked_on_the_step_axis_with_what_they_found(tab, clien
     shutil.rmtree(run)
 
 
+def test_the_algorithm_itself_spells_a_group_s_advantages_out(tab, client):
+    folder = Path(client.get("/api/runs").json["folder"])
+    run = make_run(folder / "relative", steps=1, algorithm={"name": "maxrl"})
+    path = run / "rollouts" / "step_000001" / "train.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        mean = (1 + int(row["prompt_id"][-1])) / 4
+        row["advantage"] = (row["reward"] - mean) / mean
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    page = tab(client).open(f"/run/{client.id_of('relative')}/rollouts/1/train/0", ".members li")
+    page.wait_for_selector("text=A = (reward − 0.25) / 0.25 in this group")
+    text = page.locator("aside.group").inner_text()
+    assert "A_i = (r_i - mean_group r) / (mean_group r + eps)" in text and "A = (1 − 0.25) / 0.25 = 3" in text
+    shutil.rmtree(run)
 
 
 def test_of_more_runs_than_are_compared_it_is_said_that_some_are_left_out(tab, client):
