@@ -63,6 +63,11 @@ def client(browser, tmp_path_factory):
         yield client
 
 
+def is_listed(client, name: str) -> bool:
+    """Whether a run that was just made has been found."""
+    return any(run["name"] == name for run in client.get("/api/runs").json["runs"])
+
+
 def give_turns(folder) -> None:
     """The first completion has three turns, the first of which the model no longer saw in the third."""
     path = folder / "rollouts" / "step_000001" / "train.jsonl"
@@ -235,12 +240,14 @@ def test_evaluations_are_marked_on_the_step_axis_with_what_they_found(tab, clien
     rows = (run / "metrics.jsonl").read_text().splitlines()[1:]
     lines = [json.dumps(found[0]), *rows[:2], json.dumps(found[1]), *rows[2:]]
     write_text(run / "metrics.jsonl", "".join(line + "\n" for line in lines))
+    until(lambda: is_listed(client, "judged"))
     page = one.open(f"/run/{client.id_of('judged')}", ".chart canvas")
     said = page.get_by_text("evaluations on what is held out, with val-core/sums/acc/mean@1").text_content()
     assert said.endswith(": step 0 0.125, step 2 0.875".replace("step", "Step"))
     charts = page.locator(".chart").count()
     until(lambda: page.evaluate("window.written.filter((text) => text === '0.875').length") >= charts)
     assert page.evaluate("window.written.includes('0.125')"), "before the first step stands at the first"
+    page.goto("about:blank")  # which asks for nothing that is gone
     shutil.rmtree(run)
 
 
@@ -253,10 +260,12 @@ def test_the_algorithm_itself_spells_a_group_s_advantages_out(tab, client):
         mean = (1 + int(row["prompt_id"][-1])) / 4
         row["advantage"] = (row["reward"] - mean) / mean
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    until(lambda: is_listed(client, "relative"))
     page = tab(client).open(f"/run/{client.id_of('relative')}/rollouts/1/train/0", ".members li")
     page.wait_for_selector("text=A = (reward − 0.25) / 0.25 in this group")
     text = page.locator("aside.group").inner_text()
     assert "A_i = (r_i - mean_group r) / (mean_group r + eps)" in text and "A = (1 − 0.25) / 0.25 = 3" in text
+    page.goto("about:blank")  # which asks for nothing that is gone
     shutil.rmtree(run)
 
 
