@@ -12,6 +12,7 @@ import torch
 from atomrl.batches import AdvantageBatch
 from atomrl.loop.episode_report import episode_metrics
 from atomrl.metrics import Count, Max, Mean, Metrics, merge, spread, values
+from atomrl.models.memory import memory_metrics
 from atomrl.rewards.compute import failure_counts
 from atomrl.types import Trajectory, by_group
 
@@ -35,14 +36,16 @@ class Stopwatch:
             self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - started
 
     def metrics(self, tokens: int) -> dict[str, float]:
-        """`timing_s/*`, and the step's tokens (prompts and responses) per second of the whole step."""
+        """`timing_s/*`, the step's tokens (prompts and responses) per second of the whole step, and this process's
+        memory."""
         total = time.perf_counter() - self.started
         phases = {f"timing_s/{phase}": seconds for phase, seconds in self.phases.items()}
-        return phases | {
+        speed = {
             "timing_s/step": total,
             "perf/total_num_tokens": float(tokens),
             "perf/throughput": tokens / total,
         }
+        return phases | speed | values(memory_metrics())
 
 
 def rollout_metrics(

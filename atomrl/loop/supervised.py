@@ -25,7 +25,7 @@ def supervised_step(
     """
     watch = Stopwatch()
     _, results = learn(trainer, algorithm, rows, state, watch)
-    return update_metrics(results) | watch.metrics(int(rows.lengths.sum()))
+    return watch.metrics(int(rows.lengths.sum())) | update_metrics(results)
 
 
 def nll_per_token(trainer: TrainingBackend, batches: Iterable[RowBatch]) -> float:

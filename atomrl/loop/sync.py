@@ -219,7 +219,7 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
         metrics["rollout/groups_missing"] = float(config.items_per_step - len(accepted))
         metrics["rollout/acceptance_rate"] = len(accepted) / max(1, groups)
     total = sum(item.prompt_tokens + item.response_tokens for item in drawn)
-    return metrics | update_metrics(results) | parts.source.metrics() | watch.metrics(total)
+    return metrics | watch.metrics(total) | update_metrics(results) | parts.source.metrics()
 
 
 def learn(

@@ -1,13 +1,16 @@
-"""How much memory a run will take, from its config and the model's config alone."""
+"""How much memory a run will take, from its config and the model's config alone; and how much this process has."""
 
 import math
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
 from atomrl.atoms.logprobs import CHUNK_ELEMENTS
 from atomrl.config import FSDPConfig, MegatronConfig, RunConfig
+from atomrl.metrics import Max, Metrics
 from atomrl.models.gpt import BMM_MAX_TOKENS
 from atomrl.models.loading import compute_dtype, model_config_only
 from atomrl.protocols import Algorithm, needs_teacher
@@ -312,3 +315,31 @@ def _expert_parameters(config: Any) -> int:
     """Of all experts of a layer."""
     width = getattr(config, "moe_intermediate_size", None)
     return 0 if width is None else 3 * int(config.num_experts * config.hidden_size * width)
+
+
+def process_memory(which: Literal["VmRSS", "VmHWM"]) -> int:
+    """Bytes of this process in memory, by Linux's names: now, or at most so far. Elsewhere the latter, by getrusage."""
+    try:
+        [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which)]
+        return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def memory_metrics() -> Metrics:
+    """What this process has, under verl's names, in GiB: in the machine's memory now; and where it uses a GPU, the most
+    that was in use there, and kept by the allocator, since this was last asked. Nothing waits for the GPU.
+
+    Example:
+        >>> memory_metrics()["perf/cpu_memory_used_gb"].value > 0
+        True
+    """
+    found = {"perf/cpu_memory_used_gb": process_memory("VmRSS")}
+    if torch.cuda.is_initialized():
+        found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated()
+        found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+    return {name: Max(size / 2**30) for name, size in found.items()}

@@ -16,6 +16,8 @@ from atomrl.reading.metrics import MetricTable
 
 FAILURE = "failure.json"
 """What ended a run: `error`, `where`, `time`, `traceback`."""
+LOG = "log.txt"
+"""What a run said, with the time: its start, steps, evaluations, findings, warnings and end."""
 Status = Literal["running", "finished", "stopped", "failed"]
 PACE_STEPS = 20
 """The newest steps, by whose median time the rest is estimated."""

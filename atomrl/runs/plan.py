@@ -9,9 +9,9 @@ from pathlib import Path
 
 from atomrl.config import ConfigError, RunConfig
 from atomrl.models.loading import model_config_only
-from atomrl.models.memory import BESIDE, at_once, memory_estimate
+from atomrl.models.memory import BESIDE, at_once, memory_estimate, process_memory
 from atomrl.runs.base import Run, readable
-from atomrl.runs.probe import Measured, device_memory, measure, peak_of_this_process
+from atomrl.runs.probe import Measured, device_memory, measure
 
 GATHERED = ("gathered embedding", "gathered layers")
 """Of ranks with shards, while a model computes."""
@@ -79,7 +79,7 @@ def memory_by_phase(config: RunConfig, run: Run) -> Memory:
         phases = {"update": phases["update"]}
     engine = () if config.kind == "train" else ("engine weights",)
     resident = sum(size for part, size in parts.items() if part not in {*PASSING, *engine, BESIDE, "total"})
-    return Memory(resident, phases, 0 if torch.cuda.is_available() else peak_of_this_process())
+    return Memory(resident, phases, 0 if torch.cuda.is_available() else process_memory("VmHWM"))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import Any
 
 from atomrl.config import ConfigError, RunConfig, build_config
 from atomrl.functions import search_in
+from atomrl.models.memory import process_memory
 
 REQUEST, RESULT = "request.json", "result.json"
 SHOWN = 6
@@ -107,7 +108,11 @@ def main(place: Path) -> None:
 
     with suppress(_Enough):
         prepare_run(config).execute(callbacks=[keep])
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_of_this_process()
+    if torch.cuda.is_available():  # of which each step reports its own
+        name = "perf/max_memory_allocated_gb"
+        peak = int(max([row[name] for row in steps if name in row], default=0) * 2**30)
+    else:
+        peak = process_memory("VmHWM")
     found = {"steps": steps, "peak_bytes": peak, "random_weights": random}
     (place / RESULT).write_text(json.dumps(found), encoding="utf-8")
 
@@ -141,18 +146,6 @@ def with_random_weights(config: RunConfig, folder: Path) -> Any:
     fresh.save_pretrained(folder)
     load_tokenizer(model.tokenizer or path, model.trust_remote_code).save_pretrained(folder)
     return model.model_copy(update={"path": str(folder), "tokenizer": None})
-
-
-def peak_of_this_process() -> int:
-    """The most memory that this process has had at once, in bytes (Linux; elsewhere by getrusage)."""
-    try:
-        [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-        return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def device_memory() -> tuple[int, str]:

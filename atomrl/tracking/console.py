@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Self, TextIO
 
@@ -43,14 +43,25 @@ class _Bar(Progress):
 class ProgressBar:
     """Shows how far a run is. A context manager; `update` once a step.
 
+    Args:
+        log: is given each line too, also where a bar is shown in its place.
+
     Example:
         >>> with ProgressBar(total_steps=2, stream=sys.stdout) as progress:
         ...     progress.update(1, {"critic/score/mean": 0.5})
         step 1/2  reward 0.500  ETA 0:00:00
     """
 
-    def __init__(self, total_steps: int, *, first_step: int = 1, name: str = "", stream: TextIO | None = None) -> None:
-        self.total_steps, self.first_step = total_steps, first_step
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        first_step: int = 1,
+        name: str = "",
+        stream: TextIO | None = None,
+        log: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.total_steps, self.first_step, self._log = total_steps, first_step, log
         stream = stream or sys.stderr
         self._console, self._live = Console(file=stream), stream.isatty()
         columns = BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn()
@@ -74,14 +85,17 @@ class ProgressBar:
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step `step` is done, with these metrics."""
         shown, eta = describe(metrics), self._eta(step)
+        line = "  ".join([f"step {step}/{self.total_steps}", *shown, f"ETA {eta}"])
         if self._live:
             self._bar.metrics = "   ".join(shown)
             self._bar.update(self._task, completed=step, eta=eta)
+            self._log(line)
         else:
-            self.note("  ".join([f"step {step}/{self.total_steps}", *shown, f"ETA {eta}"]))
+            self.note(line)
 
     def note(self, text: str) -> None:
         """A line of its own, above the bar: an evaluation, a checkpoint."""
+        self._log(text)
         self._console.print(Text(text), soft_wrap=True)
 
     def show_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

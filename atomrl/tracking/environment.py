@@ -81,9 +81,14 @@ def redact(arguments: Sequence[str]) -> str:
 
 def redacted(text: str) -> str:
     """A text without the values that look like secrets."""
+    return _SECRET.sub(lambda match: (match.group(1) or "") + "[redacted]", without_secrets(text))
+
+
+def without_secrets(text: str) -> str:
+    """A text without the values of the environment variables that hold secrets."""
     for value in secret_variables().values():
         text = text.replace(value, "[redacted]")
-    return _SECRET.sub(lambda match: (match.group(1) or "") + "[redacted]", text)
+    return text
 
 
 def secret_variables() -> dict[str, str]:

@@ -31,7 +31,9 @@ class Recorder:
         self.directory, self.tracking, self.wording = directory, config.tracking, wording
         self.checkpoint = directory.checkpoint
         self.sinks = [BackgroundSink(name, SINKS[name](config, directory)) for name in config.tracking.sinks]
-        self.progress = ProgressBar(config.train.steps, first_step=directory.first_step, name=config.run_name)
+        self.progress = ProgressBar(
+            config.train.steps, first_step=directory.first_step, name=config.run_name, log=directory.log_file.note
+        )
         self.doctor = Doctor()
         for row in read_metrics(directory.path / "metrics.jsonl"):
             self.doctor.observe(row)  # of a resumed run: what was found then is not said again

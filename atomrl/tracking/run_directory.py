@@ -5,6 +5,7 @@ runs/NAME/
   env.json         versions, hardware, commit, command; never environment variables
   metrics.jsonl    one flat JSON object a line, each with "step": pd.read_json(path, lines=True)
   findings.jsonl   what the doctor found, if it did
+  log.txt          what it said, appended to where it is resumed
   rollouts/step_000010/{train,eval}.jsonl   one completion a line
   rollouts/step_000010/tokens.safetensors   the numbers of every token of some groups (`tracking.tokens`)
   checkpoints/step_000010/                  complete or absent, see `checkpoints.py`
@@ -34,12 +35,13 @@ from atomrl.files import flush_to_disk, write_bytes, write_jsonl, write_text
 from atomrl.hints import nearest
 from atomrl.reading.lines import read_metrics
 from atomrl.reading.lock import LOCK, Locked, hold, let_go
-from atomrl.reading.state import FAILURE
+from atomrl.reading.state import FAILURE, LOG
 from atomrl.reading.tokens import TOKENS
 from atomrl.tracking import checkpoints
 from atomrl.tracking.checkpoints import disk_full_named, step_folder, step_folders
 from atomrl.tracking.environment import describe_environment, describe_failure, refuse_secrets
 from atomrl.tracking.resume import config_changes, stopping_changes
+from atomrl.tracking.run_log import RunLog
 from atomrl.types import Trajectory
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ FRESH_MODEL = "fresh_model"
 """In a run that starts from a model made for it: that model."""
 PUBLISHED_WEIGHTS = "published"
 """Of a run that trains from a pool: its newest weights, for those who fill it."""
-STARTED = {"config.yaml", "env.json", "inputs", FAILURE, FRESH_MODEL, PUBLISHED_WEIGHTS, LOCK}
+STARTED = {"config.yaml", "env.json", "inputs", FAILURE, FRESH_MODEL, PUBLISHED_WEIGHTS, LOCK, LOG}
 """What a run has written that ended before its first step: such a folder is used again."""
 
 
@@ -72,6 +74,7 @@ class RunDirectory:
         self.path = path
         self.settings = settings
         self.first_step = 1
+        self.log_file = RunLog(path / LOG)
 
     @classmethod
     def create(
@@ -123,18 +126,23 @@ class RunDirectory:
             _write_json(run.path / "env.json", environment)
             # Last, because what it says is then true: a kill before needs no more than to resume again.
             _write(run.path / "config.yaml", dump_config(config))
+            run.log_file.note(environment.get("resumed", [environment])[-1]["command"])
         except BaseException:
             let_go(run.path)
             raise
         return run
 
     def __enter__(self) -> Self:
+        self.log_file.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.log_file.__exit__()
         try:
             if error is not None:
-                _write_json(self.path / FAILURE, describe_failure(error))
+                failure = describe_failure(error)
+                self.log_file.note(f"ended by an error\n{failure['traceback']}")
+                _write_json(self.path / FAILURE, failure)
         finally:
             let_go(self.path)
 
@@ -172,7 +180,9 @@ class RunDirectory:
         said = [*changes, *others]
         said += [f"{self.path} goes on " + (f"after step {done}" if newest else "from the start: no checkpoint")]
         said += [f"{name}: {before[name]} -> {now[name]}; the last bits of results may differ" for name in last_bits]
-        print("".join(f"resume: {line}\n" for line in said), end="", file=sys.stderr)
+        for line in said:
+            print(f"resume: {line}", file=sys.stderr)
+            self.log_file.note(f"resume: {line}")
         self._cut_after(done, finished=done >= config.train.steps)
         attempt = {"first_step": self.first_step, "config_changes": [*changes, *others], **now}
         return environment | {"resumed": [*attempts, attempt]}
@@ -194,7 +204,7 @@ class RunDirectory:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Append one line to `metrics.jsonl`, and return it. NaN and infinities, which JSON lacks, become null."""
-        row = {"step": step} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        row = {"step": step} | {name: _or_null(value) for name, value in metrics.items()}
         path = self.path / "metrics.jsonl"
         with disk_full_named(self.path, f"the metrics of step {step} were not written"), path.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -279,6 +289,7 @@ class RunDirectory:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`, and `curves.png` where matplotlib is installed."""
         _write_json(self.path / "summary.json", dict(summary))
+        self.log_file.note(f"summary: {json.dumps(dict(summary), default=str)}")
         from atomrl.reading.curves import draw_curves
 
         try:
@@ -327,10 +338,16 @@ def rollout_rows(
                 "finish_reason": item.finish_reason,
                 "policy_version": versions[-1] if versions else None,
                 "policy_versions": versions,
+                **({} if item.baseline_reward is None else {"baseline_reward": _or_null(item.baseline_reward)}),
                 **({} if item.episode is None else {"episode": asdict(item.episode)}),
             }
         )
     return rows
+
+
+def _or_null(value: float) -> float | None:
+    """A number as JSON has it."""
+    return value if math.isfinite(value) else None
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -15,6 +15,7 @@ from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.cluster.ray_cluster import Actor, ActorDied, RayCluster
 from atomrl.config import ConfigError
 from atomrl.metrics import Metrics, merge
+from atomrl.models.memory import memory_metrics
 from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightUpdate
 from atomrl.training.roles import SOURCES, TRAINED, RoleName
 
@@ -28,8 +29,12 @@ class ServedBackend:
 
     def __init__(self, build: Callable[[], TrainingBackend]) -> None:
         self.backend = build()
-        self.train_step, self.load = self.backend.train_step, self.backend.load
-        self.token_numbers, self.free_memory = self.backend.token_numbers, self.backend.free_memory
+        self.load, self.free_memory = self.backend.load, self.backend.free_memory
+        self.token_numbers = self.backend.token_numbers
+
+    def train_step(self, batch: TrainingBatch, algorithm: Algorithm) -> Metrics:
+        """With the memory of this process, which the run's own does not show."""
+        return merge([self.backend.train_step(batch, algorithm), memory_metrics()])
 
     def save(self, folder: Path) -> None:
         """All is written when this returns."""

@@ -25,6 +25,7 @@ from atomrl.functions import forbid_imports, search_in
 from atomrl.objective.explain import page
 from atomrl.reading.lines import flat_tree
 from atomrl.reading.run import config_differences
+from atomrl.ui.arithmetic import advantages
 
 NEEDED = ("run_name", "output_dir")
 
@@ -64,13 +65,14 @@ def default_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
-    """What is asked: about a config as it is in a run's folder, or as text."""
+    """What is asked: about a config as it is in a run's folder, or as text; or about a step of a run with it."""
     for folder in question.get("functions_in", ()):
         search_in(folder)
     given: dict[str, Any] = {}
     try:
         if question.get("config") is not None:
-            return about(build_config(question["config"]))
+            config = build_config(question["config"])
+            return advantages(config, **question["step"]) if "step" in question else about(config)
         tree = _tree_of(str(question.get("yaml", "")))
         if question.get("set"):
             tree = changed(tree, question["set"])

@@ -53,6 +53,11 @@ class Questions:
         """
         return self._ask(json.dumps({"yaml": text, "set": dict(values), "functions_in": functions_in}))
 
+    def advantages(self, config: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
+        """What a run's algorithm makes of the rewards of a step, as `arithmetic.advantages` says it; of a config that
+        this version does not take, `errors`."""
+        return self._ask(json.dumps({"config": config, "step": step}, default=str))
+
     def close(self) -> None:
         """End the process; who waits for an answer gets none."""
         if self._process is not None:

@@ -21,6 +21,13 @@ SHOWN = 400
 MAX_PROMPT_ROWS = 2000
 MAX_RECORDED = 8
 """Groups that a page names as having recorded tokens."""
+MAX_TOKENS = 2**21
+"""Of a step, beyond which its advantages are not computed again."""
+TRAINED = (
+    "prompt_id", "completion_index", "prompt_tokens", "token_ids", "reward", "reward_parts", "finish_reason",
+    "advantage", "baseline_reward", "episode",
+)  # fmt: skip
+"""What advantages are made of."""
 BINS = 24
 COLUMNS = {
     "advantage": "advantages", "entropy": "entropy", "gap": "gap", "logprob": "logprobs",
@@ -142,6 +149,24 @@ def group(index: RolloutIndex, step: int, split: str, place: int) -> dict[str, A
             for member, row, reward, advantage in zip(members, rows, rewards, advantages, strict=True)
         ],
     }  # fmt: skip
+
+
+def trained_on(index: RolloutIndex, step: int, split: str, place: int) -> dict[str, Any]:
+    """What a step trained on: `rows` with what advantages are made of, and `group`, the places among them of the
+    completions of a prompt.
+
+    Raises:
+        LookupError: there is no such rollout.
+        BadQuestion: there are too many tokens to compute with.
+    """
+    members = index.group(index.number_at(step, split, place)).tolist()
+    found = index.select(RolloutFilter(first_step=step, last_step=step, split=split))
+    found = np.sort(found[~np.isnan(index.numbers["advantage"][found])])
+    if index.numbers["completion_tokens"][found].sum() > MAX_TOKENS:
+        raise BadQuestion(f"the step has more than {MAX_TOKENS:,} tokens")
+    rows = [{name: row[name] for name in TRAINED if name in row} for row in index.rows(found)]
+    places = {number: place for place, number in enumerate(found.tolist())}
+    return {"rows": rows, "group": [places[member] for member in members if member in places]}
 
 
 def arithmetic(rewards: Sequence[float | None], advantages: Sequence[float | None]) -> dict[str, Any]:

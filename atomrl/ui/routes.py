@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from atomrl.reading import Run
 from atomrl.reading.lines import ReadError
+from atomrl.reading.state import LOG
 from atomrl.ui import cards, compare, rollouts, studies
 from atomrl.ui.catalog import Catalog, UnknownRun
 from atomrl.ui.events import MAX_STREAMS, Watcher
@@ -33,6 +34,8 @@ MIN_GZIP = 1400
 MAX_POINTS = 4000
 MAX_LOG = 200_000
 """Bytes of a log that are shown at once."""
+AT_ONCE_S = 5.0
+"""Within which both logs of a run that was started from a page are written."""
 
 
 class Routes:
@@ -65,6 +68,7 @@ class Routes:
             ("/api/runs/{id}/rollouts", self.rollouts),
             ("/api/runs/{id}/rollouts/{step:int}/{split}/{place:int}", self.group),
             ("/api/runs/{id}/rollouts/{step:int}/{split}/{place:int}/tokens", self.tokens),
+            ("/api/runs/{id}/rollouts/{step:int}/{split}/{place:int}/advantages", self.advantages),
             ("/api/runs/{id}/prompts/{prompt}", self.prompt),
             ("/api/compare", self.compare),
             ("/api/compare/difference", self.difference),
@@ -102,8 +106,7 @@ class Routes:
     def run(self, request: Request) -> Response:
         with self._reading(request) as (entry, run):
             found = cards.details(run, entry.id, entry.name)
-        logged = self.launcher is not None and self.launcher.log_of(entry.path) is not None
-        return answer(request, found | {"launch": self.launcher is not None, "logged": logged})
+        return answer(request, found | {"launch": self.launcher is not None})
 
     def config(self, request: Request) -> Response:
         with self._reading(request) as (_, run):
@@ -147,12 +150,17 @@ class Routes:
         return answer(request, found)
 
     def log(self, request: Request) -> Response:
+        """What a run says: all that its newest start from a page has printed, or, where it was started or resumed
+        elsewhere since, its own log."""
         entry = self._entry(request)
-        path = self.launcher.log_of(entry.path) if self.launcher else None
+        own, path = entry.path / LOG, self.launcher.log_of(entry.path) if self.launcher else None
+        kept = own.is_file() and not own.is_symlink()
+        if kept and (path is None or own.stat().st_mtime > path.stat().st_mtime + AT_ONCE_S):
+            path = own
         if path is None:
             return answer(request, {"text": None, "end": 0})
         after = whole(request.query_params.get("after"), 0)
-        return answer(request, read_log(path, after))
+        return answer(request, read_log(path, after) | {"own": path == own})
 
     def rollouts(self, request: Request) -> Response:
         with self._reading(request) as (_, run), _questions():
@@ -167,6 +175,12 @@ class Routes:
         at = request.path_params
         with self._reading(request) as (_, run), _questions():
             return answer(request, rollouts.tokens(run, at["step"], at["split"], at["place"]))
+
+    def advantages(self, request: Request) -> Response:
+        at = request.path_params
+        with self._reading(request) as (_, run), _questions():
+            config, step = run.config, rollouts.trained_on(run.rollouts, at["step"], at["split"], at["place"])
+        return answer(request, self.questions.advantages(config, step))
 
     def prompt(self, request: Request) -> Response:
         split = request.query_params.get("split")

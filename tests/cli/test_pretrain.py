@@ -46,7 +46,8 @@ def fails(capsys, *arguments):
 
 def rows_of(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("timing", "perf/throughput"))} for row in rows]
+    of_the_machine = "timing", "perf/throughput", "perf/cpu_memory"
+    return [{name: value for name, value in row.items() if not name.startswith(of_the_machine)} for row in rows]
 
 
 def test_from_text_to_a_model_that_every_command_takes(folder, capsys):

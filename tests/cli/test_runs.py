@@ -57,6 +57,7 @@ def test_train_export_and_what_a_run_leaves(folder, capsys):
     assert json.loads(output.out) == summary and summary["finished"] and summary["steps"] == 2
     assert {"accuracy_before", "accuracy_after", "format_before", "wall_s", "seed"} <= set(summary)
     assert "step 1/2  reward" in output.err and "step 0: held-out accuracy: sums 0.000" in output.err
+    assert "step 2/2  reward" in (run / "log.txt").read_text()
     frame = pd.read_json(run / "metrics.jsonl", lines=True)
     assert list(frame["step"]) == [0, 1, 2, 2]
     assert frame["val-core/sums/acc/mean@1"].notna().tolist() == [True, False, False, True]

@@ -79,7 +79,8 @@ def weights(parts):
 
 
 def without_time(rows):
-    return [{k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/throughput"))} for row in rows]
+    of_the_machine = "timing_s/", "perf/throughput", "perf/cpu_memory"
+    return [{name: value for name, value in row.items() if not name.startswith(of_the_machine)} for row in rows]
 
 
 def test_a_run_trains_and_reports(model, tmp_path):
@@ -105,6 +106,7 @@ def test_a_run_trains_and_reports(model, tmp_path):
         "timing_s/adv",
         "timing_s/update_actor",
         "perf/throughput",
+        "perf/cpu_memory_used_gb",
     ):
         assert name in row, name
     assert row["training/updates"] == 2 and "timing_s/ref" not in row

@@ -9,9 +9,18 @@ import torch
 from atomrl.algorithms.table import objective_of
 from atomrl.batches import TrainingBatch
 from atomrl.config import build_config
+from atomrl.metrics import values
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_policy, save_model
-from atomrl.models.memory import activation_bytes_per_token, adapter_parameters, at_once, memory_estimate, rank_choices
+from atomrl.models.memory import (
+    activation_bytes_per_token,
+    adapter_parameters,
+    at_once,
+    memory_estimate,
+    memory_metrics,
+    process_memory,
+    rank_choices,
+)
 from atomrl.models.scalar import load_scalar
 from atomrl.models.shared_prefix import row_stream
 from atomrl.training.local import LocalBackend
@@ -206,3 +215,23 @@ def test_the_page_has_the_arithmetic_of_ranks(monkeypatch):
     page = (root / "docs" / "scaling.md").read_text(encoding="utf-8")
     shown = page.partition("<!-- from benchmarks/plan_ranks.py -->")[2].partition("<!-- until here -->")[0]
     assert shown.strip() == "\n".join(tables([8, 64], 8192, 80.0))
+
+
+def test_what_this_process_has_grows_with_what_it_holds(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    before = values(memory_metrics())
+    assert before.keys() == {"perf/cpu_memory_used_gb"}, "no GPU is asked for what it never began"
+    held = torch.ones(2**26)
+    assert values(memory_metrics())["perf/cpu_memory_used_gb"] > before["perf/cpu_memory_used_gb"] + 0.2
+    assert process_memory("VmHWM") >= process_memory("VmRSS") - 2**20 > held.nbytes
+
+
+def test_a_gpu_s_peak_is_that_since_it_was_last_asked(monkeypatch):
+    peaks = [3 * 2**30, 2**30]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peaks[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: peaks[0] + 2**30)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peaks.pop(0))
+    found = [values(memory_metrics()) for _ in range(2)]
+    assert [row["perf/max_memory_allocated_gb"] for row in found] == [3.0, 1.0]
+    assert [row["perf/max_memory_reserved_gb"] for row in found] == [4.0, 2.0]

@@ -6,6 +6,7 @@ import torch
 from atomrl.config import ConfigError, ModelConfig, TrainConfig
 from atomrl.metrics import values
 from atomrl.training.local import LocalBackend
+from atomrl.training.remote import ServedBackend
 from tests.models.test_loading import save_gpt2
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of
@@ -65,6 +66,12 @@ def test_a_models_own_dropout_is_off_while_it_trains(tmp_path):
     assert backend.policy.model.training
     torch.testing.assert_close(backend._outputs(batch, {"logprobs"})["logprobs"], old)
     assert backend.policy.model.config.resid_pdrop == 0.1
+
+
+def test_a_back_end_in_a_process_of_its_own_tells_the_memory_of_that(folder):
+    served = ServedBackend(lambda: make(folder))
+    metrics = values(served.train_step(make_batch(), make_algorithm()))
+    assert {"actor/grad_norm", "perf/cpu_memory_used_gb"} <= metrics.keys()
 
 
 def test_gradient_checkpointing_gives_the_same_step(folder):

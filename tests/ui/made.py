@@ -174,7 +174,7 @@ class Client:
         self.cookie = opened.headers["set-cookie"].partition(";")[0]
 
     def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         try:
             connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
             for name, value in ({"Host": f"localhost:{self.port}"} | headers).items():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from atomrl.cli import ui
+from atomrl.reading.state import LOG
 from atomrl.ui.security import CSP, Guard, is_loopback
 from tests.ui.made import Client, make_run, serving
 
@@ -130,12 +131,13 @@ def test_a_linked_file_of_a_run_is_not_read(tmp_path):
     for name in ("env.json", "metrics.jsonl", "findings.jsonl"):
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(tmp_path / "secret")
+    (folder / LOG).symlink_to(tmp_path / "secret")
     rollouts = folder / "rollouts" / "step_000001" / "train.jsonl"
     rollouts.unlink()
     rollouts.symlink_to(tmp_path / "secret")
     with serving(tmp_path / "runs") as (client, _):
         run = client.id_of("one")
-        for path in ("", "/rollouts", "/config", "/tail?after=0", "/rollouts/1/train/0"):
+        for path in ("", "/rollouts", "/config", "/tail?after=0", "/rollouts/1/train/0", "/log"):
             assert b"hunter2" not in client.get(f"/api/runs/{run}{path}").body
 
 

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 from atomrl.config import parse_overrides
+from atomrl.files import write_text
 from atomrl.reading import MetricTable, Run
+from atomrl.reading.state import LOG
 from atomrl.ui.cards import downsample, group
 from atomrl.ui.catalog import Catalog, id_of
 from atomrl.ui.compare import band, part, together
 from atomrl.ui.events import Watcher
-from atomrl.ui.launches import Home, Launcher, LaunchError
+from atomrl.ui.launches import FOLDER, Home, Launcher, LaunchError
 from tests.ui.made import log_step, make_run, serving
 
 for package in ("starlette", "orjson", "uvicorn"):
@@ -343,6 +345,32 @@ def test_a_run_is_resumed_where_it_was_started(tmp_path, monkeypatch):
         time.sleep(0.05)
     assert log.read_text().startswith(f"{made} ['[\"{made}\"]', 'train', '{folder / 'config.yaml'}'")
     assert record["command"][:2] == ["atomrl", "train"]
+
+
+def test_a_step_s_advantages_are_computed_again(served):
+    _, client, _ = served
+    path = f"/api/runs/{client.id_of('group/one')}/rollouts/3/train"
+    told = client.get(f"{path}/0/advantages").json
+    assert "A_i = (r_i - mean_group r)" in told["equation"]
+    assert "others than those that were recorded" in told["why"], "which are 1 and -1"
+    assert client.get(f"{path}/99/advantages").status == 404
+
+
+def test_the_log_is_that_of_the_start_on_the_page_until_the_run_goes_on_elsewhere(tmp_path):
+    folder = make_run(tmp_path / "one")
+    with serving(tmp_path, "--allow-launch") as (client, _):
+        path = f"/api/runs/{client.id_of('one')}/log"
+        assert client.get(path).json["text"] is None
+        write_text(folder / LOG, "first\n")
+        assert client.get(path).json == {"text": "first\n", "start": 0, "end": 6, "own": True}
+        launches = tmp_path / FOLDER
+        launches.mkdir()
+        (launches / "one.log").write_text("all that it printed")
+        (launches / "one.json").write_text(json.dumps({"run": str(folder)}))
+        assert client.get(path).json["text"] == "all that it printed"
+        later = time.time() + 60
+        os.utime(folder / LOG, (later, later))
+        assert client.get(f"{path}?after=3").json == {"text": "st\n", "start": 3, "end": 6, "own": True}
 
 
 def test_a_variant_finds_the_functions_of_its_parent(tmp_path):

@@ -1,5 +1,5 @@
 // Curves over steps. uPlot is the page's plain script.
-import { html, useState, useEffect, useMemo, useRef, useThrottled, useLive, get, getCurves, number, link, Failure } from "./lib.js";
+import { html, useState, useEffect, useMemo, useRef, useThrottled, useLive, get, getCurves, number, link, visible, Failure } from "./lib.js";
 import { t } from "./i18n.js";
 
 const POINTS = 600;
@@ -48,7 +48,7 @@ function color(name) {
 /** Names of a chart, without what they all begin or end with. */
 function labels(names) {
   if (names.length < 2) return names.map((name) => name.split("/").slice(-2).join("/"));
-  return names.map((name) => name.replace(/^(by_group\/frac_|timing_s\/|critic\/|reward\/|val-core\/|training\/|response_length\/|actor\/)/, "").replace("/mean@1", ""));
+  return names.map((name) => name.replace(/^(by_group\/frac_|timing_s\/|critic\/|reward\/|val-core\/|training\/|response_length\/|actor\/|perf\/)/, "").replace("/mean@1", ""));
 }
 
 function summary(title, series) {
@@ -99,43 +99,84 @@ function rangesOf(series) {
   return found;
 }
 
-/** Draw flags of findings at their steps. */
-function flags(findings) {
+/** Draw flags of findings at their steps, and on the axis a diamond at each evaluation with what it found, where there is
+ * room to write it. */
+function marks(findings, evaluations) {
   return (plot) => {
     const { ctx, bbox } = plot;
+    const unit = devicePixelRatio;
+    const bottom = bbox.top + bbox.height;
+    const right = bbox.left + bbox.width;
     ctx.save();
     for (const found of findings) {
       const x = plot.valToPos(found.step, "x", true);
-      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      if (x < bbox.left || x > right) continue;
       ctx.strokeStyle = ctx.fillStyle = color(found.severity === "error" ? "--bad" : "--warn");
       ctx.setLineDash([3, 3]);
-      ctx.lineWidth = devicePixelRatio;
+      ctx.lineWidth = unit;
       ctx.beginPath();
       ctx.moveTo(x, bbox.top);
-      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.lineTo(x, bottom);
       ctx.stroke();
       ctx.setLineDash([]);
       ctx.beginPath();
       ctx.moveTo(x, bbox.top);
-      ctx.lineTo(x + 8 * devicePixelRatio, bbox.top + 4 * devicePixelRatio);
-      ctx.lineTo(x, bbox.top + 8 * devicePixelRatio);
+      ctx.lineTo(x + 8 * unit, bbox.top + 4 * unit);
+      ctx.lineTo(x, bbox.top + 8 * unit);
       ctx.fill();
+    }
+    ctx.font = `${10 * unit}px system-ui`;
+    ctx.textAlign = "center";
+    ctx.lineJoin = "round";
+    ctx.setLineDash([]); // not those of the last curve
+    const own = color("--text");
+    const back = color("--card");
+    let written = -Infinity;
+    for (const { step, value } of evaluations) {
+      // What was evaluated before the first step stands at it.
+      const x = plot.valToPos(step || Math.min(1, plot.scales.x.min), "x", true);
+      if (x < bbox.left - 1 || x > right + 1) continue;
+      ctx.fillStyle = back;
+      ctx.strokeStyle = own;
+      ctx.lineWidth = 1.4 * unit;
+      ctx.beginPath();
+      for (const [across, up] of [[-5, 6], [0, 11], [5, 6], [0, 1]]) ctx.lineTo(x + across * unit, bottom - up * unit);
+      ctx.closePath();
+      ctx.fill();
+      ctx.stroke();
+      const half = ctx.measureText(number(value)).width / 2 + 3 * unit;
+      const middle = Math.max(bbox.left + half, Math.min(right - half, x));
+      if (middle - half < written) continue;
+      written = middle + half;
+      ctx.fillStyle = own;
+      ctx.strokeStyle = back;
+      ctx.lineWidth = 3 * unit;
+      ctx.strokeText(number(value), middle, bottom - 14 * unit);
+      ctx.fillText(number(value), middle, bottom - 14 * unit);
     }
     ctx.restore();
   };
 }
 
+/** What a run's evaluations are marked with: a metric's name, and its value at each of them. */
+function evaluationsOf(run) {
+  const judging = ["accuracy", "loss", "margins"].map((title) => CHARTS.find(([one]) => one === title)[1]);
+  const name = judging.map((test) => run.evaluations.find((one) => test(one))).find(Boolean);
+  const there = run.evaluated.map(({ step, values }) => ({ step, value: values[name] }));
+  return { name, marked: there.filter(({ value }) => value !== null && value !== undefined) };
+}
+
 /**
  * @param {{title: string, series: {name: string, label: string, x: number[], y: number[], low?: number[], high?: number[], dots?: boolean, color?: number}[],
- *   findings?: any[], onStep?: (step: number) => void, sync?: string, onZoom?: (from: number, to: number) => void, height?: number}} props
+ *   findings?: any[], evaluations?: {step: number, value: number}[], onStep?: (step: number) => void, sync?: string, onZoom?: (from: number, to: number) => void, height?: number}} props
  */
-export function Chart({ title, series, findings = [], onStep, sync, onZoom, height = 170 }) {
+export function Chart({ title, series, findings = [], evaluations = [], onStep, sync, onZoom, height = 170 }) {
   const box = useRef(null);
   const plot = useRef(null);
   const calls = useRef({ onStep, onZoom });
   calls.current = { onStep, onZoom };
   const [dark, setDark] = useState(0);
-  const shape = JSON.stringify([series.map((one) => [one.name, one.label, one.dots, one.color, Boolean(one.low)]), findings.map((found) => found.step), dark]);
+  const shape = JSON.stringify([series.map((one) => [one.name, one.label, one.dots, one.color, Boolean(one.low)]), findings.map((found) => found.step), evaluations, dark]);
   const data = useMemo(() => {
     if (!series.length) return [[]];
     const tables = series.map((one) => (one.low ? [one.x, one.y, one.high, one.low] : [one.x, one.y]));
@@ -170,7 +211,7 @@ export function Chart({ title, series, findings = [], onStep, sync, onZoom, heig
         ],
         bands: rangesOf(series),
         hooks: {
-          draw: [flags(findings)],
+          draw: [marks(findings, evaluations)],
           setSelect: [
             (self) => {
               const { left, width } = self.select;
@@ -319,10 +360,12 @@ export function Charts({ run, which, all }) {
   const open = (step) => {
     location.hash = link(["run", run.id, "rollouts"], new URLSearchParams({ first_step: step, last_step: step })).slice(1);
   };
+  const { name, marked } = evaluationsOf(run);
   if (!curves) return html`<${Failure} error=${error} />`;
   return html`<${Failure} error=${error} />
     ${range[1] < 2 ** 52 && html`<p><button onClick=${() => setRange([0, 2 ** 52])}>${t("whole_run")}</button></p>`}
+    ${marked.length > 0 && html`<p class="faint">${visible(t("evaluations_marked", { name }))}<span class="hidden">: ${marked.map(({ step, value }) => `${t("step")} ${step} ${number(value)}`).join(", ")}</span></p>`}
     <div class="charts">${drawn.map(([title, series]) => {
-      return series.length > 0 && html`<${Chart} key=${title} title=${title} series=${series} findings=${run.findings} onStep=${open} sync=${run.id} onZoom=${(from, to) => setRange([Math.max(0, from), to])} />`;
+      return series.length > 0 && html`<${Chart} key=${title} title=${title} series=${series} findings=${run.findings} evaluations=${marked} onStep=${open} sync=${run.id} onZoom=${(from, to) => setRange([Math.max(0, from), to])} />`;
     })}</div>`;
 }

@@ -116,9 +116,19 @@ const FORMULAS = {
   reward: (r) => number(r),
 };
 
+/** A completion's advantage as the algorithm computed it again. */
+function computedMath(reward, { baseline, scale }, advantage) {
+  if (scale === undefined) return number(advantage);
+  const above = Math.abs(baseline) < 1e-6 ? number(reward) : `${number(reward)} − ${number(baseline)}`;
+  if (Math.abs(scale - 1) < 1e-4) return `${above} = ${number(advantage)}`;
+  return `(${above}) / ${number(scale)} = ${number(advantage)}`;
+}
+
 function Group({ run, rest, query }) {
   const [step, split, place] = rest;
-  const [found, error, , fresh] = useGet(`/api/runs/${run.id}/rollouts/${step}/${split}/${place}`, []);
+  const path = `/api/runs/${run.id}/rollouts/${step}/${split}/${place}`;
+  const [found, error, , fresh] = useGet(path, []);
+  const [told, , , freshlyTold] = useGet(split === "train" ? `${path}/advantages` : null, []);
   const box = useRef(null);
   const steps = found ? found.steps_of_prompt : [];
   const here = steps.findIndex(([one]) => one === Number(step));
@@ -130,7 +140,15 @@ function Group({ run, rest, query }) {
   useKeys({ "[": () => move(-1), "]": () => move(1), Escape: () => go(run, query, { offset: query.get("offset") }) });
   if (!found || !fresh) return html`<aside class="group">${error ? html`<${Failure} error=${error} />` : html`<${Loading} />`}</aside>`;
   const { mean, std, formula } = found.arithmetic;
+  const again = freshlyTold && told ? told : {};
+  const trained = found.members.filter((member) => member.advantage !== null);
   const rewards = found.members.map((member) => member.reward).filter((reward) => reward !== null);
+  const nothing = std === 0 && rewards.length > 1 && !(again.computed || []).some((advantage) => Math.abs(advantage) > 1e-6);
+  const mathOf = (member) => {
+    if (split === "eval" || member.reward === null) return null;
+    if (formula) return FORMULAS[formula](member.reward, mean, std, rewards.length);
+    return again.computed && member.advantage !== null ? computedMath(member.reward, again, again.computed[trained.indexOf(member)]) : null;
+  };
   const scale = Math.max(1e-9, ...found.members.map((member) => Math.abs(member.advantage || 0)));
   return html`<aside class="group" ref=${box} aria-label=${t("group")}>
     <div class="bar"><h2>${t("group")} <small>${t("step")} ${step}${found.data_source ? html` · ${visible(found.data_source)}` : ""}</small></h2>
@@ -141,9 +159,12 @@ function Group({ run, rest, query }) {
     <h3>${t("arithmetic")}</h3>
     ${mean === null ? html`<p>${t("no_rewards")}</p>` : html`<p class="math">${t("mean")} = (${rewards.map((reward) => number(reward)).join(" + ")}) / ${rewards.length} = <strong>${number(mean)}</strong><br />
       ${t("deviation")} = <strong>${number(std)}</strong></p>
-      <p>${split === "eval" ? t("not_trained") : std === 0 && rewards.length > 1 ? t("no_signal") : formula ? t(`formula_${formula}`) : t("formula_other")}</p>`}
+      <p>${split === "eval" ? t("not_trained") : nothing ? t("no_signal") : formula ? t(`formula_${formula}`) : again.computed ? t("formula_computed") : t("formula_other")}
+        ${!formula && again.why && html` ${visible(again.why)}.`}</p>
+      ${again.equation && html`<pre class="text math" tabindex="0" aria-label=${t("equation")}>${visible(again.equation)}</pre>`}
+      ${!formula && again.scale !== undefined && html`<p class="math">${t("baseline_scale", { baseline: number(again.baseline), scale: number(again.scale) })}</p>`}`}
     <ol class="members">${found.members.map((member) => html`<${Member} key=${member.place} run=${run} member=${member} step=${step} split=${split} chosen=${String(member.place) === place}
-      math=${formula && split !== "eval" && member.reward !== null ? FORMULAS[formula](member.reward, mean, std, rewards.length) : null} scale=${scale} />`)}</ol>
+      math=${mathOf(member)} scale=${scale} />`)}</ol>
   </aside>`;
 }
 

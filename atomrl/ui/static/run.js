@@ -92,7 +92,7 @@ function Config({ run }) {
     ${!about && !failure && html`<p role="status" class="loading">${t("asking_schema")}</p>`}<${Failure} error=${failure} />
     ${(found.errors || []).length > 0 && html`<div class="failure" role="alert"><p>${t("other_version")}</p><pre>${visible(found.errors.join("\n"))}</pre></div>`}
     ${found.failed && html`<p class="failure" role="alert">${visible(found.failed)}</p>`}
-    ${changed.length > 0 && html`<h2>${t("changed")}</h2><div class="scroll" tabindex="0" role="region" aria-label=${t("changed")}><table><thead><tr><th scope="col">${t("key")}</th><th scope="col">${t("value")}</th><th scope="col">${t("default")}</th></tr></thead>
+    ${changed.length > 0 && html`<h2>${t("changed")}</h2><div class="scroll" tabindex="0" role="region" aria-label=${t("changed")}><table><thead><tr><th scope="col">${t("key")}</th><th scope="col">${t("value_of")}</th><th scope="col">${t("default")}</th></tr></thead>
       <tbody>${changed.map(([key, [usual, own]]) => html`<tr><th scope="row"><code>${visible(key)}</code></th><td><code>${visible(JSON.stringify(own))}</code></td><td class="faint"><code>${visible(JSON.stringify(usual) ?? "–")}</code></td></tr>`)}</tbody></table></div>`}
     ${found.equation && html`<h2>${t("equation")}</h2><pre class="page" tabindex="0">${visible(found.equation)}</pre>`}
     <h2>config.yaml</h2>
@@ -104,10 +104,18 @@ function Log({ run }) {
   const [text, setText] = useState(null);
   const [error, setError] = useState(null);
   const end = useRef(0);
+  const own = useRef(null);
   const read = async () => {
     try {
       const found = await get(`/api/runs/${run.id}/log?after=${end.current}`);
       if (found.text === null) return setText(null);
+      const other = own.current !== null && own.current !== found.own; // its log is another file by now
+      own.current = found.own;
+      if (other) {
+        end.current = 0;
+        setText(null);
+        return read();
+      }
       const anew = found.start !== end.current;
       end.current = found.end;
       setText((old) => (anew || old === null ? found.text : old + found.text).slice(-400000));

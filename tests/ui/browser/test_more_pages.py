@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 
+from atomrl.files import write_text
 from tests.ui.browser.conftest import CONFIG, until
 from tests.ui.made import log_evaluation, log_step, make_run, make_study, serving
 
@@ -24,6 +27,15 @@ CanvasRenderingContext2D.prototype.stroke = function (...given) {
 };
 """
 """Notes with which colour and dashes each line is drawn."""
+WRITES = """
+window.written = [];
+const write = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, ...given) {
+  window.written.push(text);
+  return write.call(this, text, ...given);
+};
+"""
+"""Notes what is written into curves."""
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +61,11 @@ def client(browser, tmp_path_factory):
     make_run(folder / "runs" / MARKUP, name="7")
     with serving(folder / "runs", "--allow-launch", cwd=folder) as (client, _):
         yield client
+
+
+def is_listed(client, name: str) -> bool:
+    """Whether a run that was just made has been found."""
+    return any(run["name"] == name for run in client.get("/api/runs").json["runs"])
 
 
 def give_turns(folder) -> None:
@@ -211,6 +228,45 @@ def test_curves_differ_in_more_than_their_colours(tab, client):
     page.evaluate("window.strokes.length = 0")
     page = one.open(f"/run/{client.id_of('one')}", ".chart canvas")
     until(lambda: len({dash for stroke, dash in page.evaluate("window.strokes") if stroke in palette[:2]}) == 2)
+
+
+def test_evaluations_are_marked_on_the_step_axis_with_what_they_found(tab, client):
+    one = tab(client)
+    one.page.add_init_script(WRITES)
+    one.page.reload()
+    folder = Path(client.get("/api/runs").json["folder"])
+    found = [{"step": 0, "val-core/sums/acc/mean@1": 0.125}, {"step": 2, "val-core/sums/acc/mean@1": 0.875}]
+    run = make_run(folder / "judged", steps=3)
+    rows = (run / "metrics.jsonl").read_text().splitlines()[1:]
+    lines = [json.dumps(found[0]), *rows[:2], json.dumps(found[1]), *rows[2:]]
+    write_text(run / "metrics.jsonl", "".join(line + "\n" for line in lines))
+    until(lambda: is_listed(client, "judged"))
+    page = one.open(f"/run/{client.id_of('judged')}", ".chart canvas")
+    said = page.get_by_text("evaluations on what is held out, with val-core/sums/acc/mean@1").text_content()
+    assert said.endswith(": step 0 0.125, step 2 0.875".replace("step", "Step"))
+    charts = page.locator(".chart").count()
+    until(lambda: page.evaluate("window.written.filter((text) => text === '0.875').length") >= charts)
+    assert page.evaluate("window.written.includes('0.125')"), "before the first step stands at the first"
+    page.goto("about:blank")  # which asks for nothing that is gone
+    shutil.rmtree(run)
+
+
+def test_the_algorithm_itself_spells_a_group_s_advantages_out(tab, client):
+    folder = Path(client.get("/api/runs").json["folder"])
+    run = make_run(folder / "relative", steps=1, algorithm={"name": "maxrl"})
+    path = run / "rollouts" / "step_000001" / "train.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        mean = (1 + int(row["prompt_id"][-1])) / 4
+        row["advantage"] = (row["reward"] - mean) / mean
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    until(lambda: is_listed(client, "relative"))
+    page = tab(client).open(f"/run/{client.id_of('relative')}/rollouts/1/train/0", ".members li")
+    page.wait_for_selector("text=A = (reward − 0.25) / 0.25 in this group")
+    text = page.locator("aside.group").inner_text()
+    assert "A_i = (r_i - mean_group r) / (mean_group r + eps)" in text and "A = (1 − 0.25) / 0.25 = 3" in text
+    page.goto("about:blank")  # which asks for nothing that is gone
+    shutil.rmtree(run)
 
 
 def test_of_more_runs_than_are_compared_it_is_said_that_some_are_left_out(tab, client):

@@ -20,7 +20,7 @@ PAGES = {
     "charts": ("/run/{real}/charts", ".chart canvas"),
     "rollouts": ("/run/{real}/rollouts/1/train/0", ".members li"),
     "config": ("/run/{real}/config", "pre.page"),
-    "log": ("/run/{real}/log", ".empty"),
+    "log": ("/run/{real}/log", "pre.log"),
     "compare": ("/compare/{seed-1},{seed-2},{sick}", ".chart canvas"),
     "new": ("/new", "#check .status"),
 }
@@ -183,6 +183,7 @@ def test_everything_is_reached_by_tab_and_the_content_can_be_skipped_to(tab):
 def test_config_is_shown_with_what_differs_and_its_equation(tab):
     page = tab().open("/run/{real}/config", "pre.page")
     page.wait_for_selector("text=Other than the defaults")
+    assert page.locator("thead th").all_inner_texts() == ["Key", "Value", "Default"]
     assert page.locator("tr", has_text="rollout.completions_per_prompt").inner_text().split() == [
         "rollout.completions_per_prompt", "4", "8",
     ]  # fmt: skip

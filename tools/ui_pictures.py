@@ -1,0 +1,76 @@
+"""Takes the pictures of docs/ui.md that show one run, light and dark, in a real browser.
+
+python tools/ui_pictures.py FOLDER RUN STEP    of a run in a folder of runs, which recorded tokens at that step
+
+It needs what `make test-ui` installs, Pillow, and a chromium (or one named in ATOMRL_BROWSER).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.ui.made import serving
+
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+PAGES = {
+    "charts": ("/charts", ".chart canvas"),
+    "tokens": ("/rollouts/{step}/train/{place}?first_step={step}&split=train", "aside.group pre.math"),
+    "config": ("/config", "text=Other than the defaults"),
+    "phone": ("", ".chart canvas"),
+}
+"""Name of a picture -> which page of the run, and what it has when it is there."""
+WIDE, PHONE = {"width": 1280, "height": 860}, {"width": 390, "height": 844}
+TIMEOUT_MS = 600_000
+COLOURS = 128
+
+
+def main(folder: Path, name: str, step: int) -> None:
+    """Write all pictures."""
+    from playwright.sync_api import sync_playwright
+
+    path = os.environ.get("ATOMRL_BROWSER") or shutil.which("chromium")
+    with serving(folder) as (client, _), sync_playwright() as playwright:
+        run = client.id_of(name)
+        recorded = client.get(f"/api/runs/{run}/rollouts/{step}/train/0/tokens").json["recorded"]
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=TIMEOUT_MS)
+        for theme in ("light", "dark"):
+            for picture, (place, shown) in PAGES.items():
+                size = PHONE if picture == "phone" else WIDE
+                context = browser.new_context(locale="en", color_scheme=theme, viewport=size)
+                context.set_default_timeout(TIMEOUT_MS)
+                page = context.new_page()
+                page.goto(client.address)
+                page.goto(f"{client.base}/#/run/{run}{place.format(step=step, place=recorded[0])}")
+                page.wait_for_selector(shown)
+                if picture == "tokens":
+                    colour_tokens(page)
+                page.wait_for_timeout(1000)  # curves are drawn when they have come
+                ending = "_dark" if theme == "dark" else ""
+                save(page.screenshot(), IMAGES / f"ui_{picture}{ending}.png")
+                context.close()
+
+
+def colour_tokens(page: Any) -> None:
+    """Show the tokens of the group's second completion, coloured by entropy, and one's numbers."""
+    page.locator("aside.group").get_by_role("button", name="Tokens").nth(1).click()
+    page.get_by_label("Colour by").select_option("entropy")
+    page.locator(".tokens.coloured span").nth(9).click()
+    page.locator(".tokens.coloured").evaluate("node => node.scrollIntoView({block: 'center'})")
+
+
+def save(picture: bytes, path: Path) -> None:
+    """With few colours, for a small file."""
+    from PIL import Image
+
+    Image.open(io.BytesIO(picture)).convert("RGB").quantize(COLOURS).save(path, optimize=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
