@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -24,6 +25,9 @@ CHUNK = 32 * BATCH
 """Documents whose texts are in memory at once, to be sorted by length."""
 TRAINING_VECTORS = 262_144
 """At most so many, evenly spread, are what an index of faiss that has to be trained is trained on."""
+PROBES = 4
+"""Of n lists of an IVF index a query looks through `PROBES * sqrt(n)`: of 4096 lists 256, 6% of the documents. faiss
+looks through one, and finds no more documents than that has."""
 VECTORS, INDEX = "vectors.f32", "faiss.index"
 Pooling = Literal["mean", "cls"]
 
@@ -143,6 +147,8 @@ class DenseIndex:
         self._index, self._vectors = None, None
         if (folder / INDEX).exists():
             self._index = self._faiss.read_index(str(folder / INDEX), self._faiss.IO_FLAG_MMAP_IFC)
+            if (lists := self._faiss.try_extract_index_ivf(self._index)) is not None:
+                lists.nprobe = min(lists.nlist, math.ceil(PROBES * math.sqrt(lists.nlist)))
         else:
             self._vectors = _vectors(folder, encoder.size)
 

@@ -99,8 +99,15 @@ class StackedLinear:
         return stacked[self.parts[part]]
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.packed and self.adapters:
+            added = x.new_zeros(len(x), self.parts[-1].stop)
+            for part, (a, b) in self.adapters.items():
+                added[:, self.parts[part]] = ((x.float() @ a) @ b).to(x.dtype)
+            # Before the product is rounded: behind, what is less than half of its last place would vanish.
+            y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, added, self.weight, self.bias, "add")
+            return y
         if self.packed:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         elif self.wide and x.dtype != torch.float32 and x.is_cuda:
             y = torch.mm(x, self.weight, out_dtype=torch.float32)
         elif self.wide and x.dtype == torch.bfloat16:

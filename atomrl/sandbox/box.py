@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
 import itertools
@@ -32,8 +33,10 @@ CODE = "/code"
 """Where the files of a program are."""
 _DEVICES = ("/dev/null", "/dev/urandom")
 _FIRST_USER, _USERS = 60_578, 600
-"""User ids that neither Linux distributions nor systemd give to anybody. Boxes take turns, since limits on processes
-are for all that a user has."""
+"""User ids that neither Linux distributions nor systemd give to anybody. Each box has one to itself, since limits on
+processes are for all that a user has."""
+_LEASES = Path("/run" if os.access("/run", os.W_OK) else "/tmp", "atomrl-sandbox-users")
+"""Files by user id; that of a box is locked until it has ended, or its process has."""
 _PR_SET_CHILD_SUBREAPER = 36
 _turns = itertools.count(os.getpid() * 7)
 _ENVIRONMENT = {
@@ -79,6 +82,8 @@ class Box:
     """Of its files, where there is no sandbox."""
     said: bytearray = field(default_factory=bytearray)
     """On `status`."""
+    lease: IO[bytes] | None = None
+    """Of its user id, where it has one of this machine."""
 
     def end(self) -> None:
         """Kill it and all that it started, and leave nothing."""
@@ -96,7 +101,7 @@ class Box:
         if (first := first or self._told("child-pid")) is not None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(first, 0)  # it ends when all others in the box have
-        for stream in (self.process.stdout, self.process.stderr, self.status):
+        for stream in (self.process.stdout, self.process.stderr, self.status, self.lease):
             if stream is not None:
                 stream.close()
         if self.folder is not None:
@@ -145,16 +150,20 @@ def start(
         told, tell = os.pipe()
         status = os.fdopen(told, "rb", buffering=0)
         stack.callback(os.close, tell)
-        command = _bubblewrap(given, limits, rules, tell) + _python(f"{CODE}/{next(iter(files))}", limits)
         descriptors = [file.fileno() for file in (rules, *given.values())] + [tell]
+        lease = None
         try:
+            lease = _lease() if _is_root() else None
+            command = _bubblewrap(given, limits, rules, tell) + _python(f"{CODE}/{next(iter(files))}", limits, lease)
             process = subprocess.Popen(
                 command, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=descriptors, env={}, cwd="/"
             )
         except OSError:
-            status.close()
+            for file in (status, lease):
+                if file is not None:
+                    file.close()
             raise
-        return Box(process, status)
+        return Box(process, status, lease=lease)
 
 
 @functools.cache
@@ -207,16 +216,35 @@ def _bubblewrap(given: Mapping[str, IO[bytes]], limits: Limits, rules: IO[bytes]
     ]  # fmt: skip
 
 
-def _python(file: str, limits: Limits) -> list[str]:
-    """Python on a file, with limits; as root, as nobody."""
+def _lease() -> IO[bytes]:
+    """The locked file of a user id that no other box on this machine has; with all in use, that of any.
+
+    Raises:
+        OSError: the folder cannot be made, or another user has made it.
+    """
+    _LEASES.mkdir(mode=0o700, exist_ok=True)
+    if _LEASES.lstat().st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "belongs to another user; remove it", str(_LEASES))
+    for turn in itertools.islice(_turns, _USERS):
+        path = _LEASES / str(_FIRST_USER + turn % _USERS)
+        file = path.open("ab")
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        file.close()
+    return path.open("ab")
+
+
+def _python(file: str, limits: Limits, lease: IO[bytes] | None) -> list[str]:
+    """Python on a file, with limits; as root, as the user of a lease."""
     command = [
         helper("prlimit"), f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}", f"--as={limits.memory_mb << 20}",
         f"--nproc={limits.threads}", f"--fsize={limits.files_mb << 20}", "--nofile=128",
         "--core=1",  # not even to a program that collects dumps, which would get one in spite of 0
         "--memlock=0", "--msgqueue=0", "--sigpending=128",
     ]  # fmt: skip
-    if _is_root():
-        user = str(_FIRST_USER + next(_turns) % _USERS)
+    if lease is not None:
+        user = Path(lease.name).name
         command += [
             helper("setpriv"), "--reuid", user, "--regid", user, "--clear-groups", "--inh-caps=-all",
             "--bounding-set=-all", "--no-new-privs",

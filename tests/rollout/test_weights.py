@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from atomrl.config import LoraConfig
-from atomrl.models.loading import load_policy
+from atomrl.models.loading import has_bfloat16, load_policy
 from atomrl.models.lora import adapter_weights
 from atomrl.protocols import Adapter, WeightUpdate
 from atomrl.rollout import decoder
@@ -152,10 +152,17 @@ def scored(engine, ids) -> torch.Tensor:
     return logits.double().log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_makes_the_first_small_updates_of_adapters(large_folder, name, tmp_path, monkeypatch):
-    """Rank 32, alpha 64, learning rate 2e-5, weights in bfloat16. Merged into them the share was 0.01."""
-    compute_in(monkeypatch, torch.float32)
+@pytest.mark.parametrize(
+    "name, computed, error", [("native", "float32", 0.02), ("hf", "float32", 0.02), ("native", "bfloat16", 0.15)]
+)
+def test_an_engine_makes_the_first_small_updates_of_adapters(
+    large_folder, name, computed, error, tmp_path, monkeypatch
+):
+    """Rank 32, alpha 64, learning rate 2e-5, weights in bfloat16. Merged into them the share was 0.01, and added to
+    products that were rounded to bfloat16 already 0.46."""
+    if computed == "bfloat16" and not has_bfloat16("cpu"):
+        pytest.skip("needs a CPU that multiplies bfloat16")
+    compute_in(monkeypatch, getattr(torch, computed))
     rounded = AutoModelForCausalLM.from_pretrained(large_folder, dtype=torch.bfloat16)
     rounded.float().save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(large_folder).save_pretrained(tmp_path)
@@ -178,14 +185,14 @@ def test_an_engine_makes_the_first_small_updates_of_adapters(large_folder, name,
     adapters = {name.removesuffix(".weight") + ".weight": adapter for name, adapter in adapter_weights(policy).items()}
     engine.update_weights(WeightUpdate(version=1, adapters=adapters))
     ours = scored(engine, ids) - engine_before
-    assert float(ours @ move / (move @ move)) == pytest.approx(1, abs=0.02)
+    assert float(ours @ move / (move @ move)) == pytest.approx(1, abs=error)
 
     merged = {name: adapter.b @ adapter.a * adapter.scale for name, adapter in adapters.items()}
     for name, parameter in rounded.float().named_parameters():
         merged[name] = (parameter.detach() + merged.get(name, 0.0)).bfloat16().float()
     engine.update_weights(WeightUpdate(version=2, tensors=[(n, merged[n]) for n in engine.weight_shapes()]))
     old_way = scored(engine, ids) - engine_before
-    assert float(old_way @ move / (move @ move)) < 0.3
+    assert float(old_way @ move / (move @ move)) < max(0.3, 3 * error)
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from atomrl.environments.playing import EpisodeError, find_environment
 from atomrl.rewards.calling import find_scorer
 from atomrl.rewards.errors import RewardError
-from atomrl.sandbox import Limits, SandboxError, check, layout, run, running
+from atomrl.sandbox import Limits, SandboxError, box, check, layout, run, running
 from atomrl.sandbox.tools import python, shown
 
 
@@ -178,3 +179,54 @@ def test_python_as_a_tool(sandbox):
     assert python("import sys\nsys.exit(2)") == "It exited with code 2."
     long = shown(run("print('a' * 500 + 'b' * 500)"), Limits(), 100)
     assert len(long) < 110 and long.startswith("aaa") and long.endswith("bbb") and "\n...\n" in long
+
+
+HELD = """
+import sys
+from pathlib import Path
+from tests.sandbox.test_run import held
+
+box, user = held(Path(sys.argv[1]))
+print(user, flush=True)
+sys.stdin.read()
+"""
+
+
+def held(folder):
+    """A program that runs until it is ended, of a process whose turns begin anew; and its user id."""
+    box._LEASES, box._turns = folder, itertools.count()
+    source = "import os, time\nprint(os.getuid(), flush=True)\ntime.sleep(600)"
+    program = box.start({"main.py": source}, Limits(wall_s=600), "bubblewrap", subprocess.DEVNULL)
+    return program, int(program.process.stdout.readline())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives user ids of this machine")
+def test_no_two_boxes_of_the_machine_have_the_same_user(sandbox, tmp_path, monkeypatch):
+    """Not of two processes either; the id of a process that was killed can be had again."""
+    monkeypatch.setattr(box, "_LEASES", tmp_path / "users")
+    monkeypatch.setattr(box, "_turns", box._turns)
+    command = [sys.executable, "-c", HELD, str(tmp_path / "users")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], **pipes) as other, ExitStack() as stack:
+        stack.callback(other.kill)
+        users = [int(other.stdout.readline())]
+        for _ in range(2):
+            program, user = held(tmp_path / "users")
+            stack.callback(program.end)
+            users.append(user)
+        assert len({*users}) == 3
+        other.kill()
+        other.wait()
+        program, user = held(tmp_path / "users")
+        stack.callback(program.end)
+        assert user == users[0]
+    program, user = held(tmp_path / "users")
+    program.end()
+    assert user == users[0], "an id is free when its box has ended"
+
+
+def test_a_folder_of_another_user_is_no_place_for_leases(monkeypatch, tmp_path):
+    monkeypatch.setattr(box, "_LEASES", tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match="another user"):
+        box._lease()
