@@ -264,6 +264,9 @@ class TrainConfig(Section):
     def micro_batch_tokens(self, device_type: str) -> int:
         """`tokens_per_micro_batch`, or by device: 3072 on a CPU (docs/benchmarks/training.md), 8192 elsewhere."""
         return self.tokens_per_micro_batch or (3072 if device_type == "cpu" else 8192)
+    timeout_s: float = Field(3600.0, gt=0)
+    """Within which a token, a micro-batch or a reward must come in the process of the run; it ends with an error that
+    names what hangs."""
 
 
 class EvalConfig(Section):
