@@ -85,8 +85,8 @@ class HangWatch:
                 faulthandler.dump_traceback(output, all_threads=True)
                 print(
                     f"error: {self.names.get(name, 'training')} ({name}) has made no progress for {self.limit_s:g} s "
-                    f"({self.limit_name}); above is where each thread stands. --resume goes on from the newest "
-                    f"checkpoint; if it was slow and not stuck, with a larger {self.limit_name}",
+                    f"({self.limit_name}); above is where each thread stands. A run goes on from its newest "
+                    f"checkpoint with --resume; if it was slow and not stuck, give it a larger {self.limit_name}",
                     file=output,
                     flush=True,
                 )
