@@ -1,12 +1,13 @@
 """Weights from trainer to engines by every way: seconds and bytes beside a plain copy, and whether each one arrives.
 
     python benchmarks/weight_transfer.py [--ways in_process shared_memory files collective] [--megabytes 1 600]
-        [--dtypes float32] [--transfers 50] [--replicas 2] [--folder DIR] [--out FILE]
+        [--dtypes float32] [--transfers 50] [--adapters 0 16] [--replicas 2] [--folder DIR] [--out FILE]
 
 A random Qwen2 model of the size that is asked for (of its float32 weights; 1 MB is the quickstart's), the native
 engine, in this process or in as many Ray actors on this machine. The weights are others at each transfer, and each is
-verified as in a run: the hashes of what every engine then computes with are compared with those of what was sent. The
-first transfer of a way is not counted in the medians. `copy_` copies the same tensors once in this process; `posix shm`
+verified as in a run: the hashes of what every engine then computes with are compared with those of what was sent. With
+`--adapters RANK` the first transfer has the weights too, and then adapters travel alone; 0 is whole weights. The first
+transfer of a way is not counted in the medians. `copy_` copies the same tensors once in this process; `posix shm`
 writes them once into POSIX shared memory, the alternative to Ray's object store. Ways other than `in_process` need Ray.
 It ends with 1 where a transfer did not arrive; a hash that differs ends it at once.
 """
@@ -18,6 +19,7 @@ import json
 import tempfile
 import time
 from functools import partial
+from itertools import product
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from statistics import median
@@ -29,7 +31,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qw
 
 from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import ClusterConfig, ResourceConfig
-from atomrl.protocols import RolloutEngine, WeightUpdate
+from atomrl.protocols import Adapter, RolloutEngine, WeightUpdate
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.replicas import ReplicatedEngine
 from atomrl.rollout.requests import EngineOptions
@@ -102,24 +104,34 @@ def timed(action: Any) -> float:
     return time.perf_counter() - begin
 
 
-def one_way(engine: RolloutEngine, transfers: int) -> dict[str, Any]:
-    """Transfers of ever other weights, each verified."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(shape, generator=generator) for name, shape in engine.weight_shapes().items()}
+def one_way(engine: RolloutEngine, transfers: int, rank: int) -> tuple[dict[str, Any], list[Tensor]]:
+    """Transfers of ever other weights, each verified; what was found, and what one transfer sends."""
+    generator, shapes = torch.Generator().manual_seed(0), engine.weight_shapes()
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    adapters = {
+        name: Adapter(torch.randn(rank, shape[1]), torch.randn(shape[0], rank), 0.5)
+        for name, shape in shapes.items()
+        if rank and name.endswith("proj.weight")
+    }
+    base: dict[tuple[str, torch.dtype], int] = {}
     moved, verified, equal = [], [], 0
     for version in range(1, transfers + 2):
-        for tensor in tensors.values():
+        sending = () if base and adapters else tensors.items()
+        for tensor in [tensor for _, tensor in sending] + [adapter.b for adapter in adapters.values()]:
             tensor.add_(1e-3)
-        update = checked_update(WeightUpdate(version, tensors.items()), engine.weight_shapes())
+        update = checked_update(WeightUpdate(version, sending, adapters), shapes)
         moved.append(timed(lambda update=update: engine.update_weights(update)))
         begin = time.perf_counter()
         held = engine.weight_hashes()
-        compare(held, expected_hashes(update.parts(), dtypes_of(held)), version)
+        expected = expected_hashes(update.parts(), dtypes_of(held))
+        compare(held, base | expected, version)
         verified.append(time.perf_counter() - begin)
         equal += engine.version == version
+        base = base or {key: value for key, value in expected.items() if ".lora_" not in key[0]}
     dtypes = {found.name: found.dtype for found in held}
-    sent = sum(tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items())
-    return {
+    parts = list(update.parts())
+    sent = sum(tensor.numel() * dtypes[name].itemsize for name, tensor in parts)
+    row = {
         "transfers": transfers + 1,
         "equal": equal,
         "megabytes": sent / 1e6,
@@ -127,6 +139,7 @@ def one_way(engine: RolloutEngine, transfers: int) -> dict[str, Any]:
         "move_worst_s": max(moved[1:]),
         "verify_s": median(verified[1:]),
     }
+    return row, [tensor for _, tensor in parts]
 
 
 def main() -> None:
@@ -136,6 +149,7 @@ def main() -> None:
     parser.add_argument("--megabytes", nargs="+", type=float, default=[1, 600])
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
     parser.add_argument("--transfers", type=int, default=50)
+    parser.add_argument("--adapters", nargs="+", type=int, default=[0], help="ranks of adapters; 0: whole weights")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--folder", help="of the files' way; beside the model unless given")
     parser.add_argument("--out", type=Path)
@@ -144,27 +158,27 @@ def main() -> None:
     for megabytes in args.megabytes:
         with tempfile.TemporaryDirectory() as folder:
             path = make_model(Path(folder), megabytes)
-            for dtype in (getattr(torch, name) for name in args.dtypes):
-                for way in args.ways:
-                    engine = open_engine(way, path, dtype, args.replicas, args.folder)
-                    try:
-                        row = one_way(engine, args.transfers)
-                        plain = [torch.randn(shape) for shape in engine.weight_shapes().values()]
-                    finally:
-                        engine.close()
-                        if isinstance(engine, ReplicatedEngine):
-                            engine.cluster.close()
-                    row |= {"way": way, "dtype": str(dtype).removeprefix("torch.")}
-                    row |= {"copy_s": copied(plain, dtype), "posix_shm_s": posix_shm(plain, dtype)}
-                    rows.append(row)
-                    print(
-                        f"{row['megabytes']:6.1f} MB {row['dtype']:9} {way:13} {row['equal']}/{row['transfers']} equal"
-                        f", moved {row['move_s'] * 1e3:7.1f} ms ({row['move_s'] / row['copy_s']:.1f} x copy_, worst "
-                        f"{row['move_worst_s'] * 1e3:.0f}), verified "
-                        f"{row['verify_s'] * 1e3:7.1f}; copy_ {row['copy_s'] * 1e3:.1f}, "
-                        f"posix shm {row['posix_shm_s'] * 1e3:.1f}",
-                        flush=True,
-                    )
+            for name, way, rank in product(args.dtypes, args.ways, args.adapters):
+                dtype = getattr(torch, name)
+                engine = open_engine(way, path, dtype, args.replicas, args.folder)
+                try:
+                    row, sent = one_way(engine, args.transfers, rank)
+                finally:
+                    engine.close()
+                    if isinstance(engine, ReplicatedEngine):
+                        engine.cluster.close()
+                row |= {"way": way, "dtype": name, "adapters": rank}
+                row |= {"copy_s": copied(sent, dtype), "posix_shm_s": posix_shm(sent, dtype)}
+                rows.append(row)
+                what = f"rank {rank}" if rank else "weights"
+                print(
+                    f"{row['megabytes']:6.1f} MB {what:8} {name:9} {way:13} {row['equal']}/{row['transfers']} equal"
+                    f", moved {row['move_s'] * 1e3:7.1f} ms ({row['move_s'] / row['copy_s']:.1f} x copy_, worst "
+                    f"{row['move_worst_s'] * 1e3:.0f}), verified "
+                    f"{row['verify_s'] * 1e3:7.1f}; copy_ {row['copy_s'] * 1e3:.1f}, "
+                    f"posix shm {row['posix_shm_s'] * 1e3:.1f}",
+                    flush=True,
+                )
     if args.out:
         args.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     raise SystemExit(any(row["equal"] != row["transfers"] for row in rows))

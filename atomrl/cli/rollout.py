@@ -37,10 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--groups: takes a number of at least 1")
     config = config_from(arguments)
     from atomrl.runs import check_command
+    from atomrl.runs.hangs import hang_watch
     from atomrl.runs.rl import RLRun
     from atomrl.runs.rollouts import fill
 
     check_command(config, "train")
-    filled = fill(RLRun(config), arguments.groups, said=lambda line: print(line, file=sys.stderr))
+    run = RLRun(config)
+    with hang_watch(config):
+        filled = fill(run, arguments.groups, said=lambda line: print(line, file=sys.stderr))
     print(json.dumps(filled, indent=2))
     return 0

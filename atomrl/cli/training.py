@@ -79,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     config, command = config_from(arguments), arguments.command
     from atomrl.runs import check_command, prepare_run, run_to_end
+    from atomrl.runs.hangs import hang_watch
 
     check_command(config, command)
     if is_other_rank(config):
@@ -93,7 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         prepared, changes = prepare_run(config), arguments.allow_changes
         print("", *prepared.describe_batch(), sep="\n", file=sys.stderr)
-        summary = run_to_end(prepared, partial(prepare_run, config), arguments.resume, allow_changes=changes)
+        with hang_watch(config):
+            summary = run_to_end(prepared, partial(prepare_run, config), arguments.resume, allow_changes=changes)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(how_to_go_on(command, config, arguments)) from None
     except RuntimeError as error:

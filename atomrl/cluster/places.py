@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -26,9 +26,16 @@ class Wanted:
     cpus: float
     gpus: float
     """Of each."""
+    custom: Mapping[str, float] = field(default_factory=dict)
+    """Of Ray's custom resources, by name."""
+
+    @property
+    def needs(self) -> str:
+        """What each takes."""
+        return f"{self.cpus:g} CPUs, {self.gpus:g} GPUs{_listed(self.custom)} each"
 
     def __str__(self) -> str:
-        return f"{self.role} x{self.count} ({self.cpus:g} CPUs, {self.gpus:g} GPUs each)"
+        return f"{self.role} x{self.count} ({self.needs})"
 
 
 @dataclass
@@ -48,16 +55,21 @@ class Node:
     """The free share of each GPU: a part of one is never put together from several."""
     here: bool = False
     """Whether it is that of this process."""
+    custom: dict[str, float] = field(default_factory=dict)
+    """Ray's custom resources, by name."""
     users: Counter[tuple[str, int]] = field(default_factory=Counter)
     """How many actors of a role have a share of a GPU, by role and the GPU's number."""
 
-    def take(self, cpus: float, gpus: float, role: str = "") -> bool:
+    def take(self, cpus: float, gpus: float, role: str = "", custom: Mapping[str, float] | None = None) -> bool:
         """Set resources aside; whether there were enough."""
+        custom = custom or {}
         fitting = sorted((free, index) for index, free in enumerate(self.gpus) if free >= min(gpus, 1) - 1e-9)
         count = math.ceil(gpus)
-        if cpus > self.cpus + 1e-9 or len(fitting) < count:
+        lacks = any(amount > self.custom.get(name, 0.0) + 1e-9 for name, amount in custom.items())
+        if lacks or cpus > self.cpus + 1e-9 or len(fitting) < count:
             return False
         self.cpus -= cpus
+        self.custom |= {name: self.custom[name] - amount for name, amount in custom.items()}
         for _, index in fitting[:count]:
             self.gpus[index] = round(self.gpus[index] - min(gpus, 1), 6)
             self.users[role, index] += 1
@@ -65,7 +77,18 @@ class Node:
 
     def __str__(self) -> str:
         free = ", ".join(f"{share:g}" for share in self.gpus)
-        return f"{self.address} with {self.cpus:g} CPUs and {len(self.gpus)} GPUs{f' ({free} free)' if free else ''}"
+        gpus = f"{len(self.gpus)} GPUs{f' ({free} free)' if free else ''}"
+        return f"{self.address} with {self.cpus:g} CPUs and {gpus}{_listed(self.custom)}"
+
+
+def _listed(custom: Mapping[str, float]) -> str:
+    """Custom resources, to go on a list with.
+
+    Example:
+        >>> _listed({"disk": 2.0})
+        ', disk 2'
+    """
+    return "".join(f", {name} {amount:g}" for name, amount in custom.items())
 
 
 def wanted(config: ClusterConfig, roles: Sequence[ClusterRole], gpus: bool, ranks: int = 1) -> list[Wanted]:
@@ -93,7 +116,7 @@ def wanted(config: ClusterConfig, roles: Sequence[ClusterRole], gpus: bool, rank
         own = config.resources.get(role, ResourceConfig())
         gpus_each = shares.get(role, 0.0) if own.num_gpus is None else own.num_gpus
         count = {"rollout": config.replicas, "trainer": ranks}.get(role, 1)
-        found.append(Wanted(role, count, own.num_cpus, gpus_each))
+        found.append(Wanted(role, count, own.num_cpus, gpus_each, own.custom))
     return sorted(found, key=lambda each: (-each.gpus, -each.cpus))
 
 
@@ -109,16 +132,16 @@ def places(actors: Sequence[Wanted], nodes: Sequence[Node]) -> dict[tuple[str, i
         ...
         atomrl.cluster.places.PlacementError: cluster: there is room for 2 of 3 rollout actors (1 CPUs, 0 GPUs ...
     """
-    machines = [Node(node.name, node.address, node.cpus, [*node.gpus], node.here) for node in nodes]
+    machines = [replace(node, gpus=[*node.gpus], custom={**node.custom}, users=Counter()) for node in nodes]
     found: dict[tuple[str, int], Node] = {}
     for each in actors:
         for index in range(each.count):
-            room = next((node for node in machines if node.take(each.cpus, each.gpus, each.role)), None)
+            room = next((node for node in machines if node.take(each.cpus, each.gpus, each.role, each.custom)), None)
             if room is None:
                 others = ", ".join(str(other) for other in actors if other is not each)
                 raise PlacementError(
-                    f"cluster: there is room for {index} of {each.count} {each.role} actors ({each.cpus:g} CPUs, "
-                    f"{each.gpus:g} GPUs each){f' beside {others}' if others else ''}: {'; '.join(map(str, nodes))}; "
+                    f"cluster: there is room for {index} of {each.count} {each.role} actors ({each.needs})"
+                    f"{f' beside {others}' if others else ''}: {'; '.join(map(str, nodes))}; "
                     f"cluster.replicas, cluster.placement and cluster.resources.{each.role} say what is asked for"
                 )
             found[each.role, index] = room

@@ -8,7 +8,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from atomrl.cluster.hosted import Hosted, identity, send_tensors_as_arrays
@@ -21,6 +21,7 @@ START_S = 600.0
 """For loading a model in a new process; no part of `cluster.timeout_s`."""
 _REACH_S = 5.0
 _CLOSE_S = 2.0
+_OWN = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
 _HELPERS = ("monitor", "dashboard", "log_monitor")
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -145,7 +146,8 @@ class RayCluster:
                 whole, part = divmod(left.get("GPU", 0.0), 1)
                 gpus = [1.0] * int(whole) + ([part] if part else [])
                 name, address = node["NodeID"], node["NodeManagerAddress"]
-                found.append(Node(name, address, left.get("CPU", 0.0), gpus, here=name == here))
+                custom = {key: amount for key, amount in left.items() if key not in _OWN and key[:5] != "node:"}
+                found.append(Node(name, address, left.get("CPU", 0.0), gpus, name == here, custom))
         return sorted(found, key=lambda node: not node.here)
 
     def start(self, role: str, index: int, build: Callable[[], Any]) -> Actor:
@@ -162,11 +164,12 @@ class RayCluster:
         need = self.wanted[role]
         nodes = self.nodes()
         if self.places[role, index].name not in {node.name for node in nodes}:
-            self.places |= {(role, index): places([Wanted(role, 1, need.cpus, need.gpus)], nodes)[role, 0]}
+            self.places |= {(role, index): places([replace(need, count=1)], nodes)[role, 0]}
         place = self.places[role, index]
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(place.name, soft=False)
         kind = type(role, (Hosted,), {})  # the name that `ps` and Ray show
         options = {"num_cpus": need.cpus, "num_gpus": need.gpus, "max_restarts": 0, "scheduling_strategy": strategy}
+        options["resources"] = dict(need.custom)
         hosted = self.ray.remote(**options)(kind)
         with self.watch.inside():
             handle = hosted.remote(max(1, int(need.cpus)), need.gpus > 0, identity(os.getpid()))
@@ -338,5 +341,5 @@ def describe(wanted: Mapping[str, Wanted], found: Mapping[tuple[str, int], Node]
     for each in wanted.values():
         hosts = Counter(found[each.role, index].address for index in range(each.count))
         where = ", ".join(host if count == each.count else f"{host} (x{count})" for host, count in hosts.items())
-        lines.append(f"{each.role:<10} x{each.count}  {each.cpus:g} CPUs, {each.gpus:g} GPUs each, on {where}")
+        lines.append(f"{each.role:<10} x{each.count}  {each.needs}, on {where}")
     return lines

@@ -105,11 +105,15 @@ class ResourceConfig(Section):
     """It computes with as many threads."""
     num_gpus: float | None = Field(None, ge=0)
     """A share of one, or a whole number (of an engine: 1). null: what `placement` says, and 0 without."""
+    custom: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Of Ray's custom resources, which a machine is started with (`ray start --resources`): name -> how much."""
 
     @model_validator(mode="after")
     def _whole_gpus(self) -> Self:
         if (gpus := self.num_gpus or 0) > 1 and gpus % 1:
             raise ValueError(f"num_gpus={gpus:g}: an actor has a share of one GPU, or whole ones")
+        if own := self.custom.keys() & {"CPU", "GPU", "memory", "object_store_memory"}:
+            raise ValueError(f"custom: {min(own)} is Ray's own; num_cpus and num_gpus ask for CPUs and GPUs")
         return self
 
 
@@ -260,6 +264,9 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     report_entropy: bool = True
     """Log `actor/entropy` (costs one more reduction over the vocabulary)."""
+    timeout_s: float = Field(3600.0, gt=0)
+    """Within which a token, a micro-batch or a reward must come in the process of the run; it ends with an error that
+    names what hangs."""
 
     def micro_batch_tokens(self, device_type: str) -> int:
         """`tokens_per_micro_batch`, or by device: 3072 on a CPU (docs/benchmarks/training.md), 8192 elsewhere."""

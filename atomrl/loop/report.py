@@ -13,6 +13,7 @@ from atomrl.batches import AdvantageBatch
 from atomrl.loop.episode_report import episode_metrics
 from atomrl.metrics import Count, Max, Mean, Metrics, merge, spread, values
 from atomrl.models.memory import memory_metrics
+from atomrl.progress import phase as under_way
 from atomrl.rewards.compute import failure_counts
 from atomrl.types import Trajectory, by_group
 
@@ -21,7 +22,7 @@ ANSWER = re.compile(r"</answer>|\\boxed\{[^{}]{0,200}+\}|####\s{0,9}+\S{1,99}+\s
 
 
 class Stopwatch:
-    """Seconds by phase: `with watch("gen"): ...` adds to `timing_s/gen`."""
+    """Seconds by phase: `with watch("gen"): ...` adds to `timing_s/gen`. A phase that hangs is named by it."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -31,7 +32,8 @@ class Stopwatch:
     def __call__(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            yield
+            with under_way(phase):
+                yield
         finally:
             self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - started
 

@@ -19,6 +19,7 @@ from atomrl.config import ConfigError
 from atomrl.models.batches import micro_batches
 from atomrl.models.loading import load_tokenizer, model_config_only
 from atomrl.models.scalar import ScalarModel, is_classifier, load_scalar
+from atomrl.progress import progress
 from atomrl.types import Sample, Trajectory
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class RewardModel:
         rows = self.reader.token_ids(trajectories)
         lengths, scores = torch.tensor([len(row) for row in rows]), torch.zeros(len(rows))
         for index in micro_batches(lengths, None, self.tokens_per_batch):
+            progress()
             tokens = pad_sequence([torch.tensor(rows[row]) for row in index], batch_first=True)
             scores[index] = self.model.scores(tokens.to(self.device), lengths[index].to(self.device)).cpu()
         return scores.tolist()

@@ -10,6 +10,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from atomrl.progress import progress
 from atomrl.rewards.calling import Outcome, Score, Scorer, Task, call, columns_of, find_scorer, instantiate
 from atomrl.rewards.errors import RewardError
 from atomrl.rewards.pool import WorkerPool
@@ -214,6 +215,7 @@ class Rewards:
         found: list[tuple[Task, Outcome]] = []
         with closing(self.pool.run([task for task in tasks if not task.scorer.in_process])) as outcomes:
             for task, outcome in outcomes:
+                progress()
                 found.append((task, outcome))
                 score = outcome.scores[0]
                 if any(score.value is not None for score in outcome.scores):
@@ -226,6 +228,7 @@ class Rewards:
                         f"on {_shown(task.items[0])}: {score.failure}: {score.message}"
                     )
         for task in [task for task in tasks if task.scorer.in_process]:
+            progress()
             with self._locks.get(task.scorer, nullcontext()):
                 found.append((task, call(task.scorer, task.payload())))
         return found

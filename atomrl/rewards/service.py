@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 
 from atomrl.event_loop import EventLoopThread
+from atomrl.progress import progress
 from atomrl.rewards.breaker import Breaker
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop, require
 from atomrl.types import Sample, Trajectory
@@ -232,6 +233,7 @@ class Service(BaseModel, ABC):
         import httpx
 
         assert self._link is not None
+        progress()
         self._counts.update(requests=1, retries=int(again))
         try:
             async with asyncio.timeout(self.timeout_s):

@@ -17,6 +17,7 @@ from atomrl.models.attention import rotate
 from atomrl.models.gpt import Decoder, RMSNorm
 from atomrl.models.loading import has_bfloat16
 from atomrl.models.spec import DecoderSpec
+from atomrl.progress import progress
 from atomrl.protocols import Adapter
 from atomrl.rollout.kernel import Kernels
 
@@ -248,6 +249,7 @@ class DecoderModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[N, hidden]` -> `[N, vocab]` float32."""
+        progress()
         return self.head(self.rms_norm(hidden, self.norm))
 
     def heads_of(self, layer: int, qkv: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from atomrl.config import EnvironmentConfig
 from atomrl.environments.pool import Answer, EnvironmentPool
 from atomrl.episodes import Ended, Episode, Reply, Turn
+from atomrl.progress import progress
 from atomrl.protocols import RolloutEngine, WeightHash, WeightUpdate
 from atomrl.rollout.replies import ReplyTokens
 from atomrl.rollout.sampling import seed_at
@@ -166,6 +167,7 @@ class EpisodeEngine(RolloutEngine):
     def _take_turns(self, outputs: Iterable[GenerationOutput]) -> None:
         """Hand what the model wrote to the environment."""
         for output in outputs:
+            progress()
             play = self._by_turn.pop(output.request_id)
             self._add_turn(play, output)
             text = self._text_of(play, output)

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 
+from atomrl.progress import progress
 from atomrl.protocols import RolloutEngine
 from atomrl.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, Segment, Trajectory
 
@@ -80,6 +81,7 @@ def generate(engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Samplin
             if not finished.keys() <= waiting:
                 raise RuntimeError(f"the engine finished {sorted(finished.keys() - waiting)[:3]}, submitted elsewhere")
             outputs |= finished
+            progress()
     except TimeoutError:  # who does not answer would not answer that either
         raise
     except BaseException:

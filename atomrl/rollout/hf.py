@@ -11,6 +11,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from atomrl.atoms.logits import head_logits
 from atomrl.models.loading import base_path, load_transformers
 from atomrl.models.transformers_model import published_weights
+from atomrl.progress import progress
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
 from atomrl.rollout.requests import DIVERGED, EngineOptions, RequestEngine, RequestState
 from atomrl.rollout.sampling import sample
@@ -157,6 +158,7 @@ class _Sampler(LogitsProcessor):
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        progress()
         lengths = torch.full_like(self.seeds, input_ids.shape[1] - self.width)
         tokens, logprobs = sample(scores, self.rule.sampling, self.seeds, lengths, self.rule.banned(lengths))
         self.logprobs.append(logprobs)

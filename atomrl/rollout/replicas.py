@@ -15,6 +15,7 @@ import torch
 
 from atomrl.cluster.ray_cluster import Actor, ActorDied, RayCluster
 from atomrl.cluster.watch import RayHangs
+from atomrl.progress import progress
 from atomrl.protocols import RolloutEngine, WeightHash, WeightUpdate
 from atomrl.types import GenerationOutput, GenerationRequest
 from atomrl.weights import WeightMismatch
@@ -249,6 +250,7 @@ class ReplicatedEngine:
             except self.cluster.died as error:
                 self._revive(replica, error)
                 continue
+            progress()
             if (outputs := replica.finish(found)) or time.monotonic() >= end:
                 return outputs
         return []

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from atomrl.files import TemporaryFolder
 from atomrl.models.loading import base_path, model_config_only, resolve_folder
+from atomrl.progress import progress
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
 from atomrl.rollout.checkpoints import EMBEDDING, HEAD, cpu_cache_bytes, is_tied, published_shapes
 from atomrl.rollout.requests import DIVERGED, EngineOptions, RequestEngine, RequestState
@@ -209,6 +210,7 @@ class VLLMEngine(RequestEngine):
             with torch.random.fork_rng(devices=[]):
                 outputs = self.llm.step()
             for output in outputs:
+                progress()
                 state, (delta,) = self.held[output.request_id], output.outputs
                 self._take(state, delta)
                 if output.finished:

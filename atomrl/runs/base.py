@@ -17,6 +17,7 @@ from atomrl.data.stream import PromptStream
 from atomrl.loop.sync import Progress, run_steps
 from atomrl.models.loading import resolve_folder
 from atomrl.models.memory import memory_estimate, rank_choices
+from atomrl.progress import phase
 from atomrl.protocols import Algorithm, TrainingBackend
 from atomrl.runs.build import build_trainer, rank_total, starting_model
 from atomrl.runs.checks import check_ranks
@@ -193,7 +194,9 @@ class Run(ABC):
 
     def _evaluate(self, number: int) -> None:
         """Evaluate after this many steps, and record what is found."""
-        if (found := self.evaluate()) is not None:
+        with phase("eval"):
+            found = self.evaluate()
+        if found is not None:
             self.record.log_evaluation(number, found.metrics, found.rows)
             self.progress.evaluations[str(number)] = found.headline
 

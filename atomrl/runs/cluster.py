@@ -12,6 +12,7 @@ from atomrl.cluster.ray_cluster import RayCluster, describe, planned
 from atomrl.config import ClusterRole, ConfigError, RunConfig
 from atomrl.protocols import Algorithm, needs_teacher
 from atomrl.runs.build import ENGINES, device_name, in_actors, rank_total
+from atomrl.runs.devices import describe_devices
 
 
 def cluster_roles(config: RunConfig, algorithm: Algorithm) -> list[ClusterRole]:
@@ -91,7 +92,7 @@ def open_cluster(
 
 
 def describe_cluster(config: RunConfig, algorithm: Algorithm) -> list[str]:
-    """Who goes where, a line for each role; of a dry run.
+    """Who goes where, a line for each role, and what each device then holds; of a dry run.
 
     Raises:
         ConfigError: as in `open_cluster`.
@@ -99,7 +100,10 @@ def describe_cluster(config: RunConfig, algorithm: Algorithm) -> list[str]:
     assert config.cluster is not None
     found = planned(config.cluster, cluster_roles(config, algorithm), config.model.device, rank_total(config))
     check_gpus(config, *found)
-    return describe(*found)
+    lines = describe(*found)
+    if config.gpt is None:  # of a fresh model there is no estimate
+        lines += describe_devices(config, algorithm, *found)
+    return lines
 
 
 def check_gpus(

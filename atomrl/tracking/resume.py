@@ -20,7 +20,7 @@ HARMLESS = (
     "train.tokens_per_micro_batch", "train.rows_per_micro_batch", "backend",
     # How long one waits, and how much room there is.
     "pool.timeout_s", "pool.lease_s", "pool.capacity", "pool.ttl_s",
-    "asynchronous.timeout_s", "cluster.timeout_s", "rollout.server_timeout_s",
+    "train.timeout_s", "asynchronous.timeout_s", "cluster.timeout_s", "rollout.server_timeout_s",
 )  # fmt: skip
 """Keys, and sections of keys, that may change when a run is resumed. Every other change stops it."""
 BLOCKS, BLOCK_BYTES = 64, 2**16

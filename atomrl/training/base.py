@@ -21,6 +21,7 @@ from atomrl.models.batches import group_pieces, micro_batches, micro_batches_for
 from atomrl.models.kernels import plain_formulas, round_once
 from atomrl.models.loading import compute_dtype
 from atomrl.models.offload import offloading
+from atomrl.progress import progress
 from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUnit, UpdateOutput, needs_teacher
 from atomrl.training.collective import Collective, OutOfMemory, check_launcher
 from atomrl.training.optimizer import Optimizer
@@ -300,6 +301,7 @@ class BaseBackend(ABC):
 
     def _micro(self, rows: Rows, index: Tensor) -> Rows:
         """The rows of a micro-batch on the device; where there are none, one without weight in the loss."""
+        progress()
         micro = select_rows(rows, index) if len(index) else zero_weight_row(rows)
         if self.device.type == "cpu":
             return micro

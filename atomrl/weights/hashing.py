@@ -7,6 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from atomrl.progress import progress
+
 _AT_ONCE = 2**17  # elements, which stay in a core's cache
 
 
@@ -43,6 +45,7 @@ def tensor_hash(tensor: Tensor, dtype: torch.dtype) -> int:
         >>> tensor_hash(weight, torch.float32) == tensor_hash(weight.flip(0), torch.float32)
         False
     """
+    progress()
     values = tensor.detach()
     matrix = values.flatten(1) if values.dim() > 1 else values.reshape(1, -1)
     rows, columns = matrix.shape

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from atomrl.cluster.places import Node, places, wanted
+from atomrl.cluster.places import Node, PlacementError, places, wanted
 from atomrl.cluster.ray_cluster import planned
 from atomrl.config import ConfigError, build_config
 from atomrl.runs import cluster as module
@@ -118,6 +120,30 @@ def test_an_engine_has_one_gpu():
         ConfigError, match=r"resources.rollout.num_gpus=4: an engine draws on one GPU.*cluster.replicas"
     ):
         config_of({"resources": {"rollout": {"num_gpus": 4}}})
+
+
+def test_who_asks_for_a_custom_resource_goes_where_it_is():
+    big = {"resources": {"trainer": {"custom": {"big_memory": 1}}}}
+    asked = wanted(config_of(big).cluster, ["rollout", "trainer"], gpus=False)
+    here, other = Node("a", "10.0.0.1", 8), Node("b", "10.0.0.2", 8, custom={"big_memory": 1.0})
+    found = places(asked, [here, other])
+    assert found["trainer", 0].name == "b" and found["rollout", 0].name == "a"
+    assert other.custom == {"big_memory": 1.0}, "a plan takes nothing"
+    message = r"room for 0 of 1 trainer actors \(1 CPUs, 0 GPUs, big_memory 1 each\).*10.0.0.1 with 8 CPUs and 0 GPUs;"
+    with pytest.raises(PlacementError, match=message):
+        places(asked, [here])
+    two = [replace(each, count=2) for each in asked if each.role == "trainer"]
+    with pytest.raises(PlacementError, match=r"room for 1 of 2 trainer actors.*10.0.0.2 with 8 CPUs.*, big_memory 1;"):
+        places(two, [other])
+
+
+def test_a_custom_resource_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match=r"custom: GPU is Ray's own; num_cpus and num_gpus ask"):
+        config_of({"resources": {"trainer": {"custom": {"GPU": 1}}}})
+    with pytest.raises(ConfigError, match=r"resources.trainer.custom.big_memory: .*greater than 0"):
+        config_of({"resources": {"trainer": {"custom": {"big_memory": 0}}}})
+    with pytest.raises(PlacementError, match=r"room for 0 of 1 rollout actors \(1 CPUs, 0 GPUs, big_memory 1 each\)"):
+        planned(config_of({"resources": {"rollout": {"custom": {"big_memory": 1}}}}).cluster, ["rollout"], "cpu")
 
 
 class Started:

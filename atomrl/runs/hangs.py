@@ -1,0 +1,31 @@
+"""The watch over what a run does in its own process."""
+
+from atomrl.config import RunConfig
+from atomrl.progress import HangWatch
+from atomrl.runs.build import ENGINES
+
+
+def hang_watch(config: RunConfig) -> HangWatch:
+    """Ends the process where it makes no progress for `train.timeout_s`, or, where the run waits for others, for the
+    longest of their time-outs if that is longer: those name whom they waited for."""
+    engine = f"the engine ({config.rollout.engine})"
+    names = {
+        "gen": engine,
+        "wait": f"{engine} or a reward",
+        "reward": "a reward",
+        "sync_weights": f"handing the weights to {engine}",
+        "pool": "the rollout pool",
+        "eval": f"evaluation, by {engine} or a reward," if config.kind == "train" else "evaluation",
+    }
+    limits = {"train.timeout_s": config.train.timeout_s}
+    for section in ("cluster", "backend", "asynchronous", "environment"):
+        if (settings := getattr(config, section)) is not None:
+            limits[f"{section}.timeout_s"] = settings.timeout_s
+    if config.rollout.source == "pool":
+        limits["pool.timeout_s"] = config.pool.timeout_s
+    if (kind := ENGINES.get(config.rollout.engine)) is not None and kind.server:
+        limits["rollout.server_timeout_s"] = config.rollout.server_timeout_s
+    for use in [*config.reward.functions, *config.reward.by_data_source.values()]:
+        limits[f"timeout_s of the reward {use.function}"] = use.timeout_s
+    longest = max(limits, key=lambda name: limits[name])
+    return HangWatch(limits[longest], names, longest)
