@@ -30,7 +30,7 @@ from atomrl.training.megatron_shape import MIXTURE, check_shape
 from atomrl.training.megatron_shares import WEIGHT, Shapes, on_first_rank, parts_from, shares
 from atomrl.training.role_models import SHARDS, STATE_FOLDER, load_role, role_prefix, save_role
 from atomrl.training.roles import SOURCES, TRAINED, RoleName, sources
-from atomrl.training.shards import MOMENTS, check_shapes, counts_job, read_counts, set_random_state
+from atomrl.training.shards import MOMENTS, ShardReader, check_shapes, counts_job, read_counts, set_random_state
 from atomrl.training.writing import Job, WritesBeside, file_name, kept
 
 _groups: list[Any] = []
@@ -314,12 +314,13 @@ class MegatronBackend(WritesBeside):
             for kind in kinds[name]
             for key, shape in self._trained_shapes(name).items()
         }
-        check_shapes(expected, folder)
+        reader = ShardReader(folder)
+        check_shapes(expected, reader)
         for name, optimizer in self.trained.items():
             assert isinstance(optimizer, MegatronOptimizer)
             optimizer.begin_at(max(saved["steps"][name].values(), default=0))
             for kind in kinds[name]:
-                for weight, part in parts_from(folder, name, kind, self.roles[name].model, self.shapes[name]):
+                for weight, part in parts_from(reader, name, kind, self.roles[name].model, self.shapes[name]):
                     optimizer.take(weight, kind, part)
         set_random_state(saved, self.ranks, folder)
         self.updates = saved["updates"]
