@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from atomrl.atoms.logits import head_logits
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
 from atomrl.metrics import Metrics
 from atomrl.types import GenerationOutput, GenerationRequest, Trajectory
@@ -136,6 +137,28 @@ It raises ValueError where names or shapes do not fit; the engine then keeps wha
 """
 
 
+def _as_it_is(values: Tensor) -> Tensor:
+    return values
+
+
+@dataclass(frozen=True, eq=False)
+class Distributions:
+    """A model's next-token distributions in the places of N trained tokens, as what they are made of: [N, V] numbers
+    of a large vocabulary need not be there at once. For the time of the loss: ranks then let go of the matrix."""
+
+    hidden: Tensor
+    """[n, H] what the output matrix multiplies: of the N tokens, or of this rank's, where ranks share rows."""
+    head_weight: Tensor
+    """[V, H]"""
+    temperature: float = 1.0
+    of_all: Callable[[Tensor], Tensor] = _as_it_is
+    """[n, ...] numbers of the tokens of `hidden` -> [N, ...] of all, row by row."""
+
+    def logprobs(self) -> Tensor:
+        """[N, V] log-probs of every token of the vocabulary, with gradient."""
+        return self.of_all((head_logits(self.hidden, self.head_weight) / self.temperature).log_softmax(-1))
+
+
 @dataclass(frozen=True)
 class ModelOutputs:
     """What the forward pass gives the loss: what the algorithm's `outputs` names, and nothing else.
@@ -151,10 +174,10 @@ class ModelOutputs:
     """[B, T] of the critic: what it expects before each token."""
     scores: Tensor | None = None
     """[B] of a reward model: what it gives the whole row."""
-    distributions: Tensor | None = None
-    """[N, V] log-probs of every token of the vocabulary in the place of each of the N trained tokens, row by row."""
-    teacher_distributions: Tensor | None = None
-    """[N, V] the teacher's, without gradient."""
+    distributions: Distributions | None = None
+    """In the place of each trained token, row by row."""
+    teacher_distributions: Distributions | None = None
+    """The teacher's, without gradient."""
 
 
 @dataclass(frozen=True)

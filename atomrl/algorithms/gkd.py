@@ -11,8 +11,8 @@ paper's section on RL does. beta is `distillation: {beta: 0.5}`; 0 is the forwar
 the student's own samples (the paper's lambda = 1), at the sampling temperature. Needs `teacher.path`, a model of the
 same vocabulary.
 
-The loss holds two distributions over the vocabulary for every trained token of a micro-batch: with a large vocabulary
-take a small `train.tokens_per_micro_batch`, or `on_policy_distillation`.
+Distributions over the vocabulary exist a chunk of tokens at a time, and once more in the backward pass; where that
+takes too long, `on_policy_distillation` needs none but the drawn tokens' log-probs.
 
 Paper: arXiv:2306.13649.
 """

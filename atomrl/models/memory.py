@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from atomrl.atoms.distillation import DIVERGENCE_ELEMENTS
 from atomrl.atoms.logprobs import CHUNK_ELEMENTS
 from atomrl.config import FSDPConfig, MegatronConfig, RunConfig
 from atomrl.metrics import Max, Metrics
@@ -19,8 +20,8 @@ FLOAT32 = 4
 _counted: dict[str, int] = {}
 """Parameters by config: a dry run asks for those of one model again and again."""
 DISTRIBUTIONS = 10
-"""Numbers per trained token and value of the vocabulary that a divergence of two distributions holds: its backward pass
-keeps seven and a half."""
+"""Numbers per logit of a chunk that a divergence of two distributions holds: its backward pass keeps seven and a
+half."""
 QUANTIZED = {"nf4": 0.5 + 1 / 64 + FLOAT32 / (64 * 256), "int8": 1.0}
 """Bytes of a weight of a quantised base: codes, a scale for each 64 and a scale for each 256 of those."""
 MOMENTS_IN_8_BITS = 2 * (1 + FLOAT32 / 256)
@@ -130,7 +131,7 @@ def memory_estimate(
         "key-value cache": cached * 2 * shape.num_hidden_layers * keys * compute,
     }
     if "distributions" in algorithm.outputs:
-        parts["distributions"] = DISTRIBUTIONS * tokens * shape.vocab_size * FLOAT32
+        parts["distributions"] = DISTRIBUTIONS * min(DIVERGENCE_ELEMENTS, tokens * shape.vocab_size) * FLOAT32
     if needs_teacher(algorithm):
         assert config.teacher is not None
         parts["teacher"] = count_parameters(model_config_only(config.teacher.path, trusted), trusted) * compute

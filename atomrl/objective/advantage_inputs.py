@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ from torch import Tensor
 from atomrl.atoms.masks import row_sum
 from atomrl.atoms.shaping import kl_penalised_reward, reward_at_last_token
 from atomrl.objective.choice import Choice, Setting
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,10 @@ class AdvantagesAndReturns(NamedTuple):
     returns: Tensor
 
 
-def given(tensor: Tensor | None) -> Tensor:
+def given(found: Found | None) -> Found:
     """What `needs` asks for is there."""
-    assert tensor is not None, "the back end computes what `needs` names"
-    return tensor
+    assert found is not None, "the back end computes what `needs` names"
+    return found
 
 
 def on_written_tokens(rewards: Tensor, mask: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from atomrl.atoms.distillation import generalised_jsd
+from atomrl.atoms.distillation import fused_generalised_jsd
 from atomrl.atoms.masks import masked_sum
 from atomrl.atoms.reductions import weighted_sum
 from atomrl.atoms.value_losses import clipped_value_loss, clipped_values
@@ -120,8 +120,9 @@ class Distillation(Choice, type="jsd"):
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> tuple[Tensor, Metrics]:
         """Of one micro-batch: the coefficient times a weighted sum."""
         mask = batch.loss_mask
-        # Log-probs are logits too; they are at the sampling temperature already.
-        divergence = generalised_jsd(given(outputs.distributions), given(outputs.teacher_distributions), self.beta)
+        student, teacher = given(outputs.distributions), given(outputs.teacher_distributions)
+        weights = student.hidden, student.head_weight, teacher.hidden, teacher.head_weight
+        divergence = student.of_all(fused_generalised_jsd(*weights, self.beta, student.temperature))
         loss = weighted_sum(divergence[None], batch.loss_weights[mask][None])
         return self.coefficient * loss, {"actor/distillation_loss": Mean(divergence.detach().sum(), mask.sum())}
 

@@ -65,7 +65,7 @@ class TrustRegion(Choice, type="trust_region"):
             for micro, weights in zip(micros, states, strict=True):
 
                 def distributions(forward: bool, micro: TrainingBatch = micro) -> Tensor:
-                    return given(outputs(micro, DISTRIBUTIONS, plain=forward).distributions)
+                    return given(outputs(micro, DISTRIBUTIONS, plain=forward).distributions).logprobs()
 
                 total += steps.fisher_vector_product(distributions, weights, parameters, vector)
             return total
@@ -85,10 +85,11 @@ class TrustRegion(Choice, type="trust_region"):
             for micro, weights in zip(micros, states, strict=True):
                 # Both distributions are made anew for each micro-batch: those of a whole batch would fill the memory.
                 assign(parameters, start)
-                before = given(outputs(micro, DISTRIBUTIONS).distributions)
+                before = given(outputs(micro, DISTRIBUTIONS).distributions).logprobs()
                 assign(parameters, start + scale * longest)
                 after = outputs(micro, wanted | DISTRIBUTIONS)
-                kl += float((weights * distribution_kl(before, given(after.distributions))).sum(dtype=torch.float64))
+                kls = distribution_kl(before, given(after.distributions).logprobs())
+                kl += float((weights * kls).sum(dtype=torch.float64))
                 gain -= float(algorithm.loss(after, micro).loss)
             return kl, gain
 

@@ -100,25 +100,30 @@ class StackedLinear:
         return stacked[self.parts[part]]
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed and self.adapters:
-            added = x.new_zeros(len(x), self.parts[-1].stop)
-            for part, (a, b) in self.adapters.items():
-                added[:, self.parts[part]] = ((x.float() @ a) @ b).to(x.dtype)
-            # Before the product is rounded: behind, what is less than half of its last place would vanish.
-            y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, added, self.weight, self.bias, "add")
-            return y
+        y: Tensor
+        added = self._added(x) if self.adapters else None
         if self.packed:
-            y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        elif self.wide and x.dtype != torch.float32 and x.is_cuda:
-            y = torch.mm(x, self.weight, out_dtype=torch.float32)
-        elif self.wide and x.dtype == torch.bfloat16:
-            y = bfloat16_matmul(x, self.weight)
-        else:
-            x = x.to(self.weight.dtype)
-            y = torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+            if added is None:
+                y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            else:
+                y = torch.ops.mkldnn._linear_pointwise.binary(x, added.to(x.dtype), self.weight, self.bias, "add")
+            return y
+        if self.wide and (x.is_cuda or x.dtype == torch.bfloat16) and x.dtype != torch.float32:
+            y = torch.mm(x, self.weight, out_dtype=torch.float32) if x.is_cuda else bfloat16_matmul(x, self.weight)
+            return y if added is None else y.add_(added)
+        x = x.to(self.weight.dtype)
+        if added is None:
+            return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+        y = torch.addmm(added.to(x.dtype), x, self.weight)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def _added(self, x: Tensor) -> Tensor:
+        """The adapters' part, float32. It goes into the product before that is rounded: behind, what is less than half
+        of its last place would vanish."""
+        added = torch.zeros(len(x), self.parts[-1].stop, device=x.device)
         for part, (a, b) in self.adapters.items():
-            y[:, self.parts[part]] += (x.float() @ a) @ b
-        return y
+            added[:, self.parts[part]] = (x.float() @ a) @ b
+        return added
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """`residual + self(x)`, in place."""

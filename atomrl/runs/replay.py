@@ -65,7 +65,7 @@ def replay(table: TokenTable, algorithm: PolicyObjective) -> Replayed:
         index = (updates == update).nonzero()[:, 0]
         (part,) = to_training_batches(select_rows(batch, index), algorithm, updates=1, epochs=1, seed=0, step=0)
         width = part.tokens.shape[1]
-        given = {name: values[index, :width].requires_grad_() for name, values in outputs.items()}
+        given: dict[str, Any] = {name: values[index, :width].requires_grad_() for name, values in outputs.items()}
         part = replace(part, loss_weights=part.loss_weights.requires_grad_())
         forward = ModelOutputs(**given)
         algorithm.loss(forward, part).loss.backward()

@@ -284,9 +284,9 @@ class BaseBackend(ABC):
         """Whether this rank speaks for those that compute the same rows."""
         return self.collective.rank % self.together == 0
 
-    def _outputs(self, micro: RowBatch, names: Collection[str]) -> dict[str, Tensor]:
+    def _outputs(self, micro: RowBatch, names: Collection[str]) -> dict[str, Any]:
         """Outputs of all roles for a micro-batch, by name."""
-        found: dict[str, Tensor] = {}
+        found: dict[str, Any] = {}
         for role, asked in sources(names, self.roles).items():
             outputs = self.roles[role].outputs(micro, asked.values(), self.temperature)
             found |= {name: outputs[output] for name, output in asked.items()}
@@ -294,7 +294,7 @@ class BaseBackend(ABC):
 
     def _annotated(
         self, rows: RowBatch, split: list[Tensor], names: Collection[str]
-    ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """This rank's micro-batches, and their outputs without gradient."""
         for index in split:
             yield index, self._outputs(self._micro(rows, index), names)

@@ -30,7 +30,7 @@ from atomrl.training.megatron_shape import MIXTURE, check_shape
 from atomrl.training.megatron_shares import WEIGHT, Shapes, on_first_rank, parts_from, shares
 from atomrl.training.role_models import SHARDS, STATE_FOLDER, load_role, role_prefix, save_role
 from atomrl.training.roles import SOURCES, TRAINED, RoleName, sources
-from atomrl.training.shards import MOMENTS, check_shapes, counts_job, read_counts, set_random_state
+from atomrl.training.shards import MOMENTS, ShardReader, check_shapes, counts_job, read_counts, set_random_state
 from atomrl.training.writing import Job, WritesBeside, file_name, kept
 
 _groups: list[Any] = []
@@ -122,9 +122,9 @@ class MegatronBackend(WritesBeside):
         self.wrapped = {}
         super().close()
 
-    def _outputs(self, micro: RowBatch, names: Collection[str]) -> dict[str, Tensor]:
+    def _outputs(self, micro: RowBatch, names: Collection[str]) -> dict[str, Any]:
         """Outputs of all roles for a micro-batch, by name, where each rank has all layers."""
-        found: dict[str, Tensor] = {}
+        found: dict[str, Any] = {}
         for name, asked in sources(names, self.roles).items():
             role = self.roles[name]
             grad = nullcontext() if role.optimizer else torch.no_grad()
@@ -145,7 +145,7 @@ class MegatronBackend(WritesBeside):
 
     def _annotated(
         self, rows: RowBatch, split: list[Tensor], names: Collection[str]
-    ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         if self.settings.pipeline == 1:
             yield from super()._annotated(rows, split, names)
             return
@@ -153,14 +153,14 @@ class MegatronBackend(WritesBeside):
         yield from zip(split, self._given(micros, names), strict=True)
 
     @torch.no_grad()
-    def _given(self, micros: Sequence[RowBatch], names: Collection[str]) -> list[dict[str, Tensor]]:
+    def _given(self, micros: Sequence[RowBatch], names: Collection[str]) -> list[dict[str, Any]]:
         """Outputs without gradient of each micro-batch, on the last stage."""
-        found: list[dict[str, Tensor]] = [{} for _ in micros]
+        found: list[dict[str, Any]] = [{} for _ in micros]
         for name, asked in sources(names, self.roles).items():
 
-            def keep(number: int, outputs: dict[str, Tensor], asked: Any = asked) -> Tensor:
+            def keep(number: int, outputs: dict[str, Any], asked: Any = asked) -> Tensor:
                 found[number] |= {key: outputs[output] for key, output in asked.items()}
-                return next(iter(outputs.values())).new_zeros(())
+                return torch.zeros((), device=self.device)
 
             self._through_stages(name, micros, asked.values(), keep, forward_only=True)
         return found
@@ -183,7 +183,7 @@ class MegatronBackend(WritesBeside):
         seen: list[tuple[Tensor, TrainingBatch, ModelOutputs]] = []
         for name, asked in sources(trained, self.roles).items():
 
-            def loss(number: int, outputs: dict[str, Tensor], name: RoleName = name, asked: Any = asked) -> Tensor:
+            def loss(number: int, outputs: dict[str, Any], name: RoleName = name, asked: Any = asked) -> Tensor:
                 beside = given[number] if name == "policy" else {}
                 named = ModelOutputs(**{key: outputs[output] for key, output in asked.items()}, **beside)
                 micro, index = micros[number], split[number]
@@ -314,12 +314,13 @@ class MegatronBackend(WritesBeside):
             for kind in kinds[name]
             for key, shape in self._trained_shapes(name).items()
         }
-        check_shapes(expected, folder)
+        reader = ShardReader(folder)
+        check_shapes(expected, reader)
         for name, optimizer in self.trained.items():
             assert isinstance(optimizer, MegatronOptimizer)
             optimizer.begin_at(max(saved["steps"][name].values(), default=0))
             for kind in kinds[name]:
-                for weight, part in parts_from(folder, name, kind, self.roles[name].model, self.shapes[name]):
+                for weight, part in parts_from(reader, name, kind, self.roles[name].model, self.shapes[name]):
                     optimizer.take(weight, kind, part)
         set_random_state(saved, self.ranks, folder)
         self.updates = saved["updates"]

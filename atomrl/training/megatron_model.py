@@ -9,12 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from atomrl.atoms.logits import head_logits
 from atomrl.atoms.logprobs import row_logprobs
 from atomrl.batches import RowBatch
 from atomrl.config import MegatronConfig
 from atomrl.models.spec import DecoderSpec, rope_frequencies
-from atomrl.protocols import Adapter, Output
+from atomrl.protocols import Adapter, Distributions, Output
 from atomrl.training.megatron_experts import Balance
 from atomrl.training.megatron_lora import Adapters
 from atomrl.training.megatron_shape import Experts, dense, read_shape
@@ -194,11 +193,11 @@ class Stage(nn.Module):
 
     def outputs(
         self, states: Tensor, micro: RowBatch, wanted: Collection[Output], temperature: float
-    ) -> dict[Output, Tensor]:
+    ) -> dict[Output, Any]:
         """Outputs of the last stage's states, the same on all tensor-parallel ranks."""
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-        found: dict[Output, Tensor] = {}
+        found: dict[Output, Any] = {}
         tokens, mask = micro.tokens, micro.loss_mask.clone()
         mask[:, 0] = False
         if self.tensor > 1:  # every rank has the whole gradient of all states, and goes on with its part
@@ -220,7 +219,7 @@ class Stage(nn.Module):
                 found["entropy"] = entropy
         if "distributions" in wanted:
             assert before is not None
-            found["distributions"] = (head_logits(before, self._whole_head()) / temperature).log_softmax(-1)
+            found["distributions"] = Distributions(before, self._whole_head(), temperature)
         return found
 
     def _logprobs(

@@ -6,7 +6,6 @@ it asks for one.
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from atomrl.models.lora import is_adapter
 from atomrl.training.group import Ranks
 from atomrl.training.megatron_model import Stage
 from atomrl.training.megatron_weights import cut, joined, published_names
-from atomrl.training.shards import read_whole
+from atomrl.training.shards import ShardReader, read_whole
 
 Tensors = Callable[[nn.Parameter], Mapping[str, Tensor]]
 """Of a weight of this rank, by what they are: itself, its moments."""
@@ -96,18 +95,19 @@ def on_first_rank(stage: Stage, ranks: Ranks, shapes: Shapes, adapters_alone: bo
 
 
 def parts_from(
-    folder: Path, role: str, kind: str, stage: Stage, shapes: Shapes
+    reader: ShardReader, role: str, kind: str, stage: Stage, shapes: Shapes
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """This rank's parts of what a checkpoint has, whatever ranks wrote it; a layer is in memory at a time.
 
     Args:
+        reader: of the checkpoint.
         kind: `weight`, or one of the moments.
     """
     for _, group in groupby(stage.trained_weights().items(), lambda item: item[0][1]):
         weights = list(group)
         names = {name for key, _ in weights for name in published_names(*key, stage.spec.tied_head)}
         prefix = f"{role}/{kind}/"
-        read = read_whole({prefix + name: shapes[name] for name in sorted(names)}, folder)
+        read = read_whole({prefix + name: shapes[name] for name in sorted(names)}, reader)
         whole = {key.removeprefix(prefix): tensor for key, tensor in read.items()}
         for key, weight in weights:
             yield weight, cut(*key, whole.__getitem__, stage.spec, stage.rank, stage.tensor)

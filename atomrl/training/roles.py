@@ -6,6 +6,7 @@ All back ends have the same roles, which give the same outputs; a back end decid
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from atomrl.models.kernels import plain_formulas
 from atomrl.models.lora import adapters_disabled
 from atomrl.models.shared_prefix import states_before
 from atomrl.models.ulysses import total
-from atomrl.protocols import Output
+from atomrl.protocols import Distributions, Output
 from atomrl.training.optimizer import Optimizer
 
 RoleName = Literal["policy", "reference", "critic", "teacher", "reward_model"]
@@ -70,9 +71,9 @@ class Role:
     without_adapters: bool = False
     """The model is the policy's, and its adapters are left out: the reference of a run with adapters."""
 
-    def outputs(self, micro: RowBatch, wanted: Collection[Output], temperature: float) -> dict[Output, Tensor]:
+    def outputs(self, micro: RowBatch, wanted: Collection[Output], temperature: float) -> dict[Output, Any]:
         """Outputs of the forward pass of a micro-batch on the model's device, with gradient where it is trained."""
-        found: dict[Output, Tensor] = {}
+        found: dict[Output, Any] = {}
         tokens, mask, model = micro.tokens, micro.loss_mask, self.model
         grad = nullcontext() if self.optimizer else torch.no_grad()
         adapters = adapters_disabled(model) if self.without_adapters else nullcontext()
@@ -93,17 +94,17 @@ class Role:
                 if entropy is not None:
                     found["entropy"] = total(entropy, model.sharing)
             if "distributions" in wanted:
-                logits = head_logits(states, model.head_weight)
-                found["distributions"] = _of_all((logits / temperature).log_softmax(-1), own, mask, model.sharing)
+                of_all = partial(_of_all, own=own, mask=mask, sharing=model.sharing)
+                found["distributions"] = Distributions(states, model.head_weight, temperature, of_all)
         return found
 
 
 def _of_all(found: Tensor, own: Tensor, mask: Tensor, sharing: Any) -> Tensor:
-    """[n, V] for each token of the mask, from those of this rank's tokens."""
+    """[N, ...] for each token of the mask, from [n, ...] of this rank's tokens."""
     if sharing is None:
         return found
     at = own[:, 1:][mask[:, 1:]].nonzero()[:, 0]
-    every = found.new_zeros(int(mask[:, 1:].sum()), found.shape[1])
+    every = found.new_zeros(int(mask[:, 1:].sum()), *found.shape[1:])
     return total(every.index_copy(0, at, found), sharing)
 
 

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -28,6 +29,22 @@ from atomrl.training.writing import Job, kept, random_state
 
 COUNTS = "trainer.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ShardReader(HuggingFaceStorageReader):
+    """Reads the shards of a checkpoint, and the headers of all files once, however often it is asked."""
+
+    _headers: Metadata | None = None
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder / STATE_FOLDER / SHARDS))
+        self.folder = folder
+
+    def read_metadata(self) -> Metadata:
+        """Name, shape and place of every shard."""
+        if self._headers is None:
+            self._headers = super().read_metadata()
+        return self._headers
 
 
 def shard_job(trained: Mapping[RoleName, Optimizer], ranks: Collective, updates: int, folder: Path) -> Job:
@@ -81,9 +98,9 @@ def load_shards(trained: Mapping[RoleName, Optimizer], ranks: Collective, folder
     saved = read_counts(trained, folder)
     for name, optimizer in trained.items():
         _make_moments(optimizer, saved["steps"][name])
-    tensors = _tensors(trained)
-    check_shapes({key: tuple(tensor.shape) for key, tensor in tensors.items()}, folder)
-    load(tensors, storage_reader=_reader(folder), no_dist=not dist.is_initialized())
+    tensors, reader = _tensors(trained), ShardReader(folder)
+    check_shapes({key: tuple(tensor.shape) for key, tensor in tensors.items()}, reader)
+    load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     set_random_state(saved, ranks, folder)
     return int(saved["updates"])
 
@@ -113,15 +130,17 @@ def read_counts(trained: Mapping[RoleName, Optimizer], folder: Path) -> dict[str
     return saved
 
 
-def check_shapes(expected: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+def check_shapes(expected: Mapping[str, tuple[int, ...]], reader: ShardReader) -> None:
     """Raise ConfigError where a checkpoint has not these tensors, or others as well, or cannot be read."""
-    with said_as(ConfigError, f"checkpoint {folder} cannot be read", SafetensorError, OSError):
-        there: Any = _reader(folder).read_metadata().state_dict_metadata
+    with said_as(ConfigError, f"checkpoint {reader.folder} cannot be read", SafetensorError, OSError):
+        there: Any = reader.read_metadata().state_dict_metadata
     known = {key: tuple(found.size) for key, found in there.items()}
     wrong = [key for key, shape in expected.items() if known.get(key) != shape]
     if wrong or len(known) != len(expected):
         example = wrong[0] if wrong else min(known.keys() - expected.keys())
-        raise ConfigError(f"checkpoint {folder} is of another model: {example} has shape {known.get(example)} there")
+        raise ConfigError(
+            f"checkpoint {reader.folder} is of another model: {example} has shape {known.get(example)} there"
+        )
 
 
 def set_random_state(saved: Mapping[str, Any], ranks: Collective, folder: Path) -> None:
@@ -133,17 +152,13 @@ def set_random_state(saved: Mapping[str, Any], ranks: Collective, folder: Path) 
             torch.cuda.set_rng_state(random["cuda"])
 
 
-def read_whole(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, Tensor]:
+def read_whole(shapes: Mapping[str, tuple[int, ...]], reader: ShardReader) -> dict[str, Tensor]:
     """Whole tensors of a checkpoint, in the CPU's memory of a rank that asks for itself."""
     found: dict[str, Any] = {key: torch.empty(shape) for key, shape in shapes.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(found, storage_reader=_reader(folder), no_dist=True)
+        load(found, storage_reader=reader, no_dist=True)
     return found
-
-
-def _reader(folder: Path) -> HuggingFaceStorageReader:
-    return HuggingFaceStorageReader(str(folder / STATE_FOLDER / SHARDS))
 
 
 def _tensors(trained: Mapping[RoleName, Optimizer]) -> dict[str, Any]:

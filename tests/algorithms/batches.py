@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atomrl.batches import RowBatch, TrainingBatch, select_rows
 from atomrl.data.rows import to_training_batches
-from atomrl.protocols import Algorithm, ModelOutputs
+from atomrl.protocols import Algorithm, Distributions, ModelOutputs
 
 GROUP, LIMIT = 4, 8
 
@@ -89,9 +89,10 @@ def training_batch(algorithm: Algorithm, rows: RowBatch) -> TrainingBatch:
     return batch
 
 
-def three_values(logprobs: Tensor) -> Tensor:
-    """[N] -> [N, 3]: distributions made of a number each."""
-    return torch.stack([logprobs, -logprobs, torch.zeros_like(logprobs)], -1).log_softmax(-1)
+def three_values(logprobs: Tensor) -> Distributions:
+    """Distributions over three tokens made of a number each, of [N] numbers."""
+    states = torch.stack([logprobs, -logprobs, torch.zeros_like(logprobs)], -1)
+    return Distributions(states, torch.eye(3, dtype=states.dtype))
 
 
 def loss_gradient(

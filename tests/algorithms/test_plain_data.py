@@ -191,7 +191,9 @@ def test_a_loss_reads_no_number_back_from_the_device(name, monkeypatch):
         monkeypatch.setattr(torch.Tensor, read, lambda self, plain=plain, read=read: reads.append(read) or plain(self))
     given = {"logprobs": logprobs, "entropy": logprobs, "values": logprobs}
     if "distributions" in algorithm.outputs:
-        two = torch.full((int(batch.loss_mask.sum()), 2), 0.5).double().log()
+        from atomrl.protocols import Distributions
+
+        two = Distributions(torch.ones(int(batch.loss_mask.sum()), 1).double(), torch.zeros(2, 1).double())
         given |= {"distributions": two, "teacher_distributions": two}
     reads.clear()
     from atomrl.protocols import ModelOutputs

@@ -179,20 +179,21 @@ def test_the_teacher_gives_log_probs_and_distributions(make, tmp_path):  # noqa:
     seen = []
 
     def loss(outputs, batch):
-        seen.append((batch, outputs))
-        return LossOutput(loss=outputs.distributions.sum() * 0.0, metrics={})
+        mine, theirs = outputs.distributions, outputs.teacher_distributions
+        assert mine.hidden.requires_grad and not theirs.hidden.requires_grad
+        seen.append((batch, theirs.logprobs()))
+        return LossOutput(loss=mine.logprobs().sum() * 0.0, metrics={})
 
     algorithm = make_algorithm(loss=loss, outputs=frozenset({"distributions", "teacher_distributions"}))
     backend = make(algorithm, teacher=str(folder), temperature=0.7)
     backend.train_step(batch, algorithm)
-    ((micro, outputs),) = seen
+    ((micro, found),) = seen
     at = micro.loss_mask[:, 1:]
     order = torch.stack(
         [(batch.tokens[:, : micro.tokens.shape[1]] == row).all(1).nonzero()[0, 0] for row in micro.tokens]
     )
     wanted = expected[order][:, : at.shape[1]][at]
-    torch.testing.assert_close(outputs.teacher_distributions, wanted, atol=1e-4, rtol=1e-4)
-    assert outputs.distributions.requires_grad and not outputs.teacher_distributions.requires_grad
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     picked = wanted.gather(1, micro.tokens[:, 1:][at][:, None])[:, 0]
     annotated = backend.forward_only(micro, frozenset({"teacher_logprobs"})).teacher_logprobs
     torch.testing.assert_close(annotated[micro.loss_mask], picked, atol=1e-4, rtol=1e-4)

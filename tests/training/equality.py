@@ -93,7 +93,10 @@ CASES |= {
     "untied": case("grpo", model="untied"),
 }
 """Name -> what is trained, and how."""
-ON_FOUR = ("grpo", "ppo", "dapo", "gspo", "dpo", "kto", "gkd", "reward_model", "one row", "adapters", "summed once")
+ON_FOUR = (
+    "grpo", "ppo", "dapo", "gspo", "dpo", "kto", "gkd", "reward_model", "one row", "masked rows", "adapters",
+    "summed once",
+)  # fmt: skip
 HYBRID = {"copies of shards": case("ppo", fsdp={"replicas": 2}), "copies, summed once": case(
     "grpo", fsdp={"replicas": 2, "reduce": "update"})}  # fmt: skip
 

@@ -9,16 +9,18 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from atomrl.algorithms.table import objective_of
-from atomrl.atoms import logprobs
+from atomrl.atoms import distillation, logprobs
 from atomrl.training.local import LocalBackend
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_batch
 from tests.training.equality import case, run_ranks, settings_of, with_ranks
 
 VOCABULARY, ROWS, TOKENS = 2048, 48, 24
+CHUNKS = ("atomrl.atoms.logprobs.CHUNK_ELEMENTS", "atomrl.atoms.distillation.DIVERGENCE_ELEMENTS")
 ALGORITHMS = {
     "policy and reference": case("grpo", axes={"kl": {"coefficient": 0.1}}),
     "teacher": case("on_policy_distillation"),
+    "teacher's distributions": case("gkd"),
     "transformers": case("grpo", model="other"),
 }
 
@@ -51,7 +53,7 @@ def local(folder, given):
 
 
 def on_rank(folder, ranks):
-    logprobs.CHUNK_ELEMENTS = 64 * VOCABULARY
+    logprobs.CHUNK_ELEMENTS = distillation.DIVERGENCE_ELEMENTS = 64 * VOCABULARY
     found = {}
     for name, given in ALGORITHMS.items():
         backend, _ = with_ranks(given, folder, ranks)
@@ -75,9 +77,11 @@ LOGITS = (make_batch(rows=ROWS, longest=TOKENS).loss_mask.sum() * VOCABULARY).it
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_one_process(folder, name, monkeypatch):
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 64 * VOCABULARY)
+    for place in CHUNKS:
+        monkeypatch.setattr(place, 64 * VOCABULARY)
     assert 64 * VOCABULARY <= local(folder, ALGORITHMS[name]) < LOGITS / 2
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 10**9)
+    for place in CHUNKS:
+        monkeypatch.setattr(place, 10**9)
     assert local(folder, ALGORITHMS[name]) >= LOGITS, "which this would see"
 
 

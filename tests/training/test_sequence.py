@@ -59,6 +59,7 @@ CASES = {
     "critic": case("ppo", shared, **TWO),
     "dapo": case("dapo", shared, **TWO),
     "dpo": case("dpo", compared, **TWO),
+    "kto": case("kto", compared, **TWO),
     "teacher": case("gkd", drawn, **TWO),
     "reward model": case("reward_model", pairs, **TWO),
     "masked": case("gspo", masked, **TWO),

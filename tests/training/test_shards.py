@@ -4,12 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
 from atomrl.config import ConfigError, CriticConfig, LoraConfig
 from atomrl.data.rows import to_training_batches
 from atomrl.metrics import values
 from atomrl.training.local import LocalBackend
+from atomrl.training.shards import ShardReader, read_whole
 from tests.conformance.test_backends import one_rank
 from tests.training.batches import weights_of
 from tests.training.equality import case, drawn, make_models, run_ranks, settings_of, with_ranks
@@ -101,7 +103,7 @@ def alike(found, expected):
         assert (tensor - found[1][name]).abs().max() <= 1e-5 * tensor.abs().max(), name
 
 
-def test_a_checkpoint_is_complete_plain_and_of_its_model(tmp_path):
+def test_a_checkpoint_is_complete_plain_and_of_its_model(tmp_path, monkeypatch):
     folder, given = make_models(tmp_path), CASES["critic"]
     with one_rank() as ranks:
         backend, algorithm = with_ranks(given, folder, ranks)
@@ -112,6 +114,14 @@ def test_a_checkpoint_is_complete_plain_and_of_its_model(tmp_path):
         assert {path.suffix for path in files} <= {".json", ".safetensors", ".jinja"}, "nothing is pickled"
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").state_dict()
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights_of(backend).items())
+        headers, plain = [], HuggingFaceStorageReader.read_metadata
+        monkeypatch.setattr(HuggingFaceStorageReader, "read_metadata", lambda s: headers.append(s) or plain(s))
+        backend.load(tmp_path / "checkpoint")
+        reader = ShardReader(tmp_path / "checkpoint")
+        for name, weight in list(backend.trained["policy"].weights.items())[:3]:  # one by one, as Megatron does
+            key = f"policy/weight/{name}"
+            assert torch.equal(read_whole({key: tuple(weight.shape)}, reader)[key], weight.full_tensor())
+        assert len(headers) == 2, "each time headers of all files are read once"
         other, _ = with_ranks(CASES["transformers"], folder, ranks)
         with pytest.raises(ConfigError, match="with a critic"):
             other.load(tmp_path / "checkpoint")

@@ -105,7 +105,7 @@ def test_the_fisher_vector_product_equals_the_dense_fisher_matrix(make, shape):
         weights = micro.loss_weights[micro.loss_mask].double()
         for column, vector in enumerate(vectors.T):
             found[:, column] += fisher_vector_product(
-                lambda forward, micro=micro: outputs(micro, DISTRIBUTIONS, plain=forward).distributions,
+                lambda forward, micro=micro: outputs(micro, DISTRIBUTIONS, plain=forward).distributions.logprobs(),
                 weights,
                 parameters,
                 vector,
@@ -119,7 +119,7 @@ def policy(backend, batch):
     """Its distributions, [N, V]."""
     _, (micro,), outputs = seen_by_an_update(backend, batch)
     with torch.no_grad():
-        return outputs(micro, DISTRIBUTIONS).distributions
+        return outputs(micro, DISTRIBUTIONS).distributions.logprobs()
 
 
 @pytest.mark.parametrize("bound", [1e-3, 0.3])
