@@ -38,7 +38,6 @@ class HFEngine(RequestEngine):
     def __init__(self, model: Any, eos: tuple[int, ...], tokenizer: Any, max_concurrent_completions: int) -> None:
         super().__init__(tokenizer, getattr(model.config, "max_position_embeddings", 2**31))
         self.model, self.eos, self.max_concurrent_completions = model, eos, max_concurrent_completions
-        self.hooks: list[Any] = []
         self.adapters: dict[str, Adapter] = {}
         head = model.get_output_embeddings()
         if head.weight.dtype.itemsize < 4:
@@ -63,8 +62,8 @@ class HFEngine(RequestEngine):
         own = published_weights(self.model)
         for name, tensor in update.tensors:
             own[name].copy_(tensor)
-        for hook in self.hooks:
-            hook.remove()
+        for name in self.adapters:
+            del self._layer(name).forward
         device = self.model.device
         self.adapters = {  # copies: the trainer goes on changing its own
             name: replace(
@@ -75,11 +74,14 @@ class HFEngine(RequestEngine):
             )
             for name, adapter in update.adapters.items()
         }
-        self.hooks = [
-            self.model.get_submodule(name.removesuffix(".weight")).register_forward_hook(_adapter_hook(adapter))
-            for name, adapter in self.adapters.items()
-        ]
+        for name, adapter in self.adapters.items():
+            layer = self._layer(name)
+            layer.forward = _adapted(layer, adapter)
         self.version = update.version
+
+    def _layer(self, name: str) -> Any:
+        """The layer whose weight is called so."""
+        return self.model.get_submodule(name.removesuffix(".weight"))
 
     def weight_hashes(self) -> list[WeightHash]:
         """Of the model's own parameters and the adapters beside them."""
@@ -142,12 +144,17 @@ def _wide_forward(head: torch.nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda hidden: head_logits(hidden, weight) + bias
 
 
-def _adapter_hook(adapter: Adapter) -> Callable[[torch.nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-    def add(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        x = inputs[0].float()
-        return (output + (x @ adapter.a.T) @ adapter.b.T).to(output.dtype)
+def _adapted(module: Any, adapter: Adapter) -> Callable[[Tensor], Tensor]:
+    """The forward pass of a linear layer with an adapter, which goes into the product before that is rounded: behind,
+    what is less than half of its last place would vanish."""
 
-    return add
+    def forward(x: Tensor) -> Tensor:
+        weight = module.weight.t() if isinstance(module, torch.nn.Linear) else module.weight  # GPT-2: [in, out]
+        added = ((x.float() @ adapter.a.T) @ adapter.b.T).to(x.dtype)
+        y = torch.addmm(added.flatten(0, -2), x.flatten(0, -2), weight).view(added.shape)
+        return y if module.bias is None else y + module.bias
+
+    return forward
 
 
 class _Sampler(LogitsProcessor):

@@ -153,7 +153,7 @@ def scored(engine, ids) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "name, computed, error", [("native", "float32", 0.02), ("hf", "float32", 0.02), ("native", "bfloat16", 0.15)]
+    "name, computed, error", [(name, *case) for name in ENGINES for case in (("float32", 0.02), ("bfloat16", 0.15))]
 )
 def test_an_engine_makes_the_first_small_updates_of_adapters(
     large_folder, name, computed, error, tmp_path, monkeypatch
@@ -175,7 +175,7 @@ def test_an_engine_makes_the_first_small_updates_of_adapters(
         return logits.double().log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
 
     # The hf engine multiplies in the precision of its weights: bfloat16 numbers held in float32.
-    engine = open_engine(tmp_path, name, torch.bfloat16 if name == "native" else torch.float32)
+    engine = open_engine(tmp_path, name, getattr(torch, computed) if name == "hf" else torch.bfloat16)
     before, engine_before = trainer_logprobs(), scored(engine, ids)
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=2e-5)
     (-before.mean()).backward()
