@@ -16,13 +16,17 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from atomrl.config import DataConfig, EnvironmentConfig
 from atomrl.data.processor import DataProcessor
