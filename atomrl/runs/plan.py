@@ -12,6 +12,7 @@ from atomrl.models.loading import model_config_only
 from atomrl.models.memory import BESIDE, at_once, memory_estimate, process_memory
 from atomrl.runs.base import Run, readable
 from atomrl.runs.probe import Measured, device_memory, measure
+from atomrl.runs.rl import RLRun
 
 GATHERED = ("gathered embedding", "gathered layers")
 """Of ranks with shards, while a model computes."""
@@ -126,9 +127,9 @@ def forecast(config: RunConfig, run: Run, folder: Path | None) -> Forecast:
     every, evaluation = config.eval.every_steps, config.eval
     count = bool(evaluation.before) + bool(evaluation.after) + ((steps - 1) // every if every else 0)
     evaluated = 0.0
-    if (held_out := len(getattr(run, "held_out", None) or ())) and "gen" in seconds:
+    if isinstance(run, RLRun):
         rows = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
-        evaluated = count * seconds["gen"] * held_out * evaluation.samples_per_prompt / rows
+        evaluated = count * seconds.get("gen", 0.0) * len(run.held_out or ()) * evaluation.samples_per_prompt / rows
     total = steps * sum(seconds.values()) + evaluated
     return Forecast(found, seconds, at_limit, total, count if evaluated else 0, tokens)
 

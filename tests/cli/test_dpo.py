@@ -50,6 +50,12 @@ def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
+def test_it_is_planned_by_a_probe(folder, capsys):
+    assert main(["plan", "c.yaml", "--probe"]) == 0
+    assert "measured on a few small steps" in capsys.readouterr().out
+
+
 def test_what_a_run_leaves(folder, capsys):
     assert main(["dpo", "c.yaml", "train.steps=30", "eval.every_steps=20", "train.schedule=cosine"]) == 0
     output = capsys.readouterr()
