@@ -50,8 +50,7 @@ def is_evaluation(row: Mapping[str, Any]) -> bool:
         >>> is_evaluation({"step": 5, "val-core/sums/acc/mean@1": 0.5}), is_evaluation({"step": 5, "actor/lr": 0.1})
         (True, False)
     """
-    names = row.keys() - {"step"}
-    return bool(names) and all(name.startswith(("val-", "val/", "eval/")) for name in names)
+    return all(name.startswith(("val-", "val/", "eval/")) for name in row if name != "step") and row.keys() != {"step"}
 
 
 def column(rows: MetricRows, name: str) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -82,11 +82,9 @@ class MetricTable(Mapping[str, Floats]):
                 new.append(row)
         if not new:
             return
-        before, added = len(self.steps), dict.fromkeys(chain.from_iterable(new))
-        del added["step"]
+        before = len(self.steps)
         self.steps = np.concatenate([self.steps, np.array([row["step"] for row in new], np.int64)])
-        for name in added:
-            values = [row.get(name) for row in new]
+        for name, values in _columns_of(new):
             old = self._columns.get(name)
             if old is None:
                 if not any(_is_number(value) for value in values):
@@ -107,11 +105,22 @@ class MetricTable(Mapping[str, Floats]):
         return [{"step": step, **kept}] if same else []
 
 
+def _columns_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Each name but `step` with its values, None where a row has none."""
+    names = list(rows[0])
+    if all(list(row) == names for row in rows):  # as most are: asking each row for each takes twice as long
+        columns: Iterable[Sequence[Any]] = zip(*(row.values() for row in rows), strict=True)
+    else:
+        names = list(dict.fromkeys(chain.from_iterable(rows)))
+        columns = ([row.get(name) for row in rows] for name in names)
+    return ((name, values) for name, values in zip(names, columns, strict=True) if name != "step")
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or value is None
 
 
-def _floats(values: list[Any]) -> Floats:
+def _floats(values: Sequence[Any]) -> Floats:
     """Numbers as they are, all else as NaN; an infinity too, as nothing can be drawn of it."""
     try:
         found = np.array(values, np.float64)  # None is NaN

@@ -14,8 +14,8 @@ POLL_S = 0.25
 ENDED_S = 2.0
 """Runs that have ended are looked at this often: they can only be resumed or removed."""
 SILENT_S = 60.0
-"""A run that was written to within this time is looked at as one that runs, whatever its lock says: it may be on
-another machine, or of a version without locks."""
+"""A run without a summary that was written to within this time is looked at as one that runs, whatever its lock says:
+it may be on another machine, or of a version without locks."""
 HEARTBEAT_S = 10.0
 MAX_STREAMS = 64
 
@@ -53,7 +53,7 @@ class Watcher:
             stamps = {}
             for entry in self.catalog.entries():
                 old = self._stamps.get(entry.id)
-                running = old is None or old[-1] or time.time() - written(old) < SILENT_S
+                running = old is None or old[-1] or (old[1] is None and time.time() - written(old) < SILENT_S)
                 stamps[entry.id] = entry.look() if everything or old is None or running else old
             self._stamps, self._looked = stamps, now
             if everything:

@@ -1,5 +1,5 @@
 // The frame around the pages.
-import { html, render, useState, useEffect, useRef, useLive, useKept, useKeys, connection, place } from "./lib.js";
+import { html, render, useState, useEffect, useLayoutEffect, useRef, useLive, useKept, useKeys, connection, place } from "./lib.js";
 import { t, languages, setLanguage } from "./i18n.js";
 import { Runs } from "./runs.js";
 import { RunPage } from "./run.js";
@@ -9,7 +9,7 @@ import { Study } from "./study.js";
 
 function usePlace() {
   const [at, setAt] = useState(place());
-  useEffect(() => {
+  useLayoutEffect(() => {  // in the task that draws: an effect runs after the paint, and a link followed before it is lost
     const moved = () => setAt((old) => {
       const now = place();
       if (now.path.slice(0, 3).join() !== old.path.slice(0, 3).join()) scrollTo(0, 0);

@@ -1,8 +1,8 @@
 // What all pages share: rendering, requests, live events, numbers and texts.
-import { html, render, h, useState, useEffect, useMemo, useRef, useCallback } from "./vendor/htm-preact.js";
+import { html, render, h, useState, useEffect, useLayoutEffect, useMemo, useRef, useCallback } from "./vendor/htm-preact.js";
 import { t } from "./i18n.js";
 
-export { html, render, h, useState, useEffect, useMemo, useRef, useCallback };
+export { html, render, h, useState, useEffect, useLayoutEffect, useMemo, useRef, useCallback };
 
 /** JSON from the server; an Error with its words where it refuses. */
 export async function get(path) {

@@ -225,6 +225,16 @@ def test_runs_are_compared(tab):
 
 
 @pytest.mark.short
+def test_a_link_that_is_followed_before_the_first_paint_is_not_lost(browser, server):
+    context = browser.new_context(locale="en")
+    page = context.new_page()
+    page.add_init_script("addEventListener('DOMContentLoaded', () => { location.hash = '#/new'; });")
+    page.goto(server.address)
+    page.wait_for_selector("#check .status", timeout=20_000)
+    context.close()
+
+
+@pytest.mark.short
 def test_pages_are_live(tab, project):
     live = make_run(project / "runs" / "live", steps=2)
     try:

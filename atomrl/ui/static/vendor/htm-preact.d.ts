@@ -5,6 +5,7 @@ export function render(tree: any, node: Element): void;
 export function h(...given: any[]): any;
 export function useState<T = any>(initial: T | (() => T)): [T, (next: T | ((old: T) => T)) => void];
 export function useEffect(effect: () => any, inputs?: any[]): void;
+export function useLayoutEffect(effect: () => any, inputs?: any[]): void;
 export function useMemo<T>(make: () => T, inputs?: any[]): T;
 export function useRef<T = any>(initial: T): Ref<T>;
 export function useCallback<T>(callback: T, inputs?: any[]): T;
