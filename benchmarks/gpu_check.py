@@ -188,14 +188,18 @@ def step(work: Path, arguments: argparse.Namespace) -> list[Row]:
     if code:
         raise SystemExit(code)
     lines = (work / "runs/step/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    last = [row for row in map(json.loads, lines) if "timing_s/step" in row][-1]
+    metrics = [json.loads(line) for line in lines]
+    last = [row for row in metrics if "timing_s/step" in row][-1]
     rows = [
         (f"GRPO step, {name.removeprefix('timing_s/')}", f"{value:.2f} s")
         for name, value in last.items()
         if name.startswith("timing_s/")
     ]
-    held = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
-    return [*rows, ("GRPO step, peak memory", f"{peak_gib():.1f} GiB used, {held:.1f} GiB held")]
+    # A run says the peak of each step and begins the next at nothing: what is asked of torch now is after the last one.
+    used, held = (
+        max(row.get(f"perf/max_memory_{what}_gb", 0.0) for row in metrics) for what in ("allocated", "reserved")
+    )
+    return [*rows, ("GRPO step, peak memory", f"{used:.1f} GiB used, {held:.1f} GiB held")]
 
 
 PARTS = {"tests": tests, "engine-0.5b": engines, "engine-1.5b": engines, "step": step}

@@ -116,7 +116,7 @@ class Client:
         import httpx
 
         self.timeout_s, self.errors = timeout_s, httpx
-        verify = httpx.create_ssl_context()
+        verify = httpx.create_ssl_context(trust_env=False)
         # A pool looks through all its connections at each request: several pools, so that thousands at once cost little
         self.pools = [
             httpx.AsyncClient(
