@@ -1,5 +1,5 @@
 // Completions: a list that is filtered and sorted, the group of one with its arithmetic, a prompt through the run.
-import { html, useState, useEffect, useMemo, useRef, useGet, useKeys, number, link, Failure, Loading, visible } from "./lib.js";
+import { html, h, useState, useEffect, useMemo, useRef, useGet, useKeys, number, link, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 
 const PAGE = 50;
@@ -204,7 +204,8 @@ function Tokens({ run, step, split, place, text }) {
   const spans = useMemo(() => found && found.ids.map((id, i) => {
     const value = name && !masked.has(i) ? fromNothing(name, numbers.columns[name][i]) : null;
     const marks = `${value === null ? "" : tint(value, numbers.scales[name])} ${clipped.has(i) ? "clipped" : ""} ${masked.has(i) ? "masked" : ""}`;
-    return html`<span data-i=${i} class=${marks.trim()}>${visible(found.texts ? found.texts[i] : id)}</span>${found.texts ? "" : " "}`;
+    const span = h("span", { "data-i": i, class: marks.trim() }, visible(found.texts ? found.texts[i] : id)); // of thousands: no template
+    return found.texts ? span : [span, " "];
   }), [found, name]);
   if (!found) return error ? html`<${Failure} error=${error} />` : html`<pre class="text" tabindex="0" aria-label=${t("completion")}>${visible(text)}</pre>`;
   const pointed = (event) => {
