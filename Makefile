@@ -119,15 +119,18 @@ test-ui: $(UI)/installed
 test-ui-short: $(UI)/installed
 	$(UI)/bin/python -m pytest -q -rs tests/ui/browser -m short
 
+# A third of the suite's time is waiting for processes: one worker more than CI has cores. What is left is shared out anew.
+PARALLEL := -n 3 --dist worksteal
+
 test: .venv/installed-test
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest $(PARALLEL)
 
 # The inner loop, two CPU-minutes: equations, updates, engines and the rules of the code.
 check: lint
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(CHECKED)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(CHECKED)
 
 coverage: .venv/installed-test
-	$(BIN)/python -m pytest -n 2 --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
+	$(BIN)/python -m pytest $(PARALLEL) --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
 
 # Tests, engines and a GRPO step at real sizes, where there is an NVIDIA GPU, in under nine minutes; `wheels` beforehand
 # for a machine that has torch and transformers but neither pydantic nor a network.
@@ -141,10 +144,10 @@ wheels:
 
 # As on other CPUs: without and with bfloat16 instructions (emulated: slow), AVX2 alone, one core and no C++ compiler.
 test-cpus: .venv/installed-test
-	ATOMRL_TEST_BFLOAT16=0 $(BIN)/python -m pytest -n 2
-	ATOMRL_TEST_BFLOAT16=1 $(BIN)/python -m pytest -n 2
+	ATOMRL_TEST_BFLOAT16=0 $(BIN)/python -m pytest $(PARALLEL)
+	ATOMRL_TEST_BFLOAT16=1 $(BIN)/python -m pytest $(PARALLEL)
 	ATOMRL_TEST_BFLOAT16=0 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
-		$(BIN)/python -m pytest -n 2
+		$(BIN)/python -m pytest $(PARALLEL)
 	CXX=none taskset -c 0 $(BIN)/python -m pytest -n 0
 
 lint: .venv/installed-test
