@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors.torch import save_file
@@ -24,10 +24,11 @@ from atomrl.training.fsdp import without_weights
 from atomrl.training.group import Ranks
 from atomrl.training.megatron_cpu import on_device
 from atomrl.training.megatron_lora import check_adapters
-from atomrl.training.megatron_model import Stage
+from atomrl.training.megatron_model import Stage, stage_weights
 from atomrl.training.megatron_optimizer import MegatronOptimizer
 from atomrl.training.megatron_shape import MIXTURE, check_shape
 from atomrl.training.megatron_shares import WEIGHT, Shapes, on_first_rank, parts_from, shares
+from atomrl.training.megatron_weights import Key
 from atomrl.training.role_models import SHARDS, STATE_FOLDER, load_role, role_prefix, save_role
 from atomrl.training.roles import SOURCES, TRAINED, RoleName, sources
 from atomrl.training.shards import MOMENTS, ShardReader, check_shapes, counts_job, read_counts, set_random_state
@@ -35,6 +36,15 @@ from atomrl.training.writing import Job, WritesBeside, file_name, kept
 
 _groups: list[Any] = []
 """The ranks that Megatron's groups were made for, and how: it has one set of them in a process."""
+
+
+class Loaded(NamedTuple):
+    """What a rank keeps of a model that it had whole."""
+
+    parts: Mapping[Key, Tensor]
+    shapes: Shapes
+    adapted: Mapping[str, Adapter]
+    skeleton: Any
 
 
 class MegatronBackend(WritesBeside):
@@ -59,8 +69,8 @@ class MegatronBackend(WritesBeside):
         check_config(model)
         self.settings, self.skeletons, self.wrapped = settings, dict[RoleName, Any](), dict[RoleName, Any]()
         self.shapes = dict[RoleName, Shapes]()
-        self.whole: Mapping[str, Tensor] = {}
-        """The weights that a model was loaded from, until it has an optimizer."""
+        self.loaded: Mapping[Key, Tensor] = {}
+        """This rank's parts of the weights that a model was loaded from, until it has an optimizer."""
         self.ranks: Ranks = named["collective"]
         self.together = settings.tensor * settings.pipeline
         settings.check_count(self.ranks.world)
@@ -80,23 +90,27 @@ class MegatronBackend(WritesBeside):
 
     def load_model(self, name: RoleName, path: str, config: ModelConfig) -> nn.Module:
         """This rank's part of a role's model; of the ranks of a machine one at a time has all of it."""
-        whole = self.ranks.in_turns(partial(self._load, name, path, config))
-        trained, scalar = name in TRAINED, isinstance(whole, ScalarModel)
-        dtype, weights = compute_dtype(config.dtype, self.device), dict(model_weights(whole))
+        found = self.ranks.in_turns(partial(self._part_of, name, path, config))
+        trained, scalar = name in TRAINED, isinstance(found.skeleton, ScalarModel)
+        dtype, device = compute_dtype(config.dtype, self.device), self.device
         checkpointing = trained and config.gradient_checkpointing
-        adapted = adapter_weights(whole) if has_adapters(whole) else {}
-        weights |= named_adapters(adapted)
-        dropout = config.lora.dropout if config.lora else 0.0
-        device, settings = self.device, self.settings
+        dropout, settings = config.lora.dropout if config.lora else 0.0, self.settings
+        shape, adapted = found.skeleton.config, found.adapted
         with on_device(self.device):
-            stage = Stage(whole.config, weights, scalar, settings, device, dtype, checkpointing, adapted, dropout)
+            stage = Stage(shape, found.parts, scalar, settings, device, dtype, checkpointing, adapted, dropout)
             if trained:
-                self.skeletons[name], self.whole = without_weights(whole), weights
-                self.shapes[name] = {key: tuple(weight.shape) for key, weight in weights.items()}
+                self.skeletons[name], self.shapes[name], self.loaded = found.skeleton, found.shapes, found.parts
                 self.wrapped[name] = wrap(stage, dtype)
         if not trained:
             stage.requires_grad_(False)
         return stage.train(trained)
+
+    def _part_of(self, name: RoleName, path: str, config: ModelConfig) -> Loaded:
+        whole = self._load(name, path, config)
+        adapted = adapter_weights(whole) if has_adapters(whole) else {}
+        weights = dict(model_weights(whole)) | named_adapters(adapted)
+        shapes = {key: tuple(weight.shape) for key, weight in weights.items()}
+        return Loaded(stage_weights(whole.config, weights, self.settings), shapes, adapted, without_weights(whole))
 
     def _load(self, name: RoleName, path: str, config: ModelConfig) -> Any:
         trained_whole = name in TRAINED and (name != "policy" or config.lora is None)
@@ -112,10 +126,9 @@ class MegatronBackend(WritesBeside):
     def make_optimizer(self, name: RoleName, model: nn.Module, rate: float, total_updates: int) -> MegatronOptimizer:
         with on_device(self.device):
             optimizer = MegatronOptimizer(TRAINED[name], self.wrapped[name], self.train, rate, total_updates)
-        stage, weights = cast(Stage, model), self.whole
-        self.whole = {}
-        for key, weight in stage.trained_weights().items():  # in float32, where the layers' are rounded
-            optimizer.take(weight, WEIGHT, stage.part(key, weights))
+        parts, self.loaded = self.loaded, {}
+        for key, weight in cast(Stage, model).trained_weights().items():  # in float32, where the layers' are rounded
+            optimizer.take(weight, WEIGHT, parts[key])
         return optimizer
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from atomrl.protocols import Adapter, Distributions, Output
 from atomrl.training.megatron_experts import Balance
 from atomrl.training.megatron_lora import Adapters
 from atomrl.training.megatron_shape import Experts, dense, read_shape
-from atomrl.training.megatron_weights import LOW_RANK, cut, cut_along, padded_vocabulary
+from atomrl.training.megatron_weights import LOW_RANK, WHOLE, Key, cut_all, cut_along, padded_vocabulary
 from atomrl.training.vocabulary import parallel_row_logprobs, whole_rows
 
 LOCAL_EXPERTS = "mlp.experts.local_experts."
@@ -76,7 +76,7 @@ class Stage(nn.Module):
 
     Args:
         config: transformers' of the model.
-        weights: of the whole model, by published name.
+        parts: `stage_weights` of it.
         scalar: whether it gives numbers (a critic, a reward model) in the place of log-probs.
         settings: over how many ranks.
         device: of this rank.
@@ -91,7 +91,7 @@ class Stage(nn.Module):
     def __init__(
         self,
         config: Any,
-        weights: Mapping[str, Tensor],
+        parts: Mapping[Key, Tensor],
         scalar: bool,
         settings: MegatronConfig,
         device: torch.device,
@@ -132,20 +132,20 @@ class Stage(nn.Module):
         if scalar and self.last:
             self.module.output_layer = None
             self.score = nn.Linear(self.spec.hidden, 1, bias=False, dtype=dtype, device=device)
-        self._load(weights)
+        self._load(parts)
         if adapted:
             own = set(self.trained_weights().values())
             for weight in self.parameters():
                 weight.requires_grad_(weight in own)
 
-    def trained_weights(self) -> Mapping[tuple[str, int | None], nn.Parameter]:
+    def trained_weights(self) -> Mapping[Key, nn.Parameter]:
         """Those of `named_weights` that are trained where the model is: adapters alone, if it has them."""
         every = self.named_weights()
         return {key: weight for key, weight in every.items() if LOW_RANK.fullmatch(key[0])} or every
 
-    def named_weights(self) -> Mapping[tuple[str, int | None], nn.Parameter]:
+    def named_weights(self) -> Mapping[Key, nn.Parameter]:
         """This rank's weights, by name and layer of the whole model."""
-        found: dict[tuple[str, int | None], nn.Parameter] = {}
+        found: dict[Key, nn.Parameter] = {}
         for name, weight in self.named_parameters():
             name = name.removeprefix("module.")
             if not name.startswith("decoder.layers."):
@@ -159,18 +159,14 @@ class Stage(nn.Module):
             found[name, layer.layer_number - 1] = weight
         return found
 
-    def repeats(self, key: tuple[str, int | None]) -> bool:
+    def repeats(self, key: Key) -> bool:
         """Whether a weight is another stage's as well: the last stage has a tied embedding again."""
         return key[0] == "output_layer.weight" and self.spec.tied_head
 
-    def part(self, key: tuple[str, int | None], weights: Mapping[str, Tensor]) -> Tensor:
-        """Of a whole model's weights, by published name, what this rank has of one."""
-        return cut(*key, weights.__getitem__, self.spec, self.rank, self.tensor)
-
     @torch.no_grad()
-    def _load(self, weights: Mapping[str, Tensor]) -> None:
+    def _load(self, parts: Mapping[Key, Tensor]) -> None:
         for (name, layer), weight in self.named_weights().items():
-            weight.copy_(self.part((name, layer), weights))
+            weight.copy_(parts[name, layer])
             # What Megatron notes where it draws first weights: of the others the norm counts one rank's alone.
             marked: Any = weight
             along = cut_along(name)
@@ -240,6 +236,34 @@ class Stage(nn.Module):
 
     def _whole_head(self) -> Tensor:
         return whole_rows(self._head(), self.group)[: self.spec.vocab]
+
+
+def stage_weights(config: Any, weights: Mapping[str, Tensor], settings: MegatronConfig) -> dict[Key, Tensor]:
+    """Copies of this rank's parts of a whole model's weights: nothing of them holds the model.
+
+    Args:
+        config: transformers' of the model.
+        weights: by published name, adapters among them.
+        settings: over how many ranks.
+    """
+    from megatron.core import parallel_state
+
+    spec, experts = read_shape(config)
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    outside = ["embedding.word_embeddings.weight"] if first else []
+    if last:
+        outside += [*WHOLE, *(() if first and spec.tied_head else ("output_layer.weight",))]
+    layers, own = spec.layers // settings.pipeline, experts.count // settings.expert if experts else 0
+    at, share = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()
+    return cut_all(
+        weights,
+        outside,
+        range(at * layers, (at + 1) * layers),
+        range(share * own, (share + 1) * own),
+        spec,
+        parallel_state.get_tensor_model_parallel_rank(),
+        settings.tensor,
+    )
 
 
 def transformer_config(

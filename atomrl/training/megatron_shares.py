@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from atomrl.models.lora import is_adapter
 from atomrl.training.group import Ranks
 from atomrl.training.megatron_model import Stage
-from atomrl.training.megatron_weights import cut, joined, published_names
+from atomrl.training.megatron_weights import Key, cut, joined, published_names
 from atomrl.training.shards import ShardReader, read_whole
 
 Tensors = Callable[[nn.Parameter], Mapping[str, Tensor]]
 """Of a weight of this rank, by what they are: itself, its moments."""
-Weights = Mapping[tuple[str, int | None], nn.Parameter]
-"""By Megatron's name and layer."""
+Weights = Mapping[Key, nn.Parameter]
 Shapes = Mapping[str, tuple[int, ...]]
 """Of a whole model's weights, by published name."""
 WEIGHT = "weight"

@@ -6,7 +6,7 @@ experts of a layer, each whole.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from atomrl.models.lora import ADAPTER
 from atomrl.models.spec import DecoderSpec
 
 Read = Callable[[str], Tensor]
+Key = tuple[str, int | None]
+"""Megatron's name of a weight, and the layer of the whole model that it is of."""
 PLAIN = {
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
@@ -117,6 +119,44 @@ def cut(name: str, layer: int | None, read: Read, spec: DecoderSpec, rank: int, 
     heads = spec.kv_heads if len(weights) == 3 else tensor
     by_head = [weight.unflatten(0, (heads, -1)).chunk(tensor)[rank] for weight in weights]
     return torch.cat(by_head, dim=1).flatten(0, 1)
+
+
+def cut_all(
+    weights: Mapping[str, Tensor],
+    outside: Iterable[str],
+    layers: Iterable[int],
+    experts: Iterable[int],
+    spec: DecoderSpec,
+    rank: int,
+    tensor: int,
+) -> dict[Key, Tensor]:
+    """Copies of what a rank has of a whole model's weights, by Megatron's name and layer.
+
+    Args:
+        weights: of the whole model, adapters among them, by published name.
+        outside: Megatron's names of those of no layer that this rank's stage may have.
+        layers: of the stage.
+        experts: of a layer, which are this rank's.
+        rank, tensor: which of how many have parts of a layer.
+    """
+    single = [f"{module}.weight" for module in ("mlp.linear_fc1", "mlp.linear_fc2")]
+    names = [*PLAIN, *BY_COLUMNS, *(f"{module}.{kind}" for module in SEVERAL for kind in ("weight", "bias"))]
+    names += [f"mlp.experts.{number}.{name.removeprefix('mlp.')}" for number in experts for name in single]
+    end = len(".weight")
+    made_of = SEVERAL | {name[:-end]: (part[:-end],) for name, part in BY_COLUMNS.items()}
+    names += [
+        f"{module}.{part.rpartition('.')[2]}.lora_{which}"
+        for module, parts in made_of.items()
+        for part in parts
+        for which in "AB"
+    ]
+    keys: list[Key] = [(name, None) for name in outside]
+    keys += [(name, layer) for layer in layers for name in names]
+    return {
+        key: cut(*key, weights.__getitem__, spec, rank, tensor).clone()
+        for key in keys
+        if all(name in weights for name in published_names(*key, spec.tied_head))
+    }
 
 
 def joined(name: str, layer: int | None, parts: Sequence[Tensor], spec: DecoderSpec) -> Mapping[str, Tensor]:
