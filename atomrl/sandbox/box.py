@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from atomrl.sandbox.layout import helper, interpreter, mounts
 from atomrl.sandbox.seccomp import program
@@ -92,7 +92,7 @@ class Box:
                 os.killpg(self.process.pid, signal.SIGKILL)
         first = None
         if self.status is not None and self.process.poll() is None:
-            select.select([self.status], [], [], 1.0)  # until it has told whom to kill: at once, or it never will
+            readable(self.status, 1.0)  # until it has told whom to kill: at once, or it never will
             if (first := self._told("child-pid")) is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(first, signal.SIGKILL)  # the first process of the box, and with it the kernel kills all
@@ -116,12 +116,22 @@ class Box:
 
     def _told(self, key: str) -> int | None:
         """By bubblewrap, up to its end where that has come."""
-        while self.status is not None and select.select([self.status], [], [], 0)[0]:
+        while self.status is not None and readable(self.status, 0.0):
             if not (data := os.read(self.status.fileno(), 1 << 12)):
                 break
             self.said.extend(data)
         told = [json.loads(line) for line in self.said.splitlines() if line.endswith(b"}")]
         return next((int(line[key]) for line in told if key in line), None)
+
+
+def readable(stream: IO[Any], wait_s: float) -> bool:
+    """Whether there is something to read, or the end, within so many seconds.
+
+    `select` refuses descriptors from 1,024 on, which a trainer with many connections has.
+    """
+    poll = select.poll()
+    poll.register(stream, select.POLLIN)
+    return bool(poll.poll(1000 * wait_s))
 
 
 def start(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from atomrl.sandbox import inside
-from atomrl.sandbox.box import Box, Limits, Sandbox, adopt, start
+from atomrl.sandbox.box import Box, Limits, Sandbox, adopt, readable, start
 from atomrl.sandbox.running import SandboxError, check
 
 _MAX_VERDICTS_BYTES = 1 << 20
@@ -103,7 +102,7 @@ def _hear(tester: Box, most: int, limits: Limits, end: float) -> list[Verdict]:
     while len(found) < most and len(text) < _MAX_VERDICTS_BYTES:
         by = min(end, time.monotonic() + limits.wall_s)
         while b"\n" not in text and (left := by - time.monotonic()) > 0:
-            if not select.select([stream], [], [], left)[0]:
+            if not readable(stream, left):
                 continue
             data = os.read(stream.fileno(), 1 << 16)
             if not data:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from atomrl.environments.playing import EpisodeError, find_environment
 from atomrl.rewards.calling import find_scorer
 from atomrl.rewards.errors import RewardError
 from atomrl.sandbox import Limits, SandboxError, box, check, layout, run, running
+from atomrl.sandbox.served import judge
 from atomrl.sandbox.tools import python, shown
 
 
@@ -39,6 +41,19 @@ def test_a_program_reads_writes_and_exits(sandbox, request):
     assert (result.stdout, result.stderr, result.code, result.ended) == ("ABCß\n", "bad\n", 3, "exit")
     assert not result.ok and run("pass", sandbox=sandbox).ok
     assert run("import os\nos.kill(os.getpid(), 11)", sandbox=sandbox).code == 128 + 11
+
+
+def test_a_process_with_more_than_a_thousand_files_open_runs_and_judges(sandbox):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 2048:
+        pytest.skip("no process may have so many files open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2048), limits[1]))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for _ in range(1100):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        assert run("print(1)").stdout == "1\n"
+        assert judge("def one(): return 1", ["assert one() == 1"])[0][0] == "passed"
 
 
 @pytest.mark.parametrize(
