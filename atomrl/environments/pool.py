@@ -187,8 +187,9 @@ class EnvironmentPool:
     def _tell(self, key: int, what: str | int) -> None:
         episode = self._episodes[key]
         episode.said.append(what)
-        self._asked[key], episode.deadline = episode, self._clock + self.settings.timeout_s
+        self._asked[key] = episode
         if episode.worker is not None:
+            episode.deadline = self._deadline(episode.worker)
             self._send(episode.worker, Say(key, what))
 
     def _house(self) -> None:
@@ -216,10 +217,14 @@ class EnvironmentPool:
     def _move_in(self, episode: _Episode, worker: _Worker) -> None:
         episode.worker, episode.repeated, episode.thread = worker, 0, 0
         worker.episodes[episode.key] = episode
-        episode.deadline = self._clock + (self.settings.timeout_s if worker.ready else LOAD_LIMIT_S)
+        episode.deadline = self._deadline(worker)
         worker.channel.send(episode.start)
         for what in episode.said:
             self._send(worker, Say(episode.key, what))
+
+    def _deadline(self, worker: _Worker) -> float:
+        """When an episode that is asked now has to have answered."""
+        return self._clock + (self.settings.timeout_s if worker.ready else LOAD_LIMIT_S)
 
     def _send(self, worker: _Worker, message: Say | Ping) -> None:
         worker.channel.send(pickle.dumps(message))

@@ -49,6 +49,25 @@ def test_a_worker_that_is_stopped_keeps_nobody_waiting():
         assert {answer.reply.text for answer in found.values()} == {"100000"}, "played again by another worker"
 
 
+def test_what_is_said_while_a_new_worker_imports_waits_for_it():
+    with make_pool("patient", timeout_s=0.5) as pool:
+        key = pool.start(sample(), 0)
+        next_answer(pool, key)
+        first = pool.workers[0]
+        first.process.kill()
+        while pool.workers in ([], [first]):
+            pool.answers(0.1)
+        process = pool.workers[0].process
+        os.kill(process.pid, signal.SIGSTOP)
+        pool.say(key, "xxx")
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            assert not pool.answers(0.2)
+        assert not pool.workers[0].ready
+        os.kill(process.pid, signal.SIGCONT)
+        assert next_answer(pool, key).reply.text == "3"
+
+
 def next_answer(pool, key):
     return heard(pool, 1)[key]
 
