@@ -19,6 +19,7 @@ from atomrl.models.spec import fitting_weights, unsupported
 from atomrl.models.transformers_model import HFModel, check_causal, published_weights, rounded_to, switch_dropout_off
 
 log = logging.getLogger(__name__)
+INDEX = "model.safetensors.index.json"
 
 
 Policy = GPT | HFModel
@@ -213,13 +214,18 @@ def load_transformers(
         # Rounded once, when all is added up, as a policy with float32 weights is: it and its reference are then one.
         wide = load_transformers(beneath, torch.float32, trust_remote_code, scalar)
         return rounded_to(adapters.merge_adapters(wide, path)[0], dtype)
-    if not scalar:
-        check_causal(model_config_only(path, trust_remote_code), path)
-    auto, labels = (AutoModelForSequenceClassification, {"num_labels": 1}) if scalar else (AutoModelForCausalLM, {})
+    shape: Any = model_config_only(path, trust_remote_code)
+    auto: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    if scalar:
+        shape.num_labels = 1
+    else:
+        check_causal(shape, path)
     folder = resolve_folder(path)
     stored_files(folder)
+    if (folder / INDEX).is_file():
+        shape.transformers_weights = INDEX  # of its own it would take a model.safetensors beside it
     with said_as(ConfigError, f"transformers cannot load {folder}", ValueError, OSError, RuntimeError):
-        inner = auto.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code, **labels)
+        inner = auto.from_pretrained(folder, config=shape, dtype=dtype, trust_remote_code=trust_remote_code)
     switch_dropout_off(inner)
     return inner
 
@@ -234,7 +240,7 @@ def stored_files(folder: str | Path) -> list[Path]:
     from safetensors import SafetensorError, safe_open
 
     folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         files = [folder / name for name in sorted(set(names))]

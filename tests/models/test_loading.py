@@ -18,11 +18,13 @@ from atomrl.models.loading import (
     compute_dtype,
     load_policy,
     load_tokenizer,
+    load_transformers,
     model_config_only,
     read_safetensors,
     save_model,
 )
 from atomrl.models.memory import memory_estimate
+from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.requests import EngineOptions
 from atomrl.runs.build import build_engine
@@ -198,7 +200,22 @@ def test_a_stray_file_beside_the_index_does_not_matter(tmp_path):
     assert torch.equal(load_policy(folder, dtype="float32")(TOKENS), expected)
     settings = {"dtype": torch.float32, "device": "cpu", "max_concurrent_completions": 2}
     engine = NativeEngine.from_pretrained(str(folder), load_tokenizer(folder), EngineOptions(**settings))
-    assert torch.equal(engine.model.norm, dict(load_policy(folder).named_parameters())["model.norm.weight"])
+    norm = dict(load_policy(folder).named_parameters())["model.norm.weight"]
+    assert torch.equal(engine.model.norm, norm)
+    engine = HFEngine.from_pretrained(str(folder), load_tokenizer(folder), EngineOptions(**settings))
+    assert torch.equal(
+        engine.model.model.norm.weight, dict(load_policy(folder).named_parameters())["model.norm.weight"]
+    )
+
+
+def test_a_stray_file_does_not_matter_to_a_model_of_transformers_either(tmp_path):
+    folder = in_shards(save_gpt2(tmp_path))
+    expected = load_policy(folder, dtype="float32")(TOKENS)
+    state = load_transformers(folder, torch.float32).state_dict()
+    save_file({name: torch.ones_like(weight) for name, weight in state.items()}, folder / "model.safetensors")
+    assert torch.equal(load_policy(folder, dtype="float32")(TOKENS), expected)
+    load_transformers(folder, torch.float32).save_pretrained(tmp_path / "again")
+    assert "transformers_weights" not in (tmp_path / "again" / "config.json").read_text()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
