@@ -4,14 +4,15 @@
     python benchmarks/rank_faults.py --points 1 --ranks 2 --faults SIGKILL
     python benchmarks/rank_faults.py --backend megatron             two ranks that share every layer
 
-A tiny model on the CPU, as a user starts it. At a random forward pass (of log-probs or of an update, so at any place
-of a step that computes) the last rank
+A tiny model on the CPU, as a user starts it. At a random point (a forward pass, of log-probs or of an update, within a
+backward pass, before a step of the optimizer, or as a checkpoint is written) the second rank
 
 - `SIGKILL`: is killed. `ended` are the seconds until the run says so; it then goes on with a new group, from its newest
   checkpoint. Its weights must be those of a run that was left alone, bit for bit.
 - `SIGSTOP`: stands still. `ended` is counted in the same way; the time-out is 10 s.
-- `out of memory`: a new group goes on with micro-batches of half the size; weights within 1e-4 of the largest.
-- `not finite`: gives a NaN. All ranks leave the update out, and the run ends as ever.
+- `out of memory`, forward or backward: a new group goes on with micro-batches of half the size; weights within 1e-4 of
+  the largest.
+- `not finite`, likewise: gives a NaN. All ranks leave the update out, and the run ends as ever.
 
 Each is also made with `backend.restarts=0`, where the run must end with an error that names the rank, and leave no
 process behind. A death must be known within 3 s, a hang within its time-out and 15 s. Prints a line for each, and
@@ -37,8 +38,11 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 TIMEOUT_S = 10.0
 STEPS = 6
-PASSES = 3 * STEPS
-"""Forward passes of a rank in a run, at the least: log-probs of the reference, and two micro-batches of an update."""
+SAVED_EVERY = 2
+PLACES = {"forward": 3 * STEPS, "backward": 2 * STEPS, "step": STEPS, "write": STEPS // SAVED_EVERY}
+"""Where a fault strikes, and how often a rank comes there in a run, at the least: a step has log-probs of the
+reference, and two micro-batches of an update."""
+COMPUTING = ("forward", "backward")
 LIMITS_S = {"SIGKILL": 3.0, "SIGSTOP": TIMEOUT_S + 15.0, "out of memory": 15.0, "not finite": None}
 NAMED = {
     "SIGKILL": r"rank \d \(pid \d+\) died by SIGKILL",
@@ -68,7 +72,7 @@ def prepare(folder: Path, ranks: int, timeout_s: float = TIMEOUT_S, **backend: A
         "reward": {"functions": ["tests.faults.rewards.letter_share"]},
         "algorithm": {"name": "grpo", "kl": {"type": "k3", "coefficient": 0.01}},
         "train": {"steps": STEPS, "learning_rate": 1e-3, "adam_eps": 1e-3, "tokens_per_micro_batch": 480},
-        "checkpoint": {"every_steps": 2},
+        "checkpoint": {"every_steps": SAVED_EVERY},
         "backend": {"type": "fsdp", "ranks": ranks, "timeout_s": timeout_s} | backend,
     }
     (folder / "c.yaml").write_text(yaml.safe_dump(config))
@@ -77,7 +81,7 @@ def prepare(folder: Path, ranks: int, timeout_s: float = TIMEOUT_S, **backend: A
 class Outcome:
     """A run with a fault, from its start to its end."""
 
-    def __init__(self, folder: Path, name: str, fault: str, at: int, *more: str) -> None:
+    def __init__(self, folder: Path, name: str, fault: str, at: int, *more: str, where: str = "forward") -> None:
         self.out = folder / name
         once = folder / f"{name}.fault"
         command = [sys.executable, "-m", "tests.training.faulty_runs", "train", str(folder / "c.yaml")]
@@ -85,7 +89,7 @@ class Outcome:
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "RANK_FAULTS": name,
-            "FAULT": json.dumps({"fault": fault, "at": at, "once": str(once)}),
+            "FAULT": json.dumps({"fault": fault, "where": where, "at": at, "once": str(once)}),
         }
         with subprocess.Popen(
             [*command, f"output_dir={self.out}", *more],
@@ -160,13 +164,14 @@ def main() -> int:
         for fault in asked.faults:
             seconds = []
             for point in range(asked.points):
-                at, name = rng.randrange(1, PASSES), f"{fault.replace(' ', '_')}_{point}"
-                going_on = Outcome(folder, name, fault, at)
-                ending = Outcome(folder, f"{name}_once", fault, at, "backend.restarts=0")
+                where = rng.choice([*PLACES] if fault in ("SIGKILL", "SIGSTOP") else COMPUTING)
+                at, name = rng.randint(1, PLACES[where]), f"{fault.replace(' ', '_')}_{point}"
+                going_on = Outcome(folder, name, fault, at, where=where)
+                ending = Outcome(folder, f"{name}_once", fault, at, "backend.restarts=0", where=where)
                 found = faults_of(fault, going_on, ending, alone)
                 wrong += bool(found)
                 seconds += [outcome.known for outcome in (going_on, ending) if outcome.known is not None]
-                print(f"{fault:<14} pass {at:>2}: {'; '.join(found) or 'as said'}", flush=True)
+                print(f"{fault:<14} {where:<8} {at:>2}: {'; '.join(found) or 'as said'}", flush=True)
             if seconds:
                 print(f"{fault:<14} known after {median(seconds):.1f} s, at most {max(seconds):.1f} s", flush=True)
     print(f"{wrong} of {asked.points * len(asked.faults)} were not as said")

@@ -1,8 +1,9 @@
 """A run as a user starts it, of which one rank does what it should not, once: `atomrl ARGUMENTS` with `FAULT` set.
 
-    FAULT='{"fault": "SIGKILL", "at": 7, "once": "FILE"}'
+    FAULT='{"fault": "SIGKILL", "where": "backward", "at": 7, "once": "FILE"}'
 
-At its `at`-th forward pass, if the file is not there yet, rank 1 makes the file and then the fault.
+When it comes for the `at`-th time to a `forward` pass, into a `backward` pass, to a `step` of an optimizer, or to the
+`write` of a checkpoint, if the file is not there yet, rank 1 makes the file and then the fault.
 """
 
 import json
@@ -11,6 +12,8 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+
+from torch import nn
 
 from atomrl.cli.main import main
 from atomrl.runs import build
@@ -26,7 +29,9 @@ class Once:
     def __init__(self, given):
         self.given, self.calls = given, 0
 
-    def __call__(self, rank, found):
+    def __call__(self, rank, found, where="forward"):
+        if where != self.given["where"]:
+            return found
         self.calls += 1
         once = Path(self.given["once"])
         if rank != 1 or self.calls < self.given["at"] or once.exists():
@@ -45,12 +50,32 @@ class Faulty(FSDPBackend):
 def rank_trainer(given, *arguments):
     """`build.rank_trainer`, with the fault."""
     made, fault = HONEST(*arguments), Once(given)
+    strike_elsewhere(made, partial(fault, made.collective.rank))
     if isinstance(made, FSDPBackend):
         made.__class__, made.fault = Faulty, fault
         return made
     for role in made.roles.values():  # Megatron's stages, of which an outcome is no dict
         role.model.register_forward_hook(lambda stage, given, found: fault(made.collective.rank, found))
     return made
+
+
+def strike_elsewhere(made, strike):
+    """Call `strike(found, where)` in what is no forward pass."""
+
+    def into_backward(layer, given, found):
+        states = found[0] if isinstance(found, tuple) else found
+        if states.requires_grad:
+            states.register_hook(lambda gradient: strike(gradient, "backward"))
+
+    def before(plain, where):
+        return lambda *given: (strike(None, where), plain(*given))[1]
+
+    for name, optimizer in made.trained.items():
+        layers = next(part for part in made.roles[name].model.modules() if isinstance(part, nn.ModuleList))
+        layers[-1].register_forward_hook(into_backward)
+        optimizer.step = before(optimizer.step, "step")
+    plain = made.write_beside
+    made.write_beside = lambda folder, jobs: plain(folder, [*jobs, before(lambda: None, "write")])
 
 
 if __name__ == "__main__":
