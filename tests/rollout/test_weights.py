@@ -153,11 +153,10 @@ def scored(engine, ids) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "name, computed, error", [(name, *case) for name in ENGINES for case in (("float32", 0.02), ("bfloat16", 0.15))]
+    ("name", "computed", "most"),
+    [(name, *case) for name in ENGINES for case in (("float32", 1.02), ("bfloat16", 1.15))],
 )
-def test_an_engine_makes_the_first_small_updates_of_adapters(
-    large_folder, name, computed, error, tmp_path, monkeypatch
-):
+def test_an_engine_makes_the_first_small_updates_of_adapters(large_folder, name, computed, most, tmp_path, monkeypatch):
     """Rank 32, alpha 64, learning rate 2e-5, weights in bfloat16. Merged into them the share was 0.01, and added to
     products that were rounded to bfloat16 already 0.46."""
     if computed == "bfloat16" and not has_bfloat16("cpu"):
@@ -185,14 +184,14 @@ def test_an_engine_makes_the_first_small_updates_of_adapters(
     adapters = {name.removesuffix(".weight") + ".weight": adapter for name, adapter in adapter_weights(policy).items()}
     engine.update_weights(WeightUpdate(version=1, adapters=adapters))
     ours = scored(engine, ids) - engine_before
-    assert float(ours @ move / (move @ move)) == pytest.approx(1, abs=error)
+    assert 0.98 <= float(ours @ move / (move @ move)) <= most
 
     merged = {name: adapter.b @ adapter.a * adapter.scale for name, adapter in adapters.items()}
     for name, parameter in rounded.float().named_parameters():
         merged[name] = (parameter.detach() + merged.get(name, 0.0)).bfloat16().float()
     engine.update_weights(WeightUpdate(version=2, tensors=[(n, merged[n]) for n in engine.weight_shapes()]))
     old_way = scored(engine, ids) - engine_before
-    assert float(old_way @ move / (move @ move)) < max(0.3, 3 * error)
+    assert float(old_way @ move / (move @ move)) < 0.45
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -16,6 +16,7 @@ from atomrl.environments.tags import first_block
 from atomrl.environments.tool_calls import FORMS, find_calls
 from atomrl.loop.evaluate import figures, judged
 from atomrl.loop.report import answer_end, runs_on
+from atomrl.retrieval.words import Words
 from atomrl.rewards import boxes, tasks
 from atomrl.rewards.answers import answers_equal, normalise_text, parse_number
 from atomrl.rewards.compute import build_rewards
@@ -25,6 +26,7 @@ from atomrl.rewards.judge import score_in
 from atomrl.rewards.math import gsm8k
 from atomrl.rewards.search import search_r1_em
 from atomrl.rewards.table import POOLED, REWARDS
+from atomrl.rollout import replies
 from atomrl.tracking.run_directory import rollout_rows
 from atomrl.types import Sample
 from tests.rewards.batches import trajectory
@@ -55,6 +57,8 @@ READERS = {
     "environments/search": [action_of],
     "environments/tags": [lambda text: first_block(text, ("python", "answer"))],
     "environments/tool_calls": [lambda text, form=form: find_calls(text, form) for form in FORMS],
+    "loop/report": [answer_end],
+    "retrieval/words": [Words("none")],
     "rewards/answers": [normalise_text, parse_number, lambda text: answers_equal(text, text)],
     "rewards/boxes": [boxes._WORDS.fullmatch],
     "rewards/expressions": [evaluate_arithmetic, is_tame_formula],
@@ -63,6 +67,7 @@ READERS = {
     "rewards/math": [lambda text: gsm8k([""], [text], ["18"])],
     "rewards/search": [lambda text: search_r1_em([""], [text], ["a"])],
     "rewards/tasks": [tasks._is_literal],
+    "rollout/replies": [replies._FORGED.search],
 }
 """Module -> what of it reads what a model wrote."""
 SAMPLE = Sample(sample_id="a", prompt="p", ground_truth="18", columns={"numbers": [1, 2]})
@@ -78,7 +83,7 @@ def test_one_megabyte_is_read_in_seconds(piece):
     for text in texts(piece):
         started = time.process_time()
         item = trajectory(SAMPLE, text, finish_reason="length")
-        for function in (answer_end, *itertools.chain(*READERS.values())):
+        for function in itertools.chain(*READERS.values()):
             function(text)
         runs_on(item, ())
         assert time.process_time() - started < BOUND_S, (piece, text[:40])
@@ -97,7 +102,8 @@ def test_calls_and_actions_in_one_megabyte(piece):
 
 def test_every_module_with_patterns_is_here():
     package = Path(atomrl.__file__).parent
-    modules = [path for folder in ("environments", "rewards") for path in (package / folder).rglob("*.py")]
+    folders = ("doctor", "environments", "loop", "reading", "retrieval", "rewards", "rollout")
+    modules = [path for folder in folders for path in (package / folder).rglob("*.py")]
     using = {path for path in modules if re.search(r"(?m)^\s*(import re\b|from re import)", path.read_text())}
     assert {path.relative_to(package).with_suffix("").as_posix() for path in using} <= set(READERS)
 
