@@ -159,7 +159,7 @@ class ContinuousBatch:
             columns.append(self._column(row, next(free_slots)))
         entering = torch.tensor(columns).T.contiguous().to(self.device)
         self._reserve(rows, max(column[_SLOT] for column in columns) + 1)
-        self._draw(entering, rows, _by_rule(rows), self._first_logits(rows, entering[_SLOT]))
+        self._draw(entering, rows, _by_rule(rows, self.device), self._first_logits(rows, entering[_SLOT]))
         self.rows, self.state = [*self.rows, *rows], torch.cat((self.state, entering), dim=1)
 
     def _give_back(self, row: RequestState, member: int) -> None:
@@ -259,7 +259,7 @@ class ContinuousBatch:
         self._draw(state, self.rows, self.by_rule, logits)
 
     def _draw(
-        self, state: Tensor, rows: Sequence[RequestState], by_rule: Sequence[Sequence[int]], logits: Tensor
+        self, state: Tensor, rows: Sequence[RequestState], by_rule: Sequence[tuple[list[int], Tensor]], logits: Tensor
     ) -> None:
         """Draw the next token of each row from `logits` [N, V]; rows that have ended stay as they are."""
         slots, lengths = state[_SLOT], state[_LENGTH]
@@ -268,8 +268,7 @@ class ContinuousBatch:
         else:
             tokens, logprobs = torch.empty_like(lengths), logits.new_empty(len(rows))
             stopped = torch.empty_like(tokens, dtype=torch.bool)
-            for places in by_rule:
-                at = torch.tensor(places, device=self.device)
+            for places, at in by_rule:
                 alike = [rows[place] for place in places]
                 found = self._draw_alike(alike, logits[at], state[_SEED][at], lengths[at])
                 tokens[at], logprobs[at], stopped[at] = found
@@ -306,10 +305,9 @@ class ContinuousBatch:
     def _collect(self, window: int) -> list[tuple[RequestState, FinishReason]]:
         """Take out the rows that have ended with one of their last `window` tokens."""
         state = self.state
-        for places in self.by_rule:
+        for places, at in self.by_rule:
             rule = self.rows[places[0]].rule
             if rule.completes is not None:
-                at = torch.tensor(places, device=self.device)
                 ends = rule.string_ends(self.tokens, state[_SLOT][at], state[_LENGTH][at], window, state[_GIVEN][at])
                 for place, length in ends.items():
                     state[_LENGTH, places[place]], state[_STOPPED, places[place]] = length, 1
@@ -353,7 +351,7 @@ class ContinuousBatch:
 
     def _rows_changed(self) -> None:
         """What the host knows of the batch."""
-        self.by_rule = _by_rule(self.rows)
+        self.by_rule = _by_rule(self.rows, self.device)
         if not self.rows:
             return
         most = self.state.amax(dim=1).tolist()
@@ -379,14 +377,12 @@ class ContinuousBatch:
         )
 
 
-def _by_rule(rows: Sequence[RequestState]) -> list[Sequence[int]]:
-    """Places of the rows with each sampling."""
-    if len({id(row.rule) for row in rows}) == 1:
-        return [range(len(rows))]
+def _by_rule(rows: Sequence[RequestState], device: torch.device | str) -> list[tuple[list[int], Tensor]]:
+    """Places of the rows with each sampling, on the host and as an index."""
     found: dict[int, list[int]] = {}
     for place, row in enumerate(rows):
         found.setdefault(id(row.rule), []).append(place)
-    return list(found.values())
+    return [(places, torch.tensor(places, device=device)) for places in found.values()]
 
 
 def _parts(items: Sequence[T], tokens: Callable[[T], int]) -> Iterator[Sequence[T]]:

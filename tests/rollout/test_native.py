@@ -184,13 +184,24 @@ def test_looking_for_the_end_less_often_changes_nothing(folder, use_kernel, cut)
                 assert torch.equal(mine.candidates.ids, theirs.candidates.ids)
 
 
-def test_the_host_does_not_wait_for_each_token(folder, monkeypatch):
-    """On a GPU every look at a value waits for all that was computed before."""
+@pytest.mark.parametrize("temperatures", [(1.0,), (1.0, 0.7)])
+def test_the_host_does_not_wait_for_each_token(folder, monkeypatch, temperatures):
+    """On a GPU every look at a value waits for all that was computed before, and so does a copy from the host."""
     engine = load(folder, use_kernel=False)
     engine.batch.check_every = 8
-    sampling = SamplingParams(completions_per_prompt=4, max_completion_tokens=48, ignore_eos=True)
-    requests = [request for prompt in PROMPTS for request in requests_of(prompt, sampling)]
-    looks = []
+    requests = [
+        replace(request, request_id=f"{request.request_id} {temperature}")
+        for temperature in temperatures
+        for prompt in PROMPTS
+        for request in requests_of(
+            prompt,
+            SamplingParams(
+                completions_per_prompt=4, max_completion_tokens=48, ignore_eos=True, temperature=temperature
+            ),
+        )
+    ]
+    looks, copies, tensor = [], [], torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *args, **named: copies.append(1) or tensor(*args, **named))
     for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "unique"):
         plain = getattr(torch.Tensor, name)
         monkeypatch.setattr(
@@ -202,6 +213,7 @@ def test_the_host_does_not_wait_for_each_token(folder, monkeypatch):
     assert len(looks) <= 2 * (1 + 48 // 8) + 2 + 3 * len(requests)
     per_token = len([name for name in looks if name not in ("tolist", "cpu")]) / 48
     assert per_token <= 0.2  # 6 before
+    assert len(copies) < 48
 
 
 def drained(engine):
