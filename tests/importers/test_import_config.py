@@ -546,3 +546,85 @@ def test_what_a_condition_sets_is_noted() -> None:
     script = read_script('n=1\nif [ "$big" ]; then\nn=2\nfi\nrun $n', "s.sh")
     assert script.commands == [["run", "2"]]
     assert script.notes == ["n is set under a condition: '2' was taken, the last"]
+
+
+VERL = "run algorithm.adv_estimator=grpo data.train_batch_size=4 actor_rollout_ref.actor.ppo_mini_batch_size=4"
+ACTOR = "actor_rollout_ref.actor."
+GRPO_YAML = "num_generations: 8\nreward_funcs: a.b"
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "text", "message"),
+    [
+        ("verl", "a.sh", f"{VERL} {ACTOR}use_kl_loss=$KL", r"use_kl_loss=\$KL is neither true nor false"),
+        (
+            "verl",
+            "a.yaml",
+            "actor_rollout_ref: {actor: {use_kl_loss: '${oc.env:KL}'}}\nalgorithm: {adv_estimator: grpo}",
+            "use_kl_loss=.*neither true nor false",
+        ),
+        ("verl", "a.sh", f"{VERL} algorithm.kl_ctrl.type=$T algorithm.use_kl_in_reward=true", "kl_ctrl.type"),
+        ("verl", "a.sh", f"{VERL} {ACTOR}optim.betas=[0.9]", "betas"),
+        (
+            "verl",
+            "a.sh",
+            f"{VERL} reward_model.overlong_buffer.enable=True",
+            "overlong_buffer.len=None is not a number",
+        ),
+        ("verl", "a.sh", f"{VERL} {ACTOR}loss_agg_mode=[token-mean]", "loss_agg_mode"),
+        (
+            "verl",
+            "a.sh",
+            f"{VERL} {ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}loss_scale_factor=abc",
+            "loss_scale_factor=abc is not a number",
+        ),
+        *(
+            ("trl", "a.yaml", f"{GRPO_YAML}\n{key}: {value}", key)
+            for key, value in (
+                ("num_iterations", 0),
+                ("per_device_train_batch_size", 0),
+                ("loss_type", "[grpo]"),
+                ("warmup_steps", "abc"),
+                ("temperature", "true"),
+                ("use_vllm", "'$VLLM'"),
+            )
+        ),
+        ("trl", "a.yaml", "num_generations: 0", "num_generations=0 is not 1 at least"),
+        ("trl", "a.yaml", "num_generations: 8\nreward_funcs: 3", "a.yaml says what cannot be read"),
+        ("trl", "a.yaml", f"{GRPO_YAML}\nreport_to: 5", "a.yaml says what cannot be read"),
+        ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --init_kl_coef abc", "init_coef=abc is not a number"),
+        ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --temperature", "temperature=True is not a number"),
+        ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --use_kl_loss $KL", "neither true nor false"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_named(library: str, name: str, text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        import_config(written(tmp_path, name, text), library)
+
+
+def test_no_logger_of_verl_is_no_tracker(tmp_path: Path) -> None:
+    text = f"{VERL} trainer.logger=null"
+    assert import_config(written(tmp_path, "a.sh", text), "verl").config.tracking.sinks == []
+
+
+def test_references_of_a_yaml_file_are_followed(tmp_path: Path) -> None:
+    text = """
+        actor_rollout_ref: {actor: {use_kl_loss: "${algorithm.use_kl}", kl_loss_coef: "${algorithm.kl}"}}
+        algorithm: {adv_estimator: grpo, use_kl: "${switch}", kl: 0.25}
+        trainer: {project_name: p, experiment_name: "${trainer.project_name}-x", default_local_dir: "${oc.env:HOME}/o"}
+        switch: false
+    """
+    for on, coefficient in (("false", 0.0), ("true", 0.25)):
+        imported = import_config(written(tmp_path, "a.yaml", text.replace("switch: false", f"switch: {on}")), "verl")
+        assert imported.tree["algorithm"]["kl"]["coefficient"] == coefficient
+    assert imported.config.run_name == "p-x"
+    assert "trainer.default_local_dir=${oc.env:HOME}/o stays as it is written" in imported.approximated
+
+
+def test_one_name_of_a_module_is_a_list_of_one(tmp_path: Path) -> None:
+    for name, text in (
+        ("a.yaml", f"{GRPO_YAML}\nmodel_name_or_path: m\nuse_peft: true\nlora_target_modules: q_proj"),
+        ("a.py", "GRPOConfig()\nGRPOTrainer('m', peft_config=LoraConfig(target_modules='q_proj'))"),
+    ):
+        model = import_config(written(tmp_path, name, text), "trl").config.model
+        assert model.lora and model.lora.target_modules == ["q_proj"]
