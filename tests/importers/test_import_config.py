@@ -535,11 +535,32 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
         ("A=(x)\nA+=(y)\nrun ${A[@]}", ["run", "x", "y"]),
         ('f="[\'$q\']"\nq=1\nrun "$f"', ["run", "['$q']"]),
         ("run a#b", ["run", "a#b"]),
+        ("A=16; B=4\nrun $A $B", ["run", "16", "4"]),
+        ("A=16;\nrun $A", ["run", "16"]),
+        ('run "a;b" 2>&1 | tee log', ["tee", "log"]),
+        ("cd a && run 'b && c' $((4|1)) &", ["run", "b && c", "$((4|1))"]),
+        ("while true; do run a; done", ["run", "a"]),
         ('run "$@" b', ["run", "", "b"]),
     ],
 )
 def test_words_of_a_script(text: str, words: list[str]) -> None:
     assert read_script(text, "s.sh").commands[-1] == words
+
+
+def test_a_condition_on_one_line_is_one() -> None:
+    script = read_script('if [ "$big" ]; then n=2; else n=1; fi\nm=3\nm=4\nrun $n $m', "s.sh")
+    assert script.commands == [["run", "1", "4"]]
+    assert script.notes == ["n is set under a condition: '1' was taken, the last"]
+
+
+def test_commands_on_one_line_are_several(tmp_path: Path) -> None:
+    text = f"{VERL} trainer.project_name=a && {VERL} {ACTOR}use_kl_loss=true"
+    assert import_config(written(tmp_path, "a.sh", text), "verl").config.tracking.wandb_project == "a"
+
+
+def test_quotes_of_a_value_that_do_not_close_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a.sh: 'run a.b=\$N' cannot be read.*No closing"):
+        import_config(written(tmp_path, "a.sh", 'N="it\'s"\nrun a.b=$N'), "verl")
 
 
 def test_what_a_condition_sets_is_noted() -> None:
