@@ -158,7 +158,6 @@ MOVES: Moves = {
     "train.adam_beta2": ("actor.adam.betas", lambda betas: float(betas[1])),
     "train.adam_eps": ("actor.adam.eps", float),
     "train.weight_decay": ("actor.adam.weight_decay", float),
-    "train.warmup_ratio": ("actor.lr_warmup_ratio", float),
     "train.min_lr_ratio": ("actor.min_lr_ratio", float),
     "train.max_grad_norm": ("actor.max_norm", float),
     "eval.temperature": ("eval.temperature", float),
@@ -168,7 +167,13 @@ MOVES: Moves = {
     "checkpoint.keep": ("ckpt.max_num", int),
     "tracking.wandb_project": ("logger.wandb.project", str),
 }
-SCHEDULES = {"cosine_with_min_lr": "cosine", "cosine": "cosine", "linear": "linear", "constant": "constant"}
+SCHEDULES = {
+    "cosine_with_min_lr": "cosine",
+    "cosine": "cosine",
+    "linear": "linear",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
 ESTIMATORS = {
     "gae": "gae",
     "reinforce": "reinforce_pp",
@@ -239,9 +244,13 @@ def _lengths_and_batches(t: Translation) -> None:
         t.put("train.tokens_per_micro_batch", t.whole("train.max_tokens_per_gpu"), "train.max_tokens_per_gpu")
     else:
         t.put("train.rows_per_micro_batch", t.whole("train.micro_batch_size"), "train.micro_batch_size")
-    t.name_of(["train.max_tokens_per_gpu", "train.micro_batch_size"])
+    t.name_of(["train.max_tokens_per_gpu", "train.micro_batch_size", "actor.lr_warmup_ratio"])
     schedule = t.choice("actor.lr_scheduler", t("actor.lr_scheduler"), SCHEDULES)
     t.put("train.schedule", schedule, "actor.lr_scheduler")
+    if t("actor.lr_scheduler") == "constant":  # which has no warm-up in transformers
+        t.put("train.warmup_ratio", 0.0, "actor.lr_scheduler")
+    else:
+        t.put("train.warmup_ratio", t.number("actor.lr_warmup_ratio"), "actor.lr_warmup_ratio")
     t.put("eval.before", False)
 
 

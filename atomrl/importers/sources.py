@@ -79,6 +79,8 @@ def read_flags(path: Path, program: str) -> tuple[Given, list[str], Mapping[str,
     best: tuple[Given, Mapping[str, Any]] = ({}, {})
     for command in script.commands:
         start = next((i for i, word in enumerate(command) if re.search(program, word)), None)
+        if start is not None and command[start + 1 : start + 2] == ["vllm-serve"]:  # an engine beside the run
+            continue
         if start is not None and len(given := dict(_flag_words(command[start + 1 :]))) >= len(best[0]):
             best = given, dict(_flag_words(command[:start]))
     if not best[0]:

@@ -52,6 +52,11 @@ MOVES: Moves = {
 def translate(t: Translation, processes: int) -> None:
     """What is GRPO's own."""
     t.move(MOVES)
+    if not t.is_given("max_prompt_length"):
+        why = "TRL has no limit; longer prompts are left out here, so raise it to the longest one"
+        t.put("data.max_prompt_tokens", 512, because=why)
+    else:
+        t.put("data.overlong_prompt", "truncate", "max_prompt_length")
     _batches(t, processes)
     t.put(
         "data.answer_field",

@@ -79,7 +79,10 @@ def _every(t: Translation, key: str, name: str, updates: int, on: bool) -> None:
 def _schedule(t: Translation) -> None:
     t.put("train.schedule", t.choice("lr_scheduler_type", t("lr_scheduler_type"), SCHEDULES), "lr_scheduler_type")
     warmup = t.number("warmup_steps") if t.is_given("warmup_steps") else 0.0
-    if warmup >= 1:
+    if t("lr_scheduler_type") == "constant":  # which has no warm-up in transformers
+        t.put("train.warmup_ratio", 0.0, "lr_scheduler_type")
+        t.name_of(["warmup_steps", "warmup_ratio"])
+    elif warmup >= 1:
         total = t.whole("max_steps")
         ratio = min(1.0, warmup / total) if total > 0 else 0.0
         why = "of max_steps" if total > 0 else "a share of all updates here; give it once they are known"

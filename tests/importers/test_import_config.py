@@ -563,6 +563,32 @@ def test_quotes_of_a_value_that_do_not_close_are_named(tmp_path: Path) -> None:
         import_config(written(tmp_path, "a.sh", 'N="it\'s"\nrun a.b=$N'), "verl")
 
 
+def test_a_constant_schedule_warms_up_only_where_it_says_so(tmp_path: Path) -> None:
+    for schedule, warmup in (("constant", 0.0), ("constant_with_warmup", 0.1)):
+        text = f"{GRPO_YAML}\nmodel_name_or_path: m\nlr_scheduler_type: {schedule}\nwarmup_ratio: 0.1"
+        assert import_config(written(tmp_path, "a.yaml", text), "trl").config.train.warmup_ratio == warmup
+        text = f"train_ppo_ray {MODEL} --lr_scheduler {schedule} --lr_warmup_ratio 0.1"
+        imported = import_config(written(tmp_path, "a.sh", text), "openrlhf")
+        assert imported.config.train.warmup_ratio == warmup and imported.config.train.schedule == "constant"
+
+
+def test_the_limit_of_prompts_that_trl_s_grpo_has_or_has_not_is_said(tmp_path: Path) -> None:
+    text = f"{GRPO_YAML}\nmodel_name_or_path: m"
+    assert (
+        "data.max_prompt_tokens: 512 (TRL has no limit"
+        in import_config(written(tmp_path, "a.yaml", text), "trl").yaml()
+    )
+    data = import_config(written(tmp_path, "a.yaml", f"{text}\nmax_prompt_length: 9"), "trl").config.data
+    assert (data.max_prompt_tokens, data.overlong_prompt) == (9, "truncate")
+
+
+def test_a_flag_with_no_before_it_is_off(tmp_path: Path) -> None:
+    flags = "--model_name_or_path m --num_generations 8 --reward_funcs a.b --no_bf16 --no-gradient_checkpointing"
+    text = f"trl vllm-serve --model m --a 1 --b 2 --c 3 --d 4 --e 5 --f 6 &\ntrl grpo {flags}"
+    model = import_config(written(tmp_path, "a.sh", text), "trl").config.model
+    assert (model.path, model.dtype, model.gradient_checkpointing) == ("m", "float32", False)
+
+
 def test_what_a_condition_sets_is_noted() -> None:
     script = read_script('n=1\nif [ "$big" ]; then\nn=2\nfi\nrun $n', "s.sh")
     assert script.commands == [["run", "2"]]
