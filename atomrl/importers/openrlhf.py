@@ -144,7 +144,6 @@ MOVES: Moves = {
     "model.path": ("actor.model_name_or_path", str),
     "model.gradient_checkpointing": ("actor.gradient_checkpointing_enable", bool),
     "data.prompt_field": ("data.input_key", str),
-    "data.chat_template": ("data.apply_chat_template", lambda on: "auto" if on else "none"),
     "seed": ("train.seed", int),
     "rollout.prompts_per_step": ("rollout.batch_size", int),
     "rollout.completions_per_prompt": ("rollout.n_samples_per_prompt", int),
@@ -159,7 +158,6 @@ MOVES: Moves = {
     "train.adam_beta2": ("actor.adam.betas", lambda betas: float(betas[1])),
     "train.adam_eps": ("actor.adam.eps", float),
     "train.weight_decay": ("actor.adam.weight_decay", float),
-    "train.warmup_ratio": ("actor.lr_warmup_ratio", float),
     "train.min_lr_ratio": ("actor.min_lr_ratio", float),
     "train.max_grad_norm": ("actor.max_norm", float),
     "eval.temperature": ("eval.temperature", float),
@@ -169,7 +167,13 @@ MOVES: Moves = {
     "checkpoint.keep": ("ckpt.max_num", int),
     "tracking.wandb_project": ("logger.wandb.project", str),
 }
-SCHEDULES = {"cosine_with_min_lr": "cosine", "cosine": "cosine", "linear": "linear", "constant": "constant"}
+SCHEDULES = {
+    "cosine_with_min_lr": "cosine",
+    "cosine": "cosine",
+    "linear": "linear",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
 ESTIMATORS = {
     "gae": "gae",
     "reinforce": "reinforce_pp",
@@ -195,6 +199,7 @@ def translate(path: Path) -> Translation:
         "run_name", str(t("logger.wandb.run_name") or path.stem).replace("/", "-").lstrip("."), "logger.wandb.run_name"
     )
     t.move(MOVES)
+    t.put("data.chat_template", "auto" if t.flag("data.apply_chat_template") else "none", "data.apply_chat_template")
     _data(t)
     _lengths_and_batches(t)
     _model(t)
@@ -225,23 +230,27 @@ def _data(t: Translation) -> None:
 
 
 def _lengths_and_batches(t: Translation) -> None:
-    longest, new = t.whole("data.max_len"), t("rollout.max_new_tokens")
-    if new is not None:
-        t.put("rollout.max_completion_tokens", int(new), "rollout.max_new_tokens")
+    longest = t.whole("data.max_len")
+    if t("rollout.max_new_tokens") is not None:
+        t.put("rollout.max_completion_tokens", t.count("rollout.max_new_tokens"), "rollout.max_new_tokens")
     else:
         why = "a completion may fill what its prompt leaves; rows are cut to train.max_row_tokens"
         t.put("rollout.max_completion_tokens", longest, "data.max_len", because=why)
-    if (prompt := t("data.prompt_max_len")) is not None:
-        t.put("data.max_prompt_tokens", int(prompt), "data.prompt_max_len")
+    if t("data.prompt_max_len") is not None:
+        t.put("data.max_prompt_tokens", t.count("data.prompt_max_len"), "data.prompt_max_len")
     else:
         t.put("data.max_prompt_tokens", longest - 1, "data.max_len")
-    if t("train.dynamic_batch_enable"):
+    if t.flag("train.dynamic_batch_enable"):
         t.put("train.tokens_per_micro_batch", t.whole("train.max_tokens_per_gpu"), "train.max_tokens_per_gpu")
     else:
         t.put("train.rows_per_micro_batch", t.whole("train.micro_batch_size"), "train.micro_batch_size")
-    t.name_of(["train.max_tokens_per_gpu", "train.micro_batch_size"])
+    t.name_of(["train.max_tokens_per_gpu", "train.micro_batch_size", "actor.lr_warmup_ratio"])
     schedule = t.choice("actor.lr_scheduler", t("actor.lr_scheduler"), SCHEDULES)
     t.put("train.schedule", schedule, "actor.lr_scheduler")
+    if t("actor.lr_scheduler") == "constant":  # which has no warm-up in transformers
+        t.put("train.warmup_ratio", 0.0, "actor.lr_scheduler")
+    else:
+        t.put("train.warmup_ratio", t.number("actor.lr_warmup_ratio"), "actor.lr_warmup_ratio")
     t.put("eval.before", False)
 
 
@@ -276,7 +285,7 @@ def _objective(t: Translation) -> None:
             t.put("critic.path", str(start).split(",")[0], "critic.model_name_or_path", "reward.model_name_or_path")
         value = {"type": "clipped", "coefficient": 1.0, "clip": t.number("critic.value_clip")}
         t.put("algorithm.value", value, "critic.value_clip")
-    if t(place + "no_std_norm") and kind in ("gae", "reinforce_pp", "reinforce_pp_baseline"):
+    if t.flag(place + "no_std_norm") and kind in ("gae", "reinforce_pp", "reinforce_pp_baseline"):
         raise t.refuse(place + "no_std_norm", True, "advantages are whitened here, or left as they are (whiten: false)")
     t.put("algorithm.name", "ppo" if kind == "gae" else "grpo")
     t.put("algorithm.advantage", advantage, *names)
@@ -294,7 +303,7 @@ def _objective(t: Translation) -> None:
     t.put("algorithm.loss_agg", {"type": "sequence_mean" if gspo else "token_mean"}, "actor.policy_loss_type")
     entropy = 0.0 if t("actor.entropy_coef") is None else t.number("actor.entropy_coef")
     t.put("algorithm.entropy.coefficient", entropy, "actor.entropy_coef")
-    if t(place + "is_correction_enable"):
+    if t.flag(place + "is_correction_enable"):
         if gspo:
             raise t.refuse(
                 place + "is_correction_enable", True, "with gspo the ratio is to the engine's log-probs then"
@@ -315,31 +324,32 @@ def _objective(t: Translation) -> None:
 
 def _kl(t: Translation) -> None:
     names = [f"algo.kl.{name}" for name in ("init_coef", "estimator", "use_loss", "target", "horizon")]
-    coefficient, estimator, in_loss, target, horizon = (t(name) for name in names)
+    coefficient, estimator, in_loss = t.number(names[0]), t(names[1]), t.flag(names[2])
+    target, horizon = None if t(names[3]) is None else t.number(names[3]), t.number(names[4])
     kl = {
         "type": estimator,
-        "coefficient": float(coefficient),
+        "coefficient": coefficient,
         "apply_to": "loss" if in_loss else "reward",
         "k2_gradient": False,
     }
-    kl |= {"target": None if target is None else float(target), "horizon": float(horizon)}
+    kl |= {"target": target, "horizon": horizon}
     group = t("algo.advantage.estimator") in ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
     why = "OpenRLHF takes the KL off token by token after the baseline, here it is part of the reward before it"
-    t.put("algorithm.kl", kl, *names, because=why if group and float(coefficient) and not in_loss else "")
+    t.put("algorithm.kl", kl, *names, because=why if group and coefficient and not in_loss else "")
 
 
 def _shaping(t: Translation) -> None:
     low, high = t.numbers("reward.clip_range", 2)
     why = "OpenRLHF bounds what is left after the baseline, here the reward"
     t.put("algorithm.shaping", {"lowest": low, "highest": high}, "reward.clip_range", because=why)
-    if (buffer := t("reward.overlong_buffer_len")) is not None:
+    if t("reward.overlong_buffer_len") is not None:
         penalty = {
             "soft_overlong": True,
-            "overlong_buffer_tokens": int(buffer),
+            "overlong_buffer_tokens": t.count("reward.overlong_buffer_len"),
             "overlong_penalty": t.number("reward.overlong_penalty_factor"),
         }
         t.put("algorithm.shaping", penalty, "reward.overlong_buffer_len", "reward.overlong_penalty_factor")
-    if t("algo.dynamic_filtering_enable"):
+    if t.flag("algo.dynamic_filtering_enable"):
         bounds = t.numbers("algo.dynamic_filtering_range", 2)
         if bounds != [0.0, 1.0]:
             raise t.refuse(

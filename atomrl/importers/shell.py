@@ -26,6 +26,8 @@ _ASSIGNMENT = re.compile(
 )
 _ARRAY = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)*)?[A-Za-z_]\w*\+?=\(")
 _OPENS, _CLOSES = {"if", "for", "while", "until", "case"}, {"fi", "done", "esac"}
+_HIDDEN = 0xE000
+"""Where marks within quotes are, while a line is split at those that are not."""
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -64,7 +66,11 @@ def read_script(text: str, source: str) -> Script:
     """
     reading = _Reading()
     for line in _lines(text, source):
-        reading.line(line)
+        try:
+            for part in _parts(line):
+                reading.line(part)
+        except ValueError as error:  # quotes that a variable's value has
+            raise ConfigError(f"{source}: {line!r} cannot be read as a shell does: {error}") from None
     return Script(reading.commands, list(dict.fromkeys(reading.notes)))
 
 
@@ -89,6 +95,26 @@ def _lines(text: str, source: str) -> Iterator[str]:
         begun, number = "", 0
     if begun.strip():
         raise ConfigError(f"{source}:{number}: what begins here is not closed (a quote, or the bracket of an array)")
+
+
+def _parts(line: str) -> Iterator[str]:
+    """What a line has between `;`, `&&`, `||`, `|` and `&`, and after `then`, `else` and `do`.
+
+    Example:
+        >>> list(_parts('if [ "$a" ]; then b="1;2"; else c=3; fi && d 2>&1'))
+        ['if [ "$a" ]', 'then', 'b="1;2"', 'else', 'c=3', 'fi', 'd 2>&1']
+    """
+    if _ARRAY.match(line) or "<<" in line or re.search(r"\$\([^(]|`", line):  # whose text is none of the line's
+        yield line
+        return
+    cut = _TOKEN.sub(lambda found: re.sub(r"[;&|]", lambda mark: chr(_HIDDEN + ord(mark[0])), found[0]), line)
+    for part in re.split(r";;?|&&|\|\|?|(?<![<>&])&(?![&>])", cut):
+        part = re.sub(f"[{chr(_HIDDEN)}-{chr(_HIDDEN + 127)}]", lambda mark: chr(ord(mark[0]) - _HIDDEN), part)
+        while word := re.match(r"(then|else|do)\s+", part.strip()):
+            yield word[1]
+            part = part.strip()[word.end() :]
+        if part.strip():
+            yield part.strip()
 
 
 def _without_comment(found: re.Match[str]) -> str:

@@ -10,6 +10,7 @@ from atomrl.config import ConfigError, read_yaml
 from atomrl.config.files import scalar
 from atomrl.importers.shell import read_script
 
+_REFERENCE = r"\$\{([A-Za-z_][\w.]*)\}"
 Given = dict[str, Any]
 """The keys with dots that a file gives, and its values."""
 
@@ -24,10 +25,11 @@ def read_hydra(path: Path) -> tuple[Given, list[str]]:
         ConfigError: it cannot be read, or has no such words.
     """
     if path.suffix in (".yaml", ".yml"):
-        return flat(read_yaml(path)), []
+        given = _resolved(flat(read_yaml(path)))
+        return given, [f"{key}={value} stays as it is written" for key, value in given.items() if "${" in str(value)]
     script = read_script(text_of(path), str(path))
     command = max(script.commands, key=lambda words: len(dict(_hydra_words(words))), default=[])
-    given = dict(_hydra_words(command))
+    given = _resolved(dict(_hydra_words(command)))
     if not given:
         raise ConfigError(f"{path}: there is no command with key=value in it")
     bases = re.findall(r"--config-name[= ](\S+)", " ".join(command))
@@ -42,6 +44,24 @@ def _hydra_words(command: Sequence[str]) -> Iterator[tuple[str, Any]]:
         key = re.match(r"[+~]*([A-Za-z_]\w*(?:\.\w+)+)=", word)
         if key:
             yield key[1], _value(word[key.end() :])
+
+
+def _resolved(given: Given) -> Given:
+    """The values with `${key}`, which is the value of another key; one that is not given stays as it is written."""
+
+    def value(of: Any, within: frozenset[str]) -> Any:
+        if isinstance(of, list):
+            return [value(item, within) for item in of]
+        if not isinstance(of, str):
+            return of
+        known = [key for key in re.findall(_REFERENCE, of) if key in given and key not in within]
+        if known and re.fullmatch(_REFERENCE, of):
+            return value(given[known[0]], within | {known[0]})
+        for key in known:
+            of = of.replace(f"${{{key}}}", str(value(given[key], within | {key})))
+        return of
+
+    return {key: value(item, frozenset([key])) for key, item in given.items()}
 
 
 def read_flags(path: Path, program: str) -> tuple[Given, list[str], Mapping[str, Any]]:
@@ -59,6 +79,8 @@ def read_flags(path: Path, program: str) -> tuple[Given, list[str], Mapping[str,
     best: tuple[Given, Mapping[str, Any]] = ({}, {})
     for command in script.commands:
         start = next((i for i, word in enumerate(command) if re.search(program, word)), None)
+        if start is not None and command[start + 1 : start + 2] == ["vllm-serve"]:  # an engine beside the run
+            continue
         if start is not None and len(given := dict(_flag_words(command[start + 1 :]))) >= len(best[0]):
             best = given, dict(_flag_words(command[:start]))
     if not best[0]:

@@ -67,11 +67,14 @@ def import_config(path: str | Path, library: str, processes: int | None = None, 
         raise ConfigError(f"--trainer is of TRL; {library} has one")
     if processes is not None and library != "trl":
         raise ConfigError(f"--processes is of TRL, whose batches are of one process; {library}'s are of all")
-    t = (
-        trl.translate(path, processes, trainer)
-        if library == "trl"
-        else {"verl": verl, "openrlhf": openrlhf}[library].translate(path)
-    )
+    try:
+        t = (
+            trl.translate(path, processes, trainer)
+            if library == "trl"
+            else {"verl": verl, "openrlhf": openrlhf}[library].translate(path)
+        )
+    except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"{path} says what cannot be read as {library}'s: {error}") from error
     return _imported(t, path)
 
 

@@ -1,6 +1,6 @@
 """The course of a translation: which of the other library's keys were read, and what became of them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 from atomrl.config import ConfigError
@@ -13,6 +13,7 @@ def same(value: Any) -> Any:
     return value
 
 
+ON, OFF = ("true", "1", "yes", "y", "on", "t"), ("false", "0", "no", "n", "off", "f")
 Moves = Mapping[str, tuple[str | tuple[str, ...], Callable[[Any], Any]]]
 """Our key -> theirs (the first that is given counts), and what makes our value of it."""
 
@@ -66,15 +67,36 @@ class Translation:
     def whole(self, name: str) -> int:
         """Likewise a whole number."""
         found = self.number(name)
-        if found != int(found):
+        if found % 1:  # which of infinity is none either
             raise ConfigError(f"{self.library}'s {name}={found:g} is no whole number")
         return int(found)
+
+    def count(self, name: str) -> int:
+        """Likewise a whole number that is 1 at least."""
+        if (found := self.whole(name)) < 1:
+            raise ConfigError(f"{self.library}'s {name}={found} is not 1 at least")
+        return found
+
+    def flag(self, *names: str) -> bool:
+        """Whether a key that has these names is on; null is off.
+
+        Raises:
+            ConfigError: it is neither on nor off, such as a variable that the file does not set.
+        """
+        value = self(*names)
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        word = str(value).lower()
+        if word not in (*ON, *OFF):
+            raise ConfigError(f"{self.library}'s {self.name_of(names)}={value} is neither true nor false: write which")
+        return word in ON
 
     def numbers(self, name: str, count: int) -> list[float]:
         """The value of a key that is so many numbers."""
         value = self(name)
         try:
-            found = [float(item) for item in (value if isinstance(value, list | tuple) else [value])]
+            items = value if isinstance(value, list | tuple) else [value]
+            found = [] if any(isinstance(item, bool) for item in items) else [float(item) for item in items]
         except (TypeError, ValueError):
             found = []
         if len(found) != count:
@@ -106,12 +128,15 @@ class Translation:
 
     def move(self, moves: Moves) -> None:
         """What moves by name alone; what is neither given nor has a default, or is null, keeps our default."""
+        readers: dict[Any, Callable[[str], Any]] = {int: self.whole, float: self.number, bool: self.flag}
         for key, (names, make) in moves.items():
             name = self.name_of((names,) if isinstance(names, str) else names)
             if name is not None and (value := self(name)) is not None:
                 try:
-                    made = make(value)
-                except (TypeError, ValueError) as error:
+                    made = readers[make](name) if make in readers else make(value)
+                except ConfigError:
+                    raise
+                except (TypeError, ValueError, IndexError) as error:
                     raise ConfigError(f"{self.library}'s {name}={value!r}: {error}") from None
                 self.put(key, made, name)
 
@@ -137,7 +162,7 @@ class Translation:
 
     def choice(self, name: str, value: Any, table: Mapping[Any, Any]) -> Any:
         """The value's entry in a table; all else is refused."""
-        if value not in table:
+        if not isinstance(value, Hashable) or value not in table:
             raise self.refuse(name, value, f"those that have one are {', '.join(map(str, table))}")
         return table[value]
 

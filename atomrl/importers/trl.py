@@ -74,6 +74,8 @@ def _read(path: Path, trainer: str | None) -> tuple[str, Given, list[str], int |
         return *_read_python(path, trainer), None
     flags, notes, launcher = read_flags(path, r"(^|/)trl$|\.py$|^trl\.")
     given = {key.replace("-", "_"): value for key, value in flags.items()}
+    for name in [name for name, value in given.items() if name.startswith("no_") and value is True]:
+        given[name.removeprefix("no_")] = not given.pop(name)  # as argparse has it for what is on by default
     if "config" in given:
         notes = [*notes, f"--config {given.pop('config')} was not read; import it by itself"]
     found = _processes({key.replace("-", "_"): v for key, v in launcher.items()} | given, given)

@@ -52,18 +52,18 @@ def translate_sft(t: Translation, processes: int) -> None:
     """What is SFT's own."""
     if (loss := t("loss_type")) not in ("nll", "chunked_nll", None):
         raise t.refuse("loss_type", loss, "the likelihood of every token weighs the same here")
-    if t("completion_only_loss") is False:
+    if t("completion_only_loss") is not None and not t.flag("completion_only_loss"):
         raise t.refuse("completion_only_loss", False, "only what the assistant says is trained on")
     t.put("sft.completion_field", "completion")
     t.name_of(["loss_type", "completion_only_loss"])
-    if not t("assistant_only_loss"):
+    if not t.flag("assistant_only_loss"):
         t.nearly(
             "assistant_only_loss=False: of rows with messages TRL trains on all words, here on the assistant's "
             "alone; rows with prompt and completion are the same"
         )
     if t.is_given("dataset_text_field"):
         t.nearly(f"dataset_text_field={t('dataset_text_field')}: rows of plain text are trained by atomrl pretrain")
-    if t("packing"):
+    if t.flag("packing"):
         t.nearly(
             "packing=True: a row of TRL's batch is then a block of max_length tokens with several demonstrations, "
             "here it is one; raise train.rows_per_update by how many fit"
@@ -91,7 +91,11 @@ def translate_reward(t: Translation, processes: int) -> None:
     """What is a reward model's own."""
     t.refuse_given({"use_peft": "reward models are trained whole"})
     t.put("algorithm.name", "reward_model")
-    t.put("algorithm.centring", float(t("center_rewards_coefficient") or 0.0), "center_rewards_coefficient")
+    t.put(
+        "algorithm.centring",
+        t.number("center_rewards_coefficient") if t("center_rewards_coefficient") is not None else 0.0,
+        "center_rewards_coefficient",
+    )
     t.put(
         "algorithm.margin",
         1.0,
@@ -104,7 +108,7 @@ def translate_reward(t: Translation, processes: int) -> None:
 
 def _batches(t: Translation, processes: int, rows_of_one: int) -> None:
     """TRL's batches of one process; of a pair both rows are in a forward pass."""
-    each, accumulated = t.whole("per_device_train_batch_size"), t.whole("gradient_accumulation_steps")
+    each, accumulated = t.count("per_device_train_batch_size"), t.count("gradient_accumulation_steps")
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     t.put("train.rows_per_update", each * processes * accumulated, *names)
     t.put("train.rows_per_micro_batch", each * rows_of_one, names[0])
@@ -125,8 +129,13 @@ def _lengths(t: Translation, overlong: str) -> None:
     why = "TRL leaves rows out that are longer; here they are cut" if overlong == "left out" else ""
     t.put("train.max_row_tokens", length, "max_length", "truncation_mode", because=why)
     t.put("data.max_prompt_tokens", length - 1, "max_length")  # of a longer prompt nothing is left to train on
-    if (prompt := t("max_prompt_length")) is not None:
-        t.put("data.max_prompt_tokens", int(prompt), "max_prompt_length", because="longer prompts are left out")
+    if t("max_prompt_length") is not None:
+        t.put(
+            "data.max_prompt_tokens",
+            t.count("max_prompt_length"),
+            "max_prompt_length",
+            because="longer prompts are left out",
+        )
 
 
 def _losses(t: Translation) -> None:
@@ -135,7 +144,7 @@ def _losses(t: Translation) -> None:
     kinds = [str(kind) for kind in (given if isinstance(given, list | tuple) else [given])]
     weights = [1.0] * len(kinds) if t("loss_weights") is None else t.numbers("loss_weights", len(kinds))
     named = dict(zip(kinds, weights, strict=True))
-    likelihood = named.pop("sft", 0.0) + float(t("rpo_alpha") or 0.0)
+    likelihood = named.pop("sft", 0.0) + (t.number("rpo_alpha") if t("rpo_alpha") is not None else 0.0)
     divergence = str(t("f_divergence_type")).rpartition(".")[2].lower()
     beta, smoothing = t.number("beta"), t.number("label_smoothing")
     if not named:

@@ -52,6 +52,11 @@ MOVES: Moves = {
 def translate(t: Translation, processes: int) -> None:
     """What is GRPO's own."""
     t.move(MOVES)
+    if not t.is_given("max_prompt_length"):
+        why = "TRL has no limit; longer prompts are left out here, so raise it to the longest one"
+        t.put("data.max_prompt_tokens", 512, because=why)
+    else:
+        t.put("data.overlong_prompt", "truncate", "max_prompt_length")
     _batches(t, processes)
     t.put(
         "data.answer_field",
@@ -64,15 +69,15 @@ def translate(t: Translation, processes: int) -> None:
 
 def _batches(t: Translation, processes: int) -> None:
     """TRL's batches of one process and steps of the optimizer as prompts, completions and steps of ours."""
-    each, accumulated = t.whole("per_device_train_batch_size"), t.whole("gradient_accumulation_steps")
-    n, iterations = t.whole("num_generations"), t.whole("num_iterations")
+    each, accumulated = t.count("per_device_train_batch_size"), t.count("gradient_accumulation_steps")
+    n, iterations = t.count("num_generations"), t.count("num_iterations")
     per_update = each * processes * accumulated
     generated = t("generation_batch_size")
     if generated is None:
-        steps = accumulated if t("steps_per_generation") is None else t.whole("steps_per_generation")
+        steps = accumulated if t("steps_per_generation") is None else t.count("steps_per_generation")
         generated = each * processes * steps
     else:
-        generated = t.whole("generation_batch_size")
+        generated = t.count("generation_batch_size")
     if generated % n or generated % per_update:
         raise ConfigError(
             f"TRL's batches: a generation has {generated} completions, no multiple of num_generations={n} and of the "

@@ -69,7 +69,7 @@ def translate_objective(t: Translation) -> None:
     beta = {"type": "k3", "coefficient": t.number("beta"), "apply_to": "loss", "k2_gradient": False, "target": None}
     t.put("algorithm.kl", beta, "beta")
     t.leave("use_bias_correction_kl", "a KL weighted by the ratio; algorithm.kl.k2_gradient mends the same bias")
-    if t("mask_truncated_completions"):
+    if t.flag("mask_truncated_completions"):
         t.put("algorithm.shaping.mask_truncated", True, "mask_truncated_completions")
     _rollout_correction(t)
     if (share := t.number("top_entropy_quantile")) < 1:
@@ -79,7 +79,7 @@ def translate_objective(t: Translation) -> None:
 def _advantage(t: Translation) -> None:
     names = ("scale_rewards", "multi_objective_aggregation")
     scale, objectives = t("scale_rewards"), t("multi_objective_aggregation")
-    scale = {True: "group", False: "none", None: "none"}.get(scale, scale)
+    scale = ("group" if scale else "none") if scale is None or isinstance(scale, bool) else scale
     if objectives == "normalize_then_sum":
         t.put("algorithm.advantage", {"type": "gdpo", "eps": 1e-4}, *names)
     elif t.choice("scale_rewards", scale, dict.fromkeys(("group", "none", "batch"), scale)) == "batch":
@@ -98,12 +98,14 @@ def _rollout_correction(t: Translation) -> None:
         "use_vllm",
         *(f"vllm_importance_sampling_{part}" for part in ("correction", "mode", "clip_max", "clip_min")),
     ]
-    used, on, mode, most, least = (t(name) for name in names)
-    most = t("vllm_importance_sampling_cap") or most
+    used, on, mode = t.flag(names[0]), t.flag(names[1]), t(names[2])
     parts: list[dict[str, Any]] = []
     if used and on:
         kind = t.choice("vllm_importance_sampling_mode", mode, CORRECTIONS)
-        parts.append({"type": kind, "high": 1e30 if most is None else float(most), "low": float(least or 0)})
+        most = "vllm_importance_sampling_cap" if t.is_given("vllm_importance_sampling_cap") else names[3]
+        high = 1e30 if t(most) is None else t.number(most)
+        parts.append({"type": kind, "high": high, "low": 0.0 if t(names[4]) is None else t.number(names[4])})
+    t.name_of([*names, "vllm_importance_sampling_cap"])
     if used:
         t.put(
             "rollout.engine",
@@ -111,8 +113,8 @@ def _rollout_correction(t: Translation) -> None:
             "use_vllm",
             because="AtomRL's own engine; where vLLM is installed, rollout.engine=vllm",
         )
-    if (bound := t("off_policy_mask_threshold")) is not None:
-        parts.append({"type": "off_policy_sequences", "bound": float(bound)})
+    if t("off_policy_mask_threshold") is not None:
+        parts.append({"type": "off_policy_sequences", "bound": t.number("off_policy_mask_threshold")})
         names.append("off_policy_mask_threshold")
     if parts:
         t.put("algorithm.rollout_is", parts, *names)

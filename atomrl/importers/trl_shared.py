@@ -66,10 +66,10 @@ def _run_name(t: Translation, path: Path) -> str:
 
 def _every(t: Translation, key: str, name: str, updates: int, on: bool) -> None:
     """So many optimizer steps as steps of ours; 0 where it is not on."""
-    every = t(name)
-    if not on or every is None:
+    every = t.number(name) if on and t(name) is not None else 0.0
+    if not every:
         t.put(key, 0, name)
-    elif 0 < float(every) < 1:
+    elif 0 < every < 1:
         t.leave(name, "a share of all steps; give a number of steps")
     else:
         rest = f"optimizer steps; {updates} are a step" if int(every) % updates else ""
@@ -78,23 +78,26 @@ def _every(t: Translation, key: str, name: str, updates: int, on: bool) -> None:
 
 def _schedule(t: Translation) -> None:
     t.put("train.schedule", t.choice("lr_scheduler_type", t("lr_scheduler_type"), SCHEDULES), "lr_scheduler_type")
-    warmup = t("warmup_steps")
-    if warmup and float(warmup) >= 1:
+    warmup = t.number("warmup_steps") if t.is_given("warmup_steps") else 0.0
+    if t("lr_scheduler_type") == "constant":  # which has no warm-up in transformers
+        t.put("train.warmup_ratio", 0.0, "lr_scheduler_type")
+        t.name_of(["warmup_steps", "warmup_ratio"])
+    elif warmup >= 1:
         total = t.whole("max_steps")
-        ratio = min(1.0, float(warmup) / total) if total > 0 else 0.0
+        ratio = min(1.0, warmup / total) if total > 0 else 0.0
         why = "of max_steps" if total > 0 else "a share of all updates here; give it once they are known"
         t.put("train.warmup_ratio", round(ratio, 6), "warmup_steps", because=why)
     else:
-        t.put("train.warmup_ratio", float(warmup or t("warmup_ratio")), "warmup_steps", "warmup_ratio")
+        t.put("train.warmup_ratio", warmup or t.number("warmup_ratio"), "warmup_steps", "warmup_ratio")
 
 
 def _model(t: Translation) -> None:
-    t.put("model.dtype", "bfloat16" if t("bf16") else "float32", "bf16")
+    t.put("model.dtype", "bfloat16" if t.flag("bf16") else "float32", "bf16")
     for name, kind in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
-        if t(name):
+        if t.flag(name):
             t.put("model.quantization", kind, name)
     t.leave("trust_remote_code", "code of a model is only run where you write model.trust_remote_code yourself")
-    if t("use_peft"):
+    if t.flag("use_peft"):
         t.defaults = {**t.defaults, **LORA_DEFAULTS}
         t.move(
             {
@@ -103,7 +106,7 @@ def _model(t: Translation) -> None:
                 "model.lora.dropout": ("lora_dropout", float),
                 "model.lora.target_modules": (
                     "lora_target_modules",
-                    lambda names: names if names == "all-linear" else list(names),
+                    lambda names: [names] if isinstance(names, str) and names != "all-linear" else names,
                 ),
             }
         )
@@ -136,4 +139,4 @@ def put_steps(t: Translation, updates: int) -> None:
     evaluates = t("eval_strategy") == "steps"
     often = "logging_steps" if evaluates and t("eval_steps") is None else "eval_steps"
     _every(t, "eval.every_steps", often, updates, on=evaluates)
-    t.put("eval.before", bool(t("eval_on_start")), "eval_on_start")
+    t.put("eval.before", t.flag("eval_on_start"), "eval_on_start")

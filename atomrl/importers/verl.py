@@ -161,7 +161,7 @@ def _data(t: Translation) -> None:
     for theirs, ours in (("data.train_max_samples", "data.train_size"), ("data.val_max_samples", "data.eval_size")):
         if t(theirs) not in (None, -1):
             t.put(ours, t.whole(theirs), theirs)
-    drops, truncation = t("data.filter_overlong_prompts"), t("data.truncation") or "error"
+    drops, truncation = t.flag("data.filter_overlong_prompts"), t("data.truncation") or "error"
     names = ("data.filter_overlong_prompts", "data.truncation")
     if drops:
         t.put("data.overlong_prompt", "drop", *names)
@@ -176,10 +176,11 @@ def _updates(t: Translation) -> None:
     prompts, n = t.whole(A + "ppo_mini_batch_size"), t.whole(R + "n")
     t.put("train.rows_per_update", prompts * n, A + "ppo_mini_batch_size", R + "n")
     size = t(A + "ppo_micro_batch_size_per_gpu", A + "ppo_micro_batch_size")
-    if t(A + "use_dynamic_bsz"):
+    if t.flag(A + "use_dynamic_bsz"):
         t.put("train.tokens_per_micro_batch", t.whole(A + "ppo_max_token_len_per_gpu"), A + "ppo_max_token_len_per_gpu")
     elif size is not None:
-        t.put("train.rows_per_micro_batch", int(size), A + "ppo_micro_batch_size_per_gpu")
+        name = t.name_of([A + "ppo_micro_batch_size_per_gpu", A + "ppo_micro_batch_size"])
+        t.put("train.rows_per_micro_batch", t.count(str(name)), str(name))
     steps = None if t("trainer.total_training_steps") is None else t.whole("trainer.total_training_steps")
     if steps is not None:
         t.name_of(["trainer.total_epochs"])
@@ -200,7 +201,7 @@ def _updates(t: Translation) -> None:
         t.put("train.warmup_ratio", round(ratio, 6), A + "optim.lr_warmup_steps", because=why if warmup else "")
     else:
         t.put("train.warmup_ratio", t.number(A + "optim.lr_warmup_steps_ratio"), A + "optim.lr_warmup_steps_ratio")
-    temperature = t.number(R + "val_kwargs.temperature") if t(R + "val_kwargs.do_sample") else 0.0
+    temperature = t.number(R + "val_kwargs.temperature") if t.flag(R + "val_kwargs.do_sample") else 0.0
     t.put("eval.temperature", temperature, R + "val_kwargs.do_sample", R + "val_kwargs.temperature")
 
 
@@ -238,7 +239,7 @@ def _reward(t: Translation) -> None:
         }
         functions.append({"function": f"{path}:{name}", **({"args": args} if args else {})})
     model = t("reward.reward_model.model_path", "reward_model.model.path")
-    if t("reward_model.enable", "reward.reward_model.enable") and model:
+    if t.flag("reward_model.enable", "reward.reward_model.enable") and model:
         functions.append({"function": "reward_model", "args": {"path": str(model)}})
     if functions:
         t.put(
@@ -263,16 +264,16 @@ def _overlong(t: Translation) -> None:
         "reward_model.reward_kwargs.overlong_buffer_cfg.",
         "reward.reward_kwargs.overlong_buffer_cfg.",
     )
-    if not t(*(place + "enable" for place in places)):
+    if not t.flag(*(place + "enable" for place in places)):
         t.name_of([place + key for place in places for key in ("len", "penalty_factor", "log")])
         return
-    length, factor = t(*(place + "len" for place in places)), t(*(place + "penalty_factor" for place in places))
+    length, factor = (t.name_of([place + key for place in places]) for key in ("len", "penalty_factor"))
     t.put(
         "algorithm.shaping",
         {
             "soft_overlong": True,
-            "overlong_buffer_tokens": int(length),
-            "overlong_penalty": float(1.0 if factor is None else factor),
+            "overlong_buffer_tokens": t.count(length or places[0] + "len"),
+            "overlong_penalty": 1.0 if factor is None else t.number(factor),
         },
         *(place + key for place in places for key in ("enable", "len", "penalty_factor")),
     )
@@ -281,7 +282,7 @@ def _overlong(t: Translation) -> None:
 
 def _tracking(t: Translation) -> None:
     loggers = t("trainer.logger")
-    loggers = [loggers] if isinstance(loggers, str) else list(loggers)
+    loggers = [loggers] if isinstance(loggers, str) else list(loggers or [])
     known = [name for name in loggers if name in ("wandb", "tensorboard", "mlflow", "trackio")]
     t.put("tracking.sinks", known, "trainer.logger")
     if unknown := [name for name in loggers if name not in (*known, "console")]:

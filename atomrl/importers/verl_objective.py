@@ -29,6 +29,8 @@ AGGREGATIONS = {
 }
 KLS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
+COV = {"fraction": "ratio", "low": "lb", "high": "ub"}
+
 
 def translate_objective(t: Translation) -> None:
     """All of `algorithm` but the shaping of rewards."""
@@ -39,7 +41,7 @@ def translate_objective(t: Translation) -> None:
 
 
 def _advantage(t: Translation) -> None:
-    estimator, norm = str(t("algorithm.adv_estimator")), bool(t("algorithm.norm_adv_by_std_in_grpo"))
+    estimator, norm = str(t("algorithm.adv_estimator")), t.flag("algorithm.norm_adv_by_std_in_grpo")
     kind = t.choice("algorithm.adv_estimator", estimator, ESTIMATORS)
     advantage: dict[str, Any] = {"type": kind}
     names = ["algorithm.adv_estimator"]
@@ -64,7 +66,7 @@ def _advantage(t: Translation) -> None:
         t.put("algorithm.value", {"type": "clipped", "coefficient": 1.0, "clip": clip}, "critic.cliprange_value")
     t.put("algorithm.name", "ppo" if kind == "gae" else "grpo")
     t.put("algorithm.advantage", advantage, *names)
-    if t("algorithm.filter_groups.enable"):
+    if t.flag("algorithm.filter_groups.enable"):
         t.name_of(["algorithm.filter_groups.metric"])
         t.put("algorithm.group_filter", "mixed_outcomes", "algorithm.filter_groups.enable")
     t.put("algorithm.entropy.coefficient", t.number(A + "entropy_coeff"), A + "entropy_coeff")
@@ -105,7 +107,7 @@ def _policy_loss(t: Translation) -> None:
         A + "tau_neg",
     )
     if mode == "clip_cov":
-        tokens = {"fraction": t(cov + "clip_cov_ratio"), "low": t(cov + "clip_cov_lb"), "high": t(cov + "clip_cov_ub")}
+        tokens = {key: t.number(cov + f"clip_cov_{name}") for key, name in COV.items()}
         t.put(
             "algorithm.token_filter",
             {"type": mode, **tokens},
@@ -114,7 +116,7 @@ def _policy_loss(t: Translation) -> None:
             cov + "clip_cov_ub",
         )
     if mode == "kl_cov":
-        tokens = {"fraction": t(cov + "kl_cov_ratio"), "coefficient": t(cov + "ppo_kl_coef")}
+        tokens = {"fraction": t.number(cov + "kl_cov_ratio"), "coefficient": t.number(cov + "ppo_kl_coef")}
         t.put("algorithm.token_filter", {"type": mode, **tokens}, cov + "kl_cov_ratio", cov + "ppo_kl_coef")
     _aggregation(t, forced=mode in ("gspo", "sapo", "geo_mean"))
 
@@ -128,16 +130,17 @@ def _aggregation(t: Translation, forced: bool) -> None:
     elif mode == "seq-mean-token-sum":
         t.put("algorithm.loss_agg", {"type": kind, "length": 1}, name)
     elif mode == "seq-mean-token-sum-norm":
-        length = t(A + "loss_scale_factor") or t("data.max_response_length")
+        given = A + "loss_scale_factor" if t.is_given(A + "loss_scale_factor") else "data.max_response_length"
+        length = t.count(given)
         why = "verl divides the sum over completions by the length, and here it is a mean over them as well"
-        t.put("algorithm.loss_agg", {"type": kind, "length": int(length)}, name, A + "loss_scale_factor", because=why)
+        t.put("algorithm.loss_agg", {"type": kind, "length": length}, name, A + "loss_scale_factor", because=why)
     else:
         why = "verl's FSDP worker averages the means of micro-batches by rows; here it is one mean over all tokens"
         t.put("algorithm.loss_agg", {"type": kind}, name, because=why if mode == "token-mean" else "")
 
 
 def _kl(t: Translation) -> None:
-    in_loss, in_reward = bool(t(A + "use_kl_loss")), bool(t("algorithm.use_kl_in_reward"))
+    in_loss, in_reward = t.flag(A + "use_kl_loss"), t.flag("algorithm.use_kl_in_reward")
     if in_loss and in_reward:
         raise t.refuse(
             "use_kl_loss", "true beside algorithm.use_kl_in_reward=true", "the KL is in one of the two places here"
@@ -160,7 +163,8 @@ def _kl(t: Translation) -> None:
     if in_reward:
         kind = t.choice("algorithm.kl_penalty", str(t("algorithm.kl_penalty")).rstrip("+"), KLS)
         kl |= {"type": kind, "coefficient": t.number("algorithm.kl_ctrl.kl_coef"), "apply_to": "reward"}
-        if t("algorithm.kl_ctrl.type") == "adaptive":
+        control = t("algorithm.kl_ctrl.type")
+        if t.choice("algorithm.kl_ctrl.type", control, {"fixed": False, "adaptive": True}):
             kl |= {"target": t.number("algorithm.kl_ctrl.target_kl"), "horizon": t.number("algorithm.kl_ctrl.horizon")}
         names += reward_names
     t.name_of([*loss_names, *reward_names])
@@ -170,7 +174,7 @@ def _kl(t: Translation) -> None:
 def _rollout_correction(t: Translation) -> None:
     c = "algorithm.rollout_correction."
     parts: list[dict[str, Any]] = []
-    if t(c + "bypass_mode"):
+    if t.flag(c + "bypass_mode"):
         raise t.refuse(c + "bypass_mode", True, "the trainer computes the log-probs of the old policy itself here")
     if level := t(c + "rollout_is"):
         kind = t.choice("rollout_is", level, {"token": "token_tis", "sequence": "sequence_tis"})
@@ -178,7 +182,7 @@ def _rollout_correction(t: Translation) -> None:
             {
                 "type": kind,
                 "high": t.number(c + "rollout_is_threshold"),
-                "normalised": bool(t(c + "rollout_is_batch_normalize")),
+                "normalised": t.flag(c + "rollout_is_batch_normalize"),
             }
         )
     if rejections := t(c + "rollout_rs"):

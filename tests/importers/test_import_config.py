@@ -535,6 +535,11 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
         ("A=(x)\nA+=(y)\nrun ${A[@]}", ["run", "x", "y"]),
         ('f="[\'$q\']"\nq=1\nrun "$f"', ["run", "['$q']"]),
         ("run a#b", ["run", "a#b"]),
+        ("A=16; B=4\nrun $A $B", ["run", "16", "4"]),
+        ("A=16;\nrun $A", ["run", "16"]),
+        ('run "a;b" 2>&1 | tee log', ["tee", "log"]),
+        ("cd a && run 'b && c' $((4|1)) &", ["run", "b && c", "$((4|1))"]),
+        ("while true; do run a; done", ["run", "a"]),
         ('run "$@" b', ["run", "", "b"]),
     ],
 )
@@ -542,7 +547,131 @@ def test_words_of_a_script(text: str, words: list[str]) -> None:
     assert read_script(text, "s.sh").commands[-1] == words
 
 
+def test_a_condition_on_one_line_is_one() -> None:
+    script = read_script('if [ "$big" ]; then n=2; else n=1; fi\nm=3\nm=4\nrun $n $m', "s.sh")
+    assert script.commands == [["run", "1", "4"]]
+    assert script.notes == ["n is set under a condition: '1' was taken, the last"]
+
+
+def test_commands_on_one_line_are_several(tmp_path: Path) -> None:
+    text = f"{VERL} trainer.project_name=a && {VERL} {ACTOR}use_kl_loss=true"
+    assert import_config(written(tmp_path, "a.sh", text), "verl").config.tracking.wandb_project == "a"
+
+
+def test_quotes_of_a_value_that_do_not_close_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a.sh: 'run a.b=\$N' cannot be read.*No closing"):
+        import_config(written(tmp_path, "a.sh", 'N="it\'s"\nrun a.b=$N'), "verl")
+
+
+def test_a_constant_schedule_warms_up_only_where_it_says_so(tmp_path: Path) -> None:
+    for schedule, warmup in (("constant", 0.0), ("constant_with_warmup", 0.1)):
+        text = f"{GRPO_YAML}\nmodel_name_or_path: m\nlr_scheduler_type: {schedule}\nwarmup_ratio: 0.1"
+        assert import_config(written(tmp_path, "a.yaml", text), "trl").config.train.warmup_ratio == warmup
+        text = f"train_ppo_ray {MODEL} --lr_scheduler {schedule} --lr_warmup_ratio 0.1"
+        imported = import_config(written(tmp_path, "a.sh", text), "openrlhf")
+        assert imported.config.train.warmup_ratio == warmup and imported.config.train.schedule == "constant"
+
+
+def test_the_limit_of_prompts_that_trl_s_grpo_has_or_has_not_is_said(tmp_path: Path) -> None:
+    text = f"{GRPO_YAML}\nmodel_name_or_path: m"
+    assert (
+        "data.max_prompt_tokens: 512 (TRL has no limit"
+        in import_config(written(tmp_path, "a.yaml", text), "trl").yaml()
+    )
+    data = import_config(written(tmp_path, "a.yaml", f"{text}\nmax_prompt_length: 9"), "trl").config.data
+    assert (data.max_prompt_tokens, data.overlong_prompt) == (9, "truncate")
+
+
+def test_a_flag_with_no_before_it_is_off(tmp_path: Path) -> None:
+    flags = "--model_name_or_path m --num_generations 8 --reward_funcs a.b --no_bf16 --no-gradient_checkpointing"
+    text = f"trl vllm-serve --model m --a 1 --b 2 --c 3 --d 4 --e 5 --f 6 &\ntrl grpo {flags}"
+    model = import_config(written(tmp_path, "a.sh", text), "trl").config.model
+    assert (model.path, model.dtype, model.gradient_checkpointing) == ("m", "float32", False)
+
+
 def test_what_a_condition_sets_is_noted() -> None:
     script = read_script('n=1\nif [ "$big" ]; then\nn=2\nfi\nrun $n', "s.sh")
     assert script.commands == [["run", "2"]]
     assert script.notes == ["n is set under a condition: '2' was taken, the last"]
+
+
+VERL = "run algorithm.adv_estimator=grpo data.train_batch_size=4 actor_rollout_ref.actor.ppo_mini_batch_size=4"
+ACTOR = "actor_rollout_ref.actor."
+GRPO_YAML = "num_generations: 8\nreward_funcs: a.b"
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "text", "message"),
+    [
+        ("verl", "a.sh", f"{VERL} {ACTOR}use_kl_loss=$KL", r"use_kl_loss=\$KL is neither true nor false"),
+        (
+            "verl",
+            "a.yaml",
+            "actor_rollout_ref: {actor: {use_kl_loss: '${oc.env:KL}'}}\nalgorithm: {adv_estimator: grpo}",
+            "use_kl_loss=.*neither true nor false",
+        ),
+        ("verl", "a.sh", f"{VERL} algorithm.kl_ctrl.type=$T algorithm.use_kl_in_reward=true", "kl_ctrl.type"),
+        ("verl", "a.sh", f"{VERL} {ACTOR}optim.betas=[0.9]", "betas"),
+        (
+            "verl",
+            "a.sh",
+            f"{VERL} reward_model.overlong_buffer.enable=True",
+            "overlong_buffer.len=None is not a number",
+        ),
+        ("verl", "a.sh", f"{VERL} {ACTOR}loss_agg_mode=[token-mean]", "loss_agg_mode"),
+        (
+            "verl",
+            "a.sh",
+            f"{VERL} {ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}loss_scale_factor=abc",
+            "loss_scale_factor=abc is not a number",
+        ),
+        *(
+            ("trl", "a.yaml", f"{GRPO_YAML}\n{key}: {value}", key)
+            for key, value in (
+                ("num_iterations", 0),
+                ("per_device_train_batch_size", 0),
+                ("loss_type", "[grpo]"),
+                ("warmup_steps", "abc"),
+                ("temperature", "true"),
+                ("use_vllm", "'$VLLM'"),
+            )
+        ),
+        ("trl", "a.yaml", "num_generations: 0", "num_generations=0 is not 1 at least"),
+        ("trl", "a.yaml", "num_generations: 8\nreward_funcs: 3", "a.yaml says what cannot be read"),
+        ("trl", "a.yaml", f"{GRPO_YAML}\nreport_to: 5", "a.yaml says what cannot be read"),
+        ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --init_kl_coef abc", "init_coef=abc is not a number"),
+        ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --temperature", "temperature=True is not a number"),
+        ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --use_kl_loss $KL", "neither true nor false"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_named(library: str, name: str, text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        import_config(written(tmp_path, name, text), library)
+
+
+def test_no_logger_of_verl_is_no_tracker(tmp_path: Path) -> None:
+    text = f"{VERL} trainer.logger=null"
+    assert import_config(written(tmp_path, "a.sh", text), "verl").config.tracking.sinks == []
+
+
+def test_references_of_a_yaml_file_are_followed(tmp_path: Path) -> None:
+    text = """
+        actor_rollout_ref: {actor: {use_kl_loss: "${algorithm.use_kl}", kl_loss_coef: "${algorithm.kl}"}}
+        algorithm: {adv_estimator: grpo, use_kl: "${switch}", kl: 0.25}
+        trainer: {project_name: p, experiment_name: "${trainer.project_name}-x", default_local_dir: "${oc.env:HOME}/o"}
+        switch: false
+    """
+    for on, coefficient in (("false", 0.0), ("true", 0.25)):
+        imported = import_config(written(tmp_path, "a.yaml", text.replace("switch: false", f"switch: {on}")), "verl")
+        assert imported.tree["algorithm"]["kl"]["coefficient"] == coefficient
+    assert imported.config.run_name == "p-x"
+    assert "trainer.default_local_dir=${oc.env:HOME}/o stays as it is written" in imported.approximated
+
+
+def test_one_name_of_a_module_is_a_list_of_one(tmp_path: Path) -> None:
+    for name, text in (
+        ("a.yaml", f"{GRPO_YAML}\nmodel_name_or_path: m\nuse_peft: true\nlora_target_modules: q_proj"),
+        ("a.py", "GRPOConfig()\nGRPOTrainer('m', peft_config=LoraConfig(target_modules='q_proj'))"),
+    ):
+        model = import_config(written(tmp_path, name, text), "trl").config.model
+        assert model.lora and model.lora.target_modules == ["q_proj"]
