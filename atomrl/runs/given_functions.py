@@ -45,7 +45,10 @@ def with_functions(
         if not isinstance(config.algorithm, PolicyObjective):
             raise ConfigError(f"algorithm.name={config.algorithm.name} has no advantage")
         imported.cache_clear()  # another function may have had the name before
-        tree["algorithm"]["advantage"] = {"type": "custom", "function": advantage if isinstance(advantage, str) else name_of(advantage)}
+        tree["algorithm"]["advantage"] = {
+            "type": "custom",
+            "function": advantage if isinstance(advantage, str) else name_of(advantage),
+        }
     if reward is not None:
         name = reward if isinstance(reward, str) else plain_name(reward)
         if not isinstance(reward, str):
