@@ -74,7 +74,7 @@ def check_held_out(config: RunConfig, train: Sequence[Sample], held_out: Sequenc
     both = [sample.sample_id for sample in held_out if content(sample) in seen]
     if both:
         log.warning(
-            "data.eval: %d of %d samples are in data.train too (such as %s): how well the model does on them is no "
+            "data.eval: %d of %d problems are in data.train too (such as %s): how well the model does on them is no "
             "measure of how it does on new ones",
             len(both), len(held_out), both[0],
         )  # fmt: skip
