@@ -16,11 +16,11 @@ __all__ = ["load_run", "train"]
 
 
 def train(
-    config: str | Path | RunConfig,
+    config: str | Path | RunConfig | Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,
-    reward: Callable[..., Any] | None = None,
-    advantage: Callable[..., Any] | None = None,
+    reward: Callable[..., Any] | str | None = None,
+    advantage: Callable[..., Any] | str | None = None,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
     callbacks: Sequence[Callable[[int, Mapping[str, float]], None]] = (),
     resume: bool = False,
@@ -31,10 +31,12 @@ def train(
     that gives them again can resume it.
 
     Args:
-        config: a YAML file, or a config.
-        overrides: `key=value`, as on the command line; of a file.
-        reward: in the place of `reward.functions`: `f(prompts, completions, **columns) -> list` (docs/rewards.md).
-        advantage: in the place of `algorithm.advantage`: `f(inputs: AdvantageInputs) -> Tensor`, [B] or [B, T].
+        config: a YAML file, or a config, or what a file would say as a mapping.
+        overrides: `key=value`, as on the command line.
+        reward: in the place of `reward.functions`: `f(prompts, completions, **columns) -> list` (docs/rewards.md), or
+            what a config calls it by (`./my_rewards.py:f`).
+        advantage: in the place of `algorithm.advantage`: `f(inputs: AdvantageInputs) -> Tensor`, [B] or [B, T], or the
+            path of one.
         rewards: functions of this process, by the name that `reward.functions` has for them.
         callbacks: called after each step with its number and metrics.
         resume: go on from the run's newest checkpoint.
@@ -56,12 +58,12 @@ def train(
     """
     from functools import partial
 
-    from atomrl.cli.config_arguments import load_config
-    from atomrl.config import RunConfig
+    from atomrl.cli.config_arguments import config_of
     from atomrl.runs import prepare_run, run_to_end
-    from atomrl.runs.given_functions import with_functions
+    from atomrl.runs.given_functions import check_functions, with_functions
 
-    loaded = config if isinstance(config, RunConfig) else load_config(config, overrides)
+    check_functions(reward, advantage, rewards, callbacks)
+    loaded = config_of(config, overrides)
     loaded, by_name = with_functions(loaded, reward, advantage)
     prepare = partial(prepare_run, loaded, {**(rewards or {}), **by_name} or None)
     return run_to_end(prepare(), prepare, resume, callbacks=callbacks)

@@ -25,6 +25,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return build_config(read_tree(path, parse_overrides(overrides)), str(path))
 
 
+def config_of(given: str | Path | RunConfig | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """A config with overrides, from whatever a script has: a file's path, a config, or what a file would say.
+
+    Raises:
+        ConfigError: any mistake, with its key; it is something else.
+    """
+    from atomrl.config import ConfigError, RunConfig, build_config, merge_trees, parse_overrides
+
+    if isinstance(given, str | Path):
+        return load_config(given, overrides)
+    if isinstance(given, RunConfig) and not overrides:
+        return given
+    if not isinstance(given, RunConfig | Mapping):
+        raise ConfigError(f"config={given!r}: give the path of a YAML file, a RunConfig, or a dict of a config's keys")
+    tree = given.to_tree() if isinstance(given, RunConfig) else dict(given)
+    return build_config(merge_trees(tree, parse_overrides(overrides)))
+
+
 def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     """A config file with changes, as a tree in AtomRL's own layout. What stands beside it is found from then on.
 

@@ -51,10 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
         check_writable(arguments.out)
     before: list[float | None] = [row.get("reward") for row in rows]
     with built(names, arguments) as rewards:
-        scored = score(rewards, rows, names)
+        scored, failures = score(rewards, rows, names)
+        if not any(value is not None for values in scored.values() for value in values):
+            why = "; ".join(failures.values()) or "each was given None"
+            raise ValueError(f"no value for any of {len(rows)} completions: {why}")
         print(f"{len(rows)} completions of {arguments.run}, steps {rows[0]['step']} to {rows[-1]['step']}")
         for name in names:
-            print("\n" + compared(name, rows, before, scored[name], arguments.show))
+            print("\n" + compared(name, rows, before, scored[name], failures.get(name), arguments.show))
         print("\n" + earned(rewards, rows, names, before, scored))
     if arguments.out is not None:
         extra = [{f"lab/{name}": scored[name][place] for name in names} for place in range(len(rows))]
@@ -98,18 +101,25 @@ def built(names: Sequence[str], arguments: argparse.Namespace) -> Iterator[Rewar
         rewards.close()
 
 
-def score(rewards: Rewards, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, list[float | None]]:
-    """What each reward gives each completion; None where it has no value."""
+def score(
+    rewards: Rewards, rows: Sequence[dict[str, Any]], names: Sequence[str]
+) -> tuple[dict[str, list[float | None]], dict[str, str]]:
+    """What each reward gives each completion, None where it has no value, and why the first of those has none."""
     from atomrl.cli.reward import to_trajectory
 
     known = ("prompt", "completion", "ground_truth", "data_source", "token_ids", "completion_tokens")
     bare = [{key: row[key] for key in known if row.get(key) is not None} for row in rows]
     scored = rewards.score([to_trajectory(str(place), row) for place, row in enumerate(bare)])
     parts = [part.name for part in rewards.parts]
-    return {name: [item.reward_parts.get(part) for item in scored] for name, part in zip(names, parts, strict=True)}
+    failed = [failure for item in scored for failure in item.reward_failures]
+    first = {one.reward: f"{one.kind}: {one.message}" for one in reversed(failed)}
+    values = {name: [item.reward_parts.get(part) for item in scored] for name, part in zip(names, parts, strict=True)}
+    return values, {name: first[part] for name, part in zip(names, parts, strict=True) if part in first}
 
 
-def compared(name: str, rows: Sequence[dict[str, Any]], before: Values, after: Values, show: int) -> str:
+def compared(
+    name: str, rows: Sequence[dict[str, Any]], before: Values, after: Values, failure: str | None, show: int
+) -> str:
     """How a reward differs from what the run earned."""
     from atomrl.cli.rollouts import in_full
     from atomrl.rewards.lab import disagreements, rankings
@@ -118,7 +128,8 @@ def compared(name: str, rows: Sequence[dict[str, Any]], before: Values, after: V
     none = sum(value is None for value in after)
     lines = [f"== {name}: mean {mean(after)} where the run earned {mean(before)}"]
     if none:
-        lines.append(f"no value for {none} of {len(rows)} completions")
+        why = f"; the first: {failure}" if failure else ""
+        lines.append(f"no value for {none} of {len(rows)} completions{why}")
     if found.pairs:
         lines += [
             f"pairs of a group: {found.pairs}; {found.turned} the other way round, {found.parted} no longer equal, "
@@ -148,7 +159,7 @@ def earned(
     tried = [(title, texts, 0) for title, texts in hacks(rows).items()]
     tried += [(title, texts, len(rows) - len(spoiled)) for title, texts in on_its_completions(spoiled)]
     for title, texts, first in tried:
-        found = score(rewards, texts, names)
+        found, _ = score(rewards, texts, names)
         marks = [mean(found[name]) + (" !" if above(found[name], scored[name][first:]) else "  ") for name in names]
         lines.append(f"  {title:<42}" + "".join(f"{mark:>20}" for mark in marks))
     lines.append("! earns as much as the run did, or more")

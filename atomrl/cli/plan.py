@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("\nof a fresh model there is no estimate from shapes; --probe measures it")
     if arguments.probe:
         found = forecast(config, prepared, folder)
-        fits = found.measured.peak_bytes <= budget
+        fits = fits and found.measured.peak_bytes <= budget  # the small steps seldom have rows as long as may come
         print_forecast(found, budget, place)
     if arguments.signal is not None:
         print("\nsignal:", *signal(config, folder, arguments.signal), sep="\n  ")

@@ -110,8 +110,10 @@ def table(runs: Sequence[Run]) -> list[str]:
         for place, (name, run) in enumerate(zip(names, runs, strict=True))
     ]
     for group in by_settings(runs):
-        if len(group) > 1:
-            rows.append([f"{len(group)} seeds: {names[group[0]]}, ...", "", "", *(_range(c, group) for c in found), ""])
+        seeds = len({str(runs[place].config.get("seed")) for place in group})
+        if seeds > 1:
+            many = f"{seeds} seeds" if seeds == len(group) else f"{seeds} seeds, {len(group)} runs"
+            rows.append([f"{many}: {names[group[0]]}, ...", "", "", *(_range(c, group) for c in found), ""])
     lines = _aligned([head, *rows])
     keys = differing_keys(runs)
     if keys:

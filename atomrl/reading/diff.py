@@ -174,10 +174,24 @@ def _step(a: Run, b: Run, step: int, tolerance: float) -> tuple[list[Difference]
         if one and other:
             compared |= set(OF_ROLLOUTS)
             found += _rollouts(one, other, step, split, tolerance)
-    if any(step in one.steps and step in other.steps for one, other in _tables(a, b)):
-        compared.add("metrics")
+        elif (one or other) and len(a.rollouts) and len(b.rollouts):  # else it is a note
+            compared.add("prompts")
+            found.append(_lone("prompts", f"rollouts of {split}", bool(one), step))
+    for name, tables in zip(("metrics", "an evaluation"), _tables(a, b), strict=True):
+        has = [step in table.steps for table in tables]
+        if any(has):
+            compared.add("metrics")
+        if has[0] != has[1]:
+            found.append(_lone("metrics", name, has[0], step))
+    if "metrics" in compared:
         found += _metrics(a, b, step, tolerance)
     return list({difference.part: difference for difference in reversed(found)}.values()), compared
+
+
+def _lone(part: Part, what: str, of_a: bool, step: int) -> Difference:
+    """What only one of the two has of a step that both have."""
+    has, lacks = ("A", "B") if of_a else ("B", "A")
+    return Difference(part, f"{has} has {what} at step {step}, {lacks} has not", step)
 
 
 def _tables(a: Run, b: Run) -> tuple[tuple[MetricTable, MetricTable], ...]:
@@ -207,15 +221,17 @@ def _rollouts(one: Rows, other: Rows, step: int, split: str, tolerance: float) -
 
 
 def _prompts(one: Rows, other: Rows) -> tuple[str, Key] | None:
-    """Prompts that only one of the two has, or that read otherwise."""
+    """Prompts that only one of the two has, that read otherwise, or have another answer."""
     for name, has, lacks in (("A", one, other), ("B", other, one)):
         alone = [key for key in has if key not in lacks]
         if alone:
             text = str(has[alone[0]].get("prompt"))[: 2 * CONTEXT]
             return f"{len(alone)} completions of {name} alone; the first is of {alone[0][0]}: {text!r}", alone[0]
     for key, row in one.items():
-        if row.get("prompt") != other[key].get("prompt"):
-            return _parting(str(row.get("prompt")), str(other[key].get("prompt"))), key
+        for name in ("prompt", "ground_truth"):
+            if row.get(name) != other[key].get(name):
+                parting = _parting(str(row.get(name)), str(other[key].get(name)))
+                return (parting if name == "prompt" else f"{name} of {key[0]}:\n{parting}"), key
     return None
 
 
@@ -224,11 +240,14 @@ Found = tuple[str, int | None] | None
 
 def _tokens(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) -> Found:
     left, right = (row.get("token_ids") or [] for row in (one, other))
-    if left == right:
+    if left == right and one.get("completion") == other.get("completion"):
         return None
+    texts = _parting(str(one.get("completion")), str(other.get("completion")))
+    if left == right:
+        return f"the text{' of the same ids' if left else ''}\n{texts}", None
     place = next((i for i, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), min(len(left), len(right)))
     ids = " | ".join(str(ids[place]) if place < len(ids) else "(ended)" for ids in (left, right))
-    return f"id {ids}\n{_parting(str(one.get('completion')), str(other.get('completion')))}", place
+    return f"id {ids}\n{texts}", place
 
 
 def _rewards(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) -> Found:

@@ -12,6 +12,7 @@ from typing import Any
 
 from atomrl.config import ConfigError, FSDPConfig, MegatronConfig, RolloutConfig, RunConfig
 from atomrl.data.generators import is_generator
+from atomrl.data.sources import COMPLETIONS
 from atomrl.environments.playing import EpisodeError, find_environment
 from atomrl.environments.python import python
 from atomrl.environments.tool_calls import find_form
@@ -61,11 +62,16 @@ def check_end(config: RunConfig, path: str, tokenizer: Any) -> None:
 
 
 def check_held_out(config: RunConfig, train: Sequence[Sample], held_out: Sequence[Sample]) -> None:
-    """A warning where problems of the evaluation are trained on. (Splits of a task are meant to be as they are.)"""
+    """A warning where samples of the evaluation are trained on. (Splits of a task are meant to be as they are.)"""
     if not held_out or is_generator(config.data.eval or ""):
         return
-    seen = {repr(sample.prompt) for sample in train}
-    both = [sample.sample_id for sample in held_out if repr(sample.prompt) in seen]
+
+    def content(sample: Sample) -> str:
+        return repr((sample.prompt, sample.columns.get(COMPLETIONS)))
+
+    wanted = {content(sample) for sample in held_out}
+    seen = {found for sample in train if (found := content(sample)) in wanted}
+    both = [sample.sample_id for sample in held_out if content(sample) in seen]
     if both:
         log.warning(
             "data.eval: %d of %d problems are in data.train too (such as %s): how well the model does on them is no "

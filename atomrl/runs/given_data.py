@@ -29,6 +29,7 @@ from atomrl.objective import PreferenceObjective
 from atomrl.objective.advantage_inputs import given
 from atomrl.runs.base import Evaluation, Run, identity
 from atomrl.runs.build import context_tokens, model_path, policy_tokenizer, with_steps
+from atomrl.runs.checks import check_held_out
 
 Split = Literal["train", "eval"]
 
@@ -52,8 +53,9 @@ class GivenDataRun(Run):
     def __init__(self, config: RunConfig, tokenizer: Any, context: int | None) -> None:
         self.config, self.tokenizer, self.context = config, tokenizer, context
         self.processor = DataProcessor(tokenizer, config.data)
+        self.held_out = self._tokenized("eval") if config.data.eval is not None else None  # most often the smaller
         self.train = self._tokenized("train")
-        self.held_out = self._tokenized("eval") if config.data.eval is not None else None
+        check_held_out(config, self.train.samples, self.held_out.samples if self.held_out else [])
         self.config = with_steps(config, len(self.train.samples))
         self.stream = PromptStream(self.train.samples, seed=config.seed, shuffle=config.data.shuffle)
 

@@ -58,11 +58,24 @@ def test_the_command(run, tmp_path, capsys):
     assert [value for name, value in first.items() if name.startswith("lab/")] == [1.0, 0.07]
 
 
-def test_a_reward_without_a_value_is_said(run, tmp_path, capsys):
-    (tmp_path / "mine.py").write_text("def needs(prompts, completions, level, **columns):\n    return level\n")
-    main(["lab", str(run), "--reward", f"{tmp_path}/mine.py:needs", "--workers", "1"])
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("columns['level']", "level"),
+        ("[1.0]", "1"),
+        ("[None for c in completions]", "None"),
+        ("[1.0 if '3' in c else float('nan') for c in completions]", None),
+    ],
+)
+def test_a_reward_without_a_value_is_said(run, tmp_path, capsys, body, said):
+    (tmp_path / "mine.py").write_text(f"def needs(prompts, completions, **columns):\n    return {body}\n")
+    code = main(["lab", str(run), "--reward", f"{tmp_path}/mine.py:needs", "--workers", "1"])
     captured = capsys.readouterr()
-    assert "no value for 16 of 16" in captured.out or "level" in captured.err
+    if said is None:
+        assert code == 0 and "no value for 12 of 16 completions; the first: " in captured.out
+    else:
+        assert code == 2 and "no value for any of 16 completions: " in captured.err and said in captured.err
+        assert captured.out == ""
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,14 @@ def folder(working_directory):
     return place
 
 
+def test_small_steps_that_fit_do_not_stand_for_long_rows_that_do_not(folder, monkeypatch):
+    measured = SimpleNamespace(measured=SimpleNamespace(peak_bytes=1))
+    monkeypatch.setattr("atomrl.runs.plan.forecast", lambda *given: measured)
+    monkeypatch.setattr("atomrl.cli.plan.print_forecast", lambda *given: None)
+    for size, code in (("1MiB", 1), ("900GiB", 0)):
+        assert main(["plan", "c.yaml", "--probe", "--memory", size]) == code
+
+
 def test_what_a_machine_has_left_is_what_is_available_within_the_limit_of_the_container(tmp_path):
     everything = available_memory(tmp_path)  # where nothing says more
     (tmp_path / "proc").mkdir()

@@ -48,6 +48,19 @@ def test_held_out_loss_before_between_and_after(folder, capsys):
     assert "missing.jsonl does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_rows_that_are_trained_on_and_held_out_are_warned_of(folder, command, caplog):
+    other = [{**row, "completion": "9", "chosen": "9"} for row in ROWS[:3]]  # of the same prompts
+    (folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*other, ROWS[3]]))
+    assert main([command, f"{command}.yaml", "data.eval=held.jsonl", "--dry-run"]) == 0
+    assert "data.eval: 1 of 4 problems are in data.train too" in caplog.text
+
+
+def test_held_out_data_that_are_missing_are_found_before_the_training_data_are_read(folder, capsys):
+    assert main(["sft", "sft.yaml", "data.train=none.jsonl", "data.eval=missing.jsonl"]) == 2
+    assert "missing.jsonl does not exist" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("command", "metric"), [("sft", "sft/nll_per_token"), ("dpo", "logps/chosen"),
                                                  ("dpo", "rewards/margins")])  # fmt: skip
 def test_the_temperature_of_rollouts_is_none_of_theirs(folder, command, metric):

@@ -8,7 +8,7 @@ import yaml
 
 import atomrl
 from atomrl.atoms.advantages import group_mean_baseline
-from atomrl.config import ConfigError
+from atomrl.config import ConfigError, build_config
 from tests.tiny import make_tiny_model
 
 CONFIG = {
@@ -91,3 +91,40 @@ def test_what_has_no_advantage_says_so(folder):
         atomrl.train("c.yaml", ["algorithm={name: dpo}"], advantage=lambda inputs: inputs.rewards)
     with pytest.raises(ConfigError, match="takes"):
         atomrl.train("c.yaml", advantage=lambda: None, reward=lambda **columns: [])
+
+
+def test_a_reward_and_an_advantage_by_their_paths(folder):
+    (folder / "mine.py").write_text(
+        "def length(prompts, completions, **columns):\n    return [len(text) / 10 for text in completions]\n"
+        "def twice(inputs):\n    return 2 * inputs.rewards\n"
+    )
+    atomrl.train("c.yaml", ["train.steps=1"], reward="./mine.py:length", advantage="./mine.py:twice")
+    for row in rollouts(folder):
+        assert row["reward"] == pytest.approx(len(row["completion"]) / 10)
+        assert row["advantage"] == pytest.approx(2 * row["reward"])
+
+
+@pytest.mark.parametrize("make", [dict, build_config])
+def test_overrides_of_a_config_that_is_no_file(folder, make):
+    atomrl.train(make(CONFIG), ["train.steps=1", "run_name=other"], reward=lambda prompts, **columns: [1.0] * 4)
+    assert len((folder / "runs/other/metrics.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"reward": 3}, "reward=3: give a function"),
+        ({"reward": "./nowhere.py:f"}, "no file ./nowhere.py"),
+        ({"advantage": ["f"]}, "advantage=.*: give a function"),
+        ({"advantage": "./nowhere.py:f"}, "no file ./nowhere.py"),
+        ({"rewards": len}, "rewards=.*: give a dict"),
+        ({"rewards": {"exact": 1}}, "rewards=.*: give a dict"),
+        ({"callbacks": ["x"]}, "callbacks=.*: give a list"),
+        ({"callbacks": 3}, "callbacks=3: give a list"),
+        ({"config": 3}, "config=3: give the path"),
+    ],
+)
+def test_what_is_no_function_is_refused_before_anything_is_loaded(folder, given, message):
+    with pytest.raises(ValueError, match=message):
+        atomrl.train(**{"config": "c.yaml"} | given)
+    assert not (folder / "runs").exists()

@@ -110,8 +110,33 @@ def test_a_run_without_rollouts_is_compared_by_metrics(tmp_path):
 def test_steps_whose_rollouts_only_one_has_are_not_called_the_same(tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", changes={(3, "p0", 0): {"reward": 3.0}})
     (b / "rollouts" / "step_000002" / "train.jsonl").unlink()
-    lines = diff_runs(load_run(a), load_run(b)).lines()
+    found = diff_runs(load_run(a), load_run(b))
+    assert (found.earliest.part, found.earliest.step) == ("prompts", 2)
+    lines = found.lines()
+    assert lines[lines.index("prompts: first at step 2 (in 1 of 3 steps)") + 1] == (
+        "  A has rollouts of train at step 2, B has not"
+    )
     assert "tokens: the same in 2 steps" in lines and "rewards: first at step 3 (in 1 of 2 steps)" in lines
+
+
+def test_metrics_of_a_step_that_only_one_has(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    lines = (b / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (a / "metrics.jsonl").write_text("".join(line for line in lines if '"step": 2' not in line))
+    found = diff_runs(load_run(a), load_run(b))
+    assert found.earliest.what == "B has metrics at step 2, A has not" and not found.same
+
+
+@pytest.mark.parametrize(
+    ("change", "part", "said"),
+    [
+        ({"ground_truth": "7"}, "prompts", "ground_truth of p1:\nA '1'\nB '7'"),
+        ({"completion": "it is 9"}, "tokens", "the text of the same ids\nA 'it is 2'\nB 'it is 9'"),
+    ],
+)
+def test_an_answer_and_a_text_of_the_same_ids(tmp_path, change, part, said):
+    found = compared(tmp_path, changes={(2, "p1", 0): change})
+    assert (found.earliest.part, found.earliest.step) == (part, 2) and said in found.earliest.what
 
 
 def test_data_that_only_one_has_recorded(tmp_path):
@@ -144,6 +169,15 @@ def test_compare_groups_seeds_and_shows_what_differs(tmp_path, capsys):
     ]
     assert not any(line.startswith("train.steps") for line in lines)
     assert picture.stat().st_size > 10_000
+
+
+def test_compare_calls_no_runs_of_one_seed_several_seeds(tmp_path, capsys):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        write_run(tmp_path / name, config={"seed": seed})
+    assert main(["compare", *(str(tmp_path / name) for name in "ab")]) == 0
+    assert "seeds" not in capsys.readouterr().out
+    assert main(["compare", *(str(tmp_path / name) for name in "abc")]) == 0
+    assert "2 seeds, 3 runs: a, ..." in capsys.readouterr().out
 
 
 def test_rollouts_are_shown_and_filtered(tmp_path, capsys):
