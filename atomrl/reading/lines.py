@@ -2,12 +2,15 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import yaml
 
+MAX_NESTING, MAX_VALUES = 100, 100_000
+"""Of a file with one mapping: levels, and values with those that aliases repeat."""
 BLOCK = 2**22
 """Bytes that are read at once."""
 MARK = 64
@@ -63,22 +66,59 @@ def read_mapping(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
         with open_file(path) as file:
             text = file.read().decode("utf-8", errors="replace")
-        # The loader in C is ten times as fast, and equally safe.
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        value = json.loads(text) if path.suffix == ".json" else loader(text).get_single_data()
-        flat_tree(value if isinstance(value, dict) else {})
+        value = json.loads(text) if path.suffix == ".json" else _parse_yaml(text)
+        _check_size(value)
     except FileNotFoundError:
         return {}
-    except RecursionError:  # too deep, or a mapping that holds itself, which YAML can say
+    except RecursionError:
         problems.append(f"{path.name} is nested without end")
         return {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        problems.append(f"{path.name} cannot be read: {str(error).splitlines()[0]}")
+    # The others are PyYAML's, of a tag whose value is none of its kind: `!!bool maybe`, `!!int ''`, `!!timestamp x`.
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, yaml.YAMLError) as error:
+        problems.append(f"{path.name} cannot be read: {(str(error) or repr(error)).splitlines()[0]}")
         return {}
     if not isinstance(value, dict):
         problems.append(f"{path.name} holds no mapping")
         return {}
     return cast(dict[str, Any], value)
+
+
+def _parse_yaml(text: str) -> Any:
+    # The loader in C is ten times as fast, and equally safe; but what its stack is too small for ends the process.
+    kind = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    depth = 0
+    for event in yaml.parse(text, kind):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_NESTING:
+            raise RecursionError
+    loader = kind(text)
+    node = loader.get_single_node()
+    _check_size(node)  # before aliases and merges make many of few
+    return None if node is None else loader.construct_document(node)
+
+
+def _check_size(value: Any) -> None:
+    """Refuse what would have no end: a list that holds itself, aliases that double with each level.
+
+    Raises:
+        RecursionError: it is nested too deep.
+        ValueError: it has too many values.
+    """
+    left, count = [(value, 0)], 0
+    while left:
+        value, depth = left.pop()
+        count += 1
+        if depth > MAX_NESTING:
+            raise RecursionError
+        if count > MAX_VALUES:
+            raise ValueError(f"it has more than {MAX_VALUES:,} values")
+        if isinstance(value, yaml.MappingNode):
+            inside: Iterable[Any] = chain.from_iterable(value.value)
+        elif isinstance(value, yaml.SequenceNode):
+            inside = value.value
+        else:
+            inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        left += [(one, depth + 1) for one in inside]
 
 
 class GrowingFile:

@@ -125,11 +125,24 @@ def _floats(values: Sequence[Any]) -> Floats:
     try:
         found = np.array(values, np.float64)  # None is NaN
     except (TypeError, ValueError, OverflowError):
-        found = np.array([value if isinstance(value, float) else np.nan for value in values], np.float64)
+        found = np.array([as_float(value) for value in values])
     if found.ndim != 1:
         return np.full(len(values), np.nan)
     found[np.isinf(found)] = np.nan
     return found
+
+
+def as_float(value: Any) -> float:
+    """A number as it is; NaN for all else, and for one that is too large.
+
+    Example:
+        >>> as_float(3), as_float("3"), as_float(10**400)
+        (3.0, nan, nan)
+    """
+    try:
+        return float(value) if isinstance(value, int | float) else float("nan")
+    except OverflowError:
+        return float("nan")
 
 
 def accuracies(names: Iterable[str]) -> dict[str, str]:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atomrl.reading.lines import loads, open_file
+from atomrl.reading.metrics import as_float
 
 Order = Literal["step", "reward", "advantage", "length"]
 Word = Literal["data_source", "finish_reason", "prompt_id"]
@@ -326,7 +327,7 @@ def _read_file(step: int, split: str, path: Path, identity: tuple[int, ...]) -> 
         ends=places[:, 1],
         text_starts=places[:, 2],
         text_ends=places[:, 3],
-        numbers={name: np.array([_number(row.get(name)) for row in rows], np.float64) for name in NUMBERS},
+        numbers={name: np.array([as_float(row.get(name)) for row in rows], np.float64) for name in NUMBERS},
         words={name: [sys.intern(str(row.get(name, ""))) for row in rows] for name in WORDS},  # few are different
         prompts=_prompt_hashes([row.get("prompt") for row in rows]),
         faults=faults,
@@ -339,10 +340,6 @@ def _row(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else float("nan")
 
 
 def _prompt_hashes(prompts: Sequence[Any]) -> list[str]:

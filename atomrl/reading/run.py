@@ -211,7 +211,7 @@ def load_run(path: str | Path) -> Run:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run's."""
-    return any((folder / name).is_file() for name in MARKS)
+    return any(os.path.isfile(folder / name) for name in MARKS)  # False in a folder that may not be entered, too
 
 
 def find_runs(root: str | Path) -> Iterator[Path]:

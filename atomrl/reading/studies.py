@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Any
 
 from atomrl.hints import said_as
@@ -60,14 +62,15 @@ class StudyTable:
 
 def is_study(folder: Path) -> bool:
     """Whether a folder is a study's."""
-    return all((folder / name).is_file() and not (folder / name).is_symlink() for name in (JOURNAL, SETTINGS))
+    places = [folder / name for name in (JOURNAL, SETTINGS)]
+    return all(os.path.isfile(place) and not os.path.islink(place) for place in places)
 
 
 def load_study(folder: str | Path) -> StudyTable:
     """The study in a folder: finished, under way or killed. Nothing is written.
 
     Raises:
-        ReadError: it is no study's folder, or its journal cannot be read.
+        ReadError: it is no study's folder, its journal cannot be read, or one of its files is of another form.
         ImportError: optuna is not installed.
     """
     place = Path(folder)
@@ -85,12 +88,21 @@ def load_study(folder: str | Path) -> StudyTable:
         study = optuna.load_study(study_name=STUDY_NAME, storage=storage)
         trials = [_row(trial) for trial in study.get_trials(deepcopy=False)]
         importance = _importance(study)
-    except (KeyError, ValueError, TypeError, OSError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, AssertionError, OSError) as error:
         raise ReadError(f"{place / JOURNAL} cannot be read: {error}") from None
+    window, space = about.get("window") or 1, about.get("space") or {}
+    if not isinstance(window, int) or not _is_mapping_of(space, dict | list):
+        raise ReadError(f"{place / SETTINGS}: window is no whole number, or space no mapping of choices and ranges")
+    if not isinstance(result.get("seeds") or [], list) or not _is_mapping_of(result.get("finals") or {}, list):
+        raise ReadError(f"{place / RESULT}: seeds are no list, or finals no mapping of lists")
     return StudyTable(
-        metric=str(about.get("metric", "")), window=int(about.get("window") or 1), space=dict(about.get("space") or {}),
-        trials=trials, importance=importance, result=result, problems=problems,
+        metric=str(about.get("metric", "")), window=window, space=space, trials=trials, importance=importance,
+        result=result, problems=problems,
     )  # fmt: skip
+
+
+def _is_mapping_of(value: Any, kind: type | UnionType) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, kind) for one in value.values())
 
 
 def _row(trial: Any) -> TrialRow:

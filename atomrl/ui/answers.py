@@ -83,6 +83,15 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         return given | {"errors": str(error).removeprefix("config:\n").splitlines()}
 
 
+def said(line: str) -> str:
+    """The answer to a question, both JSON. One that cannot be answered (a list that holds itself, which YAML can say)
+    is answered by an error, so that the process is there for the next."""
+    try:
+        return json.dumps(answer(json.loads(line)), default=str)
+    except Exception as error:
+        return json.dumps({"errors": [f"it cannot be read: {error!r}"]})
+
+
 def changed(tree: dict[str, Any], values: Mapping[str, str]) -> dict[str, Any]:
     """A config with other values of some keys, as a field of a form has them; an empty text takes the key out.
 
@@ -116,7 +125,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever else prints, prints elsewhere
     for line in sys.stdin:
-        answers.write(json.dumps(answer(json.loads(line)), default=str) + "\n")
+        answers.write(said(line) + "\n")
         answers.flush()
 
 

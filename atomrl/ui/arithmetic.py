@@ -18,7 +18,9 @@ from atomrl.objective.advantage import NoAdvantage
 from atomrl.types import Sample, Segment, Trajectory
 
 CLOSE = 1e-3
-"""Recorded numbers that differ by less, absolutely or by their share, are those that were computed."""
+"""Recorded numbers that differ by less, by their share or by that of the largest, are those that were computed."""
+NOTHING = 1e-6
+"""Below which an advantage is none."""
 
 
 def advantages(config: RunConfig, rows: Sequence[Mapping[str, Any]], group: Sequence[int]) -> dict[str, Any]:
@@ -49,8 +51,9 @@ def advantages(config: RunConfig, rows: Sequence[Mapping[str, Any]], group: Sequ
     computed = [found.get(place) for place in group]
     recorded = [rows[place]["advantage"] for place in group]
     pairs = list(zip(computed, recorded, strict=True))
+    close = max(NOTHING, CLOSE * max(abs(row["advantage"] or 0.0) for row in rows))
     if any((one is None) != (other is None) for one, other in pairs) or not all(
-        math.isclose(one, other, rel_tol=CLOSE, abs_tol=CLOSE) for one, other in pairs if one is not None
+        math.isclose(one, other, rel_tol=CLOSE, abs_tol=close) for one, other in pairs if one is not None
     ):
         return {"equation": equation, "why": "computed again they are others than those that were recorded"}
     rewards = [rows[place]["reward"] for place in group]
@@ -101,10 +104,11 @@ def line_through(rewards: Sequence[float | None], computed: Sequence[float | Non
     """
     points = [(r, a) for r, a in zip(rewards, computed, strict=True) if r is not None and a is not None]
     (low, under), (high, over) = min(points, default=(0.0, 0.0)), max(points, default=(0.0, 0.0))
-    if over - under < 1e-6 or high == low:
+    if over - under < NOTHING or high == low:
         return {}
     scale = (high - low) / (over - under)
     baseline = low - scale * under
-    if not all(math.isclose(a, (r - baseline) / scale, rel_tol=CLOSE, abs_tol=CLOSE) for r, a in points):
+    close = CLOSE * max(abs(a) for _, a in points)
+    if not all(math.isclose(a, (r - baseline) / scale, rel_tol=CLOSE, abs_tol=close) for r, a in points):
         return {}
     return {"baseline": baseline, "scale": scale}

@@ -63,6 +63,17 @@ def card(run: Run, run_id: str, name: str) -> dict[str, Any]:
     }
 
 
+def unreadable(run_id: str, name: str, error: Exception) -> dict[str, Any]:
+    """The same of a run that cannot be read, with why."""
+    said = f"it cannot be read: {error!r}"[:1000]
+    lacking = ("steps", "progress", "eta_s", "step_seconds", "started", "seed", "learning_rate", "model", "headline")
+    return dict.fromkeys((*lacking, "value", "accuracy")) | {
+        "id": run_id, "name": name, "kind": "", "algorithm": "", "status": "failed", "why": said, "step": 0,
+        "updated": 0.0, "spark": [[], []], "held_out": {}, "findings": [], "group": run_id, "problems": 1,
+        "error": said,
+    }  # fmt: skip
+
+
 def details(run: Run, run_id: str, name: str) -> dict[str, Any]:
     """What the page of a run shows beside its curves."""
     return card(run, run_id, name) | {

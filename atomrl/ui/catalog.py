@@ -15,7 +15,7 @@ from atomrl.reading import Run, find_runs
 from atomrl.reading.lock import is_held
 from atomrl.reading.state import FAILURE
 from atomrl.reading.studies import is_study
-from atomrl.ui.cards import card
+from atomrl.ui.cards import card, unreadable
 
 SCAN_S = 2.0
 """Seconds after which the folder is searched for new runs again."""
@@ -130,10 +130,13 @@ class Catalog:
         """What the list shows of a run; made anew where something has changed."""
         stamp = entry.look()
         if entry.stamp != stamp or not entry.card:
-            with self.reading(entry) as run:
-                if entry.stamp != stamp or not entry.card:
-                    entry.card = card(run, entry.id, entry.name)
-                    entry.stamp = stamp
+            try:
+                with self.reading(entry) as run:
+                    if entry.stamp != stamp or not entry.card:
+                        entry.card = card(run, entry.id, entry.name)
+                        entry.stamp = stamp
+            except Exception as error:  # of files that nobody thought of: the list has the other runs all the same
+                return unreadable(entry.id, entry.name, error)
         return entry.card
 
     def _scan(self) -> None:

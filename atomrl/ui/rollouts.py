@@ -71,11 +71,11 @@ def wanted(query: Mapping[str, str]) -> tuple[RolloutFilter, Order, bool]:
 def page(index: RolloutIndex, query: Mapping[str, str]) -> dict[str, Any]:
     """A page of the rollouts that pass a filter, with how their rewards and lengths are spread."""
     try:
-        offset, limit = max(0, int(query.get("offset") or 0)), min(MAX_ROWS, int(query.get("limit") or 50))
+        offset, limit = (max(0, int(query.get(name) or usual)) for name, usual in (("offset", 0), ("limit", 50)))
     except ValueError:
         raise BadQuestion("offset and limit are numbers") from None
     found = index.select(*wanted(query))
-    shown = found[offset : offset + limit]
+    shown = found[offset : offset + min(MAX_ROWS, limit)]
     return {
         "total": len(found),
         "of": len(index),
@@ -144,11 +144,18 @@ def group(index: RolloutIndex, step: int, split: str, place: int) -> dict[str, A
                 "advantage": advantage, "reward_parts": row.get("reward_parts") or {},
                 "reward_failures": row.get("reward_failures") or {}, "tokens": row.get("completion_tokens"),
                 "finish": row.get("finish_reason"), "versions": row.get("policy_versions") or [],
-                "answer": row.get("answer"), "episode": row.get("episode"),
+                "answer": row.get("answer"), "episode": _episode(row),
             }
             for member, row, reward, advantage in zip(members, rows, rewards, advantages, strict=True)
         ],
     }  # fmt: skip
+
+
+def _episode(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A row's episode; None where it has none, or one of another form."""
+    episode = row.get("episode")
+    turns = (episode.get("turns") or []) if isinstance(episode, dict) else None
+    return episode if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns) else None
 
 
 def trained_on(index: RolloutIndex, step: int, split: str, place: int) -> dict[str, Any]:
@@ -169,6 +176,18 @@ def trained_on(index: RolloutIndex, step: int, split: str, place: int) -> dict[s
     return {"rows": rows, "group": [places[member] for member in members if member in places]}
 
 
+def place_at(params: Mapping[str, str]) -> tuple[int, str, int]:
+    """Step, split and place in the address of a rollout.
+
+    Raises:
+        LookupError: there can be none.
+    """
+    step, place = params["step"], params["place"]
+    if not all(text.isascii() and text.isdigit() and len(text) <= 16 for text in (step, place)):
+        raise LookupError("there is no such rollout")
+    return int(step), params["split"], int(place)
+
+
 def arithmetic(rewards: Sequence[float | None], advantages: Sequence[float | None]) -> dict[str, Any]:
     """Mean and deviation of a group's rewards, and which formula gives the advantages that were recorded.
 
@@ -183,8 +202,9 @@ def arithmetic(rewards: Sequence[float | None], advantages: Sequence[float | Non
     given = [reward for reward in rewards if reward is not None]
     if not given:
         return {"mean": None, "std": None, "formula": None}
-    mean, count = float(np.mean(given)), len(given)
-    std = float(np.std(given, ddof=1)) if count > 1 else 0.0
+    count, same = len(given), max(given) == min(given)
+    mean = given[0] if same else float(np.mean(given))  # exactly, as is the deviation
+    std = 0.0 if same else float(np.std(given, ddof=1))
     formulas = {
         "z": [(reward - mean) / (std + 1e-6) for reward in given],
         "centred": [reward - mean for reward in given],
@@ -200,7 +220,7 @@ def arithmetic(rewards: Sequence[float | None], advantages: Sequence[float | Non
 
 
 def _close(one: Sequence[float], other: Sequence[float]) -> bool:
-    return bool(np.allclose(one, other, rtol=1e-3, atol=1e-3))
+    return bool(np.allclose(one, other, rtol=1e-3, atol=max(1e-6, 1e-3 * max(map(abs, other)))))
 
 
 def _steps_of_prompt(index: RolloutIndex, asked: int) -> list[list[int]]:
@@ -250,7 +270,10 @@ def token_numbers(
         group is from nothing (`ratio`: from 1); `masked` and `clipped`: which tokens are.
     """
     rows, given = table.rows_of(place), table.tokens
-    own = _recorded_at(table, rows, np.array(ids), token_places(episode, len(ids)))
+    try:
+        own = _recorded_at(table, rows, np.array(ids), token_places(episode, len(ids)))
+    except (TypeError, ValueError, AttributeError, LookupError, OverflowError, MemoryError):
+        own = _recorded_at(table, rows, np.array(ids), token_places(None, len(ids)))  # an odd episode is none
     if own is None:
         return None
     columns: dict[str, Any] = {name: given[key] for name, key in COLUMNS.items() if key in given}

@@ -66,9 +66,9 @@ class Routes:
             ("/api/runs/{id}/tail", self.tail),
             ("/api/runs/{id}/log", self.log),
             ("/api/runs/{id}/rollouts", self.rollouts),
-            ("/api/runs/{id}/rollouts/{step:int}/{split}/{place:int}", self.group),
-            ("/api/runs/{id}/rollouts/{step:int}/{split}/{place:int}/tokens", self.tokens),
-            ("/api/runs/{id}/rollouts/{step:int}/{split}/{place:int}/advantages", self.advantages),
+            ("/api/runs/{id}/rollouts/{step}/{split}/{place}", self.group),
+            ("/api/runs/{id}/rollouts/{step}/{split}/{place}/tokens", self.tokens),
+            ("/api/runs/{id}/rollouts/{step}/{split}/{place}/advantages", self.advantages),
             ("/api/runs/{id}/prompts/{prompt}", self.prompt),
             ("/api/compare", self.compare),
             ("/api/compare/difference", self.difference),
@@ -167,19 +167,16 @@ class Routes:
             return answer(request, rollouts.page(run.rollouts, request.query_params))
 
     def group(self, request: Request) -> Response:
-        at = request.path_params
         with self._reading(request) as (_, run), _questions():
-            return answer(request, rollouts.group(run.rollouts, at["step"], at["split"], at["place"]))
+            return answer(request, rollouts.group(run.rollouts, *rollouts.place_at(request.path_params)))
 
     def tokens(self, request: Request) -> Response:
-        at = request.path_params
         with self._reading(request) as (_, run), _questions():
-            return answer(request, rollouts.tokens(run, at["step"], at["split"], at["place"]))
+            return answer(request, rollouts.tokens(run, *rollouts.place_at(request.path_params)))
 
     def advantages(self, request: Request) -> Response:
-        at = request.path_params
         with self._reading(request) as (_, run), _questions():
-            config, step = run.config, rollouts.trained_on(run.rollouts, at["step"], at["split"], at["place"])
+            config, step = run.config, rollouts.trained_on(run.rollouts, *rollouts.place_at(request.path_params))
         return answer(request, self.questions.advantages(config, step))
 
     def prompt(self, request: Request) -> Response:
@@ -256,13 +253,14 @@ class Routes:
 
     async def launch(self, request: Request) -> Response:
         given, launcher = await _given(request), self._launcher()
+        given = {name: given.get(name) for name in ("yaml", "from")}  # what is checked is what is started
         checked = await asyncio.to_thread(self._check, given)
         if checked.get("errors"):
             raise HTTPException(400, "\n".join(checked["errors"]))
         if checked.get("failed"):
             raise HTTPException(503, checked["failed"])
         with _launching():
-            about = str(given["yaml"]), checked["kind"], checked["run_dir"], self._home(given)
+            about = str(given["yaml"] or ""), checked["kind"], checked["run_dir"], self._home(given)
             launched = await asyncio.to_thread(launcher.start, *about)
         return answer(request, launched)
 
@@ -330,14 +328,17 @@ def answer(request: Request, content: Any) -> Response:
     return Response(body, media_type="application/json", headers=headers)
 
 
-def _clean(value: Any) -> Any:
+def _clean(value: Any, depth: int = 0) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
+    if depth > 200:  # JSON of more levels cannot be written
+        return "…"
     if isinstance(value, dict):
-        return {_clean(key): _clean(item) for key, item in value.items()}
+        return {_clean(key): _clean(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_clean(item) for item in value]
-    return str(value) if isinstance(value, int) and value.bit_length() > 63 else value
+        return [_clean(item, depth + 1) for item in value]
+    large = isinstance(value, int) and value.bit_length() > 63
+    return (str if value.bit_length() < 10_000 else hex)(value) if large else value  # Python writes not all digits
 
 
 def read_log(path: Path, after: int) -> dict[str, Any]:

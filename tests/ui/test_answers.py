@@ -1,8 +1,10 @@
 """Configs as a page has them are read as a command reads their files."""
 
+import json
+
 import pytest
 
-from atomrl.ui.answers import answer
+from atomrl.ui.answers import answer, said
 
 OWN = "run_name: x\nmodel: {path: m}\ndata: {train: chain}\nseed: 1\n"
 SIX = """
@@ -35,3 +37,7 @@ def test_a_field_of_the_form_makes_a_config_of_the_own_layout_of_six_sections():
 )
 def test_what_a_command_would_refuse_is_refused(text, message):
     assert message in "\n".join(answer({"yaml": text})["errors"])
+
+
+def test_a_question_that_cannot_be_answered_is_answered_by_an_error():
+    assert "cannot be read" in json.loads(said(json.dumps({"yaml": "a: &a [*a]"})))["errors"][0]

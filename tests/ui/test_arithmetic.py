@@ -15,7 +15,7 @@ from atomrl.reading import Run
 from atomrl.tracking.run_directory import rollout_rows
 from atomrl.types import Sample, Segment, Trajectory
 from atomrl.ui.answers import answer
-from atomrl.ui.arithmetic import advantages
+from atomrl.ui.arithmetic import advantages, line_through
 from atomrl.ui.rollouts import arithmetic, prompt_text, trained_on
 from tests.tracking.helpers import make_config
 from tests.ui.made import make_run
@@ -42,6 +42,27 @@ def test_grpo_s_own_advantages_are_explained():
 def test_formulas_are_told_apart(advantages, formula):
     found = arithmetic(REWARDS, advantages)
     assert found["formula"] == formula and found["mean"] == 0.375
+
+
+def test_rewards_that_are_the_same_deviate_by_nothing():
+    found = arithmetic([0.1, 0.1, 0.1], [0.0, 0.0, 0.0])  # of which numpy's deviation is 1.7e-17
+    assert (found["mean"], found["std"]) == (0.1, 0.0)
+
+
+def test_formulas_of_small_rewards_are_told_apart():
+    assert arithmetic([8e-4, 0.0], [8e-4, -8e-4])["formula"] == "others"
+    assert arithmetic([8e-4, 0.0], [4e-4, -4e-4])["formula"] == "centred"
+    assert line_through([8e-4, 0.0, 4e-4], [4e-4, -4e-4, 3e-4]) == {}
+
+
+def test_small_advantages_are_not_taken_for_others(tmp_path):
+    items, config = drawn(False), make_config(tmp_path, algorithm={"name": "dr_grpo"})
+    items = [replace(item, reward=item.reward * 1e-4, part_weights={"a": 2e-4, "b": 1e-4}) for item in items]
+    recorded = mean_advantages(credited(objective_in(config), to_rows(items)))
+    lines = rollout_rows(1, items, recorded)
+    assert "computed" in advantages(config, lines, [0, 1, 2, 3])
+    twice = [line | {"advantage": 2 * line["advantage"]} for line in lines]
+    assert "others than those that were recorded" in advantages(config, twice, [0, 1, 2, 3])["why"]
 
 
 def test_groups_without_rewards_or_with_one():

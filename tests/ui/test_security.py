@@ -86,6 +86,12 @@ def test_without_the_token_nothing_is_answered(client, path):
     assert b"hunter2" not in client.ask("GET", path).body
 
 
+@pytest.mark.parametrize("other", ['theme={"mode":"dark"}', "a b=c", "=", "odd", "x=é"])
+def test_an_odd_cookie_of_another_server_locks_nobody_out(client, other):
+    for cookies in (f"{other}; {client.cookie}", f"{client.cookie};{other}"):
+        assert client.ask("GET", "/api/runs", Cookie=cookies).status == 200
+
+
 def test_the_token_is_not_in_what_is_answered_and_its_cookie_is_hidden_from_scripts(client):
     token = client.address.partition("token=")[2]
     opened = client.ask("GET", f"/?token={token}")

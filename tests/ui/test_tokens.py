@@ -1,5 +1,6 @@
 """The recorded numbers of tokens, as a page gets them."""
 
+import json
 from dataclasses import asdict
 
 import numpy as np
@@ -10,7 +11,7 @@ from atomrl.episodes import Episode, Turn
 from atomrl.reading import load_run
 from atomrl.reading.tokens import TokenTable
 from atomrl.types import Sample, Segment, Trajectory
-from atomrl.ui.rollouts import token_numbers, token_places, tokens
+from atomrl.ui.rollouts import group, token_numbers, token_places, tokens
 from tests.ui.made import make_run, record_tokens
 
 
@@ -38,6 +39,20 @@ def test_what_is_not_recorded_has_none(run):
     found = tokens(run, 1, "train", 4)
     assert found["numbers"] is None and found["recorded"] == [0]  # of another group
     assert tokens(run, 2, "train", 0)["numbers"] is None  # of another step
+
+
+@pytest.mark.parametrize(
+    "episode", [[1], {"turns": [7]}, {"turns": [{"sees_from": "x"}]}, {"turns": [{}, {"sees_from": 9}]}]
+)
+def test_an_episode_of_another_form_is_none(tmp_path, episode):
+    folder = make_run(tmp_path / "one", steps=1)
+    record_tokens(folder, 1)
+    path = folder / "rollouts" / "step_000001" / "train.jsonl"
+    path.write_text("".join(json.dumps(json.loads(line) | {"episode": episode}) + "\n" for line in path.open()))
+    run = load_run(folder)
+    assert tokens(run, 1, "train", 1)["numbers"]["clipped"] == [2]
+    shown = group(run.rollouts, 1, "train", 1)["members"][1]["episode"]
+    assert shown is None or all(isinstance(turn, dict) for turn in shown["turns"])
 
 
 def test_a_record_of_other_tokens_is_not_shown(tmp_path):

@@ -56,6 +56,13 @@ function summary(title, series) {
   return `${title}: ${parts.join("; ")}`;
 }
 
+/** What stands at an axis: with as many digits as tell its values apart. */
+function ticks(_, values) {
+  const gap = values.length > 1 ? Math.abs(values[1] - values[0]) : 0;
+  const digits = gap ? Math.ceil(Math.log10(Math.max(...values.map(Math.abs)) / gap)) + 1 : 3;
+  return values.map((value) => number(value, Math.max(3, Math.min(digits, 15))));
+}
+
 /** What a curve is drawn between: with some air, also where it is flat. */
 function around(_, low, high) {
   if (low === null || high === null) return [0, 1];
@@ -204,7 +211,7 @@ export function Chart({ title, series, findings = [], evaluations = [], onStep, 
         legend: { live: true, markers: { width: 0, fill: (_, i) => samples[i] || "none" } },
         cursor: { y: false, sync: sync ? { key: sync } : undefined, focus: { prox: 16 }, drag: { x: true, y: false } },
         scales: { x: { time: false }, y: { range: around } },
-        axes: [{ ...axis, size: 26, gap: 2 }, { ...axis, size: 52, gap: 3, values: (_, values) => values.map((value) => number(value)) }],
+        axes: [{ ...axis, size: 26, gap: 2 }, { ...axis, size: 52, gap: 3, values: ticks }],
         series: [
           { label: t("step"), value: (_, value) => (value === null || value === undefined ? "" : String(value)) },
           ...series.flatMap(drawnOf),
@@ -294,7 +301,7 @@ export function useCurves(id, names, range) {
       const found = await get(`/api/runs/${id}/tail?after=${curves.step}&resumed=${curves.resumed}`);
       const longest = Math.max(0, ...[...curves.train.values()].map((curve) => curve.x.length));
       if (found.rewritten || longest > 3 * POINTS || range[1] < 2 ** 52) await load();
-      else if (found.steps.length) {
+      else if (found.steps.length || found.evaluations !== curves.evaluations) {
         const train = new Map(curves.train);
         for (const name of names) {
           const added = found.columns[name];
@@ -304,7 +311,7 @@ export function useCurves(id, names, range) {
           train.set(name, { x: [...old.x, ...there.map(([step]) => step)], y: [...old.y, ...there.map(([, value]) => value)] });
         }
         const evaluations = found.evaluations === curves.evaluations ? curves.eval : (await getCurves(id, names, POINTS)).eval;
-        setCurves({ ...curves, step: found.steps[found.steps.length - 1], train, eval: evaluations, evaluations: found.evaluations });
+        setCurves({ ...curves, step: found.steps[found.steps.length - 1] ?? curves.step, train, eval: evaluations, evaluations: found.evaluations });
       }
     } catch (failure) {
       setError(failure);

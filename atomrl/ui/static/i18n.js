@@ -1,6 +1,7 @@
 // The words of the pages, in English and Chinese: key: [English, Chinese].
 export const WORDS = {
   ago: ["{time} ago", "{time}前"], left: ["{time} left", "剩余 {time}"], left_sentence: ["About {time} left.", "大约还需 {time}。"],
+  s: ["{n} s", "{n} 秒"], min: ["{n} min", "{n} 分"], h: ["{n} h", "{n} 小时"], d: ["{n} d", "{n} 天"],
   running: ["running", "运行中"], finished: ["finished", "已完成"], stopped: ["stopped", "已停止"], failed: ["failed", "失败"],
   gone: ["This is not there (any more).", "不存在（或已被删除）。"], unauthorized: ["Open the address that `atomrl ui` printed.", "请打开 `atomrl ui` 输出的地址。"],
   loading: ["Reading…", "读取中…"], lost: ["The server does not answer; trying again…", "服务器没有响应，正在重试…"],

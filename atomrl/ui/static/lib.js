@@ -157,6 +157,7 @@ export function useThrottled(call, ms) {
 
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value !== "number") return String(value);
   const size = Math.abs(value);
   if (value === 0) return "0";
   if (Number.isInteger(value) && size < 1e6) return String(value);
@@ -167,16 +168,16 @@ export function number(value, digits = 3) {
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   const s = Math.round(seconds);
-  if (s < 60) return `${s} s`;
-  if (s < 3600) return `${Math.floor(s / 60)} min ${String(s % 60).padStart(2, "0")} s`;
+  if (s < 60) return t("s", { n: s });
+  if (s < 3600) return `${t("min", { n: Math.floor(s / 60) })} ${t("s", { n: String(s % 60).padStart(2, "0") })}`;
   const hours = Math.floor(s / 3600);
-  return hours < 48 ? `${hours} h ${Math.floor((s % 3600) / 60)} min` : `${Math.round(hours / 24)} d`;
+  return hours < 48 ? `${t("h", { n: hours })} ${t("min", { n: Math.floor((s % 3600) / 60) })}` : t("d", { n: Math.round(hours / 24) });
 }
 
 export function ago(time) {
   if (!time) return "–";
   const s = Math.max(0, Date.now() / 1000 - time);
-  const said = s < 3600 ? (s < 60 ? duration(s) : `${Math.floor(s / 60)} min`) : s < 172800 ? `${Math.floor(s / 3600)} h` : duration(s);
+  const said = s < 3600 ? (s < 60 ? duration(s) : t("min", { n: Math.floor(s / 60) })) : s < 172800 ? t("h", { n: Math.floor(s / 3600) }) : duration(s);
   return t("ago", { time: said });
 }
 
@@ -224,10 +225,19 @@ export function Spark({ points }) {
   return html`<svg class="spark" viewBox="0 0 100 24" aria-hidden="true"><polyline points=${path.join(" ")} /></svg>`;
 }
 
+/** A part of an address in plain characters; one that is none, as with a stray %, as it is. */
+function plain(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
 /** Where we are: path and query of the address behind the #. */
 export function place() {
   const [path, query] = location.hash.slice(1).split("?");
-  return { path: (path || "/").split("/").filter(Boolean).map(decodeURIComponent), query: new URLSearchParams(query || "") };
+  return { path: (path || "/").split("/").filter(Boolean).map(plain), query: new URLSearchParams(query || "") };
 }
 
 export function link(parts, query) {
@@ -251,6 +261,15 @@ export function useKeys(keys) {
     };
     addEventListener("keydown", pressed);
     return () => removeEventListener("keydown", pressed);
+  }, []);
+}
+
+/** Render again now and then: how long ago something was changes by itself. */
+export function useClock() {
+  const [, setNow] = useState(0);
+  useEffect(() => {
+    const timer = setInterval(() => document.hidden || setNow(Date.now()), 10_000);
+    return () => clearInterval(timer);
   }, []);
 }
 

@@ -1,5 +1,5 @@
 // Completions: a list that is filtered and sorted, the group of one with its arithmetic, a prompt through the run.
-import { html, h, useState, useEffect, useMemo, useRef, useGet, useKeys, number, link, Failure, Loading, visible } from "./lib.js";
+import { html, h, useState, useEffect, useMemo, useRef, useGet, useKeys, number, link, place, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 
 const PAGE = 50;
@@ -26,6 +26,7 @@ function Field({ name, query, change, type = "number", ...more }) {
   const [text, setText] = useState(query.get(name) || "");
   const timer = useRef(0);
   useEffect(() => setText(query.get(name) || ""), [query.get(name)]);
+  useEffect(() => () => clearTimeout(timer.current), []);
   const typed = (event) => {
     setText(event.target.value);
     clearTimeout(timer.current);
@@ -76,7 +77,11 @@ export function Rollouts({ run, rest, query }) {
   for (const name of FIELDS) if (query.get(name)) asked.set(name, query.get(name));
   asked.set("limit", String(PAGE));
   const [found, error, , fresh] = useGet(`/api/runs/${run.id}/rollouts?${asked}`, [run.id]);
-  const change = (values) => go(run, query, values, rest);
+  // To the address as it is by then: what was typed just before may be in it by now, and not yet on the page.
+  const change = (values) => {
+    const now = place();
+    go(run, now.query, values, now.path.slice(3));
+  };
   const rows = found ? found.rows : [];
   const at = rest.length === 3 ? rows.findIndex((row) => String(row.step) === rest[0] && row.split === rest[1] && String(row.place) === rest[2]) : -1;
   const open = (index) => {

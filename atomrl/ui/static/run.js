@@ -19,7 +19,7 @@ function verdict(run) {
   else if (run.findings.length) lines.push(t("verdict_warnings", { n: run.findings.length, step: run.findings[0].step, name: run.findings[0].id.replaceAll("_", " ") }));
   else if (run.step) lines.push(t("verdict_healthy"));
   for (const source of Object.keys(run.held_out)) {
-    const metric = run.evaluations.find((name) => name === `val-core/${source}/acc/mean@1` || name === `eval/${source}_accuracy`);
+    const metric = run.evaluations.find((name) => name.startsWith(`val-core/${source}/acc/mean@`) || name === `eval/${source}_accuracy`);
     const given = run.evaluated.filter((row) => row.values[metric] !== null && row.values[metric] !== undefined);
     if (given.length > 1) lines.push(t("verdict_accuracy", { source, from: number(given[0].values[metric]), to: number(given[given.length - 1].values[metric]), step: given[given.length - 1].step }));
     else if (given.length === 1) lines.push(t("verdict_accuracy_one", { source, value: number(given[0].values[metric]), step: given[0].step }));

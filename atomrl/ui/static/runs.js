@@ -1,5 +1,5 @@
 // Every run below the folder: which needs me, how far, how good.
-import { html, get, useState, useEffect, useMemo, useRef, useLive, useKept, useKeys, number, duration, ago, link, Status, Spark, Failure, Loading, visible } from "./lib.js";
+import { html, get, useState, useEffect, useMemo, useRef, useLive, useKept, useKeys, useClock, number, duration, ago, link, Status, Spark, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 
 /** [{folder, launch, runs}, error], live: what changes is asked for alone. */
@@ -64,6 +64,7 @@ function need(run) {
 }
 
 export function heldOut(run) {
+  if ("all" in run.held_out) return run.held_out.all; // of several data sources, by their prompts
   const values = Object.values(run.held_out).filter((value) => value !== null);
   return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 }
@@ -98,6 +99,7 @@ function mean(values) {
 
 export function Runs() {
   const [found, error] = useRuns();
+  useClock();
   const [text, setText] = useState("");
   const [order, setOrder] = useKept("order", "needs");
   const [grouped, setGrouped] = useKept("grouped", "no");

@@ -1,0 +1,52 @@
+"""What pages make of odd values, odd addresses, quick typing and an evaluation that comes last, in a real browser."""
+
+from __future__ import annotations
+
+import json
+
+from tests.ui.browser.conftest import until
+from tests.ui.made import make_run, serving
+
+
+def test_odd_values_and_several_sources_are_shown(tab):
+    page = tab().open("/%", "table.runs")  # no address that can be read
+    found = page.evaluate(
+        """async () => {
+            const { number, duration } = await import("/static/lib.js");
+            const { heldOut } = await import("/static/runs.js");
+            const { setLanguage } = await import("/static/i18n.js");
+            setLanguage("zh");
+            const said = [...["1e-3", true, [1, 2], null, 0.5].map((value) => number(value)), duration(3700)];
+            setLanguage("en");
+            const held = [{ a: 0, b: 1, all: 0.25 }, { a: 0, b: 1 }].map((held_out) => heldOut({ held_out }));
+            return [...said, duration(75), ...held];
+        }"""
+    )
+    assert found == ["1e-3", "true", "1,2", "–", "0.5", "1 小时 1 分", "1 min 15 s", 0.25, 0.5]
+
+
+def test_filters_that_are_typed_in_quick_succession_are_all_kept(tab):
+    page = tab().open("/run/{seed-1}/rollouts", "table.rollouts")
+    page.evaluate(
+        """() => {
+            for (const [id, text] of [["f-text", "is"], ["f-first_step", "2"], ["f-last_step", "3"]]) {
+                const field = document.getElementById(id);
+                field.value = text;
+                field.dispatchEvent(new Event("input", { bubbles: true }));
+            }
+        }"""
+    )
+    wanted = {"text=is", "first_step=2", "last_step=3"}
+    until(lambda: wanted <= set(page.evaluate("location.hash").partition("?")[2].split("&")), 20)
+
+
+def test_an_evaluation_after_the_last_step_is_drawn(tab, tmp_path):
+    folder = make_run(tmp_path / "live", steps=2)
+    with serving(tmp_path) as (client, _):
+        page = tab(client).open(f"/run/{client.id_of('live')}", ".chart canvas")
+        chart = page.locator(".chart", has_text="Accuracy").locator(".plot")
+        until(lambda: "0.25 (step 0)" in chart.get_attribute("aria-label"))
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 2, "val-core/sums/acc/mean@1": 0.875}) + "\n")
+        until(lambda: "to 0.875 (step 2)" in chart.get_attribute("aria-label"), 20)
+        page.goto("about:blank")
