@@ -217,13 +217,11 @@ def translate(path: Path) -> Translation:
 
 def _data(t: Translation) -> None:
     for key, name in (("data.train", "data.prompt_dataset"), ("data.eval", "eval.dataset")):
-        if (given := t(name)) is not None:
-            on_hub = not str(given).startswith((".", "/", "~")) and "." not in str(given).rpartition("/")[2]
-            file = str(given).rpartition("/")[2] + ".parquet" if on_hub else str(given)
-            why = (
-                "nothing is downloaded: write it once with datasets.load_dataset(...).to_parquet(...)" if on_hub else ""
-            )
-            t.put(key, file, name, because=why)
+        files = [_file(given.strip()) for given in _listed(t(name))]
+        if files:
+            why = "nothing is downloaded: write it once with datasets.load_dataset(...).to_parquet(...)"
+            on_hub = any(file not in str(t(name)) for file in files)
+            t.put(key, files[0] if len(files) == 1 else files, name, because=why if on_hub else "")
     t.put("data.answer_field", t("data.label_key"), "data.label_key")
     if t("data.max_samples") is not None and (most := t.whole("data.max_samples")) < 1e8:
         t.put("data.train_size", most, "data.max_samples")
@@ -385,6 +383,13 @@ def _reward(t: Translation) -> None:
         t.nearly("the file names no reward; reward.functions is strict_math")
     else:
         t.put("reward.functions", functions, "reward.remote_url", "reward.model_name_or_path")
+
+
+def _file(given: str) -> str:
+    """A file or folder as it is given; of a hub's data set the file that it is to be written to."""
+    if given.startswith((".", "/", "~")) or given.endswith((".json", ".jsonl", ".csv", ".parquet", ".gz")):
+        return given
+    return given.rpartition("/")[2] + ".parquet"
 
 
 def _listed(value: Any) -> list[str]:

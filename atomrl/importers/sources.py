@@ -1,6 +1,5 @@
 """What a config of another library says, as keys with values: of a YAML file, a shell script, or a Python file."""
 
-import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -101,87 +100,6 @@ def _flag_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             yield flag, True if not values else values[0] if len(values) == 1 else values
         flag, equals, value = word[2:].partition("=")
         values = [_value(value)] if equals else []
-
-
-def read_calls(path: Path, *callables: str) -> tuple[dict[str, Given], list[str]]:
-    """The keyword arguments of some calls in a Python file, where they are literals or names of literals.
-
-    Returns:
-        For each callable that is called its keywords, a call's place 0, 1, ... among them for arguments without a
-        keyword; and what is no literal. A name that is no literal is `Name`.
-
-    Raises:
-        ConfigError: it is no Python.
-    """
-    try:
-        module = ast.parse(text_of(path), str(path))
-    except SyntaxError as error:
-        raise ConfigError(f"{path}:{error.lineno}: not valid Python: {error.msg}") from None
-    names = _literal_names(module)
-    found: dict[str, Given] = {}
-    notes: list[str] = []
-    for node in ast.walk(module):
-        if not isinstance(node, ast.Call) or (called := _called(node)) not in callables:
-            continue
-        if called in found:
-            notes.append(f"{path.name}:{node.lineno}: {called} is called again; the first call was taken")
-            continue
-        arguments = [
-            *((str(i), value) for i, value in enumerate(node.args)),
-            *((k.arg or "**", k.value) for k in node.keywords),
-        ]
-        found[called] = {}
-        for name, value in arguments:
-            try:
-                found[called][name] = _literal(value, names)
-            except ValueError:
-                text = ast.unparse(value)
-                if isinstance(value, ast.Name) or (isinstance(value, ast.List) and value.elts):
-                    found[called][name] = Name(text)
-                elif not (isinstance(value, ast.Call) and _called(value) in callables):  # which is read by itself
-                    notes.append(
-                        f"{path.name}:{value.lineno}: {called}({name}={text}) is no literal, so it was not read"
-                    )
-    return found, notes
-
-
-def _called(node: ast.Call) -> str:
-    return ast.unparse(node.func).rpartition(".")[2]
-
-
-class Name(str):
-    """What stands in a Python file where no literal does."""
-
-
-def _literal_names(module: ast.Module) -> dict[str, Any]:
-    """Names that are given a literal once."""
-    values: dict[str, list[ast.expr]] = {}
-    for node in ast.walk(module):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            values.setdefault(node.targets[0].id, []).append(node.value)
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For) and isinstance(node.target, ast.Name):
-            values.setdefault(node.target.id, []).extend(
-                [node.value] if isinstance(node, ast.AnnAssign) and node.value else [node.target] * 2
-            )
-    literals = {}
-    for name, given in values.items():
-        try:
-            literals[name] = ast.literal_eval(given[0]) if len(given) == 1 else _refuse()
-        except ValueError:
-            continue
-    return literals
-
-
-def _refuse() -> Any:
-    raise ValueError("given more than once")
-
-
-def _literal(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    if isinstance(node, ast.Name) and node.id in names:
-        return names[node.id]
-    if isinstance(node, ast.List):
-        return [_literal(item, names) for item in node.elts]
-    return ast.literal_eval(node)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Given:

@@ -7,12 +7,17 @@ from pathlib import Path
 
 from atomrl.config import ConfigError
 from atomrl.importers import trl_given, trl_grpo, trl_shared
+from atomrl.importers.python_calls import Name, read_calls
 from atomrl.importers.shell import read_script
-from atomrl.importers.sources import Given, Name, read_calls, read_flags, text_of
+from atomrl.importers.sources import Given, read_flags, text_of
 from atomrl.importers.translation import Translation
 
 PEFT_DEFAULTS: Given = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 """Of `LoraConfig` itself."""
+MAY_BE_UNREAD = frozenset({
+    "0", "output_dir", "run_name", "logging_dir", "report_to", "project", "hub_model_id", "hub_token", "push_to_hub",
+})  # fmt: skip
+"""Of a config: what says nothing of the training."""
 PEFT_NAMES = {"r": "lora_r", "target_modules": "lora_target_modules"}
 
 
@@ -86,11 +91,12 @@ def _read(path: Path, trainer: str | None) -> tuple[str, Given, list[str], int |
 
 def _read_python(path: Path, trainer: str | None) -> tuple[str, Given, list[str]]:
     names = [f"{one.called}{kind}" for one in TRAINERS.values() for kind in ("Config", "Trainer")]
-    calls, notes = read_calls(path, *names, "LoraConfig", "load_dataset")
+    configs = [*(called for called in names if called.endswith("Config")), "LoraConfig"]
+    calls, notes = read_calls(path, [*names, "LoraConfig", "load_dataset"], configs, MAY_BE_UNREAD)
     there = {name for name, one in TRAINERS.items() if f"{one.called}Config" in calls}
     if not there:
-        configs = ", ".join(f"{one.called}Config(...)" for one in TRAINERS.values())
-        raise ConfigError(f"{path} calls no {configs.replace(', Reward', ' or Reward')}")
+        known = ", ".join(f"{one.called}Config(...)" for one in TRAINERS.values())
+        raise ConfigError(f"{path} calls no {known.replace(', Reward', ' or Reward')}")
     name = _only(path, there, trainer)
     given = dict(calls.get(f"{TRAINERS[name].called}Config", {}))
     if output := given.pop("0", None):
@@ -103,7 +109,11 @@ def _read_python(path: Path, trainer: str | None) -> tuple[str, Given, list[str]
     if isinstance(given.get("model"), Name):
         notes.append(f"{called}(model={given.pop('model')}) is made elsewhere; give model.path")
     if "load_dataset" in calls and "0" in calls["load_dataset"]:
-        given["dataset_name"] = calls["load_dataset"]["0"]
+        loaded = calls["load_dataset"]
+        if loaded["0"] in ("json", "csv", "parquet") and "data_files" in loaded:
+            given["data_files"] = loaded["data_files"]
+        else:
+            given["dataset_name"] = loaded["0"]
     if "LoraConfig" in calls:
         lora = PEFT_DEFAULTS | {PEFT_NAMES.get(key, key): value for key, value in calls["LoraConfig"].items()}
         given |= lora | {"use_peft": True}

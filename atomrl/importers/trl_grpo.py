@@ -4,7 +4,8 @@ import ast
 from typing import Any
 
 from atomrl.config import ConfigError
-from atomrl.importers.sources import Given, Name
+from atomrl.importers.python_calls import Name
+from atomrl.importers.sources import Given
 from atomrl.importers.translation import Moves, Translation
 from atomrl.importers.trl_objective import translate_objective
 from atomrl.importers.trl_shared import put_steps

@@ -115,8 +115,10 @@ def _model(t: Translation) -> None:
 
 
 def _data(t: Translation) -> None:
-    name = t("dataset_name")
-    if name is not None:
+    name, files = t("dataset_name"), t("data_files")
+    if files is not None:
+        t.put("data.train", files["train"] if isinstance(files, dict) else files, "data_files")
+    elif name is not None:
         stem = str(name).rpartition("/")[2]
         why = "nothing is downloaded: write it once with datasets.load_dataset(...).to_parquet(...)"
         t.put("data.train", f"{stem}.parquet", "dataset_name", because=why)

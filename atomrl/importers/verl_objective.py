@@ -185,6 +185,11 @@ def _rollout_correction(t: Translation) -> None:
                 "normalised": t.flag(c + "rollout_is_batch_normalize"),
             }
         )
+    t.refuse_given({"algorithm.rollout_is": "of an earlier verl; write algorithm.rollout_correction.rollout_is=token"})
+    if t.is_given(A + "tis_imp_ratio_cap") and (cap := t.number(A + "tis_imp_ratio_cap")) > 0:  # of an earlier verl
+        if level:
+            raise t.refuse(A + "tis_imp_ratio_cap", cap, f"{c}rollout_is={level} is given beside it")
+        parts.append({"type": "token_tis", "high": cap})
     if rejections := t(c + "rollout_rs"):
         options, limits = str(rejections).split(","), str(t(c + "rollout_rs_threshold")).split(",")
         if len(limits) not in (1, len(options)):
@@ -199,6 +204,7 @@ def _rollout_correction(t: Translation) -> None:
         t.put(
             "algorithm.rollout_is",
             parts,
+            A + "tis_imp_ratio_cap",
             *(
                 c + n
                 for n in (

@@ -492,6 +492,7 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
         ("trl", "a.py", "GRPOConfig(epsilon='wide')", "epsilon=wide is not a number"),
         ("trl", "a.py", "GRPOConfig(num_generations=2.5)", "num_generations=2.5 is no whole number"),
         ("verl", "a.sh", "run algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=$N", "rollout.n"),
+        ("verl", "a.sh", "run algorithm.adv_estimator=grpo algorithm.rollout_is=True", "rollout_correction.rollout_is"),
         ("openrlhf", "a.py", "print()", "name the script"),
         ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --agent_func_path agent.py", "agent_func_path=agent.py"),
         ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --vllm_is_truncated_threshold 2 {TIS_ON}", "not 2 numbers"),
@@ -502,6 +503,19 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
 def test_what_it_refuses(library: str, name: str, text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         import_config(written(tmp_path, name, text), library)
+
+
+def test_an_earlier_verl_s_bound_of_ratios_is_ours(tmp_path: Path) -> None:
+    verl = "run algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m actor_rollout_ref.actor.tis_imp_ratio_cap=2"
+    tree = import_config(written(tmp_path, "a.sh", verl), "verl").tree
+    assert tree["algorithm"]["rollout_is"] == [{"type": "token_tis", "high": 2.0}]
+
+
+def test_files_of_prompts_are_a_list_and_a_hub_s_name_may_have_a_dot(tmp_path: Path) -> None:
+    for given, train in (("a.jsonl,b.jsonl", ["a.jsonl", "b.jsonl"]), ("Org/prompts-v0.1", "prompts-v0.1.parquet")):
+        found = import_config(written(tmp_path, "a.sh", f"train_ppo_ray {MODEL} --prompt_data {given}"), "openrlhf")
+        assert found.tree["data"]["train"] == train
+        assert any("nothing is downloaded" in line for line in found.approximated) == given.startswith("Org")
 
 
 def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
