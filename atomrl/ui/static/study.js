@@ -37,6 +37,7 @@ function Scatter({ title, trials, of, log, choices, best, line }) {
   const up = scale(given.map((trial) => trial.value));
   const at = (trial) => [LEFT + 8 + (WIDTH - LEFT - 16) * across(own(trial)), 8 + (HEIGHT - BOTTOM - 16) * (1 - up(trial.value))];
   const values = given.map((trial) => trial.value);
+  /** @type {[string, number, string][]} */
   const ends = places ? choices.map((one, i) => [shown(one), (i + 0.5) / places.length, "middle"]) : [[shown(Math.min(...given.map(own))), 0, "start"], [shown(Math.max(...given.map(own))), 1, "end"]];
   let highest = -Infinity;
   const path = given.filter((trial) => trial.state === "complete").map((trial) => {
