@@ -174,7 +174,17 @@ export function duration(seconds) {
   return hours < 48 ? `${t("h", { n: hours })} ${t("min", { n: Math.floor((s % 3600) / 60) })}` : t("d", { n: Math.round(hours / 24) });
 }
 
-export function ago(time) {
+/** How long ago a time was, which changes by itself. */
+export function Ago({ time }) {
+  const [, setNow] = useState(0);
+  useEffect(() => {
+    const timer = setInterval(() => document.hidden || setNow(Date.now()), 10_000);
+    return () => clearInterval(timer);
+  }, []);
+  return ago(time);
+}
+
+function ago(time) {
   if (!time) return "–";
   const s = Math.max(0, Date.now() / 1000 - time);
   const said = s < 3600 ? (s < 60 ? duration(s) : t("min", { n: Math.floor(s / 60) })) : s < 172800 ? t("h", { n: Math.floor(s / 3600) }) : duration(s);
@@ -261,15 +271,6 @@ export function useKeys(keys) {
     };
     addEventListener("keydown", pressed);
     return () => removeEventListener("keydown", pressed);
-  }, []);
-}
-
-/** Render again now and then: how long ago something was changes by itself. */
-export function useClock() {
-  const [, setNow] = useState(0);
-  useEffect(() => {
-    const timer = setInterval(() => document.hidden || setNow(Date.now()), 10_000);
-    return () => clearInterval(timer);
   }, []);
 }
 

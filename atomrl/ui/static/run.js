@@ -1,5 +1,5 @@
 // One run: a verdict in words, curves, completions, config, log.
-import { html, get, post, useState, useEffect, useRef, useGet, number, duration, ago, link, Status, Failure, Loading, visible } from "./lib.js";
+import { html, get, post, useState, useEffect, useRef, useGet, number, duration, Ago, link, Status, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 import { Charts, FIRST } from "./charts.js";
 import { Rollouts } from "./rollouts.js";
@@ -52,7 +52,7 @@ function Overview({ run }) {
   const environment = run.environment;
   const facts = [
     ["algorithm", run.algorithm], ["model", run.model], ["seed", number(run.seed)], ["learning_rate", number(run.learning_rate)],
-    ["step_seconds", run.step_seconds === null ? "–" : `${number(run.step_seconds)} s`], ["updated", ago(run.updated)], ["started", run.started],
+    ["step_seconds", run.step_seconds === null ? "–" : `${number(run.step_seconds)} s`], ["updated", run.updated], ["started", run.started],
     ["known_by", run.why], ["command", environment.command],
     ["machine", environment.cpu && `${environment.cpu}, ${environment.cpus}${(environment.gpus || []).length ? `, ${environment.gpus.join(", ")}` : ""}`],
     ["commit", environment.git && `${String(environment.git.commit).slice(0, 10)}${environment.git.modified ? " +" : ""}`],
@@ -67,7 +67,7 @@ function Overview({ run }) {
     <section><h2>${t("curves")}</h2><${Charts} run=${run} which=${FIRST} /></section>
     <section class="two">
       ${run.evaluated.length > 0 && html`<div><h2>${t("evaluations")}</h2><${Evaluations} run=${run} /></div>`}
-      <div><h2>${t("facts")}</h2><dl class="facts">${facts.map(([name, value]) => html`<div><dt>${t(name)}</dt><dd>${visible(value)}</dd></div>`)}</dl></div>
+      <div><h2>${t("facts")}</h2><dl class="facts">${facts.map(([name, value]) => html`<div><dt>${t(name)}</dt><dd>${name === "updated" ? html`<${Ago} time=${value} />` : visible(value)}</dd></div>`)}</dl></div>
     </section>
     ${run.problems.length > 0 && html`<section><h2>${t("unreadable")}</h2><ul>${run.problems.map((line) => html`<li>${visible(line)}</li>`)}</ul></section>`}`;
 }

@@ -1,5 +1,5 @@
 // Every run below the folder: which needs me, how far, how good.
-import { html, get, useState, useEffect, useMemo, useRef, useLive, useKept, useKeys, useClock, number, duration, ago, link, Status, Spark, Failure, Loading, visible } from "./lib.js";
+import { html, get, useState, useEffect, useMemo, useRef, useLive, useKept, useKeys, number, duration, Ago, link, Status, Spark, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 
 /** [{folder, launch, runs}, error], live: what changes is asked for alone. */
@@ -88,7 +88,7 @@ function Row({ run, chosen, choose, showSeed }) {
       : html`<span class="faint">${t("none")}</span>`}</td>
     <td class="wide nowrap">${number(run.learning_rate)}</td>
     <td class="wide">${showSeed ? number(run.seed) : ""}</td>
-    <td class="wide nowrap">${ago(run.updated)}</td>
+    <td class="wide nowrap"><${Ago} time=${run.updated} /></td>
   </tr>`;
 }
 
@@ -99,7 +99,6 @@ function mean(values) {
 
 export function Runs() {
   const [found, error] = useRuns();
-  useClock();
   const [text, setText] = useState("");
   const [order, setOrder] = useKept("order", "needs");
   const [grouped, setGrouped] = useKept("grouped", "no");
