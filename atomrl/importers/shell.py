@@ -20,14 +20,13 @@ _TOKEN = re.compile(
     r"|\$[A-Za-z_@*]\w*",
     re.DOTALL,
 )
+_END = re.compile(rf"{_TOKEN.pattern}|\$\({_EXPRESSION}\)|`[^`]*`|(?P<end>;;?|&&|\|\|?|(?<![<>&])&(?![&>]))", re.DOTALL)
 _VARIABLE = re.compile(rf"\$\(\((?P<sum>{_EXPRESSION})\)\)|\$\{{(?P<braced>[^{{}}]*)\}}|\$(?P<plain>[A-Za-z_]\w*|[@*])")
 _ASSIGNMENT = re.compile(
     r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)*)?(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.DOTALL
 )
 _ARRAY = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)*)?[A-Za-z_]\w*\+?=\(")
 _OPENS, _CLOSES = {"if", "for", "while", "until", "case"}, {"fi", "done", "esac"}
-_HIDDEN = 0xE000
-"""Where marks within quotes are, while a line is split at those that are not."""
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -104,17 +103,17 @@ def _parts(line: str) -> Iterator[str]:
         >>> list(_parts('if [ "$a" ]; then b="1;2"; else c=3; fi && d 2>&1'))
         ['if [ "$a" ]', 'then', 'b="1;2"', 'else', 'c=3', 'fi', 'd 2>&1']
     """
-    if _ARRAY.match(line) or "<<" in line or re.search(r"\$\([^(]|`", line):  # whose text is none of the line's
+    if _ARRAY.match(line) or "<<" in line:  # whose text is none of the line's
         yield line
         return
-    cut = _TOKEN.sub(lambda found: re.sub(r"[;&|]", lambda mark: chr(_HIDDEN + ord(mark[0])), found[0]), line)
-    for part in re.split(r";;?|&&|\|\|?|(?<![<>&])&(?![&>])", cut):
-        part = re.sub(f"[{chr(_HIDDEN)}-{chr(_HIDDEN + 127)}]", lambda mark: chr(ord(mark[0]) - _HIDDEN), part)
-        while word := re.match(r"(then|else|do)\s+", part.strip()):
+    ends = [(found.start(), found.end()) for found in _END.finditer(line) if found["end"]]
+    for start, end in zip([0, *(end for _, end in ends)], [*(start for start, _ in ends), len(line)], strict=True):
+        part = line[start:end].strip()
+        while word := re.match(r"(then|else|do)\s+", part):
             yield word[1]
-            part = part.strip()[word.end() :]
-        if part.strip():
-            yield part.strip()
+            part = part[word.end() :]
+        if part:
+            yield part
 
 
 def _without_comment(found: re.Match[str]) -> str:

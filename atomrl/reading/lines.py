@@ -66,8 +66,7 @@ def read_mapping(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
         with open_file(path) as file:
             text = file.read().decode("utf-8", errors="replace")
-        value = json.loads(text) if path.suffix == ".json" else _parse_yaml(text)
-        _check_size(value)
+        value = (_parse_json if path.suffix == ".json" else _parse_yaml)(text)
     except FileNotFoundError:
         return {}
     except RecursionError:
@@ -81,6 +80,12 @@ def read_mapping(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{path.name} holds no mapping")
         return {}
     return cast(dict[str, Any], value)
+
+
+def _parse_json(text: str) -> Any:
+    value = json.loads(text)
+    _check_size(value)
+    return value
 
 
 def _parse_yaml(text: str) -> Any:

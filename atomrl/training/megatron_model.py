@@ -17,7 +17,15 @@ from atomrl.protocols import Adapter, Distributions, Output
 from atomrl.training.megatron_experts import Balance
 from atomrl.training.megatron_lora import Adapters
 from atomrl.training.megatron_shape import Experts, dense, read_shape
-from atomrl.training.megatron_weights import LOW_RANK, WHOLE, Key, cut_all, cut_along, padded_vocabulary
+from atomrl.training.megatron_weights import (
+    LOW_RANK,
+    WHOLE,
+    Key,
+    cut_all,
+    cut_along,
+    layer_names,
+    padded_vocabulary,
+)
 from atomrl.training.vocabulary import parallel_row_logprobs, whole_rows
 
 LOCAL_EXPERTS = "mlp.experts.local_experts."
@@ -250,20 +258,17 @@ def stage_weights(config: Any, weights: Mapping[str, Tensor], settings: Megatron
 
     spec, experts = read_shape(config)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    outside = ["embedding.word_embeddings.weight"] if first else []
-    if last:
-        outside += [*WHOLE, *(() if first and spec.tied_head else ("output_layer.weight",))]
+    rank, stage = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    share = parallel_state.get_expert_model_parallel_rank()
     layers, own = spec.layers // settings.pipeline, experts.count // settings.expert if experts else 0
-    at, share = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()
-    return cut_all(
-        weights,
-        outside,
-        range(at * layers, (at + 1) * layers),
-        range(share * own, (share + 1) * own),
-        spec,
-        parallel_state.get_tensor_model_parallel_rank(),
-        settings.tensor,
-    )
+    keys: list[Key] = [("embedding.word_embeddings.weight", None)] if first else []
+    if last:
+        keys += [(name, None) for name in WHOLE]
+    if last and not (first and spec.tied_head):
+        keys.append(("output_layer.weight", None))
+    names = layer_names(range(share * own, (share + 1) * own))
+    keys += [(name, layer) for layer in range(stage * layers, (stage + 1) * layers) for name in names]
+    return cut_all(keys, weights, spec, rank, settings.tensor)
 
 
 def transformer_config(

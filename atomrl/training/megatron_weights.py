@@ -121,37 +121,25 @@ def cut(name: str, layer: int | None, read: Read, spec: DecoderSpec, rank: int, 
     return torch.cat(by_head, dim=1).flatten(0, 1)
 
 
-def cut_all(
-    weights: Mapping[str, Tensor],
-    outside: Iterable[str],
-    layers: Iterable[int],
-    experts: Iterable[int],
-    spec: DecoderSpec,
-    rank: int,
-    tensor: int,
-) -> dict[Key, Tensor]:
-    """Copies of what a rank has of a whole model's weights, by Megatron's name and layer.
+def layer_names(experts: Iterable[int]) -> list[str]:
+    """Megatron's names of all that a layer may have: adapters among them, and of its experts these.
 
-    Args:
-        weights: of the whole model, adapters among them, by published name.
-        outside: Megatron's names of those of no layer that this rank's stage may have.
-        layers: of the stage.
-        experts: of a layer, which are this rank's.
-        rank, tensor: which of how many have parts of a layer.
+    Example:
+        >>> [name for name in layer_names([7]) if "experts" in name]
+        ['mlp.experts.7.linear_fc1.weight', 'mlp.experts.7.linear_fc2.weight']
     """
-    single = [f"{module}.weight" for module in ("mlp.linear_fc1", "mlp.linear_fc2")]
     names = [*PLAIN, *BY_COLUMNS, *(f"{module}.{kind}" for module in SEVERAL for kind in ("weight", "bias"))]
-    names += [f"mlp.experts.{number}.{name.removeprefix('mlp.')}" for number in experts for name in single]
-    end = len(".weight")
-    made_of = SEVERAL | {name[:-end]: (part[:-end],) for name, part in BY_COLUMNS.items()}
-    names += [
-        f"{module}.{part.rpartition('.')[2]}.lora_{which}"
-        for module, parts in made_of.items()
-        for part in parts
-        for which in "AB"
-    ]
-    keys: list[Key] = [(name, None) for name in outside]
-    keys += [(name, layer) for layer in layers for name in names]
+    names += [f"mlp.experts.{number}.{module}.weight" for number in experts for module in ("linear_fc1", "linear_fc2")]
+    single = {name.removesuffix(".weight"): (part.removesuffix(".weight"),) for name, part in BY_COLUMNS.items()}
+    for module, parts in (SEVERAL | single).items():
+        names += [f"{module}.{part.rpartition('.')[2]}.lora_{which}" for part in parts for which in "AB"]
+    return names
+
+
+def cut_all(
+    keys: Iterable[Key], weights: Mapping[str, Tensor], spec: DecoderSpec, rank: int, tensor: int
+) -> dict[Key, Tensor]:
+    """Copies of a rank's parts of those of `keys` that a whole model has, by published name; `rank` of `tensor`."""
     return {
         key: cut(*key, weights.__getitem__, spec, rank, tensor).clone()
         for key in keys

@@ -32,6 +32,9 @@ TIS = "c_{i,t} = min(pi_old(a_t) / mu(a_t), high)"
 BOUNDED = "r_i <- clip(r_i)"
 
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+VERL = "run algorithm.adv_estimator=grpo data.train_batch_size=4 actor_rollout_ref.actor.ppo_mini_batch_size=4"
+ACTOR = "actor_rollout_ref.actor."
+GRPO_YAML = "num_generations: 8\nreward_funcs: a.b"
 MODEL = "--actor.model_name_or_path m --data.prompt_dataset d.jsonl --algo.advantage.estimator reinforce"
 FILTER = f"--algo.dynamic_filtering_enable {MODEL}"
 TIS_ON = "--enable_vllm_is_correction"
@@ -498,6 +501,45 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
         ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --vllm_is_truncated_threshold 2 {TIS_ON}", "not 2 numbers"),
         ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --policy_loss_type gspo {TIS_ON}", "is_correction_enable"),
         ("openrlhf", "a.sh", f"train_ppo_ray {FILTER} --algo.dynamic_filtering_range 0.1 0.9", "0.1, 0.9"),
+        ("verl", "a.sh", f"{VERL} {ACTOR}use_kl_loss=$KL", r"use_kl_loss=\$KL is neither true nor false"),
+        (
+            "verl",
+            "a.yaml",
+            "actor_rollout_ref: {actor: {use_kl_loss: '${oc.env:KL}'}}\nalgorithm: {adv_estimator: grpo}",
+            "use_kl_loss=.*neither true nor false",
+        ),
+        ("verl", "a.sh", f"{VERL} algorithm.kl_ctrl.type=$T algorithm.use_kl_in_reward=true", "kl_ctrl.type"),
+        ("verl", "a.sh", f"{VERL} {ACTOR}optim.betas=[0.9]", "betas"),
+        (
+            "verl",
+            "a.sh",
+            f"{VERL} reward_model.overlong_buffer.enable=True",
+            "overlong_buffer.len=None is not a number",
+        ),
+        ("verl", "a.sh", f"{VERL} {ACTOR}loss_agg_mode=[token-mean]", "loss_agg_mode"),
+        (
+            "verl",
+            "a.sh",
+            f"{VERL} {ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}loss_scale_factor=abc",
+            "loss_scale_factor=abc is not a number",
+        ),
+        *(
+            ("trl", "a.yaml", f"{GRPO_YAML}\n{key}: {value}", key)
+            for key, value in (
+                ("num_iterations", 0),
+                ("per_device_train_batch_size", 0),
+                ("loss_type", "[grpo]"),
+                ("warmup_steps", "abc"),
+                ("temperature", "true"),
+                ("use_vllm", "'$VLLM'"),
+            )
+        ),
+        ("trl", "a.yaml", "num_generations: 0", "num_generations=0 is not 1 at least"),
+        ("trl", "a.yaml", "num_generations: 8\nreward_funcs: 3", "a.yaml says what cannot be read"),
+        ("trl", "a.yaml", f"{GRPO_YAML}\nreport_to: 5", "a.yaml says what cannot be read"),
+        ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --init_kl_coef abc", "init_coef=abc is not a number"),
+        ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --temperature", "temperature=True is not a number"),
+        ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --use_kl_loss $KL", "neither true nor false"),
     ],
 )
 def test_what_it_refuses(library: str, name: str, text: str, message: str, tmp_path: Path) -> None:
@@ -607,60 +649,6 @@ def test_what_a_condition_sets_is_noted() -> None:
     script = read_script('n=1\nif [ "$big" ]; then\nn=2\nfi\nrun $n', "s.sh")
     assert script.commands == [["run", "2"]]
     assert script.notes == ["n is set under a condition: '2' was taken, the last"]
-
-
-VERL = "run algorithm.adv_estimator=grpo data.train_batch_size=4 actor_rollout_ref.actor.ppo_mini_batch_size=4"
-ACTOR = "actor_rollout_ref.actor."
-GRPO_YAML = "num_generations: 8\nreward_funcs: a.b"
-
-
-@pytest.mark.parametrize(
-    ("library", "name", "text", "message"),
-    [
-        ("verl", "a.sh", f"{VERL} {ACTOR}use_kl_loss=$KL", r"use_kl_loss=\$KL is neither true nor false"),
-        (
-            "verl",
-            "a.yaml",
-            "actor_rollout_ref: {actor: {use_kl_loss: '${oc.env:KL}'}}\nalgorithm: {adv_estimator: grpo}",
-            "use_kl_loss=.*neither true nor false",
-        ),
-        ("verl", "a.sh", f"{VERL} algorithm.kl_ctrl.type=$T algorithm.use_kl_in_reward=true", "kl_ctrl.type"),
-        ("verl", "a.sh", f"{VERL} {ACTOR}optim.betas=[0.9]", "betas"),
-        (
-            "verl",
-            "a.sh",
-            f"{VERL} reward_model.overlong_buffer.enable=True",
-            "overlong_buffer.len=None is not a number",
-        ),
-        ("verl", "a.sh", f"{VERL} {ACTOR}loss_agg_mode=[token-mean]", "loss_agg_mode"),
-        (
-            "verl",
-            "a.sh",
-            f"{VERL} {ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}loss_scale_factor=abc",
-            "loss_scale_factor=abc is not a number",
-        ),
-        *(
-            ("trl", "a.yaml", f"{GRPO_YAML}\n{key}: {value}", key)
-            for key, value in (
-                ("num_iterations", 0),
-                ("per_device_train_batch_size", 0),
-                ("loss_type", "[grpo]"),
-                ("warmup_steps", "abc"),
-                ("temperature", "true"),
-                ("use_vllm", "'$VLLM'"),
-            )
-        ),
-        ("trl", "a.yaml", "num_generations: 0", "num_generations=0 is not 1 at least"),
-        ("trl", "a.yaml", "num_generations: 8\nreward_funcs: 3", "a.yaml says what cannot be read"),
-        ("trl", "a.yaml", f"{GRPO_YAML}\nreport_to: 5", "a.yaml says what cannot be read"),
-        ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --init_kl_coef abc", "init_coef=abc is not a number"),
-        ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --temperature", "temperature=True is not a number"),
-        ("openrlhf", "a.sh", f"train_ppo_ray {MODEL} --use_kl_loss $KL", "neither true nor false"),
-    ],
-)
-def test_a_value_that_cannot_be_read_is_named(library: str, name: str, text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        import_config(written(tmp_path, name, text), library)
 
 
 def test_no_logger_of_verl_is_no_tracker(tmp_path: Path) -> None:

@@ -153,10 +153,12 @@ def scored(engine, ids) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "computed", "most"),
-    [(name, *case) for name in ENGINES for case in (("float32", 1.02), ("bfloat16", 1.15))],
+    ("name", "computed", "most", "most_merged"),
+    [(name, *case) for name in ENGINES for case in (("float32", 1.02, 0.3), ("bfloat16", 1.15, 0.45))],
 )
-def test_an_engine_makes_the_first_small_updates_of_adapters(large_folder, name, computed, most, tmp_path, monkeypatch):
+def test_an_engine_makes_the_first_small_updates_of_adapters(
+    large_folder, name, computed, most, most_merged, tmp_path, monkeypatch
+):
     """Rank 32, alpha 64, learning rate 2e-5, weights in bfloat16. Merged into them the share was 0.01, and added to
     products that were rounded to bfloat16 already 0.46."""
     if computed == "bfloat16" and not has_bfloat16("cpu"):
@@ -191,7 +193,7 @@ def test_an_engine_makes_the_first_small_updates_of_adapters(large_folder, name,
         merged[name] = (parameter.detach() + merged.get(name, 0.0)).bfloat16().float()
     engine.update_weights(WeightUpdate(version=2, tensors=[(n, merged[n]) for n in engine.weight_shapes()]))
     old_way = scored(engine, ids) - engine_before
-    assert float(old_way @ move / (move @ move)) < 0.45
+    assert float(old_way @ move / (move @ move)) < most_merged
 
 
 @pytest.mark.parametrize("name", ENGINES)

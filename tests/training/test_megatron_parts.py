@@ -9,7 +9,15 @@ from atomrl.atoms.logprobs import row_logprobs
 from atomrl.config import ConfigError, MegatronConfig
 from atomrl.models.gpt import GPT
 from atomrl.training.megatron_shape import check_shape
-from atomrl.training.megatron_weights import SEVERAL, cut, cut_all, cut_along, joined, padded_vocabulary
+from atomrl.training.megatron_weights import (
+    SEVERAL,
+    cut,
+    cut_all,
+    cut_along,
+    joined,
+    layer_names,
+    padded_vocabulary,
+)
 from atomrl.training.vocabulary import parallel_row_logprobs, whole_rows
 from tests.training.equality import run_ranks
 
@@ -57,9 +65,9 @@ def test_adapters_come_back_as_they_were_with_the_part_beneath_them(tensor):
 def test_what_a_rank_keeps_is_its_part_alone_and_holds_no_whole_weight(family):
     model = made(False, family)
     whole = dict(model.state_dict())
-    ends = ["embedding.word_embeddings.weight", "output_layer.weight"]
-    kept = cut_all(whole, ends[:1], [1], [], model.spec, 1, 2)
-    named = {(name, layer) for name, layer in names_of(2, False, family) if layer == 1 or name == ends[0]}
+    first = ("embedding.word_embeddings.weight", None)
+    kept = cut_all([first, *((name, 1) for name in layer_names([]))], whole, model.spec, 1, 2)
+    named = {key for key in names_of(2, False, family) if key[1] == 1 or key == first}
     assert kept.keys() == named
     assert all(torch.equal(kept[key], cut(*key, whole.__getitem__, model.spec, 1, 2)) for key in named)
     assert all(part.untyped_storage().nbytes() == part.nbytes for part in kept.values())
