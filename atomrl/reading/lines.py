@@ -11,8 +11,8 @@ import yaml
 
 MAX_NESTING, MAX_VALUES = 100, 100_000
 """Of a file with one mapping: levels, and values with those that aliases repeat."""
-BLOCK = 2**22
-"""Bytes that are read at once."""
+BLOCK = 2**19
+"""Bytes that are read at once: with all that is made of them they should fit in a cache."""
 MARK = 64
 """Bytes before the place that was read up to, by which a file that was written anew is told from one that grew: its
 inode may be the old one's again."""

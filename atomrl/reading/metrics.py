@@ -105,11 +105,16 @@ class MetricTable(Mapping[str, Floats]):
         return [{"step": step, **kept}] if same else []
 
 
-def _columns_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Sequence[Any]]]:
+def _columns_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Sequence[Any] | Floats]]:
     """Each name but `step` with its values, None where a row has none."""
     names = list(rows[0])
-    if all(list(row) == names for row in rows):  # as most are: asking each row for each takes twice as long
-        columns: Iterable[Sequence[Any]] = zip(*(row.values() for row in rows), strict=True)
+    if all(map(names.__eq__, map(list, rows))):  # as most are, and most are numbers alone
+        columns: Iterable[Sequence[Any] | Floats]
+        try:
+            table = np.fromiter(chain.from_iterable(row.values() for row in rows), np.float64, len(rows) * len(names))
+            columns = table.reshape(len(rows), -1).T
+        except (TypeError, ValueError, OverflowError):
+            columns = zip(*(row.values() for row in rows), strict=True)
     else:
         names = list(dict.fromkeys(chain.from_iterable(rows)))
         columns = ([row.get(name) for row in rows] for name in names)
