@@ -6,22 +6,31 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from atomrl.config import ConfigError
 
 _EXPRESSION = r"(?:[^()]|\([^()]*\))*"
+_BRACED = r"(?:[^{}]|\$\{[^{}]*\})*"
 _TOKEN = re.compile(
     r"'[^']*'"
     r'|"(?:\\.|[^"\\])*"'
     r"|\\."
     r"|(?<!\S)\#.*"
     rf"|\$\(\({_EXPRESSION}\)\)"
-    r"|\$\{[^{}]*\}"
-    r"|\$[A-Za-z_@*]\w*",
+    rf"|\$\{{{_BRACED}\}}"
+    r"|\$(?:[A-Za-z_]\w*|[@*\d])",
     re.DOTALL,
 )
 _END = re.compile(rf"{_TOKEN.pattern}|\$\({_EXPRESSION}\)|`[^`]*`|(?P<end>;;?|&&|\|\|?|(?<![<>&])&(?![&>]))", re.DOTALL)
-_VARIABLE = re.compile(rf"\$\(\((?P<sum>{_EXPRESSION})\)\)|\$\{{(?P<braced>[^{{}}]*)\}}|\$(?P<plain>[A-Za-z_]\w*|[@*])")
+_VARIABLE = re.compile(
+    rf"\$\(\((?P<sum>{_EXPRESSION})\)\)|\$\{{(?P<braced>{_BRACED})\}}|\$(?P<plain>[A-Za-z_]\w*|[@*\d])"
+)
+_INSIDE = re.compile(
+    r"(?P<name>\w*)(?:\[[@*]\])?(?:(?P<default>:?[-=])|:(?P<start>\s*-?\d+)(?::(?P<count>\d+))?$|(?P<trim>##?|%%?))?(?P<rest>.*)",
+    re.DOTALL,
+)
+"""What may stand in `${...}`: a default, a part, an end that is taken off."""
 _ASSIGNMENT = re.compile(
     r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)*)?(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.DOTALL
 )
@@ -182,12 +191,21 @@ class _Reading:
         inside = found["braced"] if found["braced"] is not None else found["plain"]
         if inside in ("@", "*"):  # what the script is called with
             return ""
-        name, mark, default = re.fullmatch(r"(\w*)(?:\[[@*]\])?(:?-|:?=)?(.*)", inside, re.DOTALL).groups()  # type: ignore[union-attr]
-        if name in self.variables:
-            return self.variables[name]
-        if mark:
-            default = default.strip("\"'")
-            self.notes.append(f"{name} is of the environment: its default {default!r} was taken")
+        return self._braced(_INSIDE.fullmatch(inside), reference)
+
+    def _braced(self, inside: re.Match[str] | None, reference: str) -> str:
+        if inside is not None and inside["name"] in self.variables:
+            known, rest = self.variables[inside["name"]], self.expanded(inside["rest"])
+            if inside["trim"]:
+                return _trimmed(known, inside["trim"], rest)
+            if inside["start"]:
+                start, count = int(inside["start"]), inside["count"]
+                return known[start:] if count is None else known[start:][: int(count)]
+            if inside["default"] or not rest:
+                return known
+        elif inside is not None and inside["default"]:
+            default = inside["rest"].strip("\"'")
+            self.notes.append(f"{inside['name']} is of the environment: its default {default!r} was taken")
             return self.expanded(default)
         self.notes.append(f"{reference} is not set in the script, and stays as it is written")
         return reference
@@ -200,6 +218,21 @@ class _Reading:
         except (SyntaxError, ValueError, ZeroDivisionError, KeyError):
             self.notes.append(f"{reference} is no sum of whole numbers that the script sets")
             return reference
+
+
+def _trimmed(value: str, mark: str, pattern: str) -> str:
+    """`${NAME#pattern}`, which takes off a start, and `%`, which takes off an end; doubled the longest that fits.
+
+    Example:
+        >>> _trimmed("org/sub/name.sh", "##", "*/"), _trimmed("org/sub/name.sh", "%", ".*")
+        ('name.sh', 'org/sub/name')
+    """
+    cuts = range(len(value) + 1)
+    if mark[0] == "#":
+        fits = [cut for cut in cuts if fnmatchcase(value[:cut], pattern)] or [0]
+        return value[(max if mark == "##" else min)(fits) :]
+    fits = [cut for cut in cuts if fnmatchcase(value[cut:], pattern)] or [len(value)]
+    return value[: (min if mark == "%%" else max)(fits)]
 
 
 def _computed(node: ast.AST) -> int:

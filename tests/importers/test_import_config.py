@@ -651,6 +651,31 @@ def test_what_a_condition_sets_is_noted() -> None:
     assert script.notes == ["n is set under a condition: '2' was taken, the last"]
 
 
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("${path##*/}", "base.sh"),
+        ("${path#*/}", "b/base.sh"),
+        ("${path%.sh}", "a/b/base"),
+        ("${path%%/*}", "a"),
+        ("${path:2}", "b/base.sh"),
+        ("${path:2:1}", "b"),
+        ("${n:-${path}}", "4"),
+        ("${none:-${path%%/*}}", "a"),
+        ("${path/a/b}", "${path/a/b}"),
+        ("x$1", "x$1"),
+    ],
+)
+def test_parts_of_variables(line: str, word: str) -> None:
+    script = read_script(f"n=4\npath=a/b/base.sh\nrun {line}", "s.sh")
+    assert script.commands == [["run", word]] and (bool(script.notes) == ("$" in word or "none" in line))
+
+
+def test_a_condition_on_one_line_with_the_output_of_a_command() -> None:
+    script = read_script('if [ "$(nproc)" -gt 8 ]; then n=$(( 2 * 4 )); fi; run $n `a; b` "x;y"', "s.sh")
+    assert script.commands == [["run", "8", "`a;", "b`", "x;y"]]
+
+
 def test_no_logger_of_verl_is_no_tracker(tmp_path: Path) -> None:
     text = f"{VERL} trainer.logger=null"
     assert import_config(written(tmp_path, "a.sh", text), "verl").config.tracking.sinks == []
