@@ -13,9 +13,13 @@ import argparse
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from atomrl.cli.config_arguments import add_config_arguments, config_from, join_overrides
 from atomrl.cli.training import terminated_like_interrupted
+
+if TYPE_CHECKING:
+    from atomrl.config.run import Kind
 
 OPTIONS = ("--space", "--runs", "--seeds", "--budget", "--metric", "--window", "--out")
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -33,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--runs", type=int, default=20, help="trials (20)")
     add("--seeds", type=int, default=3, help="fresh seeds for the best three and the config as it is (3)")
     add("--budget", metavar="TIME", help="90m, 2h: begin no trial that would leave no time for the fresh seeds")
-    add("--metric", default="critic/score/mean", help="of metrics.jsonl, the larger the better (critic/score/mean)")
+    by_kind = "the mean score, pairs in order, or the loss"
+    add("--metric", metavar="M", help=f"of metrics.jsonl, the larger the better, --metric=-M the smaller ({by_kind})")
     add("--window", type=int, default=10, help="steps at the end that its mean is taken over (10)")
     add(
         "--out",
@@ -57,12 +62,18 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.out or Path(config.output_dir) / f"tune-{config.run_name}"
     settings = Settings(
         folder=folder.resolve(), runs=arguments.runs, seeds=arguments.seeds, budget_s=seconds(arguments.budget),
-        metric=arguments.metric, window=arguments.window,
+        metric=arguments.metric or usual_metric(config.kind), window=arguments.window,
         command=[sys.executable, "-P", "-m", "atomrl.cli.main", config.kind, arguments.config, *arguments.overrides],
     )  # fmt: skip
     tune(config, space, settings, say=lambda line: print(line, flush=True))
     print(f"{folder}: result.json, best.yaml and the runs")
     return 0
+
+
+def usual_metric(kind: "Kind") -> str:
+    """What a run is judged by where nothing is said."""
+    losses = {"sft": "-sft/nll_per_token", "pretrain": "-train/loss"}
+    return "critic/score/mean" if kind == "train" else losses.get(kind, "rewards/accuracies")
 
 
 def seconds(text: str | None) -> float:

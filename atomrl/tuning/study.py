@@ -24,7 +24,7 @@ import yaml
 
 from atomrl.config import ConfigError, RunConfig, dump_config
 from atomrl.files import write_text
-from atomrl.hints import said_as
+from atomrl.hints import did_you_mean, said_as
 from atomrl.reading import Run, is_run, load_run
 from atomrl.reading.lock import owner
 from atomrl.reading.studies import JOURNAL, RESULT, SECONDS, SETTINGS, STUDY_NAME
@@ -39,6 +39,10 @@ BEST = 3
 """Trials that are run again on fresh seeds."""
 FRESH_SEEDS = 1000
 """Added to the config's seed for those."""
+EVALUATED = ("val-", "val/", "eval/", "-val-", "-val/", "-eval/")
+"""How metrics begin that not every step has."""
+ROWS_TO_SEE = 3
+"""Steps by which a metric of training is there."""
 POLL_S = 0.2
 ENDING_S = 60.0
 """How long a run's process of an earlier attempt may take to end."""
@@ -55,7 +59,7 @@ class Settings:
     seeds: int = 3
     budget_s: float = math.inf
     metric: str = "critic/score/mean"
-    """Of `metrics.jsonl`, of training or of evaluations; the larger the better."""
+    """Of `metrics.jsonl`, of training or of evaluations. The larger the better, or after a `-` the smaller."""
     window: int = 10
     """Steps, or evaluations, that a value is a mean of."""
     command: Sequence[str]
@@ -198,14 +202,20 @@ def _run(steps: int, values: Mapping[str, Any], name: str, settings: Settings, j
     run = load_run(folder)
     found = _points(run, settings.metric)[1]
     if not len(found):
-        names = ", ".join(sorted([*run.metrics, *run.evaluations]))
-        raise ConfigError(f"--metric {settings.metric}: {folder} has none; it has {names}")
+        raise _no_metric(run, settings.metric)
     return Outcome(float(found[-settings.window :].mean()))
 
 
 def _points(run: Run, metric: str) -> tuple[Any, Any]:
-    """Steps and values of a metric of training, or of evaluations."""
-    return (run.metrics if metric in run.metrics else run.evaluations).points(metric)
+    """Steps and values of a metric of training, or of evaluations; negative where the smaller is the better."""
+    name = metric.removeprefix("-")
+    steps, values = (run.metrics if name in run.metrics else run.evaluations).points(name)
+    return steps, -values if metric.startswith("-") else values
+
+
+def _no_metric(run: Run, metric: str) -> ConfigError:
+    names = sorted([*run.metrics, *run.evaluations])
+    return ConfigError(f"--metric {metric}: {run.path} has none; {did_you_mean(metric, names, 'it has')}")
 
 
 def _finished(folder: Path) -> bool:
@@ -262,6 +272,8 @@ def _to_be_ended(last: int, folder: Path, settings: Settings, judge: Judge, aske
     if any(finding.severity == "error" for finding in run.findings):
         return True
     steps, values = _points(run, settings.metric)
+    if not len(steps) and not settings.metric.startswith(EVALUATED) and len(run.metrics.steps) >= ROWS_TO_SEE:
+        raise _no_metric(run, settings.metric)  # at once: a study takes hours
     for place, rung in enumerate((last // 2, 3 * last // 4), 1):
         before = values[steps <= rung]
         if rung not in asked and len(steps) and steps[-1] >= rung and len(before) and rung < last:

@@ -136,6 +136,29 @@ def test_a_metric_of_evaluations(place, metric):
             _run(8, {}, "trial_000", given)
     else:
         assert _run(8, {}, "trial_000", given).value == 0.5
+        assert _run(8, {}, "trial_000", settings(place, metric=f"-{metric}")).value == -0.5
+
+
+def test_a_metric_that_there_is_not_ends_a_study_in_its_first_steps(place):
+    given = settings(place, sleep=0.4, metric="critic/score/maen")
+    given.folder.mkdir()
+    with pytest.raises(ConfigError, match="did you mean 'critic/score/mean'"):
+        _run(8, {"train.learning_rate": 0.01}, "trial_000", given, lambda place, value: False)
+    rows = (place / "study/runs/trial_000/metrics.jsonl").read_text().splitlines()
+    assert 3 <= len(rows) < 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "metric"),
+    [
+        ({}, "critic/score/mean"),
+        ({"algorithm": {"name": "dpo"}}, "rewards/accuracies"),
+        ({"sft": {}}, "-sft/nll_per_token"),
+        ({"pretrain": {}}, "-train/loss"),
+    ],
+)
+def test_what_a_study_judges_by_where_nothing_is_said(changes, metric):
+    assert cli_tune.usual_metric(build_config({**CONFIG, **changes}).kind) == metric
 
 
 def test_bad_trials_end_at_half(place):
