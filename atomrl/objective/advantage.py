@@ -16,10 +16,10 @@ from atomrl.atoms.advantages import group_zscore, per_token
 from atomrl.atoms.gae import discounted_returns, gae, length_adaptive_lambda
 from atomrl.atoms.groups import group_std
 from atomrl.atoms.kl import k1_kl
-from atomrl.atoms.shaping import weighted_reward
+from atomrl.atoms.shaping import reward_at_last_token, weighted_reward
 from atomrl.atoms.whiten import masked_whiten
 from atomrl.objective.advantage_inputs import AdvantageChoice, AdvantageInputs, AdvantagesAndReturns, given
-from atomrl.objective.choice import Custom, Formula, Setting
+from atomrl.objective.choice import Atoms, Custom, Formula, Setting
 from atomrl.objective.turn_advantage import TurnAdvantage
 
 Discount = Annotated[float, Field(ge=0, le=1)]
@@ -93,6 +93,7 @@ class OPOAdvantage(AdvantageChoice, type="opo"):
     """
 
     group_baseline = True
+    made_of = (baselines.length_weighted_baseline,)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         return baselines.length_weighted_baseline(inputs.totals, given(inputs.mask).sum(1), inputs.group_ids)
@@ -111,6 +112,7 @@ class GPGAdvantage(AdvantageChoice, type="gpg"):
     alpha: Literal["paper", "verl"] = "paper"
     normaliser: Annotated[float, Field(gt=0)] = 1.0
     group_baseline = True
+    made_of = (advantages.group_mean_baseline, group_std, baselines.rescaled_by_share)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         rewards, group_ids = inputs.totals, inputs.group_ids
@@ -136,8 +138,11 @@ class PassAtKAdvantage(AdvantageChoice, type="pass_at_k"):
 
     divide_by_std: bool = False
     eps: NonNegativeFloat = 1e-6
-    switches: ClassVar = dict.fromkeys((advantages.standardised, group_std), lambda self: self.divide_by_std)
     group_baseline = True
+
+    def atoms(self) -> Atoms:
+        scaled = (group_std, advantages.standardised) if self.divide_by_std else ()
+        return baselines.best_minus_second, *scaled
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         best = baselines.best_minus_second(inputs.totals, inputs.group_ids)
@@ -192,6 +197,7 @@ class GDPOAdvantage(AdvantageChoice, type="gdpo"):
 
     eps: NonNegativeFloat = 1e-4
     group_baseline = True
+    made_of = (group_zscore, weighted_reward)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         if inputs.parts is None:
@@ -216,6 +222,7 @@ class ReMaxAdvantage(AdvantageChoice, type="remax"):
     """
 
     extra_rollouts: ClassVar[Mapping[str, Any]] = {"temperature": 0.0, "completions_per_prompt": 1}
+    made_of = (per_token, baselines.return_minus_baseline)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         mask, totals = given(inputs.mask), inputs.totals
@@ -236,6 +243,7 @@ class ReinforcePPAdvantage(AdvantageChoice, type="reinforce_pp"):
     gamma: Discount = 1.0
     eps: NonNegativeFloat = 1e-8
     by_token = True
+    made_of = (reward_at_last_token, discounted_returns, masked_whiten)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         mask = given(inputs.mask)
@@ -255,6 +263,7 @@ class ReinforcePPBaselineAdvantage(AdvantageChoice, type="reinforce_pp_baseline"
 
     eps: NonNegativeFloat = 1e-8
     group_baseline = True
+    made_of = (advantages.group_mean_baseline, per_token, masked_whiten)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         mask = given(inputs.mask)
@@ -277,12 +286,12 @@ class GAEAdvantage(AdvantageChoice, type="gae"):
     lam: Discount = 0.95
     whiten: bool = True
     length_alpha: PositiveFloat | None = None
-    switches: ClassVar = {
-        length_adaptive_lambda: lambda self: self.length_alpha,
-        masked_whiten: lambda self: self.whiten,
-    }
     needs = frozenset({"values"})
     by_token = True
+
+    def atoms(self) -> Atoms:
+        adaptive = (length_adaptive_lambda,) if self.length_alpha else ()
+        return reward_at_last_token, *adaptive, gae, *((masked_whiten,) if self.whiten else ())
 
     def __call__(self, inputs: AdvantageInputs) -> AdvantagesAndReturns:
         mask, alpha = given(inputs.mask), self.length_alpha
@@ -313,6 +322,7 @@ class ReverseKLAdvantage(AdvantageChoice, type="reverse_kl"):
     """
 
     needs = frozenset({"old_logprobs", "teacher_logprobs"})
+    made_of = (k1_kl,)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         return -k1_kl(given(inputs.old_logprobs), given(inputs.teacher_logprobs), given(inputs.mask))

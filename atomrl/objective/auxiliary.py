@@ -63,6 +63,7 @@ class ClippedValue(ValueLoss, type="clipped"):
     """
 
     clip: NonNegativeFloat = 0.2
+    made_of = (clipped_value_loss, clipped_values, weighted_sum)
 
     def warnings(self, setting: Setting) -> Iterator[str]:
         yield from super().warnings(setting)
@@ -78,6 +79,8 @@ class SquaredValue(ValueLoss, type="squared"):
     LaTeX: \tfrac12 (v_{i,t} - R_{i,t})^2
     """
 
+    made_of = (clipped_value_loss, weighted_sum)
+
 
 Value = ClippedValue | SquaredValue
 
@@ -91,6 +94,7 @@ class Entropy(Choice, type="bonus"):
     """
 
     coefficient: NonNegativeFloat = 0.0
+    made_of = (weighted_sum,)
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> tuple[Tensor, Metrics]:
         """Of one micro-batch: minus the coefficient times a weighted sum."""
@@ -116,6 +120,7 @@ class Distillation(Choice, type="jsd"):
 
     coefficient: NonNegativeFloat = 0.0
     beta: Annotated[float, Field(ge=0, le=1)] = 0.5
+    made_of = (fused_generalised_jsd, weighted_sum)
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> tuple[Tensor, Metrics]:
         """Of one micro-batch: the coefficient times a weighted sum."""

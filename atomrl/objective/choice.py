@@ -20,6 +20,8 @@ from atomrl.functions import find_function
 from atomrl.hints import did_you_mean, said_as
 from atomrl.protocols import ModelInput
 
+Atoms = tuple[Callable[..., Any], ...]
+"""Functions of `atomrl.atoms`."""
 Model = TypeVar("Model", bound=BaseModel)
 FROZEN = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, protected_namespaces=())
 
@@ -62,8 +64,8 @@ class Choice(BaseModel):
     """For print. It may stand in the docstring, after `LaTeX:`."""
     atom: ClassVar[Callable[..., Tensor]]
     """Where one atom is the whole of it: that atom, which takes the fields as keywords."""
-    switches: ClassVar[Mapping[Callable[..., Any], Callable[[Any], Any]]] = {}
-    """Atoms that its methods name and not every choice of fields uses: whether this one does."""
+    made_of: ClassVar[Atoms] = ()
+    """Where several are: those."""
     needs: ClassVar[frozenset[ModelInput]] = frozenset()
     """What the back end must have computed before it is called on a whole step."""
     keeps_fields: ClassVar[bool] = False
@@ -78,6 +80,10 @@ class Choice(BaseModel):
             cls.text = " ".join(indented)
         if after and "latex" not in vars(cls):
             cls.latex = " ".join(after.split())
+
+    def atoms(self) -> Atoms:
+        """The functions of `atomrl.atoms` that it is made of, with its fields as they are."""
+        return self.made_of or ((self.atom,) if hasattr(self, "atom") else ())
 
     @property
     def by_completion(self) -> bool:

@@ -52,6 +52,7 @@ class PPOClip(TrustRegionClip, type="ppo"):
     low: NonNegativeFloat = 0.2
     high: NonNegativeFloat = 0.2
     dual: NonNegativeFloat | None = None
+    made_of = (policy_losses.clipped_policy_loss, policy_losses.clipped_tokens)
 
     def __call__(self, inputs: PolicyInputs) -> Clipped:
         ratio, advantages = inputs.log_ratio.exp(), inputs.advantages
@@ -86,6 +87,7 @@ class CISPOClip(Choice, type="cispo"):
 
     low: NonNegativeFloat = 1.0
     high: NonNegativeFloat = 4.0
+    made_of = (policy_losses.cispo_loss, policy_losses.out_of_bounds)
 
     def __call__(self, inputs: PolicyInputs) -> Clipped:
         ratio = inputs.log_ratio.detach().exp()
@@ -103,6 +105,7 @@ class SAPOClip(TrustRegionClip, type="sapo"):
 
     tau_positive: PositiveFloat = 1.0
     tau_negative: PositiveFloat = 1.05
+    made_of = (policy_losses.sapo_loss,)
 
     def __call__(self, inputs: PolicyInputs) -> Tensor:
         return policy_losses.sapo_loss(inputs.log_ratio.exp(), inputs.advantages, **self.settings)
@@ -119,6 +122,7 @@ class GMPOClip(TrustRegionClip, type="gmpo"):
 
     low: NonNegativeFloat = 0.4
     high: NonNegativeFloat = 0.4
+    made_of = (sequence_clipped_log_ratio, row_mean, geometric_mean_loss, per_token)
 
     @property
     def by_completion(self) -> bool:
@@ -157,6 +161,7 @@ class DPPOTVClip(DPPOClip, type="dppo_tv"):
     """
 
     atom = staticmethod(trust_region.probability_change)
+    made_of = (trust_region.probability_change, trust_region.trust_region_tokens, policy_losses.reinforce_loss)
 
 
 class DPPOKLClip(DPPOClip, type="dppo_kl"):
@@ -171,6 +176,7 @@ class DPPOKLClip(DPPOClip, type="dppo_kl"):
     low: NonNegativeFloat = 0.05
     high: NonNegativeFloat = 0.05
     atom = staticmethod(trust_region.binary_kl)
+    made_of = (trust_region.binary_kl, *DPPOTVClip.made_of)
 
 
 class NoClip(Choice, type="none"):
@@ -180,6 +186,8 @@ class NoClip(Choice, type="none"):
 
     LaTeX: \rho_{i,t} \hat A_{i,t}
     """
+
+    made_of = (policy_losses.clipped_policy_loss,)
 
     def __call__(self, inputs: PolicyInputs) -> Tensor:
         return policy_losses.clipped_policy_loss(inputs.log_ratio.exp(), inputs.advantages, math.inf, math.inf)
@@ -197,6 +205,8 @@ class ReinforceClip(Choice, type="reinforce"):
 
     LaTeX: \hat A_{i,t} \log \pi_\theta(a_{i,t})
     """
+
+    made_of = (policy_losses.reinforce_loss,)
 
     def __call__(self, inputs: PolicyInputs) -> Tensor:
         return policy_losses.reinforce_loss(inputs.logprobs, inputs.advantages, inputs.mask)

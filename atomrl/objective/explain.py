@@ -8,41 +8,12 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from atomrl.objective.base import Goal, Objective
 from atomrl.objective.choice import Choice, Custom, Setting, imported
 
 ROOT = Path(__file__).parents[2]
-
-
-def used_atoms(choice: Choice) -> list[Callable[..., Any]]:
-    """The functions of `atomrl.atoms` that a choice's methods call, as their code says, but what its fields leave out.
-
-    Example:
-        >>> from atomrl.objective.kl import K3
-        >>> [atom.__name__ for atom in used_atoms(K3())]
-        ['k3_kl']
-    """
-    found: list[Any] = []
-    for member in (member for kind in type(choice).__mro__ for member in vars(kind).values()):
-        member = getattr(member, "__func__", getattr(member, "fget", member))
-        if inspect.isfunction(member):
-            found += [member] if _is_atom(member) else _named(member.__code__, member.__globals__)
-    atoms = dict.fromkeys(item for item in found if _is_atom(item))
-    return [atom for atom in atoms if atom not in choice.switches or choice.switches[atom](choice)]
-
-
-def _named(code: CodeType, scope: dict[str, Any]) -> list[Any]:
-    found = [scope.get(name) for name in code.co_names]
-    modules = [item for item in found if inspect.ismodule(item)]
-    inner = [item for const in code.co_consts if isinstance(const, CodeType) for item in _named(const, scope)]
-    return [*found, *(vars(module).get(name) for module in modules for name in code.co_names), *inner]
-
-
-def _is_atom(item: Any) -> bool:
-    return inspect.isfunction(item) and item.__module__.startswith("atomrl.atoms.")
 
 
 def page(objective: Objective, setting: Setting) -> str:
@@ -100,7 +71,7 @@ def table(objective: Objective) -> str:
             lines.append(f"{axis}: {choice.type}{f' ({shown})' if shown else ''}")
             lines.append(f"    {summary(choice)}")
             own = [imported(choice.function)] if isinstance(choice, Custom) else []
-            atoms = [atom for atom in [*own, *used_atoms(choice)] if inspect.isfunction(atom)]
+            atoms = [atom for atom in [*own, *choice.atoms()] if inspect.isfunction(atom)]
             lines += dict.fromkeys("    " + "  ".join(filter(None, atom_place(atom))) for atom in atoms)
     return "\n".join(lines)
 

@@ -7,7 +7,8 @@ from pydantic import NonNegativeFloat
 from torch import Tensor
 
 from atomrl.atoms import kl as estimators
-from atomrl.objective.choice import Choice, Formula, Setting
+from atomrl.atoms.shaping import kl_penalised_reward
+from atomrl.objective.choice import Atoms, Choice, Formula, Setting
 
 
 class KLPenalty(Choice):
@@ -23,9 +24,14 @@ class KLPenalty(Choice):
     k2_gradient: bool = False
     target: NonNegativeFloat | None = None
     horizon: NonNegativeFloat = 10000.0
-    switches: ClassVar = {estimators.k2_gradient: lambda self: self.k2_gradient}
     fault: ClassVar[str] = ""
     """What is wrong with its gradient in the loss."""
+
+    def atoms(self) -> Atoms:
+        corrected = (estimators.k2_gradient,) if self.k2_gradient else ()
+        in_reward = (kl_penalised_reward,) if self.place == "reward" else ()
+        adaptive = (estimators.adaptive_coefficient,) if self.place and self.target is not None else ()
+        return self.atom, *corrected, *in_reward, *adaptive
 
     @property
     def place(self) -> Literal["loss", "reward"] | None:

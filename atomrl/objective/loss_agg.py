@@ -79,6 +79,7 @@ class PromptMean(LossAggChoice, type="prompt_mean"):
     """
 
     row_unit = "group"
+    made_of = (reductions.group_token_mean,)
 
     def __call__(self, mask: Tensor, group_ids: Tensor) -> Tensor:
         return reductions.group_token_mean(mask, group_ids)

@@ -263,6 +263,7 @@ class OddsRatioLoss(PairLoss, type="odds_ratio"):
     """
 
     anchored = True
+    made_of = (log_odds_ratio, losses.odds_ratio_loss)
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         return self.beta * losses.odds_ratio_loss(log_odds_ratio(chosen, rejected))
@@ -291,6 +292,7 @@ class WeightedLabelLoss(LabelLoss):
 
     desirable_weight: AtLeast0 = 1.0
     undesirable_weight: AtLeast0 = 1.0
+    made_of = (kto_loss,)
 
     def __call__(self, scores: Tensor, desirable: Tensor, reference: Tensor) -> Tensor:
         return kto_loss(scores, desirable, reference, **self.settings)
@@ -315,6 +317,7 @@ class KtoLoss(WeightedLabelLoss, type="kto"):
 
     needs = frozenset({"old_logprobs", "ref_logprobs"})
     needs_mismatched = True
+    made_of = (kto_reference, kto_loss)
 
     def measure(self, scores: Tensor, mismatched: Tensor, state: Mapping[str, float]) -> dict[str, float]:
         if not len(mismatched):
@@ -331,6 +334,7 @@ class BcoLoss(LabelLoss, type="bco"):
     """
 
     needs = frozenset({"old_logprobs", "ref_logprobs"})
+    made_of = (implicit_reward, bco_loss, running_mean)
 
     def __call__(self, scores: Tensor, desirable: Tensor, reference: Tensor) -> Tensor:
         return bco_loss(implicit_reward(scores, self.beta), desirable, reference)

@@ -1,7 +1,7 @@
 """The scores of completions, and the likelihood of the chosen ones: axes of a preference objective."""
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 from torch import Tensor
@@ -11,7 +11,7 @@ from atomrl.atoms.masks import row_mean, row_sum
 from atomrl.atoms.supervised_losses import nll_loss
 from atomrl.batches import RowBatch
 from atomrl.objective.advantage_inputs import given
-from atomrl.objective.choice import Choice, Formula, Setting
+from atomrl.objective.choice import Atoms, Choice, Formula, Setting
 from atomrl.objective.pairing import shared_lengths
 
 AnySign = Annotated[float, Field(allow_inf_nan=False)]
@@ -25,11 +25,10 @@ class PreferenceScore(Choice):
     """Below 1, what one completion is longer than the other counts less (LD-DPO)."""
     length_normalised: bool = False
     """Per token."""
-    switches: ClassVar = {
-        row_sum: lambda self: self.ld_alpha == 1,
-        scores.length_desensitised_logprob: lambda self: self.ld_alpha != 1,
-        scores.length_normalised: lambda self: self.length_normalised,
-    }
+
+    def atoms(self) -> Atoms:
+        sums = row_sum if self.ld_alpha == 1 else scores.length_desensitised_logprob
+        return (sums, scores.length_normalised) if self.length_normalised else (sums,)
 
     def sums(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
         """[B] log-probs of the rows' trained tokens, as the score counts them."""
@@ -61,8 +60,10 @@ class LogRatioScore(PreferenceScore, type="log_ratio"):
     """Another than the reverse KL is f-DPO."""
     alpha: AnySign = 1.0
     """Of `alpha_divergence`."""
-    switches = PreferenceScore.switches | {scores.f_divergence_score: lambda self: self.divergence != "reverse_kl"}
     needs = frozenset({"ref_logprobs"})
+
+    def atoms(self) -> Atoms:
+        return super().atoms() if self.divergence == "reverse_kl" else (*super().atoms(), scores.f_divergence_score)
 
     def __call__(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
         ratio = self.sums(logprobs, rows) - self.sums(rows.ref_logprobs, rows)
@@ -87,7 +88,9 @@ class LogprobScore(PreferenceScore, type="logprob"):
 
     shape: AnySign = 0.0
     """Bends the log-prob (AlphaPO)."""
-    switches = PreferenceScore.switches | {scores.alpha_score: lambda self: self.shape}
+
+    def atoms(self) -> Atoms:
+        return (*super().atoms(), scores.alpha_score) if self.shape else super().atoms()
 
     def __call__(self, logprobs: Tensor | None, rows: RowBatch) -> Tensor:
         score = self.sums(logprobs, rows)
@@ -126,6 +129,8 @@ class TokenMeanNll(ChosenNll, type="token_mean"):
     LaTeX: \mathrm{NLL} = -\log \pi_\theta(y_c) / \overline{|y_c|}
     """
 
+    made_of = (nll_loss, row_sum)
+
     def __call__(self, logprobs: Tensor, mask: Tensor, mean_tokens: float) -> Tensor:
         return row_sum(nll_loss(logprobs, mask), mask) / mean_tokens
 
@@ -137,6 +142,8 @@ class SequenceMeanNll(ChosenNll, type="sequence_mean"):
 
     LaTeX: \mathrm{NLL} = -\log \pi_\theta(y_c) / |y_c|
     """
+
+    made_of = (nll_loss, row_mean)
 
     def __call__(self, logprobs: Tensor, mask: Tensor, mean_tokens: float) -> Tensor:
         return row_mean(nll_loss(logprobs, mask), mask)

@@ -5,11 +5,14 @@ from torch import Tensor
 
 from atomrl.atoms.advantages import per_token
 from atomrl.atoms.ratios import sequence_log_ratio, sequence_token_log_ratio, token_log_ratio
-from atomrl.objective.choice import Choice
+from atomrl.objective.choice import Atoms, Choice
 
 
 class RatioChoice(Choice):
     """One atom of log-probs, by token or by completion."""
+
+    def atoms(self) -> Atoms:
+        return (self.atom, per_token) if self.type == "sequence" else (self.atom,)
 
     @property
     def by_completion(self) -> bool:

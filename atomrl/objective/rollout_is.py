@@ -17,7 +17,7 @@ from atomrl.atoms import corrections
 from atomrl.atoms.advantages import per_token
 from atomrl.atoms.kl import k1_kl, k3_kl
 from atomrl.atoms.masks import row_max, row_mean, row_sum
-from atomrl.objective.choice import Choice, Custom, Setting
+from atomrl.objective.choice import Atoms, Choice, Custom, Setting
 
 
 class RolloutInputs(NamedTuple):
@@ -57,7 +57,10 @@ class ImportanceWeights(RolloutISChoice):
     clamp: NonNegativeFloat = 20.0
     high: NonNegativeFloat = 2.0
     low: NonNegativeFloat = 0.0
-    switches: ClassVar = dict.fromkeys((row_sum, per_token), lambda self: not self.by_token)
+
+    def atoms(self) -> Atoms:
+        own = corrections.importance_weights, self.atom
+        return own if self.by_token else (row_sum, *own, per_token)
 
     @property
     def by_completion(self) -> bool:
@@ -75,7 +78,9 @@ class TruncatedWeights(ImportanceWeights):
     normalised: bool = False
     """Divided by the mean weight of the step."""
     atom = staticmethod(corrections.truncated_weights)
-    switches = ImportanceWeights.switches | {corrections.normalised_weights: lambda self: self.normalised}
+
+    def atoms(self) -> Atoms:
+        return (*super().atoms(), corrections.normalised_weights) if self.normalised else super().atoms()
 
     @property
     def whole_step(self) -> bool:
@@ -147,6 +152,7 @@ class SequenceMask(RolloutISChoice, type="sequence_mask"):
     high: NonNegativeFloat = 1.001
     low: NonNegativeFloat = 0.999
     weighted: bool = False
+    made_of = (row_mean, corrections.importance_weights, corrections.within)
 
     @property
     def by_completion(self) -> bool:
@@ -173,7 +179,10 @@ class KLRejection(RolloutISChoice, type="kl_rejection"):
     bound: NonNegativeFloat = 0.01
     level: Literal["token", "mean", "sum", "max"] = "mean"
     estimator: Literal["k1", "k3"] = "k3"
-    switches: ClassVar = {k1_kl: lambda self: self.estimator == "k1", k3_kl: lambda self: self.estimator == "k3"}
+
+    def atoms(self) -> Atoms:
+        statistic = () if self.level == "token" else (STATISTICS[self.level],)
+        return k1_kl if self.estimator == "k1" else k3_kl, *statistic, corrections.within
 
     @property
     def by_completion(self) -> bool:
@@ -198,6 +207,7 @@ class OffPolicySequences(RolloutISChoice, type="off_policy_sequences"):
     """
 
     bound: NonNegativeFloat = 0.05
+    made_of = (k1_kl, row_mean, corrections.off_policy_sequences)
 
     @property
     def by_completion(self) -> bool:
@@ -219,6 +229,7 @@ class SecondMoment(RolloutISChoice, type="second_moment"):
     """
 
     bound: NonNegativeFloat = 0.04
+    made_of = (corrections.second_moment_tokens,)
 
     @property
     def whole_step(self) -> bool:

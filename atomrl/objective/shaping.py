@@ -1,7 +1,7 @@
 """What comes before the advantages: reward shaping, and the filter of groups (dynamic sampling)."""
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atomrl.atoms.shaping import clipped_reward, repetition_penalty, soft_overlong_penalty
 from atomrl.batches import RowBatch
-from atomrl.objective.choice import Choice, Formula, Setting
+from atomrl.objective.choice import Atoms, Choice, Formula, Setting
 
 
 class Shaping(Choice, type="penalties"):
@@ -28,11 +28,11 @@ class Shaping(Choice, type="penalties"):
     lowest: FiniteFloat | None = None
     highest: FiniteFloat | None = None
     mask_truncated: bool = False
-    switches: ClassVar = {
-        soft_overlong_penalty: lambda self: self.soft_overlong,
-        repetition_penalty: lambda self: self.repetition_ngram_tokens,
-        clipped_reward: lambda self: self.bounded,
-    }
+
+    def atoms(self) -> Atoms:
+        overlong = (soft_overlong_penalty,) if self.soft_overlong else ()
+        repeated = (repetition_penalty,) if self.repetition_ngram_tokens else ()
+        return *overlong, *repeated, *((clipped_reward,) if self.bounded else ())
 
     @property
     def bounded(self) -> bool:

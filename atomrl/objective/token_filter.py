@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atomrl.atoms import token_selection
 from atomrl.atoms.kl import abs_kl
-from atomrl.objective.choice import Choice, Custom, Setting
+from atomrl.objective.choice import Atoms, Choice, Custom, Setting
 from atomrl.objective.clip import PolicyInputs
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -55,10 +55,10 @@ class HighEntropy(_Share, type="high_entropy"):
     """
 
     needs = frozenset({"old_entropy"})
-    switches: ClassVar = {
-        token_selection.high_entropy_tokens: lambda self: self.tokens is None,
-        token_selection.highest_entropy_tokens: lambda self: self.tokens is not None,
-    }
+
+    def atoms(self) -> Atoms:
+        by_share, by_count = token_selection.high_entropy_tokens, token_selection.highest_entropy_tokens
+        return (by_share if self.tokens is None else by_count,)
 
     def __call__(self, inputs: FilterInputs) -> Tensor:
         if self.tokens is not None:
@@ -73,6 +73,8 @@ class RandomTokens(_Share, type="random"):
 
     LaTeX: \mathbb{1}[t \in \text{random sample}]
     """
+
+    made_of = (token_selection.random_tokens,)
 
     def __call__(self, inputs: FilterInputs) -> Tensor:
         count = round(self.fraction * int(inputs.mask.sum())) if self.tokens is None else self.tokens
@@ -91,6 +93,7 @@ class ClipCov(TokenFilterChoice, type="clip_cov"):
     low: NonNegativeFloat = 1.0
     high: NonNegativeFloat = 5.0
     needs = frozenset({"old_logprobs"})
+    made_of = (token_selection.token_covariance, token_selection.clip_covariance_tokens)
 
     def __call__(self, inputs: FilterInputs) -> Tensor:
         mask = inputs.mask
@@ -112,6 +115,7 @@ class KLCov(TokenFilterChoice, type="kl_cov"):
     coefficient: NonNegativeFloat = 1.0
     needs = frozenset({"old_logprobs"})
     adds = True
+    made_of = (token_selection.token_covariance, token_selection.highest_covariance_tokens, abs_kl)
 
     def __call__(self, inputs: FilterInputs) -> Tensor:
         covariance = token_selection.token_covariance(inputs.old_logprobs, inputs.advantages, inputs.mask)

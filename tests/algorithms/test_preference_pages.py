@@ -15,7 +15,7 @@ from atomrl.algorithms.table import PREFERENCES
 from atomrl.cli.main import main
 from atomrl.config import read_yaml
 from atomrl.objective import PreferenceObjective, Setting
-from atomrl.objective.explain import equation, latex, used_atoms
+from atomrl.objective.explain import equation, latex
 from tests.algorithms.test_pages import cell, opening
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def test_four_hops_from_a_config_to_the_line_of_the_equation(name):
     record = importlib.import_module(f"atomrl.algorithms.{module(name)}")
     objective = vars(record)[config["algorithm"]["name"].upper()]
     assert objective is PREFERENCES[name] and config["run_name"] == name
-    atoms = used_atoms(objective.losses[0])
+    atoms = objective.losses[0].atoms()
     assert atoms and all(atom.__module__.startswith("atomrl.atoms.") for atom in atoms)
 
 
