@@ -9,7 +9,7 @@ from torch import Tensor
 from atomrl.atoms import preference_losses as losses
 from atomrl.atoms.preference_scores import implicit_reward, log_odds_ratio
 from atomrl.atoms.unpaired_losses import bco_loss, kto_loss, kto_reference, running_mean
-from atomrl.objective.choice import Choice, Setting
+from atomrl.objective.choice import Atoms, Choice, Setting
 from atomrl.objective.preference_score import AnySign, AtLeast0, LogprobScore, LogRatioScore, PreferenceScore
 
 REFERENCE, COUNT = "reference", "reference_count"
@@ -292,7 +292,7 @@ class WeightedLabelLoss(LabelLoss):
 
     desirable_weight: AtLeast0 = 1.0
     undesirable_weight: AtLeast0 = 1.0
-    made_of = (kto_loss,)
+    made_of: ClassVar[Atoms] = (kto_loss,)
 
     def __call__(self, scores: Tensor, desirable: Tensor, reference: Tensor) -> Tensor:
         return kto_loss(scores, desirable, reference, **self.settings)

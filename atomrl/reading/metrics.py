@@ -125,7 +125,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or value is None
 
 
-def _floats(values: Sequence[Any]) -> Floats:
+def _floats(values: Sequence[Any] | Floats) -> Floats:
     """Numbers as they are, all else as NaN; an infinity too, as nothing can be drawn of it."""
     try:
         found = np.array(values, np.float64)  # None is NaN
