@@ -381,15 +381,16 @@ def _lines_with(needle: bytes, file: _File) -> tuple[list[int], list[int]]:
         with open_file(file.path) as opened:
             if _identity(os.fstat(opened.fileno())) != file.identity:
                 return [], []
-            data = opened.read().lower()  # of ASCII alone, as other characters may change their length
+            data = opened.read()
     except OSError:
         return [], []
     sure, perhaps = list[int](), list[int]()
     plain = not AMBIGUOUS.intersection(needle) and needle not in KEYS
     spans = zip(file.text_starts.tolist(), file.text_ends.tolist(), strict=True)
     for line, (start, end) in enumerate(spans):
-        at = data.find(needle, start, end)
+        text = data[start:end].lower()  # of ASCII alone, as other characters may change their length
+        at = text.find(needle)
         if at >= 0:
-            escaped = b"\\" in data[max(start, at - ESCAPE) : at]
+            escaped = b"\\" in text[max(0, at - ESCAPE) : at]
             (sure if plain and not escaped else perhaps).append(line)
     return sure, perhaps
