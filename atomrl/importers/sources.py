@@ -27,7 +27,8 @@ def read_hydra(path: Path) -> tuple[Given, list[str]]:
         given = _resolved(flat(read_yaml(path)))
         return given, [f"{key}={value} stays as it is written" for key, value in given.items() if "${" in str(value)]
     script = read_script(text_of(path), str(path))
-    command = max(script.commands, key=lambda words: len(dict(_hydra_words(words))), default=[])
+    commands = [words for words in script.commands if dict(_hydra_words(words))]
+    command = max(commands, key=lambda words: len(dict(_hydra_words(words))), default=[])
     given = _resolved(dict(_hydra_words(command)))
     if not given:
         raise ConfigError(f"{path}: there is no command with key=value in it")
@@ -35,7 +36,7 @@ def read_hydra(path: Path) -> tuple[Given, list[str]]:
     notes = [
         f"--config-name={name} may have other defaults; they were not read" for name in bases if name != "ppo_trainer"
     ]
-    return given, [*script.notes, *notes]
+    return given, [*script.notes, *notes, *_left_out(path, len(commands))]
 
 
 def _hydra_words(command: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -75,16 +76,21 @@ def read_flags(path: Path, program: str) -> tuple[Given, list[str], Mapping[str,
     if path.suffix in (".yaml", ".yml"):
         return flat(read_yaml(path)), [], {}
     script = read_script(text_of(path), str(path))
-    best: tuple[Given, Mapping[str, Any]] = ({}, {})
+    found: list[tuple[Given, Mapping[str, Any]]] = []
     for command in script.commands:
         start = next((i for i, word in enumerate(command) if re.search(program, word)), None)
         if start is not None and command[start + 1 : start + 2] == ["vllm-serve"]:  # an engine beside the run
             continue
-        if start is not None and len(given := dict(_flag_words(command[start + 1 :]))) >= len(best[0]):
-            best = given, dict(_flag_words(command[:start]))
-    if not best[0]:
+        if start is not None and (given := dict(_flag_words(command[start + 1 :]))):
+            found.append((given, dict(_flag_words(command[:start]))))
+    if not found:
         raise ConfigError(f"{path}: there is no command with --flags of {program}")
-    return best[0], script.notes, best[1]
+    flags, launcher = max(reversed(found), key=lambda one: len(one[0]))
+    return flags, [*script.notes, *_left_out(path, len(found))], launcher
+
+
+def _left_out(path: Path, commands: int) -> list[str]:
+    return [f"{path.name} has {commands} such commands; the one with most keys was taken"] if commands > 1 else []
 
 
 def _flag_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:

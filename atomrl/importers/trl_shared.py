@@ -55,6 +55,8 @@ def translate_shared(t: Translation, path: Path) -> None:
     reported = t("report_to")
     sinks = [reported] if isinstance(reported, str) else reported or []
     t.put("tracking.sinks", [name for name in sinks if name in SINKS], "report_to")
+    if unknown := [str(name) for name in sinks if name not in (*SINKS, "none", "all")]:
+        t.nearly(f"report_to: {', '.join(unknown)} has no counterpart; metrics.jsonl has every step")
     if not t.is_given("save_total_limit"):
         t.nearly("save_total_limit=None keeps all checkpoints; here checkpoint.keep is 2")
 
@@ -138,6 +140,9 @@ def put_steps(t: Translation, updates: int) -> None:
     else:
         t.put("train.total_epochs", t.number("num_train_epochs"), "num_train_epochs")
     _every(t, "checkpoint.every_steps", "save_steps", updates, on=t("save_strategy") not in ("no", "epoch"))
+    for name, key in (("save_strategy", "checkpoint.every_steps"), ("eval_strategy", "eval.every_steps")):
+        if t(name) not in ("no", "steps"):
+            t.leave(name, f"here it is by steps: {key}")
     evaluates = t("eval_strategy") == "steps"
     often = "logging_steps" if evaluates and t("eval_steps") is None else "eval_steps"
     _every(t, "eval.every_steps", often, updates, on=evaluates)

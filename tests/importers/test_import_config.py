@@ -676,6 +676,23 @@ def test_a_condition_on_one_line_with_the_output_of_a_command() -> None:
     assert script.commands == [["run", "8", "`a;", "b`", "x;y"]]
 
 
+def test_commands_that_were_not_taken_are_counted(tmp_path: Path) -> None:
+    trl = "trl grpo --model_name_or_path a --num_generations 8 --reward_funcs a.b\ntrl grpo --model_name_or_path b"
+    for library, script in (("verl", f"{VERL}\nrun algorithm.adv_estimator=grpo"), ("trl", trl)):
+        said = import_config(written(tmp_path, "a.sh", script), library).yaml()
+        assert "a.sh has 2 such commands; the one with most keys was taken" in said
+
+
+def test_what_trl_does_by_epochs_or_reports_elsewhere_is_said(tmp_path: Path) -> None:
+    text = (
+        f"{GRPO_YAML}\nmodel_name_or_path: m\neval_strategy: epoch\nsave_strategy: epoch\nreport_to: [comet_ml, wandb]"
+    )
+    imported = import_config(written(tmp_path, "a.yaml", text), "trl")
+    assert imported.config.tracking.sinks == ["wandb"] and "report_to: comet_ml has no counterpart" in imported.yaml()
+    for name, key in (("eval_strategy", "eval.every_steps"), ("save_strategy", "checkpoint.every_steps")):
+        assert f"{name}=epoch (here it is by steps: {key})" in imported.yaml()
+
+
 def test_no_logger_of_verl_is_no_tracker(tmp_path: Path) -> None:
     text = f"{VERL} trainer.logger=null"
     assert import_config(written(tmp_path, "a.sh", text), "verl").config.tracking.sinks == []
