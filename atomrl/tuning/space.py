@@ -12,11 +12,11 @@ from pydantic import ConfigDict, Field, RootModel, ValidationError, model_valida
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees, read_yaml
 from atomrl.config.base import Section
 from atomrl.config.files import nest
-from atomrl.config.run import config_error
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
+FORMS = "a range ({low: 1.0e-5, high: 1.0e-3, log: true}) or several choices ([0.0, 0.1])"
 Value = bool | int | float | str | None
 
 
@@ -82,20 +82,30 @@ def read_space(path: str | Path, config: RunConfig) -> Space:
     Raises:
         ConfigError: what is wrong in it, or a key or value that the config does not take.
     """
-    try:
-        space = Space.model_validate(read_yaml(path))
-    except ValidationError as error:
-        raise config_error(error, str(path)) from None
-    if not space.root or any(isinstance(given, list) and len(given) < 2 for given in space.root.values()):
-        raise ConfigError(
-            f"{path}: name keys with a range ({{low: 1.0e-5, high: 1.0e-3, log: true}}) or several choices"
-        )
+    given = read_yaml(path)
+    if not given:
+        raise ConfigError(f"{path}: name keys, each with {FORMS}")
+    space = Space({str(key): _checked(f"{path}: {key}", value) for key, value in given.items()})
     for values in space.ends():
         try:
             with_values(config, values)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
     return space
+
+
+def _checked(where: str, given: Any) -> Range | list[Value]:
+    values = given if isinstance(given, list) else []
+    if len(values) > 1 and all(value is None or isinstance(value, bool | int | float | str) for value in values):
+        return values
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where}={given}: write {FORMS}")
+    try:
+        return Range.model_validate(given)
+    except ValidationError as error:
+        found = [(item["loc"], item["msg"].removeprefix("Value error, ")) for item in error.errors()]
+        wrong = dict.fromkeys(str(place[0]) if place else message for place, message in found)
+        raise ConfigError(f"{where}={given}: {', '.join(wrong)}: write {FORMS}") from None
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:

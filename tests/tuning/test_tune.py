@@ -348,6 +348,10 @@ def test_a_study_of_something_else_is_refused(place):
         ("train.learning_rate: {low: 0.0, high: 0.1, log: true}", "above 0"),
         ("train.learning_rate: {low: 0.0, high: 0.1}", "greater than 0"),  # what the config does not take
         ("train.learning_rate: [0.1]", "several choices"),
+        ("train.learning_rate: 0.1", "train.learning_rate=0.1: write a range"),
+        ("train.learning_rate: {lo: 0.1, high: 1}", "}: low, lo: write a range"),
+        ("train.learning_rate: {low: a, high: 1}", "}: low: write a range"),
+        ("3: [1, 2]", "unknown key '3'"),
         ("train.steps: {low: 1.0, high: 9.0, step: 2}", "whole numbers"),
         ("algorithm.clip.high: [0.2, wide]", "algorithm"),
         ("algorithm.clip.high: [0.2, wide, 0.3]", "algorithm"),
