@@ -103,15 +103,17 @@ def token_covariance(logprobs: PerToken, advantages: PerToken, mask: Mask) -> Pe
         mask: True where the model wrote the token; means are over it.
 
     Returns:
-        Covariance per token, without gradient; 0 off the mask.
+        Covariance per token, without gradient; 0 off the mask, and where all advantages are equal.
 
     Example:
         >>> token_covariance(torch.tensor([[-1.0, -3.0]]), torch.tensor([[1.0, -1.0]]), torch.tensor([[True, True]]))
         tensor([[1., 1.]])
     """
-    logprobs = logprobs.detach()
+    logprobs, inf = logprobs.detach(), float("inf")
     product = (advantages - masked_mean(advantages, mask)) * (logprobs - masked_mean(logprobs, mask))
-    return product.masked_fill(~mask, 0.0)
+    # Equal advantages differ from their mean by its rounding.
+    differ = advantages.masked_fill(~mask, -inf).amax() > advantages.masked_fill(~mask, inf).amin()
+    return product.masked_fill(~mask | ~differ, 0.0)
 
 
 def clip_covariance_tokens(

@@ -47,7 +47,6 @@ ADVICE = {
     "RankLost": "--resume goes on from the newest checkpoint.",
     "RankOutOfMemory": "With that, --resume --allow-changes goes on from the newest checkpoint.",
     "ActorDied": "--resume goes on from the newest checkpoint.",
-    "NoSignal": "With other settings, --resume goes on from the newest checkpoint.",
 }
 """What to do about errors of a run that are no mistakes in the config."""
 

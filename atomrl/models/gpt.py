@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from atomrl.atoms.logits import head_logits
 from atomrl.config import ConfigError
 from atomrl.config.schema import check_heads
 from atomrl.models.attention import PackedAttention, row_attention, stream_attention
@@ -262,9 +263,8 @@ class GPT(nn.Module):
         self.run_layer = torch.compile(_run_layer)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, T] -> logits [B, T, V]."""
-        hidden = self.forward_hidden(tokens)
-        return F.linear(hidden, self.head_weight.to(hidden.dtype))
+        """[B, T] -> logits [B, T, V], of float32 sums whatever the precision of the layers."""
+        return head_logits(self.forward_hidden(tokens), self.head_weight)
 
     def rope_tables(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin, [T, D/2] in float32."""

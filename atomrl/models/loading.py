@@ -160,7 +160,9 @@ def load_policy(
     rounded = compute if compute != weight_dtype else None
     reason = unsupported(config)
     if reason is None:
-        policy: Policy = load_decoder(GPT, path, config, read_weights(path), weight_dtype)
+        policy: Policy = load_decoder(
+            GPT, path, config, read_weights(path, trust_remote_code=trust_remote_code), weight_dtype
+        )
         policy.compute_dtype = rounded
         if (folder := resolve_folder(base_path(path), weights=False) / "generation_config.json").is_file():
             policy.generation_config = GenerationConfig.from_pretrained(folder.parent)

@@ -174,7 +174,14 @@ def test_covariance_rules():
     assert dropped == {1, 2, 4}
     picked = token_selection.highest_covariance_tokens(covariance, every, 0.4)
     assert picked.tolist() == [[False, False, False, True, True]]
-    assert not token_selection.highest_covariance_tokens(torch.zeros(1, 5), every, 0.4).any(), "equal advantages"
+
+
+@pytest.mark.parametrize("advantage", [0.0, 0.3, -0.7])
+def test_equal_advantages_have_no_covariance(advantage):
+    mask = torch.rand(8, 40, generator=torch.Generator().manual_seed(0)) < 0.8
+    logprobs = -torch.rand(8, 40, generator=torch.Generator().manual_seed(1))
+    found = token_selection.token_covariance(logprobs, torch.full((8, 40), advantage), mask)
+    assert not found.any() and not token_selection.highest_covariance_tokens(found, mask, 0.4).any()
 
 
 def test_value_clipping_by_hand():

@@ -10,10 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from atomrl import runs
 from atomrl.cli.config_arguments import join_overrides
 from atomrl.cli.main import COMMANDS, main
+from atomrl.cli.training import ADVICE
+from atomrl.cluster.ray_cluster import ActorDied
+from atomrl.training.group import RankFailed, RankLost, RankOutOfMemory
+from atomrl.training.optimizer import Diverged
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """
@@ -254,3 +259,8 @@ def test_what_native_code_ends_says_what_called_it():
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in ended.stderr and "in run_command" in ended.stderr
+
+
+def test_advice_is_for_errors_that_there_are():
+    known = (torch.OutOfMemoryError, Diverged, RankFailed, RankLost, RankOutOfMemory, ActorDied)
+    assert set(ADVICE) == {kind.__name__ for kind in known}

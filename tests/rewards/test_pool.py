@@ -128,8 +128,9 @@ def test_permutations_drops_and_failures_never_give_a_completion_anothers_reward
 def test_a_reward_that_never_works_stops_early():
     for deed, kind in (("hang", "timeout"), ("exit", "crash")):
         rewards = build("obey_score", timeout_s=0.3)
-        with pytest.raises(RewardError, match=f"the first 16 calls all hung or ended their process.*{kind}: "):
+        with pytest.raises(RewardError, match=f"the first 16 calls all hung or ended their process.*{kind}: ") as error:
             rewards(rollouts({f"p{n}": [deed] * 8 for n in range(16)}))
+        assert ("a larger timeout_s of the reward" in str(error.value)) == (deed == "hang")
         assert values(rewards(rollouts({"a": ["1"]}))) == ((1.0,),), "and leaves the pool whole"
         rewards.close()
 

@@ -29,6 +29,10 @@ def test_cosine_to_a_floor():
     assert learning_rate(4, 4, 2.0, cosine) == learning_rate(9, 4, 2.0, cosine) == 0.5
 
 
+def test_linear_to_a_floor():
+    assert rates(6, "linear", 1 / 3, 0.25) == pytest.approx([1.0, 2.0, 2.0, 1.625, 1.25, 0.875])
+
+
 def test_warm_up_may_take_the_whole_run():
     assert rates(2, "cosine", 1.0) == [1.0, 2.0]
     assert learning_rate(2, 2, 2.0, settings("cosine", 1.0)) == 2.0
