@@ -1,8 +1,8 @@
 """Rollout speed of our native engine beside Hugging Face generate and vLLM, turn by turn in one run.
 
-    python benchmarks/rollout.py [--dtype bfloat16] [--vllm-python VENV/bin/python] [--out FILE.json]
+    python benchmarks/rollout.py [--dtype bfloat16] [--size 80M] [--vllm-python VENV/bin/python] [--out FILE.json]
 
-A random Qwen2 model of 3.0 million parameters, 16 prompts of 40 tokens, 8 completions of each. `fixed`: every
+A random Qwen2 model of 3.0 million parameters (or 80), 16 prompts of 40 tokens, 8 completions of each. `fixed`: every
 completion has 128 tokens. `ragged`: lengths are 16 + Exp(63), at most 256. No engine is told the lengths, and no engine
 needs a hook: the model itself ends each completion with probability 1/63 per token (see `make_model`), so each engine
 draws its own lengths from the same distribution. Speed is tokens drawn per second, so a longer draw is no drawback.
@@ -198,6 +198,7 @@ def make_runners(arguments: argparse.Namespace, folders: dict[str, Path]) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--size", choices=list(SHAPES), default="3M")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--turns", type=int, default=3, help="timed turns of each engine; one more warms up")
     parser.add_argument("--engines", help="comma-separated, of those that the table names; default all")
@@ -211,7 +212,9 @@ def main() -> None:
     workloads = arguments.workloads.split(",")
     results: dict[str, dict[str, list[tuple[int, float]]]] = {name: {} for name in workloads}
     with tempfile.TemporaryDirectory() as scratch:
-        folders = {name: make_model(Path(scratch) / name, ragged=name == "ragged") for name in workloads}
+        folders = {
+            name: make_model(Path(scratch) / name, ragged=name == "ragged", size=arguments.size) for name in workloads
+        }
         runners = make_runners(arguments, folders)
         for workload in workloads:
             for turn in range(arguments.turns + 1):

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout import EOS, FIXED_TOKENS, MAX_TOKENS, MEMBERS, MIN_TOKENS, PROMPT_TOKENS, PROMPTS, make_model
+from rollout import EOS, FIXED_TOKENS, MAX_TOKENS, MEMBERS, MIN_TOKENS, PROMPT_TOKENS, PROMPTS, SHAPES, make_model
 
 from atomrl.models.tokenizer import make_tokenizer
 
@@ -134,7 +134,7 @@ def run_workload(workload: str, arguments: argparse.Namespace) -> dict[str, Any]
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    folder = make_model(Path(tempfile.mkdtemp()), ragged=workload == "ragged")
+    folder = make_model(Path(tempfile.mkdtemp()), ragged=workload == "ragged", size=arguments.size)
     save_tokenizer(folder)
     our_step = make_atomrl_step(folder, workload, arguments)
     ours: list[tuple] = []
@@ -218,6 +218,7 @@ def summarise(workload: str, theirs: list[tuple], ours: list[tuple]) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--size", choices=list(SHAPES), default="3M")
     parser.add_argument("--steps", type=int, default=4, help="counted steps of each; one more warms up")
     parser.add_argument("--workloads", default="fixed,ragged")
     parser.add_argument("--compile", action="store_true", help="compile AtomRL's training layers")
