@@ -43,16 +43,18 @@ def suggestion(path: Sequence[str], keys: Sequence[str]) -> str | None:
     sections, names = foreign_table()["sections"], foreign_names()
     if len(path) == 1 and path[0] in sections:
         return str(sections[path[0]])
-    if path[-1] in names:
-        key, unit = names[path[-1]]
-        leaf = key.rpartition(".")[2]
-        beneath = (".".join([*path[:depth], leaf]) for depth in range(len(path) - 1, 0, -1))
+    *parents, leaf = path
+    takes_args = ".".join([*(part for part in parents if not part.isdigit()), "args"]) in keys
+    beside = _key_beside(path, keys, cutoff=0.8)
+    foreign = leaf if leaf in names or beside or takes_args else nearest(leaf, names, cutoff=0.8)
+    if foreign in names:
+        key, unit = names[foreign]
+        own_leaf = key.rpartition(".")[2]
+        beneath = (".".join([*path[:depth], own_leaf]) for depth in range(len(path) - 1, 0, -1))
         key = next((own for own in beneath if own in keys), key)  # the critic has a learning rate too
         return f"did you mean {key!r}{f' {unit}' if unit else ''}?"
     near = nearest_key(path, keys)
-    *parents, leaf = path
-    beside = near is not None and near.rpartition(".")[0] == ".".join(parents)
-    if ".".join([*(part for part in parents if not part.isdigit()), "args"]) in keys and not beside:
+    if takes_args and (near is None or near.rpartition(".")[0] != ".".join(parents)):
         near = ".".join([*parents, "args", leaf])  # of the function that is named there
     return None if near is None else f"did you mean {near!r}?"
 
@@ -71,14 +73,23 @@ def known_elsewhere(path: Sequence[str], value: Any) -> list[list[str]]:
 
 def nearest_key(path: Sequence[str], keys: Sequence[str]) -> str | None:
     """The valid key most like `path`: in the same section first, then by its last part anywhere."""
-    section = ".".join(part for part in path[:-1] if not part.isdigit())  # a place in a list is in no key
-    siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
-    if near := nearest(path[-1], siblings, cutoff=0.65):
-        return ".".join([*path[:-1], near])
     parts = {key.rpartition(".")[0] for key in keys} if len(path) > 1 else set()  # a section is no key of another
     leaves = {key.rpartition(".")[2]: key for key in reversed(keys) if key not in parts}  # the first section counts
-    near = nearest(path[-1], leaves, cutoff=0.7)
-    return leaves[near] if near else None
+    elsewhere = leaves.get(nearest(path[-1], leaves, cutoff=0.8) or "")
+    return _key_beside(path, keys, cutoff=0.8) or elsewhere or _key_beside(path, keys, cutoff=0.65 if parts else 0.7)
+
+
+def _key_beside(path: Sequence[str], keys: Sequence[str], cutoff: float) -> str | None:
+    """The key of the same section that is like the last part of `path`, or begins like it."""
+    section = ".".join(part for part in path[:-1] if not part.isdigit())  # a place in a list is in no key
+    names = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
+    first_words = {name.partition("_")[0]: name for name in reversed(names)}
+    near = (
+        nearest(path[-1], names, cutoff)
+        or next((name for name in names if len(path[-1]) > 2 and name.startswith(path[-1])), None)
+        or first_words.get(nearest(path[-1], first_words, cutoff=0.8) or "")
+    )
+    return ".".join([*path[:-1], near]) if near else None
 
 
 def renamed(message: str, names: Mapping[str, str]) -> str:

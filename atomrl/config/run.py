@@ -253,18 +253,23 @@ def _problem(item: Mapping[str, Any]) -> str:
             known = [".".join([*path[:3], name]) for name in schema.ResourceConfig.model_fields]
         inner = known_elsewhere(path, item["input"]) if isinstance(item["input"], Mapping) else []
         unknown = [path] if not inner or len(path) == 1 else []
-        hints = [(".".join(given), suggestion(given, known)) for given in [*unknown, *inner]]
-        return "\n  ".join(f"unknown key {given!r}" + (f"; {hint}" if hint else "") for given, hint in hints)
+        return "\n  ".join(_unknown(given, known) for given in [*unknown, *inner])
     if item["type"] == "union_tag_invalid":
         return f"{key}.type: {item['ctx']['tag']!r} is none of {item['ctx']['expected_tags']}"
     if item["type"] == "union_tag_not_found":
-        return f"{key}.type: is required"
+        unknown = [[key, str(name)] for name in item["input"] if f"{key}.{name}" not in known_keys()]
+        return "\n  ".join([f"{key}.type: is required", *(_unknown(given, known_keys()) for given in unknown)])
     if item["type"] == "missing":
         return f"{key}: is required"
     if item["type"] == "model_type":
         return f"{key}: takes a mapping of keys (got {item['input']!r})"
     message = item["msg"].removeprefix("Value error, ")
     return f"{key}: {message} (got {item['input']!r})" if key and item["type"] != "value_error" else message
+
+
+def _unknown(path: list[str], known: list[str]) -> str:
+    hint = suggestion(path, known)
+    return f"unknown key {'.'.join(path)!r}" + (f"; {hint}" if hint else "")
 
 
 def known_keys(section: type[BaseModel] | None = None, prefix: str = "") -> list[str]:

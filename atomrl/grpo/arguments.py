@@ -85,9 +85,7 @@ class GRPOArgs(BaseModel):
     def __setattr__(self, name: str, value: Any) -> None:
         known = list(type(self).model_fields)
         if name not in known:
-            key = foreign_names().get(name, ("",))[0] or next((key for key in NAMES if key.endswith(f".{name}")), "")
-            hint = f"did you mean {NAMES[key]!r}?" if key in NAMES else did_you_mean(name, known, cutoff=0.5)
-            raise AttributeError(f"GRPOArgs has no argument {name!r}; {hint}")
+            raise AttributeError(f"GRPOArgs has no argument {name!r}; {_instead_of(name, known)}")
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
@@ -126,6 +124,20 @@ NAMES = {info.serialization_alias: name for name, info in GRPOArgs.model_fields.
     "train.rows_per_micro_batch": "batch_size (prompts; TRL counts completions)",
 }
 """What a key of a config is called here."""
+WITH_TRAINER = {**NAMES, "reward.functions": "reward_funcs", "data.train": "train_dataset"}
+"""The same, with what `GRPOTrainer` itself takes."""
+
+
+def _instead_of(name: str, arguments: list[str]) -> str:
+    """What to say of an unknown argument: what it is called here, or the key of a config where it is no argument."""
+    keys = [key for key in known_keys() if key.endswith(f".{name}")]
+    keys = [foreign_names()[name][0]] if name in foreign_names() else sorted(keys, key=lambda key: key not in NAMES)
+    if not keys:
+        return did_you_mean(name, arguments)
+    if keys[0] in WITH_TRAINER:
+        meant = WITH_TRAINER[keys[0]]
+        return f"did you mean {meant!r}?" if keys[0] in NAMES else f"it is an argument of GRPOTrainer: {meant}"
+    return f"it is no argument here; a config for `atomrl train` has {keys[0]}"
 
 
 def hint(message: str) -> str:
@@ -136,7 +148,7 @@ def hint(message: str) -> str:
         Try: a lower lr, or train.max_grad_norm.
           (no argument here, but keys of a config for `atomrl train`: train.max_grad_norm)
     """
-    message = renamed(message, {**NAMES, "reward.functions": "reward_funcs", "data.train": "train_dataset"})
+    message = renamed(message, WITH_TRAINER)
     dotted = (key for key in dict.fromkeys(known_keys()) if "." in key)
     left = [key for key in dotted if re.search(rf"(?<![\w.]){re.escape(key)}(?!\.?\w)", message)]
     note = f"\n  (no argument here, but keys of a config for `atomrl train`: {', '.join(left)})" if left else ""

@@ -41,6 +41,20 @@ def test_an_unknown_argument_is_an_error_with_the_nearest(name, nearest):
 
 
 @pytest.mark.parametrize(
+    ("name", "answer"),
+    [("warmup_ratio", "has train.warmup_ratio"), ("max_grad_norm", "has train.max_grad_norm"),
+     ("logging_steps", "has tracking.log_every_steps"), ("lr_scheduler_type", "has train.schedule"),
+     ("eval_steps", "has eval.every_steps"), ("gradient_checkpointing", "has model.gradient_checkpointing"),
+     ("steps_per_generation", "did you mean 'batch_size (prompts"),
+     ("reward_funcs", "an argument of GRPOTrainer: reward_funcs")],
+)  # fmt: skip
+def test_what_is_no_argument_is_answered_with_the_key_of_a_config(name, answer):
+    with pytest.raises(AttributeError) as caught:
+        setattr(GRPOArgs(), name, 1)
+    assert answer in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [("lr", 0), ("lr", "fast"), ("lr", float("nan")), ("num_generations", 1), ("num_generations", 2.5), ("epoch", 0),
      ("save_steps", -1), ("max_prompt_length", 0), ("max_generate_length", 0), ("beta", -0.1), ("clip_eps", -1),
