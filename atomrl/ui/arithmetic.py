@@ -63,7 +63,7 @@ def advantages(config: RunConfig, rows: Sequence[Mapping[str, Any]], group: Sequ
 def unknown(objective: PolicyObjective, rows: Sequence[Mapping[str, Any]]) -> str | None:
     """Why the advantages cannot be computed from what is recorded of completions, if they cannot."""
     needed = set(objective.advantage.required())
-    if objective.kl.place == "reward":
+    if objective.kl.applied_to == "reward":
         needed |= {"old_logprobs", "ref_logprobs"}
     if needed:
         return f"they are made of numbers of every token, which are not all recorded: {', '.join(sorted(needed))}"
