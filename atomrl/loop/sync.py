@@ -212,7 +212,7 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
     if recorded := tokens.tensors():
         parts.record.log_tokens(step, recorded, tokens.state)
     metrics = rollout_metrics(drawn, batch, frozenset(parts.processor.tokenizer.all_special_ids))
-    if parts.algorithm.accepts_group:
+    if parts.algorithm.keeps_group:
         groups = len(accepted) + len(refused)
         metrics["rollout/groups_drawn"] = float(groups)
         metrics["rollout/groups_accepted"] = float(len(accepted))
