@@ -252,7 +252,7 @@ class Algorithm(Protocol):
         """How gradients become a step of the policy; None is the optimizer's. A critic keeps its optimizer."""
 
     @property
-    def accepts_group(self) -> Callable[[Sequence[float]], bool] | None:
+    def keeps_group(self) -> Callable[[Sequence[float]], bool] | None:
         """Whether a group with these rewards is trained on, or another is drawn in its place; None: all are."""
 
     def advantages(self, rows: RowBatch, state: Mapping[str, float] = NOTHING) -> AdvantageBatch:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atomrl.config import ConfigError, build_config
-from atomrl.config.alternative_layout import TABLE, is_six_section_layout, translate
+from atomrl.config.alternative_layout import TABLE, is_alternative_layout, translate
 
 BASE = {
     "model_config": {"model_name_or_path": "m", "use_lora": True},
@@ -209,5 +209,5 @@ def test_a_missing_section_is_named():
 
 
 def test_layouts_are_told_apart_by_their_keys():
-    assert is_six_section_layout(BASE) and is_six_section_layout({"loss_config": {}})
-    assert not is_six_section_layout({"model": {}, "train": {}, "run_name": "r"})
+    assert is_alternative_layout(BASE) and is_alternative_layout({"loss_config": {}})
+    assert not is_alternative_layout({"model": {}, "train": {}, "run_name": "r"})

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from atomrl.config import known_keys
+from tests.config_keys import config_keys
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[`(\w+)`\]\(([^)#]+\.py)(?:#L\d+)?\)")
@@ -45,13 +46,6 @@ def test_there_are_such_links_and_they_can_be_wrong():
     assert {"change_what.md", "how_it_works.md"} <= {page.name for page in PAGES}
     there, absent = (definitions(ROOT / path) for path in ("atomrl/loop/sync.py", "atomrl/types.py"))
     assert "run_step" in there and "run_step" not in absent
-
-
-def config_keys(text: str) -> set[str]:
-    """What looks like a key of a config in a text, links' targets aside."""
-    text = re.sub(r"\]\([^)]*\)", "]", text)
-    sections = r"(?:model|data|rollout|reward|algorithm|train|eval|checkpoint|tracking)"
-    return set(re.findall(rf"(?<![\w/.-]){sections}\.[a-z_]+(?:\.[a-z_]+)*(?![\w/])", text))
 
 
 WITH_KEYS = [

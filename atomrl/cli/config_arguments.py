@@ -53,12 +53,12 @@ def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: the file cannot be read, or (six sections) a key is wrong.
     """
     from atomrl.config import merge_trees, read_yaml
-    from atomrl.config.alternative_layout import SECTIONS, is_six_section_layout, translate
+    from atomrl.config.alternative_layout import SECTIONS, is_alternative_layout, translate
     from atomrl.functions import search_in
 
     search_in(Path(path).resolve().parent)  # a config's own rewards and environments
     tree = read_yaml(path)
-    if is_six_section_layout(tree):
+    if is_alternative_layout(tree):
         own = {key: value for key, value in changes.items() if key in SECTIONS}
         tree, notes = translate(merge_trees(tree, own), str(path), default_run_name=Path(path).stem)
         changes = {key: value for key, value in changes.items() if key not in SECTIONS}

@@ -29,11 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from atomrl.ui.security import is_loopback
-    from atomrl.ui.server import Server, listener_at
+    from atomrl.ui.server import WebServer, listener_at
 
     if not arguments.runs.is_dir():
         raise ValueError(f"{arguments.runs} is no folder; name the one that your runs are in (output_dir of a config)")
-    server = Server(arguments.runs, listener_at(arguments.host, arguments.port), arguments.host, arguments.allow_launch)
+    server = WebServer(
+        arguments.runs, listener_at(arguments.host, arguments.port), arguments.host, arguments.allow_launch
+    )
 
     closing = ExitStack()
 

@@ -47,11 +47,11 @@ class _Worked(BaseModel):
     enabled: bool = False
 
 
-def is_six_section_layout(tree: Mapping[str, Any]) -> bool:
+def is_alternative_layout(tree: Mapping[str, Any]) -> bool:
     """Whether a config file is in this layout: any top-level key is one of its sections.
 
     Example:
-        >>> is_six_section_layout({"train_config": {}}), is_six_section_layout({"train": {}})
+        >>> is_alternative_layout({"train_config": {}}), is_alternative_layout({"train": {}})
         (True, False)
     """
     return any(key in SECTIONS for key in tree)

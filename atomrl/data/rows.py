@@ -265,7 +265,7 @@ def _or_nan(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
-def credited(algorithm: Algorithm, rows: RowBatch, state: Mapping[str, float] = NOTHING) -> AdvantageBatch:
+def with_advantages(algorithm: Algorithm, rows: RowBatch, state: Mapping[str, float] = NOTHING) -> AdvantageBatch:
     """Rows with their advantages, which are those of whole trajectories also where these have several rows.
 
     Args:
@@ -284,21 +284,21 @@ def credited(algorithm: Algorithm, rows: RowBatch, state: Mapping[str, float] = 
 
 
 def to_training_batches(
-    credited: AdvantageBatch, algorithm: Algorithm, *, updates: int, epochs: int, seed: int, step: int
+    batch: AdvantageBatch, algorithm: Algorithm, *, updates: int, epochs: int, seed: int, step: int
 ) -> Iterator[TrainingBatch]:
     """The optimizer steps of one step of the loop: `epochs` passes over the rows, each in `updates` parts.
 
     The parts are as even as can be; what the algorithm's `row_unit` names stays together, and so do the rows of a
     trajectory. With one part the order is left alone, else it is shuffled by (seed, step, epoch).
     """
-    if credited.rows == 0:
+    if batch.rows == 0:
         return
-    ids = credited.unit_ids(algorithm.row_unit)
-    if ids is None and end_to_end(credited) is not credited:
-        ids = credited.trajectory_index
+    ids = batch.unit_ids(algorithm.row_unit)
+    if ids is None and end_to_end(batch) is not batch:
+        ids = batch.trajectory_index
     for epoch in range(epochs):
-        for index in _split(credited.rows, ids, updates, f"{seed}/{step}/{epoch}"):
-            part = select_rows(credited, index)
+        for index in _split(batch.rows, ids, updates, f"{seed}/{step}/{epoch}"):
+            part = select_rows(batch, index)
             whole = end_to_end(part)
             weights = taken_apart(algorithm.loss_weights(whole.loss_mask, whole.group_ids), part)
             yield TrainingBatch(**vars(part), loss_weights=weights)

@@ -122,4 +122,4 @@ def is_accepted(algorithm: Algorithm, group: Sequence[Trajectory]) -> bool:
     """Whether a group is trained on. What the model wrote no token of becomes no row: its reward is no signal."""
     written = [item for item in group if any(part.origin == "model" and part.token_ids for part in item.segments)]
     rewards = [item.earned for item in written if item.earned is not None]
-    return algorithm.accepts_group is None or algorithm.accepts_group(rewards)
+    return algorithm.keeps_group is None or algorithm.keeps_group(rewards)

@@ -18,7 +18,7 @@ from typing import Any, Self
 from atomrl.batches import AdvantageBatch, RowBatch, end_to_end
 from atomrl.config import RunConfig
 from atomrl.data.processor import DataProcessor
-from atomrl.data.rows import credited, to_rows, to_training_batches
+from atomrl.data.rows import to_rows, to_training_batches, with_advantages
 from atomrl.loop.groups import GroupSource
 from atomrl.loop.report import Stopwatch, rollout_metrics, update_metrics
 from atomrl.loop.tokens import TokenRecord, marked
@@ -212,7 +212,7 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
     if recorded := tokens.tensors():
         parts.record.log_tokens(step, recorded, tokens.state)
     metrics = rollout_metrics(drawn, batch, frozenset(parts.processor.tokenizer.all_special_ids))
-    if parts.algorithm.accepts_group:
+    if parts.algorithm.keeps_group:
         groups = len(accepted) + len(refused)
         metrics["rollout/groups_drawn"] = float(groups)
         metrics["rollout/groups_accepted"] = float(len(accepted))
@@ -254,7 +254,7 @@ def learn(
             with watch(phase):
                 rows = trainer.forward_only(rows, asked)
     with watch("adv"):
-        batch = credited(algorithm, rows, state)
+        batch = with_advantages(algorithm, rows, state)
         state.update(batch.state)
     with watch("update_actor"):
         seed = config.seed if config else 0

@@ -120,7 +120,7 @@ class Objective(BaseModel):
         return None
 
     @property
-    def accepts_group(self) -> Callable[[Sequence[float]], bool] | None:
+    def keeps_group(self) -> Callable[[Sequence[float]], bool] | None:
         return getattr(self, "group_filter", None)
 
     def advantages(self, rows: RowBatch, state: Mapping[str, float] = NOTHING) -> AdvantageBatch:

@@ -29,12 +29,12 @@ class KLPenalty(Choice):
 
     def atoms(self) -> Atoms:
         corrected = (estimators.k2_gradient,) if self.k2_gradient else ()
-        in_reward = (kl_penalised_reward,) if self.place == "reward" else ()
-        adaptive = (estimators.adaptive_coefficient,) if self.place and self.target is not None else ()
+        in_reward = (kl_penalised_reward,) if self.applied_to == "reward" else ()
+        adaptive = (estimators.adaptive_coefficient,) if self.applied_to and self.target is not None else ()
         return self.atom, *corrected, *in_reward, *adaptive
 
     @property
-    def place(self) -> Literal["loss", "reward"] | None:
+    def applied_to(self) -> Literal["loss", "reward"] | None:
         """Where it is applied; None where there is no penalty."""
         return self.apply_to if self.coefficient else None
 
@@ -48,7 +48,7 @@ class KLPenalty(Choice):
     def warnings(self, setting: Setting) -> Iterator[str]:
         if not self.coefficient and self != type(self)():
             yield "no effect: kl.coefficient is 0, so the other settings of kl do nothing and no reference is loaded"
-        if self.place == "loss" and not self.k2_gradient and self.fault:
+        if self.applied_to == "loss" and not self.k2_gradient and self.fault:
             yield f"biased: {self.fault}"
 
 

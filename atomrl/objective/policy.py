@@ -92,7 +92,7 @@ class PolicyObjective(Objective):
 
     @property
     def needs(self) -> frozenset[ModelInput]:
-        always: set[ModelInput] = {"old_logprobs", "ref_logprobs"} if self.kl.place else {"old_logprobs"}
+        always: set[ModelInput] = {"old_logprobs", "ref_logprobs"} if self.kl.applied_to else {"old_logprobs"}
         return self.advantage_inputs | always
 
     @property
@@ -107,7 +107,7 @@ class PolicyObjective(Objective):
     @property
     def _kl_before_updates(self) -> bool:
         """Whether the KL at the start of the step is in the reward, or moves the coefficient."""
-        return self.kl.place == "reward" or bool(self.kl.place and self.kl.target)
+        return self.kl.applied_to == "reward" or bool(self.kl.applied_to and self.kl.target)
 
     @property
     def outputs(self) -> frozenset[Output]:
@@ -149,7 +149,7 @@ class PolicyObjective(Objective):
         if self._kl_before_updates:
             kl, coefficient = self.kl(given(rows.old_logprobs), given(rows.ref_logprobs), mask), self.kl.coefficient
             coefficient = after.get(COEFFICIENT, coefficient)
-            kl_penalty = coefficient * kl if self.kl.place == "reward" else None
+            kl_penalty = coefficient * kl if self.kl.applied_to == "reward" else None
             if self.kl.target:
                 measured, completions = masked_mean(kl, mask).item(), float(rows.rows)
                 after[COEFFICIENT] = adaptive_coefficient(
@@ -217,10 +217,10 @@ class PolicyObjective(Objective):
             metrics["rollout_corr/dropped_ratio"] = Mean(((factor == 0) & mask).sum(), tokens)
         loss = weighted_sum(by_token, batch.loss_weights, *factors)
         metrics["actor/pg_loss"] = Sum(loss.detach())
-        if self.kl.place:
+        if self.kl.applied_to:
             coefficient = batch.state.get(COEFFICIENT, self.kl.coefficient)
             metrics["actor/kl_coef"] = Mean(coefficient)
-            if self.kl.place == "loss":
+            if self.kl.applied_to == "loss":
                 kl = self.kl(logprobs, given(batch.ref_logprobs), mask)
                 loss = loss + coefficient * weighted_sum(kl, batch.loss_weights)
                 metrics["actor/kl_loss"] = Mean(kl.detach().sum(), tokens)
@@ -260,7 +260,7 @@ class PolicyObjective(Objective):
         on = {
             "ratio": learns,
             "clip": learns,
-            "kl": self.kl.place is not None,
+            "kl": self.kl.applied_to is not None,
             "shaping": self.shaping != Shaping(),
             "value": self.has_critic,
             "entropy": self.entropy.coefficient > 0,
@@ -288,7 +288,7 @@ class PolicyObjective(Objective):
             texts, printed = zip(*factors, choice.equation(), strict=True)
             terms.append(Formula(" ".join(texts), r"\, ".join(printed)))
         terms += added
-        terms += [Formula("- beta KL_{i,t}", r"- \beta\, \mathrm{KL}_{i,t}")] if self.kl.place == "loss" else []
+        terms += [Formula("- beta KL_{i,t}", r"- \beta\, \mathrm{KL}_{i,t}")] if self.kl.applied_to == "loss" else []
         terms += [Formula("eta H_{i,t}", r"\eta\, \mathcal{H}_{i,t}") for _ in used["entropy"]]
         terms += [Formula("- alpha D_{i,t}", r"- \alpha\, D_{i,t}") for _ in used["distillation"]]
         goals = [Goal(Formula("maximise", r"\max_\theta"), over, tuple(terms))]
@@ -337,7 +337,7 @@ def rollout_gap(
 
 
 def _reward_formulas(objective: PolicyObjective) -> list[Formula]:
-    penalised = objective.kl.place == "reward"
+    penalised = objective.kl.applied_to == "reward"
     if objective.advantage.by_token:
         penalty = Formula(" - beta KL_{i,t}", r" - \beta\, \mathrm{KL}_{i,t}") if penalised else Formula("", "")
         reward = Formula("r_{i,t} = r_i [t = last]", r"r_{i,t} = r_i\,\mathbb{1}[t = |o_i|]")

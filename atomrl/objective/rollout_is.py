@@ -13,7 +13,7 @@ import torch
 from pydantic import NonNegativeFloat
 from torch import Tensor
 
-from atomrl.atoms import corrections
+from atomrl.atoms import importance_sampling
 from atomrl.atoms.advantages import per_token
 from atomrl.atoms.kl import k1_kl, k3_kl
 from atomrl.atoms.masks import row_max, row_mean, row_sum
@@ -32,7 +32,7 @@ class RolloutInputs(NamedTuple):
     @property
     def log_ratio(self) -> Tensor:
         """log pi_old - log mu."""
-        return corrections.rollout_log_ratio(self.old_logprobs, self.rollout_logprobs, self.mask)
+        return importance_sampling.rollout_log_ratio(self.old_logprobs, self.rollout_logprobs, self.mask)
 
 
 class RolloutISChoice(Choice):
@@ -59,7 +59,7 @@ class ImportanceWeights(RolloutISChoice):
     low: NonNegativeFloat = 0.0
 
     def atoms(self) -> Atoms:
-        own = corrections.importance_weights, self.atom
+        own = importance_sampling.importance_weights, self.atom
         return own if self.by_token else (row_sum, *own, per_token)
 
     @property
@@ -68,7 +68,9 @@ class ImportanceWeights(RolloutISChoice):
 
     def __call__(self, inputs: RolloutInputs) -> Tensor:
         log_ratio = inputs.log_ratio if self.by_token else row_sum(inputs.log_ratio, inputs.mask)
-        weights: Tensor = self.atom(corrections.importance_weights(log_ratio, self.clamp), low=self.low, high=self.high)
+        weights: Tensor = self.atom(
+            importance_sampling.importance_weights(log_ratio, self.clamp), low=self.low, high=self.high
+        )
         return weights if self.by_token else per_token(weights, inputs.mask)
 
 
@@ -77,10 +79,10 @@ class TruncatedWeights(ImportanceWeights):
 
     normalised: bool = False
     """Divided by the mean weight of the step."""
-    atom = staticmethod(corrections.truncated_weights)
+    atom = staticmethod(importance_sampling.truncated_weights)
 
     def atoms(self) -> Atoms:
-        return (*super().atoms(), corrections.normalised_weights) if self.normalised else super().atoms()
+        return (*super().atoms(), importance_sampling.normalised_weights) if self.normalised else super().atoms()
 
     @property
     def whole_step(self) -> bool:
@@ -88,7 +90,9 @@ class TruncatedWeights(ImportanceWeights):
 
     def __call__(self, inputs: RolloutInputs) -> Tensor:
         weights = super().__call__(inputs)
-        return corrections.normalised_weights(weights, inputs.mask, not self.by_token) if self.normalised else weights
+        if not self.normalised:
+            return weights
+        return importance_sampling.normalised_weights(weights, inputs.mask, not self.by_token)
 
 
 class TokenTIS(TruncatedWeights, type="token_tis"):
@@ -119,7 +123,7 @@ class TokenMIS(ImportanceWeights, type="token_mis"):
     LaTeX: w_{i,t}\,\mathbb{1}[c_l \le w_{i,t} \le c_h], \quad w_{i,t} = \pi_{\mathrm{old}}(a_{i,t}) / \mu(a_{i,t})
     """
 
-    atom = staticmethod(corrections.masked_weights)
+    atom = staticmethod(importance_sampling.masked_weights)
     by_token = True
 
 
@@ -131,7 +135,7 @@ class SequenceMIS(ImportanceWeights, type="sequence_mis"):
     LaTeX: w_i\,\mathbb{1}[c_l \le w_i \le c_h], \quad w_i = \pi_{\mathrm{old}}(o_i) / \mu(o_i)
     """
 
-    atom = staticmethod(corrections.masked_weights)
+    atom = staticmethod(importance_sampling.masked_weights)
 
 
 class IcePop(TokenMIS, type="icepop"):
@@ -152,7 +156,7 @@ class SequenceMask(RolloutISChoice, type="sequence_mask"):
     high: NonNegativeFloat = 1.001
     low: NonNegativeFloat = 0.999
     weighted: bool = False
-    made_of = (row_mean, corrections.importance_weights, corrections.within)
+    made_of = (row_mean, importance_sampling.importance_weights, importance_sampling.within)
 
     @property
     def by_completion(self) -> bool:
@@ -160,8 +164,10 @@ class SequenceMask(RolloutISChoice, type="sequence_mask"):
 
     def __call__(self, inputs: RolloutInputs) -> Tensor:
         log_ratio, mask = inputs.log_ratio, inputs.mask
-        keep = corrections.within(corrections.importance_weights(row_mean(log_ratio, mask)), self.low, self.high)
-        weights = corrections.importance_weights(log_ratio, 20.0) if self.weighted else mask.to(log_ratio.dtype)
+        keep = importance_sampling.within(
+            importance_sampling.importance_weights(row_mean(log_ratio, mask)), self.low, self.high
+        )
+        weights = importance_sampling.importance_weights(log_ratio, 20.0) if self.weighted else mask.to(log_ratio.dtype)
         return weights * keep[:, None]
 
 
@@ -182,7 +188,7 @@ class KLRejection(RolloutISChoice, type="kl_rejection"):
 
     def atoms(self) -> Atoms:
         statistic = () if self.level == "token" else (STATISTICS[self.level],)
-        return k1_kl if self.estimator == "k1" else k3_kl, *statistic, corrections.within
+        return k1_kl if self.estimator == "k1" else k3_kl, *statistic, importance_sampling.within
 
     @property
     def by_completion(self) -> bool:
@@ -192,8 +198,8 @@ class KLRejection(RolloutISChoice, type="kl_rejection"):
         estimate, mask = k1_kl if self.estimator == "k1" else k3_kl, inputs.mask
         kl = estimate(inputs.rollout_logprobs, inputs.old_logprobs, mask)
         if self.level == "token":
-            return corrections.within(kl, -math.inf, self.bound).to(kl.dtype)
-        keep = corrections.within(STATISTICS[self.level](kl, mask), -math.inf, self.bound)
+            return importance_sampling.within(kl, -math.inf, self.bound).to(kl.dtype)
+        keep = importance_sampling.within(STATISTICS[self.level](kl, mask), -math.inf, self.bound)
         return keep[:, None].expand_as(mask).to(kl.dtype)
 
 
@@ -207,7 +213,7 @@ class OffPolicySequences(RolloutISChoice, type="off_policy_sequences"):
     """
 
     bound: NonNegativeFloat = 0.05
-    made_of = (k1_kl, row_mean, corrections.off_policy_sequences)
+    made_of = (k1_kl, row_mean, importance_sampling.off_policy_sequences)
 
     @property
     def by_completion(self) -> bool:
@@ -215,7 +221,7 @@ class OffPolicySequences(RolloutISChoice, type="off_policy_sequences"):
 
     def __call__(self, inputs: RolloutInputs) -> Tensor:
         kl = k1_kl(inputs.rollout_logprobs, inputs.logprobs.detach(), inputs.mask)
-        keep = corrections.off_policy_sequences(row_mean(kl, inputs.mask), inputs.advantages, self.bound)
+        keep = importance_sampling.off_policy_sequences(row_mean(kl, inputs.mask), inputs.advantages, self.bound)
         return keep.to(inputs.logprobs.dtype)
 
 
@@ -229,7 +235,7 @@ class SecondMoment(RolloutISChoice, type="second_moment"):
     """
 
     bound: NonNegativeFloat = 0.04
-    made_of = (corrections.second_moment_tokens,)
+    made_of = (importance_sampling.second_moment_tokens,)
 
     @property
     def whole_step(self) -> bool:
@@ -237,7 +243,7 @@ class SecondMoment(RolloutISChoice, type="second_moment"):
 
     def __call__(self, inputs: RolloutInputs) -> Tensor:
         log_ratio = inputs.log_ratio
-        return corrections.second_moment_tokens(log_ratio, inputs.mask, self.bound).to(log_ratio.dtype)
+        return importance_sampling.second_moment_tokens(log_ratio, inputs.mask, self.bound).to(log_ratio.dtype)
 
 
 class CustomRolloutIS(Custom, RolloutISChoice, type="custom"):

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
 from torch import Tensor
 
-from atomrl.atoms import token_selection
+from atomrl.atoms import token_filters
 from atomrl.atoms.kl import abs_kl
 from atomrl.objective.choice import Atoms, Choice, Custom, Setting
 from atomrl.objective.clip import PolicyInputs
@@ -57,13 +57,13 @@ class HighEntropy(_Share, type="high_entropy"):
     needs = frozenset({"old_entropy"})
 
     def atoms(self) -> Atoms:
-        by_share, by_count = token_selection.high_entropy_tokens, token_selection.highest_entropy_tokens
+        by_share, by_count = token_filters.high_entropy_tokens, token_filters.highest_entropy_tokens
         return (by_share if self.tokens is None else by_count,)
 
     def __call__(self, inputs: FilterInputs) -> Tensor:
         if self.tokens is not None:
-            return token_selection.highest_entropy_tokens(inputs.old_entropy, inputs.mask, self.tokens)
-        return token_selection.high_entropy_tokens(inputs.old_entropy, inputs.mask, self.fraction)
+            return token_filters.highest_entropy_tokens(inputs.old_entropy, inputs.mask, self.tokens)
+        return token_filters.high_entropy_tokens(inputs.old_entropy, inputs.mask, self.fraction)
 
 
 class RandomTokens(_Share, type="random"):
@@ -74,11 +74,11 @@ class RandomTokens(_Share, type="random"):
     LaTeX: \mathbb{1}[t \in \text{random sample}]
     """
 
-    made_of = (token_selection.random_tokens,)
+    made_of = (token_filters.random_tokens,)
 
     def __call__(self, inputs: FilterInputs) -> Tensor:
         count = round(self.fraction * int(inputs.mask.sum())) if self.tokens is None else self.tokens
-        return token_selection.random_tokens(inputs.mask, count, inputs.generator)
+        return token_filters.random_tokens(inputs.mask, count, inputs.generator)
 
 
 class ClipCov(TokenFilterChoice, type="clip_cov"):
@@ -93,12 +93,12 @@ class ClipCov(TokenFilterChoice, type="clip_cov"):
     low: NonNegativeFloat = 1.0
     high: NonNegativeFloat = 5.0
     needs = frozenset({"old_logprobs"})
-    made_of = (token_selection.token_covariance, token_selection.clip_covariance_tokens)
+    made_of = (token_filters.token_covariance, token_filters.clip_covariance_tokens)
 
     def __call__(self, inputs: FilterInputs) -> Tensor:
         mask = inputs.mask
-        covariance = token_selection.token_covariance(inputs.old_logprobs, inputs.advantages, mask)
-        return token_selection.clip_covariance_tokens(
+        covariance = token_filters.token_covariance(inputs.old_logprobs, inputs.advantages, mask)
+        return token_filters.clip_covariance_tokens(
             covariance, mask, mask, self.fraction, self.low, self.high, inputs.generator
         )
 
@@ -115,11 +115,11 @@ class KLCov(TokenFilterChoice, type="kl_cov"):
     coefficient: NonNegativeFloat = 1.0
     needs = frozenset({"old_logprobs"})
     adds = True
-    made_of = (token_selection.token_covariance, token_selection.highest_covariance_tokens, abs_kl)
+    made_of = (token_filters.token_covariance, token_filters.highest_covariance_tokens, abs_kl)
 
     def __call__(self, inputs: FilterInputs) -> Tensor:
-        covariance = token_selection.token_covariance(inputs.old_logprobs, inputs.advantages, inputs.mask)
-        return token_selection.highest_covariance_tokens(covariance, inputs.mask, self.fraction)
+        covariance = token_filters.token_covariance(inputs.old_logprobs, inputs.advantages, inputs.mask)
+        return token_filters.highest_covariance_tokens(covariance, inputs.mask, self.fraction)
 
     def use(self, loss: Tensor, chosen: Tensor, inputs: PolicyInputs) -> Tensor:
         distance = abs_kl(inputs.logprobs, inputs.old_logprobs, inputs.mask)

@@ -14,7 +14,7 @@ from atomrl.progress import progress
 from atomrl.rewards.calling import Outcome, Score, Scorer, Task, call, columns_of, find_scorer, instantiate
 from atomrl.rewards.errors import RewardError
 from atomrl.rewards.pool import WorkerPool
-from atomrl.rewards.service import Service
+from atomrl.rewards.service import RewardService
 from atomrl.rewards.table import LOADING, SERVICES, AnyReward, importable_name
 from atomrl.types import RewardFailure, Sample, Trajectory
 
@@ -91,13 +91,13 @@ class Rewards:
             service.close()
 
     @property
-    def services(self) -> dict[str, Service]:
+    def services(self) -> dict[str, RewardService]:
         """The rewards that ask a service, by the name of their part (and data source)."""
         return {
             "/".join(filter(None, (part.name, source))): scorer.function
             for part in self.parts
             for source, scorer in part.scorers.items()
-            if isinstance(scorer.function, Service)
+            if isinstance(scorer.function, RewardService)
         }
 
     def totals(self) -> dict[str, float]:
@@ -124,7 +124,7 @@ class Rewards:
         for sample in samples:
             for part in self.parts:
                 function = part.scorer(sample).function
-                if isinstance(function, Service):
+                if isinstance(function, RewardService):
                     function.check(sample)
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:

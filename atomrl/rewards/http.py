@@ -10,14 +10,14 @@ from pydantic import Field
 
 from atomrl.rewards.calling import columns_of
 from atomrl.rewards.errors import NoScore, RewardStop
-from atomrl.rewards.service import Service, Url
+from atomrl.rewards.service import RewardService, Url
 from atomrl.types import Trajectory
 
 VERSION = 1
 """Of the request that docs/rewards.md describes."""
 
 
-class HttpReward(Service):
+class HttpReward(RewardService):
     """The reward `http`: asks a service for the scores of batches of completions.
 
     The request is JSON: `{"version": 1, "prompts": [...], "completions": [...], "columns": {NAME: [...]}}`, each list

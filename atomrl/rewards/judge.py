@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop
-from atomrl.rewards.service import Again, Service, Url
+from atomrl.rewards.service import Again, RewardService, Url
 from atomrl.types import Sample, Trajectory
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _NUMBER = r"([+-]?[0-9]{1,9}(?:\.[0-9]{1,9})?)(?!\.?[0-9]|[/%]|\w)"
 _COUNTERS = ("judge_input_tokens", "judge_output_tokens", "judge_cached")
 
 
-class LLMJudge(Service):
+class LLMJudge(RewardService):
     """The reward `llm_judge`: the score that a model writes about a completion.
 
     `prompt` is the request to the judge, with `{prompt}`, `{completion}` and any column in braces. The completion

@@ -36,7 +36,7 @@ class _Batch:
 
 
 @dataclass(eq=False)
-class _Worker(WorkerProcess):
+class _RewardWorker(WorkerProcess):
     batch: _Batch = field(default_factory=lambda: _Batch(()))
     """Whose tasks it has."""
     pending: deque[Task] = field(default_factory=deque)
@@ -115,7 +115,7 @@ class _Dispatcher:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.workers: list[_Worker] = []
+        self.workers: list[_RewardWorker] = []
         self.batches: list[_Batch] = []
         self.new: SimpleQueue[_Batch] = SimpleQueue()
         self.ending = False
@@ -172,7 +172,7 @@ class _Dispatcher:
             if worker is None:
                 if len(self.workers) >= self.size:
                     return
-                worker = _Worker.start("atomrl.rewards.worker")
+                worker = _RewardWorker.start("atomrl.rewards.worker")
                 self.workers.append(worker)
             if worker.connection.poll(0):  # an idle worker has nothing to say: it has ended
                 self._kill(worker)
@@ -180,7 +180,7 @@ class _Dispatcher:
             busy = Counter(worker.batch for worker in self.workers if worker.pending)
             self._give(worker, min(waiting, key=lambda batch: busy[batch]))
 
-    def _give(self, worker: _Worker, batch: _Batch) -> None:
+    def _give(self, worker: _RewardWorker, batch: _Batch) -> None:
         """Calls of one reward: enough to keep a worker busy, few enough to share them out evenly."""
         scorer = batch.waiting[0].scorer
         most = max(1, min(MAX_CHUNK, len(batch.waiting) // (2 * self.size)))
@@ -230,7 +230,7 @@ class _Dispatcher:
                 limit = f"{task.scorer.timeout_s:g} s{completions} (a larger timeout_s of the reward allows more)"
                 self._lost(worker, "timeout", f"over {limit}")
 
-    def _take(self, worker: _Worker, answer: Any) -> None:
+    def _take(self, worker: _RewardWorker, answer: Any) -> None:
         """What a worker said: that it loaded a reward, or the outcome of the call under way."""
         task = worker.pending[0]
         if not worker.loading:
@@ -244,7 +244,7 @@ class _Dispatcher:
         worker.loaded.add(id(task.scorer))
         worker.deadline = self._clock + task.scorer.timeout_s
 
-    def _lost(self, worker: _Worker, failure: FailureKind, message: str) -> None:
+    def _lost(self, worker: _RewardWorker, failure: FailureKind, message: str) -> None:
         """A worker ended or has to: the call under way failed, those behind it are put back."""
         self._kill(worker)
         task = worker.pending[0]
@@ -267,6 +267,6 @@ class _Dispatcher:
         batch.given_up = True
         batch.answers.put(error)
 
-    def _kill(self, worker: _Worker) -> None:
+    def _kill(self, worker: _RewardWorker) -> None:
         self.workers.remove(worker)
         worker.kill()

@@ -69,7 +69,7 @@ class _Link:
         self.loop = EventLoopThread("reward service")
 
 
-class Service(BaseModel, ABC):
+class RewardService(BaseModel, ABC):
     """A reward that asks a service over HTTP. Its fields are the `args` of a config.
 
     What may be sent again is, at most `retries` times, with waits that double: requests that found no connection or

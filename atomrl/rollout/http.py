@@ -22,7 +22,7 @@ _POOLS = 32
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """What a server drew for a request."""
 
     token_ids: Sequence[int]
@@ -205,7 +205,7 @@ def logprob_of(sent: float | None) -> float:
     return math.nan if sent is None or sent <= -9999.0 else float(sent)
 
 
-def checked(answer: Answer, server: Server, mark: str) -> Answer:
+def checked(answer: HttpAnswer, server: Server, mark: str) -> HttpAnswer:
     """The answer, unless it cannot be trained on.
 
     Args:
@@ -233,7 +233,7 @@ def checked(answer: Answer, server: Server, mark: str) -> Answer:
     return answer
 
 
-def take_answer(state: RequestState, answer: Answer | Exception) -> FinishReason:
+def take_answer(state: RequestState, answer: HttpAnswer | Exception) -> FinishReason:
     """Keep what a server drew for a request, or raise what went wrong; how the completion ended."""
     if isinstance(answer, Exception):
         raise answer

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from atomrl.protocols import WeightHash
-from atomrl.rollout.http import Answer, Server
+from atomrl.rollout.http import HttpAnswer, Server
 from atomrl.rollout.requests import EngineOptions, RequestEngine, RequestState
 
 
@@ -36,7 +36,7 @@ class ServerCalls(RequestEngine):
         """That a server which is up can do what is needed; RuntimeError where not."""
         raise NotImplementedError
 
-    async def _generate(self, server: Server, state: RequestState, name: str) -> Answer:
+    async def _generate(self, server: Server, state: RequestState, name: str) -> HttpAnswer:
         """Have a completion drawn under a name."""
         raise NotImplementedError
 

@@ -23,7 +23,7 @@ from atomrl.files import TemporaryFolder
 from atomrl.models.loading import base_path, model_config_only, read_weights, resolve_folder
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.rollout.checkpoints import is_tied, published_shapes, write_weights
-from atomrl.rollout.http import Answer, Client, Server, ServerGone, checked, take_answer
+from atomrl.rollout.http import Client, HttpAnswer, Server, ServerGone, checked, take_answer
 from atomrl.rollout.requests import EngineOptions, RequestState
 from atomrl.rollout.server_calls import ServerCalls
 from atomrl.rollout.server_process import ServerProcess
@@ -71,7 +71,7 @@ class ServerEngine(ServerCalls):
         self.updated = False  # servers have been given no other weights than they start with
         self.weights: Path | None = None
         self.adapters, self.ranks = None, {}
-        self.answers: queue.SimpleQueue[tuple[RequestState, Answer | Exception]] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[tuple[RequestState, HttpAnswer | Exception]] = queue.SimpleQueue()
         self.names = itertools.count()
         self.servers: list[Server] = []
         self.client = Client(options.server_timeout_s)
@@ -182,7 +182,7 @@ class ServerEngine(ServerCalls):
         except Exception as error:
             self.answers.put((state, error))
 
-    async def _drawn(self, server: Server, state: RequestState) -> Answer:
+    async def _drawn(self, server: Server, state: RequestState) -> HttpAnswer:
         while server.holds(state):
             life = server.life
             try:
@@ -200,13 +200,13 @@ class ServerEngine(ServerCalls):
             if answer.reason != "abort" or not server.holds(state):
                 server.restarts = 0
                 return answer
-        return Answer((), (), (), "abort")
+        return HttpAnswer((), (), (), "abort")
 
-    async def _attempt(self, server: Server, state: RequestState) -> Answer:
+    async def _attempt(self, server: Server, state: RequestState) -> HttpAnswer:
         name = f"atomrl-{id(self):x}-{next(self.names)}"
         async with server.change:
             if not server.holds(state):
-                return Answer((), (), (), "abort")
+                return HttpAnswer((), (), (), "abort")
             server.under_way += 1
             server.wire_ids[state.request.request_id] = name
             adapters = server.adapters
@@ -235,7 +235,7 @@ class ServerEngine(ServerCalls):
         names = self.client.run(self._let_go(states))
         missing = {id(state) for _, _, state in names}
         end = time.monotonic() + self.options.server_timeout_s
-        held_back: list[tuple[RequestState, Answer | Exception]] = []
+        held_back: list[tuple[RequestState, HttpAnswer | Exception]] = []
         while missing:
             if time.monotonic() > end:
                 raise TimeoutError(f"{names[0][0].name} has not given up a request within its time")
@@ -249,7 +249,7 @@ class ServerEngine(ServerCalls):
                 held_back.append((state, answer))
                 continue
             missing.remove(id(state))
-            if isinstance(answer, Answer):
+            if isinstance(answer, HttpAnswer):
                 take_answer(state, replace(answer, reason="abort"))
         for item in held_back:
             self.answers.put(item)

@@ -19,7 +19,7 @@ from atomrl.models.loading import read_weights
 from atomrl.models.spec import unsupported
 from atomrl.protocols import WeightHash, WeightUpdate
 from atomrl.rollout.checkpoints import cpu_cache_tokens, weights_for_engines
-from atomrl.rollout.http import Answer, Server, ServerGone, logprob_of
+from atomrl.rollout.http import HttpAnswer, Server, ServerGone, logprob_of
 from atomrl.rollout.requests import RequestState
 from atomrl.rollout.servers import ServerEngine
 from atomrl.rollout.sglang_weights import digest_of, held_hashes
@@ -112,7 +112,7 @@ class SGLangEngine(ServerEngine):
         server.seeded = bool(found["enable_deterministic_inference"])
         self.seeded = all(each.seeded for each in self.servers)
 
-    async def _generate(self, server: Server, state: RequestState, name: str) -> Answer:
+    async def _generate(self, server: Server, state: RequestState, name: str) -> HttpAnswer:
         sampling, request = state.rule.sampling, state.request
         stops = state.rule.is_stop.nonzero()[:, 0].tolist()
         kept = sampling.logprobs_over == "kept" and sampling.temperature > 0
@@ -142,7 +142,7 @@ class SGLangEngine(ServerEngine):
             body["lora_path"] = server.adapters
         return self._read(await self.client.post(server, "/generate", body), sampling)
 
-    def _read(self, found: Mapping[str, Any], sampling: SamplingParams) -> Answer:
+    def _read(self, found: Mapping[str, Any], sampling: SamplingParams) -> HttpAnswer:
         tokens, meta = found["output_ids"], found["meta_info"]
         logprobs = [logprob_of(entry[0]) for entry in meta.get("output_token_logprobs") or ()]
         candidates: list[list[int]] = []
@@ -155,7 +155,7 @@ class SGLangEngine(ServerEngine):
                 ranked = sorted(zip(values, ids, strict=True), reverse=True)
                 candidates.append([other for _, other in ranked])
                 logprobs.append(logprob_of(values[ids.index(token)]))
-        return Answer(tokens, logprobs, meta["weight_versions"] or (), meta["finish_reason"]["type"], candidates)
+        return HttpAnswer(tokens, logprobs, meta["weight_versions"] or (), meta["finish_reason"]["type"], candidates)
 
     async def _abort(self, server: Server, name: str) -> None:
         await self.client.post(server, "/abort_request", {"rid": name})

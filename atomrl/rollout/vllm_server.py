@@ -11,7 +11,7 @@ import torch
 
 from atomrl.protocols import WeightHash
 from atomrl.rollout.checkpoints import cpu_cache_bytes
-from atomrl.rollout.http import Answer, Server, logprob_of
+from atomrl.rollout.http import HttpAnswer, Server, logprob_of
 from atomrl.rollout.requests import RequestState
 from atomrl.rollout.servers import ServerEngine
 from atomrl.rollout.vllm import VLLMEngine, request_fields
@@ -89,7 +89,7 @@ class VLLMServerEngine(ServerEngine):
         except RuntimeError:
             raise RuntimeError(f"{server.name} gives no tokens: start it with --enable-scale-out") from None
 
-    async def _generate(self, server: Server, state: RequestState, name: str) -> Answer:
+    async def _generate(self, server: Server, state: RequestState, name: str) -> HttpAnswer:
         sampling, request = state.rule.sampling, state.request
         kept = sampling.logprobs_over == "kept" and sampling.temperature > 0
         body: dict[str, Any] = {
@@ -110,7 +110,7 @@ class VLLMServerEngine(ServerEngine):
             for token in drawn if kept else ():
                 ranked = sorted(token["top_logprobs"], key=lambda other: -other["logprob"])
                 candidates.append([other["token_id"] for other in ranked if other["logprob"] > -9999.0])
-        return Answer(tokens, logprobs, choice["weight_versions"] or (), choice["finish_reason"], candidates)
+        return HttpAnswer(tokens, logprobs, choice["weight_versions"] or (), choice["finish_reason"], candidates)
 
     async def _abort(self, server: Server, name: str) -> None:
         await self.client.post(server, "/abort_requests", {"request_ids": [f"generate-tokens-{name}"]})

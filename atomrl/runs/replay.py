@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atomrl.batches import RowBatch, select_rows
-from atomrl.data.rows import credited, to_training_batches
+from atomrl.data.rows import to_training_batches, with_advantages
 from atomrl.objective import PolicyObjective
 from atomrl.protocols import ModelOutputs
 from atomrl.reading.tokens import TokenTable
@@ -58,7 +58,7 @@ def replay(table: TokenTable, algorithm: PolicyObjective) -> Replayed:
     """
     rows, outputs = rows_of(table)
     _check(algorithm, rows, outputs)
-    batch = replace(credited(algorithm, rows, table.state), state=dict(table.state))
+    batch = replace(with_advantages(algorithm, rows, table.state), state=dict(table.state))
     updates = torch.as_tensor(table.rows["update"])
     found = {name: torch.zeros(rows.tokens.shape) for name in ("loss", "gradient", "log_ratio", "clipped")}
     for update in updates.unique():

@@ -39,10 +39,10 @@ class Remote:
     It is equal to nothing, and neither true nor false: only plain values are judged.
     """
 
-    _channel: Channel
+    _channel: CallChannel
     _key: int
 
-    def __init__(self, channel: Channel, key: int) -> None:
+    def __init__(self, channel: CallChannel, key: int) -> None:
         self.__dict__.update(_channel=channel, _key=key)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +175,7 @@ def _take_streams() -> tuple[BinaryIO, BinaryIO]:
 # ---- The tests' process ----
 
 
-class Channel:
+class CallChannel:
     """To the solution's process. Nothing that comes from there is believed to be more than a value."""
 
     def __init__(self, reader: BinaryIO, writer: BinaryIO) -> None:
@@ -240,7 +240,7 @@ def _key_of(value: Any) -> int:
 def test() -> None:
     """Run test after test, and say of each on what stderr was what came of it, until the solution is lost."""
     verdicts = os.fdopen(os.dup(2), "w", encoding="utf-8")
-    channel = Channel(*_take_streams())
+    channel = CallChannel(*_take_streams())
     os.dup2(1, 2)
     with open(os.path.join(HERE, "tests.json"), encoding="utf-8") as file:
         plan = json.load(file)
@@ -259,7 +259,7 @@ def test() -> None:
             return
 
 
-def _judge(channel: Channel, number: int, source: str, names: Any, entries: list[str]) -> tuple[str, str]:
+def _judge(channel: CallChannel, number: int, source: str, names: Any, entries: list[str]) -> tuple[str, str]:
     """What came of one test, and why."""
     import runpy
 

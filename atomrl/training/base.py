@@ -170,7 +170,7 @@ class BaseBackend(ABC):
         whole = {name: torch.zeros(shape, device=self.device) for name, shape in shapes.items()}
 
         def fill(split: list[Tensor]) -> None:
-            for index, found in self._annotated(rows, split, needs):
+            for index, found in self._forward_outputs(rows, split, needs):
                 if not self._says:
                     continue
                 at = index.to(self.device)
@@ -292,7 +292,7 @@ class BaseBackend(ABC):
             found |= {name: outputs[output] for name, output in asked.items()}
         return found
 
-    def _annotated(
+    def _forward_outputs(
         self, rows: RowBatch, split: list[Tensor], names: Collection[str]
     ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """This rank's micro-batches, and their outputs without gradient."""

@@ -156,11 +156,11 @@ class MegatronBackend(WritesBeside):
         role = self.roles[name]
         return role.model.adapters.disabled() if role.without_adapters else nullcontext()
 
-    def _annotated(
+    def _forward_outputs(
         self, rows: RowBatch, split: list[Tensor], names: Collection[str]
     ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         if self.settings.pipeline == 1:
-            yield from super()._annotated(rows, split, names)
+            yield from super()._forward_outputs(rows, split, names)
             return
         micros = [self._micro(rows, index) for index in split]
         yield from zip(split, self._given(micros, names), strict=True)

@@ -67,7 +67,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """A run of a study."""
 
     value: float | None
@@ -190,20 +190,22 @@ def _seconds(study: Study) -> list[float]:
     ]
 
 
-def _run(steps: int, values: Mapping[str, Any], name: str, settings: Settings, judge: Judge | None = None) -> Outcome:
+def _run(
+    steps: int, values: Mapping[str, Any], name: str, settings: Settings, judge: Judge | None = None
+) -> TrialOutcome:
     """One run, from wherever it is; `judge` is asked from half of the steps on, and what it says of a run that was too
     fast to be ended holds too: else the trials that follow would depend on the machine's speed."""
     folder, asked = settings.folder / "runs" / name, set[int]()
     ended = not _finished(folder) and _process(steps, values, folder, settings, judge, asked)
     if ended or (judge is not None and _to_be_ended(steps, folder, settings, judge, asked)):
-        return Outcome(None, pruned=True)
+        return TrialOutcome(None, pruned=True)
     if not _finished(folder):
-        return Outcome(None)
+        return TrialOutcome(None)
     run = load_run(folder)
     found = _points(run, settings.metric)[1]
     if not len(found):
         raise _no_metric(run, settings.metric)
-    return Outcome(float(found[-settings.window :].mean()))
+    return TrialOutcome(float(found[-settings.window :].mean()))
 
 
 def _points(run: Run, metric: str) -> tuple[Any, Any]:

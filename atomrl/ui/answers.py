@@ -18,7 +18,7 @@ import yaml
 
 from atomrl.algorithms.table import ALGORITHMS, PREFERENCES
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
-from atomrl.config.alternative_layout import is_six_section_layout, translate
+from atomrl.config.alternative_layout import is_alternative_layout, translate
 from atomrl.config.explained import objective_in, setting_in
 from atomrl.config.files import nest, parse_yaml, scalar
 from atomrl.functions import forbid_imports, search_in
@@ -114,7 +114,7 @@ def changed(tree: dict[str, Any], values: Mapping[str, str]) -> dict[str, Any]:
 def _tree_of(text: str) -> dict[str, Any]:
     """A config as a command reads its file, of either layout."""
     tree = parse_yaml(text, "the config")
-    return translate(tree, "the config", default_run_name="config")[0] if is_six_section_layout(tree) else tree
+    return translate(tree, "the config", default_run_name="config")[0] if is_alternative_layout(tree) else tree
 
 
 def main() -> None:

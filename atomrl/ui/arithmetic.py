@@ -11,7 +11,7 @@ from typing import Any
 
 from atomrl.config import RunConfig
 from atomrl.config.explained import objective_in
-from atomrl.data.rows import credited, to_rows
+from atomrl.data.rows import to_rows, with_advantages
 from atomrl.loop.sync import mean_advantages
 from atomrl.objective import PolicyObjective
 from atomrl.objective.advantage import NoAdvantage
@@ -45,7 +45,7 @@ def advantages(config: RunConfig, rows: Sequence[Mapping[str, Any]], group: Sequ
     plain = objective.model_copy(update={"rollout_is": (), "token_filter": None})  # which change no advantage
     drawn = [trajectory_of(row, config) for row in rows]
     try:
-        found = mean_advantages(credited(plain, to_rows(drawn, config.train.max_row_tokens)))
+        found = mean_advantages(with_advantages(plain, to_rows(drawn, config.train.max_row_tokens)))
     except ValueError as error:
         return {"equation": equation, "why": str(error)}
     computed = [found.get(place) for place in group]
@@ -63,7 +63,7 @@ def advantages(config: RunConfig, rows: Sequence[Mapping[str, Any]], group: Sequ
 def unknown(objective: PolicyObjective, rows: Sequence[Mapping[str, Any]]) -> str | None:
     """Why the advantages cannot be computed from what is recorded of completions, if they cannot."""
     needed = set(objective.advantage.required())
-    if objective.kl.place == "reward":
+    if objective.kl.applied_to == "reward":
         needed |= {"old_logprobs", "ref_logprobs"}
     if needed:
         return f"they are made of numbers of every token, which are not all recorded: {', '.join(sorted(needed))}"

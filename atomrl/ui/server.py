@@ -20,7 +20,7 @@ GRACE_S = 1
 NEEDED = "the web interface needs: pip install 'atomrl[ui]'"
 
 
-class Server:
+class WebServer:
     """The web interface on the runs of a folder.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 from atomrl.algorithms.table import objective_of
 from atomrl.batches import RowBatch, end_to_end, select_rows, taken_apart
 from atomrl.config import ConfigError, build_config
-from atomrl.data.rows import credited, to_training_batches
+from atomrl.data.rows import to_training_batches, with_advantages
 from atomrl.loop.sync import mean_advantages
 from tests.algorithms.batches import LIMIT, loss_gradient, make_rows, moved_logprobs, with_turns
 from tests.algorithms.test_properties import CASES, build
@@ -81,7 +81,7 @@ def test_in_any_order_of_trajectories(order):
 @pytest.mark.parametrize("case", CASES)
 def test_advantages_are_those_of_an_unbroken_row(case):
     algorithm = build(case)
-    whole, apart = credited(algorithm, ROWS), credited(algorithm, BROKEN)
+    whole, apart = with_advantages(algorithm, ROWS), with_advantages(algorithm, BROKEN)
     own = apart.loss_mask
     assert torch.equal(own, BROKEN.loss_mask & whole.loss_mask.flatten()[PLACES])
     names = ["advantages", *(["returns"] if whole.returns is not None else [])]
@@ -97,7 +97,7 @@ def test_advantages_are_those_of_an_unbroken_row(case):
 def test_the_gradient_is_that_of_an_unbroken_row(case):
     algorithm, logprobs, found = build(case), moved_logprobs(ROWS), []
     for rows in (ROWS, BROKEN):
-        (batch,) = to_training_batches(credited(algorithm, rows), algorithm, updates=1, epochs=1, seed=0, step=1)
+        (batch,) = to_training_batches(with_advantages(algorithm, rows), algorithm, updates=1, epochs=1, seed=0, step=1)
         given = logprobs if rows is ROWS else torch.where(PLACES < 0, -1.0, logprobs.flatten()[PLACES])
         found.append(loss_gradient(algorithm, batch, given))
     (loss, gradient), (other, parts) = found
@@ -111,7 +111,9 @@ def test_the_gradient_is_that_of_an_unbroken_row(case):
 @pytest.mark.parametrize("loss_agg", ["token_mean", "sequence_mean", "constant_length", "prompt_mean"])
 def test_the_rows_of_a_trajectory_are_in_one_update_and_weigh_as_one(loss_agg):
     algorithm = objective_of("grpo", {"loss_agg": loss_agg}).resolved(max_completion_tokens=LIMIT)
-    parts = list(to_training_batches(credited(algorithm, BROKEN), algorithm, updates=3, epochs=1, seed=0, step=1))
+    parts = list(
+        to_training_batches(with_advantages(algorithm, BROKEN), algorithm, updates=3, epochs=1, seed=0, step=1)
+    )
     seen = [set(part.trajectory_index.tolist()) for part in parts]
     assert len(parts) == 3 and sum(map(len, seen)) == ROWS.rows == len(set.union(*seen))
     for part in parts:
@@ -155,7 +157,7 @@ def test_what_needs_a_completion_in_one_row_is_refused(changes, words):
 def test_what_is_made_of_the_whole_step_is_taken(axes):
     build_config(CONFIG | {"algorithm": {"name": "grpo", **axes}})
     algorithm = objective_of("grpo", axes).resolved()
-    whole, apart = credited(algorithm, ROWS), credited(algorithm, BROKEN)
+    whole, apart = with_advantages(algorithm, ROWS), with_advantages(algorithm, BROKEN)
     if whole.rollout_is_weights is not None:
         wanted = whole.rollout_is_weights.flatten()[PLACES[BROKEN.loss_mask]]
         assert torch.allclose(apart.rollout_is_weights[BROKEN.loss_mask], wanted)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from atomrl.atoms import corrections, kl, preference_scores, token_selection, unpaired_losses
+from atomrl.atoms import importance_sampling, kl, preference_scores, token_filters, unpaired_losses
 from atomrl.atoms.distillation import generalised_jsd
 from atomrl.atoms.masks import masked_mean, row_max, row_mean, row_sum
 from atomrl.atoms.preference_losses import bradley_terry_loss, dpo_loss, exo_loss, robust_dpo_loss
@@ -111,55 +111,57 @@ def test_second_moment_tokens_equal_dropping_one_at_a_time():
         while kept.sum() > 1 and gaps[kept].square().mean() >= bound:
             worst = gaps.square().masked_fill(~kept, -1).argmax()
             kept.view(-1)[worst] = False
-        assert torch.equal(corrections.second_moment_tokens(gaps, mask, bound), kept)
-    assert not corrections.second_moment_tokens(gaps, torch.zeros_like(mask), 1.0).any()
+        assert torch.equal(importance_sampling.second_moment_tokens(gaps, mask, bound), kept)
+    assert not importance_sampling.second_moment_tokens(gaps, torch.zeros_like(mask), 1.0).any()
 
 
 def test_importance_weights_correct_an_average():
     """Samples of mu, weighted, give the mean under pi."""
     mu, pi, reward = torch.tensor([0.6, 0.4]), torch.tensor([0.3, 0.7]), torch.tensor([1.0, 3.0])
     mask = torch.ones(1, 2, dtype=torch.bool)
-    weights = corrections.importance_weights(corrections.rollout_log_ratio(pi.log()[None], mu.log()[None], mask))
+    weights = importance_sampling.importance_weights(
+        importance_sampling.rollout_log_ratio(pi.log()[None], mu.log()[None], mask)
+    )
     assert (mu * weights[0] * reward).sum().item() == pytest.approx((pi * reward).sum().item())
 
 
 def test_a_missing_rollout_logprob_is_seen():
     old, rollout, mask = torch.zeros(1, 2), torch.tensor([[math.nan, 0.0]]), torch.ones(1, 2, dtype=torch.bool)
-    assert corrections.rollout_log_ratio(old, rollout, mask).isnan().any()
-    assert not corrections.within(corrections.rollout_log_ratio(old, rollout, mask))[0, 0]
+    assert importance_sampling.rollout_log_ratio(old, rollout, mask).isnan().any()
+    assert not importance_sampling.within(importance_sampling.rollout_log_ratio(old, rollout, mask))[0, 0]
 
 
 def test_normalised_weights_have_a_mean_of_one():
     weights = values(0, 3, 3).exp()
-    assert masked_mean(corrections.normalised_weights(weights, MASK), MASK).item() == pytest.approx(1)
-    by_row = corrections.normalised_weights(weights, MASK, by_row=True)
+    assert masked_mean(importance_sampling.normalised_weights(weights, MASK), MASK).item() == pytest.approx(1)
+    by_row = importance_sampling.normalised_weights(weights, MASK, by_row=True)
     assert row_mean(by_row, MASK)[:2].mean().item() == pytest.approx(1)
     zeros = torch.zeros(3, 3)
-    assert torch.equal(corrections.normalised_weights(zeros, MASK), zeros)
+    assert torch.equal(importance_sampling.normalised_weights(zeros, MASK), zeros)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.2, 0.5, 0.77, 1.0])
 def test_the_entropy_quantile_is_that_of_torch(fraction):
     entropies, mask = values(0, 8, 9).abs(), values(1, 8, 9) > -1
     threshold = torch.quantile(entropies[mask], 1 - fraction)
-    keep = token_selection.high_entropy_tokens(entropies, mask, fraction)
+    keep = token_filters.high_entropy_tokens(entropies, mask, fraction)
     assert torch.equal(keep, (entropies >= threshold) & mask)
-    assert not token_selection.high_entropy_tokens(entropies, torch.zeros_like(mask), fraction).any()
+    assert not token_filters.high_entropy_tokens(entropies, torch.zeros_like(mask), fraction).any()
 
 
 def test_budgets_are_kept():
     entropies, mask = values(0, 8, 9).abs(), values(1, 8, 9) > -1
-    chosen = token_selection.highest_entropy_tokens(entropies, mask, 10)
+    chosen = token_filters.highest_entropy_tokens(entropies, mask, 10)
     assert chosen.sum() == 10 and not (chosen & ~mask).any()
     assert entropies[chosen].min() >= entropies[mask & ~chosen].max()
     generator = torch.Generator().manual_seed(0)
-    draws = [token_selection.random_tokens(mask, 10, generator) for _ in range(200)]
+    draws = [token_filters.random_tokens(mask, 10, generator) for _ in range(200)]
     assert all(draw.sum() == 10 and not (draw & ~mask).any() for draw in draws)
     frequency = torch.stack(draws).double().mean(0)[mask]
     assert (frequency - 10 / mask.sum()).abs().max() < 0.15
-    assert torch.equal(token_selection.random_tokens(mask, 10**9), mask)
+    assert torch.equal(token_filters.random_tokens(mask, 10**9), mask)
     with pytest.raises(ValueError, match="between 0 and 1"):
-        token_selection.high_entropy_tokens(entropies, mask, 1.2)
+        token_filters.high_entropy_tokens(entropies, mask, 1.2)
 
 
 def test_covariance_rules():
@@ -168,11 +170,11 @@ def test_covariance_rules():
     generator = torch.Generator().manual_seed(0)
     dropped = set()
     for _ in range(50):
-        keep = token_selection.clip_covariance_tokens(covariance, every, every, 0.2, 1.0, 5.0, generator)
+        keep = token_filters.clip_covariance_tokens(covariance, every, every, 0.2, 1.0, 5.0, generator)
         assert (~keep).sum() == 1
         dropped.add((~keep).nonzero()[0, 1].item())
     assert dropped == {1, 2, 4}
-    picked = token_selection.highest_covariance_tokens(covariance, every, 0.4)
+    picked = token_filters.highest_covariance_tokens(covariance, every, 0.4)
     assert picked.tolist() == [[False, False, False, True, True]]
 
 
@@ -180,8 +182,8 @@ def test_covariance_rules():
 def test_equal_advantages_have_no_covariance(advantage):
     mask = torch.rand(8, 40, generator=torch.Generator().manual_seed(0)) < 0.8
     logprobs = -torch.rand(8, 40, generator=torch.Generator().manual_seed(1))
-    found = token_selection.token_covariance(logprobs, torch.full((8, 40), advantage), mask)
-    assert not found.any() and not token_selection.highest_covariance_tokens(found, mask, 0.4).any()
+    found = token_filters.token_covariance(logprobs, torch.full((8, 40), advantage), mask)
+    assert not found.any() and not token_filters.highest_covariance_tokens(found, mask, 0.4).any()
 
 
 def test_value_clipping_by_hand():

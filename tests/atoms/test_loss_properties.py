@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from atomrl.atoms import corrections, kl, policy_losses, ratios, reductions, sequence_losses, supervised_losses
+from atomrl.atoms import importance_sampling, kl, policy_losses, ratios, reductions, sequence_losses, supervised_losses
 from atomrl.atoms.advantages import per_token
 from atomrl.atoms.masks import row_mean, row_sum
-from atomrl.atoms.token_selection import (
+from atomrl.atoms.token_filters import (
     clip_covariance_tokens,
     high_entropy_tokens,
     highest_covariance_tokens,
@@ -117,24 +117,24 @@ LOSSES: dict[str, Callable[[Step], Tensor]] = {
 
 
 def rollout_weights(step: Step) -> Tensor:
-    log_ratio = corrections.rollout_log_ratio(step["old_logprobs"], step["rollout_logprobs"], step["mask"])
-    return corrections.importance_weights(log_ratio, clamp=20.0)
+    log_ratio = importance_sampling.rollout_log_ratio(step["old_logprobs"], step["rollout_logprobs"], step["mask"])
+    return importance_sampling.importance_weights(log_ratio, clamp=20.0)
 
 
 def sequence_mask(step: Step) -> Tensor:
-    log_ratio = corrections.rollout_log_ratio(step["old_logprobs"], step["rollout_logprobs"], step["mask"])
-    product = corrections.importance_weights(row_sum(log_ratio, step["mask"]))
-    return corrections.within(product, 0.5, 2.0)[:, None].expand(step["mask"].shape)
+    log_ratio = importance_sampling.rollout_log_ratio(step["old_logprobs"], step["rollout_logprobs"], step["mask"])
+    product = importance_sampling.importance_weights(row_sum(log_ratio, step["mask"]))
+    return importance_sampling.within(product, 0.5, 2.0)[:, None].expand(step["mask"].shape)
 
 
 def opsm(step: Step) -> Tensor:
     gaps = kl.k1_kl(step["rollout_logprobs"], step["logprobs"].detach(), step["mask"])
-    return corrections.off_policy_sequences(row_mean(gaps, step["mask"]), step["advantages"], 0.02)
+    return importance_sampling.off_policy_sequences(row_mean(gaps, step["mask"]), step["advantages"], 0.02)
 
 
 def m2po(step: Step) -> Tensor:
-    log_ratio = corrections.rollout_log_ratio(step["old_logprobs"], step["rollout_logprobs"], step["mask"])
-    return corrections.second_moment_tokens(log_ratio, step["mask"], 0.05)
+    log_ratio = importance_sampling.rollout_log_ratio(step["old_logprobs"], step["rollout_logprobs"], step["mask"])
+    return importance_sampling.second_moment_tokens(log_ratio, step["mask"], 0.05)
 
 
 def dppo(divergence: Callable[[Step, Tensor], Tensor]) -> Callable[[Step], Tensor]:
@@ -150,9 +150,9 @@ def covariance(step: Step) -> Tensor:
 
 
 FACTORS: dict[str, Callable[[Step], Tensor]] = {
-    "tis": lambda step: corrections.truncated_weights(rollout_weights(step), 1.2),
-    "icepop": lambda step: corrections.masked_weights(rollout_weights(step), 0.8, 1.25),
-    "normalised": lambda step: corrections.normalised_weights(rollout_weights(step), step["mask"]),
+    "tis": lambda step: importance_sampling.truncated_weights(rollout_weights(step), 1.2),
+    "icepop": lambda step: importance_sampling.masked_weights(rollout_weights(step), 0.8, 1.25),
+    "normalised": lambda step: importance_sampling.normalised_weights(rollout_weights(step), step["mask"]),
     "sequence_mask": sequence_mask,
     "opsm": opsm,
     "m2po": m2po,

@@ -228,7 +228,7 @@ def test_out_of_memory_names_the_settings_to_change(capsys, config, monkeypatch)
     assert "train.tokens_per_micro_batch" in fails(capsys, ["train", config])
 
 
-def test_train_py_is_the_same_door():
+def test_train_py_runs_the_same_command_line():
     done = subprocess.run(
         [sys.executable, "train.py", "--config", "configs/grpo_config.yaml", "--train_config.learning_rat", "1"],
         cwd=ROOT, capture_output=True, text=True,

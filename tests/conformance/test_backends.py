@@ -1,8 +1,7 @@
 """What every training back end must do; to add one, add a maker to `BACKENDS`."""
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
-from datetime import timedelta
 from threading import Event
 
 import pytest
@@ -15,13 +14,12 @@ from atomrl.metrics import Sum, values
 from atomrl.models.loading import load_tokenizer
 from atomrl.protocols import UpdateOutput
 from atomrl.training.fsdp import FSDPBackend
-from atomrl.training.group import Ranks
 from atomrl.training.local import LocalBackend
 from atomrl.training.writing import Writing
 from atomrl.types import RaggedIds
-from atomrl.weights.collective import LOOPBACK, open_store
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of, written
+from tests.training.one_rank import one_rank
 
 ENTROPY = frozenset({"logprobs", "entropy"})
 WITH_REFERENCE = make_algorithm(needs=frozenset({"ref_logprobs"}))
@@ -61,14 +59,6 @@ def make_megatron(folder, algorithm=None, *, lora=None, train=None, dtype="float
 
 
 BACKENDS = {"local": make_local, "fsdp": make_fsdp, "megatron": make_megatron}
-
-
-@contextmanager
-def one_rank():
-    store, _ = open_store(LOOPBACK, timedelta(seconds=60))
-    ranks = Ranks(store, 0, 1, torch.device("cpu"), 60.0)
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(params=list(BACKENDS))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from atomrl.config import known_keys
 from atomrl.doctor.rules import RULES
 from atomrl.doctor.watch import FIRST_ROWS, LAST_ROWS, Doctor, diagnose
-from tests.test_pages import config_keys
+from tests.config_keys import config_keys
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs/failures"

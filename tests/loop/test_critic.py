@@ -15,7 +15,7 @@ from atomrl.models.scalar import load_scalar, save_scalar
 from atomrl.objective.policy import COEFFICIENT
 from atomrl.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
-from tests.models.test_loading import save_gpt2
+from tests.models.gpt2 import save_gpt2
 from tests.tiny import make_tiny_model
 
 STEPS = 3

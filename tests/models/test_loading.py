@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from atomrl.algorithms.table import objective_of
 from atomrl.config import ConfigError, ModelConfig, RolloutConfig, build_config
@@ -28,9 +28,8 @@ from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.requests import EngineOptions
 from atomrl.runs.build import build_engine
+from tests.models.gpt2 import TOKENS, save_gpt2
 from tests.tiny import make_tiny_model
-
-TOKENS = torch.randint(0, 90, (2, 11), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -73,12 +72,6 @@ def test_real_model(shared_dir):
     tokens = torch.tensor([load_tokenizer(folder)("Once upon a time").input_ids])
     expected = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
     torch.testing.assert_close(policy(tokens), expected, atol=1e-4, rtol=1e-5)
-
-
-def save_gpt2(folder, **config):
-    torch.manual_seed(0)
-    GPT2LMHeadModel(GPT2Config(vocab_size=95, n_embd=32, n_layer=2, n_head=2, **config)).save_pretrained(folder)
-    return folder
 
 
 def test_other_families_go_through_transformers_and_say_so(tmp_path, caplog):

@@ -11,7 +11,7 @@ from atomrl.models.loading import base_path, fill_weights, load_policy, load_tok
 from atomrl.models.lora import adapter_state, adapter_weights, adapters_disabled, export, save_adapters
 from atomrl.rollout.hf import HFEngine
 from atomrl.runs.build import build_engine
-from tests.models.test_loading import TOKENS, save_gpt2
+from tests.models.gpt2 import TOKENS, save_gpt2
 from tests.tiny import make_tiny_model
 
 

@@ -24,7 +24,7 @@ from atomrl.models.memory import (
 from atomrl.models.scalar import load_scalar
 from atomrl.models.shared_prefix import row_stream
 from atomrl.training.local import LocalBackend
-from tests.models.test_loading import save_gpt2
+from tests.models.gpt2 import save_gpt2
 from tests.rollout.test_weights import peak_bytes
 from tests.tiny import make_tiny_model
 

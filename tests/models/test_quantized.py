@@ -15,7 +15,7 @@ from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import WeightUpdate
 from atomrl.runs.build import build_engine
 from atomrl.weights.transfer import InProcessTransfer
-from tests.models.test_loading import TOKENS, save_gpt2
+from tests.models.gpt2 import TOKENS, save_gpt2
 from tests.models.test_lora import adapted
 from tests.tiny import make_tiny_model
 

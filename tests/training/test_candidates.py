@@ -21,7 +21,7 @@ from atomrl.runs.checks import check_engine
 from atomrl.training.local import LocalBackend
 from atomrl.types import RaggedIds, SamplingParams, Segment
 from tests.engines import prompts_of
-from tests.models.test_loading import save_gpt2
+from tests.models.gpt2 import save_gpt2
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, weights_of
 

@@ -16,12 +16,12 @@ from atomrl.training.local import LocalBackend
 from atomrl.training.megatron import MegatronBackend
 from atomrl.training.megatron_lora import LowRank
 from atomrl.training.megatron_weights import cut_along
-from tests.conformance.test_backends import one_rank
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch
+from tests.training.comparison import compare
+from tests.training.continuing import alike, go_on, step
 from tests.training.equality import CASES, case, locally, make_models, run_ranks, settings_of, train
-from tests.training.test_fsdp import compare
-from tests.training.test_shards import alike, go_on, step
+from tests.training.one_rank import one_rank
 
 pytestmark = pytest.mark.slow
 SHARED = (

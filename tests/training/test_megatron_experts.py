@@ -14,12 +14,12 @@ from atomrl.models.loading import model_config_only
 from atomrl.training.local import LocalBackend
 from atomrl.training.megatron import MegatronBackend
 from atomrl.training.megatron_shape import check_shape, dense
-from tests.conformance.test_backends import one_rank
 from tests.tiny import make_tiny_model
+from tests.training.comparison import compare
+from tests.training.continuing import alike
 from tests.training.equality import STEPS, UPDATES, case, compared, drawn, locally, run_ranks, settings_of
-from tests.training.test_fsdp import compare
+from tests.training.one_rank import one_rank
 from tests.training.test_megatron import NORM, load_and_go_on, on_ranks, save_and_go_on
-from tests.training.test_shards import alike
 
 pytestmark = pytest.mark.slow
 MODEL = {

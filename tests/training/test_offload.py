@@ -6,7 +6,7 @@ import torch
 from atomrl.config import LoraConfig, ModelConfig, TrainConfig
 from atomrl.models import offload
 from atomrl.training.local import LocalBackend
-from tests.models.test_loading import save_gpt2
+from tests.models.gpt2 import save_gpt2
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch
 

@@ -8,8 +8,8 @@ from atomrl.config import ConfigError, CriticConfig, LoraConfig, ModelConfig
 from atomrl.models.loading import load_policy
 from atomrl.models.shared_prefix import states_before
 from atomrl.training.role_models import load_role
+from tests.training.comparison import compare
 from tests.training.equality import case, drawn, few, locally, make_models, masked
-from tests.training.test_fsdp import compare
 
 SHAPE = {"vocab_size": 102, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -14,8 +14,8 @@ from atomrl.training.local import LocalBackend
 from tests.models.test_quantized import other_family
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of
+from tests.training.comparison import compare
 from tests.training.equality import all_cases, case, compared, locally, make_models, run_ranks
-from tests.training.test_fsdp import compare
 
 pytest.importorskip("bitsandbytes", reason="the extra `quant` is not installed")
 CONFIG = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}

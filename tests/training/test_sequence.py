@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from atomrl.config import CriticConfig, LoraConfig
 from atomrl.data.rows import to_training_batches
 from atomrl.training.local import LocalBackend
+from tests.training.comparison import RELATIVE, compare
 from tests.training.equality import (
     all_cases,
     case,
@@ -25,7 +26,6 @@ from tests.training.equality import (
     tensors,
     with_ranks,
 )
-from tests.training.test_fsdp import RELATIVE, compare
 from tests.training.test_packing import shared
 
 pytestmark = pytest.mark.slow

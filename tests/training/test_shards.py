@@ -8,30 +8,18 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
 from atomrl.config import ConfigError, CriticConfig, LoraConfig
-from atomrl.data.rows import to_training_batches
-from atomrl.metrics import values
 from atomrl.training.local import LocalBackend
 from atomrl.training.shards import ShardReader, read_whole
-from tests.conformance.test_backends import one_rank
 from tests.training.batches import weights_of
-from tests.training.equality import case, drawn, make_models, run_ranks, settings_of, with_ranks
+from tests.training.continuing import alike, go_on, step
+from tests.training.equality import case, make_models, run_ranks, settings_of, with_ranks
+from tests.training.one_rank import one_rank
 
 CASES = {
     "critic": case("ppo", critic=CriticConfig(learning_rate=1e-3)),
     "transformers": case("grpo", model="other"),
     "adapters": case("grpo", lora=LoraConfig(rank=3, dropout=0.3)),
 }
-
-
-def step(backend, algorithm, number):
-    made = backend.forward_only(drawn(number), algorithm.needs)
-    (part,) = to_training_batches(algorithm.advantages(made), algorithm, updates=1, epochs=1, seed=0, step=number)
-    return values(backend.train_step(part, algorithm))
-
-
-def go_on(backend, algorithm):
-    metrics = [step(backend, algorithm, number) for number in (2, 3)]
-    return metrics, {name: tensor.clone() for name, tensor in weights_of(backend).items()}
 
 
 def save_and_go_on(folder, checkpoints, ranks):
@@ -94,13 +82,6 @@ def test_two_ranks_then_one_then_three(tmp_path):
     for name in CASES.keys() - {"adapters"}:
         alike(third[name], first[name][0])
     assert third["adapters"][1].keys() == first["adapters"][0][1].keys()
-
-
-def alike(found, expected):
-    for mine, theirs in zip(found[0], expected[0], strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5, nan_ok=True)
-    for name, tensor in expected[1].items():
-        assert (tensor - found[1][name]).abs().max() <= 1e-5 * tensor.abs().max(), name
 
 
 def test_a_checkpoint_is_complete_plain_and_of_its_model(tmp_path, monkeypatch):

@@ -11,6 +11,8 @@ from atomrl.models.loading import has_bfloat16
 from atomrl.training.local import LocalBackend
 from atomrl.training.tensor_parallel import check_tensor
 from tests.training.batches import weights_of, written
+from tests.training.comparison import compare
+from tests.training.continuing import alike, go_on, step
 from tests.training.equality import (
     all_cases,
     case,
@@ -24,8 +26,6 @@ from tests.training.equality import (
     settings_of,
     with_ranks,
 )
-from tests.training.test_fsdp import compare
-from tests.training.test_shards import alike, go_on, step
 
 TENSOR = {"fsdp": {"tensor": 2}}
 CASES = {

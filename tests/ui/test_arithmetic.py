@@ -9,7 +9,7 @@ import torch
 from atomrl.algorithms.table import ALGORITHMS
 from atomrl.atoms.advantages import group_zscore, leave_one_out_baseline
 from atomrl.config.explained import objective_in
-from atomrl.data.rows import credited, to_rows
+from atomrl.data.rows import to_rows, with_advantages
 from atomrl.loop.sync import mean_advantages
 from atomrl.reading import Run
 from atomrl.tracking.run_directory import rollout_rows
@@ -58,7 +58,7 @@ def test_formulas_of_small_rewards_are_told_apart():
 def test_small_advantages_are_not_taken_for_others(tmp_path):
     items, config = drawn(False), make_config(tmp_path, algorithm={"name": "dr_grpo"})
     items = [replace(item, reward=item.reward * 1e-4, part_weights={"a": 2e-4, "b": 1e-4}) for item in items]
-    recorded = mean_advantages(credited(objective_in(config), to_rows(items)))
+    recorded = mean_advantages(with_advantages(objective_in(config), to_rows(items)))
     lines = rollout_rows(1, items, recorded)
     assert "computed" in advantages(config, lines, [0, 1, 2, 3])
     twice = [line | {"advantage": 2 * line["advantage"]} for line in lines]
@@ -112,7 +112,7 @@ def test_every_algorithm_gives_the_advantages_again_that_it_recorded_or_says_why
         recorded = dict.fromkeys(range(len(items)), 0.5)
     else:
         noise = {"old_logprobs": rows.rollout_logprobs, "old_entropy": rows.rollout_logprobs}
-        recorded = mean_advantages(credited(objective, replace(rows, **noise)))
+        recorded = mean_advantages(with_advantages(objective, replace(rows, **noise)))
     lines = json.loads(json.dumps(rollout_rows(1, items, recorded)))
     for group in (range(4), range(4, 8), range(8, 12)):
         told = advantages(config, lines, list(group))
@@ -139,7 +139,7 @@ def test_the_baseline_and_the_scale_are_the_equation_s(tmp_path):
         ("remax", 0.75, 1.0),
     ):
         config = make_config(tmp_path, algorithm={"name": name, "kl": {"coefficient": 0.0}})
-        recorded = mean_advantages(credited(objective_in(config), to_rows(items)))
+        recorded = mean_advantages(with_advantages(objective_in(config), to_rows(items)))
         told = advantages(config, rollout_rows(1, items, recorded), [0, 1, 2, 3])
         assert (told["baseline"], told["scale"]) == pytest.approx((baseline, scale), abs=1e-4), name
 

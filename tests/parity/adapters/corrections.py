@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atomrl.atoms import corrections, kl, masks, policy_losses, reductions, token_selection
+from atomrl.atoms import importance_sampling, kl, masks, policy_losses, reductions, token_filters
 from tests.parity.arranging import (
     SMALL,
     Values,
@@ -37,11 +37,13 @@ def verl_weights_of(
     low, high = bounds_of(threshold)
     raw = raw_weights(train, rollout, mask, level)
     applied = (
-        corrections.truncated_weights(raw, high) if low is None else corrections.masked_weights(raw, low, high)
+        importance_sampling.truncated_weights(raw, high)
+        if low is None
+        else importance_sampling.masked_weights(raw, low, high)
     ).masked_fill(~mask, 0.0)
     if not normalise:
         return applied, applied
-    weights = corrections.normalised_weights(applied, mask, by_row=level == "sequence")
+    weights = importance_sampling.normalised_weights(applied, mask, by_row=level == "sequence")
     if level == "token" and mean(applied, mask) > SMALL:
         weights = weights / thinned(mask.sum())
     return weights, applied
@@ -65,10 +67,10 @@ def dropped_rows(keep: Tensor, mask: Tensor) -> Tensor:
 
 def raw_weights(train: Tensor, rollout: Tensor, mask: Tensor, level: str) -> Tensor:
     if level == "token":
-        log_ratio = corrections.rollout_log_ratio(train, rollout, mask)
+        log_ratio = importance_sampling.rollout_log_ratio(train, rollout, mask)
     else:
-        log_ratio = rows(masks.row_sum(corrections.rollout_log_ratio(train, rollout, mask), mask), mask)
-    return corrections.importance_weights(log_ratio, clamp=20.0)
+        log_ratio = rows(masks.row_sum(importance_sampling.rollout_log_ratio(train, rollout, mask), mask), mask)
+    return importance_sampling.importance_weights(log_ratio, clamp=20.0)
 
 
 def verl_weights(inputs: Values, params: Values) -> Values:
@@ -77,18 +79,18 @@ def verl_weights(inputs: Values, params: Values) -> Values:
     weights, applied = verl_weights_of(train, rollout, mask, level, params["threshold"], params["batch_normalize"])
     least = 1 / high if low is None else low
     raw = raw_weights(train, rollout, mask, level)
-    sums = masks.row_sum(corrections.rollout_log_ratio(train, rollout, mask), mask)
+    sums = masks.row_sum(importance_sampling.rollout_log_ratio(train, rollout, mask), mask)
     if level == "token":
         highest, lowest = applied[mask].max(), applied[mask].min()
         above, below, among = raw > high, raw < least, mask
     else:
-        highest = corrections.importance_weights(sums.max(), clamp=20.0)
-        lowest = corrections.importance_weights(sums.min())
-        products = corrections.importance_weights(sums)
+        highest = importance_sampling.importance_weights(sums.max(), clamp=20.0)
+        lowest = importance_sampling.importance_weights(sums.min())
+        products = importance_sampling.importance_weights(sums)
         above, below, among = products > high, products < least, every(sums)
     by_row = row_mean(applied, mask)
     raw_rows = row_mean(raw, mask)
-    clamped = corrections.truncated_weights(applied, high)
+    clamped = importance_sampling.truncated_weights(applied, high)
     metrics = {
         "rollout_is_mean": mean(applied, mask),
         "rollout_is_max": highest,
@@ -104,7 +106,7 @@ def verl_weights(inputs: Values, params: Values) -> Values:
         "rollout_is_seq_max_deviation": (by_row - 1).abs().max(),
         "rollout_is_seq_fraction_high": fraction(raw_rows > high, every(raw_rows)),
         "rollout_is_seq_fraction_low": fraction(raw_rows < least, every(raw_rows)),
-        "rollout_is_oob_ratio": fraction(~corrections.within(raw, least, high), mask),
+        "rollout_is_oob_ratio": fraction(~importance_sampling.within(raw, least, high), mask),
     }
     factor = mean_weight(applied, mask, by_row=level == "sequence")
     return {"weights": weights, "metrics": metrics | {"rollout_is_batch_norm_factor": factor}}
@@ -138,8 +140,8 @@ def rejection_rule(train: Tensor, rollout: Tensor, mask: Tensor, option: str, th
     low, tested = -math.inf if low is None else low, statistic
     if estimator == "k1":  # its bounds are on the ratio
         low = 1 / high if low == -math.inf else low
-        tested = corrections.importance_weights(statistic)
-    inside = corrections.within(tested, low, high)
+        tested = importance_sampling.importance_weights(statistic)
+    inside = importance_sampling.within(tested, low, high)
     return Rule(statistic, tested, low, high, among, inside if unit == "token" else rows(inside, mask))
 
 
@@ -184,7 +186,7 @@ def rejection(inputs: Values, params: Values) -> Values:
 
 def offpolicy_metrics(inputs: Values, params: Values) -> Values:
     train, rollout, mask = inputs["train_log_probs"], inputs["rollout_log_probs"], inputs["mask"]
-    log_ratio = corrections.rollout_log_ratio(train, rollout, mask)
+    log_ratio = importance_sampling.rollout_log_ratio(train, rollout, mask)
     means = {"train": row_mean(train, mask), "rollout": row_mean(rollout, mask)}
     gap = kl.k1_kl(means["rollout"][:, None], means["train"][:, None], every(mask[:, :1]))
     metrics = {
@@ -198,7 +200,7 @@ def offpolicy_metrics(inputs: Values, params: Values) -> Values:
         "log_ppl_abs_diff": gap.abs().mean(),
         "log_ppl_diff_max": gap.max(),
         "log_ppl_diff_min": gap.min(),
-        "ppl_ratio": corrections.importance_weights(gap).mean(),
+        "ppl_ratio": importance_sampling.importance_weights(gap).mean(),
         "chi2_token": mean(chi_square(log_ratio), mask),
         "chi2_seq": chi_square(masks.row_sum(log_ratio, mask)).mean(),
     }
@@ -206,22 +208,22 @@ def offpolicy_metrics(inputs: Values, params: Values) -> Values:
 
 
 def chi_square(log_ratio: Tensor) -> Tensor:
-    return corrections.importance_weights(log_ratio, clamp=20.0).square() - 1
+    return importance_sampling.importance_weights(log_ratio, clamp=20.0).square() - 1
 
 
 def importance_ratio(inputs: Values, params: Values) -> Values:
     mask, rollout = inputs["mask"], inputs["rollout_log_probs"]
     # A log-prob that the engine did not give (NaN) counts as a ratio of 1.
-    log_ratio = corrections.rollout_log_ratio(inputs["train_log_probs"], rollout, mask & ~rollout.isnan())
+    log_ratio = importance_sampling.rollout_log_ratio(inputs["train_log_probs"], rollout, mask & ~rollout.isnan())
     level, action = params["mode"].split("_")
     if level == "sequence":
         log_ratio = masks.row_sum(log_ratio, mask)[:, None]
-    weights = corrections.importance_weights(log_ratio)
+    weights = importance_sampling.importance_weights(log_ratio)
     low = 0.0 if params["clip_min"] is None else float(params["clip_min"])
     high = math.inf if params["clip_max"] is None else float(params["clip_max"])
     if action == "truncate":
-        return {"ratio": corrections.truncated_weights(weights, high, low)}
-    return {"ratio": corrections.masked_weights(weights, low, high)}
+        return {"ratio": importance_sampling.truncated_weights(weights, high, low)}
+    return {"ratio": importance_sampling.masked_weights(weights, low, high)}
 
 
 def opsm_trl(inputs: Values, params: Values) -> Values:
@@ -234,13 +236,13 @@ def trl_sequence_mask(inputs: Values, bound: float) -> Tensor:
     known = inputs["mask"] & ~sampled.isnan()
     gaps = kl.k1_kl(sampled, inputs["log_probs"].detach(), known)
     divergence = masks.row_mean(gaps, inputs["mask"])
-    return corrections.off_policy_sequences(divergence, inputs["advantages"][:, None], bound)
+    return importance_sampling.off_policy_sequences(divergence, inputs["advantages"][:, None], bound)
 
 
 def opsm_slime(inputs: Values, params: Values) -> Values:
     mask = inputs["mask"]
     divergence = masks.row_mean(kl.k1_kl(inputs["old_log_probs"], inputs["log_probs"], mask), mask)
-    keep = corrections.off_policy_sequences(divergence, inputs["advantages"], float(params["opsm_delta"]))
+    keep = importance_sampling.off_policy_sequences(divergence, inputs["advantages"], float(params["opsm_delta"]))
     per_column = masks.row_max(reductions.sequence_mean(mask, total_rows=1.0), mask)
     return {
         "keep_mask": keep,
@@ -250,14 +252,16 @@ def opsm_slime(inputs: Values, params: Values) -> Values:
 
 
 def m2po(inputs: Values, params: Values) -> Values:
-    log_ratio = corrections.rollout_log_ratio(
+    log_ratio = importance_sampling.rollout_log_ratio(
         inputs["proximal_log_probs"], inputs["behaviour_log_probs"], inputs["mask"]
     )
-    return {"new_mask": corrections.second_moment_tokens(log_ratio, inputs["mask"], float(params["m2_threshold"]))}
+    return {
+        "new_mask": importance_sampling.second_moment_tokens(log_ratio, inputs["mask"], float(params["m2_threshold"]))
+    }
 
 
 def high_entropy(inputs: Values, params: Values) -> Values:
-    keep = token_selection.high_entropy_tokens(inputs["entropies"], inputs["mask"], 1 - float(params["threshold"]))
+    keep = token_filters.high_entropy_tokens(inputs["entropies"], inputs["mask"], 1 - float(params["threshold"]))
     return {"entropy_mask": keep}
 
 
@@ -266,26 +270,28 @@ def off_policy_correction(inputs: Values, params: Values) -> list[Tensor]:
     if "rollout_log_probs" not in inputs:
         return []
     mask = inputs["mask"]
-    log_ratio = corrections.rollout_log_ratio(inputs["old_log_probs"], inputs["rollout_log_probs"], mask)
-    weights = corrections.importance_weights(log_ratio, clamp=20.0)
-    product = corrections.importance_weights(masks.row_sum(log_ratio, mask))
+    log_ratio = importance_sampling.rollout_log_ratio(inputs["old_log_probs"], inputs["rollout_log_probs"], mask)
+    weights = importance_sampling.importance_weights(log_ratio, clamp=20.0)
+    product = importance_sampling.importance_weights(masks.row_sum(log_ratio, mask))
     factors: list[Tensor] = []
     if params.get("tis_ratio_type") == "token":
-        factors.append(corrections.truncated_weights(weights, float(params["token_tis_ratio_clip_high"])))
+        factors.append(importance_sampling.truncated_weights(weights, float(params["token_tis_ratio_clip_high"])))
     if params.get("tis_ratio_type") == "sequence":
-        truncated = corrections.truncated_weights(product, float(params["sequence_tis_ratio_clip_high"]))
+        truncated = importance_sampling.truncated_weights(product, float(params["sequence_tis_ratio_clip_high"]))
         factors.append(rows(truncated, mask))
     metric = params.get("sequence_mask_metric")
     if metric == "product":
-        kept = corrections.within(product, float(params["product_mask_low"]), float(params["product_mask_high"]))
+        kept = importance_sampling.within(
+            product, float(params["product_mask_low"]), float(params["product_mask_high"])
+        )
         factors.append(rows(kept, mask))
     if metric == "geometric":
-        mean = corrections.importance_weights(masks.row_mean(log_ratio, mask))
-        kept = corrections.within(mean, float(params["geo_mask_low"]), float(params["geo_mask_high"]))
+        mean = importance_sampling.importance_weights(masks.row_mean(log_ratio, mask))
+        kept = importance_sampling.within(mean, float(params["geo_mask_low"]), float(params["geo_mask_high"]))
         factors.append(rows(kept, mask))
     token = [params.get(f"token_mask_is_threshold_{side}") for side in ("low", "high")]
     if None not in token:
-        factors.append(corrections.within(weights, *map(float, token)))
+        factors.append(importance_sampling.within(weights, *map(float, token)))
     outlier = [params.get(f"outlier_token_is_threshold_{side}") for side in ("low", "high")]
     if outlier != [None, None]:
         low, high = (

@@ -12,7 +12,7 @@ from atomrl.atoms import (
     advantages as advantage_atoms,
 )
 from atomrl.atoms import (
-    corrections,
+    importance_sampling,
     kl,
     masks,
     policy_losses,
@@ -70,7 +70,7 @@ def roll(inputs: Values, params: Values) -> Values:
     if variant == "topr":
         positive, negative = float(params["topr_positive_weight"]), float(params["topr_negative_weight"])
         weights = torch.where(
-            inputs["scores"][:, None] > 0, positive, negative * corrections.truncated_weights(ratio, 1.0)
+            inputs["scores"][:, None] > 0, positive, negative * importance_sampling.truncated_weights(ratio, 1.0)
         )
         loss = policy_losses.reinforce_loss(log_probs, advantages, mask, weights)
     elif variant == "kimi15":
@@ -78,7 +78,7 @@ def roll(inputs: Values, params: Values) -> Values:
         loss = loss + float(params["kimi15_tau"]) * kl.k2_kl(log_probs, old, mask)
     elif variant == "tis":
         low, high = float(params["tis_lower_bound"]), float(params["tis_upper_bound"])
-        weights = corrections.truncated_weights(ratio, high, low)
+        weights = importance_sampling.truncated_weights(ratio, high, low)
         loss = policy_losses.reinforce_loss(log_probs, advantages, mask, weights)
     elif variant == "cispo":
         low, high = float(params["cispo_epsilon_low"]), float(params["cispo_epsilon_high"])
@@ -118,14 +118,14 @@ def openrlhf(inputs: Values, params: Values) -> Values:
 
 def openrlhf_correction(old: Tensor, rollout: Tensor, mask: Tensor, kind: str, bounds: list[float]) -> list[Tensor]:
     low, high = map(float, bounds)
-    log_ratio = corrections.rollout_log_ratio(old, rollout, mask)
-    weights = corrections.importance_weights(log_ratio)
+    log_ratio = importance_sampling.rollout_log_ratio(old, rollout, mask)
+    weights = importance_sampling.importance_weights(log_ratio)
     if kind == "tis":
-        return [corrections.truncated_weights(weights, high, low)]
+        return [importance_sampling.truncated_weights(weights, high, low)]
     if kind == "icepop":
-        return [corrections.masked_weights(weights, low, high)]
-    means = corrections.importance_weights(masks.row_mean(log_ratio, mask))
-    return [weights, rows(corrections.within(means, low, high), mask)]
+        return [importance_sampling.masked_weights(weights, low, high)]
+    means = importance_sampling.importance_weights(masks.row_mean(log_ratio, mask))
+    return [weights, rows(importance_sampling.within(means, low, high), mask)]
 
 
 def areal_ratio(inputs: Values, params: Values) -> tuple[Tensor, Tensor]:
@@ -142,20 +142,20 @@ def areal_rejection(inputs: Values, options: Values) -> tuple[Tensor, Tensor]:
     old, rollout, mask = inputs["old_log_probs"], inputs["rollout_log_probs"], inputs["mask"]
     lowest = number(options.get("lower"), -math.inf)
     highest = number(options.get("upper"), math.inf)
-    log_ratio = corrections.rollout_log_ratio(old, rollout, mask)
-    weights = corrections.importance_weights(log_ratio)
+    log_ratio = importance_sampling.rollout_log_ratio(old, rollout, mask)
+    weights = importance_sampling.importance_weights(log_ratio)
     is_ratio, by_row = options["metric"] == "ratio", options["level"] == "sequence"
     statistic = log_ratio if is_ratio else getattr(kl, KL[options["metric"].removeprefix("kl_")])(old, rollout, mask)
     if by_row:
         gather = {"sum": masks.row_sum, "mean": masks.row_mean, "max": masks.row_max}[options["agg"]]
         statistic = rows(gather(statistic, mask), mask)
         if is_ratio:
-            weights = rows(corrections.importance_weights(masks.row_mean(log_ratio, mask)), mask)
+            weights = rows(importance_sampling.importance_weights(masks.row_mean(log_ratio, mask)), mask)
     if is_ratio:
-        statistic = corrections.importance_weights(statistic)
-    inside = corrections.within(statistic, lowest, highest)
+        statistic = importance_sampling.importance_weights(statistic)
+    inside = importance_sampling.within(statistic, lowest, highest)
     if options["action"] == "clamp":
-        bounded = corrections.truncated_weights(weights, highest, max(lowest, 0.0))
+        bounded = importance_sampling.truncated_weights(weights, highest, max(lowest, 0.0))
         return torch.where(inside, weights, bounded), inside
     return weights.masked_fill(~inside, 0.0), inside
 
@@ -225,23 +225,23 @@ def nemo_correction(inputs: Values, old: Tensor, mask: Tensor, params: Values) -
     """The factors of a loss, and their metrics."""
     sequence = bool(params["sequence_level_importance_ratios"])
     token_mask, counted = inputs["mask"], mask
-    log_ratio = corrections.rollout_log_ratio(old, inputs["generation_log_probs"], token_mask)
+    log_ratio = importance_sampling.rollout_log_ratio(old, inputs["generation_log_probs"], token_mask)
     per_unit = rows(masks.row_sum(log_ratio, token_mask), mask) if sequence else log_ratio
-    weights = corrections.importance_weights(per_unit)
+    weights = importance_sampling.importance_weights(per_unit)
     metrics: Values = {}
     kind = params["truncated_importance_sampling_type"]
     high = number(params.get("truncated_importance_sampling_ratio"))
     if params["use_importance_sampling_correction"] and kind is not None and high is not None:
         low = number(params.get("truncated_importance_sampling_ratio_min"), 0.0)
-        inside = corrections.within(weights, low, high)
+        inside = importance_sampling.within(weights, low, high)
         metrics["is_oob_ratio"] = fraction(~inside, counted, SMALL)
         if kind == "tis":
-            weights = corrections.truncated_weights(weights, high, low)
+            weights = importance_sampling.truncated_weights(weights, high, low)
         elif kind == "icepop":
-            weights = corrections.masked_weights(weights, low, high)
+            weights = importance_sampling.masked_weights(weights, low, high)
         else:
-            means = corrections.importance_weights(row_mean(log_ratio, token_mask))
-            kept = corrections.within(means, low, high)
+            means = importance_sampling.importance_weights(row_mean(log_ratio, token_mask))
+            kept = importance_sampling.within(means, low, high)
             metrics["is_oob_ratio"] = fraction(~kept, inputs["sample_mask"], SMALL)
             weights = weights.masked_fill(~rows(kept, mask), 0.0)
     metrics["sampling_importance_ratio"] = thin_mean(weights, counted)
@@ -268,7 +268,7 @@ def nemo_loss(inputs: Values, params: Values, ratio: Tensor) -> tuple[Tensor, Va
         ratio = log_probs
     if params["disable_ppo_ratio"] or params["force_on_policy_ratio"]:
         low = high = math.inf
-    clamped = corrections.truncated_weights(ratio, 1 + high, 1 - low)
+    clamped = importance_sampling.truncated_weights(ratio, 1 + high, 1 - low)
     named = {"probs_ratio": ratio, "probs_ratio_clamped": clamped}
     if params["use_cispo"]:
         return policy_losses.cispo_loss(log_probs, ratio, advantages, token_mask, low, high), named
@@ -320,7 +320,7 @@ def nemo_rl(inputs: Values, params: Values) -> Values:
     behaved = ratios.token_ratio(log_probs, generation, mask)
     entropy = policy_losses.reinforce_loss(log_probs, torch.ones_like(log_probs), mask, behaved)
     metrics |= {name: mean(values) for name, values in named.items()} | {
-        "token_mult_prob_error": mean(corrections.importance_weights(kl.abs_kl(generation, old, mask))),
+        "token_mult_prob_error": mean(importance_sampling.importance_weights(kl.abs_kl(generation, old, mask))),
         "gen_kl_error": mean(estimator(generation, old, mask)),
         "policy_kl_error": mean(estimator(old, generation, mask)),
         "js_divergence_error": mean(jensen_shannon(old, generation, mask)),

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from atomrl.atoms import kl, policy_losses, ratios, reductions, token_selection, trust_region
+from atomrl.atoms import kl, policy_losses, ratios, reductions, token_filters, trust_region
 from tests.parity.adapters.corrections import off_policy_correction
 from tests.parity.arranging import Values, fraction, token_sum
 
@@ -148,8 +148,8 @@ def clip_cov(inputs: Values, params: Values) -> Values:
     log_probs, advantages, mask = inputs["log_probs"], inputs["advantages"], inputs["mask"]
     ratio = ratios.token_ratio(log_probs, inputs["old_log_probs"], mask)
     loss = policy_losses.clipped_policy_loss(ratio, advantages, *bounds(params))
-    keep = token_selection.clip_covariance_tokens(
-        token_selection.token_covariance(log_probs, advantages, mask),
+    keep = token_filters.clip_covariance_tokens(
+        token_filters.token_covariance(log_probs, advantages, mask),
         ~policy_losses.clipped_tokens(ratio, advantages, *bounds(params)),
         mask,
         float(params["clip_ratio"]),
@@ -162,8 +162,8 @@ def clip_cov(inputs: Values, params: Values) -> Values:
 def kl_cov(inputs: Values, params: Values) -> Values:
     log_probs, advantages, old, mask = (inputs[k] for k in ("log_probs", "advantages", "old_log_probs", "mask"))
     loss = policy_losses.clipped_policy_loss(ratios.token_ratio(log_probs, old, mask), advantages, math.inf, math.inf)
-    covariance = token_selection.token_covariance(log_probs, advantages, mask)
-    picked = token_selection.highest_covariance_tokens(covariance, mask, float(params["kl_cov_frac"]))
+    covariance = token_filters.token_covariance(log_probs, advantages, mask)
+    picked = token_filters.highest_covariance_tokens(covariance, mask, float(params["kl_cov_frac"]))
     penalty = summed(kl.abs_kl(log_probs, old, mask), mask, picked, scale=float(params["ppo_kl_coef"]))
     return {"loss": summed(loss, mask) + penalty, "metrics": {}}
 

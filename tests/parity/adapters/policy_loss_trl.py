@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from atomrl.atoms import (
-    corrections,
+    importance_sampling,
     kl,
     masks,
     policy_losses,
     ratios,
     reductions,
     sequence_losses,
-    token_selection,
+    token_filters,
     value_losses,
 )
 from tests.parity.adapters.corrections import trl_sequence_mask
@@ -66,14 +66,14 @@ def per_token(inputs: Values, params: Values) -> tuple[Tensor, Values]:
     if kind == "cispo":
         # `epsilon_high` is the cap itself and may be below 1, which is no CISPO clip range.
         cut = policy_losses.out_of_bounds(ratio, -math.inf, high) & (advantages > 0)
-        weights = corrections.truncated_weights(ratio, high)
+        weights = importance_sampling.truncated_weights(ratio, high)
         loss = policy_losses.reinforce_loss(log_probs, spread, mask, weights)
         return loss, {"cispo_clip_ratio": fraction(cut, mask)}
     if kind == "sapo":
         return policy_losses.sapo_loss(ratio, advantages, float(params["tau_pos"]), float(params["tau_neg"])), {}
     delta = None if params.get("delta") is None else float(params["delta"])
     loss = policy_losses.clipped_policy_loss(ratio, advantages, low, high, ratio_cap=delta)
-    capped = ratio if delta is None else corrections.truncated_weights(ratio, delta)
+    capped = ratio if delta is None else importance_sampling.truncated_weights(ratio, delta)
     among = mask if ratio.shape == mask.shape else every(ratio)
     return loss.expand(mask.shape), clip_metrics(capped, advantages, among, low, high)
 
@@ -95,7 +95,7 @@ def factors_of(inputs: Values, params: Values) -> tuple[list[Tensor], Tensor]:
     selected = mask
     if params.get("top_entropy_quantile", 1.0) < 1.0:
         quantile = float(params["top_entropy_quantile"])
-        selected = token_selection.high_entropy_tokens(inputs["entropies"].float(), mask, quantile)
+        selected = token_filters.high_entropy_tokens(inputs["entropies"].float(), mask, quantile)
         factors.append(selected)
     if params.get("importance_sampling_correction") and params["loss_type"] != "vespo":
         factors.append(inputs["importance_sampling_ratio"].expand(mask.shape))

@@ -7,14 +7,14 @@ import math
 from torch import Tensor
 
 from atomrl.atoms import (
-    corrections,
+    importance_sampling,
     kl,
     masks,
     policy_losses,
     ratios,
     reductions,
     sequence_losses,
-    token_selection,
+    token_filters,
     trust_region,
 )
 from tests.parity.adapters.corrections import rejection_rules, verl_weights_of
@@ -106,8 +106,8 @@ def clip_cov(inputs: Values, params: Values) -> Values:
     log_probs, advantages, mask = inputs["log_probs"], inputs["advantages"], inputs["mask"]
     ratio = ratios.token_ratio(log_probs, inputs["old_log_probs"], mask)
     loss = policy_losses.clipped_policy_loss(ratio, advantages, **bounds(params))
-    keep = token_selection.clip_covariance_tokens(
-        token_selection.token_covariance(log_probs, advantages, mask),
+    keep = token_filters.clip_covariance_tokens(
+        token_filters.token_covariance(log_probs, advantages, mask),
         ~policy_losses.clipped_tokens(ratio, advantages, **bounds(params)),
         mask,
         float(params["clip_cov_ratio"]),
@@ -122,8 +122,8 @@ def kl_cov(inputs: Values, params: Values) -> Values:
     log_probs, old, mask = inputs["log_probs"], inputs["old_log_probs"], inputs["mask"]
     ratio = ratios.token_ratio(log_probs, old, mask)
     loss = policy_losses.clipped_policy_loss(ratio, inputs["advantages"], math.inf, math.inf)
-    covariance = token_selection.token_covariance(log_probs, inputs["advantages"], mask)
-    picked = token_selection.highest_covariance_tokens(covariance, mask, float(params["kl_cov_ratio"]))
+    covariance = token_filters.token_covariance(log_probs, inputs["advantages"], mask)
+    picked = token_filters.highest_covariance_tokens(covariance, mask, float(params["kl_cov_ratio"]))
     distance = kl.abs_kl(log_probs, old, mask)
     mode = params["loss_agg_mode"]
     total = reduced(loss, inputs, mode) + float(params["ppo_kl_coef"]) * reduced(distance, inputs, mode, picked)
@@ -158,7 +158,7 @@ def dppo(inputs: Values, params: Values, divergence: str) -> Values:
     moved = change.abs() if divergence == "tv" else trust_region.binary_kl(log_probs, old, mask)
     low, high = bounds(params).values()
     keep = trust_region.trust_region_tokens(change, moved, zero_as_negative(inputs["advantages"]), low, high)
-    weights = corrections.truncated_weights(ratio, cap)
+    weights = importance_sampling.truncated_weights(ratio, cap)
     loss = policy_losses.reinforce_loss(log_probs, inputs["advantages"], mask, weights)
     metrics = {
         "pg_clipfrac": fraction(~keep, mask),

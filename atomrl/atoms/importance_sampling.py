@@ -1,4 +1,4 @@
-"""Rollout importance sampling: corrections for rollouts that are stale, or from an engine with other numerics.
+"""Rollout importance sampling: weights and rejection for rollouts that are stale, or of an engine with other numerics.
 
 A correction is a factor per token without gradient: a weight (truncated or masked importance sampling) or a choice
 (rejection). It is made of three steps, each to be chosen on its own: a log-ratio or KL per token, a statistic of it

@@ -1,0 +1,10 @@
+"""The config keys that a text names."""
+
+import re
+
+
+def config_keys(text: str) -> set[str]:
+    """What looks like a key of a config in a text, links' targets aside."""
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    sections = r"(?:model|data|rollout|reward|algorithm|train|eval|checkpoint|tracking)"
+    return set(re.findall(rf"(?<![\w/.-]){sections}\.[a-z_]+(?:\.[a-z_]+)*(?![\w/])", text))
