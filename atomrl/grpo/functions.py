@@ -250,7 +250,7 @@ def compute_policy_loss(
     loss_mask: Bool[Tensor, "B T"],
     clip_eps: float = 0.2,
     clip_eps_high: float | None = None,
-    loss_agg: Literal["token_mean", "sequence_mean"] = "token_mean",
+    aggregate: Literal["token_mean", "sequence_mean"] = "token_mean",
 ) -> dict[str, Tensor]:
     """PPO's clipped loss: make good tokens likelier, but no more than a little at a time.
 
@@ -271,7 +271,7 @@ def compute_policy_loss(
         loss_mask: True on the completion's tokens; what is off it has no influence, NaN included.
         clip_eps: how far the ratio may fall below 1, and rise above it.
         clip_eps_high: another bound above.
-        loss_agg: `token_mean` weighs all tokens the same, `sequence_mean` all completions.
+        aggregate: `token_mean` weighs all tokens the same, `sequence_mean` all completions.
 
     Returns:
         `loss` []: to call `backward()` on.
@@ -281,7 +281,7 @@ def compute_policy_loss(
         `clipped` [B, T] bool: tokens that give no gradient, because the clip acts on them.
 
     Raises:
-        ValueError: a clip bound is negative, or the loss_agg is unknown.
+        ValueError: a clip bound is negative, or the aggregate is unknown.
 
     Example:
         >>> import torch
@@ -295,12 +295,12 @@ def compute_policy_loss(
         tensor([[ 0.0000,  0.0000, -0.5000]])
     """
     aggregates = {"token_mean": token_mean, "sequence_mean": sequence_mean}
-    if loss_agg not in aggregates:
-        raise ValueError(f"loss_agg {loss_agg!r} is none of token_mean, sequence_mean")
+    if aggregate not in aggregates:
+        raise ValueError(f"aggregate {aggregate!r} is none of token_mean, sequence_mean")
     high = clip_eps if clip_eps_high is None else clip_eps_high
     ratio = token_ratio(logprobs, old_logprobs, loss_mask)
     per_token_loss = clipped_policy_loss(ratio, advantages, clip_eps, high)
-    weights = aggregates[loss_agg](loss_mask)
+    weights = aggregates[aggregate](loss_mask)
     return {
         "loss": masked_sum(weights * per_token_loss, loss_mask),
         "per_token_loss": per_token_loss,

@@ -140,7 +140,7 @@ def test_what_cannot_be():
     with pytest.raises(ValueError, match="none of grpo"):
         compute_advantages(torch.zeros(1), torch.zeros(1, dtype=torch.long), mask, "gae")
     with pytest.raises(ValueError, match="none of token_mean"):
-        compute_policy_loss(zeros, zeros, zeros, mask, loss_agg="mean")
+        compute_policy_loss(zeros, zeros, zeros, mask, aggregate="mean")
     with pytest.raises(ValueError, match="none of k1"):
         compute_kl_penalty(zeros, zeros, mask, "k4")
     with pytest.raises(ValueError, match="one shape"):
