@@ -169,7 +169,8 @@ def test_a_reply_that_has_no_place_costs_its_own_episode(played, tokenizer, monk
 
 @pytest.mark.parametrize("how, failure", [("raise", "error"), ("exit", "crash"), ("hang", "timeout")])
 def test_what_fails_says_how_long_it_took(tokenizer, how, failure):
-    pool = make_pool("faulty", args={"how": how}, timeout_s=0.5, workers=1)
+    # To end a process takes longer than half a second where the machine is busy.
+    pool = make_pool("faulty", args={"how": how}, timeout_s=0.5 if how == "hang" else 30.0, workers=1)
     try:
         key = pool.start(samples(tokenizer, bad=1)[0].sample, 0)
         wait_for(pool, [key])
