@@ -167,8 +167,12 @@ def test_a_reply_that_has_no_place_costs_its_own_episode(played, tokenizer, monk
     assert {item.episode.outcome for item in found if not item.episode.failure} == {1.0}
 
 
-@pytest.mark.parametrize("how, failure", [("raise", "error"), ("exit", "crash"), ("hang", "timeout")])
-def test_what_fails_says_how_long_it_took(tokenizer, how, failure):
+@pytest.mark.parametrize(
+    ("how", "failure", "least"), [("raise", "error", 1e-6), ("exit", "crash", 0.0), ("hang", "timeout", 0.5)]
+)
+def test_what_fails_says_how_long_it_took(tokenizer, how, failure, least):
+    """A process that has ended is asked once more in another one; that this was ready, and has ended too, may be heard
+    at once, and then it took no time that is known."""
     # To end a process takes longer than half a second where the machine is busy.
     pool = make_pool("faulty", args={"how": how}, timeout_s=0.5 if how == "hang" else 30.0, workers=1)
     try:
@@ -176,7 +180,7 @@ def test_what_fails_says_how_long_it_took(tokenizer, how, failure):
         wait_for(pool, [key])
         pool.say(key, "x")
         answer = wait_for(pool, [key])[key]
-        assert answer.failure == failure and answer.seconds >= (0.5 if how == "hang" else 1e-6)
+        assert answer.failure == failure and least <= answer.seconds < 60
     finally:
         pool.close()
 

@@ -208,7 +208,7 @@ def faults_of(source: str, limits: Limits, canary: Path, sandbox: str = "bubblew
     faults = [line for line in (result.stdout + result.stderr).splitlines() if BROKE in line and "print(" not in line]
     if SECRET in result.stdout + result.stderr:
         faults.append("it saw a secret of the environment")
-    if seconds > limits.wall_s + 3:
+    if seconds > limits.wall_s + 20:  # to end it takes a while where the machine is busy
         faults.append(f"it took {seconds:.1f} s")
     if len(result.stdout) > limits.output_bytes or len(result.stderr) > limits.output_bytes:
         faults.append("it wrote too much")
