@@ -43,6 +43,10 @@ class Finding:
         return f"doctor (step {self.step}, {self.severity}): {self.what}\n  Try: {self.advice} More: {self.page}"
 
 
+EVALUATED = ("val-", "val/", "eval/")
+"""How the names of an evaluation's metrics begin."""
+
+
 def is_evaluation(row: Mapping[str, Any]) -> bool:
     """Whether a row of `metrics.jsonl` is an evaluation's, which has no other metrics.
 
@@ -50,7 +54,7 @@ def is_evaluation(row: Mapping[str, Any]) -> bool:
         >>> is_evaluation({"step": 5, "val-core/sums/acc/mean@1": 0.5}), is_evaluation({"step": 5, "actor/lr": 0.1})
         (True, False)
     """
-    return all(name.startswith(("val-", "val/", "eval/")) for name in row if name != "step") and row.keys() != {"step"}
+    return all(name.startswith(EVALUATED) for name in row if name != "step") and row.keys() != {"step"}
 
 
 def column(rows: MetricRows, name: str) -> list[float]:

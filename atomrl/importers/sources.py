@@ -27,16 +27,15 @@ def read_hydra(path: Path) -> tuple[Given, list[str]]:
         given = _resolved(flat(read_yaml(path)))
         return given, [f"{key}={value} stays as it is written" for key, value in given.items() if "${" in str(value)]
     script = read_script(text_of(path), str(path))
-    commands = [words for words in script.commands if dict(_hydra_words(words))]
-    command = max(commands, key=lambda words: len(dict(_hydra_words(words))), default=[])
-    given = _resolved(dict(_hydra_words(command)))
-    if not given:
+    commands = [(given, words) for words in script.commands if (given := dict(_hydra_words(words)))]
+    if not commands:
         raise ConfigError(f"{path}: there is no command with key=value in it")
+    given, command = max(commands, key=lambda one: len(one[0]))
     bases = re.findall(r"--config-name[= ](\S+)", " ".join(command))
     notes = [
         f"--config-name={name} may have other defaults; they were not read" for name in bases if name != "ppo_trainer"
     ]
-    return given, [*script.notes, *notes, *_left_out(path, len(commands))]
+    return _resolved(given), [*script.notes, *notes, *_left_out(path, len(commands))]
 
 
 def _hydra_words(command: Sequence[str]) -> Iterator[tuple[str, Any]]:

@@ -111,6 +111,8 @@ def _columns_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Sequen
     if all(map(names.__eq__, map(list, rows))):  # as most are, and most are numbers alone
         columns: Iterable[Sequence[Any] | Floats]
         try:
+            if any(isinstance(value, str) for value in rows[0].values()):
+                raise ValueError("text of another version")  # which numpy would read where it looks like a number
             table = np.fromiter(chain.from_iterable(row.values() for row in rows), np.float64, len(rows) * len(names))
             columns = table.reshape(len(rows), -1).T
         except (TypeError, ValueError, OverflowError):

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from atomrl.config import ConfigError, RunConfig, dump_config
+from atomrl.doctor.findings import EVALUATED
 from atomrl.files import write_text
 from atomrl.hints import did_you_mean, said_as
 from atomrl.reading import Run, is_run, load_run
@@ -39,8 +40,6 @@ BEST = 3
 """Trials that are run again on fresh seeds."""
 FRESH_SEEDS = 1000
 """Added to the config's seed for those."""
-EVALUATED = ("val-", "val/", "eval/", "-val-", "-val/", "-eval/")
-"""How metrics begin that not every step has."""
 ROWS_TO_SEE = 3
 """Steps by which a metric of training is there."""
 POLL_S = 0.2
@@ -274,7 +273,8 @@ def _to_be_ended(last: int, folder: Path, settings: Settings, judge: Judge, aske
     if any(finding.severity == "error" for finding in run.findings):
         return True
     steps, values = _points(run, settings.metric)
-    if not len(steps) and not settings.metric.startswith(EVALUATED) and len(run.metrics.steps) >= ROWS_TO_SEE:
+    each_step = not settings.metric.removeprefix("-").startswith(EVALUATED)
+    if not len(steps) and each_step and len(run.metrics.steps) >= ROWS_TO_SEE:
         raise _no_metric(run, settings.metric)  # at once: a study takes hours
     for place, rung in enumerate((last // 2, 3 * last // 4), 1):
         before = values[steps <= rung]
