@@ -1,9 +1,10 @@
 """`atomrl plan --probe` against the run itself: peak memory, and seconds of a step, on configs of several kinds.
 
-    python benchmarks/plan.py [--configs quickstart hf ...] [--steps 6] [--out FILE]
+    python benchmarks/plan.py [--configs quickstart hf ...] [--steps 6] [--rounds 2] [--out FILE]
 
 Each config is planned, then run for some steps in a process of its own, on the model of the quickstart's warm start
-(`make quickstart` makes it) or on a GPT of random weights. The bar: 15% of the memory, 25% of the time.
+(`make quickstart` makes it) or on a GPT of random weights; so in turns, for a machine's speed changes from minute to
+minute, and what is compared is the mean over the rounds. The bar: 15% of the memory, 25% of the time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from atomrl.cli.config_arguments import load_config
-from atomrl.config import build_config, merge_trees
+from atomrl.config import RunConfig, build_config, merge_trees
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import load_tokenizer, save_model
 from atomrl.runs import prepare_run
@@ -47,10 +48,23 @@ def medium(folder: Path) -> str:
     return str(folder)
 
 
+def both(config: RunConfig, steps: int) -> dict[str, float]:
+    """What is planned of a config, and what some steps of it really take."""
+    planned = forecast(config, prepare_run(config), ROOT / "configs")
+    real = measure(config, ROOT / "configs", {"train": {"steps": steps}})
+    return {
+        "planned_mib": planned.measured.peak_bytes / 2**20,
+        "real_mib": real.peak_bytes / 2**20,
+        "planned_s": planned.step_seconds,
+        "real_s": real.mean("timing_s/step"),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configs", nargs="+", default=list(CONFIGS), choices=list(CONFIGS))
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     base, rows = load_config(ROOT / "configs/quickstart.yaml").to_tree(), []
@@ -64,16 +78,9 @@ def main() -> None:
             if tree["model"]["path"] == "MEDIUM":
                 tree["model"]["path"] = path
             config = build_config(tree)
-            planned = forecast(config, prepare_run(config), ROOT / "configs")
-            real = measure(config, ROOT / "configs", {"train": {"steps": arguments.steps}})
-            row = {
-                "config": name,
-                "planned_mib": planned.measured.peak_bytes / 2**20,
-                "real_mib": real.peak_bytes / 2**20,
-                "planned_s": planned.step_seconds,
-                "real_s": real.mean("timing_s/step"),
-            }
-            rows.append(row)
+            rounds = [both(config, arguments.steps) for _ in range(arguments.rounds)]
+            row = {key: sum(one[key] for one in rounds) / len(rounds) for key in rounds[0]}
+            rows.append({"config": name, **row, "rounds": rounds})
             memory, seconds = row["planned_mib"] / row["real_mib"] - 1, row["planned_s"] / row["real_s"] - 1
             print(f"{name:<18} memory {row['planned_mib']:7.0f} | {row['real_mib']:7.0f} MiB ({memory:+.0%})   "
                   f"step {row['planned_s']:6.3f} | {row['real_s']:6.3f} s ({seconds:+.0%})", flush=True)  # fmt: skip

@@ -27,8 +27,8 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "log-probs": ("log-prob chunk", *GATHERED),
     "update": UPDATE,
 }
-PROBE_STEPS = 3
-"""The first warms up."""
+PROBE_STEPS, PROBE_SECONDS = 20, 2.0
+"""A probe ends with the first of the two."""
 BY_ROWS = ("reward", "update_actor", "old_log_prob", "ref", "values", "teacher", "adv", "forward")
 """Of the seconds of a step, those that grow with its rows."""
 ADVICE = {
@@ -111,7 +111,8 @@ def forecast(config: RunConfig, run: Run, folder: Path | None) -> Forecast:
         folder: of the config's file.
     """
     part, share = _small_step(config)
-    found = measure(config, folder, {**part, "train": {"steps": PROBE_STEPS, **part.get("train", {})}})
+    changes = {**part, "train": {"steps": PROBE_STEPS, **part.get("train", {})}}
+    found = measure(config, folder, changes, PROBE_SECONDS)
     timed = {
         name.removeprefix("timing_s/"): found.mean(name) for name in found.steps[-1] if name.startswith("timing_s/")
     }
@@ -139,7 +140,7 @@ def _small_step(config: RunConfig) -> tuple[dict[str, dict[str, int]], float]:
     limit = config.train.tokens_per_micro_batch or 8192
     if config.kind != "train":
         rows = config.items_per_step
-        small = min(rows, max(8, limit // 64))
+        small = min(rows, max(8, limit // 32))
         return {"train": {"rows_per_update": small}}, rows / small
     rollout = config.rollout
     longest = config.data.max_prompt_tokens + rollout.max_completion_tokens

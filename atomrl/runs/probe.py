@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from atomrl.functions import search_in
 from atomrl.models.memory import process_memory
 
 REQUEST, RESULT = "request.json", "result.json"
+FEWEST_STEPS = 3
+"""Of a probe that ends by the clock; the first warms up and does not count."""
 SHOWN = 6
 """Last lines of what a probe said that failed."""
 
@@ -49,13 +52,17 @@ class _Enough(Exception):
     """Raised after the last step: before a checkpoint is written."""
 
 
-def measure(config: RunConfig, folder: Path | None, changes: Mapping[str, Any]) -> Measured:
+def measure(
+    config: RunConfig, folder: Path | None, changes: Mapping[str, Any], enough_s: float = float("inf")
+) -> Measured:
     """Run a config with some changes for `train.steps` steps, in a process of its own.
 
     Args:
         config: of any kind of run.
         folder: of the config's file, where its own rewards are; None where it is of no file.
         changes: a tree over the config's.
+        enough_s: end sooner, after `FEWEST_STEPS`, once the steps that count took so many seconds: steps of
+            milliseconds need many for a mean, and steps of minutes few.
 
     Raises:
         ConfigError: the steps failed; with the last that was said. Out of memory is named as such.
@@ -72,7 +79,7 @@ def measure(config: RunConfig, folder: Path | None, changes: Mapping[str, Any]) 
         }
         tree = merge_trees(merge_trees(config.to_tree(), quiet), changes)
         tree["train"]["total_epochs"] = None
-        request = {"config": tree, "folder": str(folder) if folder else None}
+        request = {"config": tree, "folder": str(folder) if folder else None, "enough_s": enough_s}
         Path(place, REQUEST).write_text(json.dumps(request), encoding="utf-8")
         command = [sys.executable, "-P", "-m", "atomrl.runs.probe", place]  # -P: no file beside the run hides a module
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
@@ -97,13 +104,16 @@ def main(place: Path) -> None:
         search_in(request["folder"])
     config = build_config(request["config"])
     steps: list[dict[str, float]] = []
+    ended: list[float] = []
     random = config.model.path is not None and not has_weights(config.model.path)
     if random:
         config = config.model_copy(update={"model": with_random_weights(config, place / "model")})
 
     def keep(step: int, metrics: Mapping[str, float]) -> None:
         steps.append(dict(metrics))
-        if step == config.train.steps:
+        ended.append(time.monotonic())
+        enough = len(ended) >= FEWEST_STEPS and ended[-1] - ended[0] >= request["enough_s"]
+        if enough or step == config.train.steps:
             raise _Enough
 
     with suppress(_Enough):

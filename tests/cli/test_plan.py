@@ -136,6 +136,13 @@ def test_a_small_step_is_scaled_to_the_real_one(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("enough_s", "steps"), [(0.0, 3), (1000.0, 5)])
+def test_a_probe_ends_by_the_clock_or_its_steps(folder, enough_s, steps):
+    """Of steps of milliseconds two are no mean: on such a machine they differ by half."""
+    assert len(measure(load_config("c.yaml"), folder, {"train": {"steps": 5}}, enough_s).steps) == steps
+
+
+@pytest.mark.slow
 def test_without_weights_random_ones_are_measured(folder, capsys):
     model = Path("model").resolve()
     shapes = folder / "shape"
