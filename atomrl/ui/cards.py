@@ -24,6 +24,7 @@ HEADLINES = (
 )
 """What a run is judged by first: the first of these that it has."""
 SPARK_POINTS = 60
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def card(run: Run, run_id: str, name: str) -> dict[str, Any]:
@@ -151,7 +152,7 @@ def downsample(steps: Ints, values: Floats, points: int) -> tuple[Ints, Floats]:
 
 def packed(table: MetricTable, names: Iterable[str], points: int, first: int, last: int) -> tuple[list[Any], bytes]:
     """Curves for a browser: of each that is there [name, number of points], and all their steps and values as float32,
-    name by name."""
+    name by name; what is beyond float32 is drawn at its end."""
     header, body = [], []
     for name in names:
         steps, values = table.points(name)
@@ -160,5 +161,5 @@ def packed(table: MetricTable, names: Iterable[str], points: int, first: int, la
         within = slice(int(np.searchsorted(steps, first)), int(np.searchsorted(steps, last, "right")))
         steps, values = downsample(steps[within], values[within], points)
         header.append([name, len(steps)])
-        body += [steps.astype("<f4").tobytes(), values.astype("<f4").tobytes()]
+        body += [steps.astype("<f4").tobytes(), values.clip(-LARGEST, LARGEST).astype("<f4").tobytes()]
     return header, b"".join(body)

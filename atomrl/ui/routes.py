@@ -85,7 +85,7 @@ class Routes:
             ("/api/runs/{id}/resume", self.resume),
         ]
         routes += [Route(path, handler, methods=["POST"]) for path, handler in posts]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _refused})
+        return Starlette(routes=routes, exception_handlers={HTTPException: _refused, Exception: _failed})
 
     def index(self, request: Request) -> Response:
         return self._file(request, "index.html")
@@ -398,3 +398,9 @@ def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     body = orjson.dumps({"detail": error.detail})
     return Response(body, error.status_code, {"cache-control": "no-store"}, "application/json")
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    """Of files that nobody thought of: the page says what the list says of such a run."""
+    body = orjson.dumps({"detail": f"it cannot be read: {error!r}"[:1000]})
+    return Response(body, 500, {"cache-control": "no-store"}, "application/json")

@@ -18,6 +18,7 @@ def served(tmp_path_factory):
     make_run(folder / "good")
     for name, key in (("long", "seed"), ("odd", "other")):
         (make_run(folder / name) / "config.yaml").write_text(f"{key}: 0x{'f' * 6000}")  # Python writes no digits of it
+    (make_run(folder / "nest") / "config.yaml").write_text(f"a: {'[' * 20_000}{']' * 20_000}")
     deep = make_run(folder / "deep", steps=1) / "rollouts" / "step_000001" / "train.jsonl"
     nested = "[" * 400 + "]" * 400
     deep.write_text(deep.read_text().replace('"ground_truth": "0"', f'"ground_truth": {nested}'))
@@ -26,9 +27,21 @@ def served(tmp_path_factory):
 
 
 def test_a_run_whose_card_fails_hides_no_other(served):
-    deep, good, long, odd = served.get("/api/runs").json["runs"]
+    deep, good, long, nest, odd = served.get("/api/runs").json["runs"]
     assert (deep["step"], good["step"], odd["status"]) == (1, 6, "failed") and long["seed"].startswith("0xff")
     assert "cannot be read" in odd["error"] and odd.keys() == good.keys()
+    assert nest["name"] == "nest"
+
+
+def test_the_page_of_a_run_that_cannot_be_read_says_why(served):
+    answer = served.get(f"/api/runs/{served.id_of('odd')}")
+    assert answer.status == 500 and "cannot be read: ValueError" in answer.json["detail"]
+
+
+def test_a_config_that_is_nested_too_deep_is_answered_and_so_is_the_next(served):
+    deep, good = (served.post("/api/check", {"yaml": text}).json for text in ("[" * 50_000, "seed: 1"))
+    assert deep.get("errors") or deep.get("failed")
+    assert good["given"] == {"seed": 1}
 
 
 def test_what_is_nested_too_deep_is_left_out(served):

@@ -1,6 +1,7 @@
 // Runs beside each other: what differs in their configs, and their curves.
 import { html, get, useState, useMemo, useEffect, useGet, useKept, number, link, Status, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
+import { findingName } from "./findings.js";
 import { Chart, CHARTS, sample } from "./charts.js";
 
 /** The runs that the table and the charts show together: those of one config with other seeds, or each by itself. */
@@ -34,7 +35,7 @@ function Judged({ found, groups }) {
   const row = (i, color) => html`<tr key=${runs[i].id}><th scope="row"><span class="swatch" style=${{ background: sample(color) }} aria-hidden="true"></span> <a href=${link(["run", runs[i].id])}>${visible(runs[i].name)}</a></th>
     <td><${Status} status=${runs[i].status} /></td><td class="nowrap">${runs[i].step}${runs[i].steps ? ` / ${runs[i].steps}` : ""}</td>
     ${columns.map((column) => html`<td>${number(column.values[i])}</td>`)}
-    <td>${runs[i].findings.map((one) => one.id.replaceAll("_", " ")).join(", ") || t("none")}</td></tr>`;
+    <td>${runs[i].findings.map((one) => findingName(one.id)).join(", ") || t("none")}</td></tr>`;
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${t("runs")}><table class="judged">
     <thead><tr><th scope="col">${t("name")}</th><th scope="col">${t("status")}</th><th scope="col">${t("step")}</th>${columns.map((one) => html`<th scope="col">${columnTitle(one.title)}</th>`)}<th scope="col">${t("findings")}</th></tr></thead>
     ${groups.map(({ members, color, name }) => html`<tbody key=${name}>${members.map((i) => row(i, color))}

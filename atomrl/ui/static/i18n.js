@@ -87,6 +87,8 @@ export function setLanguage(code) {
   column = code === "zh" ? 1 : 0;
 }
 
+export const inChinese = () => column === 1;
+
 /** The words of a key, with `{name}` filled in. */
 export function t(key, values = {}) {
   const words = WORDS[key];

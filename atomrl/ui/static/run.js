@@ -2,6 +2,7 @@
 import { html, get, post, useState, useEffect, useRef, useGet, number, duration, Ago, link, Status, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
 import { Charts, FIRST } from "./charts.js";
+import { findingName, Said } from "./findings.js";
 import { Rollouts } from "./rollouts.js";
 import { heldOut } from "./runs.js";
 
@@ -15,8 +16,8 @@ function verdict(run) {
   const failed = run.status === "failed" && run.failure.error;
   lines.push(failed ? t("verdict_error", { ...place, error: run.failure.error }) : t(`verdict_${run.status}`, place) + left);
   const errors = run.findings.filter((found) => found.severity === "error");
-  if (errors.length) lines.push(t("verdict_errors", { n: errors.length, step: errors[0].step, name: errors[0].id.replaceAll("_", " ") }));
-  else if (run.findings.length) lines.push(t("verdict_warnings", { n: run.findings.length, step: run.findings[0].step, name: run.findings[0].id.replaceAll("_", " ") }));
+  if (errors.length) lines.push(t("verdict_errors", { n: errors.length, step: errors[0].step, name: findingName(errors[0].id) }));
+  else if (run.findings.length) lines.push(t("verdict_warnings", { n: run.findings.length, step: run.findings[0].step, name: findingName(run.findings[0].id) }));
   else if (run.step) lines.push(t("verdict_healthy"));
   for (const source of Object.keys(run.held_out)) {
     const metric = run.evaluations.find((name) => name.startsWith(`val-core/${source}/acc/mean@`) || name === `eval/${source}_accuracy`);
@@ -40,9 +41,8 @@ function Finding({ run, found }) {
   const query = new URLSearchParams({ first_step: String(Math.max(1, found.step - 2)), last_step: String(found.step), split: "train", ...SHOWN[found.id] });
   const level = found.severity === "error" ? "error" : "warning";
   return html`<li class=${`finding ${level}`}>
-    <h3><span class=${level}><span aria-hidden="true">${level === "error" ? "✕" : "!"}</span> ${t(level)}</span> ${visible(found.id.replaceAll("_", " "))} <small>${t("since_step", { step: found.step })}</small></h3>
-    <p>${visible(found.what)}</p>
-    <p><strong>${t("try")}</strong> ${visible(found.advice)}</p>
+    <h3><span class=${level}><span aria-hidden="true">${level === "error" ? "✕" : "!"}</span> ${t(level)}</span> ${visible(findingName(found.id))} <small>${t("since_step", { step: found.step })}</small></h3>
+    <${Said} found=${found} />
     <p><a href=${link(["run", run.id, "rollouts"], query)}>${t("evidence", { from: query.get("first_step"), to: found.step })}</a>
       <span class="faint"> · ${visible(found.page)}</span></p>
   </li>`;

@@ -1,6 +1,7 @@
 // Every run below the folder: which needs me, how far, how good.
 import { html, get, useState, useEffect, useMemo, useRef, useLive, useKept, useKeys, number, duration, Ago, link, Status, Spark, Failure, Loading, visible } from "./lib.js";
 import { t } from "./i18n.js";
+import { findingName } from "./findings.js";
 
 /** [{folder, launch, runs}, error], live: what changes is asked for alone. */
 function useRuns() {
@@ -46,7 +47,7 @@ function useRuns() {
 const FIELDS = ["name", "algorithm", "status", "model", "learning_rate", "seed"];
 
 function matches(run, words) {
-  const text = [...FIELDS.map((name) => run[name]), ...run.findings.map((found) => found.id)].join(" ").toLowerCase();
+  const text = [...FIELDS.map((name) => run[name]), ...run.findings.map((found) => `${found.id} ${findingName(found.id)}`)].join(" ").toLowerCase();
   return words.every((word) => text.includes(word));
 }
 
@@ -83,8 +84,8 @@ function Row({ run, chosen, choose, showSeed }) {
     <td class="nowrap"><${Spark} points=${run.spark} /> <span title=${run.headline || ""}>${number(run.value)}</span></td>
     <td class="nowrap">${held !== null ? html`${number(held)}` : number(run.accuracy)}${held === null && run.accuracy !== null ? html` <small>${t("of_training")}</small>` : ""}</td>
     <td class="nowrap">${run.findings.length
-      ? html`<a class=${errors ? "error" : "warning"} href=${link(["run", run.id])} title=${run.findings.map((found) => found.id).join(", ")}>
-          <span aria-hidden="true">${errors ? "✕" : "!"}</span> ${run.findings[0].id.replaceAll("_", " ")}${run.findings.length > 1 ? ` +${run.findings.length - 1}` : ""}</a>`
+      ? html`<a class=${errors ? "error" : "warning"} href=${link(["run", run.id])} title=${run.findings.map((found) => findingName(found.id)).join(", ")}>
+          <span aria-hidden="true">${errors ? "✕" : "!"}</span> ${findingName(run.findings[0].id)}${run.findings.length > 1 ? ` +${run.findings.length - 1}` : ""}</a>`
       : html`<span class="faint">${t("none")}</span>`}</td>
     <td class="wide nowrap">${number(run.learning_rate)}</td>
     <td class="wide">${showSeed ? number(run.seed) : ""}</td>

@@ -50,3 +50,14 @@ def test_an_evaluation_after_the_last_step_is_drawn(tab, tmp_path):
             file.write(json.dumps({"step": 2, "val-core/sums/acc/mean@1": 0.875}) + "\n")
         until(lambda: "to 0.875 (step 2)" in chart.get_attribute("aria-label"), 20)
         page.goto("about:blank")
+
+
+def test_a_finding_is_explained_in_chinese_above_the_doctors_own_words(tab):
+    page = tab().open("/run/{sick}", ".finding")
+    assert page.locator(".finding").inner_text().count("Half is cut.") == 1
+    page.get_by_label("Language").select_option("zh")
+    page.wait_for_selector(".finding :text('长度上限')")
+    words = page.locator(".finding").inner_text()
+    assert "许多回答在上限处被截断" in words and "Half is cut. Raise it." in words
+    assert "长度上限" in page.locator(".verdict").inner_text()
+    assert page.locator(".finding [lang=en]").count() == 1
