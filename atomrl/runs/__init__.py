@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 
 from atomrl.config import ConfigError, RunConfig
 from atomrl.protocols import RewardFunction
-from atomrl.runs.base import Run
+from atomrl.runs.base import PreparedRun
 from atomrl.runs.checks import check_fresh_tokenizer, check_policy, check_ranks, check_savers
 from atomrl.runs.given_data import PreferenceRun, RewardModelRun, SupervisedRun
 from atomrl.runs.pretrain import PretrainRun
 from atomrl.runs.restarts import run_to_end as run_to_end
 from atomrl.runs.rl import RLRun
 
-KINDS: dict[str, tuple[Callable[[RunConfig], Run], str]] = {
+KINDS: dict[str, tuple[Callable[[RunConfig], PreparedRun], str]] = {
     "train": (
         RLRun,
         "an algorithm.name that is trained on rollouts (grpo, online_dpo, ...), and no section sft or pretrain",
@@ -37,7 +37,7 @@ def check_command(config: RunConfig, command: str) -> None:
         )
 
 
-def prepare_run(config: RunConfig, local_rewards: Mapping[str, RewardFunction] | None = None) -> Run:
+def prepare_run(config: RunConfig, local_rewards: Mapping[str, RewardFunction] | None = None) -> PreparedRun:
     """The run of a config, checked.
 
     Args:

@@ -44,7 +44,7 @@ class Evaluation(NamedTuple):
     """One for each completion or sample."""
 
 
-class Run(ABC):
+class PreparedRun(ABC):
     """A run whose config, data, tokenizer and rewards are checked. No weights are loaded, and nothing is written.
 
     Raises:

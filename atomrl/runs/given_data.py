@@ -27,14 +27,14 @@ from atomrl.models.reward_model import Reader
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.objective import PreferenceObjective
 from atomrl.objective.advantage_inputs import given
-from atomrl.runs.base import Evaluation, Run, identity
+from atomrl.runs.base import Evaluation, PreparedRun, identity
 from atomrl.runs.build import context_tokens, model_path, policy_tokenizer, with_steps
 from atomrl.runs.checks import check_held_out
 
 Split = Literal["train", "eval"]
 
 
-class GivenDataRun(Run):
+class GivenDataRun(PreparedRun):
     """Completions that the data have: a step draws `train.rows_per_update` samples, and makes one optimizer step.
 
     Args:

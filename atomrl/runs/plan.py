@@ -10,7 +10,7 @@ from pathlib import Path
 from atomrl.config import ConfigError, RunConfig
 from atomrl.models.loading import model_config_only
 from atomrl.models.memory import BESIDE, at_once, memory_estimate, process_memory
-from atomrl.runs.base import Run, readable
+from atomrl.runs.base import PreparedRun, readable
 from atomrl.runs.probe import Measured, device_memory, measure
 from atomrl.runs.rl import RLRun
 
@@ -60,7 +60,7 @@ class Memory:
         return self.process + self.resident + self.phases[self.largest]
 
 
-def memory_by_phase(config: RunConfig, run: Run) -> Memory:
+def memory_by_phase(config: RunConfig, run: PreparedRun) -> Memory:
     """The memory of a run at its limits, from shapes alone, of the first of several ranks; no weights are loaded.
 
     Raises:
@@ -102,7 +102,7 @@ class Forecast:
         return sum(self.seconds.values())
 
 
-def forecast(config: RunConfig, run: Run, folder: Path | None) -> Forecast:
+def forecast(config: RunConfig, run: PreparedRun, folder: Path | None) -> Forecast:
     """Measure a few steps on as many rows as the engine decodes at once, or a forward pass takes, and scale.
 
     Args:

@@ -15,7 +15,7 @@ from atomrl.data.tokens import TOKENIZER, Split, TokenFolder
 from atomrl.loop.supervised import nll_per_token, supervised_step
 from atomrl.models.loading import load_tokenizer, resolve_folder
 from atomrl.rollout.generate import generate
-from atomrl.runs.base import Evaluation, Run
+from atomrl.runs.base import Evaluation, PreparedRun
 from atomrl.runs.build import build_engine, context_tokens, model_path
 from atomrl.tracking.resume import model_identity, tokenizer_identity
 from atomrl.types import Prompt, Sample, SamplingParams
@@ -25,7 +25,7 @@ SEED_OF_VALIDATION = 0
 """Every evaluation of every run looks at the same windows, so that losses compare."""
 
 
-class PretrainRun(Run):
+class PretrainRun(PreparedRun):
     """Windows of text in the place of rollouts; the loss on the validation split, and samples.
 
     The summary has `val_loss_before`, `val_loss_after` and `val_bits_per_byte_after`.

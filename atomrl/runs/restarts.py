@@ -4,15 +4,17 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from atomrl.runs.base import Run
+from atomrl.runs.base import PreparedRun
 from atomrl.training.collective import launched
 from atomrl.training.group import RankFailed, RankLost, RankOutOfMemory
 
 log = logging.getLogger(__name__)
 
 
-def run_to_end(run: Run, prepare: Callable[[], Run], resume: bool = False, **given: Any) -> dict[str, Any]:
-    """`Run.execute`, again from the newest checkpoint where a rank died, stood still or ran out of memory.
+def run_to_end(
+    run: PreparedRun, prepare: Callable[[], PreparedRun], resume: bool = False, **given: Any
+) -> dict[str, Any]:
+    """`PreparedRun.execute`, again from the newest checkpoint where a rank died, stood still or ran out of memory.
 
     The steps since that checkpoint are made once more and are the same to the last bit; after too little memory, the
     gradient is the same sum in more parts.
@@ -20,14 +22,14 @@ def run_to_end(run: Run, prepare: Callable[[], Run], resume: bool = False, **giv
     Args:
         run: made, and not executed.
         prepare: makes it anew.
-        resume, given: as `Run.execute` takes them.
+        resume, given: as `PreparedRun.execute` takes them.
 
     Returns:
         As it does.
 
     Raises:
         RankFailed: it happened more often than `backend.restarts` allows, or a launcher has started the ranks; and
-            what else `Run.execute` raises.
+            what else `PreparedRun.execute` raises.
     """
     done, budget = 0, None
     while True:

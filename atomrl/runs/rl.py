@@ -26,7 +26,7 @@ from atomrl.protocols import RewardFunction, RolloutEngine, WeightTransfer
 from atomrl.rewards.actor import move_models
 from atomrl.rewards.compute import build_rewards
 from atomrl.runs import build
-from atomrl.runs.base import Evaluation, Run, identity
+from atomrl.runs.base import Evaluation, PreparedRun, identity
 from atomrl.runs.checks import (
     check_companions,
     check_end,
@@ -44,7 +44,7 @@ REWARD_TOTALS = "reward_totals.json"
 """In the run's folder: what services were asked for rewards, and what it cost, whatever checkpoint is gone on from."""
 
 
-class RLRun(Run):
+class RLRun(PreparedRun):
     """Rollouts, rewards, advantages, updates.
 
     Args:
