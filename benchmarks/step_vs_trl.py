@@ -78,6 +78,7 @@ def make_atomrl_step(folder: Path, workload: str, arguments: argparse.Namespace)
             "rollout": {"prompts_per_step": PROMPTS, "completions_per_prompt": MEMBERS, **lengths},
             "reward": {"functions": [{"function": "step_vs_trl.reward"}]},
             "train": {"learning_rate": 1e-6, "report_entropy": True, "tokens_per_micro_batch": arguments.tokens},
+            "tracking": {"tokens": 0},
         }
     )
     tokenizer = load_tokenizer(str(folder))

@@ -1,6 +1,8 @@
 """Takes the pictures of docs/ui.md that show one run, light and dark, in a real browser.
 
-python tools/ui_pictures.py FOLDER RUN STEP    of a run in a folder of runs, which recorded tokens at that step
+python tools/ui_pictures.py FOLDER RUN STEP [PICTURE ...]
+
+of a run in a folder of runs; for `tokens` it recorded tokens at that step, for `chinese` the doctor found something.
 
 It needs what `make test-ui` installs, Pillow, and a chromium (or one named in ATOMRL_BROWSER).
 """
@@ -23,6 +25,8 @@ PAGES = {
     "charts": ("/charts", ".chart canvas"),
     "tokens": ("/rollouts/{step}/train/{place}?first_step={step}&split=train", "aside.group pre.math"),
     "config": ("/config", "text=Other than the defaults"),
+    "log": ("/log", "pre"),
+    "chinese": ("", ".chart canvas"),
     "phone": ("", ".chart canvas"),
 }
 """Name of a picture -> which page of the run, and what it has when it is there."""
@@ -31,19 +35,20 @@ TIMEOUT_MS = 600_000
 COLOURS = 128
 
 
-def main(folder: Path, name: str, step: int) -> None:
-    """Write all pictures."""
+def main(folder: Path, name: str, step: int, pictures: list[str]) -> None:
+    """Write the pictures that are asked for, or all."""
     from playwright.sync_api import sync_playwright
 
     path = os.environ.get("ATOMRL_BROWSER") or shutil.which("chromium")
     with serving(folder) as (client, _), sync_playwright() as playwright:
         run = client.id_of(name)
-        recorded = client.get(f"/api/runs/{run}/rollouts/{step}/train/0/tokens").json["recorded"]
+        recorded = client.get(f"/api/runs/{run}/rollouts/{step}/train/0/tokens").json.get("recorded") or [0]
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=TIMEOUT_MS)
         for theme in ("light", "dark"):
-            for picture, (place, shown) in PAGES.items():
-                size = PHONE if picture == "phone" else WIDE
-                context = browser.new_context(locale="en", color_scheme=theme, viewport=size)
+            for picture in pictures or list(PAGES):
+                place, shown = PAGES[picture]
+                size, language = PHONE if picture == "phone" else WIDE, "zh-CN" if picture == "chinese" else "en"
+                context = browser.new_context(locale=language, color_scheme=theme, viewport=size)
                 context.set_default_timeout(TIMEOUT_MS)
                 page = context.new_page()
                 page.goto(client.address)
@@ -73,4 +78,4 @@ def save(picture: bytes, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:])
