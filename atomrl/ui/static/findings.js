@@ -39,5 +39,5 @@ export function Said({ found }) {
   const words = chinese(found.id);
   if (!words) return html`<p>${visible(found.what)}</p><p><strong>${t("try")}</strong> ${visible(found.advice)}</p>`;
   return html`<p>${words[1]}</p><p><strong>${t("try")}</strong> ${words[2]}</p>
-    <p lang="en"><small>${visible(found.what)} ${visible(found.advice)}</small></p>`;
+    <p lang="en"><small>${visible(found.what)} Try: ${visible(found.advice)}</small></p>`;
 }

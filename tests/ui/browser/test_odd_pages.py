@@ -58,6 +58,6 @@ def test_a_finding_is_explained_in_chinese_above_the_doctors_own_words(tab):
     page.get_by_label("Language").select_option("zh")
     page.wait_for_selector(".finding :text('长度上限')")
     words = page.locator(".finding").inner_text()
-    assert "许多回答在上限处被截断" in words and "Half is cut. Raise it." in words
+    assert "许多回答在上限处被截断" in words and "Half is cut. Try: Raise it." in words
     assert "长度上限" in page.locator(".verdict").inner_text()
     assert page.locator(".finding [lang=en]").count() == 1
