@@ -107,7 +107,7 @@ def test_a_dry_run_prepares_what_a_run_does(path, inside, capsys, monkeypatch):
         except SandboxError as error:
             pytest.skip(str(error))
     prepared = []
-    monkeypatch.setattr(runs.Run, "execute", lambda self, *options, **named: prepared.append(self) or {})
+    monkeypatch.setattr(runs.PreparedRun, "execute", lambda self, *options, **named: prepared.append(self) or {})
     before = sorted(inside.rglob("*"))
     assert main([command, *arguments, "--dry-run"]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out

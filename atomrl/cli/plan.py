@@ -43,6 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
     folder = Path(arguments.config).resolve().parent
     budget, place = budget_of(arguments.memory)
+    if arguments.signal is not None and arguments.signal < 1:
+        raise ValueError(f"--signal {arguments.signal}: draw completions of at least one prompt")
     prepared = prepare_run(config)
     print(*prepared.describe_batch(), sep="\n")
     fits = True
@@ -75,8 +77,8 @@ def print_forecast(found: Forecast, budget: int, place: str) -> None:
     print(f"  a step  {found.step_seconds:.3g} s ({parts})")
     if found.tokens:
         print(f"          with completions of {found.tokens:.0f} tokens, as now; {found.at_limit:.3g} s at the limit")
-    with_evaluations = f", {found.evaluations} evaluations among it" if found.evaluations else ""
-    print(f"  the run {clock(found.run_seconds)}{with_evaluations}; checkpoints and starting are not in it")
+    among, left = (f", {found.evaluations} evaluations among it", "") if found.evaluations else ("", "evaluations, ")
+    print(f"  the run {clock(found.run_seconds)}{among}; {left}checkpoints and starting are not in it")
 
 
 def clock(seconds: float) -> str:

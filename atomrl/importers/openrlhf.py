@@ -152,7 +152,6 @@ MOVES: Moves = {
     "train.rows_per_update": ("train.batch_size", int),
     "train.epochs_per_step": ("train.max_epochs", int),
     "train.total_epochs": ("train.num_episodes", float),
-    "train.max_row_tokens": ("data.max_len", int),
     "train.learning_rate": ("actor.adam.lr", float),
     "train.adam_beta1": ("actor.adam.betas", lambda betas: float(betas[0])),
     "train.adam_beta2": ("actor.adam.betas", lambda betas: float(betas[1])),
@@ -238,6 +237,10 @@ def _lengths_and_batches(t: Translation) -> None:
         t.put("data.max_prompt_tokens", t.count("data.prompt_max_len"), "data.prompt_max_len")
     else:
         t.put("data.max_prompt_tokens", longest - 1, "data.max_len")
+    if t("data.prompt_max_len") is None or t("rollout.max_new_tokens") is None or t.is_given("data.max_len"):
+        t.put("train.max_row_tokens", longest, "data.max_len")
+    else:  # the older flags, whose rows nothing cuts
+        t.name_of(["data.max_len"])
     if t.flag("train.dynamic_batch_enable"):
         t.put("train.tokens_per_micro_batch", t.whole("train.max_tokens_per_gpu"), "train.max_tokens_per_gpu")
     else:

@@ -82,15 +82,13 @@ def _advantage(t: Translation) -> None:
     scale = ("group" if scale else "none") if scale is None or isinstance(scale, bool) else scale
     if objectives == "normalize_then_sum":
         t.put("algorithm.advantage", {"type": "gdpo", "eps": 1e-4}, *names)
-    elif t.choice("scale_rewards", scale, dict.fromkeys(("group", "none", "batch"), scale)) == "batch":
-        why = "divided by the deviation over the batch's tokens, TRL's over its completions"
-        t.put("algorithm.advantage", {"type": "reinforce_pp_baseline"}, *names, because=why)
     else:
-        t.put(
-            "algorithm.advantage",
-            {"type": "grpo", "eps": 1e-4} if scale == "group" else {"type": "grpo_no_std"},
-            *names,
-        )
+        kinds: dict[str, dict[str, Any]] = {
+            "group": {"type": "grpo", "eps": 1e-4},
+            "batch": {"type": "grpo_batch_std", "eps": 1e-4},
+            "none": {"type": "grpo_no_std"},
+        }
+        t.put("algorithm.advantage", t.choice("scale_rewards", scale, kinds), *names)
 
 
 def _rollout_correction(t: Translation) -> None:

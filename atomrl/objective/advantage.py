@@ -73,6 +73,27 @@ class GRPONoStdAdvantage(GroupAdvantage, type="grpo_no_std"):
     atom = staticmethod(advantages.group_mean_baseline)
 
 
+class GRPOBatchStdAdvantage(AdvantageChoice, type="grpo_batch_std"):
+    r"""GRPO by the batch's scale: the reward minus the group's mean, over the deviation of all rewards of the step.
+
+    Lite PPO, arXiv:2508.08221; TRL's `scale_rewards="batch"`.
+
+        A_i = (r_i - mean_group r) / (std_batch r + eps)
+
+    LaTeX: \hat A_i = \frac{r_i - \operatorname{mean}_{g(i)} r}{\operatorname{std}_B r + \epsilon}
+    """
+
+    eps: NonNegativeFloat = 1e-4
+    group_baseline = True
+    made_of = (advantages.group_mean_baseline, group_std, advantages.standardised)
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        rewards = inputs.totals.double()
+        centred = advantages.group_mean_baseline(rewards, inputs.group_ids)
+        scaled = advantages.standardised(centred, group_std(rewards, torch.zeros_like(inputs.group_ids)), self.eps)
+        return scaled.to(inputs.totals.dtype)
+
+
 class RLOOAdvantage(GroupAdvantage, type="rloo"):
     r"""RLOO: the reward minus the mean of the other completions of the group.
 
@@ -355,7 +376,7 @@ class CustomAdvantage(Custom, AdvantageChoice, type="custom"):
 
 Plain = RawAdvantage | NoAdvantage
 Centred = GRPONoStdAdvantage | RLOOAdvantage | OPOAdvantage | GPGAdvantage | ReMaxAdvantage
-Scaled = GRPOAdvantage | MaxRLAdvantage | GDPOAdvantage
+Scaled = GRPOAdvantage | GRPOBatchStdAdvantage | MaxRLAdvantage | GDPOAdvantage
 PassAtK = PassAtKAdvantage | PassAtKAnalyticAdvantage
 ByToken = ReinforcePPAdvantage | ReinforcePPBaselineAdvantage | GAEAdvantage | ReverseKLAdvantage
 Advantage = Plain | Centred | Scaled | PassAtK | ByToken | TurnAdvantage | CustomAdvantage

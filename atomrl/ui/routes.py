@@ -85,7 +85,7 @@ class Routes:
             ("/api/runs/{id}/resume", self.resume),
         ]
         routes += [Route(path, handler, methods=["POST"]) for path, handler in posts]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _refused, Exception: _failed})
+        return Starlette(routes=routes, exception_handlers={HTTPException: _refused, Exception: _refused})
 
     def index(self, request: Request) -> Response:
         return self._file(request, "index.html")
@@ -163,25 +163,25 @@ class Routes:
         return answer(request, read_log(path, after) | {"own": path == own})
 
     def rollouts(self, request: Request) -> Response:
-        with self._reading(request) as (_, run), _questions():
+        with self._reading(request) as (_, run), _refusals():
             return answer(request, rollouts.page(run.rollouts, request.query_params))
 
     def group(self, request: Request) -> Response:
-        with self._reading(request) as (_, run), _questions():
+        with self._reading(request) as (_, run), _refusals():
             return answer(request, rollouts.group(run.rollouts, *rollouts.place_at(request.path_params)))
 
     def tokens(self, request: Request) -> Response:
-        with self._reading(request) as (_, run), _questions():
+        with self._reading(request) as (_, run), _refusals():
             return answer(request, rollouts.tokens(run, *rollouts.place_at(request.path_params)))
 
     def advantages(self, request: Request) -> Response:
-        with self._reading(request) as (_, run), _questions():
+        with self._reading(request) as (_, run), _refusals():
             config, step = run.config, rollouts.trained_on(run.rollouts, *rollouts.place_at(request.path_params))
         return answer(request, self.questions.advantages(config, step))
 
     def prompt(self, request: Request) -> Response:
         split = request.query_params.get("split")
-        with self._reading(request) as (_, run), _questions():
+        with self._reading(request) as (_, run), _refusals():
             return answer(request, rollouts.prompt_history(run.rollouts, request.path_params["prompt"], split))
 
     def compare(self, request: Request) -> Response:
@@ -248,7 +248,7 @@ class Routes:
 
     async def plan(self, request: Request) -> Response:
         given, launcher = await _given(request), self._launcher()
-        with _launching():
+        with _refusals():
             return answer(request, await asyncio.to_thread(launcher.plan, str(given.get("yaml")), self._home(given)))
 
     async def launch(self, request: Request) -> Response:
@@ -259,19 +259,19 @@ class Routes:
             raise HTTPException(400, "\n".join(checked["errors"]))
         if checked.get("failed"):
             raise HTTPException(503, checked["failed"])
-        with _launching():
+        with _refusals():
             about = str(given["yaml"] or ""), checked["kind"], checked["run_dir"], self._home(given)
             launched = await asyncio.to_thread(launcher.start, *about)
         return answer(request, launched)
 
     async def stop(self, request: Request) -> Response:
         launcher, entry = self._launcher(), self._entry(request)
-        with _launching():
+        with _refusals():
             return answer(request, launcher.stop(entry.path))
 
     async def resume(self, request: Request) -> Response:
         launcher, entry = self._launcher(), self._entry(request)
-        with _launching():
+        with _refusals():
             return answer(request, await asyncio.to_thread(launcher.resume, entry.path))
 
     def _launcher(self) -> Launcher:
@@ -377,30 +377,20 @@ async def _given(request: Request) -> dict[str, Any]:
 
 
 @contextmanager
-def _questions() -> Iterator[None]:
+def _refusals() -> Iterator[None]:
     try:
         yield
     except rollouts.BadQuestion as error:
         raise HTTPException(400, str(error)) from None
     except LookupError as error:
         raise HTTPException(404, str(error)) from None
-
-
-@contextmanager
-def _launching() -> Iterator[None]:
-    try:
-        yield
     except LaunchError as error:
         raise HTTPException(409, str(error)) from None
 
 
 def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    body = orjson.dumps({"detail": error.detail})
-    return Response(body, error.status_code, {"cache-control": "no-store"}, "application/json")
-
-
-def _failed(request: Request, error: Exception) -> Response:
-    """Of files that nobody thought of: the page says what the list says of such a run."""
-    body = orjson.dumps({"detail": f"it cannot be read: {error!r}"[:1000]})
-    return Response(body, 500, {"cache-control": "no-store"}, "application/json")
+    """Why there is no answer; of files that nobody thought of the page says what the list says of such a run."""
+    status, detail = 500, f"it cannot be read: {error!r}"[:1000]
+    if isinstance(error, HTTPException):
+        status, detail = error.status_code, error.detail
+    return Response(orjson.dumps({"detail": detail}), status, {"cache-control": "no-store"}, "application/json")

@@ -45,6 +45,7 @@ def test_advantages_by_hand():
     assert credit(advantage="raw") == [1, 0]
     assert credit(advantage="grpo_no_std") == [0.5, -0.5]
     assert credit(advantage={"type": "grpo", "eps": 0.0}) == pytest.approx([0.5**0.5, -(0.5**0.5)])
+    assert credit(advantage={"type": "grpo_batch_std", "eps": 0.0}) == pytest.approx([0.5**0.5, -(0.5**0.5)])
     assert credit(advantage="rloo") == [1, -1]
     assert credit(advantage="opo") == pytest.approx([1 - 2 / 5, -2 / 5])
     assert credit(advantage="gpg") == [0.5, -0.5]  # the one group is mixed
@@ -250,3 +251,11 @@ def test_on_policy_every_ratio_rule_has_the_gradient_of_reinforce():
         _, gradient = loss_gradient(algorithm, training_batch(algorithm, rows), rows.old_logprobs)
         wanted = gradient if wanted is None else wanted
         torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-14)
+
+
+def test_a_batchs_deviation_is_that_of_all_rewards():
+    """As TRL computes it: not of the centred ones, which groups without a signal would make smaller."""
+    rewards, groups = torch.tensor([1.0, 0, 1, 1, 0, 0]), torch.tensor([0, 0, 1, 1, 2, 2])
+    choice = make(advantage={"type": "grpo_batch_std", "eps": 0.0}).advantage
+    inputs = AdvantageInputs(rewards, groups)
+    assert choice(inputs).tolist() == pytest.approx([v / rewards.std().item() for v in (0.5, -0.5, 0, 0, 0, 0)])

@@ -8,10 +8,11 @@ import pytest
 from atomrl.algorithms.table import objective_of
 from atomrl.cli.config_arguments import load_config
 from atomrl.cli.main import main
+from atomrl.cli.plan import print_forecast
 from atomrl.config import ConfigError
 from atomrl.runs import prepare_run
-from atomrl.runs.plan import _small_step, forecast, memory_by_phase
-from atomrl.runs.probe import available_memory, measure
+from atomrl.runs.plan import Forecast, _small_step, forecast, memory_by_phase
+from atomrl.runs.probe import Measured, available_memory, measure
 
 CONFIG = {
     "run_name": "first",
@@ -110,6 +111,11 @@ def test_a_size_that_is_none(folder, capsys, size):
     assert "24GiB" in capsys.readouterr().err
 
 
+def test_a_signal_of_no_prompt_is_refused_before_anything_runs(folder, capsys):
+    assert main(["plan", "c.yaml", "--signal", "0"]) == 2
+    assert "--signal 0: draw completions of at least one prompt" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_probe_measures_and_leaves_nothing(folder, capsys):
     before = sorted(path.name for path in folder.iterdir())
@@ -133,6 +139,12 @@ def test_a_small_step_is_scaled_to_the_real_one(folder):
     assert found.seconds["gen"] == pytest.approx(3 * found.measured.mean("timing_s/gen"))
     assert found.at_limit >= 0.9 * found.step_seconds
     assert found.run_seconds > 20 * found.step_seconds  # and two evaluations
+
+
+@pytest.mark.parametrize(("evaluations", "said"), [(2, "2 evaluations among it; checkp"), (0, "; evaluations, checkp")])
+def test_it_says_whether_evaluations_are_counted(capsys, evaluations, said):
+    print_forecast(Forecast(Measured((), 1, False), {}, 0.0, 60.0, evaluations, 0.0), 2, "here")
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ export const CHINESE = {
   rollout_gap: ["引擎与训练器不一致", "引擎与训练器对同样的词元给出明显不同的概率，梯度因此是离策略的。", "设 model.dtype=float32；用 rollout.engine=hf 对照；rollout.top_p=1 且 rollout.top_k=0。"],
   learning_rate_too_high: ["学习率过高", "更新过大：奖励下降一半以上且策略性质改变，或一步之内策略移动过远。", "把 train.learning_rate 降到十分之一，加长 train.warmup_ratio，减小 train.max_grad_norm，或加 KL 惩罚（algorithm.kl.coefficient）。"],
   missing_stop_token: ["缺少停止词元", "几乎所有回答都写到长度上限，尽管之前已经结束：结束词元不在停止采样的词元之中。", "设 rollout.stop_token_ids=[ID]（或 rollout.stop=['文本']），并在模型的 generation_config.json 中设 eos_token_id；基础模型可先做几步 `atomrl sft`。"],
-  length_limit: ["长度上限", "许多回答在上限处被截断（或回合数用尽）：它们本可得到的奖励看不到。", "把 rollout.max_completion_tokens 加倍（多轮：environment.max_turns），或在提示中要求更短；如果文本已完整却继续写，见 missing_stop_token。"],
+  length_limit: ["长度上限", "许多回答在上限处被截断（或轮数用尽）：它们本可得到的奖励看不到。", "把 rollout.max_completion_tokens 加倍（多轮：environment.max_turns），或在提示中要求更短；如果文本已完整却继续写，见 missing_stop_token。"],
   pays_for_length: ["为长度付奖励", "同组中同样正确的回答，越长奖励越高；或奖励只取决于长度；或两者同升而准确率不变。", "去掉奖励对长度的依赖（reward.functions）；逐项比较 reward/NAME/mean。"],
   reward_without_accuracy: ["奖励升而准确率降", "奖励上升而准确率下降：得到奖励的并不是想要的（奖励作弊）。", "降低其他 reward.functions 的权重；按奖励排序 rollouts/，阅读得分最高的回答。"],
   no_updates: ["没有更新", "最近几步没有更新，或奖励不同而优势全为 0：权重没有变化。", "rollout.completions_per_prompt 至少为 2；选难度合适的题目（data.train）；rollout.temperature=1；检查 train.max_row_tokens。"],
