@@ -114,6 +114,11 @@ def listening(pids: set[int]) -> list[str]:
 class Nothing:
     """What an actor may hold."""
 
+    def node(self) -> str:
+        import ray
+
+        return ray.get_runtime_context().get_node_id()
+
 
 def test_nothing_listens_beyond_this_machine_and_nothing_is_left():
     """Two clusters of one machine would have other folders and ports."""
@@ -207,6 +212,21 @@ def head(monkeypatch):
         yield cluster
     finally:
         cluster.shutdown()
+
+
+def test_who_asks_for_a_custom_resource_is_started_where_it_is(folder, capsys, head):
+    """The head is first and has room, and not the resource; the other machine has it twice."""
+    other = head.add_node(num_cpus=2, resources={"engines": 2})
+    given = {"rollout": {"num_cpus": 0.1, "custom": {"engines": 1}}}
+    with closing(RayCluster(ClusterConfig(address=head.address, resources=given, replicas=2), ["rollout"])) as cluster:
+        actors = [cluster.start("rollout", index, Nothing) for index in range(2)]
+        for actor in actors:
+            cluster.know(actor)
+            assert cluster.call(actor, "node") == other.node_id
+    run = [*config(folder, "engines"), f"cluster.address={head.address}", f"cluster.resources={json.dumps(given)}"]
+    assert main(["train", *run, "cluster.replicas=3", "--dry-run"]) == 2
+    assert "there is room for 2 of 3 rollout actors" in capsys.readouterr().err
+    assert main(["train", *run, "cluster.replicas=2", "train.steps=1"]) == 0
 
 
 def test_a_cluster_of_another_version_is_refused(folder, capsys, head):
