@@ -95,9 +95,10 @@ class MegatronBackend(WritesBeside):
         dtype, device = compute_dtype(config.dtype, self.device), self.device
         checkpointing = trained and config.gradient_checkpointing
         dropout, settings = config.lora.dropout if config.lora else 0.0, self.settings
+        packed = device.type == "cpu" if config.pack_rows is None else config.pack_rows
         shape, adapted = found.skeleton.config, found.adapted
         with on_device(self.device):
-            stage = Stage(shape, found.parts, scalar, settings, device, dtype, checkpointing, adapted, dropout)
+            stage = Stage(shape, found.parts, scalar, settings, device, dtype, checkpointing, packed, adapted, dropout)
             if trained:
                 self.skeletons[name], self.shapes[name], self.loaded = found.skeleton, found.shapes, found.parts
                 self.wrapped[name] = wrap(stage, dtype)
@@ -143,7 +144,9 @@ class MegatronBackend(WritesBeside):
             grad = nullcontext() if role.optimizer else torch.no_grad()
             with grad, self._adapters(name), on_device(self.device):
                 stage: Stage = role.model
-                outputs = stage.outputs(self._module(name)(micro), micro, asked.values(), self.temperature)
+                stream = stage.stream(micro, asked.values())
+                states = self._module(name)(micro, stream)
+                outputs = stage.outputs(states, micro, stream, asked.values(), self.temperature)
             found |= {key: outputs[output] for key, output in asked.items()}
         return found
 
@@ -222,14 +225,15 @@ class MegatronBackend(WritesBeside):
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         stage: Stage = self.roles[name].model
+        streams = [stage.stream(micro, wanted) for micro in micros]
 
         def calculate(number: int, states: Tensor) -> tuple[Tensor, Tensor, None]:
-            outputs = stage.outputs(states, micros[number], wanted, self.temperature)
+            outputs = stage.outputs(states, micros[number], streams[number], wanted, self.temperature)
             return loss(number, outputs), torch.zeros((), dtype=torch.int, device=self.device), None
 
         def forward(numbers: Iterator[int], model: Any) -> tuple[Tensor, Any]:
             number = next(numbers)
-            return model(micros[number]), partial(calculate, number)
+            return model(micros[number], streams[number]), partial(calculate, number)
 
         with self._adapters(name), on_device(self.device):
             get_forward_backward_func()(
@@ -355,8 +359,6 @@ def check_config(model: ModelConfig) -> None:
     except ImportError:
         raise ConfigError("backend.type=megatron needs megatron-core: pip install 'atomrl[megatron]'") from None
     check_adapters(model)
-    if model.pack_rows:
-        raise ConfigError("model.pack_rows: rows are padded on Megatron; leave it out, or take backend.type=fsdp")
 
 
 def meet(ranks: Ranks, settings: MegatronConfig) -> None:

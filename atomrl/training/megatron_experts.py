@@ -11,6 +11,7 @@ from torch import Tensor
 
 from atomrl.batches import RowBatch
 from atomrl.metrics import Mean, Metrics
+from atomrl.models.shared_prefix import Stream
 
 Routing = Callable[..., tuple[Tensor, Tensor]]
 
@@ -21,7 +22,8 @@ def _logits(router: Any, x: Tensor) -> Tensor:
 
 
 class Balance:
-    """Counts which experts the layers of a stage choose for the tokens of rows that are trained on.
+    """Counts which experts the layers of a stage choose for the tokens that a loss depends on: those of each row up to the
+    last one that is masked, and a prompt once where rows share it.
 
     Args:
         layers: Megatron's, of this stage.
@@ -37,14 +39,14 @@ class Balance:
             router.gating = partial(_logits, router)
             router.routing = partial(self._route, router.routing, layer.layer_number - 1)
 
-    def begin(self, micro: RowBatch, length: int, rank: int, tensor: int) -> None:
-        """Count from here on, where there is a gradient: this tensor-parallel rank's part of so many positions."""
+    def begin(self, micro: RowBatch, stream: Stream, padding: tuple[int, int], rank: int, tensor: int) -> None:
+        """Count from here on, where there is a gradient: this tensor-parallel rank's part of a stream."""
         if not torch.is_grad_enabled():
             return
-        device = self._sums.device
-        lengths = micro.lengths.to(device) * micro.loss_mask.any(1).to(device)
-        there = torch.arange(length, device=device)[:, None] < lengths
-        self._counted = there.chunk(tensor)[rank].flatten().float()
+        width = micro.tokens.shape[1]
+        ends = (micro.loss_mask * torch.arange(width, device=micro.tokens.device)).amax(1)
+        there = stream.positions < ends[stream.source // (width + 1)]
+        self._counted = F.pad(there, padding).chunk(tensor)[rank].float()
 
     def end(self) -> None:
         """Count no more: layers that are computed again were counted before."""

@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from atomrl.atoms.logprobs import row_logprobs
 from atomrl.batches import RowBatch
 from atomrl.config import MegatronConfig
+from atomrl.models.attention import attend
+from atomrl.models.shared_prefix import Stream, make_stream, row_stream
 from atomrl.models.spec import DecoderSpec, rope_frequencies
 from atomrl.protocols import Adapter, Distributions, Output
 from atomrl.training.megatron_experts import Balance
@@ -45,23 +47,17 @@ class Norm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class CausalAttention(nn.Module):
-    """PyTorch's attention in the place of Megatron's own, which holds all scores at a time.
-
-    Rows are padded on the right, so nothing but causality keeps padding out.
-    """
+class StreamAttention(nn.Module):
+    """Attention of a stream of rows in the place of Megatron's own, which holds all scores at a time."""
 
     def __init__(self, **unused: Any) -> None:
         super().__init__()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **unused: Any) -> Tensor:
-        """[T, B, heads, D] and the same with key heads -> [T, B, heads * D]."""
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1:
-            k, v = (part.repeat_interleave(groups, dim=1) for part in (k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return mixed.permute(2, 0, 1, 3).flatten(2)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, stream: Stream, **unused: Any) -> Tensor:
+        """[N, 1, heads, D] and the same with key heads -> [N, 1, heads * D]; what lies beyond the stream is 0."""
+        q, k, v = (part[: len(stream.source), 0] for part in (query, key, value))
+        mixed = attend(q, k, v, stream.blocks, stream.spans).flatten(1)
+        return F.pad(mixed, (0, 0, 0, len(query) - len(mixed)))[:, None]
 
 
 class Rotary(nn.Module):
@@ -72,11 +68,11 @@ class Rotary(nn.Module):
         frequencies, _ = rope_frequencies(config)
         self.frequencies = torch.cat([frequencies, frequencies])
 
-    def forward(self, length: int, device: torch.device) -> Tensor:
-        """[T, 1, 1, D] float32."""
-        if self.frequencies.device != device:
-            self.frequencies = self.frequencies.to(device)
-        return torch.outer(torch.arange(length, device=device), self.frequencies)[:, None, None]
+    def forward(self, positions: Tensor) -> Tensor:
+        """[N] -> [N, 1, 1, D] float32."""
+        if self.frequencies.device != positions.device:
+            self.frequencies = self.frequencies.to(positions.device)
+        return torch.outer(positions, self.frequencies)[:, None, None]
 
 
 class Stage(nn.Module):
@@ -90,11 +86,10 @@ class Stage(nn.Module):
         device: of this rank.
         dtype: of weights and computation.
         checkpointing: whether layers are computed again in the backward pass.
+        packed: whether rows lie end to end, and prompts that several have are computed once; else rows are padded.
         adapted: adapters by the published names of the matrices that they add to; they alone are then trained.
         dropout: of the adapters' inputs.
     """
-
-    shares_prompts = False
 
     def __init__(
         self,
@@ -105,6 +100,7 @@ class Stage(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         checkpointing: bool,
+        packed: bool,
         adapted: Mapping[str, Adapter],
         dropout: float,
     ) -> None:
@@ -113,7 +109,7 @@ class Stage(nn.Module):
 
         super().__init__()
         self.spec, experts = read_shape(config)
-        self.tensor, self.scalar = settings.tensor, scalar
+        self.tensor, self.scalar, self.shares_prompts = settings.tensor, scalar, packed
         self.first, self.last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
         self.group, self.rank = (
             parallel_state.get_tensor_model_parallel_group(),
@@ -181,50 +177,61 @@ class Stage(nn.Module):
             marked.tensor_model_parallel = along is not None
             marked.partition_dim, marked.partition_stride = along or 0, 1
 
-    def forward(self, micro: RowBatch) -> Tensor:
-        """[T, B, H], or this rank's part of T, for the next stage; of the last one it is after the final norm."""
-        gpt, length = self.module, micro.tokens.shape[1]
-        tokens = F.pad(micro.tokens, (0, -length % self.tensor))
+    def stream(self, micro: RowBatch, wanted: Collection[Output]) -> Stream:
+        """What is computed of a micro-batch [B, T + 1], with a column of padding: `before` are the tokens before those
+        masked, or the last of each row, if its score is wanted."""
+        tokens, after, prompts = F.pad(micro.tokens, (0, 1)), F.pad(micro.loss_mask, (0, 1)), micro.prompt_lengths
+        if "scores" in wanted:
+            after, prompts = F.one_hot(micro.lengths, tokens.shape[1]).bool(), torch.zeros_like(prompts)
+        after[:, 0] = False
+        if self.shares_prompts and after.any():
+            return make_stream(tokens.cpu(), after.cpu(), prompts.cpu()).to(tokens.device)
+        whole = row_stream(*tokens.shape)
+        source, positions = (part.to(tokens.device) for part in (whole.source, whole.positions))
+        return Stream(source, positions, after.flatten().nonzero()[:, 0] - 1, whole.blocks)
+
+    def forward(self, micro: RowBatch, stream: Stream) -> Tensor:
+        """[N, 1, H], or this rank's part of N, for the next stage; of the last one it is after the final norm."""
+        gpt, padding = self.module, (0, -len(stream.source) % self.tensor)
         if self.balance is not None:
-            self.balance.begin(micro, len(tokens[0]), self.rank, self.tensor)
-        x = gpt.embedding(input_ids=tokens, position_ids=None) if self.first else None
-        states: Tensor = gpt.decoder(
-            hidden_states=x, attention_mask=None, rotary_pos_emb=self.rotary(len(tokens[0]), tokens.device)
-        )
+            self.balance.begin(micro, stream, padding, self.rank, self.tensor)
+        tokens = F.pad(F.pad(micro.tokens, (0, 1)).flatten()[stream.source], padding)
+        x = gpt.embedding(input_ids=tokens[None], position_ids=None) if self.first else None
+        angles = self.rotary(F.pad(stream.positions, padding))
+        states: Tensor = gpt.decoder(hidden_states=x, attention_mask=stream, rotary_pos_emb=angles)
         if self.balance is not None:
             self.balance.end()
         return states
 
     def outputs(
-        self, states: Tensor, micro: RowBatch, wanted: Collection[Output], temperature: float
+        self, states: Tensor, micro: RowBatch, stream: Stream, wanted: Collection[Output], temperature: float
     ) -> dict[Output, Any]:
         """Outputs of the last stage's states, the same on all tensor-parallel ranks."""
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-        found: dict[Output, Any] = {}
-        tokens, mask = micro.tokens, micro.loss_mask.clone()
-        mask[:, 0] = False
         if self.tensor > 1:  # every rank has the whole gradient of all states, and goes on with its part
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
-        flat = states[: tokens.shape[1]].transpose(0, 1).flatten(0, 1)
+        before = states[:, 0].index_select(0, stream.before)
         if "scores" in wanted:
-            at = torch.arange(len(tokens), device=flat.device) * tokens.shape[1] + micro.lengths.to(flat.device) - 1
-            found["scores"] = self.score(flat.index_select(0, at))[:, 0].float()
-        before = None if found.keys() >= set(wanted) else flat.index_select(0, mask.flatten().nonzero()[:, 0] - 1)
+            return {"scores": self._numbers(before, micro.lengths > 0)}
+        found: dict[Output, Any] = {}
+        mask = micro.loss_mask.clone()
+        mask[:, 0] = False
         if "values" in wanted:
-            assert before is not None
-            numbers = self.score(before)[:, 0].float()
-            found["values"] = numbers.new_zeros(mask.shape).masked_scatter(mask, numbers)
+            found["values"] = self._numbers(before, mask)
         if "logprobs" in wanted or "entropy" in wanted:
-            assert before is not None
             logprobs, entropy = self._logprobs(before, micro, mask, temperature, "entropy" in wanted)
             found["logprobs"] = logprobs
             if entropy is not None:
                 found["entropy"] = entropy
         if "distributions" in wanted:
-            assert before is not None
             found["distributions"] = Distributions(before, self._whole_head(), temperature)
         return found
+
+    def _numbers(self, states: Tensor, where: Tensor) -> Tensor:
+        """Float32 of the shape of `where`: the number of each state at the places that are its; 0 elsewhere."""
+        numbers: Tensor = self.score(states)[:, 0].float()
+        return numbers.new_zeros(where.shape).masked_scatter(where, numbers)
 
     def _logprobs(
         self, before: Tensor, micro: RowBatch, mask: Tensor, temperature: float, entropy: bool
@@ -331,7 +338,7 @@ def layer_specs(config: Any) -> Any:
     layer = get_gpt_layer_local_spec(config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = CausalAttention
+    attention.core_attention = StreamAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=Norm)

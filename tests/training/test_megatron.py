@@ -20,7 +20,7 @@ from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch
 from tests.training.comparison import compare
 from tests.training.continuing import alike, go_on, step
-from tests.training.equality import CASES, case, locally, make_models, run_ranks, settings_of, train
+from tests.training.equality import CASES, case, locally, make_models, pairs, run_ranks, settings_of, train
 from tests.training.one_rank import one_rank
 
 pytestmark = pytest.mark.slow
@@ -31,6 +31,8 @@ SHARED = (
 MORE = {
     "qwen3": case("grpo", model="qwen3"),
     "decay": case("ppo", train={"weight_decay": 0.1}),
+    "padded": case("ppo", pack_rows=False),
+    "padded pairs": case("reward_model", pairs, pack_rows=False),
     "some adapters": case("ppo", lora=LoraConfig(rank=2, target_modules=["q_proj", "v_proj", "up_proj"])),
 }
 CUTS = {
@@ -115,7 +117,6 @@ def test_what_is_recorded_of_tokens_is_that_of_one_process(folder, tmp_path, cut
         ({"lora": LoraConfig(rank=2, target_modules=["lm_head", "q_proj"])}, "target_modules: lm_head: on Megatron"),
         ({"lora": LoraConfig(rank=2), "quantization": "nf4"}, "model.quantization"),
         ({"lora": LoraConfig(rank=2), "path": "mixture"}, "has experts, which take no adapters"),
-        ({"pack_rows": True}, "model.pack_rows"),
         ({"path": "other"}, "no mapping of weights for .*gpt2"),
     ],
     ids=str,

@@ -79,7 +79,8 @@ def test_ranks_make_the_steps_of_one_process(ranks, alone, name):
 def expected_balance(path, rows):
     """Of transformers' model, from the routers' logits of each layer."""
     model = AutoModelForCausalLM.from_pretrained(path)
-    real = (torch.arange(rows.tokens.shape[1]) < rows.lengths[:, None]) & rows.loss_mask.any(1, keepdim=True)
+    real = rows.loss_mask.flip(1).cumsum(1).flip(1).roll(-1, 1) > 0  # before the last one that is masked
+    real[:, -1] = False
     losses, loads, idle = [], [], []
     for logits in model(rows.tokens, output_router_logits=True).router_logits:
         logits = logits.view(-1, MODEL["num_experts"])[real.flatten()]
@@ -92,7 +93,7 @@ def expected_balance(path, rows):
 
 
 def test_how_evenly_tokens_are_spread_is_logged(folder, ranks):
-    """Of the rows of an update that have tokens to train on, padding left out, whatever ranks have which layers."""
+    """Of the tokens that the loss of an update depends on, whatever ranks have which layers."""
     settings = settings_of(CASES["grpo"], folder)
     rows = first_part(settings)
     for rank in ranks:
