@@ -177,6 +177,9 @@ def in_shards(
     shards = ranks // backend.replicas
     uncut = _uncut(shape) / total * (backend.tensor - 1)  # in the shards of ranks / tensor ranks alone
     found = {name: math.ceil(size * (1 + uncut) / shards) if name in SHARDED else size for name, size in parts.items()}
+    if trained < total:
+        own = _adapters_of_rank(shape, trained, backend.tensor) * backend.tensor / trained
+        found |= {name: math.ceil(parts[name] * own / shards) for name in ("optimizer", "gradients")}
     for name in BY_TOKENS & found.keys():
         found[name] //= backend.sequence
     if backend.reduce == "update":

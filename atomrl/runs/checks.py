@@ -248,8 +248,8 @@ def check_fsdp(config: RunConfig, backend: FSDPConfig, device: str) -> None:
             path, trusted = config.model.path, config.model.trust_remote_code
             check_heads(model_config_only(path, trusted), backend.sequence, path)
     if backend.tensor > 1:
-        if config.model.lora is not None:
-            raise ConfigError("backend.tensor: adapters are not cut; leave it out, or model.lora")
+        if config.model.quantization is not None:
+            raise ConfigError("backend.tensor: a quantised base is not cut; leave it out, or model.quantization")
         for start in model_paths(config):
             check_tensor(model_config_only(start, config.model.trust_remote_code), backend.tensor, start)
     if backend.cpu_offload and device == "cpu":

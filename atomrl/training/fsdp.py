@@ -27,11 +27,12 @@ from atomrl.models.lora import adapter_weights, has_adapters, is_adapter
 from atomrl.models.scalar import ScalarModel
 from atomrl.models.ulysses import check_heads
 from atomrl.protocols import Algorithm, ModelInput, WeightUpdate
+from atomrl.training.base import Differentiated
 from atomrl.training.group import Ranks
 from atomrl.training.role_models import load_role, role_prefix, save_role
 from atomrl.training.roles import TRAINED, RoleName
 from atomrl.training.shards import load_shards, shard_job
-from atomrl.training.tensor_parallel import cut_layers
+from atomrl.training.tensor_parallel import cut_layers, sum_parts
 from atomrl.training.writing import PART_BYTES, Job, WritesBeside, gathered, kept, model_jobs, parts_of
 
 # Outputs are views where there is no padding; nobody writes into them.
@@ -60,6 +61,8 @@ class FSDPBackend(WritesBeside):
         self, settings: FSDPConfig, model: ModelConfig, train: Any, algorithm: Algorithm, **named: Any
     ) -> None:
         self.settings, self.skeletons = settings, dict[RoleName, nn.Module]()
+        self.norms = dict[RoleName, list[nn.Module]]()
+        """Of heads, of models that are trained with their layers cut."""
         self.ranks: Ranks = named["collective"]
         world, replicas = self.ranks.world, settings.replicas
         settings.check_count(world)
@@ -70,7 +73,8 @@ class FSDPBackend(WritesBeside):
         shape = tuple(sizes[name] for name in names)
         self.mesh = init_device_mesh(torch.device(named["device"]).type, shape, mesh_dim_names=names)
         super().__init__(model, train, algorithm, **named)
-        torch.manual_seed(named.get("seed", 0) + 1_000_003 * self.collective.rank)  # of dropout, after equal weights
+        # Of dropout, after equal weights; ranks that share layers drop the same of the inputs that they share.
+        torch.manual_seed(named.get("seed", 0) + 1_000_003 * (self.collective.rank // settings.tensor))
 
     def load_model(self, name: RoleName, path: str, config: ModelConfig) -> nn.Module:
         """A role's model, cut into shards; of the ranks of a machine one at a time has all of it."""
@@ -102,7 +106,8 @@ class FSDPBackend(WritesBeside):
         if name in TRAINED:
             self.skeletons[name] = without_weights(model)
         if self.settings.tensor > 1:
-            cut_layers(model, self.mesh["tensor"], path)
+            norms = cut_layers(model, self.mesh["tensor"], path)
+            self.norms |= {name: norms} if name in TRAINED else {}
         rounded = compute if trained_whole and compute != torch.float32 else None
         self._shard(model, MixedPrecisionPolicy(rounded, torch.float32 if rounded else None, cast_forward_inputs=False))
         return model
@@ -138,6 +143,12 @@ class FSDPBackend(WritesBeside):
         found = super().gradients(batch, algorithm, of)
         self._reshard()
         return found
+
+    def _accumulate(self, what: Differentiated, split: list[Tensor]) -> list[Metrics]:
+        parts = super()._accumulate(what, split)
+        for norms in self.norms.values():
+            sum_parts(norms, self.mesh["tensor"], self.device)
+        return parts
 
     def _reshard(self) -> None:
         """Let go of what forward passes gathered last: embedding, final norm and output matrix."""

@@ -22,8 +22,9 @@ def _logits(router: Any, x: Tensor) -> Tensor:
 
 
 class Balance:
-    """Counts which experts the layers of a stage choose for the tokens that a loss depends on: those of each row up to the
-    last one that is masked, and a prompt once where rows share it.
+    """Counts which experts the layers of a stage choose for the tokens that a loss depends on.
+
+    Those are a row's up to the last one that is masked, and a prompt once where rows share it.
 
     Args:
         layers: Megatron's, of this stage.

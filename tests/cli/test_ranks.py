@@ -228,6 +228,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(train):
         (["backend.replicas=3"], "replicas=3 does not divide ranks=2"),
         (["backend.sequence=3"], "sequence=3 does not divide ranks=2"),
         (["backend.sequence=2", "model.pack_rows=false"], "set model.pack_rows"),
+        (["backend.tensor=2", "model.lora={}", "model.quantization=nf4"], "a quantised base is not cut"),
         (["cluster.ranks=2"], "did you mean 'backend.ranks'"),
     ],
 )

@@ -4,12 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config, StableLmConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Phi3Config, StableLmConfig
 
-from atomrl.config import ConfigError, FSDPConfig
+from atomrl.config import ConfigError, FSDPConfig, LoraConfig
 from atomrl.models.loading import has_bfloat16
 from atomrl.training.local import LocalBackend
 from atomrl.training.tensor_parallel import check_tensor
+from tests.tiny import make_tiny_model
 from tests.training.batches import weights_of, written
 from tests.training.comparison import compare
 from tests.training.continuing import alike, go_on, step
@@ -43,21 +44,30 @@ CASES = {
     "transformers": case("grpo", model="mistral", **TENSOR),
     "checkpointed": case("grpo", checkpointed=True, **TENSOR),
     "clipped": case("ppo", train={"max_grad_norm": 0.05}, **TENSOR),
+    "norms of heads": case("ppo", model="qwen3", **TENSOR),
+    "norms of heads, transformers": case("grpo", model="gemma3", **TENSOR),
+    "adapters": case("grpo", lora=LoraConfig(rank=4), axes={"kl": {"coefficient": 0.1}}, **TENSOR),
+    "adapters, transformers": case("grpo", model="mistral", lora=LoraConfig(rank=4), **TENSOR),
+    "adapters of some layers": case("ppo", lora=LoraConfig(rank=2, target_modules=["q_proj", "down_proj"]), **TENSOR),
 }
 
-ON_FOUR = ("grpo", "ppo", "dpo", "reward model", "one row", "masked rows")
+ON_FOUR = ("grpo", "ppo", "dpo", "reward model", "one row", "masked rows", "norms of heads", "adapters")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = make_models(tmp_path_factory.mktemp("models"))
-    shape = MistralConfig(
-        vocab_size=102, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.2, max_position_embeddings=64,
-    )  # fmt: skip
+    shared = {
+        "vocab_size": 102, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "initializer_range": 0.2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    shape = MistralConfig(**shared)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(shape).save_pretrained(folder / "mistral")
+        shape = Gemma3TextConfig(**shared, head_dim=8, layer_types=["full_attention"] * 2)
+        AutoModelForCausalLM.from_config(shape).save_pretrained(folder / "gemma3")
+    make_tiny_model(folder / "qwen3", "qwen3")
     return folder
 
 
@@ -68,6 +78,25 @@ def test_ranks_make_the_steps_of_one_process(folder, ranks, tmp_path):
     found = run_ranks(partial(all_cases, cases, folder), ranks, tmp_path)
     for name, given in cases.items():
         compare([rank[name] for rank in found], locally(given, folder))
+
+
+def train_with_dropout(folder, ranks):
+    """This rank's own numbers of what both have whole: an adapter's first matrix before a cut, its second after one."""
+    dropped = case("grpo", lora=LoraConfig(rank=4, dropout=0.5), **TENSOR)
+    backend, algorithm = with_ranks(dropped, folder, ranks)
+    for number in range(2):
+        step(backend, algorithm, number)
+    weights = backend.roles["policy"].model.named_parameters()
+    whole = {name: weight.to_local() for name, weight in weights if "q_proj.lora_A" in name or "o_proj.lora_B" in name}
+    return {name: weight.detach().clone() for name, weight in whole.items()}
+
+
+@pytest.mark.slow
+def test_ranks_that_share_layers_drop_the_same_of_what_both_have(folder, tmp_path):
+    first, second = run_ranks(partial(train_with_dropout, folder), 2, tmp_path)
+    assert len(first) == 4
+    for name, weight in first.items():
+        torch.testing.assert_close(second[name], weight, atol=1e-6, rtol=1e-6)
 
 
 def far(found, other):
@@ -130,7 +159,7 @@ REFUSED = {
         LlamaConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=3),
         "does not divide num_key_value_heads=3",
     ),
-    "norms of heads": (Qwen3Config(), "transformers cuts self_attn.k_norm as"),
+    "joined matrices": (Phi3Config(), "transformers cuts mlp.down_proj as"),
     "no plan": (StableLmConfig(), "transformers has no plan for it"),
 }
 
