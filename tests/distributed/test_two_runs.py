@@ -66,7 +66,8 @@ def killed_beside_another(first: TrainingRun, second: TrainingRun, root: int) ->
 
 def test_each_with_a_ray_of_its_own(tmp_path):
     prepare(tmp_path)
-    first, second = (TrainingRun(tmp_path, name, STEPS) for name in ("first", "second"))
+    first = TrainingRun(tmp_path, "first", "train.steps=100000")  # it is killed; until then it must not be over
+    second = TrainingRun(tmp_path, "second", STEPS)
     try:
         first.until_step(2)
         second.until_step(2)
