@@ -4,7 +4,7 @@ BIN := .venv/bin
 CHECKED := tests/atoms tests/architecture tests/training tests/rollout tests/test_config.py
 
 .PHONY: install quickstart quickstart-search quickstart-python distributed test-distributed test-distributed-short \
-	test-sglang megatron test-megatron test-megatron-short test-ui test-ui-short check test test-cpus \
+	test-sglang megatron test-megatron test-megatron-short test-games test-ui test-ui-short check test test-cpus \
 	coverage gpu-check wheels lint lint-js clean
 
 install: .venv/installed
@@ -101,6 +101,18 @@ test-megatron: $(MEGATRON)/installed
 test-megatron-short: $(MEGATRON)/installed
 	$(MEGATRON)/bin/python -m pytest -q tests/training/test_megatron_parts.py
 	$(MEGATRON)/bin/python -m pytest -q tests/training/test_megatron.py tests/training/test_megatron_experts.py -m short
+
+# Other people's environments, as published, in an environment of their own.
+GAMES := .venv-games
+
+$(GAMES)/installed: pyproject.toml constraints.txt
+	test -x $(GAMES)/bin/python || $(PYTHON) -m venv $(GAMES)
+	$(GAMES)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[games,tasks,retriever]" openenv-core pytest beartype hypothesis pandas
+	touch $@
+
+test-games: $(GAMES)/installed
+	$(GAMES)/bin/python -m pytest -q -rs tests/environments/test_adapters.py tests/retrieval/test_service.py
 
 # The web interface in a real browser, with an environment of its own. It needs a chromium: apt-get install chromium, or
 # one named in ATOMRL_BROWSER.
