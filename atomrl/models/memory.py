@@ -177,13 +177,15 @@ def in_shards(
     shards = ranks // backend.replicas
     uncut = _uncut(shape) / total * (backend.tensor - 1)  # in the shards of ranks / tensor ranks alone
     found = {name: math.ceil(size * (1 + uncut) / shards) if name in SHARDED else size for name, size in parts.items()}
+    once = trained * (1 + uncut) / backend.tensor  # of what is trained, in one copy of what ranks share
     if trained < total:
-        own = _adapters_of_rank(shape, trained, backend.tensor) * backend.tensor / trained
-        found |= {name: math.ceil(parts[name] * own / shards) for name in ("optimizer", "gradients")}
+        once = _adapters_of_rank(shape, trained, backend.tensor)
+        share = once * backend.tensor / trained / shards
+        found |= {name: math.ceil(parts[name] * share) for name in ("optimizer", "gradients")}
     for name in BY_TOKENS & found.keys():
         found[name] //= backend.sequence
     if backend.reduce == "update":
-        found["gradients"] += trained * FLOAT32
+        found["gradients"] += math.ceil(once * FLOAT32)
     ends = _ends(shape)
     layer = (total - ends) // shape.num_hidden_layers // backend.tensor
     found["rounded weights"] = found["fresh gradients"] = 0

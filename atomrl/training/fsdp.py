@@ -73,8 +73,8 @@ class FSDPBackend(WritesBeside):
         shape = tuple(sizes[name] for name in names)
         self.mesh = init_device_mesh(torch.device(named["device"]).type, shape, mesh_dim_names=names)
         super().__init__(model, train, algorithm, **named)
-        # Of dropout, after equal weights; ranks that share layers drop the same of the inputs that they share.
-        torch.manual_seed(named.get("seed", 0) + 1_000_003 * (self.collective.rank // settings.tensor))
+        self.seed = named.get("seed", 0)
+        torch.manual_seed(self.seed + 1_000_003 * self.collective.rank)  # of dropout, after equal weights
 
     def load_model(self, name: RoleName, path: str, config: ModelConfig) -> nn.Module:
         """A role's model, cut into shards; of the ranks of a machine one at a time has all of it."""
@@ -145,7 +145,12 @@ class FSDPBackend(WritesBeside):
         return found
 
     def _accumulate(self, what: Differentiated, split: list[Tensor]) -> list[Metrics]:
-        parts = super()._accumulate(what, split)
+        if self.settings.tensor == 1:
+            return super()._accumulate(what, split)
+        # Ranks that share layers drop the same of what both have, whatever else has drawn in a process.
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(hash((self.seed, self.updates, self.collective.rank // self.settings.tensor)))
+            parts = super()._accumulate(what, split)
         for norms in self.norms.values():
             sum_parts(norms, self.mesh["tensor"], self.device)
         return parts

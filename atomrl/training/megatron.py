@@ -17,6 +17,7 @@ from atomrl.metrics import Metrics
 from atomrl.models.loading import compute_dtype, load_transformers, model_config_only, model_weights, save_settings
 from atomrl.models.lora import ADAPTER, adapter_weights, has_adapters, is_adapter
 from atomrl.models.scalar import ScalarModel, scalar_settings
+from atomrl.models.shared_prefix import Stream
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Adapter, Algorithm, ModelOutputs, WeightUpdate
 from atomrl.training.base import Differentiated
@@ -225,15 +226,15 @@ class MegatronBackend(WritesBeside):
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         stage: Stage = self.roles[name].model
-        streams = [stage.stream(micro, wanted) for micro in micros]
 
-        def calculate(number: int, states: Tensor) -> tuple[Tensor, Tensor, None]:
-            outputs = stage.outputs(states, micros[number], streams[number], wanted, self.temperature)
+        def calculate(number: int, stream: Stream, states: Tensor) -> tuple[Tensor, Tensor, None]:
+            outputs = stage.outputs(states, micros[number], stream, wanted, self.temperature)
             return loss(number, outputs), torch.zeros((), dtype=torch.int, device=self.device), None
 
         def forward(numbers: Iterator[int], model: Any) -> tuple[Tensor, Any]:
             number = next(numbers)
-            return model(micros[number], streams[number]), partial(calculate, number)
+            stream = stage.stream(micros[number], wanted)
+            return model(micros[number], stream), partial(calculate, number, stream)
 
         with self._adapters(name), on_device(self.device):
             get_forward_backward_func()(

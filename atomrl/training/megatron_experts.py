@@ -24,7 +24,7 @@ def _logits(router: Any, x: Tensor) -> Tensor:
 class Balance:
     """Counts which experts the layers of a stage choose for the tokens that a loss depends on.
 
-    Those are a row's up to the last one that is masked, and a prompt once where rows share it.
+    Those are a row's up to the last one that is masked; no prompt is shared, so the split of rows changes nothing.
 
     Args:
         layers: Megatron's, of this stage.

@@ -56,6 +56,8 @@ class StreamAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, stream: Stream, **unused: Any) -> Tensor:
         """[N, 1, heads, D] and the same with key heads -> [N, 1, heads * D]; what lies beyond the stream is 0."""
         q, k, v = (part[: len(stream.source), 0] for part in (query, key, value))
+        if q.is_cuda and stream.spans is None:  # in float32 only PyTorch's kernel for equal heads keeps no scores
+            k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
         mixed = attend(q, k, v, stream.blocks, stream.spans).flatten(1)
         return F.pad(mixed, (0, 0, 0, len(query) - len(mixed)))[:, None]
 
@@ -182,7 +184,9 @@ class Stage(nn.Module):
         masked, or the last of each row, if its score is wanted."""
         tokens, after, prompts = F.pad(micro.tokens, (0, 1)), F.pad(micro.loss_mask, (0, 1)), micro.prompt_lengths
         if "scores" in wanted:
-            after, prompts = F.one_hot(micro.lengths, tokens.shape[1]).bool(), torch.zeros_like(prompts)
+            after = F.one_hot(micro.lengths, tokens.shape[1]).bool()
+        if "scores" in wanted or self.balance is not None:  # experts are counted by rows, however these are split
+            prompts = torch.zeros_like(prompts)
         after[:, 0] = False
         if self.shares_prompts and after.any():
             return make_stream(tokens.cpu(), after.cpu(), prompts.cpu()).to(tokens.device)

@@ -1,11 +1,11 @@
 """Tensor parallel: each layer's matrices cut over ranks that compute the same rows (PyTorch's DTensor).
 
 Queries, keys, values, gate and up are cut by outputs, so that a rank has some of the heads and of the MLP's inner
-numbers; the output projections are cut by inputs, and what they give is summed: two sums of a layer forward, two
-backward. Norms, embedding and output matrix are on every rank. Of adapters the matrix is cut that is on the cut side.
+numbers; the output projections are cut by inputs, and what they give is summed, as are the gradients of what goes into
+the others. Norms, embedding and output matrix are on every rank. Of adapters the matrix is cut that is on the cut side.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,28 +39,50 @@ def check_tensor(config: Any, ranks: int, path: object) -> dict[str, str]:
         How each linear layer of a layer is cut, and which norms are of heads, by transformers' own plan.
 
     Raises:
-        ConfigError: there is no plan, or one with more than these; heads, heads of keys or the MLP's width do not
-            divide.
+        ConfigError: there is no plan, or one with more than these; it leaves out weights between matrices that are cut,
+            or names what a layer lacks; heads, heads of keys or the MLP's width do not divide.
     """
-    text = config.get_text_config()
-    found: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}
+    found: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     plan = {name.removeprefix(LAYERS): style for name, style in found.items() if name.startswith(LAYERS)}
     other = {name: style for name, style in plan.items() if style not in (*STYLES, PER_HEAD)}
-    if not plan or other:
-        why = f"cuts {min(other)} as {other[min(other)]}" if other else "has no plan for it"
+    why = f"cuts {min(other)} as {other[min(other)]}" if other else "has no plan for it"
+    if plan and not other:
+        why = next((why for layer in _layers_of(config) if (why := _unplanned(layer, plan))), "")
+    if why:
         raise ConfigError(
             f"backend.tensor: {path} ({config.model_type}) cannot be cut: transformers {why}; leave it out"
         )
-    heads = text.num_attention_heads
+    heads = config.num_attention_heads
     widths = {
         "num_attention_heads": heads,
-        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "intermediate_size": text.intermediate_size,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "num_global_key_value_heads": getattr(config, "num_global_key_value_heads", None) or 0,
+        "intermediate_size": config.intermediate_size,
     }
     for name, width in widths.items():
-        if width % ranks:
+        if not isinstance(width, int) or width % ranks:
             raise ConfigError(f"backend.tensor={ranks} does not divide {name}={width} of {path}")
     return plan
+
+
+def _layers_of(config: Any) -> nn.ModuleList:
+    """As transformers makes them, without memory for weights."""
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+
+
+def _unplanned(layer: nn.Module, plan: Mapping[str, str]) -> str:
+    """What a plan has not of a layer, or the layer not of it; empty: nothing."""
+    there = dict(layer.named_modules())
+    if missing := plan.keys() - there.keys():
+        return f"names {min(missing)}, which a layer lacks"
+    blocks = {name.partition(".")[0] for name in plan}
+    weights = (name for name, _ in layer.named_parameters() if name.partition(".")[0] in blocks)
+    left = [name for name in weights if name.rpartition(".")[0] not in plan]
+    return f"does not say what becomes of {left[0]}" if left else ""
 
 
 def cut_layers(model: Any, mesh: DeviceMesh, path: object) -> list[nn.Module]:
@@ -95,7 +117,8 @@ def cut_layers(model: Any, mesh: DeviceMesh, path: object) -> list[nn.Module]:
 
 
 def sum_parts(norms: Iterable[nn.Module], mesh: DeviceMesh, device: torch.device) -> None:
-    """Sum the gradients of norms of heads over the ranks that share layers: each has those of its own heads.
+    """Sum the gradients of norms of heads over the ranks that share layers, once before a step: each has those of its
+    own heads.
 
     Args:
         norms: `cut_layers` of a model, after a backward pass.

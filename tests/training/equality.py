@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from datetime import timedelta
 
 import torch
+import torch.nn.functional as F
 from torch._C._distributed_c10d import TCPStore
 from transformers import AutoModelForCausalLM, GPT2Config
 
@@ -55,6 +56,18 @@ def pairs(seed):
     return replace(rows, labels=labels, pair_ids=torch.arange(rows.rows) // 2, pair_margins=torch.ones(rows.rows))
 
 
+def shared(seed):
+    """Groups whose rows have the same prompt, of six tokens."""
+    given = tensors(drawn(seed))
+    before = torch.randint(0, 50, (3, 6), generator=torch.Generator().manual_seed(seed)).repeat_interleave(4, 0)
+    wide = {name: F.pad(part, (6, 0)) for name, part in given.items() if part.shape == given["tokens"].shape}
+    wide["tokens"][:, :6] = before
+    heads = torch.arange(11) < given["prompt_lengths"][:, None]
+    wide["tokens"][:, 6:][heads] = 7
+    longer = {name: given[name] + 6 for name in ("lengths", "prompt_lengths")}
+    return RowBatch(**(given | wide | longer))
+
+
 def few(seed):
     """One row, so that most ranks have none."""
     return RowBatch(**{name: value[:1] for name, value in tensors(drawn(seed)).items()} | {"old_logprobs": None})
@@ -79,6 +92,7 @@ CASES |= {
     "reward_model": case("reward_model", pairs),
     "sft of transformers": case("grpo", model="other"),
     "ppo of transformers": case("ppo", model="other", critic=CriticConfig(path="base", learning_rate=1e-3)),
+    "shared prompts": case("grpo", shared, train={"tokens_per_micro_batch": 80, "learning_rate": 3e-5}),
     "one row": case("grpo", few),
     "one row and a critic": case("ppo", few),
     "masked rows": case("ppo", masked),
@@ -95,7 +109,7 @@ CASES |= {
 """Name -> what is trained, and how."""
 ON_FOUR = (
     "grpo", "ppo", "dapo", "gspo", "dpo", "kto", "gkd", "reward_model", "one row", "masked rows", "adapters",
-    "summed once",
+    "summed once", "shared prompts",
 )  # fmt: skip
 HYBRID = {"copies of shards": case("ppo", fsdp={"replicas": 2}), "copies, summed once": case(
     "grpo", fsdp={"replicas": 2, "reduce": "update"})}  # fmt: skip

@@ -26,7 +26,7 @@ from tests.training.one_rank import one_rank
 pytestmark = pytest.mark.slow
 SHARED = (
     "grpo", "ppo", "dapo", "gspo", "dpo", "kto", "gkd", "reward_model", "one row", "one row and a critic",
-    "masked rows", "many micro-batches", "clipped", "untied", "checkpointed", "adapters",
+    "masked rows", "shared prompts", "many micro-batches", "clipped", "untied", "checkpointed", "adapters",
 )  # fmt: skip
 MORE = {
     "qwen3": case("grpo", model="qwen3"),
