@@ -70,15 +70,15 @@ ON_FOUR = ("grpo", "ppo", "dpo", "reward model", "one row", "masked rows", "norm
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = make_models(tmp_path_factory.mktemp("models"))
-    shared = {
+    small = {
         "vocab_size": 102, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "initializer_range": 0.2, "max_position_embeddings": 64,
     }  # fmt: skip
-    shape = MistralConfig(**shared)
+    shape = MistralConfig(**small)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(shape).save_pretrained(folder / "mistral")
-        shape = Gemma3TextConfig(**shared, head_dim=8, layer_types=["full_attention"] * 2)
+        shape = Gemma3TextConfig(**small, head_dim=8, layer_types=["full_attention"] * 2)
         AutoModelForCausalLM.from_config(shape).save_pretrained(folder / "gemma3")
     make_tiny_model(folder / "qwen3", "qwen3")
     return folder
@@ -173,8 +173,7 @@ def test_a_checkpoint_of_what_only_some_ranks_have_goes_on_exactly(folder, tmp_p
     _, straight, again = run_ranks(partial(save_and_go_on, name, folder, tmp_path / "saved"), 2, tmp_path)[0]
     assert straight[0] == again[0] and straight[1]
     assert all(torch.equal(tensor, again[1][key]) for key, tensor in straight[1].items())
-    given = {key: value for key, value in CASES[name].items() if key != "fsdp"} | {"fsdp": {}}
-    settings = settings_of(given, folder)
+    settings = settings_of(CASES[name], folder)
     alone = LocalBackend(**settings)
     alone.load(tmp_path / "saved")
     alike(go_on(alone, settings["algorithm"]), straight)
