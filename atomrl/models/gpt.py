@@ -20,7 +20,7 @@ from atomrl.config import ConfigError
 from atomrl.config.schema import check_heads
 from atomrl.models.attention import PackedAttention, row_attention, stream_attention
 from atomrl.models.kernels import FusedLinear, apply, are_plain, rms_norm, stacked, swiglu
-from atomrl.models.shared_prefix import Stream, row_stream
+from atomrl.models.shared_prefix import Stream, packs_rows, row_stream
 from atomrl.models.spec import DecoderSpec, read_spec, rope_table
 
 Attend = Callable[[Tensor], Tensor]
@@ -211,8 +211,7 @@ class GPT(nn.Module):
     @property
     def shares_prompts(self) -> bool:
         """Whether rows are computed as a `shared_prefix.Stream`."""
-        on_cpu = self.head_weight.device.type == "cpu"
-        return not self.compiled and not are_plain() and (on_cpu if self.pack_rows is None else self.pack_rows)
+        return not self.compiled and not are_plain() and packs_rows(self.pack_rows, self.head_weight.device.type)
 
     def stream_states(self, tokens: Tensor, stream: Stream) -> Tensor:
         """States of a `shared_prefix.Stream` after the final norm: tokens [B, T] -> [n, H], at each of its `before`."""

@@ -20,6 +20,16 @@ LEAST_SAVING = 1 / 32
 """Prompts are shared where that saves at least this share of the tokens: attention in two parts costs a little."""
 
 
+def packs_rows(setting: bool | None, device: str) -> bool:
+    """Whether rows lie end to end on a type of device: as `model.pack_rows` says, or else on a CPU alone.
+
+    Example:
+        >>> packs_rows(None, "cpu"), packs_rows(None, "cuda"), packs_rows(True, "cuda")
+        (True, False, True)
+    """
+    return device == "cpu" if setting is None else setting
+
+
 @dataclass(frozen=True)
 class Stream:
     """What is computed of a micro-batch."""

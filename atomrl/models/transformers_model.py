@@ -12,7 +12,7 @@ from atomrl.config import ConfigError
 from atomrl.models.hf_stream import let_stream, longest_row, small_stream, streaming
 from atomrl.models.kernels import are_plain
 from atomrl.models.offload import Kept, get, put
-from atomrl.models.shared_prefix import Stream
+from atomrl.models.shared_prefix import Stream, packs_rows
 
 Rounded = tuple[nn.Parameter, tuple[int, ...], tuple[int, ...], int]
 """A rounded weight, or a part of it: what it was rounded from, and size, strides and offset."""
@@ -44,8 +44,7 @@ class HFModel(nn.Module):
     @property
     def shares_prompts(self) -> bool:
         """Whether rows are computed as a `shared_prefix.Stream`."""
-        on_cpu = self.head_weight.device.type == "cpu"
-        return self.streams and not are_plain() and (on_cpu if self.pack_rows is None else self.pack_rows)
+        return self.streams and not are_plain() and packs_rows(self.pack_rows, self.head_weight.device.type)
 
     def forward_hidden(self, tokens: Tensor) -> Tensor:
         """[B, T] right-padded token ids -> hidden states after the final norm, [B, T, H]."""

@@ -20,6 +20,7 @@ from atomrl.environments.tools import find_schemas, has_objects
 from atomrl.hints import said_as
 from atomrl.models.loading import base_path, load_tokenizer, model_config_only, resolve_folder
 from atomrl.models.scalar import is_classifier
+from atomrl.models.shared_prefix import packs_rows
 from atomrl.models.spec import unsupported
 from atomrl.models.transformers_model import check_causal
 from atomrl.models.ulysses import check_heads
@@ -242,7 +243,7 @@ def check_fsdp(config: RunConfig, backend: FSDPConfig, device: str) -> None:
         ConfigError: they cannot.
     """
     if backend.sequence > 1:
-        if config.model.pack_rows is False or (device != "cpu" and not config.model.pack_rows):
+        if not packs_rows(config.model.pack_rows, device.partition(":")[0]):
             raise ConfigError(f"backend.sequence={backend.sequence} cuts rows that lie end to end: set model.pack_rows")
         if config.model.path is not None:
             path, trusted = config.model.path, config.model.trust_remote_code

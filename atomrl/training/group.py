@@ -151,7 +151,9 @@ class Ranks(Collective):
     def send(self, command: Any) -> None:
         """On rank 0: have the others receive it."""
         with self._named():
-            dist.broadcast(torch.zeros(1), 0, group=self.waiting)
+            heard = dist.broadcast(torch.zeros(1), 0, group=self.waiting, async_op=True)
+            assert heard is not None
+            heard.wait(timedelta(seconds=self.timeout_s))  # the group's own time-out is that of ranks without work
             dist.broadcast_object_list([command], 0, group=self.host)
 
     def receive(self) -> Any:

@@ -17,7 +17,7 @@ from atomrl.metrics import Metrics
 from atomrl.models.loading import compute_dtype, load_transformers, model_config_only, model_weights, save_settings
 from atomrl.models.lora import ADAPTER, adapter_weights, has_adapters, is_adapter
 from atomrl.models.scalar import ScalarModel, scalar_settings
-from atomrl.models.shared_prefix import Stream
+from atomrl.models.shared_prefix import Stream, packs_rows
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Adapter, Algorithm, ModelOutputs, WeightUpdate
 from atomrl.training.base import Differentiated
@@ -96,7 +96,7 @@ class MegatronBackend(WritesBeside):
         dtype, device = compute_dtype(config.dtype, self.device), self.device
         checkpointing = trained and config.gradient_checkpointing
         dropout, settings = config.lora.dropout if config.lora else 0.0, self.settings
-        packed = device.type == "cpu" if config.pack_rows is None else config.pack_rows
+        packed = packs_rows(config.pack_rows, device.type)
         shape, adapted = found.skeleton.config, found.adapted
         with on_device(self.device):
             stage = Stage(shape, found.parts, scalar, settings, device, dtype, checkpointing, packed, adapted, dropout)

@@ -49,6 +49,8 @@ class Misbehaving(FSDPBackend):
 
 
 def build(fault, at, config, settings, ranks, device):
+    if fault == "stopped before it listens" and ranks.rank == 1:
+        ranks.receive = lambda: commit("SIGSTOP", None)
     fault, settings = Fault(fault, at), {"collective": ranks, "device": device, **settings}
     if isinstance(config, FSDPConfig):
         made = Misbehaving(config, **settings)

@@ -90,6 +90,12 @@ def test_a_death_while_the_others_are_idle_interrupts_the_run(folder):
             time.sleep(SOON_S)
 
 
+def test_a_rank_that_stops_between_two_commands_is_named_at_the_next(folder):
+    with closing(ranked(folder, "stopped before it listens", timeout_s=5)) as both:
+        pids = fails_soon(both, FAULTS["SIGSTOP"])
+    assert all(map(ended, pids))
+
+
 def test_no_rank_outlives_the_process_that_started_it(folder):
     command = [sys.executable, "-m", "tests.training.misbehaving", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
