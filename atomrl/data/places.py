@@ -6,8 +6,8 @@ takes as many searches; one of 0 hops ("What comes after 41?") takes none. The e
 and the reward `exact_match` scores answers.
 
 Demonstrations search 0 to 3 times, by chance and whatever the question is, along its chain and beyond, and then give
-the right answer. So a model that imitates them can search, but does not know how often; that is left to reinforcement
-learning.
+the right answer, or `?` where they have not come to it. So a model that imitates them can search, and can read an answer
+from what it found, but does not know how often to search; that is left to reinforcement learning.
 
 There are 14,804 places in 191 countries, from GeoNames (https://www.geonames.org, CC BY 4.0; `tools/make_places.py`).
 The nearest larger place is of the same country, so chains never leave it, and whole countries are of the eval split.
@@ -131,6 +131,7 @@ def make(rng: random.Random, hops: Sequence[int] = (0, 1, 1, 2, 2, 3)) -> dict[s
         "data_source": f"places-{number}",
         "country": country,
         "chain": chain,
+        "hops": number,
     }
 
 
@@ -140,12 +141,13 @@ def split_by(row: dict[str, Any]) -> str:
 
 
 def demonstrate(rng: random.Random, row: dict[str, Any]) -> list[Message]:
-    """Searches, each with its answer, as many as chance says; then the right answer to the question.
+    """Searches, each with its answer, as many as chance says; then the right answer to the question, or `?` if it takes
+    more of them: an answer that nothing before it says would teach to invent one.
 
     Example:
-        >>> row = {"chain": ["Balkh", "Kunduz", "Kabul"], "ground_truth": "114883"}
+        >>> row = {"chain": ["Balkh", "Kunduz", "Kabul"], "ground_truth": "114883", "hops": 1}
         >>> [message["content"] for message in demonstrate(random.Random(1), row)]
-        ['<answer>114883</answer>']
+        ['<answer>?</answer>']
         >>> [message["role"] for message in demonstrate(random.Random(0), row)]
         ['assistant', 'environment', 'assistant', 'environment', 'assistant']
     """
@@ -154,4 +156,5 @@ def demonstrate(rng: random.Random, row: dict[str, Any]) -> list[Message]:
     for name in row["chain"][:searches]:
         messages.append(Message(role="assistant", content=f"<search>{name}</search>"))
         messages.append(Message(role="environment", content=find(name)))
-    return [*messages, Message(role="assistant", content=f"<answer>{row['ground_truth']}</answer>")]
+    answer = row["ground_truth"] if searches >= row["hops"] else "?"
+    return [*messages, Message(role="assistant", content=f"<answer>{answer}</answer>")]
