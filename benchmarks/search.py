@@ -5,7 +5,7 @@
 
 For each seed: the warm start, GRPO, and `atomrl eval` on places of countries that no training has seen, 0 to 4 hops:
 before, after, and after with a search that finds nothing. For the first seed also GRPO with what the searches find in
-the loss; and, from a warm start of 1,200 steps, after which most groups have no right answer, with a cost of 0.04 a
+the loss; and, from a warm start of 600 steps, after which most groups have no right answer, with a cost of 0.04 a
 search for right and for wrong answers, each normalised as GRPO does and as Dr. GRPO does, and with the cost on right
 answers alone; for `--collapse-steps`.
 
@@ -32,13 +32,13 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 WARM, GRPO = ROOT / "configs/quickstart_search_sft.yaml", ROOT / "configs/quickstart_search.yaml"
 HOPS = range(5)
-COST, SHORT = 0.04, 1200
+COST, SHORT = 0.04, 600
 ALL_ANSWERS = f"reward.functions=[exact_match, {{function: {__file__}:searches, weight: -{COST}}}]"
 COLLAPSES = {
     "replies in the loss": [],
     "cost on all answers": [ALL_ANSWERS],
     "cost on all answers, dr_grpo": [ALL_ANSWERS, "algorithm.name=dr_grpo"],
-    "cost on right answers": [],
+    "cost on right answers": [f"environment.args.cost={COST}"],
 }
 REPLIES = "--replies-in-loss"
 
