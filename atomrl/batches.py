@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from atomrl.devices import sent
 from atomrl.types import RaggedIds
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -179,6 +181,21 @@ def taken_apart(whole: Tensor, rows: RowBatch) -> Tensor:
         return whole
     inside, places, _, _ = laid
     return whole.new_zeros(inside.shape).masked_scatter(inside, whole.flatten()[places])
+
+
+ON_THE_HOST = frozenset({"labels", "pair_ids", "state"})
+"""What a loss looks up on the host: it says how many rows of a kind there are, and a device would have to be asked."""
+
+
+def moved(rows: Rows, device: torch.device) -> Rows:
+    """Rows as a loss takes them: on the device, but for what is `ON_THE_HOST`."""
+    changes: dict[str, Any] = {}
+    for name, value in vars(rows).items():
+        if isinstance(value, RaggedIds):
+            changes[name] = RaggedIds(sent(value.counts, device), sent(value.ids, device))
+        elif value is not None and name not in ON_THE_HOST:
+            changes[name] = sent(value, device)
+    return replace(rows, **changes)
 
 
 def _laid(rows: RowBatch) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:

@@ -150,6 +150,8 @@ class Distributions:
     """[n, H] what the output matrix multiplies: of the N tokens, or of this rank's, where ranks share rows."""
     head_weight: Tensor
     """[V, H]"""
+    places: Tensor
+    """[N] where each token is in the flattened [B * T]."""
     temperature: float = 1.0
     of_all: Callable[[Tensor], Tensor] = _as_it_is
     """[n, ...] numbers of the tokens of `hidden` -> [N, ...] of all, row by row."""

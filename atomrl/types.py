@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from atomrl.episodes import Episode, FailureKind
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort", "environment"]
@@ -125,10 +124,6 @@ class RaggedIds:
         sizes = counts.sum(1).tolist()
         ids = [by_row[row][:size] for row, size in zip(index.tolist(), sizes, strict=True)]
         return RaggedIds(counts, torch.cat(ids))
-
-    def to(self, device: torch.device) -> RaggedIds:
-        """On another device."""
-        return RaggedIds(self.counts.to(device), self.ids.to(device))
 
 
 @dataclass(frozen=True, kw_only=True)

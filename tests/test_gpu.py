@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
+from atomrl.algorithms.table import objective_of
 from atomrl.cli.main import main
 from atomrl.metrics import values
 from atomrl.models.loading import load_policy
@@ -68,6 +69,18 @@ def test_rows_end_to_end_are_padded_rows(tmp_path, kind):
     exact, rounded, packed = (found(*how) for how in (("float32", False), ("bfloat16", False), ("bfloat16", True)))
     for mine, theirs, right in zip(packed, rounded, exact, strict=True):
         assert (mine - right).norm() <= 2 * (theirs - right).norm() + 5e-3 * right.norm()
+
+
+def test_no_micro_batch_waits_for_the_device(folder):
+    """`tests/training/test_no_waits.py` has more models and algorithms, without a GPU."""
+    batch, algorithm = make_batch(), objective_of("grpo", {}).resolved(max_completion_tokens=16)
+    backend = make_local(folder, algorithm, device="cuda", train={"rows_per_micro_batch": 2})
+    backend.train_step(batch, algorithm)  # what is made once: tables of positions
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        backend.gradients(batch, algorithm)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("engine", [NativeEngine, HFEngine])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from atomrl.atoms.preference_losses import bradley_terry_loss, reward_centring_loss
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch
+from atomrl.devices import sent
 from atomrl.metrics import Mean, Sum
 from atomrl.objective.advantage_inputs import given
 from atomrl.objective.base import MINIMISE, Formulation, Goal, SupervisedObjective
@@ -63,8 +64,9 @@ class RewardModelObjective(SupervisedObjective):
 
     def loss(self, outputs: ModelOutputs, batch: TrainingBatch) -> LossOutput:
         """The mean over pairs, of which a micro-batch has some."""
-        better, worse = pair_rows(given(batch.labels), given(batch.pair_ids))
-        chosen, rejected = (given(outputs.scores)[index] for index in (better, worse))
+        scores, pairs = given(outputs.scores), pair_rows(given(batch.labels), given(batch.pair_ids))
+        better, worse = (sent(index, scores.device) for index in pairs)
+        chosen, rejected = scores[better], scores[worse]
         ahead: Tensor | None = None
         if self.margin and batch.pair_margins is not None:
             ahead = self.margin * batch.pair_margins[better].to(chosen)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from atomrl.atoms.logits import head_logits
 from atomrl.atoms.shapes import Mask, PerPosition, PerToken, Vocabulary
+from atomrl.devices import sent
 
 CHUNK_ELEMENTS = 2**25
 """Logits held at a time: 128 MB in float32."""
@@ -126,7 +127,7 @@ def kept_token_logprobs(
         head_weight: the output matrix; its gradient is in its own dtype.
         tokens: token ids.
         candidate_ids: the tokens that each token was drawn from, itself among them, token after token.
-        candidate_counts: how many each token has; they add up to M.
+        candidate_counts: how many each token has; they add up to M. On the host, it waits for no device.
         temperature: above 0; divides the logits.
         chunk_tokens: as in `fused_token_logprobs`.
         with_entropy: compute the entropy too.
@@ -148,7 +149,7 @@ def kept_token_logprobs(
     if sum(sizes) != len(candidate_ids):
         raise ValueError(f"candidate_counts add up to {sum(sizes)}, but there are {len(candidate_ids)} candidate_ids")
     places = torch.arange(len(tokens), device=tokens.device)
-    rows = places.repeat_interleave(candidate_counts, output_size=len(candidate_ids))
+    rows = places.repeat_interleave(sent(candidate_counts, tokens.device), output_size=len(candidate_ids))
     ids = candidate_ids.long()
     selected: Tensor = _SelectedLogits.apply(hidden, head_weight, ids, rows, sizes, chunk)  # type: ignore[no-untyped-call]  # torch has no types for it
     scaled = selected / _positive(temperature)
@@ -304,7 +305,8 @@ def row_logprobs(
 
         logprobs[b, t] = log p(tokens[b, t] | tokens[b, <t]), from hidden[b, t-1]; 0 where the mask is false
 
-    Position 0 has nothing before it and is never computed, whatever the mask; only what the mask names is.
+    Position 0 has nothing before it and is never computed, whatever the mask; only what the mask names is. How many
+    those are is read where the mask lies: with tokens, mask and candidates on the host, it waits for no device.
 
     Args:
         hidden: after the final norm, of every token of the rows; or only of those before a wanted token, row by row.
@@ -330,20 +332,20 @@ def row_logprobs(
     wanted = loss_mask.clone()
     wanted[:, 0] = False
     at = wanted.flatten().nonzero()[:, 0]
+    own, places = sent(tokens.flatten()[at], hidden.device), sent(at, hidden.device)
     if hidden.dim() == 3:
-        hidden = hidden.reshape(rows * length, -1).index_select(0, at - 1)
-    own = tokens.flatten()[at]
+        hidden = hidden.reshape(rows * length, -1).index_select(0, places - 1)
     if candidate_ids is None or candidate_counts is None:
         logprobs, entropy = fused_token_logprobs(hidden, head_weight, own, temperature, chunk_tokens, with_entropy)
     else:
         # A mask may be narrower than what was drawn.
         needed = wanted.flatten().repeat_interleave(candidate_counts.flatten(), output_size=len(candidate_ids))
-        ids, counts = candidate_ids[needed], candidate_counts.flatten()[at]
+        ids, counts = sent(candidate_ids[needed], hidden.device), candidate_counts.flatten()[at]
         settings = temperature, chunk_tokens, with_entropy
         logprobs, entropy = kept_token_logprobs(hidden, head_weight, own, ids, counts, *settings)
 
     def spread(values: Tensor) -> Tensor:
-        return values.new_zeros(rows * length).index_copy(0, at, values).view(rows, length)
+        return values.new_zeros(rows * length).index_copy(0, places, values).view(rows, length)
 
     return spread(logprobs), None if entropy is None else spread(entropy)
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from atomrl.atoms.logits import head_logits
 from atomrl.config import ConfigError
 from atomrl.config.schema import check_heads
+from atomrl.devices import sent
 from atomrl.models.attention import PackedAttention, row_attention, stream_attention
 from atomrl.models.kernels import FusedLinear, apply, are_plain, rms_norm, stacked, swiglu
 from atomrl.models.shared_prefix import Stream, packs_rows, row_stream
@@ -200,8 +201,7 @@ class GPT(nn.Module):
         """
         weight, (rows, length) = self.model.embed_tokens.weight, tokens.shape
         if self.shares_prompts:
-            stream = row_stream(rows, length).to(tokens.device)
-            return self._stream_states(tokens, stream).view(rows, length, -1)
+            return self._stream_states(tokens, row_stream(rows, length)).view(rows, length, -1)
         x = F.embedding(tokens, weight).to(self.compute_dtype or weight.dtype)
         cos, sin = self.rope_tables(length, tokens.device)
         for layer in self.model.layers:
@@ -220,9 +220,10 @@ class GPT(nn.Module):
     def _stream_states(self, tokens: Tensor, stream: Stream) -> Tensor:
         # Apart from the two that call it: either gathers this model's weights where they are in shards, and once alone.
         weight = self.model.embed_tokens.weight
+        kept, back = (sent(part, tokens.device) for part in stream.before.unique(return_inverse=True))
+        stream = stream.to(tokens.device)
         x = F.embedding(tokens.flatten()[stream.source], weight).to(self.compute_dtype or weight.dtype)
         attend = self._stream_attention(x, stream, stream.spans is None and tokens.shape[1] <= BMM_MAX_TOKENS)
-        kept, back = stream.before.unique(return_inverse=True)
         last = self.model.layers[-1]
         for layer in self.model.layers:
             keep = kept if layer is last and len(kept) < len(x) else None

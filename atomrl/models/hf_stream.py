@@ -2,13 +2,15 @@
 
 transformers looks up what makes the mask and what attends in two tables, by a name in the model's config. Under `NAME`
 both are its own of SDPA, but within `streaming` the mask is the stream itself, and attention is `attention.attend`.
+Without a mask of padding, transformers asks the device whether positions begin anew, and with one whether it hides
+anything: a model that streams is given one, so that the host does not wait, and within `streaming` nobody reads it.
 """
 
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,12 +19,14 @@ from atomrl.models.attention import attend
 from atomrl.models.shared_prefix import Stream, make_stream
 
 NAME = "atomrl_stream"
-_stream: ContextVar[Stream | None] = ContextVar("stream", default=None)
+Laid = Stream | Literal["rows"]
+_stream: ContextVar[Laid | None] = ContextVar("stream", default=None)
 
 
 @contextmanager
-def streaming(stream: Stream) -> Iterator[None]:
-    """Within it, a model that `let_stream` prepared takes its one row of tokens as this stream."""
+def streaming(stream: Laid) -> Iterator[None]:
+    """Within it, a model that `let_stream` prepared takes its one row of tokens as this stream, or rows as they are,
+    padded on the right or not at all."""
     before = _stream.set(stream)
     try:
         yield
@@ -64,7 +68,7 @@ def small_stream(vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor,
     lengths = torch.tensor([7, 6, 5])
     wanted = (torch.arange(7) >= 4) & (torch.arange(7) < lengths[:, None])
     stream = make_stream(tokens, wanted, torch.tensor([4, 4, 4]))
-    return tokens.to(device), wanted.to(device), stream.to(device)
+    return tokens.to(device), wanted.to(device), stream
 
 
 def _register() -> None:
@@ -72,7 +76,10 @@ def _register() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def mask(*arguments: Any, **named: Any) -> Any:
-        return _stream.get() or sdpa_mask(*arguments, **named)
+        laid = _stream.get()
+        if isinstance(laid, Stream):
+            return laid
+        return sdpa_mask(*arguments, **named | ({} if laid is None else {"attention_mask": None}))
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **named: Any) -> Any:
         if not isinstance(attention_mask, Stream):

@@ -77,7 +77,7 @@ class RewardModel:
         for index in micro_batches(lengths, None, self.tokens_per_batch):
             progress()
             tokens = pad_sequence([torch.tensor(rows[row]) for row in index], batch_first=True)
-            scores[index] = self.model.scores(tokens.to(self.device), lengths[index].to(self.device)).cpu()
+            scores[index] = self.model.scores(tokens, lengths[index]).cpu()
         return scores.tolist()
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomrl.config import ConfigError
+from atomrl.devices import sent
 from atomrl.models.gpt import GPT, Linear
 from atomrl.models.loading import (
     compute_dtype,
@@ -62,7 +63,7 @@ class GPTScalar(GPT):
     def _spread(self, states: Tensor, where: Tensor) -> Tensor:
         """[N] float32: the number of each state at the places [N] bool that are its; 0 elsewhere."""
         numbers: Tensor = self.score(states)[:, 0].float()
-        return numbers.new_zeros(len(where)).index_copy(0, where.nonzero()[:, 0], numbers)
+        return numbers.new_zeros(len(where)).index_copy(0, sent(where.nonzero()[:, 0], numbers.device), numbers)
 
 
 class HFScalar(nn.Module):
@@ -80,6 +81,7 @@ class HFScalar(nn.Module):
 
     def scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """[B] float32."""
+        tokens, lengths = (sent(part, self.inner.device) for part in (tokens, lengths))
         attention = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         padded = tokens.masked_fill(~attention, self.config.pad_token_id or 0)
         return cast(Tensor, self.inner(input_ids=padded, attention_mask=attention.long()).logits[:, 0].float())

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from atomrl.devices import sent
 from atomrl.models.attention import Block, Spans
 from atomrl.models.ulysses import Share, part_sizes
 
@@ -32,7 +33,7 @@ def packs_rows(setting: bool | None, device: str) -> bool:
 
 @dataclass(frozen=True)
 class Stream:
-    """What is computed of a micro-batch."""
+    """What is computed of a micro-batch. It is laid out on the host, and the model takes it to its device (`to`)."""
 
     source: Tensor
     """[N] where each token is in the flattened [B * T]."""
@@ -52,14 +53,12 @@ class Stream:
         if device.type == "cpu":
             return self
 
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.pin_memory().to(device, non_blocking=True)
-
         spans = Spans.of(self.blocks)
-        order = None if spans.order is None else moved(spans.order)
-        spans = replace(spans, queries=moved(spans.queries), keys=moved(spans.keys), order=order)
-        share = None if self.share is None else replace(self.share, positions=moved(self.share.positions))
-        return Stream(moved(self.source), moved(self.positions), moved(self.before), self.blocks, spans, share)
+        order = None if spans.order is None else sent(spans.order, device)
+        spans = replace(spans, queries=sent(spans.queries, device), keys=sent(spans.keys, device), order=order)
+        share = None if self.share is None else replace(self.share, positions=sent(self.share.positions, device))
+        source, positions, before = (sent(part, device) for part in (self.source, self.positions, self.before))
+        return Stream(source, positions, before, self.blocks, spans, share)
 
     def cut(self, group: Any) -> tuple["Stream", Tensor]:
         """This rank's share, and [n] bool, which of `before` are in it."""
@@ -75,7 +74,8 @@ class Stream:
 def states_before(model: Any, tokens: Tensor, wanted: Tensor, prompt_lengths: Tensor) -> tuple[Tensor, Tensor]:
     """The hidden state from which each wanted token is predicted: that of the token before it, after the final norm.
 
-    A model that `shares_prompts` computes a stream, others plain rows.
+    A model that `shares_prompts` computes a stream, others plain rows. Of rows on the host nothing waits for the
+    model's device.
 
     Args:
         model: `GPT` or `HFModel`.
@@ -84,8 +84,8 @@ def states_before(model: Any, tokens: Tensor, wanted: Tensor, prompt_lengths: Te
         prompt_lengths: [B]. Rows whose first tokens, up to here, are the same share them.
 
     Returns:
-        [n, H], in the order of the rows, and [B, T] bool, of which tokens: all that are wanted, or this rank's of them,
-        where ranks share the rows.
+        [n, H], in the order of the rows, and [B, T] bool, beside `wanted`, of which tokens: all that are wanted, or
+        this rank's of them, where ranks share the rows.
 
     Example:
         >>> from atomrl.models.gpt import new_gpt
@@ -98,15 +98,17 @@ def states_before(model: Any, tokens: Tensor, wanted: Tensor, prompt_lengths: Te
     """
     wanted = wanted.clone()
     wanted[:, 0] = False
+    device = model.head_weight.device
     states: Tensor
     if model.shares_prompts and wanted.any():
         stream = make_stream(tokens.cpu(), wanted.cpu(), prompt_lengths.cpu())
         if model.sharing is not None:
             stream, own = stream.cut(model.sharing)
             wanted = wanted.masked_scatter(wanted, own.to(wanted.device))
-        states = model.stream_states(tokens, stream.to(tokens.device))
+        states = model.stream_states(sent(tokens, device), stream)
     else:
-        states = model.forward_hidden(tokens).flatten(0, 1).index_select(0, wanted.flatten().nonzero()[:, 0] - 1)
+        hidden = model.forward_hidden(sent(tokens, device)).flatten(0, 1)
+        states = hidden.index_select(0, sent(wanted.flatten().nonzero()[:, 0] - 1, hidden.device))
     return states, wanted
 
 

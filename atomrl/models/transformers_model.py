@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from atomrl.atoms.logits import head_logits
 from atomrl.config import ConfigError
-from atomrl.models.hf_stream import let_stream, longest_row, small_stream, streaming
+from atomrl.models.hf_stream import Laid, let_stream, longest_row, small_stream, streaming
 from atomrl.models.kernels import are_plain
 from atomrl.models.offload import Kept, get, put
 from atomrl.models.shared_prefix import Stream, packs_rows
@@ -52,16 +52,18 @@ class HFModel(nn.Module):
 
     def stream_states(self, tokens: Tensor, stream: Stream) -> Tensor:
         """States of a stream after the final norm: tokens [B, T] -> [n, H], at each of its `before`."""
+        stream = stream.to(tokens.device)
         longest = longest_row(self.inner.config.get_text_config())
         if longest is not None and tokens.shape[1] > longest:  # a window is of rows
             last = stream.source[stream.before]
             return self._hidden(tokens).flatten(0, 1).index_select(0, last)
-        with streaming(stream):
-            row = tokens.flatten()[stream.source][None]
-            return self._hidden(row, position_ids=stream.positions[None])[0].index_select(0, stream.before)
+        row = tokens.flatten()[stream.source][None]
+        return self._hidden(row, stream, position_ids=stream.positions[None])[0].index_select(0, stream.before)
 
-    def _hidden(self, tokens: Tensor, **named: Tensor) -> Tensor:
-        with self._rounding.saving_masters() if self._rounding else nullcontext():
+    def _hidden(self, tokens: Tensor, laid: Laid = "rows", **named: Tensor) -> Tensor:
+        if self.streams:
+            named["attention_mask"] = torch.ones_like(tokens)
+        with self._rounding.saving_masters() if self._rounding else nullcontext(), streaming(laid):
             hidden: Tensor = self.inner.base_model(input_ids=tokens, use_cache=False, **named).last_hidden_state
         return hidden.to(self.compute_dtype or self.head_weight.dtype)  # a few families end in float32
 

@@ -128,7 +128,7 @@ class Distillation(Choice, type="jsd"):
         student, teacher = given(outputs.distributions), given(outputs.teacher_distributions)
         weights = student.hidden, student.head_weight, teacher.hidden, teacher.head_weight
         divergence = student.of_all(fused_generalised_jsd(*weights, self.beta, student.temperature))
-        loss = weighted_sum(divergence[None], batch.loss_weights[mask][None])
+        loss = weighted_sum(divergence[None], batch.loss_weights.flatten()[student.places][None])
         return self.coefficient * loss, {"actor/distillation_loss": Mean(divergence.detach().sum(), mask.sum())}
 
     def warnings(self, setting: Setting) -> Iterator[str]:

@@ -12,6 +12,7 @@ from atomrl.atoms.masks import masked_sum, row_sum
 from atomrl.atoms.preference_scores import implicit_reward
 from atomrl.atoms.reductions import weighted_sum
 from atomrl.batches import AdvantageBatch, RowBatch, TrainingBatch, select_rows
+from atomrl.devices import sent
 from atomrl.metrics import Mean, Metrics, Sum
 from atomrl.objective.advantage_inputs import given
 from atomrl.objective.base import MINIMISE, Formulation, Goal, SupervisedObjective
@@ -164,13 +165,13 @@ class PreferenceObjective(SupervisedObjective):
         metrics: Metrics = {}
         of_labels = self.losses[0]
         if isinstance(of_labels, LabelLoss):
-            better, worse = ((labels == label).nonzero()[:, 0] for label in (1, -1))
-            reference = scores.new_tensor(batch.state.get(REFERENCE, 0.0))
-            losses = of_labels(scores, (labels > 0).to(scores.dtype), reference)
+            better, worse = (sent((labels == label).nonzero()[:, 0], scores.device) for label in (1, -1))
+            reference = scores.new_full((), batch.state.get(REFERENCE, 0.0))
+            losses = of_labels(scores, sent((labels > 0).to(scores.dtype), scores.device), reference)
             loss = weighted_sum(losses[:, None], weights[:, None])
             metrics["preference/reference"] = Mean(reference)
         else:
-            better, worse = pair_rows(labels, given(batch.pair_ids))
+            better, worse = (sent(index, scores.device) for index in pair_rows(labels, given(batch.pair_ids)))
             chosen, rejected, of_pairs = scores[better], scores[worse], (weights[better] + weights[worse])[:, None]
             if batch.pair_ref_margins is not None:
                 reference = self.score.sums(batch.ref_logprobs, batch)

@@ -10,6 +10,7 @@ from atomrl.atoms import preference_scores as scores
 from atomrl.atoms.masks import row_mean, row_sum
 from atomrl.atoms.supervised_losses import nll_loss
 from atomrl.batches import RowBatch
+from atomrl.devices import sent
 from atomrl.objective.advantage_inputs import given
 from atomrl.objective.choice import Atoms, Choice, Formula, Setting
 from atomrl.objective.pairing import shared_lengths
@@ -35,7 +36,7 @@ class PreferenceScore(Choice):
         mask = rows.loss_mask
         if self.ld_alpha == 1 or rows.pair_ids is None:
             return row_sum(given(logprobs), mask)
-        shared = shared_lengths(mask, rows.pair_ids)
+        shared = shared_lengths(mask, sent(rows.pair_ids, mask.device))
         return scores.length_desensitised_logprob(given(logprobs), mask, shared, self.ld_alpha)
 
     def where(self) -> tuple[Formula, ...]:

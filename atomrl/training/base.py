@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from atomrl.batches import RowBatch, Rows, TrainingBatch, select_rows
+from atomrl.batches import RowBatch, Rows, TrainingBatch, moved, select_rows
 from atomrl.config import ConfigError, CriticConfig, ModelConfig, TrainConfig
+from atomrl.devices import sent
 from atomrl.metrics import Count, Metrics, merge
 from atomrl.models.batches import group_pieces, micro_batches, micro_batches_for, padded_tokens, zero_weight_row
 from atomrl.models.kernels import plain_formulas, round_once
@@ -27,7 +28,6 @@ from atomrl.training.collective import Collective, OutOfMemory, check_launcher
 from atomrl.training.optimizer import Optimizer
 from atomrl.training.roles import SOURCES, TRAINED, Role, RoleName, check_forward_mode, sources
 from atomrl.training.watched import WatchedTokens
-from atomrl.types import RaggedIds
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -173,7 +173,7 @@ class BaseBackend(ABC):
             for index, found in self._forward_outputs(rows, split, needs):
                 if not self._says:
                     continue
-                at = index.to(self.device)
+                at = sent(index, self.device)
                 for name, tensor in whole.items():
                     values = found[name][: len(index)].float()
                     tensor[at if values.dim() == 1 else (at, slice(values.shape[1]))] = values
@@ -242,6 +242,7 @@ class BaseBackend(ABC):
             micro = self._micro(what.batch, index)
             with offloading(self.activation_offload):
                 outputs = ModelOutputs(**self._outputs(micro, what.wanted))
+            micro = moved(micro, self.device)
             if what.watched:
                 micro = what.watched.begin(micro, outputs)
             result = what.algorithm.loss(outputs, micro)
@@ -272,7 +273,7 @@ class BaseBackend(ABC):
                 return ModelOutputs(**self._outputs(micro, wanted))
 
         def step(split: list[Tensor]) -> UpdateOutput:
-            micros = [self._micro(batch, index) for index in split]
+            micros = [moved(self._micro(batch, index), self.device) for index in split]
             return update(algorithm, list(actor.weights.values()), micros, outputs)
 
         done = self._in_micro_batches(batch, algorithm.row_unit, step)
@@ -285,7 +286,7 @@ class BaseBackend(ABC):
         return self.collective.rank % self.together == 0
 
     def _outputs(self, micro: RowBatch, names: Collection[str]) -> dict[str, Any]:
-        """Outputs of all roles for a micro-batch, by name."""
+        """Outputs of all roles for a micro-batch, which is on the host, by name."""
         found: dict[str, Any] = {}
         for role, asked in sources(names, self.roles).items():
             outputs = self.roles[role].outputs(micro, asked.values(), self.temperature)
@@ -300,18 +301,9 @@ class BaseBackend(ABC):
             yield index, self._outputs(self._micro(rows, index), names)
 
     def _micro(self, rows: Rows, index: Tensor) -> Rows:
-        """The rows of a micro-batch on the device; where there are none, one without weight in the loss."""
+        """The rows of a micro-batch, on the host; where there are none, one without weight in the loss."""
         progress()
-        micro = select_rows(rows, index) if len(index) else zero_weight_row(rows)
-        if self.device.type == "cpu":
-            return micro
-        moved: dict[str, Any] = {}
-        for name, value in vars(micro).items():
-            if isinstance(value, Tensor):  # from pinned memory: a plain copy would wait for the device, field by field
-                moved[name] = value.pin_memory().to(self.device, non_blocking=True)
-            elif isinstance(value, RaggedIds):
-                moved[name] = value.to(self.device)
-        return replace(micro, **moved)
+        return select_rows(rows, index) if len(index) else zero_weight_row(rows)
 
     def _split(self, rows: RowBatch, group_ids: Tensor | None) -> list[Tensor]:
         """The rows of each micro-batch of all ranks."""

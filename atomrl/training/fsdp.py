@@ -24,7 +24,7 @@ from atomrl.config import ConfigError, FSDPConfig, ModelConfig
 from atomrl.metrics import Metrics
 from atomrl.models.loading import compute_dtype, model_weights
 from atomrl.models.lora import adapter_weights, has_adapters, is_adapter
-from atomrl.models.scalar import ScalarModel
+from atomrl.models.scalar import HFScalar
 from atomrl.models.ulysses import check_heads
 from atomrl.protocols import Algorithm, ModelInput, WeightUpdate
 from atomrl.training.base import Differentiated
@@ -123,10 +123,8 @@ class FSDPBackend(WritesBeside):
                 unit.set_gradient_divide_factor(1.0)
                 unit.set_force_sum_reduction_for_comms(True)
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
-        entries = ("values", "scores") if isinstance(model, ScalarModel) else ("forward_hidden", "stream_states")
-        for entry in entries:
-            if hasattr(model, entry):
-                register_fsdp_forward_method(model, entry)
+        for entry in ("scores",) if isinstance(model, HFScalar) else ("forward_hidden", "stream_states"):
+            register_fsdp_forward_method(model, entry)
 
     def before_backward(self, last: bool) -> None:
         """Where gradients are summed once in an update, that is after its last micro-batch."""

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from atomrl.batches import RowBatch, TrainingBatch
+from atomrl.batches import RowBatch, TrainingBatch, moved
 from atomrl.config import ConfigError, MegatronConfig, ModelConfig
 from atomrl.metrics import Metrics
 from atomrl.models.loading import compute_dtype, load_transformers, model_config_only, model_weights, save_settings
@@ -203,7 +203,7 @@ class MegatronBackend(WritesBeside):
             def loss(number: int, outputs: dict[str, Any], name: RoleName = name, asked: Any = asked) -> Tensor:
                 beside = given[number] if name == "policy" else {}
                 named = ModelOutputs(**{key: outputs[output] for key, output in asked.items()}, **beside)
-                micro, index = micros[number], split[number]
+                micro, index = moved(micros[number], self.device), split[number]
                 if watched and name == "policy":
                     micro = watched.begin(micro, named)
                     seen.append((index if self._says else index[:0], micro, named))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomrl.batches import RowBatch
+from atomrl.devices import sent
 from atomrl.metrics import Mean, Metrics
 from atomrl.models.shared_prefix import Stream
 
@@ -45,7 +46,7 @@ class Balance:
         if not torch.is_grad_enabled():
             return
         width = micro.tokens.shape[1]
-        ends = (micro.loss_mask * torch.arange(width, device=micro.tokens.device)).amax(1)
+        ends = sent((micro.loss_mask * torch.arange(width)).amax(1), stream.positions.device)
         there = stream.positions < ends[stream.source // (width + 1)]
         self._counted = F.pad(there, padding).chunk(tensor)[rank].float()
 

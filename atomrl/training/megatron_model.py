@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from atomrl.atoms.logprobs import row_logprobs
 from atomrl.batches import RowBatch
 from atomrl.config import MegatronConfig
+from atomrl.devices import sent
 from atomrl.models.attention import attend
 from atomrl.models.shared_prefix import Stream, make_stream, row_stream
 from atomrl.models.spec import DecoderSpec, rope_frequencies
@@ -111,7 +112,7 @@ class Stage(nn.Module):
 
         super().__init__()
         self.spec, experts = read_shape(config)
-        self.tensor, self.scalar, self.shares_prompts = settings.tensor, scalar, packed
+        self.tensor, self.scalar, self.shares_prompts, self.device = settings.tensor, scalar, packed, device
         self.first, self.last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
         self.group, self.rank = (
             parallel_state.get_tensor_model_parallel_group(),
@@ -181,7 +182,7 @@ class Stage(nn.Module):
 
     def stream(self, micro: RowBatch, wanted: Collection[Output]) -> Stream:
         """What is computed of a micro-batch [B, T + 1], with a column of padding: `before` are the tokens before those
-        masked, or the last of each row, if its score is wanted."""
+        masked, or the last of each row, if its score is wanted. The micro-batch is on the host, here and below."""
         tokens, after, prompts = F.pad(micro.tokens, (0, 1)), F.pad(micro.loss_mask, (0, 1)), micro.prompt_lengths
         if "scores" in wanted:
             after = F.one_hot(micro.lengths, tokens.shape[1]).bool()
@@ -189,17 +190,17 @@ class Stage(nn.Module):
             prompts = torch.zeros_like(prompts)
         after[:, 0] = False
         if self.shares_prompts and after.any():
-            return make_stream(tokens.cpu(), after.cpu(), prompts.cpu()).to(tokens.device)
-        whole = row_stream(*tokens.shape)
-        source, positions = (part.to(tokens.device) for part in (whole.source, whole.positions))
-        return Stream(source, positions, after.flatten().nonzero()[:, 0] - 1, whole.blocks)
+            return make_stream(tokens, after, prompts).to(self.device)
+        whole, before = row_stream(*tokens.shape), after.flatten().nonzero()[:, 0] - 1
+        source, positions, before = (sent(part, self.device) for part in (whole.source, whole.positions, before))
+        return Stream(source, positions, before, whole.blocks)
 
     def forward(self, micro: RowBatch, stream: Stream) -> Tensor:
         """[N, 1, H], or this rank's part of N, for the next stage; of the last one it is after the final norm."""
         gpt, padding = self.module, (0, -len(stream.source) % self.tensor)
         if self.balance is not None:
             self.balance.begin(micro, stream, padding, self.rank, self.tensor)
-        tokens = F.pad(F.pad(micro.tokens, (0, 1)).flatten()[stream.source], padding)
+        tokens = F.pad(sent(F.pad(micro.tokens, (0, 1)), self.device).flatten()[stream.source], padding)
         x = gpt.embedding(input_ids=tokens[None], position_ids=None) if self.first else None
         angles = self.rotary(F.pad(stream.positions, padding))
         states: Tensor = gpt.decoder(hidden_states=x, attention_mask=stream, rotary_pos_emb=angles)
@@ -229,13 +230,15 @@ class Stage(nn.Module):
             if entropy is not None:
                 found["entropy"] = entropy
         if "distributions" in wanted:
-            found["distributions"] = Distributions(before, self._whole_head(), temperature)
+            places = sent(mask.flatten().nonzero()[:, 0], self.device)
+            found["distributions"] = Distributions(before, self._whole_head(), places, temperature)
         return found
 
     def _numbers(self, states: Tensor, where: Tensor) -> Tensor:
         """Float32 of the shape of `where`: the number of each state at the places that are its; 0 elsewhere."""
         numbers: Tensor = self.score(states)[:, 0].float()
-        return numbers.new_zeros(where.shape).masked_scatter(where, numbers)
+        places = sent(where.flatten().nonzero()[:, 0], self.device)
+        return numbers.new_zeros(where.numel()).index_copy(0, places, numbers).view(where.shape)
 
     def _logprobs(
         self, before: Tensor, micro: RowBatch, mask: Tensor, temperature: float, entropy: bool

@@ -17,6 +17,7 @@ from atomrl.atoms.logprobs import row_logprobs
 from atomrl.atoms.natural_gradient import fisher_vector_product, flat
 from atomrl.batches import RowBatch
 from atomrl.config import ConfigError
+from atomrl.devices import sent
 from atomrl.models.kernels import plain_formulas
 from atomrl.models.lora import adapters_disabled
 from atomrl.models.shared_prefix import states_before
@@ -72,7 +73,10 @@ class Role:
     """The model is the policy's, and its adapters are left out: the reference of a run with adapters."""
 
     def outputs(self, micro: RowBatch, wanted: Collection[Output], temperature: float) -> dict[Output, Any]:
-        """Outputs of the forward pass of a micro-batch on the model's device, with gradient where it is trained."""
+        """Outputs of the forward pass of a micro-batch on the model's device, with gradient where it is trained.
+
+        The micro-batch is on the host: shapes are made of its numbers, and the host then waits for no device.
+        """
         found: dict[Output, Any] = {}
         tokens, mask, model = micro.tokens, micro.loss_mask, self.model
         grad = nullcontext() if self.optimizer else torch.no_grad()
@@ -95,7 +99,8 @@ class Role:
                     found["entropy"] = total(entropy, model.sharing)
             if "distributions" in wanted:
                 of_all = partial(_of_all, own=own, mask=mask, sharing=model.sharing)
-                found["distributions"] = Distributions(states, model.head_weight, temperature, of_all)
+                places = sent(mask.flatten().nonzero()[:, 0], states.device)
+                found["distributions"] = Distributions(states, model.head_weight, places, temperature, of_all)
         return found
 
 
@@ -103,7 +108,7 @@ def _of_all(found: Tensor, own: Tensor, mask: Tensor, sharing: Any) -> Tensor:
     """[N, ...] for each token of the mask, from [n, ...] of this rank's tokens."""
     if sharing is None:
         return found
-    at = own[:, 1:][mask[:, 1:]].nonzero()[:, 0]
+    at = sent(own[:, 1:][mask[:, 1:]].nonzero()[:, 0], found.device)
     every = found.new_zeros(int(mask[:, 1:].sum()), *found.shape[1:])
     return total(every.index_copy(0, at, found), sharing)
 

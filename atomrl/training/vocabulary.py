@@ -8,6 +8,7 @@ from torch import Tensor
 
 from atomrl.atoms.logits import head_logits
 from atomrl.atoms.logprobs import CHUNK_ELEMENTS
+from atomrl.devices import sent
 
 
 def parallel_row_logprobs(
@@ -29,7 +30,8 @@ def parallel_row_logprobs(
     Args:
         hidden: [n, H] of the token before each wanted one, row by row; the same on all ranks.
         head_weight: [V', H] rows of this rank's tokens.
-        tokens, wanted: [B, T] ids in the whole vocabulary, and which of them; none in the first column.
+        tokens, wanted: [B, T] ids in the whole vocabulary, and which of them; none in the first column. Best on the
+            host, as there.
         first: id of this rank's first token.
         group: of the ranks that have one vocabulary together.
 
@@ -37,11 +39,12 @@ def parallel_row_logprobs(
         Log-probs and entropies [B, T] in float32, the same on all ranks; 0 where they are not wanted.
     """
     chunk = chunk_tokens or max(16, CHUNK_ELEMENTS // len(head_weight))
-    arguments = hidden, head_weight, tokens[wanted] - first, temperature, group, chunk, with_entropy
+    own, places = (sent(part, hidden.device) for part in (tokens[wanted] - first, wanted.flatten().nonzero()[:, 0]))
+    arguments = hidden, head_weight, own, temperature, group, chunk, with_entropy
     logprobs, entropy = _Parallel.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no types for it
 
     def spread(values: Tensor) -> Tensor:
-        return values.new_zeros(wanted.shape).masked_scatter(wanted, values)
+        return values.new_zeros(wanted.numel()).index_copy(0, places, values).view(wanted.shape)
 
     return spread(logprobs), spread(entropy) if with_entropy else None
 

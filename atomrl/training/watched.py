@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from atomrl.batches import TrainingBatch
+from atomrl.devices import sent
 from atomrl.protocols import Algorithm, ModelOutputs
 from atomrl.training.collective import Collective
 
@@ -40,12 +41,12 @@ class WatchedTokens:
             index: the rows of the micro-batch in the batch; none where it only keeps other ranks company.
         """
         chosen = (self.recorded[index] >= 0).nonzero()[:, 0]
-        places = self.recorded[index][chosen].to(self.device)
+        places, rows = (sent(part, self.device) for part in (self.recorded[index][chosen], chosen))
         found = {**self._found(micro, outputs), **algorithm.by_token(outputs, micro)}
         for name, values in found.items():
             whole = self._kept.setdefault(name, torch.zeros(self.shape, device=self.device))
             if len(chosen):
-                whole[places, : values.shape[1]] = values.detach()[chosen.to(self.device)].float()
+                whole[places, : values.shape[1]] = values.detach()[rows].float()
 
     def _found(self, micro: TrainingBatch, outputs: ModelOutputs) -> dict[str, Tensor]:
         weights, logprobs, found = micro.loss_weights, outputs.logprobs, dict[str, Tensor]()

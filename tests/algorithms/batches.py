@@ -89,10 +89,11 @@ def training_batch(algorithm: Algorithm, rows: RowBatch) -> TrainingBatch:
     return batch
 
 
-def three_values(logprobs: Tensor) -> Distributions:
-    """Distributions over three tokens made of a number each, of [N] numbers."""
+def three_values(logprobs: Tensor, mask: Tensor) -> Distributions:
+    """Distributions over three tokens made of a number each, of those [B, T] that are masked."""
+    logprobs, places = logprobs[mask], mask.flatten().nonzero()[:, 0]
     states = torch.stack([logprobs, -logprobs, torch.zeros_like(logprobs)], -1)
-    return Distributions(states, torch.eye(3, dtype=states.dtype))
+    return Distributions(states, torch.eye(3, dtype=states.dtype), places)
 
 
 def loss_gradient(
@@ -118,8 +119,8 @@ def loss_gradient(
         width = micro.tokens.shape[1]
         parts = {name: leaf[index, :width] for name, leaf in leaves.items()}
         if "distributions" in parts:
-            parts["distributions"] = three_values(parts["distributions"][micro.loss_mask])
-            parts["teacher_distributions"] = three_values(micro.teacher_logprobs[micro.loss_mask])
+            parts["distributions"] = three_values(parts["distributions"], micro.loss_mask)
+            parts["teacher_distributions"] = three_values(micro.teacher_logprobs, micro.loss_mask)
         result = algorithm.loss(ModelOutputs(**parts), micro)
         result.loss.backward()
         total += result.loss.item()
