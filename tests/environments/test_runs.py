@@ -163,6 +163,17 @@ def test_what_cannot_be_played_is_refused_before_anything_runs(folder, capsys, k
     assert not (folder / "runs").exists()
 
 
+def test_where_every_episode_fails_they_are_recorded_and_the_doctor_says_why(folder, capsys):
+    (folder / "down.py").write_text("def f(sample):\n    yield None\n    raise ConnectionError('service down')\n")
+    down = ["environment.function=./down.py:f", "rollout.prompts_per_step=4"]
+    assert main(["train", "c.yaml", *down]) != 0
+    lines = (folder / "runs/run/rollouts/step_000001/train.jsonl").read_text().splitlines()
+    assert len(lines) == 8 and all("service down" in json.loads(line)["episode"]["message"] for line in lines)
+    capsys.readouterr()
+    assert main(["doctor", "runs/run"]) == 1 and "service down" in capsys.readouterr().out
+    assert main(["train", "c.yaml", "train.steps=1"]) == 0, "it made no step: its folder is used again"
+
+
 def test_generate_plays_an_episode_and_shows_who_wrote_what(folder, capsys):
     given = ["generate", "model", "--config", "c.yaml", "--prompt", "1+1="]
     assert main([*given, "--n", "2", "--seed", "3"]) == 0
