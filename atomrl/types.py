@@ -242,7 +242,8 @@ class Trajectory:
 
     @property
     def earned(self) -> float | None:
-        """The outcome and all token rewards; None where there is no outcome."""
+        """The outcome and all token rewards: what a run records and reports as the reward. None where there is no
+        outcome."""
         return None if self.reward is None else self.reward + sum(reward for _, reward in self.token_rewards)
 
     @property

@@ -44,7 +44,8 @@ def config_of(given: str | Path | RunConfig | Mapping[str, Any], overrides: Sequ
 
 
 def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A config file with changes, as a tree in AtomRL's own layout. What stands beside it is found from then on.
+    """A config file with changes, as a tree in AtomRL's own layout. What stands beside it is found from then on; of a
+    run's own config, which is a copy, also what the run found.
 
     Changes to a six-section file may name its own keys (`train_config.learning_rate`) and, for what that layout has no
     key for, AtomRL's (`data.prompt_field`). Notes about keys without effect go to stderr.
@@ -55,8 +56,12 @@ def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     from atomrl.config import merge_trees, read_yaml
     from atomrl.config.alternative_layout import SECTIONS, is_alternative_layout, translate
     from atomrl.functions import search_in
+    from atomrl.reading.lines import read_mapping
+    from atomrl.reading.state import home_of
 
-    search_in(Path(path).resolve().parent)  # a config's own rewards and environments
+    folder = Path(path).resolve().parent
+    for place in (str(folder), *home_of(read_mapping(folder / "env.json", [])).functions_in):
+        search_in(place)  # a config's own rewards and environments
     tree = read_yaml(path)
     if is_alternative_layout(tree):
         own = {key: value for key, value in changes.items() if key in SECTIONS}

@@ -46,12 +46,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine_run(folder: Path) -> int:
-    """Print all findings of a run, from its `metrics.jsonl`."""
+    """Print the error that ended a run, if one did, and all findings, from its `metrics.jsonl`."""
     from atomrl.config import ConfigError
     from atomrl.doctor.watch import diagnose
-    from atomrl.reading.lines import metrics_of
+    from atomrl.reading.lines import metrics_of, read_mapping, read_metrics
+    from atomrl.reading.state import FAILURE
 
-    rows = metrics_of(folder)
+    failure = read_mapping(folder / FAILURE, [])
+    if failure:
+        print(f"an error ended the run: {failure.get('error')}\n(all of it is in {folder / FAILURE})")
+    rows = read_metrics(folder / "metrics.jsonl") if failure else metrics_of(folder)
     for number, row in enumerate(rows, start=1):
         if not is_row(row):
             raise ConfigError(
@@ -61,9 +65,9 @@ def examine_run(folder: Path) -> int:
     findings = diagnose(rows)
     for finding in findings:
         print(finding)
-    if not findings:
+    if not findings and not failure:
         print(f"{folder}: {rows[-1]['step']} steps, and nothing is wrong that the doctor knows of")
-    return FOUND if findings else 0
+    return FOUND if findings or failure else 0
 
 
 def is_row(row: Any) -> bool:

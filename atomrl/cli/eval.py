@@ -98,7 +98,7 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     from atomrl.rewards.compute import build_rewards
     from atomrl.runs.build import build_rollout, device_name, eval_sampling, model_path, policy_tokenizer
     from atomrl.runs.build import processor as build_processor
-    from atomrl.runs.checks import check_environment, with_tools
+    from atomrl.runs.episode_checks import check_environment, check_outcome, with_tools
 
     rewards = build_rewards(
         config.reward, device=device_name(config.model.device), trust_remote_code=config.model.trust_remote_code
@@ -110,6 +110,7 @@ def evaluate_config(config: RunConfig, response_prefix: str, out: Path) -> tuple
     tokenizer = policy_tokenizer(config)
     config = with_tools(config, tokenizer)
     check_environment(config, tokenizer)
+    check_outcome(config)
     processor = build_processor(config, tokenizer)
     check_writable(out)
     prompts = processor.token_ids(processor.filter_overlong(report.samples)[0])

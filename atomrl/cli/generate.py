@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from atomrl.rollout.generate import generate
     from atomrl.runs.build import build_rollout, eval_sampling, model_path, policy_tokenizer, processor
-    from atomrl.runs.checks import check_environment, with_tools
+    from atomrl.runs.episode_checks import check_environment, with_tools
 
     config = config_of(arguments)
     sample = sample_of(read_prompt(arguments.prompt), arguments.row, config)

@@ -39,6 +39,8 @@ class McpServer:
     """
 
     def __init__(self, tool: Mapping[str, Any]) -> None:
+        import mcp.client.streamable_http  # noqa: F401 - takes seconds, which are not the server's
+
         self.tool, self.names = tool, list[str]()
         self._loop = asyncio.new_event_loop()
         self._connecting = asyncio.Lock()
@@ -154,6 +156,7 @@ class McpServer:
         except BaseException as error:
             if not ready.done():
                 ready.set_exception(ConnectionError(f"it cannot be reached: {_first(error)}"))
+                ready.exception()  # which nobody may wait for any more
 
     async def _open(self, stack: AsyncExitStack) -> Any:
         from mcp import Client, StdioServerParameters
@@ -166,7 +169,10 @@ class McpServer:
         else:
             import httpx2
 
-            headers = {name: os.environ[variable] for name, variable in self.tool["headers_env"].items()}
+            named = self.tool["headers_env"]
+            if unset := [variable for variable in named.values() if variable not in os.environ]:
+                raise ValueError(f"the environment variable {unset[0]} is not set (tools.headers_env)")
+            headers = {name: os.environ[variable] for name, variable in named.items()}
             http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=limit))
             server = streamable_http_client(given, http_client=http)
         return Client(server, read_timeout_seconds=limit)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, get_type_hints
 
 from atomrl.environments.table import CHECKS, ENVIRONMENTS, PACKAGES
 from atomrl.episodes import Reply
@@ -74,10 +74,28 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
         signature.bind(*positional, **args, **_seed(signature.parameters, args, 0))
     except TypeError as error:
         raise EpisodeError(f"args: {name!r} takes {signature}: {error}") from error
+    if name in ENVIRONMENTS:
+        _check_types(function, args)
     if name in CHECKS:
-        with said_as(EpisodeError, f"function: {name!r}", RuntimeError):
+        with said_as(EpisodeError, f"function: {name!r}", RuntimeError), said_as(EpisodeError, "args", ValueError):
             find_function(CHECKS[name])(**args)
     return function
+
+
+def _check_types(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
+    """That `args` are what the type hints say.
+
+    Raises:
+        EpisodeError: one is not.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    hints = get_type_hints(function)
+    for name, value in args.items():
+        try:
+            TypeAdapter(hints.get(name, Any)).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise EpisodeError(f"args.{name}: {error.errors(include_url=False)[0]['msg']}, not {value!r}") from error
 
 
 def _is_class(function: Callable[..., Any]) -> bool:

@@ -58,9 +58,11 @@ def python(
     return None
 
 
-def refuse(sandbox: str = "bubblewrap", **_: object) -> None:
+def refuse(sandbox: Sandbox = "bubblewrap", timeout_s: float = 5.0, memory_mb: int = 512, **_: object) -> None:
     """
     Raises:
         SandboxError: programs cannot be run in a sandbox here, and the args do not say that they need none.
+        ValueError: the limits are none.
     """
+    limits_of(timeout_s, memory_mb)
     check(sandbox)

@@ -22,6 +22,13 @@ PACKAGES = {
     "reasoning_gym": "reasoning-gym",
 }
 """Of those that need one: what to install; the module has the environment's name."""
-CHECKS = {"python": "atomrl.environments.python.refuse"}
+CHECKS = {
+    "python": "atomrl.environments.python.refuse",
+    "gymnasium": "atomrl.environments.adapters.gymnasium_text.refuse",
+}
 """Functions that are called with the `args` when a config is checked, and raise a RuntimeError where it cannot be
-played on this machine."""
+played on this machine, a ValueError where the `args` are wrong."""
+BEGINS = {"gymnasium", "textarena", "textworld", "openenv"}
+"""Speak before the model does."""
+UNSCORED = {"search_r1": "search_r1_em", "python": "exact_match"}
+"""Have no outcome, and a reward that judges the answer."""

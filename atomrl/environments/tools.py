@@ -20,7 +20,7 @@ from atomrl.environments.tool_calls import Call, Form, Schema, find_calls
 from atomrl.episodes import Reply
 from atomrl.functions import find_function
 from atomrl.sandbox import SandboxError, check
-from atomrl.sandbox.tools import python
+from atomrl.sandbox.tools import limits_of, python
 from atomrl.types import Sample
 
 BROKEN = (ConnectionError, TimeoutError, SandboxError)
@@ -63,20 +63,23 @@ def find_schemas(tools: Sequence[Mapping[str, Any]]) -> list[Schema]:
     """The JSON schemas of tools: of functions and methods from type hints and docstring, of servers as they say.
 
     Raises:
-        ValueError: there is no such function, it lacks hints or docstring, it needs a sandbox and there is none, or
-            two have the same name.
+        ValueError: there is no such function, it lacks hints or docstring, it needs a sandbox and there is none, a
+            class or a server has no tools, or two have the same name.
         ConnectionError, TimeoutError: an MCP server does not answer.
     """
     found: list[Schema] = []
     for tool in tools:
         if tool["mcp"]:
             with closing(McpServer(tool)) as server:
-                found += server.schemas()
+                own: Sequence[Schema] = server.schemas()
         else:
-            found += [_schema(function, tool) for function in _functions(tool)]
+            own = [_schema(function, tool) for function in _functions(tool)]
+        if not own:
+            raise ValueError(f"{tool['function'] or tool['mcp']!r} has no tools")
+        found += own
     names = [schema["function"]["name"] for schema in found]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"tools: there are two tools of the name {min(twice)!r}")
+        raise ValueError(f"there are two tools of the name {min(twice)!r}")
     return found
 
 
@@ -85,12 +88,22 @@ def has_objects(tools: Sequence[Mapping[str, Any]]) -> bool:
     return any(tool["function"] and inspect.isclass(find_function(tool["function"])) for tool in tools)
 
 
+def gives_reward(tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one of the tools is a class that ends the episode with a reward."""
+    functions = [find_function(tool["function"]) for tool in tools if tool["function"]]
+    return any(inspect.isclass(function) and hasattr(function, "get_reward") for function in functions)
+
+
 def _functions(tool: Mapping[str, Any]) -> list[Callable[..., Any]]:
     function = find_function(tool["function"])
     if not inspect.isclass(function):
         return [function]
-    if not callable(getattr(function, "reset", None)):
-        raise ValueError(f"tools: {tool['function']!r} is a class without a method reset")
+    if not callable(reset := getattr(function, "reset", None)):
+        raise ValueError(f"{tool['function']!r} is a class without a method reset")
+    try:
+        inspect.signature(reset).bind_partial(None, prompt="", ground_truth=None)
+    except TypeError as error:
+        raise ValueError(f"{tool['function']!r}: reset is given the row, as in reset(self, **row): {error}") from error
     members = inspect.getmembers(function, inspect.isfunction)
     return [method for name, method in members if name not in HIDDEN and not name.startswith("_")]
 
@@ -102,10 +115,11 @@ def _schema(function: Callable[..., Any], tool: Mapping[str, Any]) -> Schema:
     try:
         inspect.signature(function).bind_partial(**given)
         if function is python:
+            limits_of(given["timeout_s"], given["memory_mb"])
             check(given["sandbox"])
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:  # of type hints, docstrings and sandboxes, each its own
-        raise ValueError(f"tools: {tool['function']!r} cannot be a tool: {error}") from error
+        raise ValueError(f"{tool['function']!r} cannot be a tool: {error}") from error
     parameters = schema["function"]["parameters"]
     parameters["properties"] = {key: value for key, value in parameters["properties"].items() if key not in given}
     if "required" in parameters:

@@ -112,8 +112,8 @@ class EngineSource(GroupSource):
 
 def with_baselines(trajectories: Sequence[Trajectory], extra: Sequence[Trajectory]) -> list[Trajectory]:
     """Each trajectory with the mean reward of the extra ones of its prompt."""
-    groups = by_group([item for item in extra if item.reward is not None])
-    baselines = {prompt_id: fmean(item.reward or 0.0 for item in group) for prompt_id, group in groups.items()}
+    groups = by_group([item for item in extra if item.earned is not None])
+    baselines = {prompt_id: fmean(item.earned or 0.0 for item in group) for prompt_id, group in groups.items()}
     # NaN, not None: it was drawn, also where it earned nothing that counts.
     return [replace(item, baseline_reward=baselines.get(item.prompt_id, math.nan)) for item in trajectories]
 

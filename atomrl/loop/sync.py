@@ -25,6 +25,7 @@ from atomrl.loop.tokens import TokenRecord, marked
 from atomrl.metrics import Metrics
 from atomrl.objective.advantage_inputs import given
 from atomrl.protocols import Algorithm, ModelInput, RolloutEngine, TrainingBackend, WeightTransfer
+from atomrl.rewards.errors import RewardError
 from atomrl.tracking.recorder import Recorder
 
 log = logging.getLogger(__name__)
@@ -194,7 +195,12 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
     """One step: rollouts, rewards, rows, advantages, updates, weights."""
     watch = Stopwatch()
     with before_updates():
-        accepted, refused = parts.source.collect(config.items_per_step, step, watch)
+        try:
+            accepted, refused = parts.source.collect(config.items_per_step, step, watch)
+        except RewardError as error:
+            if error.scored:  # what it failed on can be read
+                parts.record.log_rollouts(step, error.scored, {})
+            raise
     progress.idle_steps = 0 if accepted else progress.idle_steps + 1
     drawn = [*chain(*accepted), *chain(*refused)]
     rows = to_rows(list(chain(*accepted)), config.train.max_row_tokens, version=step - 1)

@@ -1,4 +1,4 @@
-"""How a run is: running, finished, stopped or failed; how far, and how long it will still take."""
+"""How a run is: running, finished, stopped or failed; how far, how long it will still take, where it was started."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -49,6 +49,22 @@ class RunState:
     def progress(self) -> float | None:
         """From 0 to 1."""
         return min(1.0, self.step / self.steps) if self.steps else None
+
+
+class Home(NamedTuple):
+    """Where a run was started: what its config says relatively is relative to that."""
+
+    folder: Path | None = None
+    """The working directory; None: the reader's."""
+    functions_in: tuple[str, ...] = ()
+    """Where its own functions are looked for, beside that."""
+
+
+def home_of(environment: Mapping[str, Any]) -> Home:
+    """Where a run was started, by its `env.json`; the reader's own folder where that does not say, or is not there."""
+    folder, searched = environment.get("folder"), environment.get("functions_in")
+    there = Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
+    return Home(there, tuple(filter(None, map(str, searched if isinstance(searched, list) else []))))
 
 
 def state_of(

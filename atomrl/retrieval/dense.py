@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ PROBES = 4
 """Of n lists of an IVF index a query looks through `PROBES * sqrt(n)`: of 4096 lists 256, 6% of the documents. faiss
 looks through one, and finds no more documents than that has."""
 VECTORS, INDEX = "vectors.f32", "faiss.index"
+POOLING = "1_Pooling/config.json"
+MODULES = ("Transformer", "Pooling", "Normalize")
+"""Of sentence-transformers: what the vectors are made with."""
+log = logging.getLogger(__name__)
 Pooling = Literal["mean", "cls"]
 
 
@@ -95,17 +100,20 @@ class Encoder:
     (`1_Pooling/config.json`, as sentence-transformers writes it).
 
     Raises:
-        RetrievalError: the folder has no encoder.
+        RetrievalError: the folder has no encoder, or one that does more (`modules.json`), which would be left out.
     """
 
     def __init__(self, folder: Path, device: str) -> None:
         import torch
         from transformers import AutoModel, AutoTokenizer
 
+        _check_modules(folder)
         with said_as(RetrievalError, f"{folder} has no sentence encoder", OSError, ValueError, KeyError):
             self._tokenizer = AutoTokenizer.from_pretrained(str(folder))
             dtype = torch.float16 if device.startswith("cuda") else torch.float32
             model = AutoModel.from_pretrained(str(folder), dtype=dtype)
+        if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in model.config.architectures or ()):
+            log.warning("%s: %s writes text; is it trained as an encoder?", folder, model.config.model_type)
         if model.config.is_encoder_decoder:
             raise RetrievalError(f"{folder}: a {model.config.model_type} has a decoder; take an encoder alone")
         self._model, self._device = model.to(device).eval(), device
@@ -198,8 +206,16 @@ def _vectors(folder: Path, size: int) -> np.ndarray:
     return np.memmap(folder / VECTORS, np.float32, "r").reshape(-1, size)
 
 
+def _check_modules(folder: Path) -> None:
+    """Raises RetrievalError where sentence-transformers would do more with the model than is done here."""
+    path = folder / "modules.json"
+    types = [part["type"] for part in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
+    if others := [name for name in types if name.rpartition(".")[2] not in MODULES]:
+        raise RetrievalError(f"{path}: {others[0]} is not known here; known are {', '.join(MODULES)}")
+
+
 def _pooling(folder: Path) -> Pooling:
-    path = folder / "1_Pooling" / "config.json"
+    path = folder / POOLING
     if not path.exists():
         return "mean"
     known: dict[str, Pooling] = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
@@ -211,10 +227,11 @@ def _pooling(folder: Path) -> Pooling:
 
 
 def _weights_hash(folder: Path) -> str:
-    """Of all files of weights in a folder."""
+    """Of all files of weights in a folder, and of what is said of their pooling."""
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
     if not files:
         raise RetrievalError(
             f"the encoder {folder} is no folder with weights (model.safetensors) in Hugging Face layout"
         )
+    files += [folder / POOLING] if (folder / POOLING).exists() else []
     return hashlib.blake2b("".join(map(sha256, files)).encode(), digest_size=20).hexdigest()

@@ -170,6 +170,8 @@ def address_of(host: str, port: int) -> socket.socket:
     Raises:
         RetrievalError: the address is not to be had.
     """
+    if not 0 <= port <= 65535:  # the system would take the number's last 16 bits
+        raise RetrievalError(f"--port {port}: a port is from 0 to 65535")
     with said_as(RetrievalError, f"cannot listen at {host}:{port} (--host, --port)", OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

@@ -198,12 +198,17 @@ class Rewards:
             RewardError: a reward fails on everything, or none gives a value for several batches in a row.
         """
         columns = columns_of(scored)
-        for part in self.parts:
-            self._judge(part.name, scored, columns, any(item.reward_parts[part.name] is not None for item in scored))
         played = [item.episode for item in scored if item.episode is not None]
-        if played and ENVIRONMENT not in {part.name for part in self.parts}:  # whose failures those then are
-            self._judge(ENVIRONMENT, scored, columns, any(episode.failure is None for episode in played))
-        self._judge_total(scored)
+        try:
+            for part in self.parts:
+                given = any(item.reward_parts[part.name] is not None for item in scored)
+                self._judge(part.name, scored, columns, given)
+            if played and ENVIRONMENT not in {part.name for part in self.parts}:  # whose failures those then are
+                self._judge(ENVIRONMENT, scored, columns, any(episode.failure is None for episode in played))
+            self._judge_total(scored)
+        except RewardError as error:
+            error.scored = scored
+            raise
 
     def _run(self, tasks: Sequence[Task]) -> list[tuple[Task, Outcome]]:
         """The outcomes; a call that failed as a whole is done again, one completion at a time."""

@@ -1,12 +1,17 @@
 """The errors of this package, and packages that not everyone has."""
 
 import importlib.util
+from collections.abc import Sequence
 
 from atomrl.episodes import FailureKind
+from atomrl.types import Trajectory
 
 
 class RewardError(ValueError):
     """A reward that cannot be built or gave no usable value; the message names it and the sample."""
+
+    scored: Sequence[Trajectory] = ()
+    """Those that it gave none for, where it failed on everything."""
 
 
 class RewardStop(RewardError):

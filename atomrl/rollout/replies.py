@@ -81,8 +81,8 @@ class ReplyTokens:
             opening: whether the environment begins.
 
         Returns:
-            What is worth a warning: where the template, given the whole conversation, would write other words of the
-            model's earlier turns than are in the row.
+            What is worth a warning: where the template, given the whole conversation, would write its earlier turns
+            otherwise than they are in the row.
 
         Raises:
             ValueError: it has none.
@@ -94,6 +94,13 @@ class ReplyTokens:
         thinking[-1]["content"] = f"<think>\n{_THOUGHT}\n</think>\n\n{_MODEL}"
         reply = self._messages(role, [_REPLY])
         kept = [self._rendered([*thinking, *more], bool(more)) for more in ([], reply)]
+        prompt, whole = self._rendered(messages[:-1], True), self._rendered([*messages, *reply], True)
+        start = whole.partition(_MODEL)[0]
+        if not start.startswith(prompt) and not prompt.startswith(start):  # either may have thoughts, or a call's begin
+            return [
+                f"the chat template writes what came before otherwise where a message of {role!r} follows; rows keep "
+                "it as the model saw it"
+            ]
         if _THOUGHT in kept[0] and _THOUGHT not in kept[1]:
             return [f"the chat template drops thoughts before a message of {role!r}; rows keep all that was sampled"]
         return []

@@ -1,6 +1,5 @@
 """What has to be true of the models beside the policy, found before weights are loaded."""
 
-import inspect
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,10 +12,6 @@ from typing import Any
 from atomrl.config import ConfigError, FSDPConfig, MegatronConfig, RolloutConfig, RunConfig
 from atomrl.data.generators import is_generator
 from atomrl.data.sources import COMPLETIONS
-from atomrl.environments.playing import EpisodeError, find_environment
-from atomrl.environments.python import python
-from atomrl.environments.tool_calls import find_form
-from atomrl.environments.tools import find_schemas, has_objects
 from atomrl.hints import said_as
 from atomrl.models.loading import base_path, load_tokenizer, model_config_only, resolve_folder
 from atomrl.models.scalar import is_classifier
@@ -26,11 +21,9 @@ from atomrl.models.transformers_model import check_causal
 from atomrl.models.ulysses import check_heads
 from atomrl.pool.store import RolloutPool
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
-from atomrl.rollout.replies import ReplyTokens
 from atomrl.rollout.stopping import eos_token_ids
-from atomrl.runs.build import device_name, engine_class, rank_total, tool_schemas, train_sampling
+from atomrl.runs.build import device_name, engine_class, rank_total, train_sampling
 from atomrl.runs.cluster import cluster_roles
-from atomrl.sandbox.tools import limits_of
 from atomrl.training.tensor_parallel import check_tensor
 from atomrl.types import Sample
 
@@ -317,69 +310,3 @@ def check_servers(rollout: RolloutConfig, health_path: str) -> None:
                 f"rollout.server: {url} answers {health_path} with status {status}: what listens there is no server of "
                 f"rollout.engine={rollout.engine}"
             )
-
-
-def with_tools(config: RunConfig, tokenizer: Any) -> RunConfig:
-    """The config with all that the environment `tools` has to know: the tools' schemas, and how the model calls them.
-
-    Servers are connected to, and left again.
-
-    Raises:
-        ConfigError: a tool cannot be used, an MCP server does not answer, the chat template has no place for tools, or
-            nothing gives a reward.
-    """
-    if not config.tools:
-        return config
-    assert config.environment is not None, "which the section tools stands for"
-    if config.data.chat_template == "none":
-        raise ConfigError("tools: data.chat_template=none leaves them out of the prompt")
-    if any(tool.mcp for tool in config.tools) and find_spec("mcp") is None:
-        raise ConfigError("tools: mcp is not installed: pip install 'atomrl[mcp]'")
-    over = [tool for tool in config.tools if tool.function and tool.timeout_s >= config.environment.timeout_s]
-    if over:
-        log.warning(
-            "tools: %s: timeout_s=%g is not below environment.timeout_s=%g, which ends the whole episode first",
-            over[0].function, over[0].timeout_s, config.environment.timeout_s,
-        )  # fmt: skip
-    tools = [tool.model_dump(mode="json") for tool in config.tools]
-    with said_as(ConfigError, "tools", ValueError, OSError):
-        schemas = find_schemas(tools)
-        form = find_form(tokenizer, schemas)
-        objects = has_objects(tools)
-    if not objects and [item.function for item in config.reward.functions] == ["environment"]:
-        raise ConfigError("reward.functions: tools that are functions give no reward; name a reward")
-    changes = {"args": {"tools": tools, "schemas": schemas, "form": form}, "opening": objects}
-    return config.model_copy(update={"environment": config.environment.model_copy(update=changes)})
-
-
-def check_environment(config: RunConfig, tokenizer: Any) -> None:
-    """That the environment can be called, and that the chat template has a place for what it says.
-
-    As whom it speaks tells its argument `role`; of one without, nothing is known before it speaks.
-
-    Raises:
-        ConfigError: it cannot, or it has none.
-    """
-    if (settings := config.environment) is None:
-        return
-    try:
-        function = find_environment(settings.function, settings.args)
-    except EpisodeError as error:
-        raise ConfigError(f"environment.{error}") from error
-    parameters = inspect.signature(function).parameters
-    if function is python:
-        with said_as(ConfigError, "environment.args.timeout_s", TypeError):
-            wall_s = limits_of(settings.args.get("timeout_s", parameters["timeout_s"].default), 0).wall_s
-        if wall_s >= settings.timeout_s:
-            log.warning(
-                "environment.args.timeout_s: by the clock a program may take twice as long, %g s, which is not below "
-                "environment.timeout_s=%g, which ends the whole episode first", wall_s, settings.timeout_s,
-            )  # fmt: skip
-    role = settings.args.get("role", parameters["role"].default) if "role" in parameters else ""
-    role = "tool" if config.tools else role
-    with said_as(ConfigError, "environment", ValueError):
-        if settings.opening and config.data.chat_template == "none":
-            raise ValueError("opening: data.chat_template=none has no messages; remove one of the two")
-        replies = ReplyTokens(tokenizer, tool_schemas(config))
-        for warning in replies.check(role or "user", settings.opening) if role or settings.opening else ():
-            log.warning("environment: %s", warning)

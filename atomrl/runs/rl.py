@@ -31,11 +31,10 @@ from atomrl.runs.checks import (
     check_companions,
     check_end,
     check_engine,
-    check_environment,
     check_held_out,
     check_pool,
-    with_tools,
 )
+from atomrl.runs.episode_checks import check_environment, check_outcome, with_tools
 from atomrl.tracking.resume import model_identity
 from atomrl.types import Sample
 from atomrl.weights import InProcessTransfer
@@ -73,6 +72,7 @@ class RLRun(PreparedRun):
         check_companions(config, self.algorithm, path, self.tokenizer)
         config = with_tools(config, self.tokenizer)
         check_environment(config, self.tokenizer)
+        check_outcome(config)
         self.processor = build.processor(config, self.tokenizer, build.prompt_limit(config, path))
         self.held_out = build.load_split(config, self.processor, "eval")
         samples = build.load_split(config, self.processor, "train")

@@ -30,10 +30,16 @@ def limits_of(timeout_s: float, memory_mb: int) -> Limits:
     """What a program may use that has so many seconds of the processor; by the clock it may take twice as long, since
     others run beside it.
 
+    Raises:
+        ValueError: one is no number above 0.
+
     Example:
         >>> limits_of(5.0, 512) == Limits()
         True
     """
+    for name, value, kind in (("timeout_s", timeout_s, (int, float)), ("memory_mb", memory_mb, int)):
+        if not isinstance(value, kind) or not 0 < value < math.inf:
+            raise ValueError(f"{name} is a {'whole ' if kind is int else ''}number above 0, not {value!r}")
     return Limits(cpu_s=math.ceil(timeout_s), wall_s=2 * timeout_s, memory_mb=memory_mb)
 
 

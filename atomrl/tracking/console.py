@@ -193,7 +193,8 @@ def by_turn(episode: Mapping[str, Any], whole: bool = False) -> Text:
         lines.append((text_of(turn["text"]), ""))
         if turn["reply"] or turn["labels"] or turn["reward"] is not None:
             reward = "" if turn["reward"] is None else f", reward {turn['reward']:.3g}"
-            about = f"{printable(', '.join(filter(None, turn['labels'])))} ({turn['seconds']:.2f} s{reward})".strip()
+            labels = printable(" ".join(", ".join(filter(None, turn["labels"])).split()))
+            about = f"{labels} ({turn['seconds']:.2f} s{reward})".strip()
             lines.append((f"> {about}: {text_of(turn['reply'], QUOTED)}", REPLY_STYLE))
     if episode["ended"] != "environment":
         why = f": {episode['failure']}: {text_of(episode['message'])}" if episode.get("failure") else ""

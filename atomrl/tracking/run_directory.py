@@ -52,7 +52,7 @@ FRESH_MODEL = "fresh_model"
 """In a run that starts from a model made for it: that model."""
 PUBLISHED_WEIGHTS = "published"
 """Of a run that trains from a pool: its newest weights, for those who fill it."""
-STARTED = {"config.yaml", "env.json", "inputs", FAILURE, FRESH_MODEL, PUBLISHED_WEIGHTS, LOCK, LOG}
+STARTED = {"config.yaml", "env.json", "inputs", "rollouts", FAILURE, FRESH_MODEL, PUBLISHED_WEIGHTS, LOCK, LOG}
 """What a run has written that ended before its first step: such a folder is used again."""
 
 
@@ -309,6 +309,7 @@ def rollout_rows(
 ) -> list[dict[str, Any]]:
     """One JSON-ready dict per trajectory.
 
+    `reward` is all that the trajectory earned, turns included; `reward_parts` are of the outcome alone.
     `policy_version` is that of the newest weights that wrote a token of it, `policy_versions` are all. With an
     environment there is an `episode`: its turns (who wrote what, reward, labels, seconds) and how it ended.
 
@@ -331,7 +332,7 @@ def rollout_rows(
                 "prompt_tokens": item.prompt_tokens,
                 "completion_tokens": item.response_tokens,
                 "token_ids": [token for segment in written for token in segment.token_ids],
-                "reward": item.reward,
+                "reward": item.earned,
                 "reward_parts": dict(item.reward_parts),
                 "reward_failures": {f.reward: f"{f.kind}: {f.message}" for f in item.reward_failures},
                 "advantage": advantages.get(index),

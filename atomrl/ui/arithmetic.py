@@ -69,7 +69,8 @@ def unknown(objective: PolicyObjective, rows: Sequence[Mapping[str, Any]]) -> st
         return f"they are made of numbers of every token, which are not all recorded: {', '.join(sorted(needed))}"
     if objective.extra_rollouts and not any("baseline_reward" in row for row in rows):
         return "the rewards of the greedy completions were not recorded"
-    if any(row.get("episode") for row in rows):
+    turns = [turn for row in rows for turn in (row.get("episode") or {}).get("turns") or ()]
+    if any(turn.get("reward") is not None for turn in turns):
         return "rewards of an episode's turns have a part in them"
     return None
 

@@ -13,13 +13,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from atomrl.files import write_text
 from atomrl.reading import Run
 from atomrl.reading.lock import owner
+from atomrl.reading.state import Home, home_of
 
 FOLDER = ".launches"
 """Below the folder of the runs: configs, logs and records of what was started. Not in a run's own folder, where a log
@@ -43,22 +44,6 @@ RUN = f"{BEGIN}from atomrl.cli.main import main; sys.exit(main())"
 
 class LaunchError(ValueError):
     """A run cannot be started, stopped or resumed; the message says why."""
-
-
-class Home(NamedTuple):
-    """Where a run was started: what its config says relatively is relative to that."""
-
-    folder: Path | None = None
-    """The working directory; None: the server's."""
-    functions_in: tuple[str, ...] = ()
-    """Where its own functions are looked for, beside that."""
-
-
-def home_of(environment: Mapping[str, Any]) -> Home:
-    """Where a run was started, by its `env.json`; the server's folder where that does not say, or is not there."""
-    folder, searched = environment.get("folder"), environment.get("functions_in")
-    there = Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
-    return Home(there, tuple(filter(None, map(str, searched if isinstance(searched, list) else []))))
 
 
 class Launcher:

@@ -25,7 +25,7 @@ MAX_TOKENS = 2**21
 """Of a step, beyond which its advantages are not computed again."""
 TRAINED = (
     "prompt_id", "completion_index", "prompt_tokens", "token_ids", "reward", "reward_parts", "finish_reason",
-    "advantage", "baseline_reward", "episode",
+    "advantage", "baseline_reward",
 )  # fmt: skip
 """What advantages are made of."""
 BINS = 24
@@ -171,7 +171,9 @@ def trained_on(index: RolloutIndex, step: int, split: str, place: int) -> dict[s
     found = np.sort(found[~np.isnan(index.numbers["advantage"][found])])
     if index.numbers["completion_tokens"][found].sum() > MAX_TOKENS:
         raise BadQuestion(f"the step has more than {MAX_TOKENS:,} tokens")
-    rows = [{name: row[name] for name in TRAINED if name in row} for row in index.rows(found)]
+    rows = [
+        {name: row[name] for name in TRAINED if name in row} | {"episode": _episode(row)} for row in index.rows(found)
+    ]
     places = {number: place for place, number in enumerate(found.tolist())}
     return {"rows": rows, "group": [places[member] for member in members if member in places]}
 

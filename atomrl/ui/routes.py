@@ -21,11 +21,11 @@ from starlette.routing import Route
 
 from atomrl.reading import Run
 from atomrl.reading.lines import ReadError
-from atomrl.reading.state import LOG
+from atomrl.reading.state import LOG, Home, home_of
 from atomrl.ui import cards, compare, rollouts, studies
 from atomrl.ui.catalog import Catalog, UnknownRun
 from atomrl.ui.events import MAX_STREAMS, Watcher
-from atomrl.ui.launches import Home, Launcher, LaunchError, home_of
+from atomrl.ui.launches import Launcher, LaunchError
 from atomrl.ui.questions import Questions
 
 STATIC = Path(__file__).parent / "static"

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from atomrl import runs
-from atomrl.cli.config_arguments import join_overrides
+from atomrl import functions, runs
+from atomrl.cli.config_arguments import join_overrides, read_tree
 from atomrl.cli.main import COMMANDS, main
 from atomrl.cli.training import ADVICE
 from atomrl.cluster.ray_cluster import ActorDied
+from atomrl.tracking.environment import describe_environment
 from atomrl.training.group import RankFailed, RankLost, RankOutOfMemory
 from atomrl.training.optimizer import Diverged
 
@@ -264,3 +265,22 @@ def test_what_native_code_ends_says_what_called_it():
 def test_advice_is_for_errors_that_there_are():
     known = (torch.OutOfMemoryError, Diverged, RankFailed, RankLost, RankOutOfMemory, ActorDied)
     assert set(ADVICE) == {kind.__name__ for kind in known}
+
+
+def test_a_runs_own_config_finds_the_functions_that_the_run_found(tmp_path, monkeypatch):
+    """They stand beside the config that the run was started with, and what it keeps is a copy."""
+    for name in ("project", "run", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "project" / "own_tools.py").write_text("def double(x):\n    return 2 * x\n")
+    for name in ("project", "run"):
+        (tmp_path / name / "config.yaml").write_text("tools: [./own_tools.py:double]\n")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "path", [*sys.path])
+        patched.setattr(functions, "_searched", [])
+        read_tree(tmp_path / "project" / "config.yaml", {})
+        (tmp_path / "run" / "env.json").write_text(json.dumps(describe_environment()))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    read_tree(tmp_path / "run" / "config.yaml", {})
+    assert functions.find_function("./own_tools.py:double")(4) == 8

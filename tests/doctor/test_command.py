@@ -29,6 +29,15 @@ def test_a_run_from_its_metrics(tmp_path, capsys):
     assert "20 steps, and nothing is wrong that the doctor knows of" in capsys.readouterr().out
 
 
+def test_the_error_that_ended_a_run_is_said_also_where_no_step_was_made(tmp_path, capsys):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "failure.json").write_text(json.dumps({"error": "RewardError: the service is down"}))
+    for metrics in ([], rows()):
+        assert main(["doctor", write_metrics(tmp_path / "r", metrics)]) == 1
+        text = capsys.readouterr().out
+        assert "an error ended the run: RewardError: the service is down" in text and "nothing is wrong" not in text
+
+
 def test_what_is_no_run_is_a_mistake(tmp_path, capsys):
     assert main(["doctor", str(tmp_path / "absent")]) == 2
     assert main(["doctor", write_metrics(tmp_path / "empty", [])]) == 2

@@ -161,6 +161,24 @@ class Counter:
         return float(self.count == self.target)
 
 
+class Bare:
+    """Nothing to call."""
+
+    def reset(self, **row) -> None:
+        pass
+
+
+class Rowless:
+    def reset(self) -> None:
+        pass
+
+
+class Rewardless(Bare):
+    def look(self) -> str:
+        """Look around."""
+        return "nothing"
+
+
 class Notes:
     """An object whose parts are one thread's."""
 

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from atomrl.config import ConfigError, build_config
 from atomrl.data.generators import generate
-from atomrl.environments.playing import as_replies, find_environment
+from atomrl.environments.playing import EpisodeError, as_replies, find_environment
 from atomrl.environments.playing import play as play_environment
 from atomrl.functions import find_function
+from atomrl.runs.episode_checks import check_environment, check_outcome
 from atomrl.types import Sample
 from tests.environments.my_tools import wait_until
+from tests.templates import make_tokenizer
 
 ADAPTERS = Path(__file__).parents[2] / "atomrl" / "environments" / "adapters"
 
@@ -56,7 +59,47 @@ def test_an_adapter_says_as_whom_it_speaks(file):
     assert inspect.signature(function).parameters["role"].default == "user"
 
 
-LAKE = {"id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "args": {"is_slippery": False}}
+LAKE = {"id": "FrozenLake-v1", "actions": ["left", "Down", "right", "up"], "args": {"is_slippery": False}}
+
+
+@pytest.mark.parametrize("name, args, words", [
+    ("python", {"timeout_s": 0}, "args: timeout_s is a number above 0, not 0"),
+    ("python", {"timeout_s": -3.0}, "timeout_s is a number above 0"),
+    ("python", {"memory_mb": "lots"}, "args.memory_mb: Input should be a valid integer, not 'lots'"),
+    ("python", {"memory_mb": -1}, "memory_mb is a whole number above 0"),
+    ("python", {"max_calls": "x"}, "args.max_calls: Input should be a valid integer"),
+    ("search_r1", {"topk": 2.5}, "args.topk: Input should be a valid integer"),
+    ("gymnasium", {**LAKE, "role": "assistant"}, "args.role: Input should be '', 'tool' or 'user', not 'assistant'"),
+    ("gymnasium", {**LAKE, "id": "FrozenLke-v1"}, "args: id: .*FrozenLake"),
+    ("gymnasium", {**LAKE, "actions": []}, "args: actions: name them all"),
+    ("gymnasium", {**LAKE, "actions": "left"}, "args.actions: "),
+])  # fmt: skip
+def test_args_that_are_wrong_are_refused_before_the_run(name, args, words):
+    if name == "gymnasium":
+        pytest.importorskip("gymnasium")
+    with pytest.raises(EpisodeError, match=words):
+        find_environment(name, args)
+
+
+def config_with(**environment):
+    tree = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}, "environment": environment}
+    return build_config(tree)
+
+
+def test_games_that_begin_need_the_prompt_open():
+    pytest.importorskip("gymnasium")
+    tokenizer = make_tokenizer("added", "qwen2.5")
+    with pytest.raises(ConfigError, match=r"environment\.opening: gymnasium begins"):
+        check_environment(config_with(function="gymnasium", args=LAKE), tokenizer)
+    check_environment(config_with(function="gymnasium", args=LAKE, opening=True), tokenizer)
+    check_environment(config_with(function="gymnasium", args={**LAKE, "role": ""}), tokenizer)
+
+
+@pytest.mark.parametrize("name", ["search_r1", "python"])
+def test_an_environment_without_an_outcome_needs_a_reward(name):
+    config = config_with(function=name)
+    with pytest.raises(ConfigError, match="leaves the answer to a reward; name one, as"):
+        check_outcome(config)
 
 
 def test_gymnasium():
@@ -64,7 +107,7 @@ def test_gymnasium():
     way = iter(["I go DOWN.", "hm", "not right: down", "right", "right", "down", "right"])
     said, rewards, outcome = played("gymnasium", LAKE, lambda said: next(way))
     assert said[0] == "\n[S]FFF\nFHFH\nFFFH\nHFFG" and said[1].splitlines()[2] == "[F]HFH"
-    assert said[2] == "Name an action: left, down, right, up." and outcome == 1.0
+    assert said[2] == "Name an action: left, Down, right, up." and outcome == 1.0
     assert rewards == [None, 0.0, None, 0.0, 0.0, 0.0, 0.0]
     way = iter(["down", "right"])
     assert played("gymnasium", LAKE, lambda said: next(way))[2] == 0.0

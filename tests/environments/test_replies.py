@@ -115,6 +115,17 @@ def test_templates_that_do_not_keep_prefixes_are_refused(template, reason):
         ReplyTokens(tokenizer).check("tool")
 
 
+def test_a_template_that_changes_the_message_that_is_no_longer_the_last_is_warned_of():
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{% if m.role == 'user' and loop.last %} /think{% endif %}"
+        "\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    (warning,) = ReplyTokens(tokenizer).check("user")
+    assert "writes what came before otherwise" in warning
+
+
 PROPERTIES = {"text": {"type": "string", "description": "t"}, "number": {"type": "integer", "description": "n"}}
 PARAMETERS = {"type": "object", "required": ["text"], "properties": PROPERTIES}
 SCHEMA = {"type": "function", "function": {"name": "add_two", "description": "Adds.", "parameters": PARAMETERS}}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import yaml
@@ -129,12 +130,17 @@ def test_a_run_whose_episodes_are_longer_than_the_context(folder, algorithm, mon
 def test_an_environment_beside_a_reward(folder):
     reward = "reward={functions: [environment, {function: exact_match, weight: 0}]}"
     assert main(["train", "c.yaml", reward, "train.steps=1", "data.eval=train.jsonl", "eval.before=false"]) == 0
-    (row,) = [row for row in read_metrics(folder / "runs/run/metrics.jsonl") if "critic/score/mean" in row]
-    lines = (folder / "runs/run/rollouts/step_000001/train.jsonl").read_text().splitlines()
-    turns = [turn["reward"] or 0.0 for line in lines for turn in json.loads(line)["episode"]["turns"]]
-    assert row["critic/score/mean"] == pytest.approx(row["reward/environment/mean"] + sum(turns) / len(lines))
-    assert any(turns)
-    assert row["reward/exact_match/mean"] == 0
+    row, found = read_metrics(folder / "runs/run/metrics.jsonl")
+    assert row["environment/turn_rewards"] > 0 == row["reward/exact_match/mean"]
+    both = row["reward/environment/mean"] + row["environment/turn_rewards"]
+    assert row["critic/score/mean"] == pytest.approx(both)
+    for split, mean in (("train", row["critic/score/mean"]), ("eval", found["val-core/sums/reward/mean@1"])):
+        lines = (folder / f"runs/run/rollouts/step_000001/{split}.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        for one in rows:
+            turns = sum(turn["reward"] or 0.0 for turn in one["episode"]["turns"])
+            assert one["reward"] == pytest.approx(one["reward_parts"]["environment"] + turns)
+        assert mean == pytest.approx(fmean(one["reward"] for one in rows))
 
 
 @pytest.mark.parametrize("keys, words", [
@@ -155,6 +161,17 @@ def test_what_cannot_be_played_is_refused_before_anything_runs(folder, capsys, k
         assert main(command) == 2
         assert words in capsys.readouterr().err
     assert not (folder / "runs").exists()
+
+
+def test_where_every_episode_fails_they_are_recorded_and_the_doctor_says_why(folder, capsys):
+    (folder / "down.py").write_text("def f(sample):\n    yield None\n    raise ConnectionError('service down')\n")
+    down = ["environment.function=./down.py:f", "rollout.prompts_per_step=4"]
+    assert main(["train", "c.yaml", *down]) != 0
+    lines = (folder / "runs/run/rollouts/step_000001/train.jsonl").read_text().splitlines()
+    assert len(lines) == 8 and all("service down" in json.loads(line)["episode"]["message"] for line in lines)
+    capsys.readouterr()
+    assert main(["doctor", "runs/run"]) == 1 and "service down" in capsys.readouterr().out
+    assert main(["train", "c.yaml", "train.steps=1"]) == 0, "it made no step: its folder is used again"
 
 
 def test_generate_plays_an_episode_and_shows_who_wrote_what(folder, capsys):

@@ -1,5 +1,6 @@
 """Tools: calls are read in the model's own format, run, and answered; what goes wrong is said to whom it concerns."""
 
+import gc
 import json
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from atomrl.environments.tool_calls import FORMS, Call, find_calls, find_form
 from atomrl.rollout.episodes import EpisodeEngine
 from atomrl.rollout.fake import FakeEngine
 from atomrl.rollout.generate import generate
-from atomrl.runs.checks import check_environment, with_tools
+from atomrl.runs.episode_checks import check_environment, check_outcome, with_tools
 from atomrl.sandbox import running
 from atomrl.types import Sample, SamplingParams
 from tests.environments.my_tools import MCP_SERVER, called, wait_until
@@ -356,13 +357,22 @@ def test_a_tokenizer_that_brings_a_response_template():
     ([f"{PATH}.weather"], {"reward": {}}, "qwen2.5", "functions give no reward"),
     ([f"{PATH}.weather"], {"data": {"train": "t", "chat_template": "none"}}, "qwen2.5", "leaves them out of"),
     ([{"mcp": ["/no/such/command"]}], {}, "qwen2.5", "the MCP server /no/such/command: it cannot be reached"),
+    ([{"mcp": "http://127.0.0.1:9", "headers_env": {"A": "NO_SUCH_VAR"}}], {}, "qwen2.5", "NO_SUCH_VAR is not set"),
+    ([f"{PATH}.Bare"], {}, "qwen2.5", r"^tools: '[\w.]+Bare' has no tools"),
+    ([f"{PATH}.Rowless"], {}, "qwen2.5", r"reset is given the row, .* unexpected keyword argument 'prompt'"),
+    ([f"{PATH}.Rewardless"], {"reward": {}}, "qwen2.5", "functions give no reward"),
+    ([{"function": "atomrl.sandbox.tools.python", "args": {"sandbox": "none", "timeout_s": 0}}], {}, "qwen2.5",
+     "timeout_s is a number above 0, not 0"),
+    ([], {"environment": {"function": "tools"}}, "qwen2.5", "name them in the section tools"),
 ])  # fmt: skip
 def test_what_cannot_be_a_tool_is_refused(tools, changes, template, words):
-    if "mcp" in tools[0]:
+    if tools and "mcp" in tools[0]:
         pytest.importorskip("mcp")
     tokenizer = make_tokenizer("added", template)
+    if changes == {"reward": {}}:
+        with_tools(config_of(*tools, **changes), tokenizer)  # what is only looked at needs none
     with pytest.raises(ConfigError, match=words):
-        with_tools(config_of(*tools, **changes), tokenizer)
+        check_outcome(with_tools(config_of(*tools, **changes), tokenizer))
 
 
 @pytest.mark.parametrize("tool, words", [
@@ -444,7 +454,7 @@ SILENT = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found by /proc")
-def test_an_mcp_server_that_never_comes_up_leaves_no_process(tmp_path):
+def test_an_mcp_server_that_never_comes_up_leaves_no_process(tmp_path, caplog):
     pytest.importorskip("mcp", reason="needs the extra mcp")
     name = f"silent-{tmp_path}"
     server = server_of(mcp=[sys.executable, "-c", SILENT, name], timeout_s=0.5)
@@ -456,6 +466,8 @@ def test_an_mcp_server_that_never_comes_up_leaves_no_process(tmp_path):
         wait_until(lambda: not running_with(name), 60.0)
     finally:
         server.close()
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_call_that_an_mcp_server_does_not_answer_leaves_others_theirs(mcp_file):

@@ -9,7 +9,9 @@ from atomrl.batches import AdvantageBatch
 from atomrl.data.rows import to_rows
 from atomrl.episodes import Episode, Turn
 from atomrl.loop.episode_report import episode_metrics
+from atomrl.loop.groups import with_baselines
 from atomrl.loop.report import rollout_metrics
+from atomrl.tracking.run_directory import rollout_rows
 from atomrl.types import Sample, Segment, Trajectory
 
 SAMPLE = Sample(sample_id="a", prompt="", ground_truth="")
@@ -43,7 +45,7 @@ def test_by_hand():
         "environment/turns/mean": 2.0, "environment/turns/max": 3.0, "environment/turns/min": 1.0,
         "environment/replies": 1.0, "environment/replies/search": 0.5, "environment/replies/invalid": 0.25,
         "environment/seconds/mean": 2.0 / 8, "environment/seconds/max": 1.0, "environment/token_share": 7 / 23,
-        "environment/dropped_turns": 0.0,
+        "environment/dropped_turns": 0.0, "environment/turn_rewards": 0.0,
         "environment/ended/environment": 0.25, "environment/ended/turns": 0.25, "environment/ended/length": 0.25,
         "environment/ended/abort": 0.0, "environment/ended/failed": 0.25, "train/reply_tokens": 0.0,
     })  # fmt: skip
@@ -91,3 +93,5 @@ def test_groups_are_mixed_by_what_turns_earn():
     metrics = rollout_metrics(group, AdvantageBatch(**vars(rows), advantages=torch.zeros(rows.tokens.shape)))
     assert metrics["by_group/frac_mixed"] == 1.0
     assert (metrics["critic/score/min"], metrics["critic/score/max"]) == (1.0, 1.5)
+    assert [row["reward"] for row in rollout_rows(1, group, {})] == [1.0, 1.5]
+    assert [item.baseline_reward for item in with_baselines(group, group)] == [1.25, 1.25]

@@ -120,6 +120,28 @@ def test_what_cannot_be_used_is_named(corpus, encoder, tmp_path):
     empty = make_encoder(tmp_path / "broken")
     (empty / "config.json").write_text("{}")
     refuse(Dense(empty), "no sentence encoder")
+    wider = make_encoder(tmp_path / "wider")
+    modules = [{"type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling", "Dense")]
+    (wider / "modules.json").write_text(json.dumps(modules))
+    refuse(Dense(wider), "models.Dense is not known here")
+
+
+def test_another_pooling_is_another_encoder(encoder, tmp_path):
+    folder = make_encoder(tmp_path / "tiny")
+    before = Dense(folder).settings()
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
+    (folder / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Pooling"}]))
+    assert Dense(folder).settings()["weights"] != before["weights"]
+    Encoder(folder, "cpu")
+
+
+def test_a_model_that_writes_text_is_warned_of(tmp_path, caplog):
+    folder = make_encoder(tmp_path / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["BertLMHeadModel"]}))
+    Encoder(folder, "cpu")
+    assert "is it trained as an encoder?" in caplog.text
 
 
 def test_the_service_answers_by_similarity(corpus, encoder):

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from atomrl.environments.search import information, retrieve, search_r1
-from atomrl.retrieval.server import Batcher
+from atomrl.retrieval.corpus import RetrievalError
+from atomrl.retrieval.server import Batcher, address_of
 from atomrl.types import Sample
 from tests.retrieval.conftest import WORDS, address, get, post, rows, served, start, write
 
@@ -224,3 +225,8 @@ def test_a_corpus_that_changes_is_an_error_and_not_another_document(corpus):
         corpus.write_text('{"contents": "ban"}\n' * 500)
         status, found = post(url, {"queries": ["ban"]})
         assert status == 500 and "written to since the service began" in found["detail"]
+
+
+def test_a_port_that_is_none_is_refused():
+    with pytest.raises(RetrievalError, match="a port is from 0 to 65535"):
+        address_of("127.0.0.1", 99999)

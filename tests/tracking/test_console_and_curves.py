@@ -165,7 +165,7 @@ def test_an_episode_is_shown_turn_by_turn():
     """Who wrote what; what steers a terminal is spelled out in a reply as well."""
     episode = asdict(rich_episode())
     episode["turns"] = list(episode["turns"])
-    episode["turns"][0] |= {"text": "who?", "reply": "\x1b[2Jé" + "z" * 500}
+    episode["turns"][0] |= {"text": "who?", "reply": "\x1b[2Jé" + "z" * 500, "labels": ["search", "err\nor"]}
     row = {"prompt": "p", "completion": "who?", "reward": None, "advantage": None, "episode": episode}
     stream = io.StringIO()
     ProgressBar(1, stream=stream).show_completions(1, [row])
@@ -173,7 +173,7 @@ def test_an_episode_is_shown_turn_by_turn():
     assert r"\x1b[2J" in text and "\x1b" not in text and text.count("z") < 250 and "ended: failed" in text
     opening, said, answered, last, ended = by_turn(episode).plain.splitlines()
     assert (opening, said, last, ended) == ("> go", "who?", "", "ended: failed: crash: exit 3")
-    assert answered.startswith(r"> search, error (0.10 s, reward 0.5): \x1b[2Jézzz") and answered.endswith("z…")
+    assert answered.startswith(r"> search, err or (0.10 s, reward 0.5): \x1b[2Jézzz") and answered.endswith("z…")
 
 
 def test_an_episode_in_full_is_not_shortened():

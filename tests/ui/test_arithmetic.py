@@ -160,5 +160,6 @@ def test_what_cannot_be_told_is_said(tmp_path):
     assert "others than those that were recorded" in advantages(config, lines, [0, 1, 2, 3])["why"]
     remax = make_config(tmp_path, algorithm={"name": "remax", "kl": {"coefficient": 0.0}})
     assert "greedy completions were not recorded" in advantages(remax, lines, [0])["why"]
-    episode = [line | {"episode": {"turns": []}} for line in lines]
-    assert "an episode's turns" in advantages(config, episode, [0])["why"]
+    for reward, words in ((None, "others than those that were recorded"), (0.0, "an episode's turns")):
+        episode = [line | {"episode": {"turns": [{"reward": reward}]}} for line in lines]
+        assert words in advantages(config, episode, [0])["why"]

@@ -17,12 +17,12 @@ import pytest
 from atomrl.config import parse_overrides
 from atomrl.files import write_text
 from atomrl.reading import MetricTable, Run
-from atomrl.reading.state import LOG
+from atomrl.reading.state import LOG, Home
 from atomrl.ui.cards import downsample, group
 from atomrl.ui.catalog import Catalog, id_of
 from atomrl.ui.compare import band, part, together
 from atomrl.ui.events import Watcher
-from atomrl.ui.launches import FOLDER, Home, Launcher, LaunchError
+from atomrl.ui.launches import FOLDER, Launcher, LaunchError
 from tests.ui.made import log_step, make_run, serving
 
 for package in ("starlette", "orjson", "uvicorn"):

@@ -6,6 +6,7 @@ from typing import Any
 
 from atomrl.environments.adapters import seed_of
 from atomrl.episodes import Reply, Role
+from atomrl.hints import said_as
 from atomrl.types import Sample
 
 MARKS = {"34;1": "({})", "35": "<{}>"}
@@ -48,7 +49,21 @@ def actions_in(text: str, actions: Sequence[str]) -> list[str]:
     """The names of actions in a text, in its order and in whatever case.
 
     Example:
-        >>> actions_in("Left? No, right.", ["left", "right"])
-        ['left', 'right']
+        >>> actions_in("Left? No, right. That is upright.", ["Left", "right", "up"])
+        ['Left', 'right']
     """
-    return re.findall("|".join(map(re.escape, actions)), text.lower())
+    names = {name.lower(): name for name in sorted(actions, key=len, reverse=True)}
+    return [names[found] for found in re.findall(rf"(?<!\w)(?:{'|'.join(map(re.escape, names))})(?!\w)", text.lower())]
+
+
+def refuse(*, id: str, actions: Sequence[str], **_: Any) -> None:
+    """
+    Raises:
+        ValueError: there is no such game, or no action.
+    """
+    import gymnasium
+
+    with said_as(ValueError, "id", gymnasium.error.Error):
+        gymnasium.spec(id)
+    if not all(actions) or not actions:
+        raise ValueError("actions: name them all, by their numbers")

@@ -270,7 +270,7 @@ function Episode({ episode }) {
   return html`<details><summary>${t("turns", { n: turns.length })}${dropped > 0 && html` <span class="warning">! ${t("n_dropped", { n: dropped })}</span>`}</summary>
     ${episode.opening && html`<pre class="text reply" tabindex="0" aria-label=${t("prompt")}>${visible(episode.opening)}</pre>`}
     ${turns.map((turn, i) => html`${droppedBy[i] && html`<p class="warning"><span aria-hidden="true">✂ </span>${t("dropped_by", { turn: i + 1, by: droppedBy[i] })}</p>`}<pre class=${`text ${droppedBy[i] ? "dropped" : ""}`} tabindex="0" aria-label=${t("completion")}>${visible(turn.text ?? "")}</pre>
-      ${(turn.reply || turn.labels?.length > 0) && html`<p class="faint">${visible((turn.labels ?? []).filter(Boolean).join(", "))} ${number(turn.seconds)} s</p><pre class="text reply" tabindex="0" aria-label=${t("reply")}>${visible(turn.reply ?? "")}</pre>`}`)}
+      ${(turn.reply || turn.labels?.length > 0 || typeof turn.reward === "number") && html`<p class="faint">${visible((turn.labels ?? []).filter(Boolean).join(", "))} ${number(turn.seconds)} s${typeof turn.reward === "number" && html` · ${t("reward")} ${number(turn.reward)}`}</p><pre class="text reply" tabindex="0" aria-label=${t("reply")}>${visible(turn.reply ?? "")}</pre>`}`)}
     <p>${t("ended")}: ${visible(episode.ended ?? "")} ${visible(episode.message ?? "")}</p></details>`;
 }
 
