@@ -16,12 +16,12 @@ from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
 from atomrl.loop.sync import Progress, run_steps
 from atomrl.models.loading import resolve_folder
-from atomrl.models.memory import memory_estimate, rank_choices
 from atomrl.progress import phase
 from atomrl.protocols import Algorithm, TrainingBackend
 from atomrl.runs.build import build_trainer, rank_total, starting_model
 from atomrl.runs.checks import check_ranks
 from atomrl.runs.cluster import describe_cluster, open_cluster
+from atomrl.runs.memory import memory_estimate, rank_choices
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.resume import model_identity, tokenizer_identity
 from atomrl.tracking.run_directory import RunDirectory

@@ -11,19 +11,18 @@ from atomrl.batches import TrainingBatch
 from atomrl.config import build_config
 from atomrl.metrics import values
 from atomrl.models.gpt import new_gpt
-from atomrl.models.loading import load_policy, save_model
+from atomrl.models.loading import load_policy, model_config_only, save_model
 from atomrl.models.memory import (
     activation_bytes_per_token,
     adapter_parameters,
-    at_once,
-    memory_estimate,
     memory_metrics,
     process_memory,
-    rank_choices,
 )
 from atomrl.models.scalar import load_scalar
 from atomrl.models.shared_prefix import row_stream
+from atomrl.runs.memory import at_once, memory_estimate, rank_choices
 from atomrl.training.local import LocalBackend
+from atomrl.training.megatron_shape import check_shape
 from tests.models.gpt2 import save_gpt2
 from tests.rollout.test_weights import peak_bytes
 from tests.tiny import make_tiny_model
@@ -203,8 +202,13 @@ def test_experts_are_spread_by_the_arithmetic_and_a_model_without_has_no_such_ch
     choices = rank_choices(build_config(tree), algorithm, 2, "cuda")
     experts = 2 * 4 * 3 * 32 * 24  # of two layers; moments are shared either way
     assert choices["backend.expert=2"][0] == choices["backend.ranks=2"][0] - experts // 2 * (4 + 4)
-    dense = config(make_tiny_model(tmp_path / "dense")).to_tree() | {"backend": given}
-    assert "backend.expert=2" not in rank_choices(build_config(dense), algorithm, 2, "cuda")
+    dense = make_tiny_model(tmp_path / "dense")
+
+    def check(changed):
+        check_shape(model_config_only(str(dense), False), changed.backend, "model")
+
+    given = build_config(config(dense).to_tree() | {"backend": given})
+    assert "backend.expert=2" not in rank_choices(given, algorithm, 2, "cuda", check)
 
 
 def test_the_page_has_the_arithmetic_of_ranks(monkeypatch):
