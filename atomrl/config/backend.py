@@ -45,7 +45,7 @@ class RankedConfig(Section):
     def _whole_shares(self) -> Self:
         for words, divisor in self.divisors.items():
             if self.ranks is not None and self.ranks % divisor:
-                raise ValueError(f"{words} does not divide ranks={self.ranks}")
+                raise ValueError(f"backend.{words} does not divide ranks={self.ranks}")
         return self
 
 
@@ -89,7 +89,7 @@ class FSDPConfig(RankedConfig):
     @model_validator(mode="after")
     def _one_at_a_time(self) -> Self:
         if self.tensor > 1 and (self.sequence > 1 or self.replicas > 1):
-            raise ValueError("tensor goes with neither sequence nor replicas: leave out one of them")
+            raise ValueError("backend.tensor goes with neither sequence nor replicas: leave out one of them")
         return self
 
 

@@ -76,9 +76,9 @@ def memory_estimate(
     cached = decoded * rollout.max_completion_tokens + rollout.prompts_per_step * config.data.max_prompt_tokens
     chunk = min(CHUNK_ELEMENTS, tokens * shape.vocab_size)
     base, moments = total * compute, 2 * FLOAT32 if train.optimizer == "adamw" else MOMENTS_IN_8_BITS
-    kept, made = (QUANTIZED[model.quantization] if model.quantization else compute), 2 * compute
+    held, made = QUANTIZED.get(model.quantization or "", float(compute)), 2 * compute  # bytes of a weight of a layer
     if model.quantization:
-        base = ends(shape) * compute + int((total - ends(shape)) * kept)
+        base = ends(shape) * compute + int((total - ends(shape)) * held)
         made = compute + (FLOAT32 if model.quantization == "int8" and compute != FLOAT32 else 0)
     parts = {
         "trainer weights": base + trained * FLOAT32 if model.lora else total * FLOAT32,
@@ -107,7 +107,7 @@ def memory_estimate(
         parts["critic"] = 4 * critic_parameters(critic, trusted) * FLOAT32  # weights, gradients and Adam's two moments
         parts["critic activations"] = activations(critic)
     if config.backend is not None:
-        sizes = Sizes(shape, total, trained, compute, kept)
+        sizes = Sizes(shape, total, trained, compute, held)
         parts = ranked_kind(config.backend).memory(config.backend, parts, sizes, ranks)
     return parts | {"total": at_once(parts)}
 

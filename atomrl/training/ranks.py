@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -291,14 +292,14 @@ def _follow(ranks: Ranks, device: torch.device) -> None:
     logging.disable(logging.WARNING)  # rank 0 says it
     try:
         build = ranks.receive()
-        backend: Any = ranks.together(lambda: build(ranks, device))
+        backend: Any = _together(ranks, lambda: build(ranks, device))
         while (command := ranks.receive()) is not None:
             with suppress(_MetByAll):
-                _carry_out(ranks, backend, *command)
+                _together(ranks, partial(_call, backend, *command))
         backend.close()
         ranks.close()
     except Exception as error:
-        if not isinstance(error, RankFailed) or ranks.own_error:
+        if not isinstance(error, RankFailed | _MetByAll) or ranks.own_error:
             traceback.print_exc()
         os._exit(1)  # the others' collective operations fail at once
 
@@ -307,9 +308,13 @@ class _MetByAll(Exception):
     """An error that rank 0 raises as well."""
 
 
-def _carry_out(ranks: Ranks, backend: Any, method: str, arguments: Sequence[Any]) -> None:
+def _call(backend: Any, method: str, arguments: Sequence[Any]) -> Any:
+    return getattr(backend, method)(*arguments)
+
+
+def _together(ranks: Ranks, work: Callable[[], Result]) -> Result:
     try:
-        ranks.together(lambda: getattr(backend, method)(*arguments))
+        return ranks.together(work)
     except RankFailed:
         raise
     except Exception as error:

@@ -12,7 +12,7 @@ from atomrl.runs.checks import check_ranks, check_savers
 from tests.models.gpt2 import save_gpt2
 from tests.tiny import make_tiny_model
 
-DATA = {"train": "arithmetic", "train_size": 8, "max_prompt_tokens": 64}
+DATA = {"train": "arithmetic", "train_size": 8, "max_prompt_tokens": 256}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,12 @@ def test_a_critic_that_is_not_used_is_not_looked_at(models, cut):
 def test_a_fresh_model_is_cut_too(cut):
     def prepare(heads):
         gpt = {"layers": 1, "hidden": 96, "heads": heads, "intermediate": 96}
-        tree = {"run_name": "r", "data": DATA, "sft": {"gpt": gpt}, "model": {"pack_rows": True}}
+        tree = {
+            "run_name": "r",
+            "data": DATA | {"train": "calculation"},
+            "sft": {"gpt": gpt},
+            "model": {"pack_rows": True},
+        }
         return prepare_run(build_config(tree | {"backend": {"type": "fsdp", "ranks": 3, cut: 3}}))
 
     prepare(3)
