@@ -13,7 +13,7 @@ exchanges that nothing hides, and the lateness of other ranks. `2 sharing` are t
 **Memory.** Of a rank in processes of their own, in two updates of several micro-batches, the most memory at once beyond
 what was there before the model was loaded: `peak`, of the fullest rank. `loading` is the most until the model is in its
 shards, `state` what its weights, gradients and moments take. `formula` is what a dry run says of the same
-(`models/memory.py`), without what an engine takes; `off` is the distance of the peak from it. On a CPU it is glibc that
+(`runs/memory.py`), without what an engine takes; `off` is the distance of the peak from it. On a CPU it is glibc that
 counts, every piece of 16 kB and more, whichever thread takes or frees it: threads of gloo free tensors of collective
 operations, which torch's profiler does not see and takes for kept. On a GPU torch's allocator counts.
 """
@@ -46,7 +46,7 @@ from atomrl.batches import TrainingBatch
 from atomrl.config import FSDPConfig, ModelConfig, RunConfig, TrainConfig, build_config
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import save_model
-from atomrl.models.memory import at_once, memory_estimate
+from atomrl.runs.memory import at_once, memory_estimate
 from atomrl.training.base import BaseBackend
 from atomrl.training.fsdp import FSDPBackend
 from atomrl.training.group import Ranks

@@ -268,7 +268,8 @@ def test_names_of_other_libraries_are_answered_with_the_key_here(given, answer):
         ({"ranks": 2}, "backend.type: is required"),
         ({"type": "fsdp", "sequenc": 2}, "unknown key 'backend.sequenc'; did you mean 'backend.sequence'"),
         ({"type": "megatron", "tensor": 0}, "backend.tensor: Input should be greater than or equal to 1"),
-        ({"type": "megatron", "ranks": 3, "tensor": 2}, "tensor=2 x pipeline=1 does not divide ranks=3"),
+        ({"type": "fsdp", "pipeline": 2}, "unknown key 'backend.pipeline' of this backend.type; it is of megatron"),
+        ({"type": "megatron", "ranks": 3, "tensor": 2}, "backend.tensor=2 x pipeline=1 does not divide ranks=3"),
     ],
     ids=str,
 )

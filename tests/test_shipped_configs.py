@@ -29,6 +29,7 @@ MODELS = [
     "runs/quickstart-search/model",
     "runs/quickstart-python-warm-start/model",
     "Qwen/Qwen2.5-1.5B-Instruct",
+    "Qwen/Qwen2.5-7B-Instruct",
     "Qwen/Qwen2.5-3B",
 ]
 """What the configs start from."""
@@ -48,7 +49,8 @@ def scratch(tmp_path_factory):
     save_scalar(load_scalar(str(model), dtype="float32"), load_tokenizer(model), folder / REWARD_MODEL)
     problem, gsm8k = {"prompt": "1+1=", "ground_truth": "2"}, {"question": "1+1=", "answer": "so\n#### 2"}
     pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
-    (folder / "Qwen/Qwen2.5-1.5B-Instruct/chat_template.jinja").write_text(QWEN25)
+    for name in ("1.5B", "7B"):
+        (folder / f"Qwen/Qwen2.5-{name}-Instruct/chat_template.jinja").write_text(QWEN25)
     game = {"prompt": "Play.", "seed": 1, "game": "games/1.z8"}
     files = {
         "data/games.jsonl": game, "data/textworld.jsonl": game,
@@ -92,7 +94,10 @@ def test_there_are_configs_of_every_command():
 def test_a_dry_run_prepares_what_a_run_does(path, inside, capsys, monkeypatch):
     """And the other commands refuse it, in a dry run as in a run, with the command to use."""
     command, arguments = given(path)
-    environment = load_config(path, arguments[1:]).environment
+    config = load_config(path, arguments[1:])
+    environment = config.environment
+    if config.model.quantization == "nf4" and find_spec("bitsandbytes") is None:
+        pytest.skip("the extra `quant` is not installed")
     if environment and environment.function in PACKAGES and find_spec(environment.function) is None:
         if load_config(path, arguments[1:]).data.train.startswith(environment.function):
             pytest.skip(f"{environment.function}, which makes its data, is not installed")

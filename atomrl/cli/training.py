@@ -45,7 +45,7 @@ ADVICE = {
     "rewards that it happened with. --resume --allow-changes goes on from the checkpoint before, with other settings.",
     "RankFailed": "--resume goes on from the newest checkpoint.",
     "RankLost": "--resume goes on from the newest checkpoint.",
-    "RankOutOfMemory": "With that, --resume --allow-changes goes on from the newest checkpoint.",
+    "RankOutOfMemory": "With that, --resume goes on from the newest checkpoint.",
     "ActorDied": "--resume goes on from the newest checkpoint.",
 }
 """What to do about errors of a run that are no mistakes in the config."""

@@ -1,7 +1,7 @@
 """The section `backend`: a trainer of several processes."""
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -25,6 +25,16 @@ class RankedConfig(Section):
         """What must divide the number of ranks, by the words that say it."""
         raise NotImplementedError
 
+    @property
+    def choices(self) -> Mapping[str, Any]:
+        """Other values of settings, of which a dry run says what they would take; one that cannot be is left out."""
+        raise NotImplementedError
+
+    @property
+    def activation_ranks(self) -> int:
+        """Ranks that share what a layer keeps of a token beside the residual stream and its norms."""
+        return 1
+
     def check_count(self, ranks: int) -> None:
         """Raise ConfigError where so many ranks cannot be shared out."""
         for words, divisor in self.divisors.items():
@@ -35,7 +45,7 @@ class RankedConfig(Section):
     def _whole_shares(self) -> Self:
         for words, divisor in self.divisors.items():
             if self.ranks is not None and self.ranks % divisor:
-                raise ValueError(f"{words} does not divide ranks={self.ranks}")
+                raise ValueError(f"backend.{words} does not divide ranks={self.ranks}")
         return self
 
 
@@ -62,10 +72,24 @@ class FSDPConfig(RankedConfig):
         named = {"replicas": self.replicas, "sequence": self.sequence, "tensor": self.tensor}
         return {f"{key}={value}": value for key, value in named.items()}
 
+    @property
+    def choices(self) -> Mapping[str, Any]:
+        return {
+            "tensor": 2 * self.tensor,
+            "replicas": 2 if self.replicas == 1 else 1,
+            "reduce": "update" if self.reduce == "micro_batch" else "micro_batch",
+            "sequence": 2 * self.sequence,
+            "cpu_offload": not self.cpu_offload,
+        }
+
+    @property
+    def activation_ranks(self) -> int:
+        return self.tensor
+
     @model_validator(mode="after")
     def _one_at_a_time(self) -> Self:
         if self.tensor > 1 and (self.sequence > 1 or self.replicas > 1):
-            raise ValueError("tensor goes with neither sequence nor replicas: leave out one of them")
+            raise ValueError("backend.tensor goes with neither sequence nor replicas: leave out one of them")
         return self
 
 
@@ -89,6 +113,10 @@ class MegatronConfig(RankedConfig):
             f"tensor={self.tensor} x pipeline={self.pipeline}": self.tensor * self.pipeline,
             f"expert={self.expert} x pipeline={self.pipeline}": self.expert * self.pipeline,
         }
+
+    @property
+    def choices(self) -> Mapping[str, Any]:
+        return {"tensor": 2 * self.tensor, "pipeline": 2 * self.pipeline, "expert": 2 * self.expert}
 
 
 BackendConfig = FSDPConfig | MegatronConfig

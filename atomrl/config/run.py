@@ -268,6 +268,10 @@ def _problem(item: Mapping[str, Any]) -> str:
 
 
 def _unknown(path: list[str], known: list[str]) -> str:
+    if path[0] == "backend" and (key := ".".join(path)) in known:
+        fields = [kind.model_fields for kind in get_args(BackendConfig)]
+        kinds = [get_args(own["type"].annotation)[0] for own in fields if path[1] in own]
+        return f"unknown key {key!r} of this backend.type; it is of {' and '.join(kinds)}"
     hint = suggestion(path, known)
     return f"unknown key {'.'.join(path)!r}" + (f"; {hint}" if hint else "")
 

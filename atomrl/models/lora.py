@@ -4,8 +4,9 @@ Needs the `lora` extra. Adapters are put into the model in place and saved in pe
 `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)` loads them.
 """
 
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 from atomrl.config import ConfigError, LoraConfig, Quantization
 from atomrl.hints import said_as
 from atomrl.models.gpt import GPT
+from atomrl.models.identity import model_identity
 from atomrl.models.quantized import quantized_layers, round_as_quantized
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Adapter
 
+log = logging.getLogger(__name__)
 ADAPTER, ADAPTER_FILE = "default", "adapter_model.safetensors"
-QUANTIZATION, QUANTIZED_FROM = "base_quantization", "base_dtype"
+QUANTIZATION, QUANTIZED_FROM, BASE = "base_quantization", "base_dtype", "base_identity"
 """In the header of a file of adapters."""
 
 
@@ -126,14 +129,16 @@ def adapter_state(model: Any) -> dict[str, Tensor]:
 
 
 def save_adapters(model: Any, folder: str | Path) -> None:
-    """Write adapter_config.json and adapter_model.safetensors as peft does; the latter's header says how the base was
-    quantised, if it was."""
+    """Write adapter_config.json and adapter_model.safetensors as peft does; the latter's header says for which base, if
+    that is at hand, and how it was quantised, if it was."""
     from safetensors.torch import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.cpu().contiguous() for name, tensor in adapter_state(model).items()}
     header = {"format": "pt"}
+    with suppress(ConfigError):
+        header[BASE] = _identity(model.lora_settings.base_model_name_or_path)
     if (layer := next(quantized_layers(model), None)) is not None:
         header |= {QUANTIZATION: layer.kind, QUANTIZED_FROM: str(layer.dtype).removeprefix("torch.")}
     save_file(state, folder / ADAPTER_FILE, metadata=header)
@@ -167,12 +172,10 @@ def merge_adapters(inner: Any, folder: str | Path, dtype: torch.dtype = torch.fl
     Raises:
         ConfigError: peft is missing, or they are damaged or do not fit the model.
     """
-    from safetensors import safe_open
-
     message, kind, of_base = f"the adapters in {folder} do not fit their base model", None, 0.0
     if (file := Path(folder) / ADAPTER_FILE).is_file():
-        with said_as(ConfigError, message, OSError, SafetensorError), safe_open(file, framework="pt") as stored:
-            header = stored.metadata() or {}
+        with said_as(ConfigError, message, OSError, SafetensorError):
+            header = _header(file)
         if (kind := header.get(QUANTIZATION)) is not None:
             trained_in = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(header.get(QUANTIZED_FROM, ""))
             if kind not in get_args(Quantization) or trained_in is None:
@@ -182,6 +185,20 @@ def merge_adapters(inner: Any, folder: str | Path, dtype: torch.dtype = torch.fl
         model = _peft().PeftModel.from_pretrained(inner, folder)
         error = MergeError(kind, of_base, *_merge_error(model, dtype))
         return model.merge_and_unload(), error
+
+
+def _identity(base: str | Path) -> str:
+    from atomrl.models import loading
+
+    return model_identity(loading.resolve_folder(loading.base_path(base)))
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """What is noted in a file of adapters."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as stored:
+        return stored.metadata() or {}
 
 
 @torch.no_grad()
@@ -220,5 +237,13 @@ def export(
     stored = loading.model_config_only(base, trust_remote_code).dtype or torch.float32
     inner = loading.load_transformers(base, torch.float32, trust_remote_code)
     merged, error = merge_adapters(inner, adapter_folder, stored)
+    file = Path(adapter_folder) / ADAPTER_FILE
+    trained_on = _header(file).get(BASE) if file.is_file() else None
+    if trained_on not in (None, _identity(base)):
+        log.warning(
+            "%s: its files are not those that the adapters in %s were trained on; unless it is the same model written "
+            "anew, what is exported is another policy",
+            base, adapter_folder,
+        )  # fmt: skip
     loading.save_model(HFModel(merged), loading.load_tokenizer(base, trust_remote_code), folder, dtype=stored)
     return error

@@ -141,14 +141,23 @@ def quantize(inner: nn.Module, head: Tensor, kind: Quantization, device: torch.d
     Raises:
         ConfigError: the model has no such layers; bitsandbytes is missing.
     """
-    linears = {name: m for name, m in inner.named_modules() if isinstance(m, nn.Linear) and m.weight is not head}
-    if not linears:
+    for name, linear in linears(inner, head, kind).items():
+        parent, _, own = name.rpartition(".")
+        setattr(inner.get_submodule(parent), own, QuantizedLinear(linear.to(device), kind))
+
+
+def linears(inner: nn.Module, head: Tensor, kind: Quantization) -> dict[str, nn.Linear]:
+    """The layers of a model that are quantised, by their names.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    found = {name: m for name, m in inner.named_modules() if isinstance(m, nn.Linear) and m.weight is not head}
+    if not found:
         raise ConfigError(
             f"model.quantization={kind}: this model has no nn.Linear layers (GPT-2 has Conv1D); leave it out"
         )
-    for name, linear in linears.items():
-        parent, _, own = name.rpartition(".")
-        setattr(inner.get_submodule(parent), own, QuantizedLinear(linear.to(device), kind))
+    return found
 
 
 def quantized_layers(model: nn.Module) -> Iterator[QuantizedLinear]:
@@ -174,7 +183,7 @@ def round_as_quantized(inner: nn.Module, head: Tensor, kind: Quantization, dtype
         By how much the weights changed, relative to their size.
     """
     changed = size = 0.0
-    for linear in [m for m in inner.modules() if isinstance(m, nn.Linear) and m.weight is not head]:
+    for linear in linears(inner, head, kind).values():
         small = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
         small.weight = nn.Parameter(linear.weight.detach().to(dtype))
         rounded = QuantizedLinear(small, kind).weight.float()

@@ -53,6 +53,6 @@ def prepare_run(config: RunConfig, local_rewards: Mapping[str, RewardFunction] |
     check_policy(config)
     run = RLRun(config, local_rewards) if local_rewards else KINDS[config.kind][0](config)
     check_fresh_tokenizer(config, run.tokenizer)
+    check_ranks(config, run.algorithm)  # first: it says what no package that is missing would mend
     check_savers(config)
-    check_ranks(config, run.algorithm)
     return run

@@ -15,16 +15,18 @@ from atomrl.config import RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
 from atomrl.loop.sync import Progress, run_steps
+from atomrl.models.identity import model_identity
 from atomrl.models.loading import resolve_folder
-from atomrl.models.memory import memory_estimate, rank_choices
 from atomrl.progress import phase
 from atomrl.protocols import Algorithm, TrainingBackend
 from atomrl.runs.build import build_trainer, rank_total, starting_model
 from atomrl.runs.checks import check_ranks
 from atomrl.runs.cluster import describe_cluster, open_cluster
+from atomrl.runs.memory import memory_estimate, rank_choices
 from atomrl.tracking.recorder import Recorder
-from atomrl.tracking.resume import model_identity, tokenizer_identity
+from atomrl.tracking.resume import tokenizer_identity
 from atomrl.tracking.run_directory import RunDirectory
+from atomrl.training.role_models import check_shards
 
 Callback = Callable[[int, Mapping[str, float]], None]
 """Called after each step with its number and metrics."""
@@ -159,6 +161,8 @@ class PreparedRun(ABC):
         config = self.config
         newest = directory.checkpoint_folder(directory.first_step - 1) if directory.first_step > 1 else None
         stored = json.loads((newest / STATE).read_text(encoding="utf-8")) if newest else {}
+        if newest and config.backend is not None:
+            check_shards(newest)  # before ranks are started, and models loaded
         self.progress = progress = Progress(**stored)
         earlier_s = progress.wall_s
         self.start = starting_model(config, self.tokenizer, directory)

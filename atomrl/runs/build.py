@@ -5,12 +5,13 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from importlib import import_module
 from typing import Any, Literal, get_args
 
 import torch
 
 from atomrl.cluster.ray_cluster import RayCluster
-from atomrl.config import ConfigError, MegatronConfig, ModelConfig, RolloutConfig, RunConfig
+from atomrl.config import BackendConfig, ConfigError, ModelConfig, RolloutConfig, RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import load_samples
 from atomrl.models.gpt import new_gpt
@@ -31,7 +32,7 @@ from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory
 from atomrl.training.group import Ranks
 from atomrl.training.local import LocalBackend
 from atomrl.training.rank_actors import RankActors
-from atomrl.training.ranks import RankedBackend, rank_count
+from atomrl.training.ranks import RankedBackend, RankedKind, rank_count
 from atomrl.training.remote import RemoteBackend
 from atomrl.training.roles import RoleName
 from atomrl.types import Sample, SamplingParams
@@ -44,6 +45,8 @@ ENGINES: dict[str, type[RequestEngine]] = {
     "vllm-server": VLLMServerEngine,
     "sglang": SGLangEngine,
 }
+RANKED = {"fsdp": "atomrl.training.fsdp.FSDPBackend", "megatron": "atomrl.training.megatron.MegatronBackend"}
+"""By `backend.type` the back end of a rank; imported where a run has one, since it takes half a second and more."""
 
 
 def model_path(config: RunConfig) -> str:
@@ -302,17 +305,17 @@ def local_trainer(
 def rank_trainer(
     config: RunConfig, algorithm: Algorithm, path: str, ranks: Ranks, device: torch.device
 ) -> TrainingBackend:
-    """The training back end of a rank, imported here: half a second and more, for which a run of one process does not
-    wait."""
-    settings = {"collective": ranks, "device": device, **_trainer_settings(config, algorithm, path)}
-    if isinstance(config.backend, MegatronConfig):
-        from atomrl.training.megatron import MegatronBackend
-
-        return MegatronBackend(config.backend, **settings)
-    from atomrl.training.fsdp import FSDPBackend
-
+    """The training back end of a rank."""
     assert config.backend is not None
-    return FSDPBackend(config.backend, **settings)
+    settings = {"collective": ranks, "device": device, **_trainer_settings(config, algorithm, path)}
+    return ranked_kind(config.backend)(config.backend, **settings)
+
+
+def ranked_kind(settings: BackendConfig) -> RankedKind:
+    """The class of a section `backend`, which also says what can be and what it takes."""
+    module, _, name = RANKED[settings.type].rpartition(".")
+    kind: RankedKind = getattr(import_module(module), name)
+    return kind
 
 
 def _trainer_settings(config: RunConfig, algorithm: Algorithm, path: str) -> dict[str, Any]:

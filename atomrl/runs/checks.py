@@ -9,22 +9,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from atomrl.config import ConfigError, FSDPConfig, MegatronConfig, RolloutConfig, RunConfig
+import torch
+
+from atomrl.config import ConfigError, RolloutConfig, RunConfig
 from atomrl.data.generators import is_generator
 from atomrl.data.sources import COMPLETIONS
 from atomrl.hints import said_as
+from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import base_path, load_tokenizer, model_config_only, resolve_folder
+from atomrl.models.memory import empty_model
+from atomrl.models.quantized import linears
 from atomrl.models.scalar import is_classifier
-from atomrl.models.shared_prefix import packs_rows
 from atomrl.models.spec import unsupported
 from atomrl.models.transformers_model import check_causal
-from atomrl.models.ulysses import check_heads
 from atomrl.pool.store import RolloutPool
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
 from atomrl.rollout.stopping import eos_token_ids
-from atomrl.runs.build import device_name, engine_class, rank_total, train_sampling
+from atomrl.runs.build import device_name, engine_class, rank_total, ranked_kind, train_sampling
 from atomrl.runs.cluster import cluster_roles
-from atomrl.training.tensor_parallel import check_tensor
 from atomrl.types import Sample
 
 log = logging.getLogger(__name__)
@@ -158,11 +160,12 @@ def check_savers(config: RunConfig) -> None:
     model, kind = config.model, config.train.optimizer
     on_cpu = device_name(model.device) == "cpu"
     in_8_bits = kind != "adamw"
-    if (in_8_bits or model.quantization == "nf4") and find_spec("bitsandbytes") is None:
-        key = f"train.optimizer={kind}" if in_8_bits else f"model.quantization={model.quantization}"
-        raise ConfigError(f"{key}: bitsandbytes is not installed: pip install 'atomrl[quant]'")
     if model.quantization and config.gpt is not None:
         raise ConfigError("model.quantization: the weights of a fresh model (gpt) are to be trained; leave it out")
+    if model.quantization and model.path is not None:
+        shape = model_config_only(model.path, model.trust_remote_code)
+        empty = empty_model(shape, model.trust_remote_code)
+        linears(empty, empty.get_output_embeddings().weight, model.quantization)
     if model.activation_offload and on_cpu:
         raise ConfigError("model.activation_offload: on a CPU activations are in its memory already; leave it out")
     if kind == "paged_adamw8bit" and on_cpu:
@@ -172,6 +175,9 @@ def check_savers(config: RunConfig) -> None:
         )
     if in_8_bits and config.backend is not None:
         raise ConfigError(f"train.optimizer={kind}: bitsandbytes takes no shards; with backend take adamw")
+    if (in_8_bits or model.quantization == "nf4") and find_spec("bitsandbytes") is None:
+        key = f"train.optimizer={kind}" if in_8_bits else f"model.quantization={model.quantization}"
+        raise ConfigError(f"{key}: bitsandbytes is not installed: pip install 'atomrl[quant]'")
 
 
 def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
@@ -184,10 +190,7 @@ def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
         return
     device = device_name(config.model.device)
     backend.check_count(rank_total(config))
-    if isinstance(backend, MegatronConfig):
-        check_megatron(config, backend)
-    else:
-        check_fsdp(config, backend, device)
+    ranked_kind(backend).check(backend, config.model, used_models(config, algorithm), device)
     if algorithm.update is not None:
         raise ConfigError(
             f"backend: algorithm.update of {algorithm.name} differentiates the policy forward, as a whole; run it "
@@ -209,45 +212,17 @@ def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
         )
 
 
-def check_megatron(config: RunConfig, backend: MegatronConfig) -> None:
-    """That the models can be cut as the config says.
-
-    Raises:
-        ConfigError: megatron-core is not there, or it has no mapping of weights for a model, or does not divide it.
-    """
-    from atomrl.training.megatron import check_config
-    from atomrl.training.megatron_shape import check_shape
-
-    check_config(config.model)
-    for path in model_paths(config):
-        check_shape(model_config_only(path, config.model.trust_remote_code), backend, path)
-
-
-def model_paths(config: RunConfig) -> list[str]:
-    """The models that a config names: the policy's, the critic's and the teacher's."""
-    teacher = config.teacher.path if config.teacher else None
-    return [path for path in (config.model.path, config.critic.path, teacher) if path is not None]
-
-
-def check_fsdp(config: RunConfig, backend: FSDPConfig, device: str) -> None:
-    """That shards and shared rows can be as the config says.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    if backend.sequence > 1:
-        if not packs_rows(config.model.pack_rows, device.partition(":")[0]):
-            raise ConfigError(f"backend.sequence={backend.sequence} cuts rows that lie end to end: set model.pack_rows")
-        if config.model.path is not None:
-            path, trusted = config.model.path, config.model.trust_remote_code
-            check_heads(model_config_only(path, trusted), backend.sequence, path)
-    if backend.tensor > 1:
-        if config.model.quantization is not None:
-            raise ConfigError("backend.tensor: a quantised base is not cut; leave it out, or model.quantization")
-        for start in model_paths(config):
-            check_tensor(model_config_only(start, config.model.trust_remote_code), backend.tensor, start)
-    if backend.cpu_offload and device == "cpu":
-        raise ConfigError("backend.cpu_offload: on a CPU all is in its memory already; leave it out")
+def used_models(config: RunConfig, algorithm: Algorithm) -> dict[str, Any]:
+    """The transformers configs of the models that a trainer holds, by their path; of a fresh one by its key."""
+    found, paths = {}, [config.model.path]
+    if config.gpt is not None:
+        with torch.device("meta"):
+            found[f"{config.kind}.gpt"] = new_gpt(vocab_size=1, **config.gpt.model_dump()).config
+    if "values" in algorithm.needs:
+        paths.append(config.critic.path)
+    if needs_teacher(algorithm) and config.teacher is not None:
+        paths.append(config.teacher.path)
+    return found | {path: model_config_only(path, config.model.trust_remote_code) for path in paths if path is not None}
 
 
 def check_pool(config: RunConfig, identity: Mapping[str, str]) -> None:

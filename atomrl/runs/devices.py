@@ -9,9 +9,10 @@ import torch
 
 from atomrl.cluster.places import Node, Wanted
 from atomrl.config import RunConfig
-from atomrl.models.memory import BESIDE, SHARDED, at_once, memory_estimate
+from atomrl.models.memory import BESIDE, SHARDED
 from atomrl.protocols import Algorithm
 from atomrl.runs.build import ENGINES, device_name, rank_total
+from atomrl.runs.memory import at_once, memory_estimate
 from atomrl.runs.probe import available_memory
 
 ENGINE = ("engine weights", "key-value cache")

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from atomrl.config import ConfigError, RunConfig
 from atomrl.models.loading import model_config_only
-from atomrl.models.memory import BESIDE, at_once, memory_estimate, process_memory
+from atomrl.models.memory import BESIDE, process_memory
 from atomrl.runs.base import PreparedRun, readable
+from atomrl.runs.memory import at_once, memory_estimate
 from atomrl.runs.probe import Measured, device_memory, measure
 from atomrl.runs.rl import RLRun
 

@@ -13,11 +13,12 @@ from atomrl.config import ConfigError, PretrainConfig, RunConfig
 from atomrl.data.tokenized import Example, rows_from_tokens
 from atomrl.data.tokens import TOKENIZER, Split, TokenFolder
 from atomrl.loop.supervised import nll_per_token, supervised_step
+from atomrl.models.identity import model_identity
 from atomrl.models.loading import load_tokenizer, resolve_folder
 from atomrl.rollout.generate import generate
 from atomrl.runs.base import Evaluation, PreparedRun
 from atomrl.runs.build import build_engine, context_tokens, model_path
-from atomrl.tracking.resume import model_identity, tokenizer_identity
+from atomrl.tracking.resume import tokenizer_identity
 from atomrl.types import Prompt, Sample, SamplingParams
 from atomrl.weights import InProcessTransfer
 

@@ -18,6 +18,7 @@ from atomrl.loop.groups import EngineSource, GroupSource
 from atomrl.loop.preflight import check_group_size, check_row_limit, check_temperature
 from atomrl.loop.scheduler import Scheduler
 from atomrl.loop.sync import Parts, run_step
+from atomrl.models.identity import model_identity
 from atomrl.models.loading import resolve_folder
 from atomrl.pool.source import PoolSource
 from atomrl.pool.store import RolloutPool
@@ -35,7 +36,6 @@ from atomrl.runs.checks import (
     check_pool,
 )
 from atomrl.runs.episode_checks import check_environment, check_outcome, with_tools
-from atomrl.tracking.resume import model_identity
 from atomrl.types import Sample
 from atomrl.weights import InProcessTransfer
 

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from atomrl.config import ConfigError, RunConfig, build_config
@@ -15,7 +14,7 @@ HARMLESS = (
     # What these name is compared by its content (`identity`), so a folder may have moved.
     "model.path", "model.tokenizer", "data.train",
     # Speed and memory; the objective stays, though not its last bits.
-    "model.device", "model.gradient_checkpointing", "model.compile", "model.pack_rows",
+    "model.device", "model.gradient_checkpointing", "model.activation_offload", "model.compile", "model.pack_rows",
     "rollout.max_concurrent_completions",
     "train.tokens_per_micro_batch", "train.rows_per_micro_batch", "backend",
     # How long one waits, and how much room there is.
@@ -23,7 +22,6 @@ HARMLESS = (
     "train.timeout_s", "asynchronous.timeout_s", "cluster.timeout_s", "rollout.server_timeout_s",
 )  # fmt: skip
 """Keys, and sections of keys, that may change when a run is resumed. Every other change stops it."""
-BLOCKS, BLOCK_BYTES = 64, 2**16
 
 
 def config_changes(before: Mapping[str, Any], now: RunConfig) -> list[str]:
@@ -47,21 +45,6 @@ def stopping_changes(changes: list[str], now: RunConfig) -> list[str]:
     if now.train.schedule == "constant" and not now.train.warmup_ratio:
         free = (*HARMLESS, "train.steps")
     return [line for line in changes if not f"{line.partition(':')[0]}.".startswith(tuple(f"{key}." for key in free))]
-
-
-def model_identity(folder: Path) -> str:
-    """A hash of a model's config and weights. Of files over 4 MiB it reads 64 blocks, spread evenly, and the size."""
-    digest = hashlib.sha256()
-    for path in sorted(
-        [*folder.glob("config.json"), *folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
-    ):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for block in range(BLOCKS):
-                file.seek(max(0, size - BLOCK_BYTES) * block // (BLOCKS - 1))
-                digest.update(file.read(BLOCK_BYTES))
-    return digest.hexdigest()
 
 
 def tokenizer_identity(tokenizer: Any) -> str:

@@ -1,8 +1,9 @@
 """The back end of several ranks: weights, gradients and moments in shards (PyTorch's FSDP2, `fully_shard`)."""
 
 import copy
+import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +25,9 @@ from atomrl.config import ConfigError, FSDPConfig, ModelConfig
 from atomrl.metrics import Metrics
 from atomrl.models.loading import compute_dtype, model_weights
 from atomrl.models.lora import adapter_weights, has_adapters, is_adapter
+from atomrl.models.memory import BESIDE, FLOAT32, SHARDED, Sizes, adapters_of_rank, ends, uncut
 from atomrl.models.scalar import HFScalar
+from atomrl.models.shared_prefix import packs_rows
 from atomrl.models.ulysses import check_heads
 from atomrl.protocols import Algorithm, ModelInput, WeightUpdate
 from atomrl.training.base import Differentiated
@@ -32,11 +35,13 @@ from atomrl.training.group import Ranks
 from atomrl.training.role_models import load_role, role_prefix, save_role
 from atomrl.training.roles import TRAINED, RoleName
 from atomrl.training.shards import load_shards, shard_job
-from atomrl.training.tensor_parallel import cut_layers, sum_parts
+from atomrl.training.tensor_parallel import check_tensor, cut_layers, sum_parts
 from atomrl.training.writing import PART_BYTES, Job, WritesBeside, gathered, kept, model_jobs, parts_of
 
 # Outputs are views where there is no padding; nobody writes into them.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+BY_TOKENS = {"activations", "critic activations", "log-prob chunk", "backward pass", "distributions"}
+"""Parts of a run's memory that grow with the tokens of a micro-batch."""
 
 
 class FSDPBackend(WritesBeside):
@@ -75,6 +80,57 @@ class FSDPBackend(WritesBeside):
         super().__init__(model, train, algorithm, **named)
         self.seed = named.get("seed", 0)
         torch.manual_seed(self.seed + 1_000_003 * self.collective.rank)  # of dropout, after equal weights
+
+    @staticmethod
+    def check(settings: FSDPConfig, model: ModelConfig, shapes: Mapping[str, Any], device: str) -> None:
+        """As of `RankedKind`."""
+        if settings.sequence > 1:
+            if not packs_rows(model.pack_rows, device.partition(":")[0]):
+                raise ConfigError(
+                    f"backend.sequence={settings.sequence} cuts rows that lie end to end: set model.pack_rows"
+                )
+            for path, shape in shapes.items():
+                check_heads(shape, settings.sequence, path)
+        if settings.tensor > 1:
+            if model.quantization is not None:
+                raise ConfigError("backend.tensor: a quantised base is not cut; leave it out, or model.quantization")
+            for path, shape in shapes.items():
+                check_tensor(shape, settings.tensor, path)
+        if settings.cpu_offload and device == "cpu":
+            raise ConfigError("backend.cpu_offload: on a CPU all is in its memory already; leave it out")
+
+    @staticmethod
+    def memory(settings: FSDPConfig, parts: Mapping[str, int], sizes: Sizes, ranks: int) -> dict[str, int]:
+        """As of `RankedKind`: a share of what lies in shards, and what is gathered for a moment.
+
+        Gathered are the embedding and the output matrix, with their gradients before they are summed, and of the layers
+        two (one computes, the next arrives), as they are kept, and the gradients of one, in the dtype of computation,
+        beside those of the layer after it, which are being summed in float32. Weights on their way to the engine are in
+        the CPU's memory of rank 0.
+        """
+        shape, total, trained, compute = sizes.shape, sizes.total, sizes.trained, sizes.compute
+        shards = ranks // settings.replicas
+        more = uncut(shape) / total * (settings.tensor - 1)  # in the shards of ranks / tensor ranks alone
+        found = {**parts} | {name: math.ceil(parts[name] * (1 + more) / shards) for name in SHARDED if name in parts}
+        once = trained * (1 + more) / settings.tensor  # of what is trained, in one copy of what ranks share
+        if trained < total:
+            once = adapters_of_rank(shape, trained, settings.tensor)
+            share = once * settings.tensor / trained / shards
+            found |= {name: math.ceil(parts[name] * share) for name in ("optimizer", "gradients")}
+        for name in BY_TOKENS & found.keys():
+            found[name] //= settings.sequence
+        if settings.reduce == "update":
+            found["gradients"] += math.ceil(once * FLOAT32)
+        layer = (total - ends(shape)) // shape.num_hidden_layers // settings.tensor
+        found["rounded weights"] = found["fresh gradients"] = 0
+        whole = trained == total
+        found["gathered embedding"] = ends(shape) * compute * (2 if whole else 1)
+        found["gathered layers"] = layer * (3 * compute + FLOAT32) if whole else math.ceil(2 * layer * sizes.kept)
+        found["backward pass"] //= settings.tensor
+        if settings.cpu_offload:
+            found[BESIDE] = sum(found[name] for name in SHARDED if name in found)
+            found |= {name: 0 for name in SHARDED if name in found}
+        return found
 
     def load_model(self, name: RoleName, path: str, config: ModelConfig) -> nn.Module:
         """A role's model, cut into shards; of the ranks of a machine one at a time has all of it."""

@@ -20,11 +20,11 @@ from atomrl.models.scalar import ScalarModel, scalar_settings
 from atomrl.models.shared_prefix import Stream, packs_rows
 from atomrl.models.transformers_model import HFModel
 from atomrl.protocols import Adapter, Algorithm, ModelOutputs, WeightUpdate
+from atomrl.training import megatron_plan
 from atomrl.training.base import Differentiated
 from atomrl.training.fsdp import without_weights
 from atomrl.training.group import Ranks
 from atomrl.training.megatron_cpu import on_device
-from atomrl.training.megatron_lora import check_adapters
 from atomrl.training.megatron_model import Stage, stage_weights
 from atomrl.training.megatron_optimizer import MegatronOptimizer
 from atomrl.training.megatron_shape import MIXTURE, check_shape
@@ -63,11 +63,12 @@ class MegatronBackend(WritesBeside):
     """
 
     whole_weights, begins_again = False, False
+    check, memory = staticmethod(megatron_plan.check), staticmethod(megatron_plan.memory)
 
     def __init__(
         self, settings: MegatronConfig, model: ModelConfig, train: Any, algorithm: Algorithm, **named: Any
     ) -> None:
-        check_config(model)
+        megatron_plan.check_config(model)
         self.settings, self.skeletons, self.wrapped = settings, dict[RoleName, Any](), dict[RoleName, Any]()
         self.shapes = dict[RoleName, Shapes]()
         self.loaded: Mapping[Key, Tensor] = {}
@@ -351,15 +352,6 @@ def named_adapters(adapted: Mapping[str, Adapter]) -> dict[str, Tensor]:
         layer = name.removesuffix(".weight")
         found |= {f"{layer}.lora_A.{ADAPTER}.weight": adapter.a, f"{layer}.lora_B.{ADAPTER}.weight": adapter.b}
     return found
-
-
-def check_config(model: ModelConfig) -> None:
-    """Raise ConfigError where Megatron is not there, or a config asks for what it has not here."""
-    try:
-        import megatron.core  # noqa: F401
-    except ImportError:
-        raise ConfigError("backend.type=megatron needs megatron-core: pip install 'atomrl[megatron]'") from None
-    check_adapters(model)
 
 
 def meet(ranks: Ranks, settings: MegatronConfig) -> None:

@@ -16,18 +16,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from atomrl.batches import RowBatch, TrainingBatch
-from atomrl.config import ConfigError, RankedConfig
+from atomrl.config import ConfigError, ModelConfig, RankedConfig
 from atomrl.metrics import Metrics
+from atomrl.models.memory import Sizes
 from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightUpdate
 from atomrl.training.collective import launched
 from atomrl.training.group import START_S, RankFailed, RankLost, Ranks
@@ -37,6 +39,33 @@ from atomrl.worker_process import WorkerProcess, say
 Build = Callable[[Ranks, torch.device], TrainingBackend]
 Result = TypeVar("Result")
 END_S, NOTICE_S, LOOK_S = 10.0, 1.0, 0.2
+
+
+class RankedKind(Protocol):
+    """The class of a rank's back end, and what is known of it before a run. Settings are of its own section."""
+
+    def __call__(self, settings: Any, **named: Any) -> TrainingBackend:
+        """The back end of this rank; `named` are as of `BaseBackend`."""
+
+    def check(self, settings: Any, model: ModelConfig, shapes: Mapping[str, Any], device: str) -> None:
+        """That it can train with these settings.
+
+        Args:
+            model: the section.
+            shapes: transformers configs of the models that it will hold, by their path, or the key of a fresh one.
+            device: as `model.device` is resolved.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+
+    def memory(self, settings: Any, parts: Mapping[str, int], sizes: Sizes, ranks: int) -> dict[str, int]:
+        """What of a run's memory is rank 0's, in bytes.
+
+        Args:
+            parts: of one device (`runs.memory.memory_estimate`).
+            sizes: of the policy.
+        """
 
 
 def rank_count(settings: RankedConfig, device: str) -> int:
@@ -263,14 +292,14 @@ def _follow(ranks: Ranks, device: torch.device) -> None:
     logging.disable(logging.WARNING)  # rank 0 says it
     try:
         build = ranks.receive()
-        backend: Any = ranks.together(lambda: build(ranks, device))
+        backend: Any = _together(ranks, lambda: build(ranks, device))
         while (command := ranks.receive()) is not None:
             with suppress(_MetByAll):
-                _carry_out(ranks, backend, *command)
+                _together(ranks, partial(_call, backend, *command))
         backend.close()
         ranks.close()
     except Exception as error:
-        if not isinstance(error, RankFailed) or ranks.own_error:
+        if not isinstance(error, RankFailed | _MetByAll) or ranks.own_error:
             traceback.print_exc()
         os._exit(1)  # the others' collective operations fail at once
 
@@ -279,9 +308,13 @@ class _MetByAll(Exception):
     """An error that rank 0 raises as well."""
 
 
-def _carry_out(ranks: Ranks, backend: Any, method: str, arguments: Sequence[Any]) -> None:
+def _call(backend: Any, method: str, arguments: Sequence[Any]) -> Any:
+    return getattr(backend, method)(*arguments)
+
+
+def _together(ranks: Ranks, work: Callable[[], Result]) -> Result:
     try:
-        ranks.together(lambda: getattr(backend, method)(*arguments))
+        return ranks.together(work)
     except RankFailed:
         raise
     except Exception as error:

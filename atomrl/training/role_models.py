@@ -18,6 +18,15 @@ STATE_FOLDER, SHARDS = "training_state", "shards"
 """Beside the model in a checkpoint, so that a server that loads every *.safetensors of the folder does not meet it."""
 
 
+def check_shards(folder: Path) -> None:
+    """Raise ConfigError where a checkpoint is not one of several ranks."""
+    if not (folder / STATE_FOLDER / SHARDS).is_dir():
+        raise ConfigError(
+            f"{folder} holds no {STATE_FOLDER}/{SHARDS}: it is no checkpoint of several ranks; go on without the "
+            "section backend, or start a new run from its model"
+        )
+
+
 def load_role(
     name: RoleName, path: str, config: ModelConfig, device: torch.device, dtype: str | torch.dtype | None = None
 ) -> torch.nn.Module:

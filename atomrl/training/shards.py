@@ -23,7 +23,7 @@ from atomrl.config import ConfigError
 from atomrl.hints import said_as
 from atomrl.training.collective import Collective
 from atomrl.training.optimizer import Optimizer
-from atomrl.training.role_models import SHARDS, STATE_FOLDER
+from atomrl.training.role_models import SHARDS, STATE_FOLDER, check_shards
 from atomrl.training.roles import RoleName
 from atomrl.training.writing import Job, kept, random_state
 
@@ -100,7 +100,7 @@ def load_shards(trained: Mapping[RoleName, Optimizer], ranks: Collective, folder
         _make_moments(optimizer, saved["steps"][name])
     tensors, reader = _tensors(trained), ShardReader(folder)
     check_shapes({key: tuple(tensor.shape) for key, tensor in tensors.items()}, reader)
-    load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    _read(tensors, reader, alone=not dist.is_initialized())
     set_random_state(saved, ranks, folder)
     return int(saved["updates"])
 
@@ -116,11 +116,7 @@ def read_counts(trained: Mapping[RoleName, Optimizer], folder: Path) -> dict[str
     state = folder / STATE_FOLDER
     if any(optimizer.train.optimizer != "adamw" for optimizer in trained.values()):
         raise ConfigError(f"train.optimizer: checkpoint {folder} of several ranks has the moments of adamw; take that")
-    if not (state / SHARDS).is_dir():
-        raise ConfigError(
-            f"{folder} holds no {STATE_FOLDER}/{SHARDS}: it is no checkpoint of several ranks; go on without the "
-            "section backend, or start a new run from its model"
-        )
+    check_shards(folder)
     saved: dict[str, Any] = json.loads((state / COUNTS).read_text(encoding="utf-8"))
     if saved["skipped_in_a_row"].keys() != trained.keys():
         critic = "" if "critic" in saved["skipped_in_a_row"] else "out"
@@ -155,10 +151,15 @@ def set_random_state(saved: Mapping[str, Any], ranks: Collective, folder: Path) 
 def read_whole(shapes: Mapping[str, tuple[int, ...]], reader: ShardReader) -> dict[str, Tensor]:
     """Whole tensors of a checkpoint, in the CPU's memory of a rank that asks for itself."""
     found: dict[str, Any] = {key: torch.empty(shape) for key, shape in shapes.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(found, storage_reader=reader, no_dist=True)
+    _read(found, reader, alone=True)
     return found
+
+
+def _read(tensors: dict[str, Any], reader: ShardReader, alone: bool) -> None:
+    """Fill tensors, alone or at the same time as all ranks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant
+        load(tensors, storage_reader=reader, no_dist=alone)
 
 
 def _tensors(trained: Mapping[RoleName, Optimizer]) -> dict[str, Any]:

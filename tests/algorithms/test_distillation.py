@@ -12,10 +12,11 @@ from atomrl.algorithms.table import objective_of
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.config import ConfigError, ModelConfig, TrainConfig, build_config
 from atomrl.metrics import values
-from atomrl.models.memory import count_parameters, memory_estimate
+from atomrl.models.memory import count_parameters
 from atomrl.protocols import ModelOutputs
 from atomrl.runs import prepare_run
 from atomrl.runs.checks import check_companions
+from atomrl.runs.memory import memory_estimate
 from atomrl.training.local import LocalBackend
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
 from tests.training.batches import make_algorithm, make_batch

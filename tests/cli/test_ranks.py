@@ -237,6 +237,13 @@ def test_what_ranks_cannot_do_is_refused_before_anything_is_started(train, overr
     assert code == 2 and said in shown.err
 
 
+def test_a_checkpoint_of_one_process_is_refused_before_ranks_are_started(train, monkeypatch):
+    assert train("one", "train.steps=2", "eval.before=false")[0] == 0
+    monkeypatch.setattr("atomrl.runs.base.build_trainer", lambda *given: pytest.fail("it was begun"))
+    code, said = train("one", "backend.type=fsdp", "backend.ranks=2", "--resume")
+    assert code == 2 and "is no checkpoint of several ranks; go on without the section backend" in said.err
+
+
 def test_a_dry_run_has_the_memory_of_a_rank(train):
     def sizes(*overrides):
         code, said = train("run", *overrides, "--dry-run")

@@ -23,11 +23,11 @@ from atomrl.models.loading import (
     read_safetensors,
     save_model,
 )
-from atomrl.models.memory import memory_estimate
 from atomrl.rollout.hf import HFEngine
 from atomrl.rollout.native import NativeEngine
 from atomrl.rollout.requests import EngineOptions
 from atomrl.runs.build import build_engine
+from atomrl.runs.memory import memory_estimate
 from tests.models.gpt2 import TOKENS, save_gpt2
 from tests.tiny import make_tiny_model
 

@@ -1,5 +1,7 @@
 """Adapters: peft's layout, merging, the reference."""
 
+import shutil
+
 import peft
 import pytest
 import torch
@@ -109,6 +111,16 @@ def test_adapters_of_another_model_are_refused(tmp_path):
     for other in (save_gpt2(tmp_path / "gpt2"), make_tiny_model(tmp_path / "wide", hidden_size=64)):
         with pytest.raises(ConfigError, match="do not fit their base model"):
             export(tmp_path / "adapter", tmp_path / "merged", base=other)
+
+
+def test_another_base_of_the_same_shapes_is_said(tmp_path, caplog):
+    base, other = make_tiny_model(tmp_path / "base"), make_tiny_model(tmp_path / "other", rope_theta=5000.0)
+    save_adapters(adapted(base), tmp_path / "adapter")
+    shutil.copytree(base, tmp_path / "moved")
+    export(tmp_path / "adapter", tmp_path / "same", base=tmp_path / "moved")
+    assert not caplog.records
+    export(tmp_path / "adapter", tmp_path / "merged", base=other)
+    assert "are not those that the adapters" in caplog.text
 
 
 def test_reference_is_the_model_without_adapters(base):

@@ -5,29 +5,32 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from atomrl.algorithms.table import objective_of
 from atomrl.batches import TrainingBatch
-from atomrl.config import build_config
+from atomrl.cli.config_arguments import load_config
+from atomrl.config import FSDPConfig, build_config
 from atomrl.metrics import values
 from atomrl.models.gpt import new_gpt
-from atomrl.models.loading import load_policy, save_model
+from atomrl.models.loading import load_policy, model_config_only, save_model
 from atomrl.models.memory import (
     activation_bytes_per_token,
     adapter_parameters,
-    at_once,
-    memory_estimate,
     memory_metrics,
     process_memory,
-    rank_choices,
 )
 from atomrl.models.scalar import load_scalar
 from atomrl.models.shared_prefix import row_stream
+from atomrl.objective import PolicyObjective
+from atomrl.runs.memory import at_once, memory_estimate, rank_choices
 from atomrl.training.local import LocalBackend
+from atomrl.training.megatron_shape import check_shape
 from tests.models.gpt2 import save_gpt2
 from tests.rollout.test_weights import peak_bytes
 from tests.tiny import make_tiny_model
 
+ROOT = Path(__file__).parents[2]
 WITH_REFERENCE = objective_of("grpo", {"kl": {"coefficient": 0.1}})
 
 
@@ -203,18 +206,63 @@ def test_experts_are_spread_by_the_arithmetic_and_a_model_without_has_no_such_ch
     choices = rank_choices(build_config(tree), algorithm, 2, "cuda")
     experts = 2 * 4 * 3 * 32 * 24  # of two layers; moments are shared either way
     assert choices["backend.expert=2"][0] == choices["backend.ranks=2"][0] - experts // 2 * (4 + 4)
-    dense = config(make_tiny_model(tmp_path / "dense")).to_tree() | {"backend": given}
-    assert "backend.expert=2" not in rank_choices(build_config(dense), algorithm, 2, "cuda")
+    dense = make_tiny_model(tmp_path / "dense")
+
+    def check(changed):
+        check_shape(model_config_only(str(dense), False), changed.backend, "model")
+
+    given = build_config(config(dense).to_tree() | {"backend": given})
+    assert "backend.expert=2" not in rank_choices(given, algorithm, 2, "cuda", check)
 
 
 def test_the_page_has_the_arithmetic_of_ranks(monkeypatch):
-    root = Path(__file__).parents[2]
-    monkeypatch.setattr(sys, "path", [*sys.path, str(root / "benchmarks")])
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
     from plan_ranks import tables
 
-    page = (root / "docs" / "scaling.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
     shown = page.partition("<!-- from benchmarks/plan_ranks.py -->")[2].partition("<!-- until here -->")[0]
     assert shown.strip() == "\n".join(tables([8, 64], 8192, 80.0))
+
+
+QWEN25_7B = {
+    "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def shipped_7b(tmp_path):
+    """The config of 7B on 24 GB, with a model of that shape and without weights."""
+    Qwen2Config(**QWEN25_7B).save_pretrained(tmp_path)
+    return load_config(ROOT / "configs" / "qwen2.5-7b-gsm8k-24gb.yaml", [f"model.path={tmp_path}"])
+
+
+def test_7b_fits_a_card_of_24_gb_by_the_arithmetic_that_the_page_shows(shipped_7b):
+    assert isinstance(shipped_7b.algorithm, PolicyObjective)
+    algorithm = shipped_7b.algorithm.resolved(max_completion_tokens=shipped_7b.rollout.max_completion_tokens)
+    parts = {name: size / 2**30 for name, size in memory_estimate(shipped_7b, algorithm, device="cuda").items()}
+    assert parts["total"] < 22
+    page = (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- from configs/qwen2.5-7b-gsm8k-24gb.yaml -->")[2].partition("<!-- until here -->")[0]
+    shown = {line.split(" | ")[0].strip("| "): line.split(" | ")[1] for line in table.strip().splitlines()[2:]}
+    chunk, layer = parts.pop("log-prob chunk"), parts.pop("backward pass")
+    parts["log-prob chunk, or backward pass"] = max(chunk, layer)
+    parts["gradients, optimizer"] = parts.pop("gradients") + parts.pop("optimizer")
+    assert shown == {name: f"{size:.2f}" for name, size in parts.items() if size}
+
+
+def test_of_a_quantised_base_codes_are_gathered_and_one_matrix_is_made_of_them(shipped_7b):
+    def on_two(quantization):
+        model = shipped_7b.model.model_copy(update={"quantization": quantization})
+        given = shipped_7b.model_copy(update={"model": model, "backend": FSDPConfig(type="fsdp", ranks=2)})
+        return memory_estimate(given, objective_of("grpo", {}), 2, "cuda")
+
+    plain, nf4, int8 = map(on_two, (None, "nf4", "int8"))
+    assert nf4["gathered layers"] / plain["gathered layers"] == pytest.approx(0.516 / 2, rel=1e-3)
+    assert int8["gathered layers"] / plain["gathered layers"] == pytest.approx(1 / 2, rel=1e-3)
+    matrix = 3584 * 18944
+    assert plain["backward pass"] - nf4["backward pass"] == 2 * matrix, "one of two"
+    assert int8["backward pass"] - nf4["backward pass"] == 4 * matrix, "which float32 leads to"
 
 
 def test_what_this_process_has_grows_with_what_it_holds(monkeypatch):

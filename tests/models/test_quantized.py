@@ -164,7 +164,7 @@ def test_a_header_that_is_not_known_is_refused(tmp_path):
 
 
 def test_what_cannot_be_quantised_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"quantised weights are not trained; give model\.lora"):
+    with pytest.raises(ValueError, match=r"model\.quantization: quantised weights are not trained; give model\.lora"):
         ModelConfig(path="x", quantization="nf4")
     with pytest.raises(ValueError, match="leave out compile"):
         ModelConfig(path="x", quantization="nf4", lora=LoraConfig(), compile=True)

@@ -7,8 +7,10 @@ import pandas as pd
 import pytest
 import yaml
 
+from atomrl.cli.training import ADVICE
 from atomrl.config import ConfigError, build_config
 from atomrl.reading.lines import read_metrics
+from atomrl.tracking.resume import stopping_changes
 from atomrl.tracking.run_directory import RunDirectory, rollout_rows
 from tests.pool.made import rich_episode
 from tests.tracking.helpers import make_config, make_scored
@@ -220,3 +222,10 @@ def test_an_episode_is_written_turn_by_turn(tmp_path):
         "sees_from": 1,
     }
     assert written["turns"][0] == {**first, "text": rich_episode().turns[0].text}
+
+
+@pytest.mark.parametrize("key", ["model.activation_offload", "train.tokens_per_micro_batch", "backend.sequence"])
+def test_what_leaves_the_gradient_as_it_is_may_change(key):
+    assert not stopping_changes([f"{key}: 1 -> 2"], make_config()), "nor does a run say that --allow-changes is needed"
+    assert "allow-changes" not in ADVICE["RankOutOfMemory"]
+    assert stopping_changes(["train.learning_rate: 1 -> 2"], make_config())

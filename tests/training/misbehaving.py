@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from atomrl.config import FSDPConfig, ModelConfig, TrainConfig
+from atomrl.config import ConfigError, FSDPConfig, ModelConfig, TrainConfig
 from atomrl.training.fsdp import FSDPBackend
 from atomrl.training.ranks import RankedBackend
 from tests.training.batches import make_algorithm
@@ -51,6 +51,8 @@ class Misbehaving(FSDPBackend):
 def build(fault, at, config, settings, ranks, device):
     if fault == "stopped before it listens" and ranks.rank == 1:
         ranks.receive = lambda: commit("SIGSTOP", None)
+    if fault == "not built":
+        raise ConfigError("of this none can be built")
     fault, settings = Fault(fault, at), {"collective": ranks, "device": device, **settings}
     if isinstance(config, FSDPConfig):
         made = Misbehaving(config, **settings)

@@ -7,9 +7,9 @@ import torch
 
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, TrainConfig, build_config
 from atomrl.metrics import values
-from atomrl.models.memory import memory_estimate
 from atomrl.models.quantized import quantized_layers
 from atomrl.runs.checks import check_savers
+from atomrl.runs.memory import memory_estimate
 from atomrl.training.local import LocalBackend
 from tests.models.test_quantized import other_family
 from tests.tiny import make_tiny_model
@@ -136,9 +136,9 @@ def test_what_cannot_be_is_refused(changes, message):
         check_savers(build_config(CONFIG | changes))
 
 
-def test_without_the_package(monkeypatch):
+def test_without_the_package(monkeypatch, folder):
     monkeypatch.setattr("atomrl.runs.checks.find_spec", lambda name: None)
-    config = build_config(CONFIG | {"model": {"path": "m", "lora": {}, "quantization": "nf4"}})
+    config = build_config(CONFIG | {"model": {"path": folder, "lora": {}, "quantization": "nf4"}})
     with pytest.raises(
         ConfigError, match=r"model.quantization=nf4: bitsandbytes is not installed: pip install 'atomrl\[quant\]'"
     ):

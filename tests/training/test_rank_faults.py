@@ -11,6 +11,7 @@ from contextlib import closing, suppress
 import pytest
 import torch
 
+from atomrl.config import ConfigError
 from atomrl.metrics import values
 from atomrl.training.group import RankFailed
 from benchmarks.rank_faults import Outcome, distance, prepare
@@ -80,6 +81,12 @@ def test_an_error_that_all_meet_is_raised_as_it_is_and_the_ranks_go_on(folder):
             with pytest.raises(ValueError, match="without a reference"):
                 both.forward_only(make_batch(), frozenset({"ref_logprobs"}))
         assert values(both.train_step(make_batch(), make_algorithm()))["actor/grad_norm"] > 0
+
+
+def test_an_error_that_all_meet_while_they_are_built_is_said_once(folder, capfd):
+    with pytest.raises(ConfigError, match="of this none can be built"):
+        ranked(folder, "not built")
+    assert "Traceback" not in capfd.readouterr().err, "the other ranks'"
 
 
 def test_a_death_while_the_others_are_idle_interrupts_the_run(folder):

@@ -1,5 +1,6 @@
 """A checkpoint of several ranks: exact on as many, and the same on fewer and on more."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -58,6 +59,21 @@ def load_and_go_on(folder, checkpoints, ranks):
         backend.load(checkpoints / name)
         found[name] = go_on(backend, algorithm)
     return found
+
+
+def test_one_process_reads_shards_without_a_warning(tmp_path):
+    folder = make_models(tmp_path)
+    given = case("grpo")
+    with one_rank() as ranks:
+        backend, algorithm = with_ranks(given, folder, ranks)
+        step(backend, algorithm, 0)
+        backend.save(tmp_path / "checkpoint")
+        backend.saved()
+    alone = LocalBackend(**settings_of(given, folder))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        alone.load(tmp_path / "checkpoint")
+    assert alone.updates == 1
 
 
 @pytest.mark.slow

@@ -1,0 +1,97 @@
+"""What ranks cannot train is refused before a run, for all models that it uses and no others."""
+
+from typing import get_args
+
+import pytest
+
+from atomrl.algorithms.table import objective_of
+from atomrl.config import BackendConfig, ConfigError, build_config
+from atomrl.runs import prepare_run
+from atomrl.runs.build import RANKED, ranked_kind
+from atomrl.runs.checks import check_ranks, check_savers
+from tests.models.gpt2 import save_gpt2
+from tests.tiny import make_tiny_model
+
+DATA = {"train": "arithmetic", "train_size": 8, "max_prompt_tokens": 256}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    odd = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 96}
+    return {
+        "even": str(make_tiny_model(folder / "even", "qwen2")),
+        "odd": str(make_tiny_model(folder / "odd", "qwen2", **odd)),
+        "gpt2": str(save_gpt2(folder / "gpt2")),
+    }
+
+
+def check(models, algorithm="grpo", teacher=None, critic=None, **backend):
+    tree = {"run_name": "r", "model": {"path": models["even"], "pack_rows": True}, "data": DATA}
+    tree |= {"backend": {"type": "fsdp", "ranks": 2, **backend}, "algorithm": {"name": algorithm}}
+    tree |= {"teacher": {"path": models[teacher]}} if teacher else {}
+    tree |= {"critic": {"path": models[critic]}} if critic else {}
+    check_ranks(build_config(tree), objective_of(algorithm, {}))
+
+
+@pytest.mark.parametrize("cut", ["sequence", "tensor"])
+def test_teacher_and_critic_are_cut_too(models, cut):
+    check(models, "gkd", teacher="even", **{cut: 2})
+    for algorithm, role in (("gkd", "teacher"), ("ppo", "critic")):
+        with pytest.raises(ConfigError, match=f"backend.{cut}=2 does not divide .*odd"):
+            check(models, algorithm, **{role: "odd", cut: 2})
+
+
+@pytest.mark.parametrize("cut", ["sequence", "tensor"])
+def test_a_critic_that_is_not_used_is_not_looked_at(models, cut):
+    check(models, critic="odd", **{cut: 2})
+
+
+@pytest.mark.parametrize("cut", ["sequence", "tensor"])
+def test_a_fresh_model_is_cut_too(cut):
+    def prepare(heads):
+        gpt = {"layers": 1, "hidden": 96, "heads": heads, "intermediate": 96}
+        tree = {
+            "run_name": "r",
+            "data": DATA | {"train": "calculation"},
+            "sft": {"gpt": gpt},
+            "model": {"pack_rows": True},
+        }
+        return prepare_run(build_config(tree | {"backend": {"type": "fsdp", "ranks": 3, cut: 3}}))
+
+    prepare(3)
+    with pytest.raises(ConfigError, match=f"backend.{cut}=3 does not divide .*sft.gpt"):
+        prepare(2)
+
+
+def quantised(path, kind, **more):
+    model = {"path": path, "lora": {}, "quantization": kind}
+    return build_config({"run_name": "r", "model": model, "data": DATA, **more})
+
+
+def test_a_model_without_linear_layers_has_none_to_quantise(models):
+    check_savers(quantised(models["even"], "int8"))
+    with pytest.raises(ConfigError, match=r"model.quantization=int8: this model has no nn.Linear layers"):
+        check_savers(quantised(models["gpt2"], "int8"))
+
+
+def test_what_cannot_be_is_said_before_what_is_not_installed(models, monkeypatch):
+    monkeypatch.setattr("atomrl.runs.checks.find_spec", lambda name: None)
+    megatron = {"backend": {"type": "megatron", "ranks": 1}}
+    config = quantised(models["even"], "nf4", rollout={"engine": "native"}, **megatron)
+    with pytest.raises(ConfigError, match="Megatron's layers are not quantised"):
+        prepare_run(config)
+    eight = {"run_name": "r", "model": {"path": models["even"]}, "data": DATA, "train": {"optimizer": "adamw8bit"}}
+    with pytest.raises(ConfigError, match="takes no shards"):
+        check_savers(build_config(eight | megatron))
+
+
+def test_each_section_has_its_back_end_in_the_table():
+    kinds = {kind.model_fields["type"].annotation: kind for kind in get_args(BackendConfig)}
+    assert {get_args(type_)[0] for type_ in kinds} == RANKED.keys()
+    for type_, kind in kinds.items():
+        (name,) = get_args(type_)
+        settings = kind(type=name)
+        assert settings.choices.keys() <= kind.model_fields.keys()
+        found = ranked_kind(settings)
+        assert callable(found) and callable(found.check) and callable(found.memory)
