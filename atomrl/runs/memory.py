@@ -110,7 +110,7 @@ def memory_estimate(
 
 
 def _weight_bytes(quantization: Quantization | None, compute: int) -> tuple[float, int]:
-    """Of a weight of a layer: bytes as it lies there, and of what is made to compute with it: two matrices side by side,
+    """Of a weight of a layer: bytes as it lies there, and what is made to compute with it: two matrices side by side,
     or of codes one at a time, by way of float32 from int8's."""
     if quantization is None:
         return compute, 2 * compute
