@@ -7,7 +7,7 @@ import torch
 
 from atomrl.atoms.distillation import DIVERGENCE_ELEMENTS
 from atomrl.atoms.logprobs import CHUNK_ELEMENTS
-from atomrl.config import RunConfig
+from atomrl.config import Quantization, RunConfig
 from atomrl.models.loading import compute_dtype, model_config_only
 from atomrl.models.memory import (
     BESIDE,
@@ -75,11 +75,9 @@ def memory_estimate(
     decoded = min(kept, rollout.prompts_per_step * rollout.completions_per_prompt)
     cached = decoded * rollout.max_completion_tokens + rollout.prompts_per_step * config.data.max_prompt_tokens
     chunk = min(CHUNK_ELEMENTS, tokens * shape.vocab_size)
-    base, moments = total * compute, 2 * FLOAT32 if train.optimizer == "adamw" else MOMENTS_IN_8_BITS
-    held, made = QUANTIZED.get(model.quantization or "", float(compute)), 2 * compute  # bytes of a weight of a layer
-    if model.quantization:
-        base = ends(shape) * compute + int((total - ends(shape)) * held)
-        made = compute + (FLOAT32 if model.quantization == "int8" and compute != FLOAT32 else 0)
+    held, beside = _weight_bytes(model.quantization, compute)
+    base = ends(shape) * compute + int((total - ends(shape)) * held)
+    moments = 2 * FLOAT32 if train.optimizer == "adamw" else MOMENTS_IN_8_BITS
     parts = {
         "trainer weights": base + trained * FLOAT32 if model.lora else total * FLOAT32,
         "rounded weights": 0 if model.lora or compute == FLOAT32 else total * compute,  # `kernels.round_once`
@@ -89,9 +87,8 @@ def memory_estimate(
         "activations": activations(shape),
         # Logits that are kept, and their gradient; of the entropy a third.
         "log-prob chunk": (3 if "entropy" in algorithm.outputs else 2) * chunk * FLOAT32,
-        # Of gate and up: the gradients of both and of what they give, and the weights side by side; of a quantised base
-        # the one that is made of its codes, by way of float32 of int8's.
-        "backward pass": tokens * compute * (3 * inner + 2 * hidden) + made * inner * hidden,
+        # Of gate and up: the gradients of both and of what they give, and weights that are made for it.
+        "backward pass": tokens * compute * (3 * inner + 2 * hidden) + beside * inner * hidden,
         # Before they are added to those that are there: of gate and up, and, until its other use, of a tied embedding.
         "fresh gradients": 0 if model.lora else (2 * inner + shape.vocab_size) * hidden * FLOAT32,
         "engine weights": total * compute,
@@ -110,6 +107,14 @@ def memory_estimate(
         sizes = Sizes(shape, total, trained, compute, held)
         parts = ranked_kind(config.backend).memory(config.backend, parts, sizes, ranks)
     return parts | {"total": at_once(parts)}
+
+
+def _weight_bytes(quantization: Quantization | None, compute: int) -> tuple[float, int]:
+    """Of a weight of a layer: bytes as it lies there, and what is made to compute with it: two matrices side by side,
+    or of codes one at a time, by way of float32 from int8's."""
+    if quantization is None:
+        return compute, 2 * compute
+    return QUANTIZED[quantization], compute + (FLOAT32 if quantization == "int8" and compute != FLOAT32 else 0)
 
 
 def at_once(parts: Mapping[str, int]) -> int:
