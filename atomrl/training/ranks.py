@@ -292,14 +292,16 @@ def _follow(ranks: Ranks, device: torch.device) -> None:
     logging.disable(logging.WARNING)  # rank 0 says it
     try:
         build = ranks.receive()
-        backend: Any = _together(ranks, lambda: build(ranks, device))
+        backend: Any = None
+        with suppress(_MetByAll):  # rank 0 then ends the others: one that went by itself might be taken for the reason
+            backend = _together(ranks, lambda: build(ranks, device))
         while (command := ranks.receive()) is not None:
             with suppress(_MetByAll):
                 _together(ranks, partial(_call, backend, *command))
         backend.close()
         ranks.close()
     except Exception as error:
-        if not isinstance(error, RankFailed | _MetByAll) or ranks.own_error:
+        if not isinstance(error, RankFailed) or ranks.own_error:
             traceback.print_exc()
         os._exit(1)  # the others' collective operations fail at once
 
