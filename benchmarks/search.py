@@ -5,9 +5,9 @@
 
 For each seed: the warm start, GRPO, and `atomrl eval` on places of countries that no training has seen, 0 to 4 hops:
 before, after, and after with a search that finds nothing. For the first seed also GRPO with what the searches find in
-the loss; and, from a warm start of 600 steps, after which most groups have no right answer, with a cost of 0.04 a
-search for right and for wrong answers, each normalised as GRPO does and as Dr. GRPO does, and with the cost on right
-answers alone; for `--collapse-steps`.
+the loss; and, from a warm start of 600 steps, after which few answers to two hops and three are right, with a cost of
+0.04 a search for right and for wrong answers, each normalised as GRPO does and as Dr. GRPO does, and with the cost on
+right answers alone; for `--collapse-steps`.
 
 What is finished is not run again. Prints tables, and what `atomrl doctor` finds in the collapses; writes `results.json`
 and `search.png`.

@@ -13,7 +13,7 @@ import pytest
 from atomrl import runs
 from atomrl.cli.config_arguments import load_config
 from atomrl.cli.main import main
-from atomrl.environments.table import PACKAGES
+from atomrl.environments.table import ENVIRONMENTS
 from atomrl.models.loading import load_tokenizer
 from atomrl.models.scalar import load_scalar, save_scalar
 from atomrl.sandbox import SandboxError, check
@@ -98,7 +98,8 @@ def test_a_dry_run_prepares_what_a_run_does(path, inside, capsys, monkeypatch):
     environment = config.environment
     if config.model.quantization == "nf4" and find_spec("bitsandbytes") is None:
         pytest.skip("the extra `quant` is not installed")
-    if environment and environment.function in PACKAGES and find_spec(environment.function) is None:
+    known = ENVIRONMENTS.get(environment.function) if environment else None
+    if known and known.package and find_spec(environment.function) is None:
         if load_config(path, arguments[1:]).data.train.startswith(environment.function):
             pytest.skip(f"{environment.function}, which makes its data, is not installed")
         absent = ModuleType(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, get_type_hints
 
-from atomrl.environments.table import CHECKS, ENVIRONMENTS, PACKAGES
+from atomrl.environments.table import ENVIRONMENTS
 from atomrl.episodes import Reply
 from atomrl.functions import find_function
 from atomrl.hints import did_you_mean, said_as
@@ -54,13 +54,14 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
         >>> find_environment("search_r1", {"topk": 3}).__name__
         'search_r1'
     """
-    if "." not in name and ":" not in name and name not in ENVIRONMENTS:
+    known = ENVIRONMENTS.get(name)
+    if "." not in name and ":" not in name and known is None:
         hint = did_you_mean(name, ENVIRONMENTS, "built in are")
         raise EpisodeError(f"function: unknown environment {name!r}; {hint} (your own is ./my_file.py:f)")
-    if name in PACKAGES and find_spec(name) is None:
-        raise EpisodeError(f"function: {name} is not installed: pip install {PACKAGES[name]}")
+    if known and known.package and find_spec(name) is None:
+        raise EpisodeError(f"function: {name} is not installed: pip install {known.package}")
     try:
-        function = find_function(ENVIRONMENTS.get(name, name))
+        function = find_function(known.path if known else name)
     except ValueError as error:
         raise EpisodeError(f"function: {error}") from error
     if not _is_coroutine(function) and not inspect.isgeneratorfunction(function) and not _is_class(function):
@@ -74,11 +75,11 @@ def find_environment(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
         signature.bind(*positional, **args, **_seed(signature.parameters, args, 0))
     except TypeError as error:
         raise EpisodeError(f"args: {name!r} takes {signature}: {error}") from error
-    if name in ENVIRONMENTS:
+    if known:
         _check_types(function, args)
-    if name in CHECKS:
+    if known and known.check:
         with said_as(EpisodeError, f"function: {name!r}", RuntimeError), said_as(EpisodeError, "args", ValueError):
-            find_function(CHECKS[name])(**args)
+            find_function(known.check)(**args)
     return function
 
 

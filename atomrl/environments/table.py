@@ -1,34 +1,38 @@
 """The built-in environments by name."""
 
+from typing import NamedTuple
+
+
+class BuiltIn(NamedTuple):
+    """What is known of an environment before it is imported."""
+
+    path: str
+    """Dotted; imported in a worker, or when a config is checked."""
+    package: str = ""
+    """What to install, of one that needs another package; that one's module has the environment's name."""
+    check: str = ""
+    """A function that is called with the `args` when a config is checked: it raises a RuntimeError where the
+    environment cannot be played on this machine, a ValueError where the `args` are wrong."""
+    begins: bool = False
+    """It speaks before the model does."""
+    scored_by: str = ""
+    """Of one without an outcome: a reward that judges the answer."""
+
+
+_ADAPTERS = "atomrl.environments.adapters"
 ENVIRONMENTS = {
-    "python": "atomrl.environments.python.python",
-    "places": "atomrl.environments.places.places",
-    "search_r1": "atomrl.environments.search.search_r1",
-    "tools": "atomrl.environments.tools.call_tools",
-    "gymnasium": "atomrl.environments.adapters.gymnasium_text.play",
-    "textarena": "atomrl.environments.adapters.text_arena.play",
-    "textworld": "atomrl.environments.adapters.text_world.play",
-    "skyrl_gym": "atomrl.environments.adapters.skyrl.play",
-    "openenv": "atomrl.environments.adapters.openenv_client.play",
-    "reasoning_gym": "atomrl.environments.adapters.retries.play",
+    "python": BuiltIn(
+        "atomrl.environments.python.python", check="atomrl.environments.python.refuse", scored_by="exact_match"
+    ),
+    "places": BuiltIn("atomrl.environments.places.places"),
+    "search_r1": BuiltIn("atomrl.environments.search.search_r1", scored_by="search_r1_em"),
+    "tools": BuiltIn("atomrl.environments.tools.call_tools"),
+    "gymnasium": BuiltIn(
+        f"{_ADAPTERS}.gymnasium_text.play", "gymnasium", f"{_ADAPTERS}.gymnasium_text.refuse", begins=True
+    ),
+    "textarena": BuiltIn(f"{_ADAPTERS}.text_arena.play", "textarena", begins=True),
+    "textworld": BuiltIn(f"{_ADAPTERS}.text_world.play", "textworld", begins=True),
+    "skyrl_gym": BuiltIn(f"{_ADAPTERS}.skyrl.play", "skyrl-gym"),
+    "openenv": BuiltIn(f"{_ADAPTERS}.openenv_client.play", "openenv-core", begins=True),
+    "reasoning_gym": BuiltIn(f"{_ADAPTERS}.retries.play", "reasoning-gym"),
 }
-"""By their dotted path: imported in a worker, or when a config is checked."""
-PACKAGES = {
-    "gymnasium": "gymnasium",
-    "textarena": "textarena",
-    "textworld": "textworld",
-    "skyrl_gym": "skyrl-gym",
-    "openenv": "openenv-core",
-    "reasoning_gym": "reasoning-gym",
-}
-"""Of those that need one: what to install; the module has the environment's name."""
-CHECKS = {
-    "python": "atomrl.environments.python.refuse",
-    "gymnasium": "atomrl.environments.adapters.gymnasium_text.refuse",
-}
-"""Functions that are called with the `args` when a config is checked, and raise a RuntimeError where it cannot be
-played on this machine, a ValueError where the `args` are wrong."""
-BEGINS = {"gymnasium", "textarena", "textworld", "openenv"}
-"""Speak before the model does."""
-UNSCORED = {"search_r1": "search_r1_em", "python": "exact_match"}
-"""Have no outcome, and a reward that judges the answer."""

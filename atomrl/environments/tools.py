@@ -85,13 +85,17 @@ def find_schemas(tools: Sequence[Mapping[str, Any]]) -> list[Schema]:
 
 def has_objects(tools: Sequence[Mapping[str, Any]]) -> bool:
     """Whether one of the tools is a class, which begins the episode and may end it with a reward."""
-    return any(tool["function"] and inspect.isclass(find_function(tool["function"])) for tool in tools)
+    return bool(_classes(tools))
 
 
 def gives_reward(tools: Sequence[Mapping[str, Any]]) -> bool:
     """Whether one of the tools is a class that ends the episode with a reward."""
+    return any(hasattr(kind, "get_reward") for kind in _classes(tools))
+
+
+def _classes(tools: Sequence[Mapping[str, Any]]) -> list[type]:
     functions = [find_function(tool["function"]) for tool in tools if tool["function"]]
-    return any(inspect.isclass(function) and hasattr(function, "get_reward") for function in functions)
+    return [function for function in functions if inspect.isclass(function)]
 
 
 def _functions(tool: Mapping[str, Any]) -> list[Callable[..., Any]]:

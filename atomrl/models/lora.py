@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -187,7 +188,9 @@ def merge_adapters(inner: Any, folder: str | Path, dtype: torch.dtype = torch.fl
         return model.merge_and_unload(), error
 
 
+@cache
 def _identity(base: str | Path) -> str:
+    # Once in a process: it reads megabytes, and is noted in every checkpoint.
     from atomrl.models import loading
 
     return model_identity(loading.resolve_folder(loading.base_path(base)))

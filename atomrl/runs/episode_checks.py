@@ -8,7 +8,7 @@ from typing import Any
 from atomrl.config import ConfigError, RunConfig
 from atomrl.environments.playing import EpisodeError, find_environment
 from atomrl.environments.python import python
-from atomrl.environments.table import BEGINS, UNSCORED
+from atomrl.environments.table import ENVIRONMENTS
 from atomrl.environments.tool_calls import find_form
 from atomrl.environments.tools import find_schemas, gives_reward, has_objects
 from atomrl.hints import said_as
@@ -60,13 +60,15 @@ def check_outcome(config: RunConfig) -> None:
     settings = config.environment
     if settings is None or [item.function for item in config.reward.functions] != ["environment"]:
         return
-    if config.tools and not gives_reward([tool.model_dump(mode="json") for tool in config.tools]):
+    if config.tools and not gives_reward(settings.args["tools"]):
         raise ConfigError(
             "reward.functions: only a class with get_reward gives one, and functions give no reward; name a reward"
         )
-    if settings.function in UNSCORED:
-        hint = UNSCORED[settings.function]
-        raise ConfigError(f"reward.functions: {settings.function} leaves the answer to a reward; name one, as {hint}")
+    known = ENVIRONMENTS.get(settings.function)
+    if known and known.scored_by:
+        raise ConfigError(
+            f"reward.functions: {settings.function} leaves the answer to a reward; name one, as {known.scored_by}"
+        )
 
 
 def check_environment(config: RunConfig, tokenizer: Any) -> None:
@@ -93,7 +95,8 @@ def check_environment(config: RunConfig, tokenizer: Any) -> None:
             )  # fmt: skip
     role = settings.args.get("role", parameters["role"].default) if "role" in parameters else ""
     role = "tool" if config.tools else role
-    if role and settings.function in BEGINS and not settings.opening:
+    known = ENVIRONMENTS.get(settings.function)
+    if role and known and known.begins and not settings.opening:
         raise ConfigError(
             f"environment.opening: {settings.function} begins, so its first words belong to the prompt: set it to "
             "true, or environment.args.role to '' where there is no chat template"
