@@ -37,9 +37,8 @@ HAS, NEAR = ": population ", ", nearest larger place "
 WORDS = (
     *(POPULATION, LARGER, NEXT, HAS, NEAR),
     *("<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>"),
-    *(f"{pair:02}" for pair in range(100)),
 )
-"""What a tokenizer for this task has as one token each; with pairs of digits, a number is shorter to copy."""
+"""What a tokenizer for this task has as one token each. Digits are bytes, as letters are: copied in the same way."""
 
 
 class Place(NamedTuple):
