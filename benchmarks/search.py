@@ -185,13 +185,15 @@ def history(run: Path, name: str) -> dict[str, list[tuple[int, float]]]:
 
 
 def draw(results: Sequence[dict[str, Any]], out: Path, picture: Path) -> None:
-    """Searches and accuracy by hops over the steps of all seeds, and the searches of the collapses."""
+    """Searches and accuracy by hops over the steps of all seeds, and the searches of the collapses that were run."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.4))
+    first = out / f"seed-{results[0]['seed']}"
+    undone = [name for name in COLLAPSES if (first / name.replace(" ", "-")).exists()]
+    figure, axes = plt.subplots(1, 3 if undone else 2, figsize=(15 if undone else 10, 4.4))
     colors = {"0": "#9a9a9a", "1": "#2b5fd0", "2": "#2f9e62", "3": "#d0762b", "4": "#a13bb3"}
     for axis, name in zip(axes, ("searches", "accuracy"), strict=False):
         for index, result in enumerate(results):
@@ -200,14 +202,14 @@ def draw(results: Sequence[dict[str, Any]], out: Path, picture: Path) -> None:
                 axis.plot(*zip(*points, strict=True), color=colors[hops], alpha=0.8, linewidth=1, label=label)
         axis.set_title(f"{name.capitalize()} in training, {len(results)} seeds", loc="left")
     axes[0].legend(frameon=False)
-    first = out / f"seed-{results[0]['seed']}"
     styles = {"grpo": "#2b5fd0"} | dict(zip(COLLAPSES, ("#c0392b", "#d0762b", "#2f9e62", "#9a9a9a"), strict=True))
-    for name, color in styles.items():
+    for name, color in styles.items() if undone else ():
         runs = history(first / name.replace(" ", "-"), "searches")
         if points := [(s, fmean(v)) for s, *v in zip(*_columns(runs), strict=True)] if runs else []:
             axes[2].plot(*zip(*points[:60], strict=True), color=color, linewidth=1, label=name)
-    axes[2].set_title("Searches, all questions", loc="left")
-    axes[2].legend(frameon=False)
+    if undone:
+        axes[2].set_title("Searches, all questions", loc="left")
+        axes[2].legend(frameon=False)
     for axis in axes:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
