@@ -5,7 +5,7 @@
 
 For each seed: the warm start, GRPO, and `atomrl eval` on places of countries that no training has seen, 0 to 4 hops:
 before, after, and after with a search that finds nothing. For the first seed also GRPO with what the searches find in
-the loss; and, from a warm start of 500 steps, after which few answers to two hops and three are right, with a cost of
+the loss; and, from a warm start of 400 steps, after which hardly an answer about places is right, with a cost of
 0.04 a search for right and for wrong answers, each normalised as GRPO does and as Dr. GRPO does, and with the cost on
 right answers alone; for `--collapse-steps`.
 
@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 WARM, GRPO = ROOT / "configs/quickstart_search_sft.yaml", ROOT / "configs/quickstart_search.yaml"
 HOPS = range(5)
-COST, SHORT = 0.04, 500
+COST, SHORT = 0.04, 400
 ALL_ANSWERS = f"reward.functions=[exact_match, {{function: {__file__}:searches, weight: -{COST}}}]"
 COLLAPSES = {
     "replies in the loss": [],
