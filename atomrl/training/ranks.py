@@ -126,7 +126,7 @@ class RankedBackend:
             own = rank_device(device, int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0)
             ranks.send(build)
             with _threads(self.threads):
-                backend: Any = ranks.together(lambda: build(ranks, own))
+                backend: Any = ranks.together(partial(_build, ranks, build, own))
             self.backend, backend.tokenizer = backend, tokenizer
         except BaseException:
             self.broken = True
@@ -294,7 +294,7 @@ def _follow(ranks: Ranks, device: torch.device) -> None:
         build = ranks.receive()
         backend: Any = None
         with suppress(_MetByAll):  # rank 0 then ends the others: one that went by itself might be taken for the reason
-            backend = _together(ranks, lambda: build(ranks, device))
+            backend = _together(ranks, partial(_build, ranks, build, device))
         while (command := ranks.receive()) is not None:
             with suppress(_MetByAll):
                 _together(ranks, partial(_call, backend, *command))
@@ -308,6 +308,11 @@ def _follow(ranks: Ranks, device: torch.device) -> None:
 
 class _MetByAll(Exception):
     """An error that rank 0 raises as well."""
+
+
+def _build(ranks: Ranks, build: Build, device: torch.device) -> TrainingBackend:
+    ranks.all_here()  # to receive `build` is to import what it needs
+    return build(ranks, device)
 
 
 def _call(backend: Any, method: str, arguments: Sequence[Any]) -> Any:

@@ -98,7 +98,7 @@ def test_a_death_while_the_others_are_idle_interrupts_the_run(folder):
 
 
 def test_a_rank_that_stops_between_two_commands_is_named_at_the_next(folder):
-    with closing(ranked(folder, "stopped before it listens", timeout_s=5)) as both:
+    with closing(ranked(folder, "stopped before it listens", timeout_s=10)) as both:
         pids = fails_soon(both, FAULTS["SIGSTOP"])
     assert all(map(ended, pids))
 
