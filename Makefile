@@ -1,8 +1,7 @@
 # `make quickstart` and `make test` do all their set-up themselves.
 PYTHON ?= python3
 BIN := .venv/bin
-# Python compiles a module as it is first imported; most of what is installed never is.
-INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+INSTALL := -m pip install --quiet --disable-pip-version-check
 DOWNLOAD := -m pip download --quiet --disable-pip-version-check
 CHECKED := tests/atoms tests/architecture tests/training tests/rollout tests/test_config.py
 

@@ -15,3 +15,14 @@ def shared_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"the folder with real data is absent ({folder}); set ATOMRL_SHARED")
     return folder
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> None:
+    """Skips a test where programs cannot be run in a sandbox, and says why."""
+    from atomrl.sandbox import SandboxError, check
+
+    try:
+        check("bubblewrap")
+    except SandboxError as error:
+        pytest.skip(str(error))

@@ -20,6 +20,8 @@ from atomrl.cli.main import COMMANDS, MODULES, main
 from tests.documented import PAGES, ROOT, Command, commands, help_commands, make_scratch, python_snippets
 
 TRAINING = ("train", "sft", "dpo", "reward-model", "pretrain")
+RUNS_PROGRAMS = "configs/quickstart_python.yaml"
+"""What a model writes is run, in a sandbox."""
 WITH_COMMANDS = [page for page in PAGES if commands(page)]
 WITH_PYTHON = [page for page in PAGES if python_snippets(page)]
 
@@ -80,9 +82,11 @@ def options(command: str) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name)
-def test_commands_run_as_printed(page, scratch, capfd):
+def test_commands_run_as_printed(page, scratch, capfd, request):
     for command in commands(page):
         if command.reason is None:
+            if RUNS_PROGRAMS in command.words:
+                request.getfixturevalue("sandbox")
             assert run(command) == 0, f"{command.place}: {command.text}\n{capfd.readouterr().err[-2000:]}"
 
 

@@ -224,4 +224,4 @@ def test_the_scheduler_does_what_the_simulation_does_in_the_same_order(tmp_path,
         replay(simulation.notes, engine)
     finally:
         engine.asked.put(None)
-        engine.scheduler._closing = True
+        engine.scheduler.close()

@@ -32,15 +32,15 @@ def forgotten(monkeypatch):
     layout.helper.cache_clear()
 
 
-@pytest.mark.parametrize("sandbox", ["bubblewrap", "none"])
-def test_a_program_reads_writes_and_exits(sandbox, request):
-    if sandbox == "bubblewrap":
+@pytest.mark.parametrize("kind", ["bubblewrap", "none"])
+def test_a_program_reads_writes_and_exits(kind, request):
+    if kind == "bubblewrap":
         request.getfixturevalue("sandbox")
     source = "import sys\nprint(input().upper() + 'ß')\nprint('bad', file=sys.stderr)\nsys.exit(3)"
-    result = run(source, stdin="abc\n", sandbox=sandbox)
+    result = run(source, stdin="abc\n", sandbox=kind)
     assert (result.stdout, result.stderr, result.code, result.ended) == ("ABCß\n", "bad\n", 3, "exit")
-    assert not result.ok and run("pass", sandbox=sandbox).ok
-    assert run("import os\nos.kill(os.getpid(), 11)", sandbox=sandbox).code == 128 + 11
+    assert not result.ok and run("pass", sandbox=kind).ok
+    assert run("import os\nos.kill(os.getpid(), 11)", sandbox=kind).code == 128 + 11
 
 
 def test_a_process_with_more_than_a_thousand_files_open_runs_and_judges(sandbox):
