@@ -6,9 +6,9 @@ takes as many searches; one of 0 hops ("What comes after 41?") takes none. The e
 and the reward `exact_match` scores answers.
 
 Demonstrations search 0 to 3 times, by chance and whatever the question is, along its chain and beyond, and then give
-the right answer, or `?` where they have not come to it. One search in 20 finds nothing, and is the last. So a model that
-imitates them can search, and can read an answer from what it found, but does not know how often to search; that is left to
-reinforcement learning.
+the right answer, or `?` where they have not come to it. One search in 20 finds nothing, and is the last. So a model
+that imitates them can search, and can read an answer from what it found, but does not know how often to search; that
+is left to reinforcement learning.
 
 There are 14,804 places in 191 countries, from GeoNames (https://www.geonames.org, CC BY 4.0; `tools/make_places.py`).
 The nearest larger place is of the same country, so chains never leave it, and whole countries are of the eval split.
