@@ -6,9 +6,8 @@ takes as many searches; one of 0 hops ("What comes after 41?") takes none. The e
 and the reward `exact_match` scores answers.
 
 Demonstrations search 0 to 3 times, by chance and whatever the question is, along its chain and beyond, and then give
-the right answer, or `?` where they have not come to it. One search in 20 finds nothing, and is the last. So a model
-that imitates them can search, and can read an answer from what it found, but does not know how often to search; that
-is left to reinforcement learning.
+the right answer, or `?` where they have not come to it. So a model that imitates them can search, and can read an
+answer from what it found, but does not know how often to search; that is left to reinforcement learning.
 
 There are 14,804 places in 191 countries, from GeoNames (https://www.geonames.org, CC BY 4.0; `tools/make_places.py`).
 The nearest larger place is of the same country, so chains never leave it, and whole countries are of the eval split.
@@ -32,8 +31,6 @@ CHAIN = MAX_HOPS + 1
 """Places of a chain: one more than any question needs, so that a demonstration can go beyond it."""
 SEARCHES = {0: 0.3, 1: 0.3, 2: 0.25, 3: 0.15}
 """How often a demonstration searches, and how many of them do."""
-MISSES = 0.05
-"""How many searches of demonstrations find nothing, so that a model knows what to answer where it misspelt a name."""
 NUMBERS = 10_000
 POPULATION, LARGER, NEXT = "What is the population of ", "the nearest larger place of ", "What comes after "
 HAS, NEAR = ": population ", ", nearest larger place "
@@ -143,8 +140,8 @@ def split_by(row: dict[str, Any]) -> str:
 
 
 def demonstrate(rng: random.Random, row: dict[str, Any]) -> list[Message]:
-    """Searches, each with its answer, as many as chance says, or up to one that finds nothing; then the right answer to
-    the question, or `?` if it takes more of them: an answer that nothing before it says would teach to invent one.
+    """Searches, each with its answer, as many as chance says; then the right answer to the question, or `?` if it takes
+    more of them: an answer that nothing before it says would teach to invent one.
 
     Example:
         >>> row = {"chain": ["Balkh", "Kunduz", "Kabul"], "ground_truth": "114883", "hops": 1}
@@ -154,13 +151,9 @@ def demonstrate(rng: random.Random, row: dict[str, Any]) -> list[Message]:
         ['assistant', 'environment', 'assistant', 'environment', 'assistant']
     """
     (searches,) = rng.choices([*SEARCHES], [*SEARCHES.values()])
-    messages, found = [], 0
+    messages = []
     for name in row["chain"][:searches]:
-        missed = rng.random() < MISSES
         messages.append(Message(role="assistant", content=f"<search>{name}</search>"))
-        messages.append(Message(role="environment", content=find("" if missed else name)))
-        if missed:
-            break
-        found += 1
-    answer = row["ground_truth"] if found >= row["hops"] else "?"
+        messages.append(Message(role="environment", content=find(name)))
+    answer = row["ground_truth"] if searches >= row["hops"] else "?"
     return [*messages, Message(role="assistant", content=f"<answer>{answer}</answer>")]

@@ -54,22 +54,10 @@ def test_how_often_a_demonstration_searches_says_nothing_of_the_question():
         shares = {searches: count / 2000 for searches, count in counts.items()}
         assert shares == pytest.approx(places.SEARCHES, abs=0.04)
         for messages in demonstrations:
-            found = len(messages) // 2 - (len(messages) > 1 and messages[-2]["content"] == places.find("")) >= hops
+            found = len(messages) // 2 >= hops
             assert messages[-1]["content"] == f"<answer>{row['ground_truth'] if found else '?'}</answer>"
-    replies = [[message["content"] for message in messages[1:-1:2]] for messages in demonstrations]
-    assert [places.find(name) for name in row["chain"][:3]] in replies
-
-
-def test_a_search_that_finds_nothing_was_of_the_right_name_and_is_the_last():
-    (row,) = generate("places", 1, hops=[3])
-    misses = searches = 0
-    for seed in range(2000):
-        *turns, _ = places.demonstrate(random.Random(seed), row)
-        asked, found = ([message["content"] for message in turns[start::2]] for start in (0, 1))
-        assert asked == [f"<search>{name}</search>" for name in row["chain"][: len(asked)]]
-        assert places.find("") not in found[:-1]
-        misses, searches = misses + (places.find("") in found), searches + len(asked)
-    assert misses / searches == pytest.approx(places.MISSES, abs=0.015)
+    longest = max(demonstrations, key=len)
+    assert [message["content"] for message in longest[1:-1:2]] == [places.find(name) for name in row["chain"][:3]]
 
 
 def test_what_hops_may_be():
