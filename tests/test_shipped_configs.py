@@ -16,7 +16,6 @@ from atomrl.cli.main import main
 from atomrl.environments.table import ENVIRONMENTS
 from atomrl.models.loading import load_tokenizer
 from atomrl.models.scalar import load_scalar, save_scalar
-from atomrl.sandbox import SandboxError, check
 from tests.templates import QWEN25
 from tests.tiny import make_tiny_model
 
@@ -91,7 +90,7 @@ def test_there_are_configs_of_every_command():
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT).with_suffix("")))
-def test_a_dry_run_prepares_what_a_run_does(path, inside, capsys, monkeypatch):
+def test_a_dry_run_prepares_what_a_run_does(path, inside, capsys, monkeypatch, request):
     """And the other commands refuse it, in a dry run as in a run, with the command to use."""
     command, arguments = given(path)
     config = load_config(path, arguments[1:])
@@ -108,10 +107,7 @@ def test_a_dry_run_prepares_what_a_run_does(path, inside, capsys, monkeypatch):
         absent.__spec__ = ModuleSpec(environment.function, None)
         monkeypatch.setitem(sys.modules, environment.function, absent)
     if environment and environment.function == "python":
-        try:
-            check("bubblewrap")
-        except SandboxError as error:
-            pytest.skip(str(error))
+        request.getfixturevalue("sandbox")
     prepared = []
     monkeypatch.setattr(runs.PreparedRun, "execute", lambda self, *options, **named: prepared.append(self) or {})
     before = sorted(inside.rglob("*"))

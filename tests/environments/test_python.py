@@ -5,18 +5,10 @@ from __future__ import annotations
 import pytest
 
 from atomrl.environments.python import python
-from atomrl.sandbox import SandboxError, check
 from atomrl.types import Sample
 
+pytestmark = pytest.mark.usefixtures("sandbox")
 SAMPLE = Sample(sample_id="s", prompt="p", ground_truth="4")
-
-
-@pytest.fixture(autouse=True)
-def sandbox():
-    try:
-        check("bubblewrap")
-    except SandboxError as error:
-        pytest.skip(str(error))
 
 
 def said(*turns, **args):

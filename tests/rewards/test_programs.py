@@ -10,7 +10,6 @@ from atomrl.config import RewardConfig
 from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.program_tests import cases_of, same_output
 from atomrl.rewards.programs import code, last_block
-from atomrl.sandbox import SandboxError, check
 from atomrl.types import Sample
 from tests.rewards.batches import failures, rollouts, values
 from tests.sandbox.attacks import ATTACKS, source_of
@@ -20,14 +19,6 @@ ADDS = "a, b = map(int, input().split())\nprint(a + b)"
 MULTIPLIES_TO_THREE = "a, b = map(int, input().split())\nprint(3)"
 FUNCTION = "def add(a, b):\n    return a + b"
 CLASS = "class Solution:\n    def add(self, a, b):\n        return a + b"
-
-
-@pytest.fixture
-def sandbox():
-    try:
-        check("bubblewrap")
-    except SandboxError as error:
-        pytest.skip(str(error))
 
 
 def block(program):

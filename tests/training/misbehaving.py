@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from functools import partial
 
 import torch
@@ -10,6 +11,16 @@ from atomrl.config import ConfigError, FSDPConfig, ModelConfig, TrainConfig
 from atomrl.training.fsdp import FSDPBackend
 from atomrl.training.ranks import RankedBackend
 from tests.training.batches import make_algorithm
+
+
+class Late:
+    """What another process takes a while to receive, as one does whose back end is slow to import."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __reduce__(self):
+        return time.sleep, (self.seconds,)
 
 
 class Fault:
@@ -79,7 +90,6 @@ def ranked(folder, fault="", at=0, kind=FSDPConfig, ranks=2, timeout_s=60.0, cut
 
 if __name__ == "__main__":  # a process that is killed: it says which ranks it started, and waits
     import sys
-    import time
 
     from tests.training import misbehaving  # by that name other ranks find its functions
 

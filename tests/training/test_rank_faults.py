@@ -13,11 +13,12 @@ import torch
 
 from atomrl.config import ConfigError
 from atomrl.metrics import values
+from atomrl.training import group
 from atomrl.training.group import RankFailed
 from benchmarks.rank_faults import Outcome, distance, prepare
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of
-from tests.training.misbehaving import ranked
+from tests.training.misbehaving import Late, ranked
 
 pytestmark = pytest.mark.slow
 SOON_S = 60.0
@@ -83,9 +84,10 @@ def test_an_error_that_all_meet_is_raised_as_it_is_and_the_ranks_go_on(folder):
         assert values(both.train_step(make_batch(), make_algorithm()))["actor/grad_norm"] > 0
 
 
-def test_an_error_that_all_meet_while_they_are_built_is_said_once(folder, capfd):
+def test_an_error_that_all_meet_while_they_are_built_is_said_once_however_late_one_is(folder, capfd, monkeypatch):
+    monkeypatch.setattr(group, "GRACE_S", 1.0)
     with pytest.raises(ConfigError, match="of this none can be built"):
-        ranked(folder, "not built")
+        ranked(folder, "not built", at=Late(4.0))
     assert "Traceback" not in capfd.readouterr().err, "the other ranks'"
 
 
