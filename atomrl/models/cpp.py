@@ -17,6 +17,7 @@ from torch import Tensor
 
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
 _SOURCE = Path(__file__).with_name("kernels.cpp")
+_HEADER = Path(__file__).with_name("vectors.h")  # of all sources
 log = logging.getLogger(__name__)
 
 
@@ -29,7 +30,7 @@ def _cpu() -> str:
 
 
 def build(source: Path, compiler: str, folder: Path) -> Path:
-    """Compile `source` into `folder`, under a name that changes with source, flags, compiler and CPU.
+    """Compile `source` into `folder`, under a name that changes with source, header, flags, compiler and CPU.
 
     Two processes may build at once: each writes its own file, and renaming it is atomic.
 
@@ -37,7 +38,7 @@ def build(source: Path, compiler: str, folder: Path) -> Path:
         subprocess.CalledProcessError: the compiler failed; OSError: the folder cannot be written.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    parts = repr((source.read_bytes(), _FLAGS, version, _cpu())).encode()
+    parts = repr((source.read_bytes(), _HEADER.read_bytes(), _FLAGS, version, _cpu())).encode()
     library = folder / f"{source.stem}-{hashlib.blake2b(parts, digest_size=12).hexdigest()}.so"
     if not library.is_file():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,65 +1,10 @@
 // Training's elementwise work on a CPU, each in one pass over memory: RMS norm, SwiGLU, and around the matrix products of
 // attention the rotation with the change of layout, and the masked softmax. Each with its backward pass.
-// Memory is float32 or bfloat16 (T); all arithmetic is in float32, rounded once where it is stored.
-// Plain C++ with vectors of 16 floats, which any compiler of the GCC family lowers to what the machine has.
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
+// Memory is float32 or bfloat16 (T); all arithmetic is in float32.
+#include "vectors.h"
 
 #define PRAGMA(text) _Pragma(#text)
 #define PARALLEL(work) PRAGMA(omp parallel for schedule(static) num_threads(threads) if ((work) > 32768))
-
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-struct bfloat16 { uint16_t bits; };
-
-static inline Floats exp16(Floats x) {  // Cody-Waite and a polynomial; relative error 2e-7 for x in [-87, 0]
-    x = x < -87.f ? Floats{} - 87.f : x;
-    const Floats n = (x * 1.44269504f + 12582912.f) - 12582912.f;
-    const Floats f = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    Floats p = f * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * f + 8.3334519073e-3f; p = p * f + 4.1665795894e-2f;
-    p = p * f + 1.6666665459e-1f; p = p * f + 5.0000001201e-1f;
-    p = p * f * f + f + 1.f;
-    const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-    Floats scale; memcpy(&scale, &power, 64);
-    return p * scale;
-}
-// Up to 16 floats; where `count` is a constant, these are single instructions.
-template <class Count> static inline Floats part(const float* from, Count count, float fill = 0) {
-    Floats x = Floats{} + fill; memcpy(&x, from, 4 * count); return x;
-}
-template <class Count> static inline void put(float* to, Floats x, Count count) { memcpy(to, &x, 4 * count); }
-template <class Count> static inline Floats part(const bfloat16* from, Count count, float fill = 0) {
-    uint32_t high; memcpy(&high, &fill, 4);
-    Halves x = Halves{} + uint16_t(high >> 16); memcpy(&x, from, 2 * count);
-    const Words words = __builtin_convertvector(x, Words) << 16;
-    Floats wide; memcpy(&wide, &words, 64); return wide;
-}
-template <class Count> static inline void put(bfloat16* to, Floats x, Count count) {  // to the nearest, ties to even
-    Words bits; memcpy(&bits, &x, 64);
-    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const Halves narrow = __builtin_convertvector(x == x ? bits : Words{} + 0x7fc0, Halves);  // else NaN
-    memcpy(to, &narrow, 2 * count);
-}
-template <class Work> static inline void each16(int64_t n, Work work) {
-    int64_t i = 0;
-    for (; i + 16 <= n; i += 16) work(i, std::integral_constant<int64_t, 16>());
-    if (i < n) work(i, n - i);
-}
-static inline float sum(Floats x) { float total = 0; for (int i = 0; i < 16; i++) total += x[i]; return total; }
-template <class T> static inline float dot(const T* a, const T* b, int64_t n) {
-    Floats total{};
-    each16(n, [&](int64_t i, auto count) { total += part(a + i, count) * part(b + i, count); });
-    return sum(total);
-}
-static inline Floats sigmoid(Floats g) {
-    const Floats e = exp16(g < 0.f ? g : -g), one = Floats{} + 1.f;
-    return (g < 0.f ? e : one) / (1.f + e);
-}
 
 template <class T>
 static void norm_forward(const T* x, const T* weight, T* out, float* scale, int64_t rows, int64_t width, double eps,
@@ -68,7 +13,7 @@ static void norm_forward(const T* x, const T* weight, T* out, float* scale, int6
     for (int64_t r = 0; r < rows; r++) {
         const T* from = x + r * width; T* to = out + r * width;
         const float s = scale[r] = 1.f / std::sqrt(dot(from, from, width) / width + float(eps));
-        each16(width, [&](int64_t i, auto n) { put(to + i, part(from + i, n) * s * part(weight + i, n), n); });
+        each(width, [&](int64_t i, auto n) { put(to + i, part(from + i, n) * s * part(weight + i, n), n); });
     }
 }
 
@@ -83,9 +28,9 @@ static void norm_backward(const T* x, const T* weight, const float* scale, const
         for (int64_t r = rows * t / threads; r < rows * (t + 1) / threads; r++) {
             const T *from = x + r * width, *g = grad + r * width; T* to = grad_x + r * width;
             const float s = scale[r]; Floats along{};
-            each16(width, [&](int64_t i, auto n) { along += part(g + i, n) * part(weight + i, n) * part(from + i, n); });
+            each(width, [&](int64_t i, auto n) { along += part(g + i, n) * part(weight + i, n) * part(from + i, n); });
             const float mean = sum(along) * s * s / width;
-            each16(width, [&](int64_t i, auto n) {
+            each(width, [&](int64_t i, auto n) {
                 const Floats y = part(from + i, n), d = part(g + i, n);
                 put(sums + i, part(sums + i, n) + d * y * s, n);
                 put(to + i, (d * part(weight + i, n) - y * mean) * s, n);
@@ -99,7 +44,7 @@ static void swiglu_forward(const T* both, T* out, int64_t rows, int64_t width, i
     PARALLEL(rows * width)
     for (int64_t r = 0; r < rows; r++) {
         const T *gate = both + 2 * r * width, *up = gate + width; T* to = out + r * width;
-        each16(width, [&](int64_t i, auto n) {
+        each(width, [&](int64_t i, auto n) {
             const Floats g = part(gate + i, n);
             put(to + i, g * sigmoid(g) * part(up + i, n), n);
         });
@@ -112,7 +57,7 @@ static void swiglu_backward(const T* both, const T* grad, T* result, int64_t row
     for (int64_t r = 0; r < rows; r++) {
         const T *gate = both + 2 * r * width, *up = gate + width, *from = grad + r * width;
         T* to = result + 2 * r * width;
-        each16(width, [&](int64_t i, auto n) {
+        each(width, [&](int64_t i, auto n) {
             const Floats g = part(gate + i, n), s = sigmoid(g), d = part(from + i, n);
             put(to + i, d * part(up + i, n) * s * (1.f + g * (1.f - s)), n);
             put(to + width + i, d * g * s, n);
@@ -136,7 +81,7 @@ static void move_heads(T* stream, T* rows, const int64_t* slots, const int64_t* 
             const T* __restrict from = back ? b : a; T* __restrict to = back ? a : b;
             if (!cosine) { memcpy(to, from, sizeof(T) * D); continue; }
             const float *c = cosine + positions[n] * half, *s = sine + positions[n] * half;
-            each16(half, [&](int64_t i, auto n) {
+            each(half, [&](int64_t i, auto n) {
                 const Floats x = part(from + i, n), y = part(from + half + i, n);
                 const Floats cos = part(c + i, n) * scale, sin = part(s + i, n) * sign;
                 put(to + i, x * cos - y * sin, n);
@@ -156,18 +101,17 @@ static void softmax_forward(T* scores, const int64_t* prompts, int64_t rows, int
         T* x = scores + q * S; const int64_t end = P + q % C + 1, seen = P ? prompts[q / (heads * C)] : 0;
         for (int64_t i = seen; i < P; i++) put(x + i, Floats{} - INFINITY, 1);
         Floats top = Floats{} - INFINITY, total{};
-        each16(end, [&](int64_t i, auto n) { const Floats y = part(x + i, n, -INFINITY); top = y > top ? y : top; });
-        float most = top[0];
-        for (int j = 1; j < 16; j++) most = top[j] > most ? top[j] : most;
-        const auto share = [&](Floats y) { return y == -INFINITY ? Floats{} : exp16(y - most); };
+        each(end, [&](int64_t i, auto n) { const Floats y = part(x + i, n, -INFINITY); top = y > top ? y : top; });
+        const float most = largest(top);
+        const auto share = [&](Floats y) { return y == -INFINITY ? Floats{} : exp(y - most); };
         constexpr bool wide = std::is_same<T, float>::value;  // else shares are made again, not to be rounded twice
-        each16(end, [&](int64_t i, auto n) {
+        each(end, [&](int64_t i, auto n) {
             const Floats z = share(part(x + i, n, -INFINITY));
             total += z;
             if (wide) put(x + i, z, n);
         });
         const float scale = 1.f / sum(total);
-        each16(end, [&](int64_t i, auto n) {
+        each(end, [&](int64_t i, auto n) {
             const Floats z = part(x + i, n, -INFINITY);
             put(x + i, (wide ? z : share(z)) * scale, n);
         });
@@ -183,7 +127,7 @@ static void softmax_backward(const T* shares, T* grad, int64_t queries, int64_t 
     for (int64_t q = 0; q < queries; q++) {
         const T* y = shares + q * S; T* g = grad + q * S; const int64_t end = P + q % C + 1;
         const float mean = dot(y, g, end);
-        each16(end, [&](int64_t i, auto n) { put(g + i, part(y + i, n) * (part(g + i, n) - mean), n); });
+        each(end, [&](int64_t i, auto n) { put(g + i, part(y + i, n) * (part(g + i, n) - mean), n); });
         memset(g + end, 0, sizeof(T) * (S - end));
     }
 }

@@ -1,44 +1,18 @@
 // What the native engine runs in C++ on a CPU: attention of one new token per row, RMS norm, SiLU gate, sampling.
-// Plain C++ with vectors of 16 floats, which any compiler of the GCC family lowers to what the machine has; everything
-// is summed in float32 or better.
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+// Everything is summed in float32 or better.
+#include "../models/vectors.h"
 #include <vector>
 
 #define PARALLEL_ROWS _Pragma("omp parallel for num_threads(threads) if (rows * width > 16384)")
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-struct BFloat16 { uint16_t bits; };
-
-static inline Floats load(const float* from) { Floats x; memcpy(&x, from, 64); return x; }
-static inline Floats load(const BFloat16* from) {
-    Halves half; memcpy(&half, from, 32);
-    Ints wide = __builtin_convertvector(half, Ints) << 16;
-    Floats x; memcpy(&x, &wide, 64); return x;
-}
 static inline float to_float(float x) { return x; }
-static inline float to_float(BFloat16 x) {
+static inline float to_float(bfloat16 x) {
     const uint32_t wide = uint32_t(x.bits) << 16;
     float y; memcpy(&y, &wide, 4); return y;
 }
 static inline void store(float* to, float x) { *to = x; }
-static inline void store(BFloat16* to, float x) {  // rounded to nearest, ties to even
+static inline void store(bfloat16* to, float x) {  // to the nearest, ties to even
     uint32_t wide; memcpy(&wide, &x, 4); to->bits = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
-}
-static inline Floats exp16(Floats x) {  // Cody-Waite and a polynomial; relative error 2e-7 for x in [-87, 0]
-    x = x < -87.f ? Floats{} - 87.f : x;
-    const Floats n = (x * 1.44269504f + 12582912.f) - 12582912.f;
-    const Floats f = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    Floats p = f * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * f + 8.3334519073e-3f; p = p * f + 4.1665795894e-2f;
-    p = p * f + 1.6666665459e-1f; p = p * f + 5.0000001201e-1f;
-    p = p * f * f + f + 1.f;
-    const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-    Floats scale; memcpy(&scale, &power, 64);
-    return p * scale;
 }
 
 // ---- Attention -----------------------------------------------------------------------------------------------------
@@ -67,34 +41,40 @@ static void prepare(const A* from, const A* norm, const float* cosine, const flo
     }
 }
 
+// Vectors summed at once for R queries: eight sums keep two multipliers busy, and 32 tokens or columns are the most.
+static constexpr int at_once(int R) { return 8 / R < 32 / L ? 8 / R : 32 / L; }
+
 template <int R, class C>  // scores[r][0..32*blocks) of R queries
 static void score(const float* q, const C* keys, int64_t blocks, int D, float* scores, int64_t stride) {
-    for (int64_t b = 0; b < blocks; b++, keys += 32 * D) {
-        Floats sum[R][2] = {};
-        for (int d = 0; d < D; d++) {
-            const Floats low = load(keys + 32 * d), high = load(keys + 32 * d + 16);
-            for (int r = 0; r < R; r++) { sum[r][0] += q[r * D + d] * low; sum[r][1] += q[r * D + d] * high; }
-        }
-        for (int r = 0; r < R; r++) memcpy(scores + r * stride + 32 * b, sum[r], 128);
+    constexpr int W = at_once(R);
+    for (int64_t at = 0; at < 32 * blocks; at += W * L) {
+        const C* key = keys + at / 32 * 32 * D + at % 32;
+        Floats sum[R][W] = {};
+        for (int d = 0; d < D; d++, key += 32)
+            for (int w = 0; w < W; w++) {
+                const Floats k = part(key + L * w, L);
+                for (int r = 0; r < R; r++) sum[r][w] += q[r * D + d] * k;
+            }
+        for (int r = 0; r < R; r++) memcpy(scores + r * stride + at, sum[r], sizeof sum[r]);
     }
 }
 
-template <int W, int R, class A, class C>  // 16 * W columns of the values at a time, from column d; where it ended
+template <int W, int R, class A, class C>  // L * W columns of the values at a time, from column d; where it ended
 static int columns(int d, const C* const values[2], const float* scores, int64_t stride, int64_t second,
                    const int64_t tokens[2], int D, const float* total, A* out) {
-    for (; d + 16 * W <= D; d += 16 * W) {
+    for (; d + L * W <= D; d += L * W) {
         Floats acc[R][W] = {};
-        for (int part = 0; part < 2; part++) {
-            const C* value = values[part] + d;
-            const float* p = scores + part * second;
-            for (int64_t j = 0; j < tokens[part]; j++, value += D, p++)
+        for (int side = 0; side < 2; side++) {
+            const C* value = values[side] + d;
+            const float* p = scores + side * second;
+            for (int64_t j = 0; j < tokens[side]; j++, value += D, p++)
                 for (int w = 0; w < W; w++) {
-                    const Floats v = load(value + 16 * w);
+                    const Floats v = part(value + L * w, L);
                     for (int r = 0; r < R; r++) acc[r][w] += p[r * stride] * v;
                 }
         }
         for (int r = 0; r < R; r++)
-            for (int i = 0; i < 16 * W; i++) store(out + r * D + d + i, acc[r][i / 16][i % 16] / total[r]);
+            for (int w = 0; w < W; w++) put(out + r * D + d + L * w, acc[r][w] * (1 / total[r]), L);
     }
     return d;
 }
@@ -111,25 +91,23 @@ static void attend(const float* q, const C* const keys[2], const C* const values
         float* s = scores + r * stride;
         for (int64_t j = tokens[0]; j < padded[0]; j++) s[j] = -1e30f;
         for (int64_t j = padded[0] + tokens[1]; j < stride; j++) s[j] = -1e30f;
-        Floats peak = load(s), sum = {};
-        for (int64_t j = 16; j < stride; j += 16) { const Floats x = load(s + j); peak = x > peak ? x : peak; }
-        float top = peak[0];
-        for (int i = 1; i < 16; i++) top = peak[i] > top ? peak[i] : top;
-        for (int64_t j = 0; j < stride; j += 16) {
-            const Floats x = exp16(load(s + j) - top);
-            sum += x; memcpy(s + j, &x, 64);
+        Floats peak = part(s, L), shares = {};
+        for (int64_t j = L; j < stride; j += L) { const Floats x = part(s + j, L); peak = x > peak ? x : peak; }
+        const float top = largest(peak);
+        for (int64_t j = 0; j < stride; j += L) {
+            const Floats x = exp(part(s + j, L) - top);
+            shares += x; put(s + j, x, L);
         }
-        total[r] = 0;
-        for (int i = 0; i < 16; i++) total[r] += sum[i];
+        total[r] = sum(shares);
     }
-    int d = columns<2, R>(0, values, scores, stride, padded[0], tokens, D, total, out);
+    int d = columns<at_once(R), R>(0, values, scores, stride, padded[0], tokens, D, total, out);
     d = columns<1, R>(d, values, scores, stride, padded[0], tokens, D, total, out);
-    for (; d < D; d++)  // the rest of a head size that 16 does not divide
+    for (; d < D; d++)  // the rest of a head size that L does not divide
         for (int r = 0; r < R; r++) {
             float acc = 0;
-            for (int part = 0; part < 2; part++)
-                for (int64_t j = 0; j < tokens[part]; j++)
-                    acc += scores[r * stride + part * padded[0] + j] * to_float(values[part][j * D + d]);
+            for (int side = 0; side < 2; side++)
+                for (int64_t j = 0; j < tokens[side]; j++)
+                    acc += scores[r * stride + side * padded[0] + j] * to_float(values[side][j * D + d]);
             store(out + r * D + d, acc / total[r]);
         }
 }
@@ -180,14 +158,8 @@ static void rms_norm_rows(const A* x, const A* weight, A* out, int64_t rows, int
     for (int64_t row = 0; row < rows; row++) {
         const A* from = x + row * width;
         A* to = out + row * width;
-        Floats sum = {};
-        float square = 0;
-        int64_t i = 0;
-        for (; i + 16 <= width; i += 16) { const Floats v = load(from + i); sum += v * v; }
-        for (int lane = 0; lane < 16; lane++) square += sum[lane];
-        for (; i < width; i++) square += to_float(from[i]) * to_float(from[i]);
-        const float scale = 1 / std::sqrt(square / width + eps);
-        for (i = 0; i < width; i++) store(to + i, to_float(from[i]) * scale * to_float(weight[i]));
+        const float scale = 1 / std::sqrt(dot(from, from, width) / width + eps);
+        each(width, [&](int64_t i, auto n) { put(to + i, part(from + i, n) * scale * part(weight + i, n), n); });
     }
 }
 
@@ -197,16 +169,10 @@ static void silu_mul_rows(const A* gate_up, A* out, int64_t rows, int64_t width,
     for (int64_t row = 0; row < rows; row++) {
         const A *gate = gate_up + row * 2 * width, *up = gate + width;
         A* to = out + row * width;
-        int64_t i = 0;
-        for (; i + 16 <= width; i += 16) {
-            const Floats g = load(gate + i), size = g < 0.f ? g : -g, e = exp16(size);  // exp(-|g|)
-            const Floats y = g * (g < 0.f ? e : Floats{} + 1.f) / (1.f + e) * load(up + i);
-            for (int lane = 0; lane < 16; lane++) store(to + i + lane, y[lane]);
-        }
-        for (; i < width; i++) {
-            const float g = to_float(gate[i]);
-            store(to + i, g / (1 + std::exp(-g)) * to_float(up[i]));
-        }
+        each(width, [&](int64_t i, auto n) {
+            const Floats g = part(gate + i, n);
+            put(to + i, g * sigmoid(g) * part(up + i, n), n);
+        });
     }
 }
 
@@ -225,26 +191,26 @@ static void sample_rows(const A* logits, const int64_t* seeds, const int64_t* po
     for (int64_t row = 0; row < rows; row++) {
         static thread_local std::vector<double> sums;
         const A* from = logits + row * width;
-        const int64_t even = width / 16 * 16;
+        const int64_t even = width / L * L;
         float top = to_float(from[0]);
         Floats peak = Floats{} + top;
-        for (int64_t i = 0; i < even; i += 16) { const Floats x = load(from + i); peak = x > peak ? x : peak; }
-        for (int lane = 0; lane < 16; lane++) top = peak[lane] > top ? peak[lane] : top;
+        for (int64_t i = 0; i < even; i += L) { const Floats x = part(from + i, L); peak = x > peak ? x : peak; }
+        for (int lane = 0; lane < L; lane++) top = peak[lane] > top ? peak[lane] : top;
         for (int64_t i = even; i < width; i++) top = to_float(from[i]) > top ? to_float(from[i]) : top;
-        const auto weight = [&](int64_t i) {  // of 16 tokens from i; beyond the vocabulary 0
+        const auto weight = [&](int64_t i) {  // of L tokens from i; beyond the vocabulary 0
             Floats x;
-            if (i < even) return exp16((load(from + i) - top) / temperature);
-            for (int lane = 0; lane < 16; lane++) x[lane] = i + lane < width ? to_float(from[i + lane]) : -INFINITY;
-            x = exp16((x - top) / temperature);
-            for (int lane = 0; lane < 16; lane++) x[lane] = i + lane < width ? x[lane] : 0;
+            if (i < even) return exp((part(from + i, L) - top) / temperature);
+            for (int lane = 0; lane < L; lane++) x[lane] = i + lane < width ? to_float(from[i + lane]) : -INFINITY;
+            x = exp((x - top) / temperature);
+            for (int lane = 0; lane < L; lane++) x[lane] = i + lane < width ? x[lane] : 0;
             return x;
         };
         sums.clear();
         double total = 0;
         for (int64_t start = 0; start < width; start += 256) {
             Floats sum = {};
-            for (int64_t i = start; i < start + 256 && i < width; i += 16) sum += weight(i);
-            for (int lane = 0; lane < 16; lane++) total += sum[lane];
+            for (int64_t i = start; i < start + 256 && i < width; i += L) sum += weight(i);
+            for (int lane = 0; lane < L; lane++) total += sum[lane];
             sums.push_back(total);
         }
         const double target = uniform(seeds[row], positions[row]) * total;
@@ -252,9 +218,9 @@ static void sample_rows(const A* logits, const int64_t* seeds, const int64_t* po
         while (chunk + 1 < sums.size() && sums[chunk] <= target) chunk++;
         double passed = chunk ? sums[chunk - 1] : 0;
         int64_t token = -1;
-        for (int64_t i = chunk * 256; i < (int64_t)chunk * 256 + 256 && i < width && passed <= target; i += 16) {
+        for (int64_t i = chunk * 256; i < (int64_t)chunk * 256 + 256 && i < width && passed <= target; i += L) {
             const Floats x = weight(i);
-            for (int lane = 0; lane < 16 && passed <= target; lane++)
+            for (int lane = 0; lane < L && passed <= target; lane++)
                 if (x[lane] > 0) { token = i + lane; passed += x[lane]; }  // the last one if rounding passes them all
         }
         if (token < 0) { tokens[row] = 0; logprobs[row] = NAN; continue; }  // NaN or infinite logits; the caller looks
@@ -264,11 +230,11 @@ static void sample_rows(const A* logits, const int64_t* seeds, const int64_t* po
 }
 
 #define DISPATCH(f, bf16, ...) \
-    if (bf16) { using T = BFloat16; f(__VA_ARGS__); } else { using T = float; f(__VA_ARGS__); }
+    if (bf16) { using T = bfloat16; f(__VA_ARGS__); } else { using T = float; f(__VA_ARGS__); }
 
 extern "C" void decode_attention(const Args* a) {
-    if (a->act_bf16) run<BFloat16, BFloat16>(*a);
-    else if (a->cache_bf16) run<float, BFloat16>(*a);
+    if (a->act_bf16) run<bfloat16, bfloat16>(*a);
+    else if (a->cache_bf16) run<float, bfloat16>(*a);
     else run<float, float>(*a);
 }
 
