@@ -227,6 +227,8 @@ class RequestEngine(RolloutEngine):
         """Give up requests (None: all), and return what they have so far; ids that it does not hold are passed over."""
         names = list(self.held) if request_ids is None else [name for name in request_ids if name in self.held]
         states = [self.held.pop(name) for name in dict.fromkeys(names)]
+        if not states:  # as where an episode ends, which gives up what may be kept of its last turn
+            return []
         gone = {id(state) for state in states}
         staying = [state for state in self.waiting if id(state) not in gone]
         self.waiting.clear()

@@ -758,7 +758,8 @@ def test_candidates_are_what_each_token_was_drawn_from(make_engine, plain_folder
             count = {"top_k": 5, "temperature": 1}.get(next(iter(cut))) or int(
                 (probabilities.cumsum(-1) - probabilities < 0.8).sum()
             )
-            assert ids.tolist() == order[:count].tolist()
+            assert len(set(ids.tolist())) == len(ids) == count
+            assert (row[ids] - row[order[:count]]).abs().max() < 1e-5  # the order of two that are as likely may differ
             inside = row[ids.long()].log_softmax(-1)
             assert abs(float(inside[ids.tolist().index(token)]) - logprob) < 1e-5
 
