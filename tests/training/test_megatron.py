@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")
 
 from atomrl.config import ConfigError, FSDPConfig, LoraConfig, MegatronConfig, ModelConfig, TrainConfig
+from atomrl.models import cpp
 from atomrl.models.loading import has_bfloat16
 from atomrl.training.fsdp import FSDPBackend
 from atomrl.training.local import LocalBackend
@@ -46,7 +47,7 @@ NORM = 2e-5
 """Of losses and gradient norms. One process that takes PyTorch's attention, as Megatron's layers do here, in the place
 of explicit products is off by up to 1.3e-5 in the norm of these cases; weights are within 1e-5."""
 LOOSER = {"qwen3": 1e-4}
-"""Likewise, by 3e-5: gradients of the norms of queries and keys begin at 85000."""
+"""Gradients of the norms of queries and keys begin at 85000."""
 EVERY = {name: CASES[name] for name in SHARED} | MORE
 
 
@@ -77,9 +78,17 @@ def ranks(request, folder, tmp_path_factory):
     return run_ranks(partial(on_ranks, EVERY, cut, folder), world, tmp_path_factory.mktemp("ranks"))
 
 
+def with_pytorch_alone(found, folder):
+    """One process, by PyTorch's own operations, as Megatron's layers compute here: what C++ kernels round otherwise,
+    by up to 1e-5 of the norm with vectors of another width, is not what ranks are to be compared in."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cpp, "usable", lambda x: False)
+        return locally(found, folder)
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_ranks_make_the_steps_of_one_process(folder, ranks, name):
-    compare([rank[name] for rank in ranks], locally(EVERY[name], folder), LOOSER.get(name, NORM))
+    compare([rank[name] for rank in ranks], with_pytorch_alone(EVERY[name], folder), LOOSER.get(name, NORM))
 
 
 def watch(cut, folder, ranks):
