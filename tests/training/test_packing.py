@@ -66,8 +66,9 @@ def with_rows(name, folder, pack_rows):
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_those_of_padded_rows(folder, name):
-    # C++ in the place of PyTorch's attention, either within 1e-7 of float64, and gradients that grow to norms of 115 and
-    # 162: off by 1.3e-5 and 3.2e-5 in the tenth and the eighth update; by PyTorch alone both are within 5e-6.
+    # C++ in the place of PyTorch's attention, either within 1e-7 of float64, and gradients that grow to norms of 115
+    # and 162: off by 1.3e-5 and 3.2e-5 in the tenth and the eighth update. By PyTorch alone the
+    # critic's are within 5e-6.
     looser = {"base": 2e-5, "critic": 5e-5}.get(name, 1e-5)
     compare([with_rows(name, folder, True)], with_rows(name, folder, False), looser)
 
