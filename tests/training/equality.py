@@ -4,6 +4,7 @@ import multiprocessing
 from dataclasses import fields, replace
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch._C._distributed_c10d import TCPStore
@@ -14,6 +15,7 @@ from atomrl.batches import RowBatch
 from atomrl.config import CriticConfig, FSDPConfig, LoraConfig, ModelConfig, TrainConfig
 from atomrl.data.rows import to_training_batches
 from atomrl.metrics import values
+from atomrl.models import cpp
 from atomrl.training.fsdp import FSDPBackend
 from atomrl.training.group import Ranks
 from atomrl.training.local import LocalBackend
@@ -165,6 +167,14 @@ def train(backend, algorithm, rows):
 def locally(found, folder):
     settings = settings_of(found, folder)
     return train(LocalBackend(**settings), settings["algorithm"], found["rows"])
+
+
+def alone_by_pytorch(found, folder):
+    """One process, by PyTorch's own operations: where gradients grow from step to step, what the C++ kernels round
+    otherwise comes to some 1e-5 of their norm, and is not what is compared."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cpp, "usable", lambda x: False)
+        return locally(found, folder)
 
 
 def with_ranks(given, folder, ranks, kind=FSDPBackend):

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")
 
 from atomrl.config import ConfigError, FSDPConfig, LoraConfig, MegatronConfig, ModelConfig, TrainConfig
-from atomrl.models import cpp
 from atomrl.models.loading import has_bfloat16
 from atomrl.training.fsdp import FSDPBackend
 from atomrl.training.local import LocalBackend
@@ -21,7 +20,7 @@ from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch
 from tests.training.comparison import compare
 from tests.training.continuing import alike, go_on, step
-from tests.training.equality import CASES, case, locally, make_models, pairs, run_ranks, settings_of, train
+from tests.training.equality import CASES, alone_by_pytorch, case, make_models, pairs, run_ranks, settings_of, train
 from tests.training.one_rank import one_rank
 
 pytestmark = pytest.mark.slow
@@ -78,17 +77,9 @@ def ranks(request, folder, tmp_path_factory):
     return run_ranks(partial(on_ranks, EVERY, cut, folder), world, tmp_path_factory.mktemp("ranks"))
 
 
-def with_pytorch_alone(found, folder):
-    """One process, by PyTorch's own operations, as Megatron's layers compute here: what C++ kernels round otherwise,
-    by up to 1e-5 of the norm with vectors of another width, is not what ranks are to be compared in."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cpp, "usable", lambda x: False)
-        return locally(found, folder)
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_ranks_make_the_steps_of_one_process(folder, ranks, name):
-    compare([rank[name] for rank in ranks], with_pytorch_alone(EVERY[name], folder), LOOSER.get(name, NORM))
+    compare([rank[name] for rank in ranks], alone_by_pytorch(EVERY[name], folder), LOOSER.get(name, NORM))
 
 
 def watch(cut, folder, ranks):

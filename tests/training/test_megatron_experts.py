@@ -17,9 +17,9 @@ from atomrl.training.megatron_shape import check_shape, dense
 from tests.tiny import make_tiny_model
 from tests.training.comparison import compare
 from tests.training.continuing import alike
-from tests.training.equality import STEPS, UPDATES, case, compared, drawn, run_ranks, settings_of
+from tests.training.equality import STEPS, UPDATES, alone_by_pytorch, case, compared, drawn, run_ranks, settings_of
 from tests.training.one_rank import one_rank
-from tests.training.test_megatron import NORM, load_and_go_on, on_ranks, save_and_go_on, with_pytorch_alone
+from tests.training.test_megatron import NORM, load_and_go_on, on_ranks, save_and_go_on
 
 pytestmark = pytest.mark.slow
 MODEL = {
@@ -67,7 +67,7 @@ def ranks(request, folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    return {name: with_pytorch_alone(given, folder) for name, given in CASES.items()}
+    return {name: alone_by_pytorch(given, folder) for name, given in CASES.items()}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,7 +9,7 @@ from atomrl.models.loading import load_policy
 from atomrl.models.shared_prefix import states_before
 from atomrl.training.role_models import load_role
 from tests.training.comparison import compare
-from tests.training.equality import case, drawn, few, locally, make_models, masked
+from tests.training.equality import alone_by_pytorch, case, drawn, few, locally, make_models, masked
 
 SHAPE = {"vocab_size": 102, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -61,15 +61,13 @@ def folder(tmp_path_factory):
 def with_rows(name, folder, pack_rows):
     model = {"base": "base", "critic": "base", "windows shorter than a row": "windows"}.get(name, "mistral")
     given = CASES[name] | {"model": model}
-    return locally(given | {"settings": given["settings"] | {"pack_rows": pack_rows}}, folder)
+    alone = alone_by_pytorch if name == "critic" else locally
+    return alone(given | {"settings": given["settings"] | {"pack_rows": pack_rows}}, folder)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_those_of_padded_rows(folder, name):
-    # C++ in the place of PyTorch's attention, either within 1e-7 of float64, and gradients that grow to norms of 115
-    # and 162: off by 1.3e-5 and 3.2e-5 in the tenth and the eighth update. By PyTorch alone the
-    # critic's are within 5e-6.
-    looser = {"base": 2e-5, "critic": 5e-5}.get(name, 1e-5)
+    looser = {"base": 2e-5}.get(name, 1e-5)  # other kernels, and a norm of 115: off by 1.3e-5 in the tenth update
     compare([with_rows(name, folder, True)], with_rows(name, folder, False), looser)
 
 
