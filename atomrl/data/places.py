@@ -21,6 +21,7 @@ import random
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any, NamedTuple
 
 from atomrl.types import Message
@@ -78,7 +79,11 @@ def find(query: str) -> str:
         ('<information>Kabul: population 4434550</information>', '<information></information>')
     """
     place = read_places().get(query)
-    return f"<information>{place.document if place else ''}</information>"
+    return _information(place.document if place else "")
+
+
+def _information(document: str) -> str:
+    return f"<information>{document}</information>"
 
 
 def chain_of(name: str) -> list[str]:
@@ -99,15 +104,23 @@ def _to_ask_about() -> list[str]:
     return [name for name in read_places() if len(chain_of(name)) == CHAIN]
 
 
-def make(rng: random.Random, hops: Sequence[int] = (0, 1, 1, 2, 2, 3)) -> dict[str, Any]:
+def _respelt(rng: random.Random, names: Sequence[str]) -> list[str]:
+    """Names of as many letters, whichever: nothing but copying spells them."""
+    letters = [rng.choices(ascii_lowercase, k=len(name)) for name in names]
+    return ["".join(chosen).capitalize() for chosen in letters]
+
+
+def make(rng: random.Random, hops: Sequence[int] = (0, 1, 1, 2, 2, 3), respelt: float = 0.0) -> dict[str, Any]:
     """One problem.
 
     Args:
         rng: where chance comes from.
         hops: how many searches a problem may take, 0 to 4; one that is there twice comes twice as often.
+        respelt: share of problems about places whose names are made up. No search finds them, so they are for
+            demonstrations alone, which have what it would find: spelling them is copying, and nothing learned by heart.
 
     Raises:
-        ValueError: a number of hops is another.
+        ValueError: a number of hops is another, or `respelt` is no share.
 
     Example:
         >>> row = make(random.Random(1), hops=[2])
@@ -116,20 +129,29 @@ def make(rng: random.Random, hops: Sequence[int] = (0, 1, 1, 2, 2, 3)) -> dict[s
     """
     if not hops or not set(hops) <= set(range(MAX_HOPS + 1)):
         raise ValueError(f"hops must be a list of numbers from 0 to {MAX_HOPS}, got {hops}")
+    if not 0.0 <= respelt <= 1.0:
+        raise ValueError(f"respelt must be between 0 and 1, got {respelt}")
     number = rng.choice(hops)
     if number == 0:
         start = str(rng.randrange(NUMBERS))
         prompt, answer, country, chain = f"{NEXT}{start}?", int(start) + 1, "", [start] * CHAIN
+        found = [""] * CHAIN
     else:
         chain = chain_of(rng.choice(_to_ask_about()))
-        last = read_places()[chain[number - 1]]
-        prompt, answer, country = f"{POPULATION}{LARGER * (number - 1)}{chain[0]}?", last.population, last.country
+        places = [read_places()[name] for name in chain]
+        answer, country = places[number - 1].population, places[0].country
+        if respelt and rng.random() < respelt:
+            chain = _respelt(rng, chain)
+            larger = [*chain[1:], places[-1].larger]
+            places = [p._replace(name=n, larger=x) for p, n, x in zip(places, chain, larger, strict=True)]
+        prompt, found = f"{POPULATION}{LARGER * (number - 1)}{chain[0]}?", [place.document for place in places]
     return {
         "prompt": prompt,
         "ground_truth": str(answer),
         "data_source": f"places-{number}",
         "country": country,
         "chain": chain,
+        "found": [*map(_information, found)],
         "hops": number,
     }
 
@@ -144,7 +166,8 @@ def demonstrate(rng: random.Random, row: dict[str, Any]) -> list[Message]:
     more of them: an answer that nothing before it says would teach to invent one.
 
     Example:
-        >>> row = {"chain": ["Balkh", "Kunduz", "Kabul"], "ground_truth": "114883", "hops": 1}
+        >>> chain = ["Balkh", "Kunduz", "Kabul"]
+        >>> row = {"chain": chain, "found": [*map(find, chain)], "ground_truth": "114883", "hops": 1}
         >>> [message["content"] for message in demonstrate(random.Random(1), row)]
         ['<answer>?</answer>']
         >>> [message["role"] for message in demonstrate(random.Random(0), row)]
@@ -152,8 +175,8 @@ def demonstrate(rng: random.Random, row: dict[str, Any]) -> list[Message]:
     """
     (searches,) = rng.choices([*SEARCHES], [*SEARCHES.values()])
     messages = []
-    for name in row["chain"][:searches]:
+    for name, found in zip(row["chain"][:searches], row["found"], strict=False):
         messages.append(Message(role="assistant", content=f"<search>{name}</search>"))
-        messages.append(Message(role="environment", content=find(name)))
+        messages.append(Message(role="environment", content=found))
     answer = row["ground_truth"] if searches >= row["hops"] else "?"
     return [*messages, Message(role="assistant", content=f"<answer>{answer}</answer>")]

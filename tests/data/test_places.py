@@ -60,11 +60,29 @@ def test_how_often_a_demonstration_searches_says_nothing_of_the_question():
     assert [message["content"] for message in longest[1:-1:2]] == [places.find(name) for name in row["chain"][:3]]
 
 
+def test_made_up_names_are_found_in_demonstrations_alone():
+    rows = generate("places", 400, hops=[1, 3], respelt=0.5)
+    known = places.read_places()
+    made_up = [row for row in rows if row["chain"][0] not in known]
+    assert len(made_up) == pytest.approx(200, abs=40)
+    for row in made_up:
+        assert places.find(row["chain"][0]) == "<information></information>"
+        assert f" of {row['chain'][0]}?" in row["prompt"]
+        for found, name, larger in zip(row["found"], row["chain"], row["chain"][1:], strict=False):
+            assert found.startswith(f"<information>{name}: ") and found.endswith(f" {larger}</information>")
+        assert f" {row['ground_truth']}, " in row["found"][row["hops"] - 1]
+    for row in (row for row in rows if row not in made_up):
+        assert row["found"] == [places.find(name) for name in row["chain"]]
+    assert generate("places", 50) == generate("places", 50, respelt=0.0)
+
+
 def test_what_hops_may_be():
     with pytest.raises(DataError, match="numbers from 0 to 4"):
         generate("places", 1, hops=[5])
     with pytest.raises(DataError, match="numbers from 0 to 4"):
         generate("places", 1, hops=[])
+    with pytest.raises(DataError, match="respelt must be between 0 and 1"):
+        generate("places", 1, respelt=50)
 
 
 def test_demonstrations_train_the_searches_and_not_their_answers(tokenizer):
