@@ -5,7 +5,7 @@
 
 For each seed: the warm start, GRPO, and `atomrl eval` on places of countries that no training has seen, 0 to 4 hops:
 before, after, and after with a search that finds nothing. For the first seed also GRPO with what the searches find in
-the loss; and, from a warm start of 400 steps, after which hardly an answer about places is right, with a cost of
+the loss; and, from a warm start of 600 steps, after which hardly an answer about places is right, with a cost of
 0.04 a search for right and for wrong answers, each normalised as GRPO does and as Dr. GRPO does, and with the cost on
 right answers alone; for `--collapse-steps`.
 
@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 WARM, GRPO = ROOT / "configs/quickstart_search_sft.yaml", ROOT / "configs/quickstart_search.yaml"
 HOPS = range(5)
-COST, SHORT = 0.04, 400
+COST, SHORT = 0.04, 600
 ALL_ANSWERS = f"reward.functions=[exact_match, {{function: {__file__}:searches, weight: -{COST}}}]"
 COLLAPSES = {
     "replies in the loss": [],
@@ -108,7 +108,7 @@ def evaluate(model: Path, out: Path, questions: int, *overrides: str) -> dict[st
 def by_hops(path: Path) -> dict[str, dict[str, float]]:
     """Of a file of completions."""
     found = defaultdict(list)
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").strip().split("\n"):  # splitlines() cuts at what a model may write
         row = json.loads(line)
         found[row["data_source"].removeprefix("places-")].append(row)
     return {

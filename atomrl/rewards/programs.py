@@ -83,7 +83,7 @@ def last_block(text: str) -> str | None:
         'print(1)\\n'
     """
     found, block = None, None
-    for line in text.splitlines():
+    for line in text.split("\n"):  # splitlines() would cut a string of the program at U+2028
         if not line.lstrip().startswith("```"):
             if block is not None:
                 block.append(line + "\n")

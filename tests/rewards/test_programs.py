@@ -71,6 +71,7 @@ def test_the_share_of_tests(sandbox):
 def test_the_last_block_is_the_program():
     text = block("first") + "No.\n```\nsecond\n```\n" + "```python\nunfinished"
     assert last_block(text) == "second\n" and last_block("print(1)") is None and last_block("```\n") is None
+    assert last_block("```python\r\nprint('a\u2028b')\r\n```\r\n") == "print('a\u2028b')\r\n"
     assert code([""], ["print(3)"], [STDIN], sandbox="none") == [0.0]
 
 
