@@ -1,26 +1,30 @@
 """Say whether a run will fit, phase by phase, and how long it will take, before it is started.
 
-Without --probe the memory alone, from shapes, at the longest that rows may become. --probe runs a few small steps in a
-process of its own (with random weights of that shape, where the model's are not on this machine) and measures.
-Exit code 0: it fits; 1: it does not.
+With --gpu for a card that need not be here, from shapes and data sheets: neither weights nor data nor a network are
+needed for a well-known model. --fit writes the config with which the run fits, and says what each change costs. Without
+either: the memory on this machine. --probe runs a few small steps in a process of its own (with random weights of that
+shape, where the model's are not on this machine) and measures. Exit code 0: it fits; 1: it does not.
 
+atomrl plan configs/qwen2.5-1.5b-gsm8k-24gb.yaml --gpu 4090
+atomrl plan configs/qwen2.5-1.5b-gsm8k-24gb.yaml --fit 8GiB --out small.yaml
 atomrl plan configs/quickstart.yaml
-atomrl plan configs/qwen2.5-1.5b-gsm8k-24gb.yaml --memory 24GiB
 atomrl plan configs/quickstart.yaml --probe --signal 64
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atomrl.cli.config_arguments import add_config_arguments, config_from, join_overrides
 
 if TYPE_CHECKING:
+    from atomrl.runs.fitting import Plan, Trade
     from atomrl.runs.plan import Forecast
 
-OPTIONS = ("--memory", "--signal")
+OPTIONS = ("--memory", "--signal", "--gpu", "--fit", "--out")
 
 
 def prepare(arguments: list[str]) -> list[str]:
@@ -31,15 +35,23 @@ def prepare(arguments: list[str]) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
+    parser.add_argument("--gpu", metavar="CARD", help="plan for a GPU by name or size: 4090, 2xA100, 24GiB")
+    parser.add_argument("--fit", metavar="CARD", help="write the config that fits a GPU: 8GiB, 3060")
+    parser.add_argument("--out", metavar="FILE", help="of --fit (default: CONFIG-CARD.yaml beside the config)")
     parser.add_argument("--probe", action="store_true", help="measure memory and time on a few small steps")
-    parser.add_argument("--memory", metavar="SIZE", help="what there is, as in 24GiB (default: this machine's)")
+    parser.add_argument("--memory", metavar="SIZE", help="what this machine has, as in 24GiB (default: ask it)")
     parser.add_argument("--signal", type=int, metavar="N", help="draw completions of N prompts: what do groups teach?")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.gpu or arguments.fit:
+        return run_on_gpu(arguments)
     from atomrl.runs import prepare_run
-    from atomrl.runs.plan import budget_of, forecast, memory_by_phase, memory_lines, signal
+    from atomrl.runs.fitting import plan_here
+    from atomrl.runs.plan import budget_of, forecast, memory_lines, signal
 
+    if arguments.out:
+        raise ValueError("--out is of --fit: the file for the config that fits")
     config = config_from(arguments)
     folder = Path(arguments.config).resolve().parent
     budget, place = budget_of(arguments.memory)
@@ -49,9 +61,12 @@ def run(arguments: argparse.Namespace) -> int:
     print(*prepared.describe_batch(), sep="\n")
     fits = True
     if config.gpt is None:
-        lines, fits = memory_lines(memory_by_phase(config, prepared), budget, place)
+        plan = plan_here(config, prepared.algorithm, prepared.ranks, budget)
+        lines, fits = memory_lines(plan.memory, budget, place)
         of = f", of the first of {prepared.ranks} ranks" if prepared.ranks > 1 else ""
         print(f"\nmemory, from shapes, at the longest rows{of}:", *lines, sep="\n  ")
+        if not fits:
+            print_helpful(plan)
     elif not arguments.probe:
         print("\nof a fresh model there is no estimate from shapes; --probe measures it")
     if arguments.probe:
@@ -61,6 +76,91 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.signal is not None:
         print("\nsignal:", *signal(config, folder, arguments.signal), sep="\n  ")
     return 0 if fits else 1
+
+
+def run_on_gpu(arguments: argparse.Namespace) -> int:
+    """Plan for a card by its name; with --fit write the config that fits it."""
+    from atomrl.runs.fitting import describe, fit, plan_on
+    from atomrl.runs.hardware import gpu_of
+
+    both = [f"--{name}" for name in ("memory", "signal", "probe") if getattr(arguments, name)]
+    if both or (arguments.gpu and arguments.fit):
+        other = both[0] if both else "--gpu"
+        raise ValueError(f"{other} does not go with --{'fit' if arguments.fit else 'gpu'}, which plans from shapes alone")
+    config = config_from(arguments)
+    gpu = gpu_of(arguments.fit or arguments.gpu)
+    plan = plan_on(config, gpu)
+    print(*describe(plan, gpu), sep="\n")
+    if not arguments.fit:
+        if not plan.fits:
+            print_helpful(plan)
+        return 0 if plan.fits else 1
+    if plan.fits:
+        print("\nit fits as it is; nothing is written")
+        return 0
+    found = fit(plan)
+    if found is None:
+        print("\nno setting makes it fit; take a smaller model, or a larger card")
+        print_helpful(plan)
+        return 1
+    chosen, smaller = found
+    out = Path(arguments.out or f"{Path(arguments.config).with_suffix('')}-{arguments.fit.replace(' ', '').lower()}.yaml")
+    write_fit(arguments, chosen, out)
+    print("\nchanged, the cheapest first:", *trade_lines(plan, chosen), sep="\n  ")
+    print(f"\n{out}:", *describe(smaller, gpu), sep="\n")
+    return 0
+
+
+def write_fit(arguments: argparse.Namespace, chosen: Sequence[Trade], out: Path) -> None:
+    """The user's config with the changes, and their prices on top of it.
+
+    Raises:
+        ConfigError: the file exists.
+    """
+    import yaml
+
+    from atomrl.cli.config_arguments import read_tree
+    from atomrl.config import ConfigError, merge_trees, parse_overrides
+    from atomrl.runs.fitting import merged
+
+    tree = merge_trees(read_tree(arguments.config, parse_overrides(arguments.overrides)), merged(chosen))
+    head = [f"# {arguments.config} for {arguments.fit} (atomrl plan --fit). Changed:"]
+    head += [f"#   {trade}: {trade.price}" for trade in chosen]
+    text = "\n".join(head) + "\n" + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{out} exists; remove it, or name another file with --out") from None
+
+
+def trade_lines(plan: Plan, chosen: Sequence[Trade]) -> list[str]:
+    """Each change, with what it saves after those before it, and its price."""
+    from atomrl.runs.fitting import changed
+
+    lines, before = [], plan
+    for count in range(1, len(chosen) + 1):
+        after = changed(plan, chosen[:count]) or before
+        saved = (before.memory.peak - after.memory.peak) / 2**30
+        slower = after.step_seconds / before.step_seconds if before.step_seconds else 1.0
+        lines.append(f"{chosen[count - 1]!s:<48} {saved:6.2f} GiB less, {slower:.2f} x the time: {chosen[count - 1].price}")
+        before = after
+    return lines
+
+
+def print_helpful(plan: Plan) -> None:
+    """The single changes that take less memory, with what the run then takes."""
+    from atomrl.runs.base import readable
+    from atomrl.runs.fitting import helpful
+
+    found = helpful(plan)
+    if not found:
+        print("no single setting takes less memory: a smaller model does")
+        return
+    print("each of these takes less:")
+    for trade, smaller in found:
+        verdict = "fits" if smaller.fits else "does not fit by itself"
+        print(f"  {trade!s:<48} {readable(smaller.memory.peak).strip():>10}, {verdict}: {trade.price}")
 
 
 def print_forecast(found: Forecast, budget: int, place: str) -> None:

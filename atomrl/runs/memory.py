@@ -32,7 +32,12 @@ MOMENTS_IN_8_BITS = 2 * (1 + FLOAT32 / 256)
 
 
 def memory_estimate(
-    config: RunConfig, algorithm: Algorithm, ranks: int = 1, device: str | None = None
+    config: RunConfig,
+    algorithm: Algorithm,
+    ranks: int = 1,
+    device: str | None = None,
+    compute: int | None = None,
+    shape_of: Callable[[str, bool], Any] = model_config_only,
 ) -> dict[str, int]:
     """Bytes of each part of a run on one device, or on the first of several ranks, and their total; loads no weights.
 
@@ -45,6 +50,9 @@ def memory_estimate(
         algorithm: what it needs is held: a frozen copy of the start, a teacher, a critic.
         ranks: of the config's `backend`.
         device: `cpu` or `cuda`; None: what this machine has.
+        compute: bytes of a number in the forward pass; None: as `model.dtype` says, on this machine's device of that
+            kind, or on a GPU that knows bfloat16 where this machine has none.
+        shape_of: a model's transformers config by its path, and whether its own code is trusted.
 
     Raises:
         ConfigError: the model's config is not there.
@@ -52,10 +60,11 @@ def memory_estimate(
     model, train, rollout = config.model, config.train, config.rollout
     trusted, path = model.trust_remote_code, model.path
     assert path is not None, "of a fresh model there is no estimate"
-    shape = model_config_only(path, trusted)
+    shape = shape_of(path, trusted)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     there = device == "cpu" or torch.cuda.is_available()  # else it is one that knows bfloat16
-    compute = compute_dtype(model.dtype, device).itemsize if there else 4 if model.dtype == "float32" else 2
+    if compute is None:
+        compute = compute_dtype(model.dtype, device).itemsize if there else 4 if model.dtype == "float32" else 2
     total = count_parameters(shape, trusted)
     trained = adapter_parameters(shape, model.lora.rank) if model.lora else total
     row_tokens = config.data.max_prompt_tokens + rollout.max_completion_tokens
@@ -98,9 +107,9 @@ def memory_estimate(
         parts["distributions"] = DISTRIBUTIONS * min(DIVERGENCE_ELEMENTS, tokens * shape.vocab_size) * FLOAT32
     if needs_teacher(algorithm):
         assert config.teacher is not None
-        parts["teacher"] = count_parameters(model_config_only(config.teacher.path, trusted), trusted) * compute
+        parts["teacher"] = count_parameters(shape_of(config.teacher.path, trusted), trusted) * compute
     if "values" in algorithm.needs:
-        critic = model_config_only(config.critic.path or path, trusted)
+        critic = shape_of(config.critic.path or path, trusted)
         parts["critic"] = 4 * critic_parameters(critic, trusted) * FLOAT32  # weights, gradients and Adam's two moments
         parts["critic activations"] = activations(critic)
     if config.backend is not None:

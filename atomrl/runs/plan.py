@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from atomrl.config import ConfigError, RunConfig
 from atomrl.models.loading import model_config_only
 from atomrl.models.memory import BESIDE, process_memory
+from atomrl.protocols import Algorithm
 from atomrl.runs.base import PreparedRun, readable
 from atomrl.runs.memory import at_once, memory_estimate
 from atomrl.runs.probe import Measured, device_memory, measure
@@ -32,11 +34,6 @@ PROBE_STEPS, PROBE_SECONDS = 20, 2.0
 """A probe ends with the first of the two."""
 BY_ROWS = ("reward", "update_actor", "old_log_prob", "ref", "values", "teacher", "adv", "forward")
 """Of the seconds of a step, those that grow with its rows."""
-ADVICE = {
-    "rollout": "lower rollout.max_concurrent_completions or rollout.max_completion_tokens",
-    "log-probs": "lower train.tokens_per_micro_batch",
-    "update": "lower train.tokens_per_micro_batch, or set model.gradient_checkpointing=true or model.lora.rank=16",
-}
 
 
 @dataclass(frozen=True)
@@ -61,8 +58,18 @@ class Memory:
         return self.process + self.resident + self.phases[self.largest]
 
 
-def memory_by_phase(config: RunConfig, run: PreparedRun) -> Memory:
+def memory_by_phase(
+    config: RunConfig,
+    algorithm: Algorithm,
+    ranks: int = 1,
+    device: str | None = None,
+    compute: int | None = None,
+    shape_of: Callable[[str, bool], Any] = model_config_only,
+) -> Memory:
     """The memory of a run at its limits, from shapes alone, of the first of several ranks; no weights are loaded.
+
+    Args:
+        algorithm, ranks, device, compute, shape_of: as of `memory_estimate`.
 
     Raises:
         ConfigError: there is no estimate of a fresh model; its `config.json` is not at hand.
@@ -71,17 +78,18 @@ def memory_by_phase(config: RunConfig, run: PreparedRun) -> Memory:
 
     if config.gpt is not None:
         raise ConfigError("of a fresh model (gpt) there is no estimate from shapes; --probe measures it")
-    parts = memory_estimate(config, run.algorithm, run.ranks)
+    parts = memory_estimate(config, algorithm, ranks, device, compute, shape_of)
     path = config.model.path
     assert path is not None
-    layers = model_config_only(path, config.model.trust_remote_code).num_hidden_layers
+    layers = shape_of(path, config.model.trust_remote_code).num_hidden_layers
     phases = {name: at_once({part: parts.get(part, 0) for part in needs}) for name, needs in PHASES.items()}
     phases["log-probs"] += parts["activations"] // layers  # without gradient one layer is held at a time
     if config.kind != "train":
         phases = {"update": phases["update"]}
     engine = () if config.kind == "train" else ("engine weights",)
     resident = sum(size for part, size in parts.items() if part not in {*PASSING, *engine, BESIDE, "total"})
-    return Memory(resident, phases, 0 if torch.cuda.is_available() else process_memory("VmHWM"))
+    on_gpu = device == "cuda" or (device is None and torch.cuda.is_available())
+    return Memory(resident, phases, 0 if on_gpu else process_memory("VmHWM"))
 
 
 @dataclass(frozen=True)
@@ -204,7 +212,7 @@ def memory_lines(memory: Memory, budget: int, place: str) -> tuple[list[str], bo
         mark = "  <- the most" if name == memory.largest else ""
         lines.append(f"{name:<12}{readable(size)} more = {readable(memory.resident + memory.process + size)}{mark}")
     fits = memory.peak <= budget
-    verdict = "fits" if fits else f"does not fit; {ADVICE[memory.largest]}"
+    verdict = "fits" if fits else "does not fit"
     return [*lines, f"{readable(memory.peak)} of {readable(budget)} ({place}): {verdict}"], fits
 
 

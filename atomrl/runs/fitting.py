@@ -1,0 +1,215 @@
+"""The memory and time of a run on a GPU that need not be here, and the settings with which it fits."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
+from atomrl.models.known_shapes import planning_shape
+from atomrl.objective import PolicyObjective
+from atomrl.protocols import Algorithm
+from atomrl.runs.base import readable
+from atomrl.runs.hardware import MEASURED, Gpu, step_seconds
+from atomrl.runs.plan import Memory, memory_by_phase
+
+LEAST_AT_ONCE, LEAST_COMPLETION = 8, 256
+"""Completions decoded at once, and tokens of one: what a fit does not go below."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a config takes on a device."""
+
+    config: RunConfig
+    memory: Memory
+    budget: int
+    """Bytes that can be allocated."""
+    seconds: Mapping[str, float]
+    """Of a step, by phase, with all completions at the limit; empty where it is not estimated."""
+    gpus: int
+    """That there are; 0 on a CPU."""
+    again: Callable[[RunConfig], "Plan"]
+    """Plans another config on the same device."""
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak <= self.budget
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+
+def plan_here(config: RunConfig, algorithm: Algorithm, ranks: int, budget: int) -> Plan:
+    """Plan a run on this machine's device, without time.
+
+    Raises:
+        ConfigError: as `memory_by_phase`.
+    """
+    memory = memory_by_phase(config, algorithm, ranks)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Plan(config, memory, budget, {}, gpus, lambda other: plan_here(other, algorithm, ranks, budget))
+
+
+def plan_on(config: RunConfig, gpu: Gpu) -> Plan:
+    """Plan a run on a GPU from shapes alone; weights, data, tokenizer and the GPU need not be here.
+
+    Raises:
+        ConfigError: the model is fresh, or its shape is neither here, nor known, nor on the hub.
+    """
+    if config.gpt is not None:
+        raise ConfigError("a fresh model (gpt) is not planned for a GPU from shapes; `atomrl plan --probe` measures it")
+    algorithm: Any = config.algorithm
+    if isinstance(algorithm, PolicyObjective):
+        algorithm = algorithm.resolved(max_completion_tokens=config.rollout.max_completion_tokens)
+    ranks = gpu.count if config.backend else 1
+    if config.backend is not None:
+        config.backend.check_count(ranks)
+    compute = 4 if config.model.dtype == "float32" else gpu.compute_bytes
+    path = config.model.path
+    assert path is not None, "without gpt a config has a path"
+    memory = memory_by_phase(config, algorithm, ranks, device="cuda", compute=compute, shape_of=planning_shape)
+    seconds = step_seconds(config, planning_shape(path, config.model.trust_remote_code), gpu, compute)
+    return Plan(config, memory, gpu.usable_bytes, seconds, gpu.count, lambda other: plan_on(other, gpu))
+
+
+def describe(plan: Plan, gpu: Gpu) -> Iterator[str]:
+    """Memory by phase and time of a plan, as lines."""
+    memory, budget, steps = plan.memory, plan.budget, plan.config.train.steps
+    yield f"memory on {gpu}, of which {readable(budget).strip()} are planned with, at the longest rows:"
+    yield f"  {'stays':<12}{readable(memory.resident)}"
+    for name, size in memory.phases.items():
+        mark = "  <- the most" if name == memory.largest else ""
+        yield f"  {name:<12}{readable(size)} more = {readable(memory.resident + size)}{mark}"
+    yield f"  {readable(memory.peak).strip()} of {readable(budget).strip()}: {'fits' if plan.fits else 'does not fit'}"
+    if gpu.count > 1 and plan.config.backend is None:
+        yield (
+            f"  one of the {gpu.count} GPUs is used; backend.type=fsdp backend.ranks={gpu.count} trains on all of them"
+        )
+    if not gpu.bfloat16 and plan.config.model.dtype != "float32":
+        yield f"  {gpu.name} has no bfloat16: it computes in float32"
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in plan.seconds.items())
+    yield f"time of a step, with every completion at its limit: {plan.step_seconds:.1f} s ({parts})"
+    if steps is not None:
+        hours = steps * plan.step_seconds / 3600
+        yield f"  {steps} steps: {hours:.1f} h, without evaluations; completions that end earlier take less"
+    how = "measured on that card: within a fifth" if gpu.name == MEASURED else "expect a factor of two either way"
+    yield f"  from the data sheet and shares measured on one {MEASURED}: {how}"
+
+
+# ---- What makes a run smaller ----
+
+
+@dataclass(frozen=True)
+class Trade:
+    """A change that makes a run smaller, and its price."""
+
+    changes: Mapping[str, Any]
+    """A tree of the config's keys."""
+    price: str
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in _flat(self.changes))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
+    """Changes to a config that may take less memory, the cheapest first.
+
+    First those that change only the speed; then moments in 8 bits, adapters and a quantised base, which change how it
+    is trained; last the length of completions, which changes the task.
+    """
+    model, rollout, train = config.model, config.rollout, config.train
+    if config.backend is None and gpus > 1:
+        yield Trade({"backend": {"type": "fsdp", "ranks": gpus}}, "shards over all GPUs; not slower")
+    draws = config.kind == "train"
+    at_once = min(rollout.max_concurrent_completions, rollout.prompts_per_step * rollout.completions_per_prompt)
+    row = config.data.max_prompt_tokens + rollout.max_completion_tokens if draws else 1
+    tokens = train.micro_batch_tokens("cuda" if gpus else "cpu")
+    while draws and at_once > max(32, LEAST_AT_ONCE):
+        at_once = max(32, at_once // 2)
+        yield Trade({"rollout": {"max_concurrent_completions": at_once}}, "more waves of decoding: slower rollouts")
+    while tokens > max(row, 2048):
+        tokens = max(row, 2048, tokens // 2)
+        yield Trade({"train": {"tokens_per_micro_batch": tokens}}, "smaller products: the same gradients, a little slower")
+    if not model.gradient_checkpointing:
+        yield Trade({"model": {"gradient_checkpointing": True}}, "layers are computed twice: updates a third slower")
+    while tokens > max(row, 512):
+        tokens = max(row, 512, tokens // 2)
+        yield Trade({"train": {"tokens_per_micro_batch": tokens}}, "smaller products: the same gradients, slower")
+    if train.optimizer == "adamw" and config.backend is None:
+        yield Trade({"train": {"optimizer": "adamw8bit"}}, "Adam's moments in 8 bits (pip install 'atomrl[quant]')")
+    if model.lora is None:
+        lora = {"lora": {"rank": 32, "alpha": 64.0}}
+        rate = {"train": {"learning_rate": 2e-5}} if train.learning_rate < 1e-5 else {}
+        yield Trade({"model": lora, **rate}, "adapters of rank 32 are trained in place of all weights")
+    if model.quantization is None:
+        price = "the frozen base in 4 bits: a little noise (pip install 'atomrl[quant]')"
+        yield Trade({"model": {"quantization": "nf4"}}, price)
+    while draws and at_once > LEAST_AT_ONCE:
+        at_once = max(LEAST_AT_ONCE, at_once // 2)
+        yield Trade({"rollout": {"max_concurrent_completions": at_once}}, "more waves of decoding: much slower rollouts")
+    limit = rollout.max_completion_tokens
+    while draws and limit > LEAST_COMPLETION:
+        limit = max(LEAST_COMPLETION, limit // 2)
+        yield Trade({"rollout": {"max_completion_tokens": limit}}, "longer completions are cut off: another task")
+
+
+def helpful(plan: Plan) -> list[tuple[Trade, Plan]]:
+    """The single changes that make a plan smaller, each with what it comes to; the last of each key alone."""
+    found: dict[str, tuple[Trade, Plan]] = {}
+    for trade in trades(plan.config, plan.gpus):
+        smaller = changed(plan, [trade])
+        if smaller is not None and smaller.memory.peak < plan.memory.peak - 2**26:
+            keys = " ".join(key for key, _ in _flat(trade.changes))
+            if keys not in found or not found[keys][1].fits:
+                found[keys] = (trade, smaller)
+    return list(found.values())
+
+
+def fit(plan: Plan) -> tuple[list[Trade], Plan] | None:
+    """The changes, cheapest first, with which a run fits, without those that are not needed; None where none are enough.
+
+    Example: see `atomrl plan CONFIG --fit 8GiB`.
+    """
+    chosen: list[Trade] = []
+    now = plan
+    for trade in trades(plan.config, plan.gpus):
+        if now.fits:
+            break
+        smaller = changed(plan, [*chosen, trade])
+        if smaller is not None and smaller.memory.peak < now.memory.peak:
+            chosen, now = [*chosen, trade], smaller
+    if not now.fits:
+        return None
+    for trade in list(chosen):  # an early one may not be needed any more
+        fewer = [other for other in chosen if other is not trade]
+        smaller = changed(plan, fewer)
+        if smaller is not None and smaller.fits and smaller.step_seconds <= now.step_seconds:
+            chosen, now = fewer, smaller
+    return chosen, now
+
+
+def merged(chosen: Sequence[Trade]) -> dict[str, Any]:
+    """The changes of several trades as one tree."""
+    tree: dict[str, Any] = {}
+    for trade in chosen:
+        tree = merge_trees(tree, trade.changes)
+    return tree
+
+
+def changed(plan: Plan, chosen: Sequence[Trade]) -> Plan | None:
+    """The plan with some changes; None where a config cannot have them together."""
+    try:
+        return plan.again(build_config(merge_trees(plan.config.to_tree(), merged(chosen))))
+    except ConfigError:
+        return None

@@ -1,0 +1,173 @@
+"""GPUs by name, and how long a GRPO step takes on one: an estimate from its data sheet and one measured card."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from atomrl.config import ConfigError, RunConfig
+from atomrl.hints import did_you_mean
+from atomrl.models.memory import count_parameters, widths
+
+CONTEXT_GIB = 0.6
+"""The driver's and PyTorch's own, on every card."""
+USABLE = 0.86
+"""Of the rest, what may be planned with: on the H200 12.6 GiB were in use where the formulas say 10.9."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One card, by its data sheet."""
+
+    name: str
+    gib: float
+    gb_s: float
+    """Memory bandwidth, 10^9 bytes a second."""
+    tflops: float
+    """Dense products in bfloat16 with float32 sums; of a card without bfloat16 those in float32."""
+    bfloat16: bool = True
+    count: int = 1
+
+    @property
+    def usable_bytes(self) -> int:
+        """What a run on one card is planned with."""
+        return int((self.gib - CONTEXT_GIB) * USABLE * 2**30)
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of a number in the forward pass where `model.dtype` is `auto`."""
+        return 2 if self.bfloat16 else 4
+
+    def __str__(self) -> str:
+        cards = f"{self.count} x " if self.count > 1 else ""
+        return f"{cards}{self.name} ({self.gib:g} GiB)"
+
+
+GPUS = {
+    gpu.name.lower().replace(" ", ""): gpu
+    for gpu in (
+        Gpu("T4", 16, 320, 8.1, bfloat16=False),
+        Gpu("V100", 32, 900, 15.7, bfloat16=False),
+        Gpu("2080 Ti", 11, 616, 13.4, bfloat16=False),
+        Gpu("3060", 12, 360, 25),
+        Gpu("3070", 8, 448, 40),
+        Gpu("3080", 10, 760, 59),
+        Gpu("3090", 24, 936, 71),
+        Gpu("4060", 8, 272, 30),
+        Gpu("4060 Ti", 16, 288, 44),
+        Gpu("4070", 12, 504, 58),
+        Gpu("4070 Ti Super", 16, 672, 88),
+        Gpu("4080", 16, 717, 97),
+        Gpu("4090", 24, 1008, 165),
+        Gpu("5060 Ti", 16, 448, 47),
+        Gpu("5070", 12, 672, 62),
+        Gpu("5080", 16, 960, 112),
+        Gpu("5090", 32, 1792, 209),
+        Gpu("A10", 24, 600, 125),
+        Gpu("A10G", 24, 600, 70),
+        Gpu("L4", 24, 300, 121),
+        Gpu("A40", 48, 696, 150),
+        Gpu("A6000", 48, 768, 155),
+        Gpu("L40S", 48, 864, 362),
+        Gpu("6000 Ada", 48, 960, 364),
+        Gpu("A100-40", 40, 1555, 312),
+        Gpu("A100", 80, 2039, 312),
+        Gpu("PRO 6000", 96, 1792, 503),
+        Gpu("H100", 80, 3350, 989),
+        Gpu("H200", 141, 4800, 989),
+        Gpu("B200", 180, 8000, 2250),
+    )
+}
+_PLAIN_CARDS = ((9, "4060"), (13, "3060"), (17, "4060ti"), (33, "3090"), (50, "a6000"), (90, "a100"), (1e9, "h200"))
+"""A size alone is planned with the speed of a usual card of that size: (up to GiB, name)."""
+
+
+def gpu_of(text: str) -> Gpu:
+    """A card by name or size, and how many: `4090`, `RTX 4090`, `2xA100`, `24GiB`, `8x80GiB`.
+
+    Raises:
+        ConfigError: no such card.
+
+    Example:
+        >>> gpu_of("2 x RTX 4090").count, gpu_of("4090").gib, gpu_of("80GB").gib
+        (2, 24, 80.0)
+    """
+    match = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(.+)", text.strip(), re.IGNORECASE)
+    assert match is not None, "any text matches"
+    count, name = int(match[1] or 1), match[2].lower()
+    if count < 1:
+        raise ConfigError(f"--gpu {text}: give one card at least")
+    if size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*g(?:i?b)?", name):
+        gib = float(size[1])
+        like = next(GPUS[card] for most, card in _PLAIN_CARDS if gib <= most)
+        return replace(like, name=f"a card as fast as {like.name}", gib=gib, count=count)
+    plain = re.sub(r"nvidia|geforce|rtx|gtx|tesla|quadro|[\s_]", "", name)
+    plain = re.sub(r"-?(sxm\d?|pcie|nvl|80g?b?)$", "", plain).removesuffix("-").replace("a10040", "a100-40")
+    plain = re.sub(r"^a100-40g?b?$", "a100-40", plain)
+    if plain not in GPUS:
+        raise ConfigError(
+            f"--gpu {text}: no such card in the table; {did_you_mean(plain, GPUS)}. Known: {', '.join(GPUS)}; "
+            "or give its memory, as in 24GiB"
+        )
+    return replace(GPUS[plain], count=count)
+
+
+# Measured on one H200 (docs/benchmarks.md), Qwen2.5-1.5B with bfloat16; shares of the data sheet's rates.
+LAUNCH_S = 0.93e-3
+"""Seconds a layer of a decode step takes at least with the native engine: the host launches some 59 kernels."""
+LAUNCH_ADAPTED_S = 1.68e-3
+"""The same with adapters."""
+DECODE_SHARE = 0.25
+"""Of the bandwidth, what a decode step of the native engine reaches where launches do not bound it."""
+VLLM_STEP_S, VLLM_SHARE = 10.6e-3, 0.6
+"""Of vLLM: seconds of a step on the host with log-probs, and its share of the bandwidth."""
+PRODUCT_SHARE = 0.75
+"""Of the data sheet's products, what matrix products of updates and log-probs reach."""
+PASS_BYTES, PASS_BYTES_ADAPTED = 1000, 1700
+"""What is moved besides in one pass over a token, in bytes by layer and width: norms, rotation, casts, adapters."""
+OTHER_S = 1.5
+"""Of a step: weights to the engine, rewards, advantages."""
+MEASURED = "H200"
+
+
+def step_seconds(config: RunConfig, shape: Any, gpu: Gpu, compute: int) -> Mapping[str, float]:
+    """Seconds of each phase of a step of reinforcement learning, with all completions at the limit.
+
+    Args:
+        config: of the run; other kinds of run have the phase `update` alone.
+        shape: the model's transformers config.
+        gpu: what it runs on; updates are spread over `gpu.count` cards where the config has a `backend`.
+        compute: bytes of a number in the forward pass.
+    """
+    rollout, model = config.rollout, config.model
+    total, layers = count_parameters(shape), int(shape.num_hidden_layers)
+    _, _, keys, _ = widths(shape)
+    cards = gpu.count if config.backend else 1
+    beside = layers * int(shape.hidden_size) * (PASS_BYTES_ADAPTED if model.lora else PASS_BYTES) / (gpu.gb_s * 1e9)
+    product = total / (gpu.tflops * 1e12 * PRODUCT_SHARE)
+    forward = (2 * product + beside) / cards  # seconds of a token
+    backward = ((2 if model.lora else 4) * product + beside) / cards
+    update = backward + forward * (2 if model.gradient_checkpointing else 1)
+    found: dict[str, float] = {}
+    row = config.data.max_prompt_tokens + rollout.max_completion_tokens
+    row = min(row, config.train.max_row_tokens or row)
+    if config.kind == "train":
+        rows = rollout.prompts_per_step * rollout.completions_per_prompt
+        at_once = min(rows, rollout.max_concurrent_completions)
+        waves = -(-rows // at_once)
+        middle = config.data.max_prompt_tokens + rollout.max_completion_tokens / 2
+        moved = total * compute + at_once * (middle * 2 * layers * keys * compute + 3 * 4 * shape.vocab_size)
+        if rollout.engine == "vllm":
+            one = VLLM_STEP_S + moved / (gpu.gb_s * 1e9 * VLLM_SHARE)
+        else:
+            launches = layers * (LAUNCH_ADAPTED_S if model.lora else LAUNCH_S)
+            one = max(launches, moved / (gpu.gb_s * 1e9 * DECODE_SHARE))
+        found["rollout"] = waves * rollout.max_completion_tokens * one
+        if config.updates_per_step > 1:
+            found["log-probs"] = rows * row * forward
+        if "ref_logprobs" in getattr(config.algorithm, "needs", ()):
+            found["reference"] = rows * row * forward
+        found["update"] = config.train.epochs_per_step * rows * row * update
+    else:
+        found["update"] = config.items_per_step * row * update
+    return found | {"other": OTHER_S if config.kind == "train" else 0.1}
