@@ -86,7 +86,9 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
     both = [f"--{name}" for name in ("memory", "signal", "probe") if getattr(arguments, name)]
     if both or (arguments.gpu and arguments.fit):
         other = both[0] if both else "--gpu"
-        raise ValueError(f"{other} does not go with --{'fit' if arguments.fit else 'gpu'}, which plans from shapes alone")
+        raise ValueError(
+            f"{other} does not go with --{'fit' if arguments.fit else 'gpu'}, which plans from shapes alone"
+        )
     config = config_from(arguments)
     gpu = gpu_of(arguments.fit or arguments.gpu)
     plan = plan_on(config, gpu)
@@ -104,7 +106,9 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
         print_helpful(plan)
         return 1
     chosen, smaller = found
-    out = Path(arguments.out or f"{Path(arguments.config).with_suffix('')}-{arguments.fit.replace(' ', '').lower()}.yaml")
+    out = Path(
+        arguments.out or f"{Path(arguments.config).with_suffix('')}-{arguments.fit.replace(' ', '').lower()}.yaml"
+    )
     write_fit(arguments, chosen, out)
     print("\nchanged, the cheapest first:", *trade_lines(plan, chosen), sep="\n  ")
     print(f"\n{out}:", *describe(smaller, gpu), sep="\n")
@@ -143,7 +147,9 @@ def trade_lines(plan: Plan, chosen: Sequence[Trade]) -> list[str]:
         after = changed(plan, chosen[:count]) or before
         saved = (before.memory.peak - after.memory.peak) / 2**30
         slower = after.step_seconds / before.step_seconds if before.step_seconds else 1.0
-        lines.append(f"{chosen[count - 1]!s:<48} {saved:6.2f} GiB less, {slower:.2f} x the time: {chosen[count - 1].price}")
+        lines.append(
+            f"{chosen[count - 1]!s:<48} {saved:6.2f} GiB less, {slower:.2f} x the time: {chosen[count - 1].price}"
+        )
         before = after
     return lines
 

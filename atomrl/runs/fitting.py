@@ -140,7 +140,9 @@ def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
         yield Trade({"rollout": {"max_concurrent_completions": at_once}}, "more waves of decoding: slower rollouts")
     while tokens > max(row, 2048):
         tokens = max(row, 2048, tokens // 2)
-        yield Trade({"train": {"tokens_per_micro_batch": tokens}}, "smaller products: the same gradients, a little slower")
+        yield Trade(
+            {"train": {"tokens_per_micro_batch": tokens}}, "smaller products: the same gradients, a little slower"
+        )
     if not model.gradient_checkpointing:
         yield Trade({"model": {"gradient_checkpointing": True}}, "layers are computed twice: updates a third slower")
     while tokens > max(row, 512):
@@ -157,7 +159,9 @@ def trades(config: RunConfig, gpus: int) -> Iterator[Trade]:
         yield Trade({"model": {"quantization": "nf4"}}, price)
     while draws and at_once > LEAST_AT_ONCE:
         at_once = max(LEAST_AT_ONCE, at_once // 2)
-        yield Trade({"rollout": {"max_concurrent_completions": at_once}}, "more waves of decoding: much slower rollouts")
+        yield Trade(
+            {"rollout": {"max_concurrent_completions": at_once}}, "more waves of decoding: much slower rollouts"
+        )
     limit = rollout.max_completion_tokens
     while draws and limit > LEAST_COMPLETION:
         limit = max(LEAST_COMPLETION, limit // 2)
@@ -177,10 +181,7 @@ def helpful(plan: Plan) -> list[tuple[Trade, Plan]]:
 
 
 def fit(plan: Plan) -> tuple[list[Trade], Plan] | None:
-    """The changes, cheapest first, with which a run fits, without those that are not needed; None where none are enough.
-
-    Example: see `atomrl plan CONFIG --fit 8GiB`.
-    """
+    """The changes with which a run fits, cheapest first, without those that are not needed; None: none are enough."""
     chosen: list[Trade] = []
     now = plan
     for trade in trades(plan.config, plan.gpus):

@@ -10,7 +10,7 @@ from typing import Any
 
 from atomrl.config import ConfigError, RunConfig
 from atomrl.models.loading import model_config_only
-from atomrl.models.memory import BESIDE, process_memory
+from atomrl.models.memory import BESIDE, FLOAT32, process_memory
 from atomrl.protocols import Algorithm
 from atomrl.runs.base import PreparedRun, readable
 from atomrl.runs.memory import at_once, memory_estimate
@@ -30,6 +30,8 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "log-probs": ("log-prob chunk", *GATHERED),
     "update": UPDATE,
 }
+SAMPLING = 5
+"""Arrays of logits in float32 that drawing a token holds on a GPU: scores, their exponentials and sums."""
 PROBE_STEPS, PROBE_SECONDS = 20, 2.0
 """A probe ends with the first of the two."""
 BY_ROWS = ("reward", "update_actor", "old_log_prob", "ref", "values", "teacher", "adv", "forward")
@@ -83,12 +85,16 @@ def memory_by_phase(
     assert path is not None
     layers = shape_of(path, config.model.trust_remote_code).num_hidden_layers
     phases = {name: at_once({part: parts.get(part, 0) for part in needs}) for name, needs in PHASES.items()}
+    on_gpu = device == "cuda" or (device is None and torch.cuda.is_available())
+    if on_gpu and config.kind == "train":
+        rollout = config.rollout
+        drawn = min(rollout.max_concurrent_completions, rollout.prompts_per_step * rollout.completions_per_prompt)
+        phases["rollout"] += SAMPLING * drawn * shape_of(path, config.model.trust_remote_code).vocab_size * FLOAT32
     phases["log-probs"] += parts["activations"] // layers  # without gradient one layer is held at a time
     if config.kind != "train":
         phases = {"update": phases["update"]}
     engine = () if config.kind == "train" else ("engine weights",)
     resident = sum(size for part, size in parts.items() if part not in {*PASSING, *engine, BESIDE, "total"})
-    on_gpu = device == "cuda" or (device is None and torch.cuda.is_available())
     return Memory(resident, phases, 0 if on_gpu else process_memory("VmHWM"))
 
 

@@ -1,0 +1,164 @@
+"""`atomrl plan --gpu` and `--fit`: neither a GPU nor weights, data or a network is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from atomrl.cli.config_arguments import load_config
+from atomrl.cli.main import main
+from atomrl.config import ConfigError
+from atomrl.models.known_shapes import known_shape
+from atomrl.models.memory import count_parameters
+from atomrl.runs.fitting import fit, helpful, plan_on, trades
+from atomrl.runs.hardware import GPUS, gpu_of
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIG = CONFIGS / "qwen2.5-1.5b-gsm8k-24gb.yaml"
+BY_CARD = sorted(CONFIGS.glob("*gb.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(name, weights):
+        raise AssertionError(f"the hub was asked for {name}")
+
+    monkeypatch.setattr("atomrl.models.loading._downloaded", refuse)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("MistralConfig", "mistralai/Mistral-7B-v0.1"), ("SmolLM3Config", "HuggingFaceTB/SmolLM3-3B"),
+     ("GptOssConfig", "openai/gpt-oss-120b")],
+)  # fmt: skip
+def test_shapes_are_those_of_transformers(kind, name):
+    """The models whose shapes are the defaults of their config class."""
+    import transformers
+
+    theirs, ours = getattr(transformers, kind)(), known_shape(name)
+    for field in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+                  "num_key_value_heads", "tie_word_embeddings", "num_local_experts"):  # fmt: skip
+        assert getattr(ours, field, None) == getattr(theirs, field, None), field
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("Qwen/Qwen2.5-1.5B-Instruct", 1.54), ("qwen/qwen3-8b", 8.19), ("meta-llama/Llama-3.1-8B-Instruct", 8.03),
+     ("google/gemma-3-1b-it", 1.00), ("mistralai/Mistral-7B-Instruct-v0.3", 7.25), ("openai/gpt-oss-20b", 20.9),
+     ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1.78), ("allenai/OLMo-2-0425-1B-Instruct", 1.48)],
+)  # fmt: skip
+def test_shapes_have_the_published_number_of_parameters(name, billions):
+    assert count_parameters(known_shape(name)) / 1e9 == pytest.approx(billions, rel=5e-3)
+
+
+@pytest.mark.parametrize("given", ["4090", "RTX 4090", "NVIDIA GeForce RTX 4090", "1x4090"])
+def test_names_of_a_card(given):
+    assert gpu_of(given) == GPUS["4090"]
+
+
+def test_names_of_other_cards():
+    assert gpu_of("2xA100").count == 2 and gpu_of("H100 SXM5 80GB").gib == 80 and gpu_of("A100-40GB").gib == 40
+    assert gpu_of("8 x 80GiB").count == 8 and gpu_of("24gb").gib == 24
+    for wrong in ("4091", "0x4090", "GiB", ""):
+        with pytest.raises((ConfigError, AssertionError)):
+            gpu_of(wrong)
+
+
+def test_the_measured_step_and_its_memory():
+    """docs/benchmarks.md: 49.5 s and 13.2 GiB, 0.6 of them the driver's, on an H200."""
+    gpu = gpu_of("H200")
+    plan = plan_on(load_config(CONFIG), gpu)
+    assert plan.step_seconds == pytest.approx(49.5, rel=0.2)
+    assert plan.memory.peak / (13.2 - 0.6) / 2**30 == pytest.approx(0.92, abs=0.02)  # what `USABLE` is
+
+
+def test_cards_without_bfloat16_compute_in_float32(capsys):
+    assert main(["plan", str(CONFIG), "--gpu", "T4"]) == 1
+    assert "T4 has no bfloat16: it computes in float32" in capsys.readouterr().out
+    t4, l4 = (plan_on(load_config(CONFIG), gpu_of(card)).memory.peak for card in ("T4", "L4"))
+    assert t4 > 1.8 * l4
+
+
+@pytest.mark.parametrize(
+    "changes", [[], ["model.lora=null", "model.gradient_checkpointing=false"], ["model.path=Qwen/Qwen3-8B"]]
+)
+@pytest.mark.parametrize("size", ["8GiB", "12GiB", "24GiB", "80GiB"])
+def test_what_fits_fits_and_each_change_is_needed(size, changes):
+    plan = plan_on(load_config(CONFIG, changes), gpu_of(size))
+    found = fit(plan)
+    if plan.fits:
+        assert found == ([], plan)
+        return
+    if found is None:  # whole weights of 8B in the engine alone are more than the small cards have
+        assert plan.memory.resident > plan.budget
+        return
+    chosen, smaller = found
+    assert smaller.fits and chosen and set(map(str, chosen)) <= set(map(str, trades(plan.config, 1)))
+
+
+def test_advice_names_only_what_helps(capsys):
+    """Gradient checkpointing is on, and adapters are there: neither is named."""
+    assert main(["plan", str(CONFIG), "--gpu", "8GiB"]) == 1
+    printed = capsys.readouterr().out
+    assert "model.quantization=nf4" in printed and "rollout.max_concurrent_completions" in printed
+    assert "gradient_checkpointing" not in printed and "lora" not in printed
+
+
+def test_the_config_that_fits_is_written_once(tmp_path, capsys):
+    out = tmp_path / "small.yaml"
+    command = ["plan", str(CONFIG), "--fit", "8GiB", "--out", str(out), "train.steps=7"]
+    assert main(command) == 0
+    assert "x the time" in capsys.readouterr().out
+    config = load_config(out)
+    assert config.train.steps == 7 and plan_on(config, gpu_of("8GiB")).fits
+    assert yaml.safe_load(out.read_text())["model"]["quantization"] == "nf4" and "# " in out.read_text()
+    assert main(command) == 2 and "exists" in capsys.readouterr().err
+    assert main(["plan", str(out), "--fit", "8GiB"]) == 0 and "fits as it is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", BY_CARD, ids=lambda path: path.stem)
+def test_configs_by_card_fit_their_card(path):
+    """`NAME-24gb.yaml` fits 24 GiB."""
+    size = path.stem.rpartition("-")[2].removesuffix("gb")
+    assert plan_on(load_config(path), gpu_of(f"{size}GiB")).fits
+
+
+ROW = re.compile(
+    r"\| ([^|,]+), [^|]*\|[^|]*\| \[[^|]*\(\.\./(configs/[^)]+)\) \| ([\d.]+) GiB \|[^|]*\| (\d+) s \| (\d+) h \|"
+)
+
+
+def test_the_table_of_cards_is_what_plan_says():
+    rows = ROW.findall((CONFIGS.parent / "docs/hardware.md").read_text(encoding="utf-8"))
+    assert len(rows) >= 9
+    for card, config, memory, step, hours in rows:
+        plan = plan_on(load_config(CONFIGS.parent / config), gpu_of(card))
+        assert plan.memory.peak / 2**30 == pytest.approx(float(memory), abs=0.06), config
+        assert plan.step_seconds == pytest.approx(float(step), abs=0.6), config
+        assert plan.step_seconds * plan.config.train.steps / 3600 == pytest.approx(float(hours), abs=0.6), config
+
+
+def test_several_cards(capsys):
+    assert main(["plan", str(CONFIG), "--gpu", "2x3090"]) == 0
+    assert "backend.type=fsdp backend.ranks=2 trains on all of them" in capsys.readouterr().out
+    whole = ["model.lora=null", "model.path=Qwen/Qwen2.5-3B"]
+    one, four = (plan_on(load_config(CONFIG, [*whole, "backend.type=fsdp"]), gpu_of(f"{n}x4090")) for n in (1, 4))
+    assert four.memory.resident < 0.5 * one.memory.resident and four.seconds["update"] < 0.3 * one.seconds["update"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--gpu", "4090", "--fit", "8GiB"], ["--gpu", "4090", "--probe"], ["--out", "f.yaml"]]
+)
+def test_options_that_do_not_go_together(wrong, capsys):
+    assert main(["plan", str(CONFIG), *wrong]) == 2
+    assert wrong[0] in capsys.readouterr().err or "--out" in wrong
+
+
+def test_a_model_that_nobody_knows_is_refused_by_name(monkeypatch, capsys):
+    def absent(name, weights):
+        raise OSError("no network")
+
+    monkeypatch.setattr("atomrl.models.loading._downloaded", absent)
+    assert main(["plan", str(CONFIG), "--gpu", "4090", "model.path=nobody/nothing-9B"]) == 2
+    assert "nobody/nothing-9B" in capsys.readouterr().err
