@@ -11,7 +11,7 @@ from atomrl.cli.main import main
 from atomrl.config import ConfigError
 from atomrl.models.known_shapes import known_shape
 from atomrl.models.memory import count_parameters
-from atomrl.runs.fitting import fit, helpful, plan_on, trades
+from atomrl.runs.fitting import fit, plan_on, trades
 from atomrl.runs.hardware import GPUS, gpu_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
