@@ -1,4 +1,4 @@
-"""Say what is wrong with a run and what to try; without a run, what is installed and what will be used.
+"""Say how a run went, what is wrong and what to try; without a run, what is installed and what will be used.
 
 atomrl doctor runs/quickstart     # a run that is finished, under way, or was killed
 atomrl doctor                     # this machine
@@ -10,6 +10,7 @@ Exit code 1 where the doctor finds something.
 import argparse
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine_run(folder: Path) -> int:
-    """Print the error that ended a run, if one did, and all findings, from its `metrics.jsonl`."""
-    from atomrl.config import ConfigError
+    """Print how a run went, the error that ended it, if one did, and all findings, from its folder."""
+    from atomrl.doctor.hacks import quote
     from atomrl.doctor.watch import diagnose
-    from atomrl.reading.lines import metrics_of, read_mapping, read_metrics
+    from atomrl.reading.lines import ReadError, metrics_of, read_mapping, read_metrics
+    from atomrl.reading.outcome import completions_of, outcome
+    from atomrl.reading.run import Run
     from atomrl.reading.state import FAILURE
 
     failure = read_mapping(folder / FAILURE, [])
@@ -58,15 +61,17 @@ def examine_run(folder: Path) -> int:
     rows = read_metrics(folder / "metrics.jsonl") if failure else metrics_of(folder)
     for number, row in enumerate(rows, start=1):
         if not is_row(row):
-            raise ConfigError(
+            raise ReadError(
                 f"{folder}/metrics.jsonl, row {number}, is none of a run's: it needs a step and numbers, not "
                 f"{str(row)[:80]}"
             )
     findings = diagnose(rows)
+    run = Run(folder)
+    print(*outcome(run), sep="\n")
     for finding in findings:
-        print(finding)
+        print(replace(finding, quote=quote(finding.id, completions_of(run, finding.step))))
     if not findings and not failure:
-        print(f"{folder}: {rows[-1]['step']} steps, and nothing is wrong that the doctor knows of")
+        print("nothing is wrong that the doctor knows of")
     return FOUND if findings or failure else 0
 
 

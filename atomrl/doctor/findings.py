@@ -34,13 +34,18 @@ class Finding:
     """What is wrong, with the numbers."""
     advice: str
     """What to try, with the config key."""
+    quote: str = ""
+    """Completions that show it, where the rollouts of the step are at hand."""
 
     @property
     def page(self) -> str:
         return f"docs/failures/{self.id}.md"
 
     def __str__(self) -> str:
-        return f"doctor (step {self.step}, {self.severity}): {self.what}\n  Try: {self.advice} More: {self.page}"
+        quoted = f"\n  Seen: {self.quote}" if self.quote else ""
+        return (
+            f"doctor (step {self.step}, {self.severity}): {self.what}{quoted}\n  Try: {self.advice} More: {self.page}"
+        )
 
 
 EVALUATED = ("val-", "val/", "eval/")

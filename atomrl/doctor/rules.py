@@ -27,6 +27,7 @@ from atomrl.doctor.findings import (
     recent,
     shift,
 )
+from atomrl.doctor.hacks import format_alone_is_paid, one_text_is_paid, repetition_is_paid
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,12 @@ def no_mixed_groups(rows: MetricRows) -> Verdict:
     what = f"In the last {MEDIUM} steps no group had completions with different rewards ({bad:.0%} all bad)"
     many = "a larger rollout.completions_per_prompt and rollout.temperature"
     if max(mixed) > 0:
+        long = [recent(rows, f"by_group/frac_{name}", LONG, default=0.0) for name in ("mixed", "all_good")]
+        if len(long[0]) == LONG and median(long[0]) <= 0.05 and median(long[1]) >= 0.9:
+            yield (
+                f"In the last {LONG} steps {median(long[1]):.0%} of the groups were all right, with a gradient of 0: "
+                "hardly anything is left to learn. Try: harder problems (data.train), or an end of the run."
+            )
         return
     if all_alike(rows, MEDIUM):
         yield f"{what}: {ALIKE}. {DRAW}"
@@ -362,7 +369,8 @@ def gradient_spikes(rows: MetricRows) -> Verdict:
         yield f"The gradient norm jumped to {now:.3g}; {usual:.3g} is usual."
 
 
-NO_SIGNAL = frozenset({"no_updates", "missing_stop_token", "length_limit", "learning_rate_too_high", "constant_reward"})
+HACKED = frozenset({"repetition_is_paid", "one_text_is_paid"})
+NO_SIGNAL = HACKED | {"no_updates", "missing_stop_token", "length_limit", "learning_rate_too_high", "constant_reward"}
 """What leaves all completions without reward."""
 ASKS_NO_MORE = frozenset({"replies_in_the_loss", "environment_failures", "learning_rate_too_high"})
 """What ends the use of an environment."""
@@ -377,15 +385,18 @@ RULES = (
     Rule("error", learning_rate_too_high, frozenset({"stale_weights"})),
     Rule("error", missing_stop_token, frozenset({"learning_rate_too_high"})),
     Rule("warning", length_limit, frozenset({"missing_stop_token", "learning_rate_too_high"})),
-    Rule("error", pays_for_length),
-    Rule("error", reward_without_accuracy, frozenset({"pays_for_length"})),
+    Rule("error", repetition_is_paid, frozenset({"missing_stop_token"})),
+    Rule("error", one_text_is_paid),
+    Rule("error", pays_for_length, frozenset({"repetition_is_paid"})),
+    Rule("error", reward_without_accuracy, HACKED | {"pays_for_length"}),
+    Rule("warning", format_alone_is_paid, HACKED | {"pays_for_length"}),
     Rule("error", no_updates, NO_SIGNAL),
     Rule("error", constant_reward, NO_SIGNAL),
     Rule("warning", no_mixed_groups, NO_SIGNAL),
     Rule("warning", dead_reward_part, NO_SIGNAL),
     Rule("warning", invalid_actions, frozenset({"learning_rate_too_high", "missing_stop_token"})),
     Rule("warning", replies_die_out, ASKS_NO_MORE),
-    Rule("warning", entropy_collapse, frozenset({"learning_rate_too_high", "constant_reward"})),
+    Rule("warning", entropy_collapse, HACKED | {"learning_rate_too_high", "constant_reward"}),
     Rule("warning", gradient_spikes, frozenset({"learning_rate_too_high"})),
 )
 """In the order of causes: what explains another stands before it."""

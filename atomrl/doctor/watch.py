@@ -1,9 +1,11 @@
 """The doctor at a run's side: it sees one row of metrics after another and says what is new."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from atomrl.doctor.findings import Finding, NotLogged, Row, is_evaluation
+from atomrl.doctor.hacks import quote
 from atomrl.doctor.rules import RULES
 
 FIRST_ROWS, LAST_ROWS = 20, 100
@@ -28,8 +30,11 @@ class Doctor:
         self.findings: list[Finding] = []
         self._rows: list[Row] = []
 
-    def observe(self, row: Row) -> list[Finding]:
+    def observe(self, row: Row, completions: Sequence[Mapping[str, Any]] = ()) -> list[Finding]:
         """Take the metrics of one more step; what an evaluation logged is passed over.
+
+        Args:
+            completions: of the step, as rows of `rollouts/`; findings quote them.
 
         Returns:
             The findings that are new.
@@ -47,7 +52,10 @@ class Doctor:
             with suppress(NotLogged):
                 for what, advice in rule.findings(self._rows):
                     step = int(row["step"] or 0)
-                    new.append(Finding(id=rule.id, severity=rule.severity, step=step, what=what, advice=advice))
+                    seen = quote(rule.id, completions)
+                    new.append(
+                        Finding(id=rule.id, severity=rule.severity, step=step, what=what, advice=advice, quote=seen)
+                    )
         self.findings += new
         return new
 

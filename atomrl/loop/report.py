@@ -11,6 +11,7 @@ import torch
 
 from atomrl.batches import AdvantageBatch
 from atomrl.loop.episode_report import episode_metrics
+from atomrl.loop.text_report import text_metrics
 from atomrl.metrics import Count, Max, Mean, Metrics, merge, spread, values
 from atomrl.models.memory import memory_metrics
 from atomrl.progress import phase as under_way
@@ -73,6 +74,7 @@ def rollout_metrics(
         metrics["by_group/frac_identical"] = sum(len({t.text for t in g}) == 1 for g in several) / len(several)
     total = max(1, len(trajectories))
     metrics |= failure_counts(trajectories) | length_correlation(trajectories) | episode_metrics(trajectories, batch)
+    metrics |= text_metrics(trajectories)
     metrics["reward/missing"] = float(len(trajectories) - len(scores))
     metrics["reward/missing_ratio"] = 1 - len(scores) / total
     metrics |= spread("response_length", (item.response_tokens for item in trajectories))

@@ -182,6 +182,7 @@ def read_findings(path: Path) -> list[Finding]:
         try:
             row = json.loads(line)
             given = {name: row[name] for name in ("id", "severity", "step", "what", "advice")}
+            given["quote"] = row.get("quote", "")
         except (ValueError, KeyError, TypeError):
             continue
         if isinstance(given["step"], int):

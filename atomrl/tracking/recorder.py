@@ -35,6 +35,7 @@ class Recorder:
             config.train.steps, first_step=directory.first_step, name=config.run_name, log=directory.log_file.note
         )
         self.doctor = Doctor()
+        self._completions: Sequence[Mapping[str, Any]] = ()  # of the newest step, for findings to quote
         for row in read_metrics(directory.path / "metrics.jsonl"):
             self.doctor.observe(row)  # of a resumed run: what was found then is not said again
         directory.write_findings(self.doctor.findings)
@@ -60,7 +61,7 @@ class Recorder:
         row, given = self.directory.log(step, metrics), dict(metrics)
         self._send(step, lambda sink: sink.log(given, step))
         self.progress.update(step, metrics)
-        new = self.doctor.observe(row)
+        new = self.doctor.observe(row, self._completions)
         for finding in new:
             self.progress.note(self.wording(str(finding)))
         if new:
@@ -69,6 +70,7 @@ class Recorder:
     def log_rollouts(self, step: int, trajectories: Sequence[Trajectory], advantages: Mapping[int, float]) -> None:
         """The trajectories of a step: in the folder, as samples in the sinks, and a few on the terminal."""
         rows, every = rollout_rows(step, trajectories, advantages), self.tracking.log_completions
+        self._completions = rows
         if self.tracking.save_rollouts:
             self.directory.write_rows(step, rows, "train")
             self._send(step, lambda sink: sink.log_samples(rows[:MAX_SAMPLES], step))

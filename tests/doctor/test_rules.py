@@ -40,6 +40,8 @@ def rows(steps=20, **changes):
     return made
 
 
+HACKED = {"critic_score_mean": lambda step: min(1.0, 0.2 + 0.05 * step)}
+"""The reward rises."""
 NAMES = {name.replace("/", "_").replace("@", "_"): name for name in HEALTHY} | {
     "correlation": "reward/length_correlation",
     "equally": "reward/length_correlation_equally_correct",
@@ -47,7 +49,8 @@ NAMES = {name.replace("/", "_").replace("@", "_"): name for name in HEALTHY} | {
     "penalty": "reward/length_penalty/mean", "trained": "train/rows", "accepted": "rollout/groups_accepted",
     "low": "critic/advantages/min", "high": "critic/advantages/max", "identical": "by_group/frac_identical",
     "turns_cut": "environment/ended/turns", "failed": "environment/ended/failed",
-    "searches": "environment/replies/search",
+    "searches": "environment/replies/search", "repeated": "text/repetition", "repeated_paid": "text/repetition_reward",
+    "same": "text/same", "same_paid": "text/same_reward", "all_good": "by_group/frac_all_good",
     "replies": "environment/replies", "invalid": "environment/replies/invalid", "trained_replies": "train/reply_tokens",
     "timeouts": "reward/environment/timeouts",
     "gap": "training/rollout_probs_diff_mean/staleness_0", "stale_gap": "training/rollout_probs_diff_mean/staleness_1",
@@ -83,6 +86,13 @@ SICK = {
         "timeouts": late(0.0, 9.0),
         "reward_missing_ratio": late(0.0, 0.2),
     },
+    "repetition_is_paid": {**HACKED, "repeated": late(0.0, 0.4), "repeated_paid": 1.0},
+    "one_text_is_paid": {**HACKED, "same": late(0.1, 0.97), "same_paid": 1.0},
+    "format_alone_is_paid": {
+        "critic_score_mean": lambda step: min(0.2, 0.02 * step),
+        "bonus": lambda step: min(0.2, 0.02 * step),
+        "train_accuracy": 0.05,
+    },
     "invalid_actions": {"replies": 2.0, "invalid": lambda step: 0.9 + 0.01 * step},
     "replies_die_out": {
         "replies": late(1.5, 0.1),
@@ -107,7 +117,19 @@ MORE_SICK = [
     ("constant_reward", {"critic_score_mean": 1.0, "critic_score_min": 1.0}),
     ("no_mixed_groups", {"by_group_frac_mixed": 0.0, "by_group_frac_all_bad": 0.2}),
 ]  # fmt: skip
+MORE_SICK += [
+    ("repetition_is_paid", {**HACKED, "critic_score_min": late(0.0, 1.0, 12), "repeated": late(0.0, 1.0),
+                            "repeated_paid": 1.0, "by_group_frac_mixed": late(0.5, 0.0, 12)}),
+    ("no_mixed_groups", {"critic_score_mean": 0.98, "train_accuracy": 0.98, "by_group_frac_all_bad": 0.0,
+                         "by_group_frac_mixed": lambda step: 0.05 * (step % 2), "all_good": 0.97}),
+]  # fmt: skip
 NEARLY = {
+    "a weak model that repeats itself, and is not paid": {"repeated": 0.6, "repeated_paid": 0.0},
+    "answers of one letter": {"same": 0.6, "same_paid": 0.5},
+    "repetition that earns less than the others": {"repeated": 0.4, "repeated_paid": 0.1},
+    "format and accuracy rise together": {"bonus": lambda step: min(0.2, 0.02 * step), "train_accuracy":
+                                          lambda step: min(0.9, 0.1 + 0.02 * step),
+                                          "critic_score_mean": lambda step: min(1.1, 0.1 + 0.04 * step)},
     "distillation learns without advantages": {"low": 0.0, "high": 0.0, "by_group_frac_mixed": None},
     "a good run that ends certain": {"critic_score_mean": lambda step: min(0.98, 0.4 + 0.04 * step),
                                      "train_accuracy": lambda step: min(0.98, 0.4 + 0.04 * step),
