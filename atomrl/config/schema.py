@@ -195,6 +195,10 @@ class RewardRoute(Section):
     """A built-in name, or a dotted path to a function of the same signature, to verl's `compute_score`, or to a class
     that is called with trajectories."""
     args: dict[str, Any] = {}
+    completions: Literal["text", "messages"] | None = None
+    """How a function gets completions of prompts that are messages: as texts, or as TRL does, each as
+    `[{"role": "assistant", "content": text}]`. null: as messages where the function is one of TRL's, or its annotation
+    says lists of dicts."""
     timeout_s: float = Field(10.0, gt=0)
     """For one completion, in rewards that run in worker processes (all but the cheap built-in ones); for one request,
     in rewards that ask a service."""

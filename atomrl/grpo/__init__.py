@@ -22,3 +22,4 @@ from atomrl.grpo.functions import (
     get_action_log_probs,
 )
 from atomrl.grpo.trainer import GRPOTrainer
+from atomrl.grpo.trl_arguments import GRPOConfig

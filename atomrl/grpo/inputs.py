@@ -11,7 +11,7 @@ from atomrl.data.generators import generate, is_generator
 from atomrl.data.problems import DataError, problem_list
 from atomrl.data.sources import problem_reader, read_source, to_samples
 from atomrl.rewards.compute import name_functions
-from atomrl.rewards.table import AnyReward, find_reward
+from atomrl.rewards.table import REWARDS, AnyReward, find_reward
 from atomrl.types import Sample
 
 BUILT_IN_PROBLEMS = 512
@@ -87,12 +87,16 @@ def _raw_rows(dataset: Any, name: str) -> list[RawRow]:
     return rows
 
 
-def reward_items(functions: Any, weights: Sequence[float] | None) -> tuple[list[dict[str, Any]], dict[str, AnyReward]]:
+def reward_items(
+    functions: Any, weights: Sequence[float] | None, messages: bool = False
+) -> tuple[list[dict[str, Any]], dict[str, AnyReward]]:
     """The rewards as a config has them, and by name those that exist in this process alone.
 
     Args:
         functions: one or several of: a function, a built-in name, a dotted path.
         weights: one for each, or None for 1 each.
+        messages: functions, but for built-in ones, get completions as messages where the prompt is messages, as TRL
+            gives them.
 
     Raises:
         ConfigError: there is none, the weights are not as many, or one is no function.
@@ -108,7 +112,11 @@ def reward_items(functions: Any, weights: Sequence[float] | None) -> tuple[list[
         elif not callable(function):
             raise ConfigError(f"reward_funcs: {function!r} is neither a function nor the name of one")
     names, local = name_functions(given)
-    return [{"function": n, "weight": w} for n, w in zip(names, weights or [1.0] * len(given), strict=True)], local
+    items = [{"function": n, "weight": w} for n, w in zip(names, weights or [1.0] * len(given), strict=True)]
+    for item in items if messages else ():
+        if item["function"] not in REWARDS:
+            item["completions"] = "messages"
+    return items, local
 
 
 LORA = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules"}

@@ -1,9 +1,11 @@
 """`GRPOTrainer`: a config made of Python objects, and `atomrl train` on it. There is no second loop here."""
 
+import copy
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
@@ -12,6 +14,7 @@ from atomrl.data.problems import DataError
 from atomrl.files import write_jsonl
 from atomrl.grpo.arguments import NAMES, GRPOArgs, hint
 from atomrl.grpo.inputs import built_in_rows, dataset_rows, lora_section, reward_items
+from atomrl.grpo.trl_arguments import GRPOConfig, in_trl_names
 from atomrl.models.loading import load_tokenizer, resolve_folder
 from atomrl.reading.lines import read_metrics
 from atomrl.runs.build import device_name
@@ -33,7 +36,8 @@ class GRPOTrainer:
         tokenizer: likewise; None is the one beside the model.
         reward_funcs: one or several: `f(prompts, completions, **columns) -> list of numbers`, the name of a built-in
             reward, or a dotted path. A completion's reward is their weighted sum.
-        args: None is `GRPOArgs()`. Copied: later changes have no effect.
+        args: `GRPOArgs`, or `GRPOConfig` with TRL's names and meaning; None is `GRPOArgs()`. Copied: later changes
+            have no effect.
         train_dataset: a list of dicts, a JSONL or Parquet file, or a Hugging Face dataset; rows have `prompt` (text or
             messages), mostly `ground_truth` (else `answer` or `solution` is that), and any columns. None is a built-in
             arithmetic task.
@@ -41,6 +45,7 @@ class GRPOTrainer:
         callbacks: functions `f(step, metrics)`, called after every step; what they raise ends the run.
         peft_config: low-rank adapters in place of all weights: a `peft.LoraConfig`, or a dict with `r`, `lora_alpha`,
             `lora_dropout`, `target_modules`.
+        processing_class: TRL's name of `tokenizer`.
 
     Raises:
         ConfigError, DataError, RewardError: what is wrong, in the terms of these arguments.
@@ -56,15 +61,21 @@ class GRPOTrainer:
         model: Any,
         tokenizer: Any = None,
         reward_funcs: Any = None,
-        args: GRPOArgs | None = None,
+        args: GRPOArgs | GRPOConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         callbacks: Sequence[Callable[[int, Mapping[str, float]], None]] | None = None,
         peft_config: Any = None,
+        processing_class: Any = None,
     ) -> None:
-        if args is not None and not isinstance(args, GRPOArgs):
-            raise ConfigError(f"args must be a GRPOArgs, not {type(args).__name__}")
-        self.args = GRPOArgs() if args is None else args.model_copy(deep=True)
+        if args is not None and not isinstance(args, GRPOArgs | GRPOConfig):
+            where = " of trl: import it from atomrl.grpo" if type(args).__module__.startswith("trl.") else ""
+            raise ConfigError(f"args must be a GRPOArgs or a GRPOConfig, not {type(args).__name__}{where}")
+        self.args = GRPOArgs() if args is None else copy.deepcopy(args)
+        if processing_class is not None:
+            if tokenizer is not None:
+                raise ConfigError("processing_class is TRL's name of tokenizer: give one of the two")
+            tokenizer = processing_class
         if isinstance(model, str | Path):
             resolve_folder(model, weights=False)  # a name that leads nowhere shows now
         elif hasattr(model, "peft_config"):
@@ -75,7 +86,8 @@ class GRPOTrainer:
             raise ConfigError("tokenizer: is required beside a loaded model")
         self._given_model, self._given_tokenizer = model, tokenizer
         self._model = None if isinstance(model, str | Path) else model
-        self._items, self._local = reward_items(reward_funcs, self.args.reward_weights)
+        of_trl = isinstance(self.args, GRPOConfig)
+        self._items, self._local = reward_items(reward_funcs, self.args.reward_weights, of_trl)
         named = tokenizer or model
         self.tokenizer = load_tokenizer(named) if isinstance(named, str | Path) else named
         self._built_in = train_dataset is None
@@ -108,6 +120,8 @@ class GRPOTrainer:
             what = "problems of the built-in arithmetic task (no train_dataset was given)"
             say(f"{problems} {what if self._built_in else 'problems'}; run folder {self.run_dir}")
             say("\n".join(run.describe_batch()))
+            for note in self.args.notes() if isinstance(self.args, GRPOConfig) else ():
+                say(note)
             summary = run.execute(resume, callbacks=self._callbacks, wording=hint)
         except (ConfigError, DataError) as error:
             raise type(error)(renamed(str(error), NAMES)) from error
@@ -134,10 +148,21 @@ class GRPOTrainer:
         """The metrics of every step and evaluation so far, each a dict with `step` (docs/cli.md has the names)."""
         return read_metrics(self.run_dir / "metrics.jsonl") if self.config else []
 
-    def save_model(self, output_dir: str | Path) -> None:
-        """Write model and tokenizer as a folder in Hugging Face layout (`trainer.model.push_to_hub` uploads it)."""
-        self.model.save_pretrained(output_dir)
-        self.tokenizer.save_pretrained(output_dir)
+    @property
+    def state(self) -> SimpleNamespace:
+        """TRL's `trainer.state`: `log_history` with its names beside those here, and `global_step`."""
+        rows = [in_trl_names(row) for row in self.log_history]
+        return SimpleNamespace(log_history=rows, global_step=max((row["step"] for row in rows), default=0))
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write model and tokenizer as a folder in Hugging Face layout (`trainer.model.push_to_hub` uploads it).
+
+        Args:
+            output_dir: None is the run's folder.
+        """
+        folder = self.run_dir if output_dir is None else output_dir
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
 
     def _check_folder(self, resume: Any) -> bool:
         """Whether to resume; checked before objects are written into the folder."""

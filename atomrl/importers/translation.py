@@ -167,6 +167,16 @@ class Translation:
         return table[value]
 
     @property
+    def known(self) -> frozenset[str]:
+        """Keys that were asked for, given or not."""
+        return frozenset(self._read)
+
+    @property
+    def left(self) -> list[str]:
+        """Keys without a counterpart, each with what is said of it."""
+        return list(self._left)
+
+    @property
     def without_counterpart(self) -> list[str]:
         """What was given and not read."""
         return [*self._left, *(f"{name}={value}" for name, value in self.given.items() if name not in self._read)]

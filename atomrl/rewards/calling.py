@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import inspect
 import math
+import re
 import time
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
@@ -38,6 +39,8 @@ class Scorer:
     """Each completion is scored for itself, so that calls may be split as is best for speed and safety."""
     timeout_s: float
     """Of one call in a worker."""
+    messages: bool = False
+    """A completion of a prompt that is messages is given as messages too, as TRL does."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,12 @@ class Task:
         prompts = [item.sample.prompt for item in items]
         return {
             "prompts": [p if isinstance(p, str) else [dict(message) for message in p] for p in prompts],
-            "completions": [item.text for item in items],
+            "completions": [
+                [{"role": "assistant", "content": item.text}]
+                if self.scorer.messages and not isinstance(item.sample.prompt, str)
+                else item.text
+                for item in items
+            ],
             "columns": {name: [values[row] for row in self.rows] for name, values in self.columns.items()},
             "seed": seed,
         }
@@ -118,7 +126,11 @@ def failed(size: int, failure: FailureKind, message: str, seconds: float = 0.0) 
 
 
 def find_scorer(
-    name: str, args: Mapping[str, Any], function: AnyReward | None = None, timeout_s: float = math.inf
+    name: str,
+    args: Mapping[str, Any],
+    function: AnyReward | None = None,
+    timeout_s: float = math.inf,
+    completions: Literal["text", "messages"] | None = None,
 ) -> Scorer:
     """The reward of a name, its signature checked.
 
@@ -126,6 +138,7 @@ def find_scorer(
         name: as for `find_reward`.
         args: what every call passes beside the rows (a class: what it is made with).
         function: one that only this process has, in place of what `name` would find.
+        completions: what a completion of messages is given as; None: as the function seems to expect it.
 
     Raises:
         RewardError: there is none, its package is missing, or it does not take what it would be given.
@@ -148,7 +161,16 @@ def find_scorer(
         or importable_name(function) in CLASSES.values(),
         by_row=(style == "compute_score" and not _is_async(function)) or built_in is not None,
         timeout_s=timeout_s,
+        messages=completions == "messages" or (completions is None and _expects_messages(function)),
     )
+
+
+def _expects_messages(function: AnyReward) -> bool:
+    """Whether a function is one of TRL's, or its `completions` are annotated as lists of lists of dicts."""
+    if str(getattr(function, "__module__", "")).startswith("trl."):
+        return True
+    parameter = (_parameters(function) or {}).get("completions")
+    return parameter is not None and bool(re.search(r"list\[list\[(dict|Dict)", str(parameter.annotation), re.I))
 
 
 def _is_async(function: AnyReward) -> bool:
@@ -228,7 +250,7 @@ def call(scorer: Scorer, payload: Mapping[str, Any]) -> Outcome:
     except RewardStop:
         raise
     except (Exception, SystemExit) as error:
-        outcome = failed(size, "error", _describe(error))
+        outcome = failed(size, "error", _describe(error) + _way_out(error, payload))
     return outcome._replace(seconds=time.perf_counter() - started)
 
 
@@ -263,6 +285,20 @@ async def _together(answers: Sequence[Awaitable[Any]]) -> list[Any]:
 
 async def _waited(result: Any) -> Any:
     return await result
+
+
+def _way_out(error: BaseException, payload: Mapping[str, Any]) -> str:
+    """What to do where a function took a completion for messages, as `completion[0]["content"]` does."""
+    texts = [isinstance(item, str) for item in payload.get("completions", ())]
+    took = isinstance(error, TypeError | AttributeError) and re.search(
+        r"string ind(ices|exes) must be integers|'str' object has no attribute '(get|items|keys)'", str(error)
+    )
+    if not (took and any(texts)):
+        return ""
+    return (
+        "; completions are texts here: read completion in place of completion[0]['content'], or set `completions: "
+        "messages` beside the function in reward.functions, for prompts that are messages (as TRL gives them)"
+    )
 
 
 def _describe(error: BaseException) -> str:

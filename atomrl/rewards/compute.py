@@ -360,7 +360,7 @@ def _scorer(route: RewardRoute, local: Mapping[str, AnyReward], loading: Mapping
     defaults = loading if function is None and route.function in LOADING else {}
     if function is None and route.function in SERVICES:
         defaults = {"timeout_s": route.timeout_s}
-    scorer = find_scorer(route.function, {**defaults, **route.args}, function, route.timeout_s)
+    scorer = find_scorer(route.function, {**defaults, **route.args}, function, route.timeout_s, route.completions)
     return instantiate(scorer) if scorer.in_process else scorer
 
 

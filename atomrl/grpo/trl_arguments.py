@@ -1,0 +1,160 @@
+"""`GRPOConfig`: the arguments of `trl.GRPOConfig`, by their names there and with their meaning there."""
+
+import os
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
+from atomrl.hints import did_you_mean
+from atomrl.importers import trl_grpo, trl_shared
+from atomrl.importers.translation import Translation
+
+WITHOUT_EFFECT = frozenset({
+    "dataloader_drop_last", "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory",
+    "dataloader_prefetch_factor", "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb",
+    "ddp_find_unused_parameters", "ddp_timeout", "disable_tqdm", "ds3_gather_for_generation", "do_eval", "do_train",
+    "gradient_checkpointing_kwargs", "hub_model_id", "hub_private_repo", "include_tokens_per_second", "log_level",
+    "log_on_each_node", "logging_dir", "logging_first_step", "logging_nan_inf_filter", "logging_strategy",
+    "num_completions_to_print", "overwrite_output_dir", "project", "remove_unused_columns", "save_only_model",
+    "save_safetensors", "skip_memory_metrics", "tf32", "torch_empty_cache_steps", "vllm_enable_sleep_mode",
+    "vllm_max_model_length", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port",
+    "vllm_server_timeout", "vllm_tensor_parallel_size", "wandb_log_unique_prompts",
+})  # fmt: skip
+"""Arguments that say nothing of what is trained; they are taken, and said to do nothing here."""
+OF_TRAINER = {"processing_class": "processing_class", "model": "model", "reward_funcs": "reward_funcs"}
+LOGGED = {
+    "loss": "actor/pg_loss", "reward": "critic/score/mean", "reward_std": "critic/score/std", "grad_norm": "actor/grad_norm",
+    "learning_rate": "actor/lr", "entropy": "actor/entropy", "kl": "actor/kl_loss",
+    "completions/mean_length": "response_length/mean", "completions/max_length": "response_length/max",
+    "completions/min_length": "response_length/min", "completions/clipped_ratio": "response_length/clip_ratio",
+    "step_time": "timing_s/step", "num_tokens": "perf/total_num_tokens",
+}  # fmt: skip
+"""TRL's names in `log_history` -> the metric here."""
+
+
+class GRPOConfig:
+    """The arguments of `trl.GRPOConfig` (TRL 1.x), with its names, defaults and meaning: batch sizes are completions of
+    one process, a step is an optimizer step, the learning rate decays linearly.
+
+    A TRL script runs with its import changed. An argument that this package knows nothing of, or that decides what is
+    trained and has no counterpart, is refused by name; one that changes only how TRL itself runs is named in a warning.
+
+    Args:
+        output_dir: the folder of the run. None: `runs/grpo`, or `runs/grpo-2`, ...
+        arguments: TRL's, as in `learning_rate=1e-6, max_completion_length=256`.
+
+    Raises:
+        ConfigError: an argument is unknown or has no counterpart, or a value is none that it takes.
+
+    Example:
+        >>> args = GRPOConfig(output_dir="out", learning_rate=1e-5, num_generations=4, per_device_train_batch_size=8)
+        >>> args.learning_rate, args.to_tree()["rollout"]["prompts_per_step"]
+        (1e-05, 2)
+        >>> GRPOConfig(learning_rat=1e-5)
+        Traceback (most recent call last):
+            ...
+        atomrl.config.base.ConfigError: GRPOConfig has no argument 'learning_rat'; did you mean 'learning_rate'?
+    """
+
+    output_dir: str | None
+
+    def __init__(self, output_dir: str | Path | None = None, **arguments: Any) -> None:
+        given = dict(arguments) | ({} if output_dir is None else {"output_dir": str(output_dir)})
+        object.__setattr__(self, "_given", given)
+        self._translated()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in self._given or name in self._defaults:
+            return self._given.get(name, self._defaults.get(name))
+        if name in self._known:
+            return None
+        raise AttributeError(f"GRPOConfig has no argument {name!r}; {did_you_mean(name, sorted(self._known))}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        before = dict(self._given)
+        self._given[name] = value
+        try:
+            self._translated()
+        except ConfigError:
+            object.__setattr__(self, "_given", before)
+            raise
+
+    def __repr__(self) -> str:
+        return f"GRPOConfig({', '.join(f'{name}={value!r}' for name, value in self._given.items())})"
+
+    @property
+    def device(self) -> str:
+        """`cpu` with `use_cpu`, else `auto`."""
+        return "cpu" if self._given.get("use_cpu") else "auto"
+
+    def to_tree(self) -> dict[str, Any]:
+        """The arguments as a part of a config's tree, without model, data and rewards."""
+        return self._translated()[0]
+
+    def notes(self) -> list[str]:
+        """What does nothing here, and what is not quite the same as in TRL."""
+        return self._translated()[1]
+
+    def _translated(self) -> tuple[dict[str, Any], list[str]]:
+        given = dict(self._given)
+        idle = sorted(WITHOUT_EFFECT & given.keys())
+        if given.get("push_to_hub"):
+            raise ConfigError(
+                "GRPOConfig.push_to_hub: nothing is uploaded here; trainer.model.push_to_hub(...) does it"
+            )
+        t = Translation("TRL", given | {"model": "-"}, self._defaults)
+        trl_shared.translate_shared(t, Path("grpo"))
+        trl_grpo.translate(t, int(os.environ.get("WORLD_SIZE", "1")))
+        t.name_of([*WITHOUT_EFFECT, "push_to_hub", "use_cpu", "reward_weights", "logging_steps", "report_to"])
+        object.__setattr__(self, "_known", t.known | self._defaults.keys())
+        for name in given:
+            if name not in t.known:
+                if name in OF_TRAINER:
+                    raise ConfigError(f"GRPOConfig has no argument {name!r}: it is one of GRPOTrainer")
+                nearest = did_you_mean(name, sorted(self._known))
+                raise ConfigError(f"GRPOConfig has no argument {name!r}; {nearest}")
+        tree = {key: value for key, value in t.tree.items() if key not in ("run_name", "reward")}
+        tree["data"] = {key: value for key, value in tree["data"].items() if key not in ("train", "answer_field")}
+        tree["model"] = {key: value for key, value in tree["model"].items() if key != "path"}
+        tree["model"]["device"] = self.device
+        if "bf16" not in given:
+            tree["model"]["dtype"] = "auto"
+        if given.get("use_vllm") and find_spec("vllm") is not None:
+            tree["rollout"]["engine"] = "vllm"
+        checked: RunConfig = build_config(
+            merge_trees(tree, {"run_name": "-", "model": {"path": "-"}, "data": {"train": "-"}}), "GRPOConfig"
+        )
+        assert checked.kind == "train", "the algorithm is GRPO"
+        notes = [f"{', '.join(idle)}: no effect here"] if idle else []
+        if given.get("use_vllm") and tree["rollout"]["engine"] != "vllm":
+            notes.append("use_vllm: vLLM is not installed (pip install 'atomrl[vllm]'); AtomRL's own engine draws")
+        return tree, [*notes, *t.left]
+
+    @property
+    def _defaults(self) -> dict[str, Any]:
+        return {**trl_shared.DEFAULTS, **trl_grpo.DEFAULTS}
+
+
+def in_trl_names(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of metrics with TRL's names beside those here.
+
+    Example:
+        >>> in_trl_names({"step": 1, "critic/score/mean": 0.5, "reward/brevity/mean": -1.0})["reward"]
+        0.5
+    """
+    return {**row, **dict(_named(row))}
+
+
+def _named(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for theirs, ours in LOGGED.items():
+        if ours in row:
+            yield theirs, row[ours]
+    for name, value in row.items():
+        if name.startswith("reward/") and name.endswith("/mean"):
+            yield f"rewards/{name.removeprefix('reward/')}", value
+    if (mixed := row.get("by_group/frac_mixed")) is not None:
+        yield "frac_reward_zero_std", 1 - mixed
