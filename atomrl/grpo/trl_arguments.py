@@ -23,9 +23,9 @@ WITHOUT_EFFECT = frozenset({
     "vllm_server_timeout", "vllm_tensor_parallel_size", "wandb_log_unique_prompts",
 })  # fmt: skip
 """Arguments that say nothing of what is trained; they are taken, and said to do nothing here."""
-OF_TRAINER = {"processing_class": "processing_class", "model": "model", "reward_funcs": "reward_funcs"}
+OF_TRAINER = frozenset({"processing_class", "model", "reward_funcs", "train_dataset", "eval_dataset", "peft_config"})
 LOGGED = {
-    "loss": "actor/pg_loss", "reward": "critic/score/mean", "reward_std": "critic/score/std", "grad_norm": "actor/grad_norm",
+    "loss": "actor/pg_loss", "reward": "critic/score/mean", "grad_norm": "actor/grad_norm",
     "learning_rate": "actor/lr", "entropy": "actor/entropy", "kl": "actor/kl_loss",
     "completions/mean_length": "response_length/mean", "completions/max_length": "response_length/max",
     "completions/min_length": "response_length/min", "completions/clipped_ratio": "response_length/clip_ratio",

@@ -75,8 +75,8 @@ def test_a_conversational_data_set_gives_rewards_messages(model):
 
 def test_arguments_mean_what_they_mean_there():
     config = config_of(
-        learning_rate=2e-5, num_generations=4, per_device_train_batch_size=8, gradient_accumulation_steps=2, epsilon=0.1,
-        epsilon_high=0.28, beta=0.01, loss_type="dr_grpo", scale_rewards=False, warmup_ratio=0.1, max_steps=5,
+        learning_rate=2e-5, num_generations=4, per_device_train_batch_size=8, gradient_accumulation_steps=2,
+        epsilon=0.1, epsilon_high=0.28, beta=0.01, loss_type="dr_grpo", scale_rewards=False, warmup_ratio=0.1, max_steps=5,
         max_completion_length=99, save_steps=50, temperature=0.7, lr_scheduler_type="cosine", seed=3, num_iterations=2,
     )  # fmt: skip
     rollout, train, algorithm = config.rollout, config.train, config.algorithm
@@ -116,5 +116,5 @@ def test_what_changes_only_how_trl_runs_is_named():
 
 def test_trls_own_config_is_answered_with_the_import(model):
     other = type("GRPOConfig", (), {"__module__": "trl.trainer.grpo_config"})()
-    with pytest.raises(ConfigError, match="import it from atomrl.grpo"):
+    with pytest.raises(ConfigError, match=r"import it from atomrl\.grpo"):
         GRPOTrainer(model, reward_funcs="strict_math", args=other)

@@ -12,8 +12,8 @@ CHAT = ({"role": "user", "content": "2+2="},)
 def trajectory(prompt, text="4"):
     segments = (Segment(origin="prompt", token_ids=(1,)), Segment(origin="model", token_ids=(2,), policy_version=0))
     return Trajectory(
-        prompt_id="a", index=0, sample=Sample(sample_id="a", prompt=prompt, ground_truth=""), segments=segments, text=text,
-        finish_reason="stop",
+        prompt_id="a", index=0, sample=Sample(sample_id="a", prompt=prompt, ground_truth=""), segments=segments,
+        text=text, finish_reason="stop",
     )  # fmt: skip
 
 
