@@ -76,7 +76,8 @@ def test_a_conversational_data_set_gives_rewards_messages(model):
 def test_arguments_mean_what_they_mean_there():
     config = config_of(
         learning_rate=2e-5, num_generations=4, per_device_train_batch_size=8, gradient_accumulation_steps=2,
-        epsilon=0.1, epsilon_high=0.28, beta=0.01, loss_type="dr_grpo", scale_rewards=False, warmup_ratio=0.1, max_steps=5,
+        epsilon=0.1, epsilon_high=0.28, beta=0.01, loss_type="dr_grpo", scale_rewards=False, max_steps=5,
+        warmup_ratio=0.1,
         max_completion_length=99, save_steps=50, temperature=0.7, lr_scheduler_type="cosine", seed=3, num_iterations=2,
     )  # fmt: skip
     rollout, train, algorithm = config.rollout, config.train, config.algorithm
