@@ -3,17 +3,22 @@ keys of the config that differ."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from atomrl.reading.curves import run_names
 from atomrl.reading.lines import flat_tree
 from atomrl.reading.metrics import accuracies
 from atomrl.reading.run import WHERE, Run
+from atomrl.reading.seeds import difference
 
 WINDOW = 10
 """Steps that the value at the end is a mean of: one step is noise."""
+NAMED, MOST_PAIRS = 3, 10
+"""Settings in the name of a group; pairs of groups that are compared."""
 CELL = 28
 """Characters of a config's value in the table."""
 LAST = {
@@ -72,9 +77,21 @@ def columns(found: Sequence[Mapping[str, float]]) -> list[Column]:
     return [Column(names[title], tuple(one.get(title) for one in found)) for title in titles]
 
 
+def settings(run: Run) -> dict[str, object]:
+    """What a run is, by dotted keys: its config, with the parts of lists, and the source of its own functions."""
+    flat: dict[str, object] = {}
+    for key, value in flat_tree(run.config).items():
+        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            for place, item in enumerate(value):
+                flat |= {f"{key}[{place}].{name}": inner for name, inner in flat_tree(item).items()}
+        else:
+            flat[key] = value
+    return flat | {f"source of {name}": text for name, text in run.functions.items()}
+
+
 def differing_keys(runs: Sequence[Run]) -> dict[str, tuple[object, ...]]:
-    """The keys of the config that are not the same in all runs, with their values by run."""
-    flat = [flat_tree(run.config) for run in runs]
+    """The settings that are not the same in all runs, with their values by run."""
+    flat = [settings(run) for run in runs]
     keys = dict.fromkeys(key for tree in flat for key in tree if key not in WHERE)
     values = {key: tuple(tree.get(key) for tree in flat) for key in keys}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
@@ -84,9 +101,67 @@ def by_settings(runs: Sequence[Run]) -> list[list[int]]:
     """The places of the runs that have the same config but for seed and name, together."""
     groups: dict[str, list[int]] = {}
     for place, run in enumerate(runs):
-        tree = {key: value for key, value in flat_tree(run.config).items() if key not in NOT_SETTINGS}
+        tree = {key: value for key, value in settings(run).items() if key not in NOT_SETTINGS}
         groups.setdefault(json.dumps(tree, sort_keys=True, default=str), []).append(place)
     return list(groups.values())
+
+
+def group_names(first: Sequence[Mapping[str, object]], names: Sequence[str]) -> list[str]:
+    """What tells each group of runs from the others: the settings in which they differ, in short.
+
+    Args:
+        first: the `settings` of a run of each group.
+        names: of these runs, which stand where no setting differs.
+
+    Example:
+        >>> group_names([{"train.learning_rate": 0.1, "seed": 1}, {"train.learning_rate": 0.2, "seed": 1}], ["a", "b"])
+        ['learning_rate=0.1', 'learning_rate=0.2']
+    """
+    keys = [key for key in dict.fromkeys(key for tree in first for key in tree) if key not in NOT_SETTINGS]
+    keys = [key for key in keys if any(tree.get(key) != first[0].get(key) for tree in first)]
+    if not keys:
+        return list(names)
+    short = {key: _last_words(key, keys) for key in keys}
+    return [", ".join(f"{short[key]}={_setting(key, tree.get(key))}" for key in keys[:NAMED]) for tree in first]
+
+
+def _last_words(key: str, keys: Sequence[str]) -> str:
+    """The end of a dotted key that no other of the keys has."""
+    words = key.split(".")
+    ends = (".".join(words[-count:]) for count in range(1, len(words) + 1))
+    return next((end for end in ends if sum(other.endswith(end) for other in keys) == 1), key)
+
+
+def _setting(key: str, value: object) -> str:
+    """A setting in a few characters; of a source a hash."""
+    if key.startswith("source of ") and value is not None:
+        return hashlib.sha256(str(value).encode()).hexdigest()[:6]
+    return _short(value)
+
+
+def told_apart(found: Sequence[Column], groups: Sequence[Sequence[int]], names: Sequence[str]) -> list[str]:
+    """For each two groups of several seeds, whether the column they are judged by first tells them apart.
+
+    Args:
+        found: what the runs are judged by.
+        groups: the places of each group's runs.
+        names: of the groups.
+    """
+    column = next((column for column in found if column.title in ("accuracy", "reward", "loss", "margin")), None)
+    column = column or next(iter(found), None)
+    several = [place for place, group in enumerate(groups) if len(group) > 1]
+    if column is None or len(several) < 2:
+        return []
+    lines = []
+    for first, second in list(combinations(several, 2))[:MOST_PAIRS]:
+        ours, theirs = ([v for at in groups[g] if (v := column.values[at]) is not None] for g in (first, second))
+        try:
+            apart = difference(ours, theirs)
+        except ImportError:
+            return [f"{column.title}: pip install scipy says whether groups of seeds can be told apart"]
+        if apart is not None:
+            lines.append(f"{column.title}: ({names[second]}) - ({names[first]}) = {apart}")
+    return lines
 
 
 def over(column: Column, group: Sequence[int]) -> tuple[float, float, float] | None:
@@ -109,15 +184,19 @@ def table(runs: Sequence[Run]) -> list[str]:
         ]
         for place, (name, run) in enumerate(zip(names, runs, strict=True))
     ]
-    for group in by_settings(runs):
+    groups = by_settings(runs)
+    titles = group_names([settings(runs[group[0]]) for group in groups], [names[group[0]] for group in groups])
+    for place, group in enumerate(groups):
         seeds = len({str(runs[place].config.get("seed")) for place in group})
         if seeds > 1:
             many = f"{seeds} seeds" if seeds == len(group) else f"{seeds} seeds, {len(group)} runs"
-            rows.append([f"{many}: {names[group[0]]}, ...", "", "", *(_range(c, group) for c in found), ""])
+            rows.append([f"{many}: {titles[place]}", "", "", *(_range(c, group) for c in found), ""])
     lines = _aligned([head, *rows])
+    if apart := told_apart(found, groups, titles):
+        lines += ["", *apart]
     keys = differing_keys(runs)
     if keys:
-        rows = [[key, *(_short(value) for value in values)] for key, values in keys.items()]
+        rows = [[key, *(_setting(key, value) for value in values)] for key, values in keys.items()]
         lines += ["", *_aligned([["config", *names], *rows])]
     return lines
 

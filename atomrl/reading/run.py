@@ -21,7 +21,9 @@ MARKS = ("metrics.jsonl", "config.yaml")
 MAPPINGS = ("config.yaml", "env.json", "summary.json", FAILURE)
 WHERE = frozenset({"run_name", "output_dir"})
 """Keys of the config that say where a run is, and not what it is."""
-INSIDE = {"rollouts", "checkpoints", "model", "inputs", "tensorboard", "wandb", "mlflow", "pools"}
+FUNCTIONS = "functions"
+"""In a run's folder: the source of its own functions, a file each."""
+INSIDE = {"rollouts", "checkpoints", "model", "inputs", "tensorboard", "wandb", "mlflow", "pools", FUNCTIONS}
 """Folders that hold no runs."""
 MAX_DEPTH = 4
 MAX_PROBLEMS = 20
@@ -86,6 +88,15 @@ class Run:
     def findings(self) -> list[Finding]:
         """What the doctor found while the run ran, oldest first."""
         return read_findings(self.path / "findings.jsonl")
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """The source of its own functions, by the file's name; it is never run."""
+        folder = self.path / FUNCTIONS
+        files = sorted(folder.glob("*.py")) if folder.is_dir() else []
+        return {
+            file.stem: file.read_text(encoding="utf-8", errors="replace") for file in files if not file.is_symlink()
+        }
 
     @cached_property
     def rollouts(self) -> RolloutIndex:

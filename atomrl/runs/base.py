@@ -112,6 +112,11 @@ class PreparedRun(ABC):
             Its metrics.
         """
 
+    @property
+    def function_sources(self) -> Mapping[str, str]:
+        """The source of each of the user's functions, by the name that the config has for it."""
+        return {}
+
     def totals(self) -> dict[str, float]:
         """What the run has used so far beside time, for the summary."""
         return {}
@@ -145,6 +150,7 @@ class PreparedRun(ABC):
             with ExitStack() as stack:
                 self.cluster = open_cluster(config, self.algorithm, stack)  # before there is a folder
                 directory = ending.enter_context(RunDirectory.create(config, resume, allow_changes, self.identity))
+                directory.write_functions(self.function_sources)
                 done, earlier_s = self._course(directory, stack, callbacks, wording, tokens_per_micro_batch)
             return self._finish(directory, done, earlier_s + time.perf_counter() - started)
 

@@ -36,6 +36,7 @@ from atomrl.runs.checks import (
     check_pool,
 )
 from atomrl.runs.episode_checks import check_environment, check_outcome, with_tools
+from atomrl.runs.function_sources import function_sources
 from atomrl.types import Sample
 from atomrl.weights import InProcessTransfer
 
@@ -53,6 +54,7 @@ class RLRun(PreparedRun):
 
     def __init__(self, config: RunConfig, local_rewards: Mapping[str, RewardFunction] | None = None) -> None:
         self.path = path = build.model_path(config)
+        self._local_rewards = local_rewards or {}
         objective = config.algorithm
         assert not isinstance(objective, RewardModelObjective), "the kind of run is chosen by the algorithm"
         drawn_now = config.rollout.source == "engine" and not (
@@ -85,6 +87,10 @@ class RLRun(PreparedRun):
         check_temperature(config)
         if config.rollout.source == "pool":
             check_pool(config, self.pool_identity)
+
+    @property
+    def function_sources(self) -> Mapping[str, str]:
+        return function_sources(self.config, self._local_rewards)
 
     @property
     def identity(self) -> dict[str, str]:

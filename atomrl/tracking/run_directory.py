@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from atomrl.files import flush_to_disk, write_bytes, write_jsonl, write_text
 from atomrl.hints import nearest
 from atomrl.reading.lines import read_metrics
 from atomrl.reading.lock import LOCK, Locked, hold, let_go
+from atomrl.reading.run import FUNCTIONS
 from atomrl.reading.state import FAILURE, LOG
 from atomrl.reading.tokens import TOKENS
 from atomrl.tracking import checkpoints
@@ -209,6 +211,12 @@ class RunDirectory:
         with disk_full_named(self.path, f"the metrics of step {step} were not written"), path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         return row
+
+    def write_functions(self, sources: Mapping[str, str]) -> None:
+        """Write `functions/NAME.py`: the source of each of the user's functions."""
+        for name, text in sources.items():
+            stem = re.sub(r"[^\w.-]+", "_", name).strip("._")
+            _write(self.path / FUNCTIONS / f"{stem}.py", text)
 
     def write_findings(self, findings: Iterable[Finding]) -> None:
         """What the doctor has found so far; no file where it is nothing."""

@@ -28,6 +28,7 @@ from atomrl.files import write_text
 from atomrl.hints import did_you_mean, said_as
 from atomrl.reading import Run, is_run, load_run
 from atomrl.reading.lock import owner
+from atomrl.reading.seeds import half_width
 from atomrl.reading.studies import JOURNAL, RESULT, SECONDS, SETTINGS, STUDY_NAME
 from atomrl.tuning.space import Space, with_values
 from atomrl.worker_process import die_with
@@ -45,8 +46,6 @@ ROWS_TO_SEE = 3
 POLL_S = 0.2
 ENDING_S = 60.0
 """How long a run's process of an earlier attempt may take to end."""
-T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-"""Student's t by degrees of freedom from 1 on, for an interval of 95%."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +307,7 @@ def _finals(
         result |= {"better": False, "note": "not all runs of the finals came to their end"}
     else:
         gains = [(a or 0.0) - (b or 0.0) for a, b in zip(whole[winner], base, strict=True)]
-        gain, half = statistics.fmean(gains), interval(gains)
+        gain, half = statistics.fmean(gains), half_width(gains)
         result |= {"best": contenders[winner], "gain": gain, "interval": half, "better": gain > half}
         verdict = f"is {'' if gain > half else 'not clearly '}better than the config as it is"
         result["note"] = f"{winner} {verdict}: {gain:+.4f}, within {half:.4f} (95%), over {len(seeds)} fresh seeds"
@@ -316,19 +315,6 @@ def _finals(
     write_text(settings.folder / RESULT, json.dumps(result, indent=1) + "\n")
     say(str(result["note"]))
     return result
-
-
-def interval(values: Sequence[float]) -> float:
-    """Half the width of the 95% interval of a mean; infinite for a single value.
-
-    Example:
-        >>> round(interval([1.0, 2.0, 3.0]), 3), interval([1.0])
-        (2.483, inf)
-    """
-    if len(values) < 2:
-        return math.inf
-    t = T_95[min(len(values) - 2, len(T_95) - 1)]
-    return t * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def _short(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from atomrl.reading import MetricTable, Run
-from atomrl.reading.comparison import NOT_SETTINGS
+from atomrl.reading.comparison import NOT_SETTINGS, settings
 from atomrl.reading.lines import flat_tree
 from atomrl.reading.metrics import Floats, accuracies
 from atomrl.reading.rollouts import Ints
@@ -58,7 +58,7 @@ def card(run: Run, run_id: str, name: str) -> dict[str, Any]:
         "accuracy": run.metrics.last("train/accuracy"),
         "held_out": {source: run.evaluations.last(metric) for source, metric in held_out.items()},
         "findings": [{"id": found.id, "severity": found.severity, "step": found.step} for found in findings],
-        "group": group(config),
+        "group": group(settings(run)),
         "problems": len(run.problems),
         "error": str(run.failure.get("error", "")) or None if state.status == "failed" else None,
     }

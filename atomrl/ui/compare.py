@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from atomrl.reading import Run
-from atomrl.reading.comparison import columns, judged, over
+from atomrl.reading.comparison import columns, group_names, judged, over, settings, told_apart
 from atomrl.reading.diff import diff_runs
-from atomrl.reading.lines import flat_tree
 from atomrl.reading.metrics import Floats
 from atomrl.reading.rollouts import SPLITS, Ints, RolloutFilter
 from atomrl.reading.run import WHERE
@@ -40,7 +39,7 @@ def part(run: Run, run_id: str, name: str) -> dict[str, Any]:
         if (table is run.evaluations or metric in CURVES) and len((points := table.points(metric))[0])
     }
     return {
-        "card": card(run, run_id, name), "config": flat_tree(run.config), "curves": curves, "judged": judged(run)
+        "card": card(run, run_id, name), "config": settings(run), "curves": curves, "judged": judged(run)
     }  # fmt: skip
 
 
@@ -63,9 +62,12 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     metrics = dict.fromkeys(metric for one in parts for metric in one["curves"])
     curves = {metric: [one["curves"].get(metric) for one in parts] for metric in metrics}
     found = columns([one["judged"] for one in parts])
+    names = group_names([parts[m[0]]["config"] for m in members], [parts[m[0]]["card"]["name"] for m in members])
     return {
         "runs": [one["card"] for one in parts],
         "groups": members,
+        "group_names": names,
+        "apart": told_apart(found, members, names),
         "columns": [
             {"title": one.title, "values": one.values, "over": [over(one, group) for group in members]} for one in found
         ],

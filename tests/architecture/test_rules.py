@@ -22,7 +22,7 @@ LAYERS = layers_of((ROOT / "docs" / "design.md").read_text(encoding="utf-8"))
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
 OPTIONAL = {"peft", "wandb", "matplotlib", "tensorboard", "reasoning_gym", "pyarrow", "vllm", "ray", "sglang", "httpx"}
 OPTIONAL |= {"bitsandbytes", "megatron", "optuna", "mlflow", "sqlalchemy", "trackio", "shtab"}
-OPTIONAL |= {"bm25s", "faiss", "uvicorn", "Stemmer", "pyseccomp"}
+OPTIONAL |= {"scipy", "bm25s", "faiss", "uvicorn", "Stemmer", "pyseccomp"}
 OPTIONAL |= {"starlette", "orjson", "playwright"}
 OPTIONAL |= {"mcp", "httpx2", "gymnasium", "textarena", "textworld", "skyrl_gym", "openenv"}
 IMPORTED_LAST = {"ui/routes.py"}

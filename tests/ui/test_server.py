@@ -227,7 +227,7 @@ def test_runs_of_one_group_differ_in_seed_and_name_alone():
 
 def test_a_key_that_a_run_s_version_lacks_is_no_difference():
     def part(config):
-        return {"card": {"group": str(config)}, "config": config, "curves": {}, "judged": {}}
+        return {"card": {"group": str(config), "name": "a"}, "config": config, "curves": {}, "judged": {}}
 
     found = together([part({"a": 1, "b": None}), part({"a": 2, "b": None, "c": 0, "run_name": "x"})])
     assert found["config"] == {"a": [1, 2]} and found["partial"] == {"c": [None, 0]}

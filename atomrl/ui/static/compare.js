@@ -7,7 +7,7 @@ import { Chart, CHARTS, sample } from "./charts.js";
 /** The runs that the table and the charts show together: those of one config with other seeds, or each by itself. */
 function groupsOf(found, grouped) {
   const groups = grouped ? found.groups : found.runs.map((_, i) => [i]);
-  return groups.map((members, color) => ({ members, color, name: found.runs[members[0]].name + (members.length > 1 ? ` ×${members.length}` : "") }));
+  return groups.map((members, color) => ({ members, color, name: members.length > 1 ? `${found.group_names[color]} ×${members.length}` : found.runs[members[0]].name }));
 }
 
 function seriesOf(found, metric, groups) {
@@ -132,12 +132,16 @@ export function Compare({ ids }) {
     <${Failure} error=${error} />
     ${found.left_out > 0 && html`<p class="warning" role="status"><span aria-hidden="true">! </span>${t("compare_cut", { n: found.runs.length, left: found.left_out })}</p>`}
     <${Judged} found=${found} groups=${groups} />
+    ${grouped === "yes" && found.apart.length > 0 && html`<ul class="apart">${found.apart.map((line) => html`<li key=${line}>${visible(line)}</li>`)}</ul>`}
+    <div class="beside"><section>
+    <h2>${t("curves")}</h2>
+    <div class="charts">${charts.map(([title, series]) => series.length > 0 && html`<${Chart} key=${title + grouped} title=${title} series=${series} sync="compare" height=${190} />`)}</div>
+    </section><aside>
     <h2>${t("config_differs")}</h2>
     ${differing.length ? html`<${Keys} groups=${groups} rows=${differing} title=${t("config_differs")} />` : html`<p>${t("nothing_differs")}</p>`}
     ${Object.keys(found.partial).length > 0 && html`<details><summary>${t("config_partial", { n: Object.keys(found.partial).length })}</summary>
       <${Keys} groups=${groups} rows=${Object.entries(found.partial)} title=${t("config_partial", { n: "" })} /></details>`}
-    <h2>${t("curves")}</h2>
-    <div class="charts">${charts.map(([title, series]) => series.length > 0 && html`<${Chart} key=${title + grouped} title=${title} series=${series} sync="compare" height=${190} />`)}</div>
+    </aside></div>
     <${Answers} runs=${found.runs} ids=${ids} />
     ${found.runs.length > 1 && html`<${Difference} runs=${found.runs} />`}`;
 }
