@@ -13,7 +13,8 @@ install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python $(INSTALL) -c constraints.txt -e ".[lora,plot]"
+	@echo "installing torch, transformers and what else a run needs into .venv: some minutes"
+	$(BIN)/python $(subst --quiet ,,$(INSTALL)) -c constraints.txt -e ".[lora,plot]"
 	touch $@
 
 .venv/installed-test: .venv/installed

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from atomrl.config import RunConfig  # pydantic is imported in functions: a command's help does not wait for it
 
-FLAGS = ("--dry-run", "--resume", "--allow-changes", "--traceback", "--latex", "--help", "-h")
+FLAGS = ("--dry-run", "--verbose", "--resume", "--allow-changes", "--traceback", "--latex", "--help", "-h")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from atomrl.config import RunConfig
 
 prepare = join_overrides
+WIDTH, MOST_LINES = 160, 10
 
 ADVICE = {
     "OutOfMemoryError": "Lower train.tokens_per_micro_batch or rollout.max_concurrent_completions, or set "
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = partial(parser.add_argument, action="store_true")
     add("--resume", help="go on from the run's newest whole checkpoint")
     add("--allow-changes", help="with --resume: although config, data, tokenizer or model differ")
+    add("--verbose", help="begin with the whole config, and not with what differs from the defaults")
     add("--dry-run", help="check all that the run would, print its arithmetic and a memory estimate; loads no weights")
 
 
@@ -83,15 +85,17 @@ def run(arguments: argparse.Namespace) -> int:
     check_command(config, command)
     if is_other_rank(config):
         return follow(config, arguments.dry_run)
-    print(compact(config), file=sys.stderr)
     if arguments.dry_run:
-        for title, lines in prepare_run(config).describe():
+        prepared = prepare_run(config)  # first: an error stands alone
+        print(compact(config), file=sys.stderr)
+        for title, lines in prepared.describe():
             print_section(title, lines)
         taken = config.run_dir.exists() and any(config.run_dir.iterdir())
         print_section("run", [f"{config.run_dir}{' exists: use --resume or another run_name' if taken else ' (new)'}"])
         return 0
     try:
         prepared, changes = prepare_run(config), arguments.allow_changes
+        print(compact(config) if arguments.verbose else "\n".join(not_usual(config)), file=sys.stderr)
         print("", *prepared.describe_batch(), sep="\n", file=sys.stderr)
         with hang_watch(config):
             summary = run_to_end(prepared, partial(prepare_run, config), arguments.resume, allow_changes=changes)
@@ -147,6 +151,26 @@ def compact(config: RunConfig) -> str:
         text = yaml.safe_dump(section, default_flow_style=True, sort_keys=False, width=108, allow_unicode=True).strip()
         lines.append(f"{name}: {text.removesuffix('...').strip()}")
     return "\n".join(lines)
+
+
+def not_usual(config: RunConfig) -> list[str]:
+    """What of the config is not as usual: a line for each section, ten at most."""
+    import yaml
+
+    given = config.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
+    kept = {name: given.pop(name) for name in ("eval", "checkpoint", "tracking") if given.get(name)}
+    given.pop("run_name")
+    place = f"{config.run_dir} (seed {given.pop('seed', config.seed)})"
+    given.pop("output_dir", None)
+    lines = [f"{config.kind}: {place}"]
+    for name, section in [*given.items(), *kept.items()]:
+        text = yaml.safe_dump(section, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True)
+        text = f"{name}: {text.strip().removesuffix('...').strip()}"
+        lines.append(text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}...")
+    if len(lines) > MOST_LINES:
+        left = ", ".join(line.partition(":")[0] for line in lines[MOST_LINES - 1 :])
+        lines[MOST_LINES - 1 :] = [f"(and {left}; --verbose shows the whole config)"]
+    return lines
 
 
 def how_to_go_on(command: str, config: RunConfig, arguments: argparse.Namespace) -> str:

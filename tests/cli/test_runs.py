@@ -17,7 +17,9 @@ import torch
 import transformers
 import yaml
 
+from atomrl.cli.config_arguments import load_config
 from atomrl.cli.main import main
+from atomrl.cli.training import not_usual
 from atomrl.reading import load_run
 from atomrl.reading.lines import read_metrics
 from atomrl.reading.lock import is_held
@@ -496,3 +498,11 @@ def test_the_six_section_config_is_clean_and_answers_the_placement_keys(folder, 
     (note,) = [line for line in output.err.splitlines() if "model_num_gpus" in line]
     assert "no GPU" in note
     assert "128 rows, each of at most 140 tokens" in output.out
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart_sft", "search_r1_ppo", "algorithms/kto", "pretrain_gpt2"])
+def test_a_run_begins_with_what_is_not_usual_in_ten_lines(name):
+    lines = not_usual(load_config(Path(__file__).parents[2] / f"configs/{name}.yaml"))
+    assert 1 < len(lines) <= 10 and all(len(line) <= 160 for line in lines)
+    if name == "quickstart_sft":
+        assert not any(line.startswith(("algorithm", "rollout", "reward")) for line in lines)
