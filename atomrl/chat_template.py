@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: how a conversation is written, how a turn ends, and what is told of its variables."""
+"""The chat template of a tokenizer: how it writes a conversation and ends a turn, and which variables it reads."""
 
 from __future__ import annotations
 
