@@ -1,0 +1,200 @@
+"""The chat template of a tokenizer: how it writes a conversation and ends a turn, and which variables it reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from atomrl.hints import did_you_mean
+
+SET_HERE = (
+    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+)  # fmt: skip
+"""Arguments of `apply_chat_template` that are not the user's: `data.chat_template_kwargs` has none of them."""
+_WORDS, _NEXT = "atomrl-words", "atomrl-next"
+_ANCHORS = ("\n", "a", ".")
+_OPENED = re.compile(r"<(think|thinking|thought|reasoning|reason)>\s*(?:</\1>\s*)?\Z")
+_ends: WeakKeyDictionary[Any, dict[str, int | None]] = WeakKeyDictionary()
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+) -> str:
+    """A conversation as the chat template writes it.
+
+    Args:
+        tools: JSON schemas that the template shows to the model.
+        kwargs: further variables of the template (`data.chat_template_kwargs`), such as `enable_thinking`.
+        add_generation_prompt: end with what begins the assistant's next turn.
+        continue_final_message: leave the last message open, so that it can be gone on with.
+
+    Raises:
+        Exception: of any kind; templates are programs and raise what they like.
+
+    Example:
+        >>> from atomrl.models.tokenizer import make_tokenizer
+        >>> render(make_tokenizer(), [{"role": "user", "content": "2+2"}], add_generation_prompt=True)
+        '<|user|>2+2<|assistant|>'
+    """
+    return str(
+        tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **(kwargs or {}),
+        )
+    )
+
+
+def end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> int | None:
+    """The token that ends the assistant's turn: the one that the chat template writes behind its words.
+
+    It need not be the tokenizer's end of sequence: Gemma writes `<end_of_turn>`, Phi `<|end|>`, a Qwen base model
+    `<|im_end|>`. Where the template writes none (GLM), or there is no template, it is the tokenizer's. A token that
+    ends earlier turns alone (`<|end|>` of gpt-oss) is not it.
+
+    Returns:
+        None where the tokenizer has no end of sequence either.
+
+    Example:
+        >>> from atomrl.models.tokenizer import make_tokenizer
+        >>> tokenizer = make_tokenizer()
+        >>> tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer))
+        '<|end|>'
+    """
+    known, key = _ends.setdefault(tokenizer, {}), repr((tokenizer.chat_template, tokenizer.eos_token, kwargs))
+    if key not in known:
+        token = _end_of_turn(tokenizer, kwargs) if tokenizer.chat_template else None
+        known[key] = tokenizer.eos_token_id if token is None else tokenizer.convert_tokens_to_ids(token)
+    return known[key]
+
+
+def thought_opening(text: str) -> str:
+    """The end of a prompt that opens the assistant's thoughts, or has an empty one closed: it is of the assistant's
+    turn, though the model did not write it. "" where there is none.
+
+    Example:
+        >>> thought_opening("<|user|>2+2?<|assistant|><think>\\n")
+        '<think>\\n'
+        >>> thought_opening("<|assistant|><think>\\n\\n</think>\\n\\n"), thought_opening("Write in <think> tags.")
+        ('<think>\\n\\n</think>\\n\\n', '')
+    """
+    found = _OPENED.search(text)
+    return found[0] if found else ""
+
+
+def following(tokenizer: Any, text: str, before: str = "", split: bool = False) -> list[int]:
+    """The tokens of a text that others come before: sentencepiece puts a space in front of a text that begins.
+
+    Args:
+        before: the text that comes before it, if it is known; its tokens are not among those returned.
+        split: take special tokens in the text as the characters that they are written with.
+    """
+    if not text:
+        return []
+    for anchor in ([before] if before else []) + list(_ANCHORS):
+        front, whole = token_ids(tokenizer, anchor, split), token_ids(tokenizer, anchor + text, split)
+        if whole[: len(front)] == front:
+            return whole[len(front) :]
+    return token_ids(tokenizer, text, split)
+
+
+def token_ids(tokenizer: Any, text: str, split: bool = False) -> list[int]:
+    """The tokens of a text that begins, and nothing that the tokenizer puts around it; `split` as in `following`."""
+    options = {"add_special_tokens": False, "verbose": False, "split_special_tokens": split}
+    ids: list[int] = tokenizer(text, **options)["input_ids"] if text else []
+    return ids
+
+
+def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
+    """That the chat template reads each of `data.chat_template_kwargs`.
+
+    Raises:
+        ValueError: it has no such variable, or there is no template.
+    """
+    if kwargs and not tokenizer.chat_template:
+        raise ValueError("data.chat_template_kwargs: the tokenizer has no chat template; remove them")
+    for name in kwargs:
+        if name not in (known := template_variables(tokenizer)):
+            hint = did_you_mean(name, sorted(known), "its variables are") if known else "it has none"
+            raise ValueError(f"data.chat_template_kwargs: the chat template does not read {name!r}; {hint}")
+
+
+def template_variables(tokenizer: Any) -> set[str]:
+    """The names that the chat template reads and AtomRL does not set: `enable_thinking`, `date_string`, ..."""
+    named = tokenizer.chat_template
+    sources = named.values() if isinstance(named, dict) else [named]
+    found = {name for source in sources for name in _variables(source)}
+    return found - {*SET_HERE, *tokenizer.special_tokens_map, "raise_exception", "strftime_now", "range", "namespace"}
+
+
+@lru_cache(maxsize=16)
+def _variables(source: str) -> frozenset[str]:
+    from jinja2 import Environment, meta
+
+    # transformers' own tag, whose content is read as any other
+    source = re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", source)
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    return frozenset(meta.find_undeclared_variables(environment.parse(source)))
+
+
+def _end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> str | None:
+    """The text of it, or None where the template writes none.
+
+    Of the special tokens behind the assistant's words those count that are there whether a user's message follows or
+    not: Phi writes the end of sequence behind a conversation, gpt-oss another end behind the last message. The
+    tokenizer's end of sequence goes before others (Command R closes its answer, then its turn), else the first.
+    """
+    last = _behind_words(tokenizer, kwargs, [])
+    inner = _behind_words(tokenizer, kwargs, [{"role": "user", "content": _NEXT}]).partition(_NEXT)[0]
+    ends, both = _special(tokenizer, last), list[str]()
+    for end, other in zip(ends, _special(tokenizer, inner), strict=False):
+        if end != other:
+            break
+        both.append(end)
+    found = both or ends
+    return tokenizer.eos_token if tokenizer.eos_token in found else next(iter(found), None)
+
+
+def _behind_words(tokenizer: Any, kwargs: Mapping[str, Any] | None, more: Sequence[Mapping[str, Any]]) -> str:
+    """What the template writes behind the words of an assistant, in the first conversation that it takes; "" where it
+    takes none."""
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "atomrl-asked"}]
+    for front in (asked, [{"role": "system", "content": "atomrl-told"}, *asked]):
+        words = {"role": "assistant", "content": _WORDS}
+        for messages in ([*front, words, *more], [_in_parts(message) for message in [*front, words, *more]]):
+            try:
+                text = render(tokenizer, messages, kwargs=kwargs)
+            except Exception:  # templates are programs and raise what they like
+                continue
+            if _WORDS in text:
+                return text.rpartition(_WORDS)[2]
+    return ""
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates of models that see images read it."""
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _special(tokenizer: Any, text: str) -> list[str]:
+    """The special tokens that a text begins with, and white space between them."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+    names, found = sorted(added - {""}, key=len, reverse=True), list[str]()
+    while name := next((name for name in names if (text := text.lstrip()).startswith(name)), None):
+        found.append(name)
+        text = text.removeprefix(name)
+    return found
