@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -33,6 +34,8 @@ def render(
 ) -> str:
     """A conversation as the chat template writes it.
 
+    Arguments of calls may be objects or their JSON, as OpenAI's API has them: a template gets the form that it takes.
+
     Args:
         tools: JSON schemas that the template shows to the model.
         kwargs: further variables of the template (`data.chat_template_kwargs`), such as `enable_thinking`.
@@ -47,16 +50,59 @@ def render(
         >>> render(make_tokenizer(), [{"role": "user", "content": "2+2"}], add_generation_prompt=True)
         '<|user|>2+2<|assistant|>'
     """
-    return str(
-        tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=[dict(tool) for tool in tools] or None,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **(kwargs or {}),
-        )
-    )
+    options = {
+        "tools": [dict(tool) for tool in tools] or None,
+        "tokenize": False,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        **(kwargs or {}),
+    }
+    given = [dict(message) for message in messages]
+    if not any(message.get("tool_calls") for message in given):
+        return str(tokenizer.apply_chat_template(given, **options))
+    try:
+        text = str(tokenizer.apply_chat_template([_with_arguments(message, False) for message in given], **options))
+        if not any(str(found) in text for message in given for found in _arguments(message) if found):
+            return text
+    except TypeError:  # it joins them to text (DeepSeek)
+        pass
+    return str(tokenizer.apply_chat_template([_with_arguments(message, True) for message in given], **options))
+
+
+def _with_arguments(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
+    """A message whose calls have their arguments as objects, or as JSON."""
+    if not isinstance(calls := message.get("tool_calls"), list):
+        return message
+    return {**message, "tool_calls": [_call_with_arguments(call, as_text) for call in calls]}
+
+
+def _call_with_arguments(call: Any, as_text: bool) -> Any:
+    if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call_with_arguments(call["function"], as_text)}
+    if not isinstance(call, Mapping) or "arguments" not in call:
+        return call
+    given = call["arguments"]
+    if as_text:
+        return {**call, "arguments": given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)}
+    return {**call, "arguments": _as_object(given)}
+
+
+def _as_object(arguments: Any) -> Any:
+    """Arguments that are the JSON of an object (OpenAI's way) as that object; others as they are."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _arguments(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those of a message's calls that are objects: a template that takes JSON writes them as Python does."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, Mapping)]
+    found = [_as_object(call.get("arguments")) for call in calls if isinstance(call, Mapping)]
+    return [each for each in found if isinstance(each, dict)]
 
 
 def end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> int | None:
