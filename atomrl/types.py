@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length", "abort", "environment"]
 
 
 class Message(TypedDict):
-    """One turn of a conversation."""
+    """One turn of a conversation. It may have what else a chat template reads: `tool_calls`, `reasoning_content`, ..."""
 
     role: str
     content: str

@@ -246,15 +246,21 @@ class _Conversation:
     def advice(self, number: int, field: str) -> str:
         message, source = self.messages[number], str(self.writer.tokenizer.chat_template)
         if field in THOUGHTS:
-            other = next((name for name in THOUGHTS if name in source and name != field), None)
-            if field not in source and other:
-                return f"its field for thoughts is {other!r}"
-            if field not in source:
-                return "write it into the content, as <think>...</think>, or take a template that shows it"
+            known = [name for name in THOUGHTS if re.search(rf"""(?:\.|\[['"]|get\(['"]){name}\b""", source)]
+            if field not in known:
+                where = f"its field for thoughts is {known[0]!r}" if known else "write it into the content, as <think>...</think>"
+                return f"{where}, or take a tokenizer whose template shows it"
         if field in THOUGHTS or field == "thought":
-            return "give each of the assistant's turns as a row of its own (prompt and completion), where it is the last"
+            if number < len(self.messages) - 1:
+                return "it shows those of the last turn: give each of the assistant's turns as a row of its own"
+            return "take a tokenizer whose template shows it, or remove it"
         if field == "content" and message.get("tool_calls"):
-            return "it shows a message's calls alone; remove the words, or take a template that shows both"
+            return "it shows a message's calls alone; remove the words, or take a tokenizer whose template shows both"
+        if message["role"] == "system":
+            return (
+                "take a tokenizer whose template does, remove it, or, if it shows it before the assistant's answer, "
+                "give the row as prompt (messages) and completion (text)"
+            )
         return "take a tokenizer whose template does, or remove it"
 
     # ---- Where it is ----

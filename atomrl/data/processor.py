@@ -134,15 +134,6 @@ class DataProcessor:
             found.append(ids)
         return found
 
-    def conversation(self, prompt: str | Sequence[Message]) -> list[dict[str, Any]]:
-        """The messages of a prompt, or of a conversation, with the system prompt where they have none of their own."""
-        turns = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
-        messages: list[dict[str, Any]] = [dict(message) for message in turns]
-        own_system = any(message["role"] in ("system", "developer") for message in messages)
-        if self.system_prompt is not None and not own_system:
-            messages.insert(0, {"role": "system", "content": self.system_prompt})
-        return messages
-
     def rendered(self, prompt: str | Sequence[Message], place: str) -> str:
         """The text of a prompt, or of the beginning of a conversation, as the chat template writes it, up to the
         assistant's next words.
@@ -153,7 +144,11 @@ class DataProcessor:
         if not self._has_template:
             why = "data.chat_template=none" if self.tokenizer.chat_template else "the tokenizer has no chat template"
             raise DataError(f"{place}: the prompt is a list of messages, but {why}")
-        messages = self.conversation(prompt)
+        turns = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
+        messages: list[dict[str, Any]] = [dict(message) for message in turns]
+        own_system = any(message["role"] in ("system", "developer") for message in messages)
+        if self.system_prompt is not None and not own_system:
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
         continued = messages[-1]["role"] == "assistant"
         if self.opening and messages[-1]["role"] != "user":
             raise DataError(f"{place}: with environment.opening the last message of a prompt is the user's")
@@ -163,9 +158,9 @@ class DataProcessor:
         # templates are programs and raise what they like
         with said_as(DataError, f"{place}: the chat template refuses the prompt", Exception):
             text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        if messages[0] == {"role": "system", "content": self.system_prompt} and not self._system_checked:
+        if self.system_prompt is not None and not own_system and not self._system_checked:
             self._system_checked = True
-            if str(self.system_prompt).strip() not in text:
+            if self.system_prompt.strip() not in text:
                 raise DataError("the tokenizer's chat template leaves out the system prompt")
         return text.partition(_END)[0]
 

@@ -2,7 +2,7 @@
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
 from atomrl.batches import RowBatch
+from atomrl.chat_template import following, thought_opening, token_ids
 from atomrl.data.completions import written
+from atomrl.data.conversations import ConversationWriter, Piece, continued, joined, said_in, within_turns
 from atomrl.data.problems import DataError
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import COMPLETIONS, ENVIRONMENT, LoadReport, PromptContent, Scored
@@ -20,11 +22,12 @@ from atomrl.types import Message, Sample
 log = logging.getLogger(__name__)
 Items = Sequence[tuple[str, Sample]]
 """(prompt id, sample)"""
-Read = Callable[[Sample, Sequence[int], Sequence[int], str], Sequence[int]]
-"""A reward model's way to read: sample, prompt and completion as token ids, completion as text -> the whole row."""
+Read = Callable[[Sample, Sequence[int], Sequence[int], str | Message], Sequence[int]]
+"""A reward model's way to read: sample, prompt and completion as token ids, completion as text or as the assistant's
+message -> the whole row."""
 SAMPLES_AT_ONCE = 512
-SAID = ("assistant", ENVIRONMENT)
-"""Roles whose words are tokenized as they are, each message by itself."""
+OPENING_TOKENS = 16
+"""In which a prompt's end is looked for that opens the assistant's thoughts."""
 
 
 class Example(NamedTuple):
@@ -118,6 +121,7 @@ class TokenizedSamples:
         limit: samples of which a row, as in the first epoch, has more tokens are left out, with a warning.
         max_row_tokens: rows are cut to this many tokens.
         read: where the model has a way of its own to read a row; all of it is then trained on.
+        stops: the tokens that end the model's completions, beside the tokenizer's and the chat template's.
 
     Raises:
         DataError: none is left.
@@ -133,8 +137,16 @@ class TokenizedSamples:
         limit: int | None = None,
         max_row_tokens: int | None = None,
         read: Read | None = None,
+        stops: Iterable[int] = (),
     ) -> None:
         self._draw, self._processor, self._seed, self._read = report.draw, processor, seed, read
+        if processor.tokenizer.eos_token_id is None:
+            raise DataError(
+                "the tokenizer has no end-of-sequence token, so a model could not learn to stop: name one as eos_token "
+                "in its tokenizer_config.json, or as eos_token_id in the model's config.json (or take another by "
+                "model.tokenizer)"
+            )
+        self._writer = ConversationWriter(processor.tokenizer, processor.template_kwargs, stops)
         self._max_row_tokens = min((size for size in (limit, max_row_tokens) if size is not None), default=None)
         self._kept: dict[str, list[Example]] = {}
         self.samples: list[Sample] = []
@@ -152,6 +164,8 @@ class TokenizedSamples:
                     self.samples.append(sample)
                     if self._draw is None:
                         self._kept[sample.sample_id] = group
+        for note, place in self._writer.notes.items():
+            log.warning("%s: %s", place, note)
         if over:
             self._left_out(
                 f"{over} of {total} {what} are longer than {limit} tokens, all that the model takes (the longest, with "
@@ -189,85 +203,79 @@ class TokenizedSamples:
     def _encode(self, items: Items) -> list[list[Example]]:
         """The completions of each; none of a prompt that is too long."""
         prompts = self._processor.within_limit([sample for _, sample in items])
-        groups = [self.completions(prompt_id, sample) for prompt_id, sample in items]
-        said = iter(self._ids([text for group in groups for turns, _ in group for text in _said(turns)]))
-        found: list[list[Example]] = []
-        for (_, sample), prompt, group in zip(items, prompts, groups, strict=True):
+        rows: list[tuple[int, PromptContent, list[Piece], int, float]] = []
+        for place, ((prompt_id, sample), prompt) in enumerate(zip(items, prompts, strict=True)):
+            group = self.completions(prompt_id, sample)
             margin = group[0][1] - group[-1][1]
             labels = (1, -1) if len(group) == 2 else (int(group[0][1]),)
-            examples = []
             for (turns, _), label in zip(group, labels, strict=True):
-                answers = [next(said) for _ in _said(turns)]
                 if prompt is not None:
-                    examples.append(self._example(sample, prompt, turns, answers)._replace(label=label, margin=margin))
-            found.append(examples)
+                    rows.append((place, turns, self._pieces(sample, prompt, turns), label, margin))
+        encoded = iter(self._ids([pieces for _, _, pieces, _, _ in rows]))
+        found: list[list[Example]] = [[] for _ in items]
+        for place, turns, pieces, label, margin in rows:
+            (_, sample), prompt = items[place], prompts[place]
+            parts = [next(encoded) for _ in pieces]
+            if not pieces[0].trained:  # a conversation's: the prompt is a part of it
+                prompt, pieces, parts = self._processor.cut(parts[0]), pieces[1:], parts[1:]
+            if prompt is None:
+                continue
+            learned = [piece.trained for piece, part in zip(pieces, parts, strict=True) for _ in part]
+            ids = [token for part in parts for token in part]
+            if self._read is not None:
+                whole = self._read(sample, prompt, ids, turns if isinstance(turns, str) else turns[-1])
+                prompt, ids, learned = [], [*whole], [True] * len(whole)
+            tokens = np.array([*prompt, *ids], dtype=np.int32)
+            mask = np.array([False] * len(prompt) + learned, dtype=np.bool_)
+            found[place].append(Example(tokens, mask, label, margin))
         return found
 
-    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
-        tokenizer = self._processor.tokenizer
-        if tokenizer.eos_token_id is None:
+    def _pieces(self, sample: Sample, prompt: Sequence[int], turns: PromptContent) -> list[Piece]:
+        """What follows the prompt: a text, and the token that ends it. Or a whole conversation, the prompt included."""
+        writer, processor, place = self._writer, self._processor, sample.sample_id
+        asked = processor.conversation(sample.prompt)
+        continues = asked[-1]["role"] == "assistant"
+        parts = within_turns([Message(role="assistant", content=turns)] if isinstance(turns, str) else turns)
+        plain = len(parts) == 1 and all(said_in(message) == ["content"] for message in parts[0])
+        own = sample.prompt if isinstance(sample.prompt, str) else sample.prompt[0]["role"]
+        is_own = isinstance(sample.prompt, str) or len(asked) == len(sample.prompt)
+        if plain and (isinstance(turns, str) or len(parts[0]) > 1 or continues or not processor.has_template):
+            opening = thought_opening(processor.tokenizer.decode([*prompt[-OPENING_TOKENS:]]))
+            said = [Piece(message["content"], message["role"] == "assistant") for message in parts[0]]
+            said[-1] = Piece(writer.without_end(said[-1].text, "a completion", place), True)
+            if (first := continued(opening, said[0].text)) is not None:
+                return joined([Piece(first, True), *said[1:], Piece(writer.end, True)])
+            message = Message(role="assistant", content="".join(text for text, _ in said))
+            pieces = writer.pieces(asked, [message], processor.tools_of(sample), place, is_own)
+            if pieces[0].text == processor.rendered(sample.prompt, place, processor.tools_of(sample)):
+                return pieces  # the template closes the thought itself
             raise DataError(
-                "the tokenizer has no end-of-sequence token, so a model could not learn to stop: name one as eos_token "
-                "in its tokenizer_config.json, or as eos_token_id in the model's config.json (or take another by "
-                "model.tokenizer)"
+                f"{place}: the prompt ends in {opening!r}, and the completion has no thought that fits: begin it with the "
+                "thought, or set data.chat_template_kwargs (enable_thinking: false, where the template knows it)"
+                if "</" not in opening else
+                f"{place}: the prompt ends in {opening!r}, and the completion has a thought: take it out, or do without "
+                "data.chat_template_kwargs that close thoughts"
             )
-        encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        return encoded
+        if not processor.has_template:
+            processor.rendered(asked, place)  # says why it cannot be
+        if continues:  # the prompt's last words are the begin of the turn
+            asked, turns = asked[:-1], (Message(role=ENVIRONMENT, content=asked[-1]["content"]), *turns)
+        return writer.pieces(asked, cast(Sequence[Message], turns), processor.tools_of(sample), place, is_own)
 
-    def _example(
-        self, sample: Sample, prompt: Sequence[int], turns: PromptContent, said: Sequence[list[int]]
-    ) -> Example:
-        """A completion; or several turns, each of the assistant's as it would have been sampled: with the
-        end-of-sequence token behind it, or where an environment answers, with its words as they are and the assistant's
-        next ones; then what the chat template puts between it and the assistant's next turn.
-
-        Raises:
-            DataError: the template writes a conversation otherwise once it goes on, so the tokens would not be those
-                that the model sees in use.
-        """
-        tokenizer, processor = self._processor.tokenizer, self._processor
-        if isinstance(turns, str):
-            completion = [*said[0], tokenizer.eos_token_id]
-            if self._read is None:
-                return demonstration(prompt, completion)
-            return demonstration([], self._read(sample, prompt, completion, turns))
-        start = sample.prompt
-        messages = [Message(role="user", content=start)] if isinstance(start, str) else list(start)
-        tokens, learned, text, following = [*prompt], [False] * len(prompt), "", iter(said)
-        parts = _conversation_turns(turns)
-        for number, part in enumerate(parts):
-            if part[0]["role"] != "assistant":
-                messages += part
-                continue
-            longer = processor.rendered(messages, sample.sample_id) if len(parts) > 1 else ""
-            if not longer.startswith(text):
-                raise DataError(
-                    f"{sample.sample_id}: the chat template writes earlier turns otherwise once a conversation goes "
-                    "on; give each of the assistant's turns as a row of its own"
-                )
-            between = longer[len(text) :].removeprefix(tokenizer.eos_token) if number else ""
-            pieces = [(self._ids([between])[0], False)] if between else []
-            pieces += [(next(following), message["role"] == "assistant") for message in part]
-            for ids, own in [*pieces, ([tokenizer.eos_token_id], True)]:
-                tokens += ids
-                learned += [own] * len(ids)
-            words = "".join(message["content"] for message in part)
-            messages.append(Message(role="assistant", content=words))
-            text = longer + words
-        return Example(np.array(tokens, dtype=np.int32), np.array(learned, dtype=np.bool_))
-
-
-def _said(turns: PromptContent) -> list[str]:
-    """What the assistant says in them, and what an environment answers within its turns."""
-    return [turns] if isinstance(turns, str) else [turn["content"] for turn in turns if turn["role"] in SAID]
-
-
-def _conversation_turns(turns: Sequence[Message]) -> list[list[Message]]:
-    """A turn as the chat template sees it: a message, or the assistant's with what environments answer within it."""
-    parts: list[list[Message]] = []
-    for turn in turns:
-        if parts and ENVIRONMENT in (turn["role"], parts[-1][-1]["role"]):
-            parts[-1].append(turn)
-        else:
-            parts.append([turn])
-    return parts
+    def _ids(self, rows: Sequence[Sequence[Piece]]) -> list[list[int]]:
+        """The tokens of each piece of each row. A row's first begins a text where it is not trained (it is the prompt);
+        others follow one."""
+        tokenizer = self._processor.tokenizer
+        items: list[tuple[str, str]] = []
+        for pieces in rows:
+            for number, (text, trained) in enumerate(pieces):
+                before = "" if trained else self._writer.last_token(pieces[number - 1].text) if number else None
+                items.append((text, "\n" if before == "" else before or ""))
+        fronts = {before: token_ids(tokenizer, before) for before in {before for _, before in items}}
+        texts = [before + text for text, before in items]
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        found: list[list[int]] = []
+        for (text, before), ids in zip(items, encoded, strict=True):
+            front = fronts[before]
+            found.append(ids[len(front) :] if ids[: len(front)] == front else following(tokenizer, text, before))
+        return found
