@@ -82,6 +82,36 @@ def end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> int 
     return known[key]
 
 
+def stop_tokens(tokenizer: Any, config: Any, generation_config: Any = None) -> tuple[int, ...]:
+    """The tokens that end a completion of a model, each once: those that its generation config and its config name, the
+    tokenizer's end of sequence, and the end of a turn that its chat template writes. Training teaches the last one, and
+    the generation config of a base model does not name it.
+
+    Where there is a generation config, an ordinary token that the config names does not count: classes of configs have
+    defaults (2), which are any token of another vocabulary.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from atomrl.models.tokenizer import make_tokenizer
+        >>> stop_tokens(make_tokenizer(), SimpleNamespace(eos_token_id=[7, 8]))
+        (7, 8, 1)
+    """
+    named, own = (_ids(getattr(each, "eos_token_id", None)) for each in (generation_config, config))
+    found = [*named, *(id for id in own if not named or id in special_ids(tokenizer))]
+    return tuple(dict.fromkeys([*found, *_ids(tokenizer.eos_token_id), *_ids(end_of_turn(tokenizer))]))
+
+
+def _ids(given: Any) -> list[int]:
+    """One id, several or none."""
+    return [] if given is None else [given] if isinstance(given, int) else list(given)
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """The tokens that the tokenizer calls special."""
+    added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(added | set(tokenizer.all_special_ids))
+
+
 def thought_opening(text: str) -> str:
     """The end of a prompt that opens the assistant's thoughts, or has an empty one closed: it is of the assistant's
     turn, though the model did not write it. "" where there is none.
