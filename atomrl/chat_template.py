@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +19,9 @@ SET_HERE = (
 """Arguments of `apply_chat_template` that are not the user's: `data.chat_template_kwargs` has none of them."""
 _WORDS, _NEXT = "atomrl-words", "atomrl-next"
 _ANCHORS = ("\n", "a", ".")
-_OPENED = re.compile(r"<(think|thinking|thought|reasoning|reason)>\s*(?:</\1>\s*)?\Z")
+_TAGS = "think|thinking|thought|reasoning|reason"
+_OPENED = re.compile(rf"<({_TAGS})>\s*(?:</\1>\s*)?\Z")
+_TAG = re.compile(rf"</?(?:{_TAGS})>")
 _ends: WeakKeyDictionary[Any, dict[str, int | None]] = WeakKeyDictionary()
 
 
@@ -108,8 +111,9 @@ def _ids(given: Any) -> list[int]:
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
     """The tokens that the tokenizer calls special."""
-    added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset(added | set(tokenizer.all_special_ids))
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    named = getattr(tokenizer, "all_special_ids", ())
+    return frozenset({*named, *(id for id, token in added.items() if token.special)})
 
 
 def thought_opening(text: str) -> str:
@@ -124,6 +128,49 @@ def thought_opening(text: str) -> str:
     """
     found = _OPENED.search(text)
     return found[0] if found else ""
+
+
+@dataclass(frozen=True)
+class TurnMarks:
+    """What a chat template writes around words, by which a text is known that has been through it."""
+
+    special: tuple[str, ...] = ()
+    """Special tokens that it writes, and the tokenizer's begin and end of sequence."""
+    ends: tuple[str, ...] = ()
+    """Those of them that end the assistant's turn."""
+    header: str = ""
+    """What stands between a user's words and the assistant's: the generation prompt."""
+
+    def turn(self, text: str) -> str | None:
+        """What a prompt has of the assistant's turn, behind the last header in it; None where there is no header, or
+        the turn is over: it is no prompt that the template has made."""
+        header = self.header.removesuffix(thought_opening(self.header)).strip()
+        if not any(mark in header for mark in self.special):  # it may be any word of a user's
+            return None
+        before, found, turn = text.rpartition(header)
+        return turn.lstrip("\n") if before and found and not any(end in turn for end in self.ends) else None
+
+
+def turn_marks(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> TurnMarks:
+    """What the tokenizer's chat template writes around words; nothing where it has none.
+
+    Example:
+        >>> from atomrl.models.tokenizer import make_tokenizer
+        >>> marks = turn_marks(make_tokenizer())
+        >>> marks.header, marks.turn("<|user|>2+2<|assistant|>It is"), marks.turn("2+2")
+        ('<|assistant|>', 'It is', None)
+    """
+    if not tokenizer.chat_template:
+        return TurnMarks()
+    end = end_of_turn(tokenizer, kwargs)
+    ends = {str(tokenizer.convert_ids_to_tokens(id)) for id in (end, tokenizer.eos_token_id) if id is not None}
+    header = _behind(tokenizer, kwargs, [{"role": "user", "content": _WORDS}], add_generation_prompt=True)
+    words = {"role": "assistant", "content": _WORDS}
+    text = header + _behind(tokenizer, kwargs, [words, {"role": "user", "content": _NEXT}, words], whole=True)
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+    found = {mark for mark in added if mark and mark in text} | ends | {tokenizer.bos_token or ""}
+    special = sorted(mark for mark in found if mark and not _TAG.fullmatch(mark))
+    return TurnMarks(tuple(special), tuple(sorted(ends)), header)
 
 
 def following(tokenizer: Any, text: str, before: str = "", split: bool = False) -> list[int]:
@@ -188,8 +235,9 @@ def _end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> str | None
     not: Phi writes the end of sequence behind a conversation, gpt-oss another end behind the last message. The
     tokenizer's end of sequence goes before others (Command R closes its answer, then its turn), else the first.
     """
-    last = _behind_words(tokenizer, kwargs, [])
-    inner = _behind_words(tokenizer, kwargs, [{"role": "user", "content": _NEXT}]).partition(_NEXT)[0]
+    words, user = {"role": "assistant", "content": _WORDS}, {"role": "user", "content": _NEXT}
+    last = _behind(tokenizer, kwargs, [words])
+    inner = _behind(tokenizer, kwargs, [words, user]).partition(_NEXT)[0]
     ends, both = _special(tokenizer, last), list[str]()
     for end, other in zip(ends, _special(tokenizer, inner), strict=False):
         if end != other:
@@ -199,19 +247,25 @@ def _end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> str | None
     return tokenizer.eos_token if tokenizer.eos_token in found else next(iter(found), None)
 
 
-def _behind_words(tokenizer: Any, kwargs: Mapping[str, Any] | None, more: Sequence[Mapping[str, Any]]) -> str:
-    """What the template writes behind the words of an assistant, in the first conversation that it takes; "" where it
-    takes none."""
+def _behind(
+    tokenizer: Any,
+    kwargs: Mapping[str, Any] | None,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = False,
+    whole: bool = False,
+) -> str:
+    """What the template writes behind the last `_WORDS` of a conversation that goes on with these messages, or `whole`
+    all that it writes, for the first begin of one that it takes; "" where it takes none."""
     asked: list[dict[str, Any]] = [{"role": "user", "content": "atomrl-asked"}]
-    for front in (asked, [{"role": "system", "content": "atomrl-told"}, *asked]):
-        words = {"role": "assistant", "content": _WORDS}
-        for messages in ([*front, words, *more], [_in_parts(message) for message in [*front, words, *more]]):
+    front = [] if messages[0]["role"] == "user" else asked
+    for begin in (front, [{"role": "system", "content": "atomrl-told"}, *front]):
+        for given in ([*begin, *messages], [_in_parts(message) for message in [*begin, *messages]]):
             try:
-                text = render(tokenizer, messages, kwargs=kwargs)
+                text = render(tokenizer, given, kwargs=kwargs, add_generation_prompt=add_generation_prompt)
             except Exception:  # templates are programs and raise what they like
                 continue
             if _WORDS in text:
-                return text.rpartition(_WORDS)[2]
+                return text if whole else text.rpartition(_WORDS)[2]
     return ""
 
 
