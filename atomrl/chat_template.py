@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +20,9 @@ SET_HERE = (
 """Arguments of `apply_chat_template` that are not the user's: `data.chat_template_kwargs` has none of them."""
 _WORDS, _NEXT = "atomrl-words", "atomrl-next"
 _ANCHORS = ("\n", "a", ".")
-_OPENED = re.compile(r"<(think|thinking|thought|reasoning|reason)>\s*(?:</\1>\s*)?\Z")
+_TAGS = "think|thinking|thought|reasoning|reason"
+_OPENED = re.compile(rf"<({_TAGS})>\s*(?:</\1>\s*)?\Z")
+_TAG = re.compile(rf"</?(?:{_TAGS})>")
 _ends: WeakKeyDictionary[Any, dict[str, int | None]] = WeakKeyDictionary()
 
 
@@ -128,6 +131,37 @@ def end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> int 
     return known[key]
 
 
+def stop_tokens(tokenizer: Any, config: Any, generation_config: Any = None) -> tuple[int, ...]:
+    """The tokens that end a completion of a model, each once: those that its generation config and its config name, the
+    tokenizer's end of sequence, and the end of a turn that its chat template writes. Training teaches the last one, and
+    the generation config of a base model does not name it.
+
+    Where there is a generation config, an ordinary token that the config names does not count: classes of configs have
+    defaults (2), which are any token of another vocabulary.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from atomrl.models.tokenizer import make_tokenizer
+        >>> stop_tokens(make_tokenizer(), SimpleNamespace(eos_token_id=[7, 8]))
+        (7, 8, 1)
+    """
+    named, own = (_ids(getattr(each, "eos_token_id", None)) for each in (generation_config, config))
+    found = [*named, *(id for id in own if not named or id in special_ids(tokenizer))]
+    return tuple(dict.fromkeys([*found, *_ids(tokenizer.eos_token_id), *_ids(end_of_turn(tokenizer))]))
+
+
+def _ids(given: Any) -> list[int]:
+    """One id, several or none."""
+    return [] if given is None else [given] if isinstance(given, int) else list(given)
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """The tokens that the tokenizer calls special."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    named = getattr(tokenizer, "all_special_ids", ())
+    return frozenset({*named, *(id for id, token in added.items() if token.special)})
+
+
 def thought_opening(text: str) -> str:
     """The end of a prompt that opens the assistant's thoughts, or has an empty one closed: it is of the assistant's
     turn, though the model did not write it. "" where there is none.
@@ -140,6 +174,49 @@ def thought_opening(text: str) -> str:
     """
     found = _OPENED.search(text)
     return found[0] if found else ""
+
+
+@dataclass(frozen=True)
+class TurnMarks:
+    """What a chat template writes around words, by which a text is known that has been through it."""
+
+    special: tuple[str, ...] = ()
+    """Special tokens that it writes, and the tokenizer's begin and end of sequence."""
+    ends: tuple[str, ...] = ()
+    """Those of them that end the assistant's turn."""
+    header: str = ""
+    """What stands between a user's words and the assistant's: the generation prompt."""
+
+    def turn(self, text: str) -> str | None:
+        """What a prompt has of the assistant's turn, behind the last header in it; None where there is no header, or
+        the turn is over: it is no prompt that the template has made."""
+        header = self.header.removesuffix(thought_opening(self.header)).strip()
+        if not any(mark in header for mark in self.special):  # it may be any word of a user's
+            return None
+        before, found, turn = text.rpartition(header)
+        return turn.lstrip("\n") if before and found and not any(end in turn for end in self.ends) else None
+
+
+def turn_marks(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> TurnMarks:
+    """What the tokenizer's chat template writes around words; nothing where it has none.
+
+    Example:
+        >>> from atomrl.models.tokenizer import make_tokenizer
+        >>> marks = turn_marks(make_tokenizer())
+        >>> marks.header, marks.turn("<|user|>2+2<|assistant|>It is"), marks.turn("2+2")
+        ('<|assistant|>', 'It is', None)
+    """
+    if not tokenizer.chat_template:
+        return TurnMarks()
+    end = end_of_turn(tokenizer, kwargs)
+    ends = {str(tokenizer.convert_ids_to_tokens(id)) for id in (end, tokenizer.eos_token_id) if id is not None}
+    header = _behind(tokenizer, kwargs, [{"role": "user", "content": _WORDS}], add_generation_prompt=True)
+    words = {"role": "assistant", "content": _WORDS}
+    text = header + _behind(tokenizer, kwargs, [words, {"role": "user", "content": _NEXT}, words], whole=True)
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+    found = {mark for mark in added if mark and mark in text} | ends | {tokenizer.bos_token or ""}
+    special = sorted(mark for mark in found if mark and not _TAG.fullmatch(mark))
+    return TurnMarks(tuple(special), tuple(sorted(ends)), header)
 
 
 def following(tokenizer: Any, text: str, before: str = "", split: bool = False) -> list[int]:
@@ -204,8 +281,9 @@ def _end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> str | None
     not: Phi writes the end of sequence behind a conversation, gpt-oss another end behind the last message. The
     tokenizer's end of sequence goes before others (Command R closes its answer, then its turn), else the first.
     """
-    last = _behind_words(tokenizer, kwargs, [])
-    inner = _behind_words(tokenizer, kwargs, [{"role": "user", "content": _NEXT}]).partition(_NEXT)[0]
+    words, user = {"role": "assistant", "content": _WORDS}, {"role": "user", "content": _NEXT}
+    last = _behind(tokenizer, kwargs, [words])
+    inner = _behind(tokenizer, kwargs, [words, user]).partition(_NEXT)[0]
     ends, both = _special(tokenizer, last), list[str]()
     for end, other in zip(ends, _special(tokenizer, inner), strict=False):
         if end != other:
@@ -215,19 +293,25 @@ def _end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> str | None
     return tokenizer.eos_token if tokenizer.eos_token in found else next(iter(found), None)
 
 
-def _behind_words(tokenizer: Any, kwargs: Mapping[str, Any] | None, more: Sequence[Mapping[str, Any]]) -> str:
-    """What the template writes behind the words of an assistant, in the first conversation that it takes; "" where it
-    takes none."""
+def _behind(
+    tokenizer: Any,
+    kwargs: Mapping[str, Any] | None,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = False,
+    whole: bool = False,
+) -> str:
+    """What the template writes behind the last `_WORDS` of a conversation that goes on with these messages, or `whole`
+    all that it writes, for the first begin of one that it takes; "" where it takes none."""
     asked: list[dict[str, Any]] = [{"role": "user", "content": "atomrl-asked"}]
-    for front in (asked, [{"role": "system", "content": "atomrl-told"}, *asked]):
-        words = {"role": "assistant", "content": _WORDS}
-        for messages in ([*front, words, *more], [_in_parts(message) for message in [*front, words, *more]]):
+    front = [] if messages[0]["role"] == "user" else asked
+    for begin in (front, [{"role": "system", "content": "atomrl-told"}, *front]):
+        for given in ([*begin, *messages], [_in_parts(message) for message in [*begin, *messages]]):
             try:
-                text = render(tokenizer, messages, kwargs=kwargs)
+                text = render(tokenizer, given, kwargs=kwargs, add_generation_prompt=add_generation_prompt)
             except Exception:  # templates are programs and raise what they like
                 continue
             if _WORDS in text:
-                return text.rpartition(_WORDS)[2]
+                return text if whole else text.rpartition(_WORDS)[2]
     return ""
 
 

@@ -71,7 +71,7 @@ class Task:
         prompts = [item.sample.prompt for item in items]
         return {
             "prompts": [p if isinstance(p, str) else [dict(message) for message in p] for p in prompts],
-            "completions": [item.text for item in items],
+            "completions": [item.turn for item in items],
             "columns": {name: [values[row] for row in self.rows] for name, values in self.columns.items()},
             "seed": seed,
         }
