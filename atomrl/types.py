@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length", "abort", "environment"]
 
 
 class Message(TypedDict):
-    """One turn of a conversation. It may have what else a chat template reads: `tool_calls`, `reasoning_content`, ..."""
+    """One turn of a conversation. It may have other fields that a chat template reads, such as `tool_calls`."""
 
     role: str
     content: str

@@ -179,7 +179,9 @@ def _sharegpt(name: str, message: Any) -> dict[str, Any]:
     found |= {"role": SHAREGPT[message["from"]], "content": message.get("value")}
     if message["from"] != "function_call":
         return found
-    with said_as(DataError, f"field {name!r}: the value of a 'function_call' must be the JSON of calls", ValueError, TypeError):
+    with said_as(
+        DataError, f"field {name!r}: the value of a 'function_call' must be the JSON of calls", ValueError, TypeError
+    ):
         calls = json.loads(message["value"])
     return found | {"content": "", "tool_calls": [
         {"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])
@@ -227,7 +229,10 @@ def preference(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConf
 def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -> Sequence[PromptContent]:
     """Prompt, chosen and rejected."""
     names = fields.chosen_field, fields.rejected_field
-    sides = [[value] if isinstance(value := row.get(name), Mapping) and {"role", "from"} & value.keys() else value for name in names]
+    sides = [
+        [value] if isinstance(value := row.get(name), Mapping) and {"role", "from"} & value.keys() else value
+        for name in names
+    ]
     for name, value in zip(names, sides, strict=True):
         if not isinstance(value, str | list) or not value:
             raise DataError(f"field {name!r} " + ("is missing or empty" if not value else "is no text and no list"))
@@ -245,7 +250,9 @@ def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -
         return prompt, *(_answer(name, value) for name, value in zip(names, sides, strict=True))
     if isinstance(sides[0], str) and isinstance(sides[1], str):
         return _shared_text(sides[0], sides[1])
-    turns = [check_messages(_listed(name, value, row), f"field {name!r}") for name, value in zip(names, sides, strict=True)]
+    turns = [
+        check_messages(_listed(name, value, row), f"field {name!r}") for name, value in zip(names, sides, strict=True)
+    ]
     shared = _shared(*turns)
     if shared == min(map(len, turns)):
         raise DataError(f"{names[0]!r} and {names[1]!r} are the same, or one is the beginning of the other")

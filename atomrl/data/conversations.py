@@ -97,6 +97,10 @@ class ConversationWriter:
         """
         return _Conversation(self, prompt, turns, tools, place, own).pieces()
 
+    def last_token(self, text: str) -> str:
+        """The added token that a text ends with, or "", on which may depend how what follows is tokenized."""
+        return max((token for token in self._added if text.endswith(token)), key=len, default="")
+
     def closing(self, tail: str, own: str) -> tuple[str, bool]:
         """What closes a turn of the assistant.
 
@@ -220,7 +224,9 @@ class _Conversation:
             if not shown(changed[number], field, f"{number}", text):
                 self.altered(number, field)
         for number, message in enumerate(self.messages):
-            for key in message.keys() - LINKS - {*WORDS} - ({"name"} if message["role"] in ("tool", "function") else set()):
+            for key in (
+                message.keys() - LINKS - {*WORDS} - ({"name"} if message["role"] in ("tool", "function") else set())
+            ):
                 note = f"messages have the key {key!r}, of which the chat template shows nothing"
                 less = {name: value for name, value in message.items() if name != key}
                 if note not in self.writer.notes and self.render(self.replaced(number, less)) == self.whole:
@@ -248,7 +254,11 @@ class _Conversation:
         if field in THOUGHTS:
             known = [name for name in THOUGHTS if re.search(rf"""(?:\.|\[['"]|get\(['"]){name}\b""", source)]
             if field not in known:
-                where = f"its field for thoughts is {known[0]!r}" if known else "write it into the content, as <think>...</think>"
+                where = (
+                    f"its field for thoughts is {known[0]!r}"
+                    if known
+                    else "write it into the content, as <think>...</think>"
+                )
                 return f"{where}, or take a tokenizer whose template shows it"
         if field in THOUGHTS or field == "thought":
             if number < len(self.messages) - 1:

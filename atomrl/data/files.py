@@ -274,7 +274,9 @@ def _batch_rows(batch: Any) -> Iterator[tuple[dict[str, Any] | None, str | None]
 def _as_written(value: Any) -> Any:
     """Messages and tools without what is null: Arrow gives each object of a column all keys that any of them has."""
     first = value[0] if isinstance(value, list) and value else value
-    spoken = isinstance(first, dict) and ({"role", "from", "function"} & first.keys() or {"name", "parameters"} <= first.keys())
+    spoken = isinstance(first, dict) and (
+        {"role", "from", "function"} & first.keys() or {"name", "parameters"} <= first.keys()
+    )
     return _without_null(value) if spoken else value
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from atomrl.chat_template import check_kwargs, render, thought_opening, turn_marks
 from atomrl.data.problems import DataError
+from atomrl.data.sources import COMPLETIONS, TOOLS
 from atomrl.hints import said_as
 from atomrl.types import Message, Prompt, Sample
 
@@ -60,7 +61,7 @@ class DataProcessor:
         self.config = config
         self.max_prompt_tokens = config.max_prompt_tokens if max_prompt_tokens is None else max_prompt_tokens
         self.system_prompt = read_system_prompt(config)
-        self._has_template = config.chat_template == "auto" and bool(tokenizer.chat_template)
+        self.has_template = config.chat_template == "auto" and bool(tokenizer.chat_template)
         if config.chat_template == "none" and self.system_prompt is not None:
             raise DataError("data.chat_template=none takes prompts as they are; remove the system prompt")
         if config.chat_template_kwargs:
@@ -88,7 +89,7 @@ class DataProcessor:
         """
         prompts = []
         for (prompt_id, sample), ids in zip(items, self.token_ids([sample for _, sample in items]), strict=True):
-            kept = self._cut(ids)
+            kept = self.cut(ids)
             if kept is None:
                 limit = self.max_prompt_tokens
                 raise DataError(f"{sample.sample_id}: {len(ids)} prompt tokens, more than {limit}; filter it out")
@@ -106,7 +107,7 @@ class DataProcessor:
             DataError: nothing is left.
         """
         encoded = self.token_ids(samples)
-        kept = [sample for sample, ids in zip(samples, encoded, strict=True) if self._cut(ids) is not None]
+        kept = [sample for sample, ids in zip(samples, encoded, strict=True) if self.cut(ids) is not None]
         if samples and not kept:
             raise DataError(
                 f"all {len(samples)} prompts are longer than {self.max_prompt_tokens} tokens (data.max_prompt_tokens, "
@@ -124,9 +125,10 @@ class DataProcessor:
     def within_limit(self, samples: Sequence[Sample]) -> list[Sequence[int] | None]:
         """The prompts as token ids; None for one over the limit, or its last tokens where `overlong_prompt` is
         `truncate`. They are not kept for another time."""
-        return [self._cut(ids) for ids, _ in self._encode(samples)]
+        return [self.cut(ids) for ids, _ in self._encode(samples)]
 
-    def _cut(self, ids: Sequence[int]) -> Sequence[int] | None:
+    def cut(self, ids: Sequence[int]) -> Sequence[int] | None:
+        """A prompt's tokens within the limit; see `within_limit`."""
         if len(ids) > self.max_prompt_tokens and self.config.overlong_prompt == "drop":
             return None
         return ids[-self.max_prompt_tokens :]
@@ -135,10 +137,12 @@ class DataProcessor:
         """Tokens of the prompts, and what each has begun of the assistant's turn."""
         if not samples:
             return []
-        bare = [self._is_bare(sample) for sample in samples]
+        bare = [self.is_bare(sample) for sample in samples]
         front = "" if self.system_prompt is None else f"{self.system_prompt}\n\n"
         texts = [
-            f"{front}{sample.prompt}" if is_bare else self.rendered(sample.prompt, sample.sample_id)
+            f"{front}{sample.prompt}"
+            if is_bare
+            else self.rendered(sample.prompt, sample.sample_id, self.tools_of(sample))
             for sample, is_bare in zip(samples, bare, strict=True)
         ]
         encoded: list[list[int]] = self.tokenizer(
@@ -153,14 +157,16 @@ class DataProcessor:
             found.append((ids, self._begun(sample.prompt, text)))
         return found
 
-    def _is_bare(self, sample: Sample) -> bool:
+    def is_bare(self, sample: Sample) -> bool:
         """Whether a prompt is taken as it is. One that holds tokens of the chat template is warned of, once.
 
         Raises:
             DataError: it carries the chat template, and the config has what only a template writes.
         """
         prompt = sample.prompt
-        if not self._has_template:
+        if not self.has_template:
+            if self.tools_of(sample) and not self.tools:
+                raise DataError(f"{sample.sample_id}: field {TOOLS!r}: {self._why_none()}; remove the column")
             return isinstance(prompt, str)
         texts = [prompt] if isinstance(prompt, str) else [str(message.get("content") or "") for message in prompt]
         mark = next((mark for mark in self._marks.special if any(mark in text for text in texts)), None)
@@ -179,7 +185,7 @@ class DataProcessor:
         lost = {
             "data.system_prompt": self.system_prompt is not None,
             "data.chat_template_kwargs": self.config.chat_template_kwargs,
-            "tools": self.tools,
+            "tools": self.tools_of(sample),
             "environment.opening": self.opening,
         }
         if name := next((name for name, there in lost.items() if there), None):
@@ -209,16 +215,20 @@ class DataProcessor:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return messages
 
-    def rendered(self, prompt: str | Sequence[Message], place: str) -> str:
+    def tools_of(self, sample: Sample) -> Sequence[Mapping[str, Any]]:
+        """The tools that a sample's prompt shows: the run's, else those of its row, if it is one with completions."""
+        return self.tools or (sample.columns.get(TOOLS, ()) if COMPLETIONS in sample.columns else ())
+
+    def rendered(self, prompt: str | Sequence[Message], place: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The text of a prompt, or of the beginning of a conversation, as the chat template writes it, up to the
         assistant's next words.
 
         Args:
             place: how errors name it.
+            tools: of the row; the run's own go before.
         """
-        if not self._has_template:
-            why = "data.chat_template=none" if self.tokenizer.chat_template else "the tokenizer has no chat template"
-            raise DataError(f"{place}: the prompt is a list of messages, but {why}")
+        if not self.has_template:
+            raise DataError(f"{place}: the prompt is a list of messages, but {self._why_none()}")
         messages = self.conversation(prompt)
         continued = messages[-1]["role"] == "assistant"
         if self.opening and messages[-1]["role"] != "user":
@@ -227,13 +237,16 @@ class DataProcessor:
         # templates are programs and raise what they like
         with said_as(DataError, f"{place}: the chat template refuses the prompt", Exception):
             text = render(
-                self.tokenizer, messages, tools=self.tools, kwargs=self.template_kwargs,
+                self.tokenizer, messages, tools=self.tools or tools, kwargs=self.template_kwargs,
                 add_generation_prompt=not continued, continue_final_message=continued,
             )  # fmt: skip
         for message in messages:
             if message["role"] in ("system", "developer") and str(message["content"]).strip() not in text:
                 raise DataError(f"{place}: the tokenizer's chat template leaves out the system prompt")
         return text.partition(_END)[0]
+
+    def _why_none(self) -> str:
+        return "data.chat_template=none" if self.tokenizer.chat_template else "the tokenizer has no chat template"
 
 
 def read_system_prompt(config: DataConfig) -> str | None:

@@ -233,34 +233,51 @@ class TokenizedSamples:
     def _pieces(self, sample: Sample, prompt: Sequence[int], turns: PromptContent) -> list[Piece]:
         """What follows the prompt: a text, and the token that ends it. Or a whole conversation, the prompt included."""
         writer, processor, place = self._writer, self._processor, sample.sample_id
-        asked = processor.conversation(sample.prompt)
-        continues = asked[-1]["role"] == "assistant"
+        asked, tools = processor.conversation(sample.prompt), processor.tools_of(sample)
+        own = isinstance(sample.prompt, str) or len(asked) == len(sample.prompt)
+        as_it_is, continues = processor.is_bare(sample), asked[-1]["role"] == "assistant"
         parts = within_turns([Message(role="assistant", content=turns)] if isinstance(turns, str) else turns)
         plain = len(parts) == 1 and all(said_in(message) == ["content"] for message in parts[0])
-        own = sample.prompt if isinstance(sample.prompt, str) else sample.prompt[0]["role"]
-        is_own = isinstance(sample.prompt, str) or len(asked) == len(sample.prompt)
-        if plain and (isinstance(turns, str) or len(parts[0]) > 1 or continues or not processor.has_template):
-            opening = thought_opening(processor.tokenizer.decode([*prompt[-OPENING_TOKENS:]]))
+        if plain and (isinstance(turns, str) or len(parts[0]) > 1 or continues or as_it_is):
             said = [Piece(message["content"], message["role"] == "assistant") for message in parts[0]]
             said[-1] = Piece(writer.without_end(said[-1].text, "a completion", place), True)
+            opening = thought_opening(str(processor.tokenizer.decode([*prompt[-OPENING_TOKENS:]])))
             if (first := continued(opening, said[0].text)) is not None:
                 return joined([Piece(first, True), *said[1:], Piece(writer.end, True)])
-            message = Message(role="assistant", content="".join(text for text, _ in said))
-            pieces = writer.pieces(asked, [message], processor.tools_of(sample), place, is_own)
-            if pieces[0].text == processor.rendered(sample.prompt, place, processor.tools_of(sample)):
-                return pieces  # the template closes the thought itself
+            whole = Message(role="assistant", content="".join(text for text, _ in said))
+            return self._in_open_thought(sample, opening, whole, own)
+        if as_it_is or not processor.has_template:
+            raise DataError(f"{place}: turns of a conversation need a chat template" + (
+                ", and the prompt carries it: give messages" if processor.has_template else
+                ", which the tokenizer has not, or data.chat_template=none leaves out"
+            ))  # fmt: skip
+        messages = cast(Sequence[Message], turns)
+        if continues:  # the prompt's last words begin the turn
+            asked, messages = asked[:-1], [Message(role=ENVIRONMENT, content=asked[-1]["content"]), *messages]
+        return writer.pieces(asked, messages, tools, place, own)
+
+    def _in_open_thought(self, sample: Sample, opening: str, message: Message, own: bool) -> list[Piece]:
+        """The row of a completion that does not fit the thought in which its prompt ends, where the chat template
+        closes it itself (Qwen3-Thinking).
+
+        Raises:
+            DataError: it does not.
+        """
+        processor, place, tools = self._processor, sample.sample_id, self._processor.tools_of(sample)
+        if processor.has_template and not processor.is_bare(sample):
+            pieces = self._writer.pieces(processor.conversation(sample.prompt), [message], tools, place, own)
+            if pieces[0].text == processor.rendered(sample.prompt, place, tools):
+                return pieces
+        if "</" in opening:
             raise DataError(
-                f"{place}: the prompt ends in {opening!r}, and the completion has no thought that fits: begin it with the "
-                "thought, or set data.chat_template_kwargs (enable_thinking: false, where the template knows it)"
-                if "</" not in opening else
-                f"{place}: the prompt ends in {opening!r}, and the completion has a thought: take it out, or do without "
+                f"{place}: the prompt ends in {opening!r}, and the completion has a thought: remove it, or the "
                 "data.chat_template_kwargs that close thoughts"
             )
-        if not processor.has_template:
-            processor.rendered(asked, place)  # says why it cannot be
-        if continues:  # the prompt's last words are the begin of the turn
-            asked, turns = asked[:-1], (Message(role=ENVIRONMENT, content=asked[-1]["content"]), *turns)
-        return writer.pieces(asked, cast(Sequence[Message], turns), processor.tools_of(sample), place, is_own)
+        raise DataError(
+            f"{place}: the prompt ends in {opening!r}, and the completion has no thought: begin it with one, ended by "
+            f"{opening.strip().replace('<', '</')}, or close it by data.chat_template_kwargs (enable_thinking: false), "
+            "where the template knows that"
+        )
 
     def _ids(self, rows: Sequence[Sequence[Piece]]) -> list[list[int]]:
         """The tokens of each piece of each row. A row's first begins a text where it is not trained (it is the prompt);

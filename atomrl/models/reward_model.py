@@ -15,12 +15,13 @@ from typing import Any, cast
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from atomrl.chat_template import render
 from atomrl.config import ConfigError
 from atomrl.models.batches import micro_batches
 from atomrl.models.loading import load_tokenizer, model_config_only
 from atomrl.models.scalar import ScalarModel, is_classifier, load_scalar
 from atomrl.progress import progress
-from atomrl.types import Sample, Trajectory
+from atomrl.types import Message, Sample, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -123,18 +124,33 @@ class Reader:
         return rows
 
     def row(
-        self, sample: Sample, prompt: Sequence[int], completion: Sequence[int], text: str, ended: bool = True
+        self,
+        sample: Sample,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        text: str | Message,
+        ended: bool = True,
     ) -> tuple[int, ...]:
         """The tokens of a prompt with a completion, however long.
 
         Args:
             prompt, completion: as token ids.
-            text: of the completion.
+            text: of the completion, or the assistant's message.
             ended: whether it came to its end.
+
+        Raises:
+            ConfigError: the model has no chat template for what is in a message beside text.
         """
+        message = Message(role="assistant", content=text) if isinstance(text, str) else text
         if self.has_template:
-            written = self.tokenizer.apply_chat_template(_conversation(sample, text), tokenize=False)
+            written = render(self.tokenizer, _conversation(sample, message), tools=sample.columns.get("tools") or ())
             return self._encode(written, add_special_tokens=False)
+        text = message["content"]
+        if len(message) > 2 or sample.columns.get("tools"):
+            raise ConfigError(
+                f"{sample.sample_id}: the tokenizer of reward model {self.path} has no chat template, which calls, "
+                "thoughts and tools need"
+            )
         if self.makes_pairs:
             return self._encode(self._plain(sample), text)
         if self._decoded(completion) == text and self._asks(prompt, sample):
@@ -184,11 +200,12 @@ class Reader:
         return tuple(self.tokenizer(*texts, verbose=False, **options)["input_ids"])
 
 
-def _conversation(sample: Sample, completion: str) -> list[dict[str, str]]:
+def _conversation(sample: Sample, completion: Message) -> list[Message]:
     """Prompt and completion as messages; a prompt whose last message is the assistant's is gone on with."""
     if isinstance(sample.prompt, str):
-        return [{"role": "user", "content": sample.prompt}, {"role": "assistant", "content": completion}]
-    messages = [{"role": message["role"], "content": message["content"]} for message in sample.prompt]
-    if messages[-1]["role"] == "assistant":
-        return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + completion}]
-    return [*messages, {"role": "assistant", "content": completion}]
+        return [Message(role="user", content=sample.prompt), completion]
+    *before, last = sample.prompt
+    if last["role"] != "assistant":
+        return [*sample.prompt, completion]
+    words = last["content"] + completion["content"]
+    return [*before, cast(Message, {**last, **completion, "content": words})]
