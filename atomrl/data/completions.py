@@ -288,11 +288,8 @@ def _shared_text(chosen: str, rejected: str) -> tuple[str, PromptContent, Prompt
 def _as_content(messages: tuple[Message, ...]) -> PromptContent:
     """The beginning of a conversation as a prompt: text where it is one message of the user, which needs no chat
     template."""
-    return messages[0]["content"] if len(messages) == 1 and {**messages[0]} == _user(messages[0]) else messages
-
-
-def _user(message: Message) -> dict[str, Any]:
-    return {"role": "user", "content": message["content"]}
+    only = len(messages) == 1 and messages[0]["role"] == "user" and len(messages[0]) == 2
+    return messages[0]["content"] if only else messages
 
 
 def _answer(name: str, value: Any, several: bool = False) -> PromptContent:

@@ -26,7 +26,7 @@ LINKS = {"role", "content", "tool_call_id"}
 """Fields that need not be seen."""
 _MARK = "\ufdd0"  # no character, so it is in no text
 _NAMES = "think|thinking|thought|reasoning|reason"
-_THOUGHT = re.compile(rf"\A\s*(?:<(?:{_NAMES})>)?(.*?)</(?:{_NAMES})>", re.DOTALL)
+_TAG = re.compile(rf"(</?(?:{_NAMES})>)")
 
 
 class Piece(NamedTuple):
@@ -89,11 +89,9 @@ class ConversationWriter:
 
         Example:
             >>> from atomrl.models.tokenizer import make_tokenizer
-            >>> writer = ConversationWriter(make_tokenizer())
-            >>> for piece in writer.pieces([{"role": "user", "content": "2+2"}], [{"role": "assistant", "content": "4"}]):
-            ...     print(piece)
-            Piece(text='<|user|>2+2<|assistant|>', trained=False)
-            Piece(text='4<|end|>', trained=True)
+            >>> asked, said = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
+            >>> ConversationWriter(make_tokenizer()).pieces([asked], [said])
+            [Piece(text='<|user|>2+2<|assistant|>', trained=False), Piece(text='4<|end|>', trained=True)]
         """
         return _Conversation(self, prompt, turns, tools, place, own).pieces()
 
@@ -161,7 +159,7 @@ class _Conversation:
                 said = [Piece(each["content"], each["role"] == "assistant") for each in part]
                 self.said[len(self.messages)], message["content"] = said, "".join(text for text, _ in said)
             if message["role"] == "assistant":
-                what = f"the content of message {self.number(len(self.messages))}"
+                what = f"the content of message {len(self.messages) + own}"
                 message["content"] = writer.without_end(message["content"], what, place)
             self.messages.append(message)
         self.whole = self.render(self.messages)
@@ -179,6 +177,11 @@ class _Conversation:
                 raise DataError(f"{self.place}: the chat template does not write the messages in their order")
             found += [Piece(self.whole[cursor:begin], False), *self.parts(number, begin, end)]
             cursor = end
+            if not closing and number != own[-1] and not self.writer.last_token(self.whole[begin:end]):
+                self.note(
+                    "the chat template writes no token behind the assistant's words within a conversation: the model "
+                    "learns to stop at the last turn of a row alone"
+                )
         if not closing:
             found.append(Piece(self.writer.end, True))
         return joined(found)
@@ -190,9 +193,9 @@ class _Conversation:
                 add_generation_prompt=add_generation_prompt,
             )  # fmt: skip
 
-    def number(self, number: int) -> int:
-        """Of a message in the row, from 1."""
-        return number + (1 if self.own else 0)
+    def named(self, number: int) -> str:
+        """A message as errors name it, by its number in the row."""
+        return f"{self.place}: message {number + self.own}"
 
     def note(self, text: str) -> None:
         self.writer.notes.setdefault(text, self.place)
@@ -224,9 +227,8 @@ class _Conversation:
             if not shown(changed[number], field, f"{number}", text):
                 self.altered(number, field)
         for number, message in enumerate(self.messages):
-            for key in (
-                message.keys() - LINKS - {*WORDS} - ({"name"} if message["role"] in ("tool", "function") else set())
-            ):
+            linked = LINKS | ({"name"} if message["role"] in ("tool", "function") else set())
+            for key in message.keys() - linked - {*WORDS}:
                 note = f"messages have the key {key!r}, of which the chat template shows nothing"
                 less = {name: value for name, value in message.items() if name != key}
                 if note not in self.writer.notes and self.render(self.replaced(number, less)) == self.whole:
@@ -242,7 +244,7 @@ class _Conversation:
         text = self.render(self.replaced(number, message))
         if not shown(message, field, "", text):
             raise DataError(
-                f"{self.place}: message {self.number(number)}: the chat template does not show {field!r}; {self.advice(number, field)}"
+                f"{self.named(number)}: the chat template does not show {field!r}; {self.advice(number, field)}"
             )
         return text
 
@@ -254,12 +256,9 @@ class _Conversation:
         if field in THOUGHTS:
             known = [name for name in THOUGHTS if re.search(rf"""(?:\.|\[['"]|get\(['"]){name}\b""", source)]
             if field not in known:
-                where = (
-                    f"its field for thoughts is {known[0]!r}"
-                    if known
-                    else "write it into the content, as <think>...</think>"
-                )
-                return f"{where}, or take a tokenizer whose template shows it"
+                if known:
+                    return f"its field for thoughts is {known[0]!r}"
+                return "write it into the content, as <think>...</think>, or take a tokenizer whose template shows it"
         if field in THOUGHTS or field == "thought":
             if number < len(self.messages) - 1:
                 return "it shows those of the last turn: give each of the assistant's turns as a row of its own"
@@ -281,7 +280,7 @@ class _Conversation:
         message = self.messages[number]
         fields, places = said_in(message), list[tuple[int, str, dict[str, Any]]]()
         if not fields:
-            raise DataError(f"{self.place}: message {self.number(number)} says nothing")
+            raise DataError(f"{self.named(number)} says nothing")
         for field in fields:
             try:
                 text = self.altered(number, field)
@@ -292,16 +291,17 @@ class _Conversation:
                     return None, 0, True
                 raise
             places.append((shared(self.whole, text), text.rpartition(_MARK)[2], marked(message, field)))
-        thought = _THOUGHT.match(message["content"])
-        if thought and thought[1].strip():
-            content = message["content"]
-            words = content[: thought.start(1)] + _MARK + content[thought.end(1) :]
-            if _MARK not in self.render(self.replaced(number, {**message, "content": words})):
+        parts = _TAG.split(message["content"])
+        for place in [
+            n for n, part in enumerate(parts) if part.strip() and len(parts) > 1 and not _TAG.fullmatch(part)
+        ]:
+            content = "".join([*parts[:place], _MARK, *parts[place + 1 :]])
+            if _MARK not in self.render(self.replaced(number, {**message, "content": content})):
                 if self.opens(number):
                     return None, 0, True
                 raise DataError(
-                    f"{self.place}: message {self.number(number)}: the chat template leaves the thought out of 'content'; "
-                    + self.advice(number, "thought")
+                    f"{self.named(number)}: the chat template leaves a part of 'content' out, "
+                    f"{parts[place].strip()[:40]!r}; {self.advice(number, 'thought')}"
                 )
         begin = self.begin(number, min(start for start, _, _ in places))
         _, tail, changed = min(places, key=lambda place: len(place[1]))
@@ -330,16 +330,17 @@ class _Conversation:
                 return len(self.whole) - len(rest) + len(header)
             if opening and rest.startswith(header.removesuffix(opening)):
                 self.note(
-                    f"the chat template begins the assistant's turn with {opening!r} in use, and some turns of the data "
-                    "without it: give thoughts, each turn as a row of its own, or data.chat_template_kwargs"
+                    f"the chat template begins the assistant's turn with {opening!r} in use, and some turns of the "
+                    "data without it: give thoughts, each turn as a row of its own, or data.chat_template_kwargs"
                 )
                 return len(self.whole) - len(rest) + len(header) - len(opening)
         return words
 
     def opens(self, number: int) -> bool:
         """Whether the prompt of the last message opens a thought that the template would not show behind it."""
-        last = number == len(self.messages) - 1 and not self.messages[number].get("tool_calls")
-        opening = thought_opening(self.render(self.messages[:number], True)) if last else ""
+        last = number == len(self.messages) - 1 and number not in self.said
+        plain = last and not self.messages[number].get("tool_calls")
+        opening = thought_opening(self.render(self.messages[:number], True)) if plain else ""
         return bool(opening) and "</" not in opening
 
     def in_use(self, number: int) -> tuple[str, str]:
@@ -362,7 +363,7 @@ class _Conversation:
         place = text.find(words.strip())
         if place < 0:
             raise DataError(
-                f"{self.place}: message {self.number(number)}: the chat template writes the assistant's words otherwise than "
+                f"{self.named(number)}: the chat template writes the assistant's words otherwise than "
                 "they are, so that an environment's are not found in them; " + self.advice(number, "thought")
             )
         place -= len(words) - len(words.lstrip())

@@ -296,7 +296,7 @@ def _part(place: str, part: Any) -> str:
     text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise DataError(f"{place}: a part of 'content' is {kind!r}; only parts of text are read")
+        raise DataError(f"{place}: 'content' must be text, or parts of text; one is {kind!r}")
     return text
 
 
