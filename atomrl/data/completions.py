@@ -238,15 +238,9 @@ def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -
             raise DataError(f"field {name!r} " + ("is missing or empty" if not value else "is no text and no list"))
     if isinstance(sides[0], str) != isinstance(sides[1], str):
         raise DataError(f"of {names[0]!r} and {names[1]!r} one is text and the other a list of messages")
-    if row.get(prompt_field) is not None:
-        prompt: PromptContent | None = check_prompt(row[prompt_field])
-    elif isinstance(row.get(names[0]), Mapping) and row.get("conversations") is not None:
-        asked = check_messages(_listed("conversations", row["conversations"], row), "field 'conversations'")
-        prompt = _as_content(asked)
-        return prompt, *(_answer(name, value) for name, value in zip(names, sides, strict=True))
-    else:
-        prompt = _alpaca(row, names[0])[0] if row.get("instruction") and isinstance(sides[0], str) else None
-    if isinstance(prompt, tuple) or (prompt is not None and isinstance(sides[0], str)):
+    alone = all(isinstance(side, str) or _begins_with_answer(side) for side in sides)
+    prompt = _asked(row, prompt_field, names[0], alone)
+    if isinstance(prompt, tuple) or (prompt is not None and alone):
         return prompt, *(_answer(name, value) for name, value in zip(names, sides, strict=True))
     if isinstance(sides[0], str) and isinstance(sides[1], str):
         return _shared_text(sides[0], sides[1])
@@ -263,6 +257,25 @@ def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -
     if prompt is not None and all(message["content"].strip() != prompt.strip() for message in conversation):
         raise DataError(f"{prompt_field!r} is none of the messages that {names[0]!r} and {names[1]!r} share")
     return _as_content(conversation), *answers
+
+
+def _begins_with_answer(messages: Any) -> bool:
+    first = messages[0]
+    return isinstance(first, Mapping) and first.get("role", SHAREGPT.get(first.get("from", ""))) == "assistant"
+
+
+def _asked(row: Mapping[str, Any], prompt_field: str, answer: str, alone: bool) -> PromptContent | None:
+    """The prompt of a pair that stands by itself.
+
+    Args:
+        answer: a field with one of the answers.
+        alone: these are without the prompt, which may then have another name.
+    """
+    if row.get(prompt_field) is not None:
+        return check_prompt(row[prompt_field])
+    if alone and row.get("conversations") is not None:
+        return _as_content(check_messages(_listed("conversations", row["conversations"], row), "field 'conversations'"))
+    return _alpaca(row, answer)[0] if alone and row.get("instruction") else None
 
 
 def _shared(first: Sequence[object], second: Sequence[object]) -> int:

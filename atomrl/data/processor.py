@@ -234,12 +234,15 @@ class DataProcessor:
         if self.opening and messages[-1]["role"] != "user":
             raise DataError(f"{place}: with environment.opening the last message of a prompt is the user's")
         messages[-1]["content"] += _END if self.opening else ""
+        shown = self.tools or tools
+        options: dict[str, Any] = {"kwargs": self.template_kwargs, "add_generation_prompt": not continued}
+        options["continue_final_message"] = continued
         # templates are programs and raise what they like
         with said_as(DataError, f"{place}: the chat template refuses the prompt", Exception):
-            text = render(
-                self.tokenizer, messages, tools=self.tools or tools, kwargs=self.template_kwargs,
-                add_generation_prompt=not continued, continue_final_message=continued,
-            )  # fmt: skip
+            text = render(self.tokenizer, messages, tools=shown, **options)
+            ignored = shown is tools and len(tools) and text == render(self.tokenizer, messages, **options)
+        if ignored:
+            raise DataError(f"{place}: field {TOOLS!r}: the chat template does not show tools; remove the column")
         for message in messages:
             if message["role"] in ("system", "developer") and str(message["content"]).strip() not in text:
                 raise DataError(f"{place}: the tokenizer's chat template leaves out the system prompt")

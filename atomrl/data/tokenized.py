@@ -234,7 +234,7 @@ class TokenizedSamples:
         """What follows the prompt: a text, and the token that ends it. Or a whole conversation, the prompt included."""
         writer, processor, place = self._writer, self._processor, sample.sample_id
         asked, tools = processor.conversation(sample.prompt), processor.tools_of(sample)
-        own = isinstance(sample.prompt, str) or len(asked) == len(sample.prompt)
+        own = len(asked) == (1 if isinstance(sample.prompt, str) else len(sample.prompt))
         as_it_is, continues = processor.is_bare(sample), asked[-1]["role"] == "assistant"
         parts = within_turns([Message(role="assistant", content=turns)] if isinstance(turns, str) else turns)
         plain = len(parts) == 1 and all(said_in(message) == ["content"] for message in parts[0])
