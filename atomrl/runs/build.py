@@ -255,7 +255,8 @@ def build_rollout(config: RunConfig, path: str, tokenizer: Any, cluster: RayClus
         engine = ReplicatedEngine(build, cluster)
     if config.environment is None:
         return engine
-    return EpisodeEngine(engine, tokenizer, config.environment, tool_schemas(config))
+    kwargs = config.data.chat_template_kwargs
+    return EpisodeEngine(engine, tokenizer, config.environment, tool_schemas(config), kwargs)
 
 
 def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -> str:
