@@ -54,7 +54,9 @@ _RESULT = """
     {%- endif %}
 {%- endfor %}"""
 
-QWEN25 = _HERMES.replace("DEFAULT", "{%- else %}{{- '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}") + """
+QWEN25 = (
+    _HERMES.replace("DEFAULT", "{%- else %}{{- '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}")
+    + """
 {%- for message in messages %}
     {%- if message.role == "user" or (message.role == "system" and not loop.first) or (message.role == "assistant" and not message.tool_calls) %}
         {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
@@ -64,10 +66,15 @@ QWEN25 = _HERMES.replace("DEFAULT", "{%- else %}{{- '<|im_start|>system\nYou are
         {%- for call in message.tool_calls %}
             {{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson + '}\n</tool_call>' }}
         {%- endfor %}
-        {{- '<|im_end|>\n' }}""" + _RESULT + """
+        {{- '<|im_end|>\n' }}"""
+    + _RESULT
+    + """
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+)
 
-QWEN3 = _HERMES.replace("DEFAULT", "") + """
+QWEN3 = (
+    _HERMES.replace("DEFAULT", "")
+    + """
 {%- set ns = namespace(searching=true, last=messages|length - 1) %}
 {%- for message in messages[::-1] %}
     {%- if ns.searching and message.role == "user" and not (message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
@@ -95,16 +102,22 @@ QWEN3 = _HERMES.replace("DEFAULT", "") + """
             {%- if call.arguments is string %}{{- call.arguments }}{%- else %}{{- call.arguments | tojson }}{%- endif %}
             {{- '}\n</tool_call>' }}
         {%- endfor %}
-        {{- '<|im_end|>\n' }}""" + _RESULT + """
+        {{- '<|im_end|>\n' }}"""
+    + _RESULT
+    + """
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\n' }}
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
 {%- endif %}"""
+)
 
-QWEN3_THINKING = QWEN3.partition("\n    {%- if enable_thinking")[0].replace(
-    "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\n' }}",
-    "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\n<think>\n' }}",
-) + "\n{%- endif %}"
+QWEN3_THINKING = (
+    QWEN3.partition("\n    {%- if enable_thinking")[0].replace(
+        "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\n' }}",
+        "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\n<think>\n' }}",
+    )
+    + "\n{%- endif %}"
+)
 
 GEMMA3 = """{{ bos_token }}
 {%- if messages[0].role == 'system' %}{%- set first = messages[0].content + '\n\n' %}{%- set loop_messages = messages[1:] %}
