@@ -167,8 +167,8 @@ class DataProcessor:
             if mark := next((mark for mark in self._marks.special if any(mark in text for text in texts)), None):
                 self._warn(
                     f"{sample.sample_id}: the prompt holds {mark}, which the chat template writes itself, so the model "
-                    f"reads it as a turn's begin or end: remove it from {name}; where prompts carry their template, set "
-                    "data.chat_template=none"
+                    f"reads it as a turn's begin or end: remove it from {name}, or set data.chat_template=none where "
+                    "prompts carry their template"
                 )
             return False
         self._warn(
