@@ -111,7 +111,7 @@ def test_a_folder_that_is_saved_stops_there_in_transformers(ending, tmp_path):
     folder, tokenizer = ending
     save_model(load_policy(folder, device="cpu"), tokenizer, tmp_path / "saved")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert model.generation_config.eos_token_id == [2, 0] and model.generation_config.pad_token_id == 1
+    assert model.generation_config.eos_token_id == [2, 1, 0] and model.generation_config.pad_token_id == 1
     assert model.generate(torch.tensor([[9, 9]]), max_new_tokens=5, do_sample=False).shape[1] == 3
 
 
@@ -148,7 +148,7 @@ def test_stops_are_all_that_are_named_once(name, tmp_path):
 
 
 @pytest.mark.parametrize("text, opening", [
-    ("2+2=\nAssistant: Let me think.\n<think>", "<think>"), ("...<think>\n", "<think>\n"), ("<reasoning> ", "<reasoning> "),
+    ("2+2=\nAssistant: Let me see.\n<think>", "<think>"), ("<think>\n", "<think>\n"), ("a<reasoning> ", "<reasoning> "),
     ("a<think>\n\n</think>\n\n", "<think>\n\n</think>\n\n"), ("a<thinking></thinking>", "<thinking></thinking>"),
     ("Think in <think> tags", ""), ("<think>over</think>", ""), ("<think> and </think>.", ""), ("", ""),
 ])  # fmt: skip
@@ -331,14 +331,10 @@ def test_tags_of_thoughts_are_no_tokens_of_the_template(caplog):
 
 
 def test_a_system_message_that_the_template_leaves_out_is_refused():
-    with pytest.raises(DataError, match=r"d.jsonl:1: the tokenizer's chat template leaves out the system prompt"):
-        tokenizer = templates.make_tokenizer("byte-level", "zephyr")
-        text, tokenizer.chat_template = (
-            tokenizer.chat_template,
-            "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}",
-        )
-        try:
-            processor = DataProcessor(tokenizer, DataConfig(train="-"))
-            prompt_of(processor, ({"role": "system", "content": "Be brief."}, ASKED))
-        finally:
-            tokenizer.chat_template = text
+    tokenizer = family_tokenizer("chatml")
+    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    try:
+        with pytest.raises(DataError, match=r"d.jsonl:1: the tokenizer's chat template leaves out the system prompt"):
+            prompt_of(processor_of("chatml"), ({"role": "system", "content": "Be brief."}, ASKED))
+    finally:
+        tokenizer.chat_template = CHATML
