@@ -184,17 +184,24 @@ class TurnMarks:
     """Special tokens that it writes, and the tokenizer's begin and end of sequence."""
     ends: tuple[str, ...] = ()
     """Those of them that end the assistant's turn."""
+    front: str = ""
+    """What stands before a user's words where they are the first."""
     header: str = ""
     """What stands between a user's words and the assistant's: the generation prompt."""
 
     def turn(self, text: str) -> str | None:
-        """What a prompt has of the assistant's turn, behind the last header in it; None where there is no header, or
-        the turn is over: it is no prompt that the template has made."""
+        """What a prompt has of the assistant's turn, behind the last header in it.
+
+        Returns:
+            None where the text has no header, does not begin as the template does, or its turn is over: it is no prompt
+            that the template has made.
+        """
         header = self.header.removesuffix(thought_opening(self.header)).strip()
-        if not any(mark in header for mark in self.special):  # it may be any word of a user's
+        begins = tuple(mark for mark in (*self.special, self.front.strip()) if mark)
+        before, found, turn = text.rpartition(header) if header and begins else ("", "", "")
+        if not (found and before.lstrip().startswith(begins)) or any(end in turn for end in self.ends):
             return None
-        before, found, turn = text.rpartition(header)
-        return turn.lstrip("\n") if before and found and not any(end in turn for end in self.ends) else None
+        return turn.lstrip("\n")
 
 
 def turn_marks(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> TurnMarks:
@@ -210,13 +217,13 @@ def turn_marks(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> TurnM
         return TurnMarks()
     end = end_of_turn(tokenizer, kwargs)
     ends = {str(tokenizer.convert_ids_to_tokens(id)) for id in (end, tokenizer.eos_token_id) if id is not None}
-    header = _behind(tokenizer, kwargs, [{"role": "user", "content": _WORDS}], add_generation_prompt=True)
-    words = {"role": "assistant", "content": _WORDS}
-    text = header + _behind(tokenizer, kwargs, [words, {"role": "user", "content": _NEXT}, words], whole=True)
+    user, words = {"role": "user", "content": _WORDS}, {"role": "assistant", "content": _WORDS}
+    front, _, header = _around(tokenizer, kwargs, [user], add_generation_prompt=True)
+    text = header + "".join(_around(tokenizer, kwargs, [words, {**user, "content": _NEXT}, words]))
     added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
     found = {mark for mark in added if mark and mark in text} | ends | {tokenizer.bos_token or ""}
     special = sorted(mark for mark in found if mark and not _TAG.fullmatch(mark))
-    return TurnMarks(tuple(special), tuple(sorted(ends)), header)
+    return TurnMarks(tuple(special), tuple(sorted(ends)), front, header)
 
 
 def following(tokenizer: Any, text: str, before: str = "", split: bool = False) -> list[int]:
@@ -282,8 +289,8 @@ def _end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> str | None
     tokenizer's end of sequence goes before others (Command R closes its answer, then its turn), else the first.
     """
     words, user = {"role": "assistant", "content": _WORDS}, {"role": "user", "content": _NEXT}
-    last = _behind(tokenizer, kwargs, [words])
-    inner = _behind(tokenizer, kwargs, [words, user]).partition(_NEXT)[0]
+    *_, last = _around(tokenizer, kwargs, [words])
+    inner = _around(tokenizer, kwargs, [words, user])[2].partition(_NEXT)[0]
     ends, both = _special(tokenizer, last), list[str]()
     for end, other in zip(ends, _special(tokenizer, inner), strict=False):
         if end != other:
@@ -293,15 +300,14 @@ def _end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> str | None
     return tokenizer.eos_token if tokenizer.eos_token in found else next(iter(found), None)
 
 
-def _behind(
+def _around(
     tokenizer: Any,
     kwargs: Mapping[str, Any] | None,
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool = False,
-    whole: bool = False,
-) -> str:
-    """What the template writes behind the last `_WORDS` of a conversation that goes on with these messages, or `whole`
-    all that it writes, for the first begin of one that it takes; "" where it takes none."""
+) -> tuple[str, str, str]:
+    """What the template writes before the last `_WORDS` of a conversation that goes on with these messages, they, and
+    what it writes behind; of the first begin of one that it takes, and empty where it takes none."""
     asked: list[dict[str, Any]] = [{"role": "user", "content": "atomrl-asked"}]
     front = [] if messages[0]["role"] == "user" else asked
     for begin in (front, [{"role": "system", "content": "atomrl-told"}, *front]):
@@ -311,8 +317,8 @@ def _behind(
             except Exception:  # templates are programs and raise what they like
                 continue
             if _WORDS in text:
-                return text if whole else text.rpartition(_WORDS)[2]
-    return ""
+                return text.rpartition(_WORDS)
+    return "", "", ""
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:

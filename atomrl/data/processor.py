@@ -163,37 +163,42 @@ class DataProcessor:
         Raises:
             DataError: it carries the chat template, and the config has what only a template writes.
         """
-        prompt = sample.prompt
+        prompt, name = sample.prompt, f"data.prompt_field={self.config.prompt_field}"
         if not self.has_template:
             if self.tools_of(sample) and not self.tools:
                 raise DataError(f"{sample.sample_id}: field {TOOLS!r}: {self._why_none()}; remove the column")
             return isinstance(prompt, str)
-        texts = [prompt] if isinstance(prompt, str) else [str(message.get("content") or "") for message in prompt]
-        mark = next((mark for mark in self._marks.special if any(mark in text for text in texts)), None)
-        if mark is None:
-            return False
         if not isinstance(prompt, str) or self._marks.turn(prompt) is None:
-            if not self._warned:
-                self._warned = True
-                log.warning(
-                    "%s: the prompt holds %s, which the chat template writes itself (such prompts are named once): the "
-                    "model reads it as a turn's begin or end. Remove it from data.prompt_field=%s; or, where prompts "
-                    "carry their template, set data.chat_template=none",
-                    sample.sample_id, mark, self.config.prompt_field,
-                )  # fmt: skip
+            texts = [prompt] if isinstance(prompt, str) else [str(message.get("content") or "") for message in prompt]
+            if mark := next((mark for mark in self._marks.special if any(mark in text for text in texts)), None):
+                self._warn(
+                    f"{sample.sample_id}: the prompt holds {mark}, which the chat template writes itself, so the model "
+                    f"reads it as a turn's begin or end: remove it from {name}, or set data.chat_template=none where "
+                    "prompts carry their template"
+                )
             return False
+        self._warn(
+            f"{sample.sample_id}: the prompt carries its chat template already and is taken as it is; "
+            f"data.chat_template=none says so, or give the question alone in {name}"
+        )
         lost = {
             "data.system_prompt": self.system_prompt is not None,
             "data.chat_template_kwargs": self.config.chat_template_kwargs,
             "tools": self.tools_of(sample),
             "environment.opening": self.opening,
         }
-        if name := next((name for name, there in lost.items() if there), None):
+        if key := next((key for key, there in lost.items() if there), None):
             raise DataError(
-                f"{sample.sample_id}: the prompt carries its chat template ({mark}), so {name} has no place in it: "
-                f"give the question alone in data.prompt_field={self.config.prompt_field}, or remove {name}"
+                f"{sample.sample_id}: the prompt carries its chat template already, so {key} has no place in it: give "
+                f"the question alone in {name}, or remove {key}"
             )
         return True
+
+    def _warn(self, message: str) -> None:
+        """Say it of the first prompt."""
+        if not self._warned:
+            self._warned = True
+            log.warning("%s (of such prompts the first is named)", message)
 
     def _begun(self, prompt: str | Sequence[Message], text: str) -> str:
         """The end of a prompt's text that is of the assistant's turn."""

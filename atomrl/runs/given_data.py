@@ -29,7 +29,7 @@ from atomrl.objective import PreferenceObjective
 from atomrl.objective.advantage_inputs import given
 from atomrl.rollout.stopping import eos_token_ids
 from atomrl.runs.base import Evaluation, PreparedRun, identity
-from atomrl.runs.build import context_tokens, model_path, policy_tokenizer, with_steps
+from atomrl.runs.build import context_tokens, model_path, policy_tokenizer, started, with_steps
 from atomrl.runs.checks import check_held_out
 
 Split = Literal["train", "eval"]
@@ -53,7 +53,7 @@ class GivenDataRun(PreparedRun):
 
     def __init__(self, config: RunConfig, tokenizer: Any, context: int | None) -> None:
         self.config, self.tokenizer, self.context = config, tokenizer, context
-        self.processor = DataProcessor(tokenizer, config.data)
+        self.processor = DataProcessor(tokenizer, config.data, today=started(config))
         self.held_out = self._tokenized("eval") if config.data.eval is not None else None  # most often the smaller
         self.train = self._tokenized("train")
         check_held_out(config, self.train.samples, self.held_out.samples if self.held_out else [])

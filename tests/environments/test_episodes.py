@@ -37,8 +37,8 @@ def test_an_episode_is_what_was_sampled_and_what_was_answered(played, tokenizer)
             at += len(segment.token_ids)
             ends.append(at - 1)
         assert places == [ends[1], ends[3], ends[5]] and {reward for _, reward in item.token_rewards} == {0.5}
-        own = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in tokens_by_origin(item, "model"))
-        assert item.text == own
+        own = [part[:-1] if part[-1] == tokenizer.eos_token_id else part for part in tokens_by_origin(item, "model")]
+        assert item.text == "".join(tokenizer.decode(part) for part in own), "with special tokens, but for the end"
     assert len({item.token_ids for item in found}) > 12, "seeds make no difference"
 
 
