@@ -8,7 +8,7 @@ what differs is what the field became, and a field whose words are nowhere is on
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, zip_longest
 from typing import Any, NamedTuple
 
@@ -99,23 +99,26 @@ class ConversationWriter:
         """The added token that a text ends with, or "", on which may depend how what follows is tokenized."""
         return max((token for token in self._added if text.endswith(token)), key=len, default="")
 
-    def closing(self, tail: str, own: str) -> tuple[str, bool]:
+    def closing(self, tail: str, alone: Callable[[], str]) -> tuple[str, bool]:
         """What closes a turn of the assistant.
 
         Args:
             tail: all that the template writes behind its words.
-            own: all that it would write if the conversation ended there.
+            alone: says what it would write if the conversation ended there; asked only where that matters.
 
         Returns:
             The beginning of `tail`, and whether it ends in a token that ends a completion.
         """
-        found, here, there = "", self._parts.finditer(tail), self._parts.finditer(own)
-        for part, last in ((a and a[0], b and b[0]) for a, b in zip_longest(here, there)):
+        first = self._parts.match(tail)
+        if first and first[0] in self.stops:
+            return first[0], True
+        found, here, there = "", self._parts.finditer(tail), self._parts.finditer(alone())
+        for part, other in ((a and a[0], b and b[0]) for a, b in zip_longest(here, there)):
             if part in self.stops:
                 return found + part, True
-            if part is None or part != last:
+            if part is None or part != other:
                 # an end for turns within a conversation alone: gpt-oss
-                return found + (part if part and {part, last} <= self._added else ""), False
+                return found + (part if part and {part, other} <= self._added else ""), False
             found += part
         return found, False
 
@@ -305,11 +308,14 @@ class _Conversation:
                 )
         begin = self.begin(number, min(start for start, _, _ in places))
         _, tail, changed = min(places, key=lambda place: len(place[1]))
-        alone = self.render([*self.messages[:number], changed]).rpartition(_MARK)[2]
-        closing, ended = self.writer.closing(tail, alone)
+        closing, ended = self.writer.closing(tail, lambda: self.alone(number, changed))
         words = len(self.whole) - shared(self.whole[::-1], tail[::-1])
         end = len(self.whole) - len(tail) + len(closing if ended else closing.rstrip())
         return begin, max(words, end), ended
+
+    def alone(self, number: int, changed: Mapping[str, Any]) -> str:
+        """What would stand behind a marked message if the conversation ended with it."""
+        return self.render([*self.messages[:number], changed]).rpartition(_MARK)[2]
 
     def begin(self, number: int, words: int) -> int:
         """Where the header that generation gives ends; `words`: where the message's own do at the latest."""

@@ -247,7 +247,10 @@ class DataProcessor:
             text = render(self.tokenizer, messages, tools=shown, **options)
             ignored = shown is tools and len(tools) and text == render(self.tokenizer, messages, **options)
         if ignored:
-            raise DataError(f"{place}: field {TOOLS!r}: the chat template does not show tools; remove the column")
+            raise DataError(
+                f"{place}: field {TOOLS!r}: the chat template does not show tools: take a tokenizer whose "
+                "template does, or remove the column"
+            )
         for message in messages:
             if message["role"] in ("system", "developer") and str(message["content"]).strip() not in text:
                 raise DataError(f"{place}: the tokenizer's chat template leaves out the system prompt")
