@@ -336,8 +336,8 @@ class _Conversation:
                 return len(self.whole) - len(rest) + len(header)
             if opening and rest.startswith(header.removesuffix(opening)):
                 self.note(
-                    f"the chat template begins the assistant's turn with {opening!r} in use, and some turns of the "
-                    "data without it: give thoughts, each turn as a row of its own, or data.chat_template_kwargs"
+                    f"in generation the assistant's turn begins with {opening!r}, and the chat template writes some "
+                    "turns of the data without it: give each turn as a row of its own, with its thought"
                 )
                 return len(self.whole) - len(rest) + len(header) - len(opening)
         return words

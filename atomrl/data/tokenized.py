@@ -14,7 +14,7 @@ from atomrl.batches import RowBatch
 from atomrl.chat_template import following, thought_opening, token_ids
 from atomrl.data.completions import written
 from atomrl.data.conversations import ConversationWriter, Piece, continued, joined, said_in, within_turns
-from atomrl.data.problems import DataError
+from atomrl.data.problems import DataError, problem_list
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import COMPLETIONS, ENVIRONMENT, LoadReport, PromptContent, Scored
 from atomrl.types import Message, Sample
@@ -124,7 +124,8 @@ class TokenizedSamples:
         stops: the tokens that end the model's completions, beside the tokenizer's and the chat template's.
 
     Raises:
-        DataError: none is left.
+        DataError: none is left, or the chat template cannot show what is in a row (`data.on_bad_row` may leave such
+            rows out).
     """
 
     def __init__(
@@ -151,9 +152,12 @@ class TokenizedSamples:
         self._kept: dict[str, list[Example]] = {}
         self.samples: list[Sample] = []
         over, longest, no_prompt, total = 0, (0, ""), 0, len(report.samples)
+        problems: list[str] = []
         for start in range(0, total, SAMPLES_AT_ONCE):
             items = [(f"0:{sample.sample_id}", sample) for sample in report.samples[start : start + SAMPLES_AT_ONCE]]
-            for (_, sample), group in zip(items, self._encode(items), strict=True):
+            for (_, sample), group in zip(items, self._groups(items, problems), strict=True):
+                if group is None:
+                    continue
                 size = max((len(example.tokens) for example in group), default=0)
                 longest = max(longest, (size, sample.sample_id))
                 if not group:
@@ -164,8 +168,15 @@ class TokenizedSamples:
                     self.samples.append(sample)
                     if self._draw is None:
                         self._kept[sample.sample_id] = group
+            if problems and processor.config.on_bad_row == "error":
+                raise DataError(
+                    f"{report.source}: {len(problems)} rows have problems (data.on_bad_row=skip leaves them out):\n"
+                    + problem_list(problems)
+                )
         for note, place in self._writer.notes.items():
             log.warning("%s: %s", place, note)
+        if problems:
+            self._left_out(f"{len(problems)} of {total} {what} have problems (the first: {problems[0]})", "")
         if over:
             self._left_out(
                 f"{over} of {total} {what} are longer than {limit} tokens, all that the model takes (the longest, with "
@@ -174,6 +185,16 @@ class TokenizedSamples:
             )
         if no_prompt:
             self._left_out(f"{no_prompt} of {total} prompts are longer than data.max_prompt_tokens", "")
+
+    def _groups(self, items: Items, problems: list[str]) -> list[list[Example] | None]:
+        """The completions of each; None of one with a problem, which is added to the others."""
+        try:
+            return [*self._encode(items)]
+        except DataError as error:
+            if len(items) == 1:
+                problems.append(str(error))
+                return [None]
+        return [group for item in items for group in self._groups([item], problems)]
 
     def _left_out(self, message: str, advice: str) -> None:
         if not self.samples:

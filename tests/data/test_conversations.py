@@ -191,8 +191,28 @@ def test_thoughts_are_trained_once(rows, name, last, trained):
     ],
 )  # fmt: skip
 def test_what_a_template_does_not_show_is_refused_with_its_line(rows, name, row, message):
-    with pytest.raises(DataError, match=r"^d.jsonl:1: .*" + message):
+    with pytest.raises(DataError, match=r"d.jsonl:1: .*" + message):
         rows(row, family_tokenizer(name))
+
+
+def test_rows_that_a_template_cannot_show_can_be_left_out(tmp_path, caplog):
+    bad = {"messages": [user("w?"), says(THOUGHT), *TWO]}
+    path = tmp_path / "d.jsonl"
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in ({"messages": TWO}, bad, {"prompt": "a", "completion": "b"}, bad))
+    )
+
+    def read(**config):
+        config = DataConfig(train=str(path), **config)
+        report = load_samples(config, convert=demonstration_reader("prompt", "completion"))
+        return TokenizedSamples(report, DataProcessor(family_tokenizer("qwen3"), config), "demonstrations")
+
+    with pytest.raises(
+        DataError, match=r"(?s)2 rows have problems .*d.jsonl:2: message 2: .*\n  d.jsonl:4: message 2: "
+    ):
+        read()
+    assert [sample.sample_id for sample in read(on_bad_row="skip").samples] == ["d.jsonl:1", "d.jsonl:3"]
+    assert "2 of 4 demonstrations have problems (the first: d.jsonl:2: message 2" in caplog.text
 
 
 def test_a_thought_in_the_prompt_need_not_be_shown(rows):
@@ -215,7 +235,7 @@ def test_what_changes_nothing_is_warned_of_once(rows, caplog):
 
 def test_a_system_prompt_of_the_config_does_not_count_as_a_message(rows):
     row = {"messages": [user("w?"), says("B", reasoning_content="y")]}
-    with pytest.raises(DataError, match="message 2: "):
+    with pytest.raises(DataError, match="d.jsonl:1: message 2: "):
         rows(row, family_tokenizer("chatml"), system_prompt="S")
     [(text, _)] = rows({"messages": TWO}, family_tokenizer("chatml"), system_prompt="S")
     assert text.startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nhi")
