@@ -211,11 +211,11 @@ def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
         ValueError: it has no such variable, or there is no template.
     """
     if kwargs and not tokenizer.chat_template:
-        raise ValueError("data.chat_template_kwargs: the tokenizer has no chat template; remove them")
+        raise ValueError("the tokenizer has no chat template; remove them")
     for name in kwargs:
         if name not in (known := template_variables(tokenizer)):
             hint = did_you_mean(name, sorted(known), "its variables are") if known else "it has none"
-            raise ValueError(f"data.chat_template_kwargs: the chat template does not read {name!r}; {hint}")
+            raise ValueError(f"the chat template does not read {name!r}; {hint}")
 
 
 def template_variables(tokenizer: Any) -> set[str]:
