@@ -13,16 +13,17 @@ from weakref import WeakKeyDictionary
 from atomrl.hints import did_you_mean
 
 SET_HERE = (
-    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
+    "messages", "conversation", "tools", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs",
 )  # fmt: skip
 """Arguments of `apply_chat_template` that are not the user's: `data.chat_template_kwargs` has none of them."""
 _WORDS, _NEXT = "atomrl-words", "atomrl-next"
 _ANCHORS = ("\n", "a", ".")
-_TAGS = "think|thinking|thought|reasoning|reason"
-_OPENED = re.compile(rf"<({_TAGS})>\s*(?:</\1>\s*)?\Z")
-_TAG = re.compile(rf"</?(?:{_TAGS})>")
+_THOUGHT = r"(?:\w+[:_])*(?:think(?:ing)?|thoughts?|reason(?:ing)?)\|?[>\]]"  # <think>, [THINK], <|begin_of_thought|>
+_OPEN, _CLOSED = rf"[<\[]\|?(?!end){_THOUGHT}", rf"[<\[]\|?(?:/|end[:_]){_THOUGHT}"
+_OPENED = re.compile(rf"{_OPEN}\s*(?:{_CLOSED}\s*)?\Z", re.IGNORECASE)
+_TAG = re.compile(rf"{_OPEN}|{_CLOSED}", re.IGNORECASE)
 _ends: WeakKeyDictionary[Any, dict[str, int | None]] = WeakKeyDictionary()
 
 
@@ -256,11 +257,11 @@ def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
         ValueError: it has no such variable, or there is no template.
     """
     if kwargs and not tokenizer.chat_template:
-        raise ValueError("data.chat_template_kwargs: the tokenizer has no chat template; remove them")
+        raise ValueError("the tokenizer has no chat template; remove them")
     for name in kwargs:
         if name not in (known := template_variables(tokenizer)):
             hint = did_you_mean(name, sorted(known), "its variables are") if known else "it has none"
-            raise ValueError(f"data.chat_template_kwargs: the chat template does not read {name!r}; {hint}")
+            raise ValueError(f"the chat template does not read {name!r}; {hint}")
 
 
 def template_variables(tokenizer: Any) -> set[str]:

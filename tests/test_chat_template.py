@@ -150,7 +150,10 @@ def test_stops_are_all_that_are_named_once(name, tmp_path):
 @pytest.mark.parametrize("text, opening", [
     ("2+2=\nAssistant: Let me see.\n<think>", "<think>"), ("<think>\n", "<think>\n"), ("a<reasoning> ", "<reasoning> "),
     ("a<think>\n\n</think>\n\n", "<think>\n\n</think>\n\n"), ("a<thinking></thinking>", "<thinking></thinking>"),
-    ("Think in <think> tags", ""), ("<think>over</think>", ""), ("<think> and </think>.", ""), ("", ""),
+    ("a[THINK]", "[THINK]"), ("<|begin_of_thought|>\n\n", "<|begin_of_thought|>\n\n"), ("<seed:think>", "<seed:think>"),
+    ("<|START_THINKING|><|END_THINKING|>", "<|START_THINKING|><|END_THINKING|>"), ("<|END_THINKING|>", ""),
+    ("a </think>", ""), ("<rethink>", ""), ("<thinker>", ""), ("Think in <think> tags", ""),
+    ("<think>over</think>", ""), ("<think> and </think>.", ""), ("", ""),
 ])  # fmt: skip
 def test_what_a_text_opens_at_its_end(text, opening):
     assert thought_opening(text) == opening

@@ -186,9 +186,10 @@ class Reader:
         return cast(str, self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def _says(self, completion: Sequence[int], text: str) -> bool:
-        """Whether the tokens are the text, with or without a special one that ends it."""
+        """Whether the tokens are the text: all of it, without a special one that ends it, or without special ones."""
         ended = bool(completion) and completion[-1] in self._special
-        return text in (self._decoded(completion, False), self._decoded(completion[:-1], False) if ended else None)
+        without_end = self._decoded(completion[:-1], False) if ended else None
+        return text in (without_end, self._decoded(completion, False), self._decoded(completion, True))
 
     def _asks(self, prompt: Sequence[int], sample: Sample) -> bool:
         """Whether the tokens are the sample's prompt in this tokenizer's; a system prompt may go before."""

@@ -235,7 +235,7 @@ def test_what_changes_nothing_is_warned_of_once(rows, caplog):
 
 def test_a_system_prompt_of_the_config_does_not_count_as_a_message(rows):
     row = {"messages": [user("w?"), says("B", reasoning_content="y")]}
-    with pytest.raises(DataError, match="d.jsonl:1: message 2: "):
+    with pytest.raises(DataError, match=r"d\.jsonl:1: message 2: "):
         rows(row, family_tokenizer("chatml"), system_prompt="S")
     [(text, _)] = rows({"messages": TWO}, family_tokenizer("chatml"), system_prompt="S")
     assert text.startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nhi")
