@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length", "abort", "environment"]
 
 
 class Message(TypedDict):
-    """One turn of a conversation."""
+    """One turn of a conversation. It may have other fields that a chat template reads, such as `tool_calls`."""
 
     role: str
     content: str
@@ -134,6 +134,9 @@ class Prompt:
     """Unique in the run: the epoch it was drawn in and the sample's id."""
     sample: Sample
     token_ids: tuple[int, ...]
+    opening: str = ""
+    """The end of the prompt that belongs to the assistant's turn: `<think>\\n` where the chat template opens its
+    thoughts, or the last message, where that is the assistant's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +193,7 @@ class GenerationOutput:
     segments: tuple[Segment, ...]
     """Several where the weights changed in between. They include the token that ended it."""
     text: str
-    """Decoded without special tokens."""
+    """Decoded, special tokens too, but for the one that ended it."""
     finish_reason: FinishReason
     episode: Episode | None = None
     """With an environment, whose tokens are then among the segments."""
@@ -219,8 +222,10 @@ class Trajectory:
     segments: tuple[Segment, ...]
     """The first is the prompt."""
     text: str
-    """What the model wrote, decoded without special tokens."""
+    """What the model wrote, special tokens too, but for the one that ended it."""
     finish_reason: FinishReason
+    opening: str = ""
+    """The end of the prompt that belongs to the assistant's turn (`Prompt.opening`)."""
     episode: Episode | None = None
     reward: float | None = None
     """The outcome: the weighted sum of the parts. None where no part gave a value, or one that counts failed; it then
@@ -235,6 +240,11 @@ class Trajectory:
     baseline_reward: float | None = None
     """The mean reward of the completions that an algorithm's `extra_rollouts` asks for beside those trained on; NaN
     where none of them has one."""
+
+    @property
+    def turn(self) -> str:
+        """The assistant's whole turn, which rewards read: what the prompt opened of it, and what the model wrote."""
+        return self.opening + self.text
 
     @property
     def trajectory_id(self) -> str:

@@ -107,7 +107,7 @@ def score(
     """What each reward gives each completion, None where it has no value, and why the first of those has none."""
     from atomrl.cli.reward import to_trajectory
 
-    known = ("prompt", "completion", "ground_truth", "data_source", "token_ids", "completion_tokens")
+    known = ("prompt", "opening", "completion", "ground_truth", "data_source", "token_ids", "completion_tokens")
     bare = [{key: row[key] for key in known if row.get(key) is not None} for row in rows]
     scored = rewards.score([to_trajectory(str(place), row) for place, row in enumerate(bare)])
     parts = [part.name for part in rewards.parts]

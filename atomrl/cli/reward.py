@@ -110,9 +110,10 @@ def read(file: Path) -> list[tuple[dict[str, Any], Trajectory]]:
 
 def to_trajectory(place: str, row: dict[str, Any]) -> Trajectory:
     """A row as the only completion of its prompt."""
+    from atomrl.chat_template import thought_opening
     from atomrl.types import Sample, Segment, Trajectory
 
-    own = ("prompt", "completion", "ground_truth", "data_source", "completion_tokens", "token_ids", "reward",
+    own = ("prompt", "completion", "opening", "ground_truth", "data_source", "completion_tokens", "token_ids", "reward",
            "reward_parts", "reward_failures")  # fmt: skip
     tokens = row.get("token_ids") or [0] * int(row.get("completion_tokens") or 0)  # only their number is used
     sample = Sample(
@@ -123,9 +124,11 @@ def to_trajectory(place: str, row: dict[str, Any]) -> Trajectory:
         columns={name: value for name, value in row.items() if name not in own},
     )
     segments = Segment(origin="prompt", token_ids=()), Segment(origin="model", token_ids=tuple(tokens))
+    begun = thought_opening(sample.prompt) if isinstance(sample.prompt, str) else ""
     return Trajectory(
-        prompt_id=place, index=0, sample=sample, segments=segments, text=row["completion"], finish_reason="stop"
-    )
+        prompt_id=place, index=0, sample=sample, segments=segments, text=row["completion"], finish_reason="stop",
+        opening=row.get("opening", begun),
+    )  # fmt: skip
 
 
 def with_rewards(row: dict[str, Any], scored: Trajectory) -> dict[str, Any]:

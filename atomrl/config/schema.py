@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from atomrl.chat_template import SET_HERE
 from atomrl.config.base import ConfigError, Section
 
 
@@ -30,6 +31,9 @@ class DataConfig(Section):
     chat_template: Literal["auto", "none"] = "auto"
     """`auto` applies the tokenizer's template to messages, and to text when it has one; `none` takes the text as
     it is, for prompts that carry their template."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, as in `{enable_thinking: false}` (Qwen 3), `{reasoning_effort: low}` (gpt-oss),
+    `{date_string: 26 Jul 2024}` (Llama 3.2). One that the template does not read is an error."""
     max_prompt_tokens: int = Field(512, ge=1)
     overlong_prompt: Literal["drop", "truncate"] = "drop"
     """`truncate` keeps the last tokens."""
@@ -41,6 +45,12 @@ class DataConfig(Section):
     def _one_system_prompt(self) -> Self:
         if self.system_prompt is not None and self.system_prompt_file is not None:
             raise ValueError("give system_prompt or system_prompt_file, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _variables_of_the_template(self) -> Self:
+        for name in self.chat_template_kwargs.keys() & {*SET_HERE}:
+            raise ValueError(f"chat_template_kwargs: {name!r} is set by AtomRL itself; leave it out")
         return self
 
 

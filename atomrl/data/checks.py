@@ -12,7 +12,7 @@ from atomrl.data.completions import demonstration_reader, preference_reader
 from atomrl.data.files import RawRow
 from atomrl.data.generators import normalise_content
 from atomrl.data.problems import DataError, problem_list
-from atomrl.data.sources import COMPLETIONS, problem_reader, read_source, to_samples
+from atomrl.data.sources import COMPLETIONS, PromptContent, problem_reader, read_source, to_samples
 from atomrl.types import Sample
 
 if TYPE_CHECKING:
@@ -84,10 +84,15 @@ def _answers(kind: str, sample: Sample) -> dict[str, Any]:
     """What a report shows of a row beside the prompt."""
     if kind == PROBLEMS:
         return {"ground truth": sample.ground_truth}
-    (first, score), *others = sample.columns[COMPLETIONS]
+    (first, score), *others = ((_words(turns), score) for turns, score in sample.columns[COMPLETIONS])
     if others:
         return {"chosen": first, "rejected": others[0][0]}
     return {"completion" + {1: ", good", -1: ", bad"}.get(score, ""): first}
+
+
+def _words(turns: PromptContent) -> PromptContent:
+    """A completion; the words of one message that says nothing else."""
+    return turns[0]["content"] if not isinstance(turns, str) and len(turns) == 1 and len(turns[0]) == 2 else turns
 
 
 def _section(title: str, pairs: Sequence[tuple[str, str]]) -> list[str]:

@@ -4,15 +4,18 @@ Layouts of demonstrations, recognised by their fields:
 
 - `prompt` and `completion`: text, or lists of messages (TRL's prompt-completion rows);
 - `messages`: a conversation (TRL's conversational rows), or `conversations` with `from` and `value` (ShareGPT);
-- `instruction`, `input` (may be empty) and `output` (Alpaca).
+- `instruction`, `input` (may be empty) and `output` (Alpaca), after `system` and `history`, if there are any.
 
-What the assistant says is trained on, from its first message after the prompt to the last; what others say is not. In
-lists of messages, one with the role `environment` is what an environment answers within the assistant's turn (`Reply`):
-its text follows as it is.
+What the assistant says is trained on, from its first message after the prompt to the last; what others say is not.
+Messages keep all that they have (calls, thoughts), for the chat template to write. In lists of messages, one with the
+role `environment` is what an environment answers within the assistant's turn (`Reply`): its text follows as it is.
+
+A column `tools`, in all layouts, has the JSON schemas of the tools that the chat template shows: a list, or its JSON.
 
 Layouts of preferences:
 
-- `prompt`, `chosen`, `rejected`, each text; or `prompt` a list of messages and the others its assistant's turns;
+- `prompt`, `chosen`, `rejected`, each text; or `prompt` a list of messages and the others its assistant's turns; in
+  place of `prompt` also `conversations` (ShareGPT), with a message in each of the others, or `instruction` and `input`;
 - `chosen` and `rejected` alone, which share their beginning (Anthropic HH's texts, or conversations);
 - HuggingFaceH4/ultrafeedback_binarized: `prompt` is text, `chosen` and `rejected` are whole conversations;
 - openbmb/UltraFeedback: `instruction` and `completions`, of which the best and the worst are taken;
@@ -23,29 +26,35 @@ A column `margin`, or `score_chosen` and `score_rejected`, says by how much a co
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from atomrl.data.conversations import said_in
 from atomrl.data.problems import DataError
 from atomrl.data.sources import (
     COMPLETIONS,
     ENVIRONMENT,
     ROLES,
+    TOOLS,
     Convert,
     PromptContent,
     Scored,
     check_messages,
     check_prompt,
+    check_tools,
     missing,
 )
+from atomrl.hints import said_as
 from atomrl.types import Message, Sample
 
 if TYPE_CHECKING:
     from atomrl.config import PreferenceConfig
 
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+SHAREGPT |= {"function_call": "assistant", "observation": "tool", "function_response": "tool", "tool": "tool"}
 HH_TURN = "\n\nAssistant:"
 TURNS = (*ROLES, ENVIRONMENT)
 ANSWERED = ("assistant", ENVIRONMENT), (ENVIRONMENT, "assistant")
@@ -53,16 +62,20 @@ ANSWERED = ("assistant", ENVIRONMENT), (ENVIRONMENT, "assistant")
 
 def demonstration_reader(prompt_field: str, completion_field: str) -> Convert:
     """Reads a row as a demonstration (`demonstrated`)."""
-    return lambda place, row: _sample(place, *demonstrated(row, prompt_field, completion_field))
+    return lambda place, row: _sample(place, row, *demonstrated(row, prompt_field, completion_field))
 
 
 def preference_reader(prompt_field: str, fields: PreferenceConfig) -> Convert:
     """Reads a row as a preference (`preference`)."""
-    return lambda place, row: _sample(place, *preference(row, prompt_field, fields))
+    return lambda place, row: _sample(place, row, *preference(row, prompt_field, fields))
 
 
-def _sample(place: str, prompt: PromptContent, completions: Scored) -> Sample:
-    return Sample(sample_id=place, prompt=prompt, ground_truth=None, columns={COMPLETIONS: completions})
+def _sample(place: str, row: Mapping[str, Any], prompt: PromptContent, completions: Scored) -> Sample:
+    tools = check_tools(row.get(TOOLS))
+    if "conversations" in row:  # ShareGPT's are without what is around them
+        tools = tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
+    columns = {COMPLETIONS: completions} | ({TOOLS: tools} if tools else {})
+    return Sample(sample_id=place, prompt=prompt, ground_truth=None, columns=columns)
 
 
 def demonstrated(
@@ -77,7 +90,7 @@ def demonstrated(
         >>> demonstrated({"instruction": "Add.", "input": "2+2", "output": "4"})
         ('Add.\\n\\n2+2', (('4', 0.0),))
         >>> demonstrated({"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]})
-        ('2+2=', (('4', 0.0),))
+        ('2+2=', ((({'role': 'assistant', 'content': '4'},), 0.0),))
     """
     given = {name for name, value in row.items() if value is not None}
     if completion_field in given:
@@ -85,12 +98,9 @@ def demonstrated(
             raise missing(prompt_field, row, "data.prompt_field")
         prompt, turns = check_prompt(row[prompt_field]), _answer(completion_field, row[completion_field], several=True)
     elif name := next((name for name in ("conversations", "messages") if name in given), None):
-        prompt, turns = _conversation(name, row[name])
+        prompt, turns = _conversation(name, row[name], row)
     elif {"instruction", "output"} <= given:
-        texts = [row[name] for name in ("instruction", "input") if row.get(name)]
-        if not all(isinstance(text, str) for text in texts) or not isinstance(row["output"], str) or not row["output"]:
-            raise DataError("fields 'instruction', 'input' and 'output' must be text")
-        prompt, turns = check_prompt("\n\n".join(texts)), row["output"]
+        prompt, turns = _alpaca(row, "output")
     else:
         raise DataError(
             f"no demonstration: it has {', '.join(map(repr, row)) or 'no keys'}, but neither {prompt_field!r} and "
@@ -100,10 +110,38 @@ def demonstrated(
     return prompt, ((turns, 0.0),)
 
 
-def _conversation(name: str, messages: Any) -> tuple[PromptContent, PromptContent]:
-    if name == "conversations" and isinstance(messages, list):
-        messages = [_sharegpt(message) for message in messages]
-    checked = check_messages(messages, f"field {name!r}", TURNS)
+def _alpaca(row: Mapping[str, Any], output: str) -> tuple[PromptContent, PromptContent]:
+    """Instruction and input, and the output; after a history, whose answers are trained too, as LLaMA-Factory does."""
+    texts = [row[name] for name in ("instruction", "input") if row.get(name)]
+    if not all(isinstance(text, str) for text in [*texts, row[output]]) or not row[output]:
+        raise DataError(f"fields 'instruction', 'input' and {output!r} must be text")
+    asked, history = check_prompt("\n\n".join(texts)), row.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise DataError("field 'history' must be a list of pairs: what was asked and what was answered")
+    messages = [
+        {"role": role, "content": text}
+        for turn in [*history, (asked, row[output])]
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+    if system := _system(row):
+        messages.insert(0, system)
+    if len(messages) == 2:
+        return asked, row[output]
+    if not history:
+        return check_prompt(messages[:-1]), row[output]
+    return _conversation("history", messages, {})
+
+
+def _system(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The system prompt that stands beside a conversation (LLaMA-Factory)."""
+    text = row.get("system")
+    if text is not None and not isinstance(text, str):
+        raise DataError("field 'system' must be text")
+    return {"role": "system", "content": text} if text and text.strip() else None
+
+
+def _conversation(name: str, messages: Any, row: Mapping[str, Any]) -> tuple[PromptContent, PromptContent]:
+    checked = check_messages(_listed(name, messages, row), f"field {name!r}", TURNS)
     first = next((place for place, message in enumerate(checked) if message["role"] == "assistant"), None)
     if not first:
         raise DataError(f"field {name!r} has no message of the assistant" + ("" if first is None else " after another"))
@@ -121,10 +159,33 @@ def written(messages: Sequence[Message]) -> PromptContent:
     return _answer("completion", messages, several=True)
 
 
-def _sharegpt(message: Any) -> dict[str, Any]:
+def _listed(name: str, messages: Any, row: Mapping[str, Any]) -> Any:
+    """A list of messages, which ShareGPT writes in its own way, with the system prompt beside it."""
+    if not isinstance(messages, list) or not messages:
+        return messages
+    if name == "conversations" or any(isinstance(message, Mapping) and "from" in message for message in messages):
+        messages = [_sharegpt(name, message) for message in messages]
+        if (system := _system(row)) and messages[0]["role"] != "system":
+            return [system, *messages]
+    return messages
+
+
+def _sharegpt(name: str, message: Any) -> dict[str, Any]:
+    if isinstance(message, Mapping) and "role" in message:
+        return dict(message)
     if not isinstance(message, Mapping) or message.get("from") not in SHAREGPT:
-        raise DataError(f"a message of 'conversations' must have 'from' ({', '.join(SHAREGPT)}) and 'value'")
-    return {"role": SHAREGPT[message["from"]], "content": message.get("value")}
+        raise DataError(f"a message of {name!r} must have 'from' ({', '.join(SHAREGPT)}) and 'value'")
+    found = {key: value for key, value in message.items() if key not in ("from", "value")}
+    found |= {"role": SHAREGPT[message["from"]], "content": message.get("value")}
+    if message["from"] != "function_call":
+        return found
+    with said_as(
+        DataError, f"field {name!r}: the value of a 'function_call' must be the JSON of calls", ValueError, TypeError
+    ):
+        calls = json.loads(message["value"])
+    return found | {"content": "", "tool_calls": [
+        {"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])
+    ]}  # fmt: skip
 
 
 def preference(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -> tuple[PromptContent, Scored]:
@@ -168,18 +229,24 @@ def preference(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConf
 def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -> Sequence[PromptContent]:
     """Prompt, chosen and rejected."""
     names = fields.chosen_field, fields.rejected_field
-    sides = [row.get(name) for name in names]
+    sides = [
+        [value] if isinstance(value := row.get(name), Mapping) and {"role", "from"} & value.keys() else value
+        for name in names
+    ]
     for name, value in zip(names, sides, strict=True):
         if not isinstance(value, str | list) or not value:
             raise DataError(f"field {name!r} " + ("is missing or empty" if not value else "is no text and no list"))
     if isinstance(sides[0], str) != isinstance(sides[1], str):
         raise DataError(f"of {names[0]!r} and {names[1]!r} one is text and the other a list of messages")
-    prompt = None if row.get(prompt_field) is None else check_prompt(row[prompt_field])
-    if isinstance(prompt, tuple) or (prompt is not None and isinstance(sides[0], str)):
+    alone = all(isinstance(side, str) or _begins_with_answer(side) for side in sides)
+    prompt = _asked(row, prompt_field, names[0], alone)
+    if isinstance(prompt, tuple) or (prompt is not None and alone):
         return prompt, *(_answer(name, value) for name, value in zip(names, sides, strict=True))
     if isinstance(sides[0], str) and isinstance(sides[1], str):
         return _shared_text(sides[0], sides[1])
-    turns = [_messages(name, value) for name, value in zip(names, sides, strict=True)]
+    turns = [
+        check_messages(_listed(name, value, row), f"field {name!r}") for name, value in zip(names, sides, strict=True)
+    ]
     shared = _shared(*turns)
     if shared == min(map(len, turns)):
         raise DataError(f"{names[0]!r} and {names[1]!r} are the same, or one is the beginning of the other")
@@ -190,6 +257,25 @@ def _pair(row: Mapping[str, Any], prompt_field: str, fields: PreferenceConfig) -
     if prompt is not None and all(message["content"].strip() != prompt.strip() for message in conversation):
         raise DataError(f"{prompt_field!r} is none of the messages that {names[0]!r} and {names[1]!r} share")
     return _as_content(conversation), *answers
+
+
+def _begins_with_answer(messages: Any) -> bool:
+    first = messages[0]
+    return isinstance(first, Mapping) and first.get("role", SHAREGPT.get(first.get("from", ""))) == "assistant"
+
+
+def _asked(row: Mapping[str, Any], prompt_field: str, answer: str, alone: bool) -> PromptContent | None:
+    """The prompt of a pair that stands by itself.
+
+    Args:
+        answer: a field with one of the answers.
+        alone: these are without the prompt, which may then have another name.
+    """
+    if row.get(prompt_field) is not None:
+        return check_prompt(row[prompt_field])
+    if alone and row.get("conversations") is not None:
+        return _as_content(check_messages(_listed("conversations", row["conversations"], row), "field 'conversations'"))
+    return _alpaca(row, answer)[0] if alone and row.get("instruction") else None
 
 
 def _shared(first: Sequence[object], second: Sequence[object]) -> int:
@@ -212,22 +298,19 @@ def _shared_text(chosen: str, rejected: str) -> tuple[str, PromptContent, Prompt
     return chosen[:end], _answer("chosen", chosen[end:]), _answer("rejected", rejected[end:])
 
 
-def _messages(name: str, value: Any) -> tuple[Message, ...]:
-    """Roles and contents alone, which can be compared."""
-    checked = check_messages(value, f"field {name!r}")
-    return tuple(Message(role=item["role"], content=item["content"]) for item in checked)
-
-
 def _as_content(messages: tuple[Message, ...]) -> PromptContent:
     """The beginning of a conversation as a prompt: text where it is one message of the user, which needs no chat
     template."""
-    return messages[0]["content"] if len(messages) == 1 and messages[0]["role"] == "user" else messages
+    only = len(messages) == 1 and messages[0]["role"] == "user" and len(messages[0]) == 2
+    return messages[0]["content"] if only else messages
 
 
 def _answer(name: str, value: Any, several: bool = False) -> PromptContent:
     """What the assistant says: text, or its message (`several`: or messages from its first to its last)."""
+    value = [value] if isinstance(value, Mapping) and {"role", "from"} & value.keys() else value
     if isinstance(value, list):
-        return _turns(name, check_messages(value, f"field {name!r}", TURNS if several else ROLES), several)
+        checked = check_messages(_listed(name, value, {}), f"field {name!r}", TURNS if several else ROLES)
+        return _turns(name, checked, several)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"field {name!r} " + ("is empty" if isinstance(value, str) else "must be text or messages"))
     return value
@@ -238,12 +321,12 @@ def _turns(name: str, turns: tuple[Message, ...], several: bool = True) -> Promp
     if roles[:1] + roles[-1:] != ["assistant"] * 2 or (len(turns) > 1 and not several):
         what = "begin and end with the assistant" if several else "end in one message of the assistant"
         raise DataError(f"field {name!r} must {what} after the prompt, not {', '.join(roles) or 'nothing'}")
-    if not all(turn["content"].strip() for turn in turns if turn["role"] == "assistant"):
+    if not all(said_in(turn) for turn in turns if turn["role"] == "assistant"):
         raise DataError(f"field {name!r} has an empty message of the assistant")
     pairs = set(pairwise(roles))
     if any(ENVIRONMENT in pair and pair not in ANSWERED for pair in pairs):
         raise DataError(f"field {name!r}: what the environment says stands between two messages of the assistant")
-    return turns[0]["content"] if len(turns) == 1 else turns
+    return turns
 
 
 def _scores(row: Mapping[str, Any]) -> tuple[float, float]:

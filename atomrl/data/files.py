@@ -262,13 +262,28 @@ def _record_batches(path: Path) -> Iterator[Any]:
 
 def _batch_rows(batch: Any) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
     try:
-        yield from [(row, None) for row in batch.to_pylist()]
+        yield from [({name: _as_written(value) for name, value in row.items()}, None) for row in batch.to_pylist()]
     except UnicodeDecodeError:  # in some of them: one by one, which is many times slower
         if batch.num_rows == 1:
             yield None, "holds a text that is not valid UTF-8"
         else:
             for index in range(batch.num_rows):
                 yield from _batch_rows(batch.slice(index, 1))
+
+
+def _as_written(value: Any) -> Any:
+    """Messages and tools without what is null: Arrow gives each object of a column all keys that any of them has."""
+    first = value[0] if isinstance(value, list) and value else value
+    spoken = isinstance(first, dict) and (
+        {"role", "from", "function"} & first.keys() or {"name", "parameters"} <= first.keys()
+    )
+    return _without_null(value) if spoken else value
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_null(item) for key, item in value.items() if item is not None}
+    return [_without_null(item) for item in value] if isinstance(value, list) else value
 
 
 def _saved_files(folder: Path) -> list[Path]:

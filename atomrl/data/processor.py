@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atomrl.chat_template import check_kwargs, render, thought_opening, turn_marks
 from atomrl.data.problems import DataError
+from atomrl.data.sources import COMPLETIONS, TOOLS
 from atomrl.hints import said_as
 from atomrl.types import Message, Prompt, Sample
 
@@ -16,15 +20,16 @@ if TYPE_CHECKING:
 
     from atomrl.config import DataConfig
 
-
-_END = "atomrl-end-of-words"
+log = logging.getLogger(__name__)
+_WORDS, _END = "atomrl-words", "atomrl-end-of-words"
 
 
 class DataProcessor:
     """Applies one tokenizer and one data config. Nothing is tokenised twice.
 
     - Messages go through the tokenizer's chat template, and so does text where there is one (as a user's message).
-      What the template writes is all there is: the tokenizer adds no special tokens to it.
+      What the template writes is all there is: the tokenizer adds no special tokens to it. A text that carries the
+      template already, up to what begins the assistant's turn, is taken as it is.
     - Text without a template (the tokenizer has none, or `chat_template` is `none`) gets the tokens that the
       tokenizer puts in front of a text, unless it begins with them; never those that it puts behind.
     - The system prompt is the first message, or, without a template, the text before the prompt and an empty line. A
@@ -39,28 +44,41 @@ class DataProcessor:
         max_prompt_tokens: int | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         opening: bool = False,
+        today: datetime | None = None,
     ) -> None:
         """
         Args:
             max_prompt_tokens: overrides the config's, where the model's context is shorter.
             tools: JSON schemas that the chat template shows to the model.
             opening: an environment goes on with the prompt's last message, so a prompt ends with its words.
+            today: what a chat template that prints the date takes for it, all the time; None: the clock's.
 
         Raises:
-            DataError: the system prompt's file is absent, or `chat_template: none` meets a system prompt.
+            DataError: the system prompt's file is absent, `chat_template: none` meets a system prompt, or the template
+                does not read one of `chat_template_kwargs`.
         """
         self.tokenizer = tokenizer
         self.config = config
         self.max_prompt_tokens = config.max_prompt_tokens if max_prompt_tokens is None else max_prompt_tokens
         self.system_prompt = read_system_prompt(config)
-        self._has_template = config.chat_template == "auto" and bool(tokenizer.chat_template)
+        self.has_template = config.chat_template == "auto" and bool(tokenizer.chat_template)
         if config.chat_template == "none" and self.system_prompt is not None:
             raise DataError("data.chat_template=none takes prompts as they are; remove the system prompt")
+        if config.chat_template_kwargs:
+            if config.chat_template == "none":
+                raise DataError("data.chat_template=none renders nothing; remove data.chat_template_kwargs")
+            with said_as(DataError, "data.chat_template_kwargs", ValueError):
+                check_kwargs(tokenizer, config.chat_template_kwargs)
+        self.template_kwargs: dict[str, Any] = {**config.chat_template_kwargs}
+        """Variables of the chat template, for whatever else is rendered in the same run."""
+        if today is not None:
+            self.template_kwargs["strftime_now"] = today.strftime
         self.tools, self.opening = [dict(tool) for tool in tools], opening
         self._prefix = _tokens_in_front(tokenizer)
         # by identity: ids are unique within one data set only; keeping the sample keeps its identity
-        self._cache: dict[int, tuple[Sample, array[int]]] = {}
-        self._system_checked = False
+        self._cache: dict[int, tuple[Sample, array[int], str]] = {}
+        self._warned = False
+        self._marks = turn_marks(tokenizer, self.template_kwargs)
 
     def to_prompts(self, items: Sequence[tuple[str, Sample]]) -> list[Prompt]:
         """Prompts of (prompt id, sample), in their order.
@@ -71,11 +89,12 @@ class DataProcessor:
         """
         prompts = []
         for (prompt_id, sample), ids in zip(items, self.token_ids([sample for _, sample in items]), strict=True):
-            kept = self._cut(ids)
+            kept = self.cut(ids)
             if kept is None:
                 limit = self.max_prompt_tokens
                 raise DataError(f"{sample.sample_id}: {len(ids)} prompt tokens, more than {limit}; filter it out")
-            prompts.append(Prompt(prompt_id=prompt_id, sample=sample, token_ids=tuple(kept)))
+            begun = self._cache[id(sample)][2]
+            prompts.append(Prompt(prompt_id=prompt_id, sample=sample, token_ids=tuple(kept), opening=begun))
         return prompts
 
     def filter_overlong(self, samples: Sequence[Sample]) -> tuple[list[Sample], int]:
@@ -88,7 +107,7 @@ class DataProcessor:
             DataError: nothing is left.
         """
         encoded = self.token_ids(samples)
-        kept = [sample for sample, ids in zip(samples, encoded, strict=True) if self._cut(ids) is not None]
+        kept = [sample for sample, ids in zip(samples, encoded, strict=True) if self.cut(ids) is not None]
         if samples and not kept:
             raise DataError(
                 f"all {len(samples)} prompts are longer than {self.max_prompt_tokens} tokens (data.max_prompt_tokens, "
@@ -99,70 +118,146 @@ class DataProcessor:
     def token_ids(self, samples: Sequence[Sample]) -> list[array[int]]:
         """The whole prompts as token ids, without the limit."""
         new = list({id(sample): sample for sample in samples if id(sample) not in self._cache}.values())
-        for sample, ids in zip(new, self._encode(new), strict=True):
-            self._cache[id(sample)] = (sample, array("q", ids))
+        for sample, (ids, begun) in zip(new, self._encode(new), strict=True):
+            self._cache[id(sample)] = (sample, array("q", ids), begun)
         return [self._cache[id(sample)][1] for sample in samples]
 
     def within_limit(self, samples: Sequence[Sample]) -> list[Sequence[int] | None]:
         """The prompts as token ids; None for one over the limit, or its last tokens where `overlong_prompt` is
         `truncate`. They are not kept for another time."""
-        return [self._cut(ids) for ids in self._encode(samples)]
+        return [self.cut(ids) for ids, _ in self._encode(samples)]
 
-    def _cut(self, ids: Sequence[int]) -> Sequence[int] | None:
+    def cut(self, ids: Sequence[int]) -> Sequence[int] | None:
+        """A prompt's tokens within the limit; see `within_limit`."""
         if len(ids) > self.max_prompt_tokens and self.config.overlong_prompt == "drop":
             return None
         return ids[-self.max_prompt_tokens :]
 
-    def _encode(self, samples: Sequence[Sample]) -> list[list[int]]:
+    def _encode(self, samples: Sequence[Sample]) -> list[tuple[list[int], str]]:
+        """Tokens of the prompts, and what each has begun of the assistant's turn."""
         if not samples:
             return []
-        bare = [isinstance(sample.prompt, str) and not self._has_template for sample in samples]
+        bare = [self.is_bare(sample) for sample in samples]
         front = "" if self.system_prompt is None else f"{self.system_prompt}\n\n"
         texts = [
-            f"{front}{sample.prompt}" if is_bare else self.rendered(sample.prompt, sample.sample_id)
+            f"{front}{sample.prompt}"
+            if is_bare
+            else self.rendered(sample.prompt, sample.sample_id, self.tools_of(sample))
             for sample, is_bare in zip(samples, bare, strict=True)
         ]
         encoded: list[list[int]] = self.tokenizer(
             texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )["input_ids"]
         found = []
-        for sample, is_bare, ids in zip(samples, bare, encoded, strict=True):
+        for sample, text, is_bare, ids in zip(samples, texts, bare, encoded, strict=True):
             if is_bare and ids[: len(self._prefix)] != self._prefix:
                 ids = self._prefix + ids
             if not ids:
                 raise DataError(f"{sample.sample_id}: the tokenizer makes no tokens of {sample.prompt!r}")
-            found.append(ids)
+            found.append((ids, self._begun(sample.prompt, text)))
         return found
 
-    def rendered(self, prompt: str | Sequence[Message], place: str) -> str:
-        """The text of a prompt, or of the beginning of a conversation, as the chat template writes it, up to the
-        assistant's next words.
+    def is_bare(self, sample: Sample) -> bool:
+        """Whether a prompt is taken as it is. One that holds tokens of the chat template is warned of, once.
 
-        Args:
-            place: how errors name it.
+        Raises:
+            DataError: it carries the chat template, and the config has what only a template writes.
         """
-        if not self._has_template:
-            why = "data.chat_template=none" if self.tokenizer.chat_template else "the tokenizer has no chat template"
-            raise DataError(f"{place}: the prompt is a list of messages, but {why}")
+        prompt, name = sample.prompt, f"data.prompt_field={self.config.prompt_field}"
+        if not self.has_template:
+            if self.tools_of(sample) and not self.tools:
+                raise DataError(f"{sample.sample_id}: field {TOOLS!r}: {self._why_none()}; remove the column")
+            return isinstance(prompt, str)
+        if not isinstance(prompt, str) or self._marks.turn(prompt) is None:
+            texts = [prompt] if isinstance(prompt, str) else [str(message.get("content") or "") for message in prompt]
+            if mark := next((mark for mark in self._marks.special if any(mark in text for text in texts)), None):
+                self._warn(
+                    f"{sample.sample_id}: the prompt holds {mark}, which the chat template writes itself, so the model "
+                    f"reads it as a turn's begin or end: remove it from {name}, or set data.chat_template=none where "
+                    "prompts carry their template"
+                )
+            return False
+        self._warn(
+            f"{sample.sample_id}: the prompt carries its chat template already and is taken as it is; "
+            f"data.chat_template=none says so, or give the question alone in {name}"
+        )
+        lost = {
+            "data.system_prompt": self.system_prompt is not None,
+            "data.chat_template_kwargs": self.config.chat_template_kwargs,
+            "tools": self.tools_of(sample),
+            "environment.opening": self.opening,
+        }
+        if key := next((key for key, there in lost.items() if there), None):
+            raise DataError(
+                f"{sample.sample_id}: the prompt carries its chat template already, so {key} has no place in it: give "
+                f"the question alone in {name}, or remove {key}"
+            )
+        return True
+
+    def _warn(self, message: str) -> None:
+        """Say it of the first prompt."""
+        if not self._warned:
+            self._warned = True
+            log.warning("%s (of such prompts the first is named)", message)
+
+    def _begun(self, prompt: str | Sequence[Message], text: str) -> str:
+        """The end of a prompt's text that is of the assistant's turn."""
+        if self.opening:  # the environment's words come next, and behind them what the template begins a turn with
+            return thought_opening(self._marks.header)
+        if isinstance(prompt, str):
+            turn = self._marks.turn(text)
+            return thought_opening(text) if turn is None else turn
+        words = str(prompt[-1].get("content") or "") if prompt[-1]["role"] == "assistant" else ""
+        words = words if text.endswith(words) else words.strip()
+        return thought_opening(text.removesuffix(words)) + words
+
+    def conversation(self, prompt: str | Sequence[Message]) -> list[dict[str, Any]]:
+        """The messages of a prompt, or of a conversation, with the system prompt where they have none of their own."""
         turns = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
         messages: list[dict[str, Any]] = [dict(message) for message in turns]
         own_system = any(message["role"] in ("system", "developer") for message in messages)
         if self.system_prompt is not None and not own_system:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
+        return messages
+
+    def tools_of(self, sample: Sample) -> Sequence[Mapping[str, Any]]:
+        """The tools that a sample's prompt shows: the run's, else those of its row, if it is one with completions."""
+        return self.tools or (sample.columns.get(TOOLS, ()) if COMPLETIONS in sample.columns else ())
+
+    def rendered(self, prompt: str | Sequence[Message], place: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The text of a prompt, or of the beginning of a conversation, as the chat template writes it, up to the
+        assistant's next words.
+
+        Args:
+            place: how errors name it.
+            tools: of the row; the run's own go before.
+        """
+        if not self.has_template:
+            raise DataError(f"{place}: the prompt is a list of messages, but {self._why_none()}")
+        messages = self.conversation(prompt)
         continued = messages[-1]["role"] == "assistant"
         if self.opening and messages[-1]["role"] != "user":
             raise DataError(f"{place}: with environment.opening the last message of a prompt is the user's")
         messages[-1]["content"] += _END if self.opening else ""
-        options: dict[str, Any] = {"add_generation_prompt": not continued, "continue_final_message": continued}
-        options |= {"tools": self.tools} if self.tools else {}
+        shown = self.tools or tools
+        options: dict[str, Any] = {"kwargs": self.template_kwargs, "add_generation_prompt": not continued}
+        options["continue_final_message"] = continued
         # templates are programs and raise what they like
         with said_as(DataError, f"{place}: the chat template refuses the prompt", Exception):
-            text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        if self.system_prompt is not None and not own_system and not self._system_checked:
-            self._system_checked = True
-            if self.system_prompt.strip() not in text:
-                raise DataError("the tokenizer's chat template leaves out the system prompt")
+            text = render(self.tokenizer, messages, tools=shown, **options)
+            ignored = shown is tools and len(tools) and text == render(self.tokenizer, messages, **options)
+        if ignored:
+            raise DataError(
+                f"{place}: field {TOOLS!r}: the chat template does not show tools: take a tokenizer whose "
+                "template does, or remove the column"
+            )
+        for message in messages:
+            if message["role"] in ("system", "developer") and str(message["content"]).strip() not in text:
+                raise DataError(f"{place}: the tokenizer's chat template leaves out the system prompt")
         return text.partition(_END)[0]
+
+    def _why_none(self) -> str:
+        return "data.chat_template=none" if self.tokenizer.chat_template else "the tokenizer has no chat template"
 
 
 def read_system_prompt(config: DataConfig) -> str | None:

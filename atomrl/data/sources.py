@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from atomrl.data.files import RawRow, read_rows
 from atomrl.data.generators import GENERATORS, Draw, find_completions, generate, is_generator
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from atomrl.config import DataConfig
 
 log = logging.getLogger(__name__)
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 ENVIRONMENT = "environment"
 """The role of what an environment says within the assistant's turn: its text as it is, without the chat template."""
 RESERVED = ("prompts", "completions", "ground_truth")
@@ -33,9 +34,9 @@ PromptContent = str | tuple[Message, ...]
 Scored = tuple[tuple[PromptContent, float], ...]
 """Completions with their scores: of a demonstration one, 0; of a pair the better one first; one with a label by itself
 is 1 if good and -1 if bad. A demonstration may be messages, of which the first and the last are the assistant's, and
-those of an environment stand between two of the assistant's."""
-COMPLETIONS = "completions"
-"""The column of a sample that holds them."""
+those of an environment stand between two of the assistant's; messages have all that the row's have."""
+COMPLETIONS, TOOLS = "completions", "tools"
+"""The columns of such a sample: these, and the JSON schemas of the row's tools, if it has any."""
 Convert = Callable[[str, Mapping[str, Any]], Sample]
 """(place, row) -> a sample; DataError, without the place, says what is wrong with the row."""
 
@@ -247,7 +248,7 @@ def check_prompt(prompt: Any) -> PromptContent:
 
 
 def check_messages(messages: Any, what: str = "the prompt", roles: Sequence[str] = ROLES) -> tuple[Message, ...]:
-    """Messages as a tuple.
+    """Messages as a tuple, with all that they have but what is null; content in parts is joined.
 
     Args:
         what: how errors name them.
@@ -255,20 +256,84 @@ def check_messages(messages: Any, what: str = "the prompt", roles: Sequence[str]
 
     Raises:
         DataError: they are no messages, or all empty.
+
+    Example:
+        >>> check_messages([{"role": "user", "content": [{"type": "text", "text": "2+2="}], "name": None}])
+        ({'role': 'user', 'content': '2+2='},)
     """
     if not isinstance(messages, list):
         raise DataError(f"{what} must be text or a list of messages, not {type(messages).__name__}")
     if not messages:
         raise DataError(f"{what} is an empty list of messages")
-    for number, message in enumerate(messages, start=1):
-        place = f"{what}: message {number}"
-        if not isinstance(message, Mapping):
-            raise DataError(f"{place} must be an object with role and content, not {type(message).__name__}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise DataError(f"{place}: {key!r} must be text")
-        if message["role"] not in roles:
-            raise DataError(f"{place}: unknown role {message['role']!r} (known: {', '.join(roles)})")
-    if not any(message["content"].strip() for message in messages):
+    found = tuple(_message(f"{what}: message {n}", message, roles) for n, message in enumerate(messages, start=1))
+    if not any(message["content"].strip() or len(message) > 2 for message in found):
         raise DataError(f"{what}: its messages are all empty")
-    return tuple(messages)
+    return found
+
+
+def _message(place: str, message: Any, roles: Sequence[str]) -> Message:
+    if not isinstance(message, Mapping):
+        raise DataError(f"{place} must be an object with role and content, not {type(message).__name__}")
+    if not isinstance(message.get("role"), str):
+        raise DataError(f"{place}: 'role' must be text")
+    if message["role"] not in roles:
+        raise DataError(f"{place}: unknown role {message['role']!r} (known: {', '.join(roles)})")
+    others = {key: value for key, value in message.items() if value is not None and key not in ("role", "content")}
+    calls = _objects(f"{place}: 'tool_calls'", others.pop("tool_calls", None))
+    if calls:
+        others["tool_calls"] = [_call(f"{place}: 'tool_calls'", call) for call in calls]
+    content = message.get("content")
+    if content is None and message["role"] == "assistant" and others:  # a call, or a thought
+        content = ""
+    if isinstance(content, list):
+        content = "".join(_part(place, part) for part in content)
+    if not isinstance(content, str):
+        raise DataError(f"{place}: 'content' must be text")
+    return cast(Message, {"role": message["role"], "content": content, **others})
+
+
+def _part(place: str, part: Any) -> str:
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise DataError(f"{place}: 'content' must be text, or parts of text; one is {kind!r}")
+    return text
+
+
+def _call(place: str, call: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: value for key, value in call.items() if value is not None}
+    if isinstance(function := found.get("function"), Mapping):
+        return {**found, "function": _call(place, function)}
+    if not isinstance(found.get("name"), str):
+        raise DataError(f"{place} must be a list of objects with a 'function', which has 'name' and 'arguments'")
+    return found
+
+
+def check_tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    """The JSON schemas of a row's tools: a list, or the JSON of one.
+
+    Raises:
+        DataError: they are none.
+
+    Example:
+        >>> check_tools('[{"type": "function", "function": {"name": "search"}}]')
+        ({'type': 'function', 'function': {'name': 'search'}},)
+    """
+    found = tuple(_objects(f"field {TOOLS!r}", tools))
+    for tool in found:
+        function = tool.get("function", tool)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(f"field {TOOLS!r}: a tool must be an object with a 'function' that has a 'name'")
+    return found
+
+
+def _objects(what: str, value: Any) -> list[dict[str, Any]]:
+    """A list of objects, or the JSON of one; null and "" are none."""
+    if isinstance(value, str) and value.strip():
+        with said_as(DataError, f"{what} must be a list of objects, or its JSON", ValueError):
+            value = json.loads(value)
+    items = value if isinstance(value, list) else [value] if value else []
+    items = [_objects(what, item)[0] if isinstance(item, str) and item.strip() else item for item in items]
+    if not all(isinstance(item, Mapping) for item in items):
+        raise DataError(f"{what} must be a list of objects")
+    return [dict(item) for item in items]

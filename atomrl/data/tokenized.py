@@ -2,7 +2,7 @@
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
 from atomrl.batches import RowBatch
+from atomrl.chat_template import following, thought_opening, token_ids
 from atomrl.data.completions import written
-from atomrl.data.problems import DataError
+from atomrl.data.conversations import ConversationWriter, Piece, continued, joined, said_in, within_turns
+from atomrl.data.problems import DataError, problem_list
 from atomrl.data.processor import DataProcessor
 from atomrl.data.sources import COMPLETIONS, ENVIRONMENT, LoadReport, PromptContent, Scored
 from atomrl.types import Message, Sample
@@ -20,11 +22,12 @@ from atomrl.types import Message, Sample
 log = logging.getLogger(__name__)
 Items = Sequence[tuple[str, Sample]]
 """(prompt id, sample)"""
-Read = Callable[[Sample, Sequence[int], Sequence[int], str], Sequence[int]]
-"""A reward model's way to read: sample, prompt and completion as token ids, completion as text -> the whole row."""
+Read = Callable[[Sample, Sequence[int], Sequence[int], str | Message], Sequence[int]]
+"""A reward model's way to read: sample, prompt and completion as token ids, completion as text or as the assistant's
+message -> the whole row."""
 SAMPLES_AT_ONCE = 512
-SAID = ("assistant", ENVIRONMENT)
-"""Roles whose words are tokenized as they are, each message by itself."""
+OPENING_TOKENS = 16
+"""In which a prompt's end is looked for that opens the assistant's thoughts."""
 
 
 class Example(NamedTuple):
@@ -118,9 +121,11 @@ class TokenizedSamples:
         limit: samples of which a row, as in the first epoch, has more tokens are left out, with a warning.
         max_row_tokens: rows are cut to this many tokens.
         read: where the model has a way of its own to read a row; all of it is then trained on.
+        stops: the tokens that end the model's completions, beside the tokenizer's and the chat template's.
 
     Raises:
-        DataError: none is left.
+        DataError: none is left, or the chat template cannot show what is in a row (`data.on_bad_row` may leave such
+            rows out).
     """
 
     def __init__(
@@ -133,15 +138,26 @@ class TokenizedSamples:
         limit: int | None = None,
         max_row_tokens: int | None = None,
         read: Read | None = None,
+        stops: Iterable[int] = (),
     ) -> None:
         self._draw, self._processor, self._seed, self._read = report.draw, processor, seed, read
+        if processor.tokenizer.eos_token_id is None:
+            raise DataError(
+                "the tokenizer has no end-of-sequence token, so a model could not learn to stop: name one as eos_token "
+                "in its tokenizer_config.json, or as eos_token_id in the model's config.json (or take another by "
+                "model.tokenizer)"
+            )
+        self._writer = ConversationWriter(processor.tokenizer, processor.template_kwargs, stops)
         self._max_row_tokens = min((size for size in (limit, max_row_tokens) if size is not None), default=None)
         self._kept: dict[str, list[Example]] = {}
         self.samples: list[Sample] = []
         over, longest, no_prompt, total = 0, (0, ""), 0, len(report.samples)
+        problems: list[str] = []
         for start in range(0, total, SAMPLES_AT_ONCE):
             items = [(f"0:{sample.sample_id}", sample) for sample in report.samples[start : start + SAMPLES_AT_ONCE]]
-            for (_, sample), group in zip(items, self._encode(items), strict=True):
+            for (_, sample), group in zip(items, self._groups(items, problems), strict=True):
+                if group is None:
+                    continue
                 size = max((len(example.tokens) for example in group), default=0)
                 longest = max(longest, (size, sample.sample_id))
                 if not group:
@@ -152,6 +168,15 @@ class TokenizedSamples:
                     self.samples.append(sample)
                     if self._draw is None:
                         self._kept[sample.sample_id] = group
+            if problems and processor.config.on_bad_row == "error":
+                raise DataError(
+                    f"{report.source}: {len(problems)} rows have problems (data.on_bad_row=skip leaves them out):\n"
+                    + problem_list(problems)
+                )
+        for note, place in self._writer.notes.items():
+            log.warning("%s: %s", place, note)
+        if problems:
+            self._left_out(f"{len(problems)} of {total} {what} have problems (the first: {problems[0]})", "")
         if over:
             self._left_out(
                 f"{over} of {total} {what} are longer than {limit} tokens, all that the model takes (the longest, with "
@@ -160,6 +185,16 @@ class TokenizedSamples:
             )
         if no_prompt:
             self._left_out(f"{no_prompt} of {total} prompts are longer than data.max_prompt_tokens", "")
+
+    def _groups(self, items: Items, problems: list[str]) -> list[list[Example] | None]:
+        """The completions of each; None of one with a problem, which is added to the others."""
+        try:
+            return [*self._encode(items)]
+        except DataError as error:
+            if len(items) == 1:
+                problems.append(str(error))
+                return [None]
+        return [group for item in items for group in self._groups([item], problems)]
 
     def _left_out(self, message: str, advice: str) -> None:
         if not self.samples:
@@ -189,85 +224,96 @@ class TokenizedSamples:
     def _encode(self, items: Items) -> list[list[Example]]:
         """The completions of each; none of a prompt that is too long."""
         prompts = self._processor.within_limit([sample for _, sample in items])
-        groups = [self.completions(prompt_id, sample) for prompt_id, sample in items]
-        said = iter(self._ids([text for group in groups for turns, _ in group for text in _said(turns)]))
-        found: list[list[Example]] = []
-        for (_, sample), prompt, group in zip(items, prompts, groups, strict=True):
+        rows: list[tuple[int, PromptContent, list[Piece], int, float]] = []
+        for place, ((prompt_id, sample), prompt) in enumerate(zip(items, prompts, strict=True)):
+            group = self.completions(prompt_id, sample)
             margin = group[0][1] - group[-1][1]
             labels = (1, -1) if len(group) == 2 else (int(group[0][1]),)
-            examples = []
             for (turns, _), label in zip(group, labels, strict=True):
-                answers = [next(said) for _ in _said(turns)]
                 if prompt is not None:
-                    examples.append(self._example(sample, prompt, turns, answers)._replace(label=label, margin=margin))
-            found.append(examples)
+                    rows.append((place, turns, self._pieces(sample, prompt, turns), label, margin))
+        encoded = iter(self._ids([pieces for _, _, pieces, _, _ in rows]))
+        found: list[list[Example]] = [[] for _ in items]
+        for place, turns, pieces, label, margin in rows:
+            (_, sample), prompt = items[place], prompts[place]
+            parts = [next(encoded) for _ in pieces]
+            if not pieces[0].trained:  # a conversation's: the prompt is a part of it
+                prompt, pieces, parts = self._processor.cut(parts[0]), pieces[1:], parts[1:]
+            if prompt is None:
+                continue
+            learned = [piece.trained for piece, part in zip(pieces, parts, strict=True) for _ in part]
+            ids = [token for part in parts for token in part]
+            if self._read is not None:
+                whole = self._read(sample, prompt, ids, turns if isinstance(turns, str) else turns[-1])
+                prompt, ids, learned = [], [*whole], [True] * len(whole)
+            tokens = np.array([*prompt, *ids], dtype=np.int32)
+            mask = np.array([False] * len(prompt) + learned, dtype=np.bool_)
+            found[place].append(Example(tokens, mask, label, margin))
         return found
 
-    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
-        tokenizer = self._processor.tokenizer
-        if tokenizer.eos_token_id is None:
-            raise DataError(
-                "the tokenizer has no end-of-sequence token, so a model could not learn to stop: name one as eos_token "
-                "in its tokenizer_config.json, or as eos_token_id in the model's config.json (or take another by "
-                "model.tokenizer)"
-            )
-        encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        return encoded
+    def _pieces(self, sample: Sample, prompt: Sequence[int], turns: PromptContent) -> list[Piece]:
+        """What follows the prompt: a text, and the token that ends it. Or a whole conversation, the prompt included."""
+        writer, processor, place = self._writer, self._processor, sample.sample_id
+        asked, tools = processor.conversation(sample.prompt), processor.tools_of(sample)
+        own = len(asked) == (1 if isinstance(sample.prompt, str) else len(sample.prompt))
+        as_it_is, continues = processor.is_bare(sample), asked[-1]["role"] == "assistant"
+        parts = within_turns([Message(role="assistant", content=turns)] if isinstance(turns, str) else turns)
+        plain = len(parts) == 1 and all(said_in(message) == ["content"] for message in parts[0])
+        if plain and (isinstance(turns, str) or len(parts[0]) > 1 or continues or as_it_is):
+            said = [Piece(message["content"], message["role"] == "assistant") for message in parts[0]]
+            said[-1] = Piece(writer.without_end(said[-1].text, "a completion", place), True)
+            opening = thought_opening(str(processor.tokenizer.decode([*prompt[-OPENING_TOKENS:]])))
+            if (first := continued(opening, said[0].text)) is not None:
+                return joined([Piece(first, True), *said[1:], Piece(writer.end, True)])
+            whole = Message(role="assistant", content="".join(text for text, _ in said))
+            return self._in_open_thought(sample, opening, whole, own)
+        if as_it_is or not processor.has_template:
+            raise DataError(f"{place}: turns of a conversation need a chat template" + (
+                ", and the prompt carries it: give messages" if processor.has_template else
+                ", which the tokenizer has not, or data.chat_template=none leaves out"
+            ))  # fmt: skip
+        messages = cast(Sequence[Message], turns)
+        if continues:  # the prompt's last words begin the turn
+            asked, messages = asked[:-1], [Message(role=ENVIRONMENT, content=asked[-1]["content"]), *messages]
+        return writer.pieces(asked, messages, tools, place, own)
 
-    def _example(
-        self, sample: Sample, prompt: Sequence[int], turns: PromptContent, said: Sequence[list[int]]
-    ) -> Example:
-        """A completion; or several turns, each of the assistant's as it would have been sampled: with the
-        end-of-sequence token behind it, or where an environment answers, with its words as they are and the assistant's
-        next ones; then what the chat template puts between it and the assistant's next turn.
+    def _in_open_thought(self, sample: Sample, opening: str, message: Message, own: bool) -> list[Piece]:
+        """The row of a completion that does not fit the thought in which its prompt ends, where the chat template
+        closes it itself (Qwen3-Thinking).
 
         Raises:
-            DataError: the template writes a conversation otherwise once it goes on, so the tokens would not be those
-                that the model sees in use.
+            DataError: it does not.
         """
-        tokenizer, processor = self._processor.tokenizer, self._processor
-        if isinstance(turns, str):
-            completion = [*said[0], tokenizer.eos_token_id]
-            if self._read is None:
-                return demonstration(prompt, completion)
-            return demonstration([], self._read(sample, prompt, completion, turns))
-        start = sample.prompt
-        messages = [Message(role="user", content=start)] if isinstance(start, str) else list(start)
-        tokens, learned, text, following = [*prompt], [False] * len(prompt), "", iter(said)
-        parts = _conversation_turns(turns)
-        for number, part in enumerate(parts):
-            if part[0]["role"] != "assistant":
-                messages += part
-                continue
-            longer = processor.rendered(messages, sample.sample_id) if len(parts) > 1 else ""
-            if not longer.startswith(text):
-                raise DataError(
-                    f"{sample.sample_id}: the chat template writes earlier turns otherwise once a conversation goes "
-                    "on; give each of the assistant's turns as a row of its own"
-                )
-            between = longer[len(text) :].removeprefix(tokenizer.eos_token) if number else ""
-            pieces = [(self._ids([between])[0], False)] if between else []
-            pieces += [(next(following), message["role"] == "assistant") for message in part]
-            for ids, own in [*pieces, ([tokenizer.eos_token_id], True)]:
-                tokens += ids
-                learned += [own] * len(ids)
-            words = "".join(message["content"] for message in part)
-            messages.append(Message(role="assistant", content=words))
-            text = longer + words
-        return Example(np.array(tokens, dtype=np.int32), np.array(learned, dtype=np.bool_))
+        processor, place, tools = self._processor, sample.sample_id, self._processor.tools_of(sample)
+        if processor.has_template and not processor.is_bare(sample):
+            pieces = self._writer.pieces(processor.conversation(sample.prompt), [message], tools, place, own)
+            if pieces[0].text == processor.rendered(sample.prompt, place, tools):
+                return pieces
+        if "</" in opening:
+            raise DataError(
+                f"{place}: the prompt ends in {opening!r}, and the completion has a thought: remove it, or the "
+                "data.chat_template_kwargs that close thoughts"
+            )
+        raise DataError(
+            f"{place}: the prompt ends in {opening!r}, and the completion has no thought: begin it with one, ended by "
+            f"{opening.strip().replace('<', '</')}, or close it by data.chat_template_kwargs (enable_thinking: false), "
+            "where the template knows that"
+        )
 
-
-def _said(turns: PromptContent) -> list[str]:
-    """What the assistant says in them, and what an environment answers within its turns."""
-    return [turns] if isinstance(turns, str) else [turn["content"] for turn in turns if turn["role"] in SAID]
-
-
-def _conversation_turns(turns: Sequence[Message]) -> list[list[Message]]:
-    """A turn as the chat template sees it: a message, or the assistant's with what environments answer within it."""
-    parts: list[list[Message]] = []
-    for turn in turns:
-        if parts and ENVIRONMENT in (turn["role"], parts[-1][-1]["role"]):
-            parts[-1].append(turn)
-        else:
-            parts.append([turn])
-    return parts
+    def _ids(self, rows: Sequence[Sequence[Piece]]) -> list[list[int]]:
+        """The tokens of each piece of each row. A row's first begins a text where it is not trained (it is the prompt);
+        others follow one."""
+        tokenizer = self._processor.tokenizer
+        items: list[tuple[str, str]] = []
+        for pieces in rows:
+            for number, (text, trained) in enumerate(pieces):
+                before = "" if trained else self._writer.last_token(pieces[number - 1].text) if number else None
+                items.append((text, "\n" if before == "" else before or ""))
+        fronts = {before: token_ids(tokenizer, before) for before in {before for _, before in items}}
+        texts = [before + text for text, before in items]
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        found: list[list[int]] = []
+        for (text, before), ids in zip(items, encoded, strict=True):
+            front = fronts[before]
+            found.append(ids[len(front) :] if ids[: len(front)] == front else following(tokenizer, text, before))
+        return found

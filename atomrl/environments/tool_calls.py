@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from atomrl.chat_template import render
 from atomrl.environments.playing import described
 
 Schema = Mapping[str, Any]
@@ -135,9 +136,12 @@ def _by_template(text: str, template: Mapping[str, Any], schemas: Sequence[Schem
     return [_from_value(call.get("function", call)) for call in message.get("tool_calls") or ()]
 
 
-def find_form(tokenizer: Any, schemas: Sequence[Schema]) -> Form:
+def find_form(tokenizer: Any, schemas: Sequence[Schema], kwargs: Mapping[str, Any] | None = None) -> Form:
     """The format in which a model calls tools: the tokenizer's own `response_template`, else the one in which its chat
     template writes a call, found by letting it write one.
+
+    Args:
+        kwargs: further variables of the template (`data.chat_template_kwargs`).
 
     Raises:
         ValueError: the chat template leaves tools or calls out, or writes calls in a format that is not known.
@@ -148,10 +152,9 @@ def find_form(tokenizer: Any, schemas: Sequence[Schema]) -> Form:
     given = {"text": 'two "words"\n<b>', "number": 7}
     call = {"id": "atomrl001", "type": "function", "function": {"name": name, "arguments": given}}
     assistant = {"role": "assistant", "content": "", "tool_calls": [call]}
-    tools = [dict(schema) for schema in schemas]
     try:
-        prompt = tokenizer.apply_chat_template([user], tools=tools, tokenize=False, add_generation_prompt=True)
-        whole = tokenizer.apply_chat_template([user, assistant], tools=tools, tokenize=False)
+        prompt = render(tokenizer, [user], tools=schemas, kwargs=kwargs, add_generation_prompt=True)
+        whole = render(tokenizer, [user, assistant], tools=schemas, kwargs=kwargs)
     except Exception as error:  # templates are programs and raise what they like
         raise ValueError(f"the chat template refuses tools: {error}") from error
     if any(str(schema["function"]["name"]) not in prompt for schema in schemas):

@@ -20,6 +20,7 @@ from atomrl.atoms.masks import masked_mean, masked_sum
 from atomrl.atoms.policy_losses import clipped_policy_loss, clipped_tokens
 from atomrl.atoms.ratios import token_ratio
 from atomrl.atoms.reductions import sequence_mean, token_mean
+from atomrl.chat_template import stop_tokens
 from atomrl.config import DataConfig, ModelConfig, RolloutConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows
@@ -28,7 +29,6 @@ from atomrl.models.loading import load_policy
 from atomrl.models.transformers_model import HFModel
 from atomrl.rollout.generate import generate
 from atomrl.rollout.hf import HFEngine
-from atomrl.rollout.stopping import eos_token_ids
 from atomrl.runs.build import build_engine, device_name
 from atomrl.types import Message, Prompt, Sample, SamplingParams, Trajectory
 
@@ -117,8 +117,8 @@ def _generate_with(model: Any, tokenizer: Any, batch: Sequence[Prompt], sampling
 
     if not hasattr(model, "generate"):
         raise TypeError(f"model must be a folder, a hub name or a transformers model, not {type(model).__name__}")
-    eos = eos_token_ids(getattr(model, "name_or_path", ""), model.config, tokenizer)
     training, own = model.training, model.generation_config
+    eos = stop_tokens(tokenizer, model.config, own)
     model.generation_config = GenerationConfig()  # its own sampling settings must not mix with ours
     try:
         engine = HFEngine(model.eval(), eos, tokenizer, RolloutConfig().max_concurrent_completions)

@@ -128,7 +128,9 @@ class GRPOTrainer:
         if isinstance(self._given_model, str | Path):
             self._model = None  # that of the start
         elif summary["model"] is not None:
-            self._given_model.load_state_dict(_load(summary["model"]).state_dict())
+            trained = _load(summary["model"])
+            self._given_model.load_state_dict(trained.state_dict())
+            self._given_model.generation_config = trained.generation_config  # where it has learned to stop
         if not summary["finished"]:
             say("stopped early; train(resume_from_checkpoint=True) goes on")
         return summary

@@ -8,7 +8,7 @@ from typing import Any
 
 from atomrl.config import ConfigError
 from atomrl.importers.sources import Given, read_flags
-from atomrl.importers.translation import Moves, Translation
+from atomrl.importers.translation import TEMPLATE, Moves, Translation
 
 DEFAULTS: Given = {
     "data.input_key": "input",
@@ -74,6 +74,7 @@ OLDER = {
     "input_key": "data.input_key",
     "label_key": "data.label_key",
     "apply_chat_template": "data.apply_chat_template",
+    "tokenizer_chat_template": "data.tokenizer_chat_template",
     "max_samples": "data.max_samples",
     "prompt_max_len": "data.prompt_max_len",
     "generate_max_len": "rollout.max_new_tokens",
@@ -198,6 +199,7 @@ def translate(path: Path) -> Translation:
         "run_name", str(t("logger.wandb.run_name") or path.stem).replace("/", "-").lstrip("."), "logger.wandb.run_name"
     )
     t.move(MOVES)
+    t.refuse_given({"data.tokenizer_chat_template": TEMPLATE})
     t.put("data.chat_template", "auto" if t.flag("data.apply_chat_template") else "none", "data.apply_chat_template")
     _data(t)
     _lengths_and_batches(t)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 from atomrl.config import ConfigError
-from atomrl.config.files import merge_trees, nest
+from atomrl.config.files import merge_trees, nest, scalar
 from atomrl.importers.sources import Given
 
 
@@ -14,6 +14,10 @@ def same(value: Any) -> Any:
 
 
 ON, OFF = ("true", "1", "yes", "y", "on", "t"), ("false", "0", "no", "n", "off", "f")
+TEMPLATE = (
+    "the chat template is the tokenizer's: save it beside the model as chat_template.jinja, and leave the key out"
+)
+"""Why a key that names another chat template is refused."""
 Moves = Mapping[str, tuple[str | tuple[str, ...], Callable[[Any], Any]]]
 """Our key -> theirs (the first that is given counts), and what makes our value of it."""
 
@@ -139,6 +143,26 @@ class Translation:
                 except (TypeError, ValueError, IndexError) as error:
                     raise ConfigError(f"{self.library}'s {name}={value!r}: {error}") from None
                 self.put(key, made, name)
+
+    def chat_template_kwargs(self, *names: str) -> None:
+        """Variables of the chat template, whose key has these names: a mapping, JSON, or a key for each of them.
+
+        Raises:
+            ConfigError: it is none of these.
+        """
+        for name in names:
+            given, inside = self(name), {key for key in self.given if key.startswith(f"{name}.")}
+            found = {key.removeprefix(f"{name}."): self.given[key] for key in inside}
+            if isinstance(given, Mapping):
+                # Hydra writes {key:value}, which YAML reads as a key without a value.
+                pairs = [str(key).partition(":") if value is None else (key, "", value) for key, value in given.items()]
+                found |= {str(key): scalar(value) if colon else value for key, colon, value in pairs}
+            elif given is not None:
+                raise ConfigError(
+                    f"{self.library}'s {name}={given} cannot be read: write it as JSON, in the file itself"
+                )
+            if found:
+                self.put("data.chat_template_kwargs", found, *([name] if name in self.given else []), *sorted(inside))
 
     def nearly(self, line: str) -> None:
         """Say what is not quite the same."""

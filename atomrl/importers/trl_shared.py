@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from atomrl.importers.sources import Given
-from atomrl.importers.translation import Moves, Translation
+from atomrl.importers.translation import TEMPLATE, Moves, Translation
 
 DEFAULTS: Given = {
     "weight_decay": 0.0,
@@ -117,6 +117,8 @@ def _model(t: Translation) -> None:
 
 
 def _data(t: Translation) -> None:
+    t.chat_template_kwargs("chat_template_kwargs")
+    t.refuse_given({"chat_template_path": TEMPLATE})
     name, files = t("dataset_name"), t("data_files")
     if files is not None:
         t.put("data.train", files["train"] if isinstance(files, dict) else files, "data_files")

@@ -8,7 +8,7 @@ from typing import Any
 
 from atomrl.config import ConfigError
 from atomrl.importers.sources import Given, read_hydra
-from atomrl.importers.translation import Moves, Translation, same
+from atomrl.importers.translation import TEMPLATE, Moves, Translation, same
 from atomrl.importers.verl_objective import ACTOR as A
 from atomrl.importers.verl_objective import translate_objective
 
@@ -157,6 +157,8 @@ def translate(path: Path) -> Translation:
 
 
 def _data(t: Translation) -> None:
+    t.chat_template_kwargs("data.apply_chat_template_kwargs")
+    t.refuse_given({M + "custom_chat_template": TEMPLATE})
     t.put("data.answer_field", "reward_model.ground_truth")
     for theirs, ours in (("data.train_max_samples", "data.train_size"), ("data.val_max_samples", "data.eval_size")):
         if t(theirs) not in (None, -1):

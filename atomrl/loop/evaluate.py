@@ -116,7 +116,7 @@ def evaluate(
 
 def judged(row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
     """A rollout row and what was made of it: correct where the first reward function gave at least 1.0."""
-    text, first = row["completion"], next(iter(row["reward_parts"].values()), None)
+    text, first = row.get("opening", "") + row["completion"], next(iter(row["reward_parts"].values()), None)
     reasoning = reasoning_text(text)
     return {key: value for key, value in row.items() if key not in ("step", "advantage")} | {
         "answer": extract_answer(text),

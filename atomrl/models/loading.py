@@ -1,5 +1,6 @@
 """Models and tokenizers in Hugging Face layout: load, save, and look at without loading."""
 
+import copy
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from atomrl.chat_template import stop_tokens
 from atomrl.config import ConfigError, LoraConfig, Quantization
 from atomrl.hints import said_as
 from atomrl.models import lora as adapters
@@ -383,9 +385,23 @@ def save_settings(model: Any, tokenizer: Any, folder: str | Path, dtype: torch.d
     config = model.config.__class__.from_dict(model.config.to_dict())
     for name, value in {"use_cache": True, **settings, "dtype": dtype}.items():
         setattr(config, name, value)
-    for part in (config, tokenizer, model.generation_config):
+    for part in (config, tokenizer, _generation_config(model, config, tokenizer)):
         if part is not None:
             part.save_pretrained(folder)
     for kind in type(getattr(model, "inner", model)).__mro__:
         if vars(kind).get("_auto_class"):  # the model's own code; that of config and tokenizer they have copied
             custom_object_save(kind, folder)
+
+
+def _generation_config(model: Any, config: Any, tokenizer: Any) -> Any:
+    """The model's, with all tokens that end a completion, so that whatever loads the folder stops where training taught
+    the model to end. None where it has none and needs none."""
+    from transformers import GenerationConfig
+
+    own, architecture = model.generation_config, str((config.architectures or [""])[0])
+    if tokenizer is None or architecture.endswith("Classification"):
+        return own
+    ends = stop_tokens(tokenizer, config, own)
+    written = GenerationConfig.from_model_config(config) if own is None else copy.deepcopy(own)
+    before, written.eos_token_id = written.eos_token_id, ends[0] if len(ends) == 1 else list(ends) or None
+    return None if own is None and before == written.eos_token_id else written

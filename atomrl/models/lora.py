@@ -248,5 +248,6 @@ def export(
             "anew, what is exported is another policy",
             base, adapter_folder,
         )  # fmt: skip
-    loading.save_model(HFModel(merged), loading.load_tokenizer(base, trust_remote_code), folder, dtype=stored)
+    own = Path(adapter_folder) if (Path(adapter_folder) / "tokenizer_config.json").is_file() else base
+    loading.save_model(HFModel(merged), loading.load_tokenizer(own, trust_remote_code, base), folder, dtype=stored)
     return error

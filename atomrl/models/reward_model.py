@@ -15,12 +15,13 @@ from typing import Any, cast
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from atomrl.chat_template import render, special_ids
 from atomrl.config import ConfigError
 from atomrl.models.batches import micro_batches
 from atomrl.models.loading import load_tokenizer, model_config_only
 from atomrl.models.scalar import ScalarModel, is_classifier, load_scalar
 from atomrl.progress import progress
-from atomrl.types import Sample, Trajectory
+from atomrl.types import Message, Sample, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class Reader:
         self.tokenizer, self.path = tokenizer, path
         self.limit = min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", None) or 1 << 30)
         self.has_template = bool(tokenizer.chat_template)
+        self._special = special_ids(tokenizer)
         separator = tokenizer.sep_token_id
         self.makes_pairs = separator is not None and separator in tokenizer("a", "b")["input_ids"]
         if self.makes_pairs and not self.has_template and (getattr(config, "type_vocab_size", 0) or 0) > 1:
@@ -118,26 +120,44 @@ class Reader:
         rows = []
         for item in trajectories:
             tokens, start = item.token_ids, item.prompt_tokens
-            row = self.row(item.sample, tokens[:start], tokens[start:], item.text, item.finish_reason == "stop")
-            rows.append(self._within_limit(item.sample, item.text, row))
+            asked = item.sample.prompt if isinstance(item.sample.prompt, str) else item.sample.prompt[-1]["content"]
+            text = item.text if asked.endswith(item.opening) else item.turn
+            row = self.row(item.sample, tokens[:start], tokens[start:], text, item.finish_reason == "stop")
+            rows.append(self._within_limit(item.sample, text, row))
         return rows
 
     def row(
-        self, sample: Sample, prompt: Sequence[int], completion: Sequence[int], text: str, ended: bool = True
+        self,
+        sample: Sample,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        text: str | Message,
+        ended: bool = True,
     ) -> tuple[int, ...]:
         """The tokens of a prompt with a completion, however long.
 
         Args:
             prompt, completion: as token ids.
-            text: of the completion.
+            text: of the completion, or the assistant's message.
             ended: whether it came to its end.
+
+        Raises:
+            ConfigError: the model has no chat template for what is in a message beside text.
         """
+        message = Message(role="assistant", content=text) if isinstance(text, str) else text
+        tools = sample.columns.get("tools", ()) if "completions" in sample.columns else ()
         if self.has_template:
-            written = self.tokenizer.apply_chat_template(_conversation(sample, text), tokenize=False)
+            written = render(self.tokenizer, _conversation(sample, message), tools=tools)
             return self._encode(written, add_special_tokens=False)
+        text = message["content"]
+        if len(message) > 2 or tools:
+            raise ConfigError(
+                f"{sample.sample_id}: the tokenizer of reward model {self.path} has no chat template, which calls, "
+                "thoughts and tools need"
+            )
         if self.makes_pairs:
             return self._encode(self._plain(sample), text)
-        if self._decoded(completion) == text and self._asks(prompt, sample):
+        if self._says(completion, text) and self._asks(prompt, sample):
             return (*prompt, *completion)
         end = self.tokenizer.eos_token_id
         front = self._encode(self._plain(sample))
@@ -159,15 +179,21 @@ class Reader:
             return row[: self.limit]
         return self._encode(self._plain(sample), text, truncation=True, max_length=self.limit)
 
-    def _decoded(self, token_ids: Sequence[int]) -> str | None:
+    def _decoded(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str | None:
         """The text of tokens; None where some are none of this tokenizer's."""
         if not token_ids or max(token_ids) >= len(self.tokenizer):
             return None
-        return cast(str, self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        return cast(str, self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def _says(self, completion: Sequence[int], text: str) -> bool:
+        """Whether the tokens are the text: all of it, without a special one that ends it, or without special ones."""
+        ended = bool(completion) and completion[-1] in self._special
+        without_end = self._decoded(completion[:-1], False) if ended else None
+        return text in (without_end, self._decoded(completion, False), self._decoded(completion, True))
 
     def _asks(self, prompt: Sequence[int], sample: Sample) -> bool:
         """Whether the tokens are the sample's prompt in this tokenizer's; a system prompt may go before."""
-        return isinstance(sample.prompt, str) and (self._decoded(prompt) or "").endswith(sample.prompt)
+        return isinstance(sample.prompt, str) and (self._decoded(prompt, True) or "").endswith(sample.prompt)
 
     def _plain(self, sample: Sample) -> str:
         """The prompt as one text: a single message of a user's is its content."""
@@ -184,11 +210,12 @@ class Reader:
         return tuple(self.tokenizer(*texts, verbose=False, **options)["input_ids"])
 
 
-def _conversation(sample: Sample, completion: str) -> list[dict[str, str]]:
+def _conversation(sample: Sample, completion: Message) -> list[Message]:
     """Prompt and completion as messages; a prompt whose last message is the assistant's is gone on with."""
     if isinstance(sample.prompt, str):
-        return [{"role": "user", "content": sample.prompt}, {"role": "assistant", "content": completion}]
-    messages = [{"role": message["role"], "content": message["content"]} for message in sample.prompt]
-    if messages[-1]["role"] == "assistant":
-        return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + completion}]
-    return [*messages, {"role": "assistant", "content": completion}]
+        return [Message(role="user", content=sample.prompt), completion]
+    *before, last = sample.prompt
+    if last["role"] != "assistant":
+        return [*sample.prompt, completion]
+    words = last["content"] + completion["content"]
+    return [*before, cast(Message, {**last, **completion, "content": words})]

@@ -75,6 +75,7 @@ def encode(group: Sequence[Trajectory]) -> Encoded:
         ends.append(len(tokens))
     header = {name: [getattr(item, name) for item in group] for name in COLUMNS} | {
         "prompt_id": first.prompt_id,
+        "opening": first.opening,
         "sample": sample_json(first.sample),
         "prompt_tokens": len(prompt),
         "segments": segments,
@@ -165,6 +166,7 @@ def decode(payload: bytes) -> list[Trajectory]:
         group.append(
             Trajectory(
                 prompt_id=header["prompt_id"],
+                opening=header.get("opening", ""),  # earlier versions wrote none
                 sample=sample,
                 segments=tuple([prompt if row == PROMPT else cursor.segment(*row) for row in rows]),
                 token_rewards=tuple([(where, value) for where, value in header["token_rewards"][place]]),

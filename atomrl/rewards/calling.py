@@ -75,9 +75,9 @@ class Task:
         return {
             "prompts": [p if isinstance(p, str) else [dict(message) for message in p] for p in prompts],
             "completions": [
-                [{"role": "assistant", "content": item.text}]
+                [{"role": "assistant", "content": item.turn}]
                 if self.scorer.messages and not isinstance(item.sample.prompt, str)
-                else item.text
+                else item.turn
                 for item in items
             ],
             "columns": {name: [values[row] for row in self.rows] for name, values in self.columns.items()},

@@ -392,4 +392,4 @@ def _total(
 
 def _shown(item: Trajectory) -> str:
     """How a message names a trajectory."""
-    return f"sample {item.sample.sample_id!r}, completion {item.index}: {item.text[:200]!r}"
+    return f"sample {item.sample.sample_id!r}, completion {item.index}: {item.turn[:200]!r}"

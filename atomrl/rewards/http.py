@@ -58,7 +58,7 @@ class HttpReward(RewardService):
             {
                 "version": VERSION,
                 "prompts": [item.sample.prompt for item in items],
-                "completions": [item.text for item in items],
+                "completions": [item.turn for item in items],
                 "columns": {name: values[batch] for name, values in columns.items()},
             }
         )

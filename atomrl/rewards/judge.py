@@ -118,11 +118,11 @@ class LLMJudge(RewardService):
     def body(self, item: Trajectory) -> dict[str, Any]:
         """The request about a completion."""
         sample = item.sample
-        tag = f"completion-{hashlib.blake2b(item.text.encode('utf-8', 'replace'), digest_size=8).hexdigest()}"
+        tag = f"completion-{hashlib.blake2b(item.turn.encode('utf-8', 'replace'), digest_size=8).hexdigest()}"
         values = {
             **sample.columns,
             "prompt": sample.prompt if isinstance(sample.prompt, str) else _conversation(sample.prompt),
-            "completion": f"<{tag}>\n{item.text}\n</{tag}>",
+            "completion": f"<{tag}>\n{item.turn}\n</{tag}>",
             "ground_truth": sample.ground_truth,
             "data_source": sample.data_source,
         }

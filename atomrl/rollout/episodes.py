@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from atomrl.chat_template import thought_opening
 from atomrl.config import EnvironmentConfig
 from atomrl.environments.pool import Answer, EnvironmentPool
 from atomrl.episodes import Ended, Episode, Reply, Turn
@@ -39,6 +40,8 @@ class _Play:
     sees_from: int = 0
     """The first turn that was not."""
     segments: list[Segment] = field(default_factory=list)
+    text: str = ""
+    """Of all turns, with the thoughts that the chat template opens behind replies."""
     turns: list[Turn] = field(default_factory=list)
     opening_tokens: int = 0
     opening: str = ""
@@ -87,6 +90,7 @@ class EpisodeEngine(RolloutEngine):
         tokenizer: of the model.
         settings: the section `environment`.
         tools: JSON schemas that prompts were rendered with.
+        kwargs: variables of the chat template that they were rendered with.
     """
 
     def __init__(
@@ -95,14 +99,14 @@ class EpisodeEngine(RolloutEngine):
         tokenizer: Any,
         settings: EnvironmentConfig,
         tools: Sequence[Mapping[str, Any]] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
-        self.pool, self.replies = EnvironmentPool(settings), ReplyTokens(tokenizer, tools)
+        self.pool, self.replies = EnvironmentPool(settings), ReplyTokens(tokenizer, tools, kwargs)
         self.seeded, self.exact, self.returns_candidates = engine.seeded, engine.exact, engine.returns_candidates
         self._plays: dict[str, _Play] = {}
         self._by_key: dict[int, _Play] = {}
         self._by_turn: dict[str, _Play] = {}
-        self._special = frozenset(tokenizer.all_special_ids)
         self._paused = self._asleep = False
 
     @property
@@ -179,17 +183,14 @@ class EpisodeEngine(RolloutEngine):
         written = [token for segment in output.segments for token in segment.token_ids]
         play.add(written)
         play.segments += output.segments
+        play.text += output.text
         play.turns.append(Turn(model_tokens=len(written), text=output.text, sees_from=play.sees_from))
 
     def _text_of(self, play: _Play, output: GenerationOutput) -> str:
-        """What an environment reads: with special tokens, but without an end-of-turn token at its end; up to the end
-        of the first stop string, though characters that the last token has beyond it stay in the row."""
-        tokens = [token for segment in output.segments for token in segment.token_ids]
-        while tokens and output.finish_reason == "stop" and tokens[-1] in self._special:
-            tokens.pop()
-        text = str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        ends = [at + len(stop) for stop in self._stops(play.request.sampling) if (at := text.find(stop)) >= 0]
-        return text[: min(ends, default=len(text))]
+        """What an environment reads: up to the end of the first stop string, though characters that the last token has
+        beyond it stay in the row."""
+        ends = [at + len(stop) for stop in self._stops(play.request.sampling) if (at := output.text.find(stop)) >= 0]
+        return output.text[: min(ends, default=len(output.text))]
 
     def _stops(self, sampling: SamplingParams) -> tuple[str, ...]:
         return tuple(dict.fromkeys([*sampling.stop, *self.settings.stop]))
@@ -251,6 +252,7 @@ class EpisodeEngine(RolloutEngine):
         said = str(self.tokenizer.decode(ids)) if cut else "\n".join(reply.text for reply in replies)
         if play.turns:
             play.turns[-1] = replace(play.turns[-1], reply_tokens=len(ids), reply=said)
+            play.text += thought_opening(str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
         else:
             play.opening_tokens, play.opening = len(ids), said
         return None
@@ -303,7 +305,7 @@ class EpisodeEngine(RolloutEngine):
         return GenerationOutput(
             request_id=play.request.request_id,
             segments=tuple(play.segments),
-            text="".join(turn.text for turn in play.turns),
+            text=play.text,
             finish_reason=FINISH[play.ended],
             episode=Episode(
                 turns=tuple(play.turns),

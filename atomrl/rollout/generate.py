@@ -49,6 +49,7 @@ def to_trajectory(prompt: Prompt, index: int, output: GenerationOutput) -> Traje
         sample=prompt.sample,
         segments=(Segment(origin="prompt", token_ids=prompt.token_ids), *output.segments),
         text=output.text,
+        opening=prompt.opening,
         finish_reason=output.finish_reason,
         episode=output.episode,
         token_rewards=tuple((len(prompt.token_ids) + place, reward) for place, reward in rewards),

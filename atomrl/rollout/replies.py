@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from atomrl.chat_template import end_of_turn, following, render, token_ids
 from atomrl.episodes import Reply
 
 _USER, _MODEL, _REPLY = "atomrl-user-words", "atomrl-model-words", "atomrl-reply-words"
@@ -13,7 +14,6 @@ _THOUGHT = "atomrl-thoughts"
 _FORGED = re.compile(r"(atomrl-special-\d+-words)")
 _CALL_ID = "atomrl001"
 """Nine letters and digits: Mistral's templates take no other."""
-_ANCHORS = ("\n", "a", ".")
 
 Message = dict[str, Any]
 
@@ -30,10 +30,13 @@ class ReplyTokens:
     Args:
         tokenizer: of the model.
         tools: JSON schemas that the prompt was rendered with; what templates write may depend on them.
+        kwargs: further variables of the template, likewise (`data.chat_template_kwargs`).
     """
 
-    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self.tokenizer, self.tools = tokenizer, [dict(tool) for tool in tools]
+    def __init__(
+        self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        self.tokenizer, self.tools, self.kwargs = tokenizer, [dict(tool) for tool in tools], dict(kwargs or {})
         self._openings: dict[str, list[Message]] = {}
         added = tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
@@ -68,9 +71,9 @@ class ReplyTokens:
         else:
             before = ""
         first, *others = _FORGED.split(after)
-        ids = self._following(first, before)
+        ids = following(self.tokenizer, first, before)
         for part in others:
-            ids += self._spelled(names[part]) if part in names else self._following(part)
+            ids += self._spelled(names[part]) if part in names else following(self.tokenizer, part)
         return ids if role else ids[:most]
 
     def check(self, role: str, opening: bool = False) -> list[str]:
@@ -126,9 +129,11 @@ class ReplyTokens:
         return text
 
     def _end(self, text: str) -> str:
-        """The token that ends the model's turn, in a text behind its words: the tokenizer's, else the first special."""
-        if (eos := self.tokenizer.eos_token) and eos in text:
-            return str(eos)
+        """The token that ends the model's turn, in a text behind its words: the one that ends an answer, or the
+        tokenizer's, else the first special."""
+        ends = self.tokenizer.convert_ids_to_tokens(end_of_turn(self.tokenizer, self.kwargs)), self.tokenizer.eos_token
+        if end := next((end for end in ends if end and end in text), None):
+            return str(end)
         return min((token for token in self._special if token in text), key=text.index, default="")
 
     def _conversation(self, role: str) -> list[Message]:
@@ -181,13 +186,13 @@ class ReplyTokens:
         return [{"role": role, "name": "atomrl", "tool_call_id": _CALL_ID, "content": text} for text in texts]
 
     def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "tools": self.tools or None}
-        return str(self.tokenizer.apply_chat_template([dict(message) for message in messages], **options))
+        options: dict[str, Any] = {"tools": self.tools, "kwargs": self.kwargs}
+        return render(self.tokenizer, messages, add_generation_prompt=add_generation_prompt, **options)
 
     # ---- Tokens ----
 
     def _cut(self, texts: Sequence[str], most: int) -> list[str]:
-        found = [self._ids(text, split=True) for text in texts]
+        found = [token_ids(self.tokenizer, text, split=True) for text in texts]
         if sum(map(len, found)) <= most:
             return list(texts)
         part, cut = max(1, most // len(texts)), []
@@ -198,22 +203,7 @@ class ReplyTokens:
 
     def _spelled(self, text: str) -> list[int]:
         """The text of a special token, without it."""
-        ids = self._following(text, split=True)
+        ids = following(self.tokenizer, text, split=True)
         if set(self.tokenizer.convert_ids_to_tokens(ids)) & set(self._special):  # sentencepiece has it as a piece too
-            ids = [token for character in text for token in self._following(character, split=True)]
-        return ids
-
-    def _following(self, text: str, before: str = "", split: bool = False) -> list[int]:
-        """The tokens of a text that others come before: sentencepiece puts a space in front of a text that begins."""
-        if not text:
-            return []
-        for anchor in ([before] if before else []) + list(_ANCHORS):
-            front, whole = self._ids(anchor, split), self._ids(anchor + text, split)
-            if whole[: len(front)] == front:
-                return whole[len(front) :]
-        return self._ids(text, split)
-
-    def _ids(self, text: str, split: bool = False) -> list[int]:
-        options = {"add_special_tokens": False, "verbose": False, "split_special_tokens": split}
-        ids: list[int] = self.tokenizer(text, **options)["input_ids"] if text else []
+            ids = [token for character in text for token in following(self.tokenizer, character, split=True)]
         return ids

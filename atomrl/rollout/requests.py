@@ -237,8 +237,8 @@ class RequestEngine(RolloutEngine):
         return self._outputs([(state, "abort") for state in states])
 
     def _outputs(self, states: Sequence[tuple[RequestState, FinishReason]]) -> list[GenerationOutput]:
-        rows = [state.token_ids[state.given :] for state, _ in states]
-        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        rows = [state.rule.written(state.token_ids[state.given :], reason == "stop") for state, reason in states]
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         texts = self.tokenizer.batch_decode(rows, **options) if rows else []
         return [
             GenerationOutput(

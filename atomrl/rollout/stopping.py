@@ -1,26 +1,25 @@
 """What ends a completion: the model's end-of-sequence tokens, stop tokens, stop strings."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from atomrl.chat_template import special_ids, stop_tokens
 from atomrl.types import SamplingParams
 
 
 def eos_token_ids(path: str, config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The model's end-of-sequence tokens: its generation config's, else its config's, else its tokenizer's."""
+    """The tokens that end a completion (`stop_tokens`), the generation config being that of the folder `path`."""
     from transformers import GenerationConfig
 
     try:
-        ids = GenerationConfig.from_pretrained(path).eos_token_id
+        generation = GenerationConfig.from_pretrained(path)
     except OSError:  # the folder has none
-        ids = None
-    for other in (config.eos_token_id, tokenizer.eos_token_id):
-        ids = other if ids is None else ids
-    return tuple(ids) if isinstance(ids, Iterable) else (() if ids is None else (ids,))
+        generation = None
+    return stop_tokens(tokenizer, config, generation)
 
 
 @lru_cache(maxsize=16)
@@ -58,6 +57,7 @@ class StopRule:
 
     def __init__(self, sampling: SamplingParams, eos: Sequence[int], tokenizer: Any, vocab: int, device: torch.device):
         self.sampling, self.minimum, self.tokenizer = sampling, sampling.min_completion_tokens, tokenizer
+        self.eos, self.special = frozenset(eos), special_ids(tokenizer)
         stop_ids = sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)})
         if any(not 0 <= token < vocab for token in stop_ids):
             raise ValueError(f"stop tokens {stop_ids} are not all in the vocabulary of {vocab}")
@@ -109,6 +109,18 @@ class StopRule:
                 if self._completed(tail):
                     found[index] = length
         return found
+
+    def written(self, tokens: Sequence[int], stopped: bool) -> Sequence[int]:
+        """The tokens of a completion that are its text: all but the special one that ended it. One that completes a
+        stop string is text, unless it is an end of sequence.
+
+        Args:
+            stopped: an end-of-sequence token, a stop token or a stop string ended it.
+        """
+        last = tokens[-1] if stopped and tokens else None
+        if last in self.eos or (last in self.special and not self._completed(list(tokens))):
+            return tokens[:-1]
+        return tokens
 
     def _completed(self, tail: list[int]) -> bool:
         """Whether the last token of `tail` completes a stop string."""

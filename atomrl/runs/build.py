@@ -1,9 +1,11 @@
 """Engines and back ends from a config: the only place that names engines and back ends."""
 
+import json
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
+from datetime import datetime
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal, get_args
@@ -28,7 +30,7 @@ from atomrl.rollout.requests import EngineOptions, RequestEngine
 from atomrl.rollout.sglang import SGLangEngine
 from atomrl.rollout.vllm import VLLMEngine
 from atomrl.rollout.vllm_server import VLLMServerEngine
-from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory
+from atomrl.tracking.run_directory import FRESH_MODEL, RunDirectory, is_begun
 from atomrl.training.group import Ranks
 from atomrl.training.local import LocalBackend
 from atomrl.training.rank_actors import RankActors
@@ -238,7 +240,16 @@ def processor(config: RunConfig, tokenizer: Any, max_prompt_tokens: int | None =
         max_prompt_tokens: overrides the config's.
     """
     opening = config.environment is not None and config.environment.opening
-    return DataProcessor(tokenizer, config.data, max_prompt_tokens, tool_schemas(config), opening)
+    return DataProcessor(tokenizer, config.data, max_prompt_tokens, tool_schemas(config), opening, started(config))
+
+
+def started(config: RunConfig) -> datetime:
+    """When the run began, also where it is resumed: the date of chat templates that print one, so that its prompts stay
+    the same to the token."""
+    stored = config.run_dir / "env.json"
+    if is_begun(config.run_dir) and stored.is_file():
+        return datetime.fromisoformat(json.loads(stored.read_text(encoding="utf-8"))["time"]).astimezone()
+    return datetime.now()
 
 
 def build_rollout(config: RunConfig, path: str, tokenizer: Any, cluster: RayCluster | None) -> RolloutEngine:
@@ -255,7 +266,8 @@ def build_rollout(config: RunConfig, path: str, tokenizer: Any, cluster: RayClus
         engine = ReplicatedEngine(build, cluster)
     if config.environment is None:
         return engine
-    return EpisodeEngine(engine, tokenizer, config.environment, tool_schemas(config))
+    kwargs = config.data.chat_template_kwargs
+    return EpisodeEngine(engine, tokenizer, config.environment, tool_schemas(config), kwargs)
 
 
 def starting_model(config: RunConfig, tokenizer: Any, directory: RunDirectory) -> str:

@@ -46,7 +46,7 @@ def with_tools(config: RunConfig, tokenizer: Any) -> RunConfig:
     tools = [tool.model_dump(mode="json") for tool in config.tools]
     with said_as(ConfigError, "tools", ValueError, OSError):
         schemas = find_schemas(tools)
-        form = find_form(tokenizer, schemas)
+        form = find_form(tokenizer, schemas, config.data.chat_template_kwargs)
     changes = {"args": {"tools": tools, "schemas": schemas, "form": form}, "opening": has_objects(tools)}
     return config.model_copy(update={"environment": config.environment.model_copy(update=changes)})
 
@@ -104,6 +104,6 @@ def check_environment(config: RunConfig, tokenizer: Any) -> None:
     with said_as(ConfigError, "environment", ValueError):
         if settings.opening and config.data.chat_template == "none":
             raise ValueError("opening: data.chat_template=none has no messages; remove one of the two")
-        replies = ReplyTokens(tokenizer, tool_schemas(config))
+        replies = ReplyTokens(tokenizer, tool_schemas(config), config.data.chat_template_kwargs)
         for warning in replies.check(role or "user", settings.opening) if role or settings.opening else ():
             log.warning("environment: %s", warning)

@@ -22,13 +22,14 @@ from atomrl.data.tokenized import TokenizedSamples
 from atomrl.loop.preferences import evaluate_preferences
 from atomrl.loop.supervised import EVAL_SAMPLES, nll_per_token, supervised_step
 from atomrl.loop.sync import before_updates
-from atomrl.models.loading import model_config_only
+from atomrl.models.loading import base_path, model_config_only, resolve_folder
 from atomrl.models.reward_model import Reader
 from atomrl.models.tokenizer import make_tokenizer
 from atomrl.objective import PreferenceObjective
 from atomrl.objective.advantage_inputs import given
+from atomrl.rollout.stopping import eos_token_ids
 from atomrl.runs.base import Evaluation, PreparedRun, identity
-from atomrl.runs.build import context_tokens, model_path, policy_tokenizer, with_steps
+from atomrl.runs.build import context_tokens, model_path, policy_tokenizer, started, with_steps
 from atomrl.runs.checks import check_held_out
 
 Split = Literal["train", "eval"]
@@ -52,7 +53,7 @@ class GivenDataRun(PreparedRun):
 
     def __init__(self, config: RunConfig, tokenizer: Any, context: int | None) -> None:
         self.config, self.tokenizer, self.context = config, tokenizer, context
-        self.processor = DataProcessor(tokenizer, config.data)
+        self.processor = DataProcessor(tokenizer, config.data, today=started(config))
         self.held_out = self._tokenized("eval") if config.data.eval is not None else None  # most often the smaller
         self.train = self._tokenized("train")
         check_held_out(config, self.train.samples, self.held_out.samples if self.held_out else [])
@@ -76,7 +77,13 @@ class GivenDataRun(PreparedRun):
             limit=self.context,
             max_row_tokens=self.config.train.max_row_tokens,
             read=self.reader.row if self.reader else None,
+            stops=() if self.config.gpt is not None else self._stops(),
         )
+
+    def _stops(self) -> tuple[int, ...]:
+        path = model_path(self.config)
+        shape = model_config_only(path, self.config.model.trust_remote_code)
+        return eos_token_ids(str(resolve_folder(base_path(path), weights=False)), shape, self.tokenizer)
 
     @cached_property
     def identity(self) -> dict[str, str]:

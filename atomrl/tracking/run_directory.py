@@ -347,6 +347,7 @@ def rollout_rows(
                 "finish_reason": item.finish_reason,
                 "policy_version": versions[-1] if versions else None,
                 "policy_versions": versions,
+                **({"opening": item.opening} if item.opening else {}),
                 **({} if item.baseline_reward is None else {"baseline_reward": _or_null(item.baseline_reward)}),
                 **({} if item.episode is None else {"episode": asdict(item.episode)}),
             }

@@ -35,6 +35,15 @@ def test_each_row_comes_out_with_its_reward(tmp_path, capsys):
     assert [json.loads(line)["reward"] for line in again.read_text().splitlines()] == [1.0, 0.25, 1.0, 0.0]
 
 
+def test_what_the_prompt_opened_is_read_in_front(tmp_path):
+    text = "9+9</think><answer>18</answer>"
+    rows = [row(text, opening="<think>"), row(text), row(text) | {"prompt": "p\n<think>\n"}]
+    source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "scored.jsonl"
+    assert main(["reward", "strict_math", source, "--out", str(out)]) == 0
+    scored = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [item["reward"] for item in scored] == [1.0, 0.0, 1.0] and scored[0]["opening"] == "<think>"
+
+
 def test_a_row_that_fails_says_so(tmp_path, capsys):
     source = write(tmp_path / "in.jsonl", [row("1", truth="words"), row("18")])
     assert main(["reward", "gsm8k", source, "--out", str(tmp_path / "o.jsonl")]) == 0

@@ -42,12 +42,12 @@ def load(tmp_path, *rows, field="completion", **config):
     [
         ({"prompt": "2+2=", "completion": "4"}, "2+2=", "4"),
         ({"prompt": "2+2=", "completion": "4", "ground_truth": None, "completions": 3}, "2+2=", "4"),
-        ({"prompt": [USER], "completion": [ASSISTANT]}, (USER,), "4"),
-        ({"messages": [USER, ASSISTANT]}, "2+2=", "4"),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, (USER,), (ASSISTANT,)),
+        ({"messages": [USER, ASSISTANT]}, "2+2=", (ASSISTANT,)),
         ({"messages": [USER, ASSISTANT, USER, ASSISTANT]}, "2+2=", (ASSISTANT, USER, ASSISTANT)),
         ({"prompt": "2+2=", "completion": [ASKS, ANSWERS, ASSISTANT]}, "2+2=", (ASKS, ANSWERS, ASSISTANT)),
         ({"messages": [USER, ASKS, ANSWERS, ASSISTANT]}, "2+2=", (ASKS, ANSWERS, ASSISTANT)),
-        ({"conversations": [{"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}]}, "2+2=", "4"),
+        ({"conversations": [{"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}]}, "2+2=", (ASSISTANT,)),
         ({"instruction": "Add.", "input": "2+2", "output": "4"}, "Add.\n\n2+2", "4"),
         ({"instruction": "Add 2+2.", "input": "", "output": "4"}, "Add 2+2.", "4"),
     ],
@@ -94,21 +94,6 @@ def tokenized(tokenizer, report, **options):
     )
 
 
-def test_a_conversation_trains_what_the_assistant_says_as_it_would_have_been_sampled(tmp_path, tokenizer):
-    user, again = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
-    data = tokenized(
-        tokenizer, load(tmp_path, {"messages": [user, again, USER, ASSISTANT]}, {"messages": [user, again]})
-    )
-    rows = data.rows([("0", data.samples[0]), ("1", data.samples[1])])
-    eos = tokenizer.eos_token
-    learned = [tokenizer.decode(tokens[mask]) for tokens, mask in zip(rows.tokens, rows.loss_mask, strict=True)]
-    assert learned == [f"2{eos}4{eos}", f"2{eos}"]
-    prompt = tokenizer.apply_chat_template([user, again, USER], tokenize=False, add_generation_prompt=True)
-    text = tokenizer.decode(rows.tokens[0, : rows.lengths[0]])
-    assert text.replace(eos, "").startswith(prompt.replace(eos, "")), "what is between turns is the template's"
-    assert rows.labels is None and rows.pair_ids is None and not rows.rewards.any()
-
-
 def test_what_an_environment_answers_is_in_the_row_and_not_trained(tmp_path, tokenizer):
     """As in an episode: what the assistant writes before it has no end of sequence, and no template is between."""
     again = {"role": "user", "content": "and 1+1?"}
@@ -123,15 +108,15 @@ def test_what_an_environment_answers_is_in_the_row_and_not_trained(tmp_path, tok
     asks, answers, ends = (tokenizer.encode(turn["content"]) for turn in (ASKS, ANSWERS, ASSISTANT))
     expected, mask = [*prompt, *asks, *answers, *ends, eos], [0] * len(prompt) + [1] * len(asks) + [0] * len(answers)
     mask += [1] * (len(ends) + 1)
-    assert rows.tokens[0, : rows.lengths[0]].tolist() == rows.tokens[1, : len(expected)].tolist() == expected
-    assert rows.loss_mask[0, : rows.lengths[0]].tolist() == rows.loss_mask[1, : len(mask)].tolist() == mask
+    assert rows.tokens[0, : rows.lengths[0]].tolist() == expected
+    assert rows.loss_mask[0, : rows.lengths[0]].tolist() == mask
+    assert rows.tokens[1, : len(expected) - 1].tolist() == expected[:-1], "this template writes no end of a turn"
     assert rows.prompt_lengths.tolist() == [len(prompt)] * 2
     own = tokenizer.decode(rows.tokens[1][rows.loss_mask[1]])
-    assert own == (ASKS["content"] + ASSISTANT["content"] + tokenizer.eos_token) * 2
-    whole = [USER, {"role": "assistant", "content": "<add>2 2=4>4"}, again]
-    text = tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
-    row = tokenizer.decode(rows.tokens[1]).replace(tokenizer.eos_token, "")
-    assert row.startswith(text.replace(tokenizer.eos_token, "")), "the template sees one turn of the assistant"
+    assert own == (ASKS["content"] + ASSISTANT["content"]) * 2 + tokenizer.eos_token
+    turn = {"role": "assistant", "content": "<add>2 2=4>4"}
+    text = tokenizer.apply_chat_template([USER, turn, again, turn], tokenize=False)
+    assert tokenizer.decode(rows.tokens[1]) == text + tokenizer.eos_token, "the template sees one turn of the assistant"
 
 
 def test_no_template_is_needed_for_what_an_environment_answers(tmp_path, tokenizer, monkeypatch):
@@ -164,17 +149,6 @@ def test_loss_and_gradient_know_nothing_of_targets_under_the_mask(tmp_path, toke
     assert loss == same and all(torch.equal(a, b) for a, b in zip(gradient, also, strict=True))
     last = torch.arange(rows.tokens.shape[1])[None] == rows.lengths[:, None] - 1
     assert trained(last)[0] != loss, "nothing was changed at all"
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(
-        tokenizer,
-        "chat_template",
-        "{% for m in messages %}{{ 'last ' if loop.last else '' }}{{ m.content }}{% endfor %}",
-    )
-    report = load(tmp_path, {"messages": [USER, ASSISTANT, USER, ASSISTANT]})
-    with pytest.raises(DataError, match=r"sft.jsonl:1: the chat template writes earlier turns otherwise"):
-        tokenized(tokenizer, report)
 
 
 def test_a_tokenized_file_takes_at_most_8_bytes_a_token(tmp_path, tokenizer):

@@ -40,12 +40,12 @@ def load(tmp_path, *rows, fields=None, **config):
     [
         ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "2+2=", (("4", 1.0), ("5", 0.0))),
         ({"prompt": "2+2=", "chosen": "4", "rejected": "5", "margin": 3}, "2+2=", (("4", 3.0), ("5", 0.0))),
-        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, (USER,), (("4", 1.0), ("5", 0.0))),
-        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, "2+2=", (("4", 1.0), ("5", 0.0))),
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, (USER,), (((GOOD,), 1.0), ((BAD,), 0.0))),
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, "2+2=", (((GOOD,), 1.0), ((BAD,), 0.0))),
         (
             {"chosen": [USER, BAD, USER, GOOD], "rejected": [USER, BAD, USER, BAD]},
             (USER, BAD, USER),
-            (("4", 1.0), ("5", 0.0)),
+            (((GOOD,), 1.0), ((BAD,), 0.0)),
         ),
         ({"chosen": HH + " I say 4", "rejected": HH + " I say 5"}, HH, ((" I say 4", 1.0), (" I say 5", 0.0))),
         ({"chosen": "sum: 2+2 is 42", "rejected": "sum: 2+2 is 40"}, "sum: 2+2 is", ((" 42", 1.0), (" 40", 0.0))),
@@ -61,7 +61,7 @@ def load(tmp_path, *rows, fields=None, **config):
                 "score_rejected": 6.0,
             },
             "2+2=",
-            (("4", 8.5), ("5", 6.0)),
+            (((GOOD,), 8.5), ((BAD,), 6.0)),
         ),
         (  # openbmb/UltraFeedback
             {
@@ -76,7 +76,7 @@ def load(tmp_path, *rows, fields=None, **config):
             (("4", 9.0), ("5", 1.0)),
         ),
         ({"prompt": "2+2=", "completion": "4", "label": True}, "2+2=", (("4", 1.0),)),
-        ({"prompt": [USER], "completion": [BAD], "label": False}, (USER,), (("5", -1.0),)),
+        ({"prompt": [USER], "completion": [BAD], "label": False}, (USER,), (((BAD,), -1.0),)),
     ],
 )
 def test_layouts(tmp_path, row, prompt, scored):
@@ -154,7 +154,7 @@ def test_parquet(tmp_path):
     pd.DataFrame([row, row]).to_parquet(tmp_path / "p.parquet")
     report = load_preferences(DataConfig(train=str(tmp_path / "p.parquet"), train_size=1))
     assert [sample.sample_id for sample in report.samples] == ["p.parquet:1"]
-    assert report.samples[0].columns["completions"] == (("4", 2.0), ("5", 1.0))
+    assert report.samples[0].columns["completions"] == (((GOOD,), 2.0), ((BAD,), 1.0))
 
 
 def test_pairs_of_a_task():

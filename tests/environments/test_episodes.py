@@ -2,15 +2,24 @@
 
 import math
 import random
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from atomrl.config import DataConfig, EnvironmentConfig
+from atomrl.data.processor import DataProcessor
 from atomrl.data.rows import to_rows
-from atomrl.types import Segment
+from atomrl.rollout.episodes import EpisodeEngine
+from atomrl.rollout.generate import generate
+from atomrl.rollout.native import NativeEngine
+from atomrl.rollout.requests import EngineOptions
+from atomrl.types import Sample, SamplingParams, Segment
+from tests.data.templates import family_tokenizer
 from tests.environments.conftest import SAMPLING, samples
+from tests.tiny import make_tiny_model
 
 
 def tokens_by_origin(trajectory, origin):
@@ -37,8 +46,8 @@ def test_an_episode_is_what_was_sampled_and_what_was_answered(played, tokenizer)
             at += len(segment.token_ids)
             ends.append(at - 1)
         assert places == [ends[1], ends[3], ends[5]] and {reward for _, reward in item.token_rewards} == {0.5}
-        own = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in tokens_by_origin(item, "model"))
-        assert item.text == own
+        own = [part[:-1] if part[-1] == tokenizer.eos_token_id else part for part in tokens_by_origin(item, "model")]
+        assert item.text == "".join(tokenizer.decode(part) for part in own), "with special tokens, but for the end"
     assert len({item.token_ids for item in found}) > 12, "seeds make no difference"
 
 
@@ -236,3 +245,16 @@ def test_episodes_are_given_up_at_any_time(folder, tokenizer):
                 done |= {output.request_id for output in episodes.poll()}
             assert not made.batch.groups and not made.batch.parking.slots and not episodes.pool._episodes
         assert math.isfinite(sum(made.batch.cache.values[0].sum(dtype=torch.float64)[None]))
+
+
+def test_a_thought_that_the_template_opens_is_of_the_turn_in_every_turn(tmp_path):
+    tokenizer = family_tokenizer("qwen3-thinking")
+    folder = make_tiny_model(tmp_path, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    engine = NativeEngine.from_pretrained(str(folder), tokenizer, EngineOptions(torch.float32, "cpu", 4))
+    settings = EnvironmentConfig(function="tests.environments.played.chatting", max_turn_tokens=5)
+    sample = Sample(sample_id="a", prompt="2+2=", ground_truth="4")
+    prompts = DataProcessor(tokenizer, DataConfig(train="-")).to_prompts([("a", sample)])
+    with closing(EpisodeEngine(engine, tokenizer, settings)) as episodes:
+        (item,) = generate(episodes, prompts, SamplingParams(max_completion_tokens=200, seed=1))
+    turns = [turn.text for turn in item.episode.turns]
+    assert len(turns) > 1 and item.turn == "".join(f"<think>\n{text}" for text in turns)

@@ -720,3 +720,53 @@ def test_one_name_of_a_module_is_a_list_of_one(tmp_path: Path) -> None:
     ):
         model = import_config(written(tmp_path, name, text), "trl").config.model
         assert model.lora and model.lora.target_modules == ["q_proj"]
+
+
+VERL_RUN = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m"
+VERL_YAML = "trainer: {}\nactor_rollout_ref: {model: {path: m}}\nalgorithm: {adv_estimator: grpo}\ndata:"
+TRL_RUN = "trl grpo --model_name_or_path m --reward_funcs a.b"
+KWARGS = "data.apply_chat_template_kwargs"
+OFF = {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "text", "variables"),
+    [
+        ("verl", "a.sh", f"{VERL_RUN} +{KWARGS}.enable_thinking=False", OFF),
+        ("verl", "a.sh", f"{VERL_RUN} '+{KWARGS}={{enable_thinking:False}}'", OFF),
+        ("verl", "a.sh", f"{VERL_RUN} '{KWARGS}={{reasoning_effort: low}}'", {"reasoning_effort": "low"}),
+        ("verl", "a.sh", f"{VERL_RUN} '{KWARGS}={{}}'", {}),
+        ("verl", "a.yaml", f"{VERL_YAML}\n  apply_chat_template_kwargs: {{enable_thinking: false}}", OFF),
+        ("trl", "a.py", f"SFTConfig(chat_template_kwargs={OFF})\nSFTTrainer('m')", OFF),
+        ("trl", "a.py", f"DPOConfig(chat_template_kwargs={OFF})\nDPOTrainer('m')", OFF),
+        (
+            "trl",
+            "a.yaml",
+            f"{GRPO_YAML}\nmodel_name_or_path: m\nchat_template_kwargs: {{a: 1, b: x}}",
+            {"a": 1, "b": "x"},
+        ),
+        ("trl", "a.sh", TRL_RUN + " --chat_template_kwargs '{\"enable_thinking\": false}'", OFF),
+        ("trl", "a.sh", TRL_RUN, {}),
+    ],
+)
+def test_variables_of_the_chat_template_are_ours(
+    library: str, name: str, text: str, variables: dict[str, object], tmp_path: Path
+) -> None:
+    found = import_config(written(tmp_path, name, text), library)
+    assert found.config.data.chat_template_kwargs == variables
+    assert not any("kwargs" in line for line in found.without_counterpart)
+
+
+@pytest.mark.parametrize(
+    ("library", "text"),
+    [
+        ("verl", f"{VERL_RUN} actor_rollout_ref.model.custom_chat_template=x"),
+        ("trl", "trl sft --model_name_or_path m --chat_template_path qwen.jinja"),
+        ("openrlhf", f"python3 -m openrlhf.cli.train_ppo_ray {MODEL} --data.tokenizer_chat_template x"),
+        ("openrlhf", f"python3 -m openrlhf.cli.train_ppo_ray {MODEL} --tokenizer_chat_template x"),
+        ("trl", f"{TRL_RUN} --chat_template_kwargs $KWARGS"),
+    ],
+)
+def test_another_chat_template_is_refused(library: str, text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="chat_template"):
+        import_config(written(tmp_path, "a.sh", text), library)

@@ -174,3 +174,12 @@ def test_majority():
 def test_standard_error_is_of_the_mean():
     assert mean_figure([1.0]).standard_error is None
     assert mean_figure([0.0, 1.0] * 50).standard_error == pytest.approx(0.0502, abs=1e-4)
+
+
+def test_what_the_prompt_has_opened_counts(tokenizer):
+    samples = [Sample(sample_id="f:1", prompt="1+1=<think>", ground_truth="2")]
+    script = {"1+1=": ["abc</think><answer>2</answer>"]}
+    result, _ = run(tokenizer, script, samples, count=1, chat_template="none")
+    (row,) = result.rows
+    assert (row["completion"], row["opening"]) == (script["1+1="][0], "<think>")
+    assert (row["correct"], row["formatted"], row["reasoning_tokens"]) == (True, True, 3)

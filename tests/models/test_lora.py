@@ -6,13 +6,14 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, RolloutConfig
 from atomrl.models.loading import base_path, fill_weights, load_policy, load_tokenizer, model_config_only, model_weights
 from atomrl.models.lora import adapter_state, adapter_weights, adapters_disabled, export, save_adapters
 from atomrl.rollout.hf import HFEngine
 from atomrl.runs.build import build_engine
+from atomrl.training.role_models import save_role
 from tests.models.gpt2 import TOKENS, save_gpt2
 from tests.tiny import make_tiny_model
 
@@ -93,6 +94,16 @@ def test_export(tmp_path):
     export(tmp_path / "adapter", tmp_path / "merged")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(exported(TOKENS).logits, policy(TOKENS), atol=1e-4, rtol=1e-4)
+
+
+def test_export_has_the_tokenizer_that_was_trained_with(tmp_path):
+    folder = make_tiny_model(tmp_path / "base")
+    policy, tokenizer = adapted(folder), load_tokenizer(folder)
+    tokenizer.eos_token = "<|endoftext|>"
+    save_role("policy", policy, tokenizer, tmp_path / "adapter")
+    export(tmp_path / "adapter", tmp_path / "merged")
+    assert load_tokenizer(tmp_path / "merged").eos_token == "<|endoftext|>"
+    assert GenerationConfig.from_pretrained(tmp_path / "merged").eos_token_id == [2, 0]
 
 
 def test_export_scales_as_peft_does(tmp_path):

@@ -1,6 +1,7 @@
 """Reward models as rewards, against transformers' own pipeline."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 from atomrl.cli.main import main
 from atomrl.config import ConfigError, RewardConfig
 from atomrl.models.loading import load_tokenizer
-from atomrl.models.reward_model import RewardModel
+from atomrl.models.reward_model import Reader, RewardModel
 from atomrl.models.scalar import load_scalar, save_scalar
 from atomrl.rewards.compute import build_rewards
 from atomrl.rewards.errors import RewardError
 from atomrl.types import Sample, Segment, Trajectory
+from tests.data.templates import family_tokenizer
 from tests.tiny import make_tiny_deberta, make_tiny_model
 
 QUESTIONS = ["what is 2+2?", "say a word", "3*3=?"]
@@ -223,3 +225,15 @@ def test_code_of_a_reward_model_runs_where_the_run_trusts_it(own):
     found = [trajectory.reward for trajectory in rewards(rollouts())]
     rewards.close()
     assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_preferences_with_calls_and_tools_are_read_as_the_template_writes_them():
+    tokenizer = family_tokenizer("qwen2.5")
+    reader = Reader(tokenizer, SimpleNamespace(num_labels=1, max_position_embeddings=None, architectures=[]), "model")
+    tools = ({"type": "function", "function": {"name": "get"}},)
+    call = {"type": "function", "function": {"name": "get", "arguments": {"c": 1}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    sample = Sample(sample_id="a:1", prompt="w?", ground_truth=None, columns={"completions": (), "tools": tools})
+    turns = [{"role": "user", "content": "w?"}, message]
+    expected = tokenizer.apply_chat_template(turns, tools=[*tools], tokenize=False)
+    assert tokenizer.decode(reader.row(sample, [], [], message)) == expected

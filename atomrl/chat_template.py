@@ -1,0 +1,337 @@
+"""The chat template of a tokenizer: how it writes a conversation and ends a turn, and which variables it reads."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from atomrl.hints import did_you_mean
+
+SET_HERE = (
+    "messages", "conversation", "tools", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+)  # fmt: skip
+"""Arguments of `apply_chat_template` that are not the user's: `data.chat_template_kwargs` has none of them."""
+_WORDS, _NEXT = "atomrl-words", "atomrl-next"
+_ANCHORS = ("\n", "a", ".")
+_THOUGHT = r"(?:\w+[:_])*(?:think(?:ing)?|thoughts?|reason(?:ing)?)\|?[>\]]"  # <think>, [THINK], <|begin_of_thought|>
+_OPEN, _CLOSED = rf"[<\[]\|?(?!end){_THOUGHT}", rf"[<\[]\|?(?:/|end[:_]){_THOUGHT}"
+_OPENED = re.compile(rf"{_OPEN}\s*(?:{_CLOSED}\s*)?\Z", re.IGNORECASE)
+_TAG = re.compile(rf"{_OPEN}|{_CLOSED}", re.IGNORECASE)
+_ends: WeakKeyDictionary[Any, dict[str, int | None]] = WeakKeyDictionary()
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+) -> str:
+    """A conversation as the chat template writes it.
+
+    Arguments of calls may be objects or their JSON, as OpenAI's API has them: a template gets the form that it takes.
+
+    Args:
+        tools: JSON schemas that the template shows to the model.
+        kwargs: further variables of the template (`data.chat_template_kwargs`), such as `enable_thinking`.
+        add_generation_prompt: end with what begins the assistant's next turn.
+        continue_final_message: leave the last message open, so that it can be gone on with.
+
+    Raises:
+        Exception: of any kind; templates are programs and raise what they like.
+
+    Example:
+        >>> from atomrl.models.tokenizer import make_tokenizer
+        >>> render(make_tokenizer(), [{"role": "user", "content": "2+2"}], add_generation_prompt=True)
+        '<|user|>2+2<|assistant|>'
+    """
+    options = {
+        "tools": [dict(tool) for tool in tools] or None,
+        "tokenize": False,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        **(kwargs or {}),
+    }
+    given = [dict(message) for message in messages]
+    if not any(message.get("tool_calls") for message in given):
+        return str(tokenizer.apply_chat_template(given, **options))
+    try:
+        text = str(tokenizer.apply_chat_template([_with_arguments(message, False) for message in given], **options))
+        if not any(str(found) in text for message in given for found in _arguments(message) if found):
+            return text
+    except TypeError:  # it joins them to text (DeepSeek)
+        pass
+    return str(tokenizer.apply_chat_template([_with_arguments(message, True) for message in given], **options))
+
+
+def _with_arguments(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
+    """A message whose calls have their arguments as objects, or as JSON."""
+    if not isinstance(calls := message.get("tool_calls"), list):
+        return message
+    return {**message, "tool_calls": [_call_with_arguments(call, as_text) for call in calls]}
+
+
+def _call_with_arguments(call: Any, as_text: bool) -> Any:
+    if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call_with_arguments(call["function"], as_text)}
+    if not isinstance(call, Mapping) or "arguments" not in call:
+        return call
+    given = call["arguments"]
+    if as_text:
+        return {**call, "arguments": given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)}
+    return {**call, "arguments": _as_object(given)}
+
+
+def _as_object(arguments: Any) -> Any:
+    """Arguments that are the JSON of an object (OpenAI's way) as that object; others as they are."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _arguments(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those of a message's calls that are objects: a template that takes JSON writes them as Python does."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, Mapping)]
+    found = [_as_object(call.get("arguments")) for call in calls if isinstance(call, Mapping)]
+    return [each for each in found if isinstance(each, dict)]
+
+
+def end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> int | None:
+    """The token that ends the assistant's turn: the one that the chat template writes behind its words.
+
+    It need not be the tokenizer's end of sequence: Gemma writes `<end_of_turn>`, Phi `<|end|>`, a Qwen base model
+    `<|im_end|>`. Where the template writes none (GLM), or there is no template, it is the tokenizer's. A token that
+    ends earlier turns alone (`<|end|>` of gpt-oss) is not it.
+
+    Returns:
+        None where the tokenizer has no end of sequence either.
+
+    Example:
+        >>> from atomrl.models.tokenizer import make_tokenizer
+        >>> tokenizer = make_tokenizer()
+        >>> tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer))
+        '<|end|>'
+    """
+    known, key = _ends.setdefault(tokenizer, {}), repr((tokenizer.chat_template, tokenizer.eos_token, kwargs))
+    if key not in known:
+        token = _end_of_turn(tokenizer, kwargs) if tokenizer.chat_template else None
+        known[key] = tokenizer.eos_token_id if token is None else tokenizer.convert_tokens_to_ids(token)
+    return known[key]
+
+
+def stop_tokens(tokenizer: Any, config: Any, generation_config: Any = None) -> tuple[int, ...]:
+    """The tokens that end a completion of a model, each once: those that its generation config and its config name, the
+    tokenizer's end of sequence, and the end of a turn that its chat template writes. Training teaches the last one, and
+    the generation config of a base model does not name it.
+
+    Where there is a generation config, an ordinary token that the config names does not count: classes of configs have
+    defaults (2), which are any token of another vocabulary.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from atomrl.models.tokenizer import make_tokenizer
+        >>> stop_tokens(make_tokenizer(), SimpleNamespace(eos_token_id=[7, 8]))
+        (7, 8, 1)
+    """
+    named, own = (_ids(getattr(each, "eos_token_id", None)) for each in (generation_config, config))
+    found = [*named, *(id for id in own if not named or id in special_ids(tokenizer))]
+    return tuple(dict.fromkeys([*found, *_ids(tokenizer.eos_token_id), *_ids(end_of_turn(tokenizer))]))
+
+
+def _ids(given: Any) -> list[int]:
+    """One id, several or none."""
+    return [] if given is None else [given] if isinstance(given, int) else list(given)
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """The tokens that the tokenizer calls special."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    named = getattr(tokenizer, "all_special_ids", ())
+    return frozenset({*named, *(id for id, token in added.items() if token.special)})
+
+
+def thought_opening(text: str) -> str:
+    """The end of a prompt that opens the assistant's thoughts, or has an empty one closed: it is of the assistant's
+    turn, though the model did not write it. "" where there is none.
+
+    Example:
+        >>> thought_opening("<|user|>2+2?<|assistant|><think>\\n")
+        '<think>\\n'
+        >>> thought_opening("<|assistant|><think>\\n\\n</think>\\n\\n"), thought_opening("Write in <think> tags.")
+        ('<think>\\n\\n</think>\\n\\n', '')
+    """
+    found = _OPENED.search(text)
+    return found[0] if found else ""
+
+
+@dataclass(frozen=True)
+class TurnMarks:
+    """What a chat template writes around words, by which a text is known that has been through it."""
+
+    special: tuple[str, ...] = ()
+    """Special tokens that it writes, and the tokenizer's begin and end of sequence."""
+    ends: tuple[str, ...] = ()
+    """Those of them that end the assistant's turn."""
+    front: str = ""
+    """What stands before a user's words where they are the first."""
+    header: str = ""
+    """What stands between a user's words and the assistant's: the generation prompt."""
+
+    def turn(self, text: str) -> str | None:
+        """What a prompt has of the assistant's turn, behind the last header in it.
+
+        Returns:
+            None where the text has no header, does not begin as the template does, or its turn is over: it is no prompt
+            that the template has made.
+        """
+        header = self.header.removesuffix(thought_opening(self.header)).strip()
+        begins = tuple(mark for mark in (*self.special, self.front.strip()) if mark)
+        before, found, turn = text.rpartition(header) if header and begins else ("", "", "")
+        if not (found and before.lstrip().startswith(begins)) or any(end in turn for end in self.ends):
+            return None
+        return turn.lstrip("\n")
+
+
+def turn_marks(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> TurnMarks:
+    """What the tokenizer's chat template writes around words; nothing where it has none.
+
+    Example:
+        >>> from atomrl.models.tokenizer import make_tokenizer
+        >>> marks = turn_marks(make_tokenizer())
+        >>> marks.header, marks.turn("<|user|>2+2<|assistant|>It is"), marks.turn("2+2")
+        ('<|assistant|>', 'It is', None)
+    """
+    if not tokenizer.chat_template:
+        return TurnMarks()
+    end = end_of_turn(tokenizer, kwargs)
+    ends = {str(tokenizer.convert_ids_to_tokens(id)) for id in (end, tokenizer.eos_token_id) if id is not None}
+    user, words = {"role": "user", "content": _WORDS}, {"role": "assistant", "content": _WORDS}
+    front, _, header = _around(tokenizer, kwargs, [user], add_generation_prompt=True)
+    text = header + "".join(_around(tokenizer, kwargs, [words, {**user, "content": _NEXT}, words]))
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+    found = {mark for mark in added if mark and mark in text} | ends | {tokenizer.bos_token or ""}
+    special = sorted(mark for mark in found if mark and not _TAG.fullmatch(mark))
+    return TurnMarks(tuple(special), tuple(sorted(ends)), front, header)
+
+
+def following(tokenizer: Any, text: str, before: str = "", split: bool = False) -> list[int]:
+    """The tokens of a text that others come before: sentencepiece puts a space in front of a text that begins.
+
+    Args:
+        before: the text that comes before it, if it is known; its tokens are not among those returned.
+        split: take special tokens in the text as the characters that they are written with.
+    """
+    if not text:
+        return []
+    for anchor in ([before] if before else []) + list(_ANCHORS):
+        front, whole = token_ids(tokenizer, anchor, split), token_ids(tokenizer, anchor + text, split)
+        if whole[: len(front)] == front:
+            return whole[len(front) :]
+    return token_ids(tokenizer, text, split)
+
+
+def token_ids(tokenizer: Any, text: str, split: bool = False) -> list[int]:
+    """The tokens of a text that begins, and nothing that the tokenizer puts around it; `split` as in `following`."""
+    options = {"add_special_tokens": False, "verbose": False, "split_special_tokens": split}
+    ids: list[int] = tokenizer(text, **options)["input_ids"] if text else []
+    return ids
+
+
+def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
+    """That the chat template reads each of `data.chat_template_kwargs`.
+
+    Raises:
+        ValueError: it has no such variable, or there is no template.
+    """
+    if kwargs and not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template; remove them")
+    for name in kwargs:
+        if name not in (known := template_variables(tokenizer)):
+            hint = did_you_mean(name, sorted(known), "its variables are") if known else "it has none"
+            raise ValueError(f"the chat template does not read {name!r}; {hint}")
+
+
+def template_variables(tokenizer: Any) -> set[str]:
+    """The names that the chat template reads and AtomRL does not set: `enable_thinking`, `date_string`, ..."""
+    named = tokenizer.chat_template
+    sources = named.values() if isinstance(named, dict) else [named]
+    found = {name for source in sources for name in _variables(source)}
+    return found - {*SET_HERE, *tokenizer.special_tokens_map, "raise_exception", "strftime_now", "range", "namespace"}
+
+
+@lru_cache(maxsize=16)
+def _variables(source: str) -> frozenset[str]:
+    from jinja2 import Environment, meta
+
+    # transformers' own tag, whose content is read as any other
+    source = re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", source)
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    return frozenset(meta.find_undeclared_variables(environment.parse(source)))
+
+
+def _end_of_turn(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> str | None:
+    """The text of it, or None where the template writes none.
+
+    Of the special tokens behind the assistant's words those count that are there whether a user's message follows or
+    not: Phi writes the end of sequence behind a conversation, gpt-oss another end behind the last message. The
+    tokenizer's end of sequence goes before others (Command R closes its answer, then its turn), else the first.
+    """
+    words, user = {"role": "assistant", "content": _WORDS}, {"role": "user", "content": _NEXT}
+    *_, last = _around(tokenizer, kwargs, [words])
+    inner = _around(tokenizer, kwargs, [words, user])[2].partition(_NEXT)[0]
+    ends, both = _special(tokenizer, last), list[str]()
+    for end, other in zip(ends, _special(tokenizer, inner), strict=False):
+        if end != other:
+            break
+        both.append(end)
+    found = both or ends
+    return tokenizer.eos_token if tokenizer.eos_token in found else next(iter(found), None)
+
+
+def _around(
+    tokenizer: Any,
+    kwargs: Mapping[str, Any] | None,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = False,
+) -> tuple[str, str, str]:
+    """What the template writes before the last `_WORDS` of a conversation that goes on with these messages, they, and
+    what it writes behind; of the first begin of one that it takes, and empty where it takes none."""
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "atomrl-asked"}]
+    front = [] if messages[0]["role"] == "user" else asked
+    for begin in (front, [{"role": "system", "content": "atomrl-told"}, *front]):
+        for given in ([*begin, *messages], [_in_parts(message) for message in [*begin, *messages]]):
+            try:
+                text = render(tokenizer, given, kwargs=kwargs, add_generation_prompt=add_generation_prompt)
+            except Exception:  # templates are programs and raise what they like
+                continue
+            if _WORDS in text:
+                return text.rpartition(_WORDS)
+    return "", "", ""
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates of models that see images read it."""
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _special(tokenizer: Any, text: str) -> list[str]:
+    """The special tokens that a text begins with, and white space between them."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+    names, found = sorted(added - {""}, key=len, reverse=True), list[str]()
+    while name := next((name for name in names if (text := text.lstrip()).startswith(name)), None):
+        found.append(name)
+        text = text.removeprefix(name)
+    return found

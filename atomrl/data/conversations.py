@@ -1,0 +1,438 @@
+"""A conversation as the chat template writes it, in pieces: what the assistant says is trained, the rest is not.
+
+The text is what the template renders of all messages at once, so that each field is written as the template writes it:
+calls, thoughts, tools. Which part of it a message is, is found by rendering once more with other words in one field:
+what differs is what the field became, and a field whose words are nowhere is one that the template leaves out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby, zip_longest
+from typing import Any, NamedTuple
+
+from atomrl.chat_template import end_of_turn, render, thought_opening
+from atomrl.data.problems import DataError
+from atomrl.data.sources import ENVIRONMENT
+from atomrl.hints import said_as
+
+Messages = Sequence[Mapping[str, Any]]
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of an assistant's message."""
+WORDS = ("content", *THOUGHTS, "tool_calls", "function_call", "refusal")
+"""Fields that say something: what the template leaves out of them is refused."""
+LINKS = {"role", "content", "tool_call_id"}
+"""Fields that need not be seen."""
+_MARK = "\ufdd0"  # no character, so it is in no text
+_NAMES = "think|thinking|thought|reasoning|reason"
+_TAG = re.compile(rf"(</?(?:{_NAMES})>)")
+
+
+class Piece(NamedTuple):
+    """A part of a row's text."""
+
+    text: str
+    trained: bool
+
+
+class ConversationWriter:
+    """Writes conversations as one tokenizer's chat template does.
+
+    Args:
+        kwargs: further variables of the template (`data.chat_template_kwargs`).
+        stops: other tokens that end the model's completions; a template may write nothing behind the assistant's words
+            but the beginning of the next turn (GLM).
+
+    Attributes:
+        notes: what is worth a warning, and the first row in which it was found.
+    """
+
+    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None, stops: Iterable[int] = ()) -> None:
+        self.tokenizer, self.kwargs, self.notes = tokenizer, kwargs, dict[str, str]()
+        end = end_of_turn(tokenizer, kwargs)
+        ids = {end, tokenizer.eos_token_id, *stops} - {None}
+        self.end = "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
+        self.stops = {str(tokenizer.convert_ids_to_tokens(token)) for token in ids}
+        added = {token.content for token in tokenizer.added_tokens_decoder.values()} | self.stops
+        self._added = added - {""}
+        names = sorted(map(re.escape, self._added), key=len, reverse=True)
+        self._parts = re.compile("|".join([*names, "."]), re.DOTALL)
+
+    def without_end(self, text: str, what: str, place: str) -> str:
+        """A text of the assistant's without the token that ends its turn, which is written behind it anyway.
+
+        Args:
+            what: how the note names it.
+        """
+        ends = {self.end, self.tokenizer.eos_token} - {None, ""}
+        while end := next((end for end in ends if text.rstrip().endswith(end)), None):
+            text = text.rstrip().removesuffix(end)
+            if not any("written behind it anyway" in note for note in self.notes):
+                self.notes[f"{what} ends in {end!r}, which is written behind it anyway; a row has it once"] = place
+        return text
+
+    def pieces(
+        self, prompt: Messages, turns: Messages, tools: Messages = (), place: str = "", own: bool = True
+    ) -> list[Piece]:
+        """The row of a conversation: its text up to the token that ends the assistant's last turn.
+
+        Args:
+            prompt: the messages in front, of which nothing is trained.
+            turns: the others, from the assistant's first to its last.
+            tools: JSON schemas.
+            place: how errors name the row.
+            own: whether the first message is the row's, and not the config's system prompt.
+
+        Raises:
+            DataError: the template refuses it, or does not show what is in it.
+
+        Example:
+            >>> from atomrl.models.tokenizer import make_tokenizer
+            >>> asked, said = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
+            >>> ConversationWriter(make_tokenizer()).pieces([asked], [said])
+            [Piece(text='<|user|>2+2<|assistant|>', trained=False), Piece(text='4<|end|>', trained=True)]
+        """
+        return _Conversation(self, prompt, turns, tools, place, own).pieces()
+
+    def last_token(self, text: str) -> str:
+        """The added token that a text ends with, or "", on which may depend how what follows is tokenized."""
+        return max((token for token in self._added if text.endswith(token)), key=len, default="")
+
+    def closing(self, tail: str, alone: Callable[[], str]) -> tuple[str, bool]:
+        """What closes a turn of the assistant.
+
+        Args:
+            tail: all that the template writes behind its words.
+            alone: says what it would write if the conversation ended there; asked only where that matters.
+
+        Returns:
+            The beginning of `tail`, and whether it ends in a token that ends a completion.
+        """
+        first = self._parts.match(tail)
+        if first and first[0] in self.stops:
+            return first[0], True
+        found, here, there = "", self._parts.finditer(tail), self._parts.finditer(alone())
+        for part, other in ((a and a[0], b and b[0]) for a, b in zip_longest(here, there)):
+            if part in self.stops:
+                return found + part, True
+            if part is None or part != other:
+                # an end for turns within a conversation alone: gpt-oss
+                return found + (part if part and {part, other} <= self._added else ""), False
+            found += part
+        return found, False
+
+
+def continued(opening: str, completion: str) -> str | None:
+    """What follows a prompt that ends in `opening` (`chat_template.thought_opening`): the completion, without an
+    opening of its own. None where they contradict each other: a thought behind a closed one, or no thought in an open
+    one.
+
+    Example:
+        >>> continued("<think>\\n", "<think>\\nas 2+2=4\\n</think>\\n\\n4")
+        'as 2+2=4\\n</think>\\n\\n4'
+        >>> continued("", "4"), continued("<think>\\n", "4")
+        ('4', None)
+    """
+    if not opening:
+        return completion
+    words, tag = completion.lstrip(), opening[: opening.index(">") + 1]
+    close = tag.replace("<", "</")
+    if close in opening:
+        empty = re.match(rf"{tag}\s*{close}\s*", words)
+        rest = words[empty.end() :] if empty else completion
+        return None if close in rest else rest
+    if words.startswith(tag):
+        return words.removeprefix(opening) if words.startswith(opening) else words.removeprefix(tag)
+    return completion if close in completion else None
+
+
+class _Conversation:
+    """One of them; see `ConversationWriter.pieces`."""
+
+    def __init__(
+        self, writer: ConversationWriter, prompt: Messages, turns: Messages, tools: Messages, place: str, own: bool
+    ) -> None:
+        self.writer, self.tools, self.place, self.own = writer, tools, place, own
+        self.messages = [dict(message) for message in prompt]
+        self.first, self.said = len(prompt), dict[int, list[Piece]]()
+        for part in within_turns(turns):
+            message = {**part[-1]}
+            if len(part) > 1:
+                said = [Piece(each["content"], each["role"] == "assistant") for each in part]
+                self.said[len(self.messages)], message["content"] = said, "".join(text for text, _ in said)
+            if message["role"] == "assistant":
+                what = f"the content of message {len(self.messages) + own}"
+                message["content"] = writer.without_end(message["content"], what, place)
+            self.messages.append(message)
+        self.whole = self.render(self.messages)
+
+    def pieces(self) -> list[Piece]:
+        self.check()
+        found, cursor = list[Piece](), 0
+        own = [n for n in range(self.first, len(self.messages)) if self.messages[n]["role"] == "assistant"]
+        for number in own:
+            begin, end, closing = self.span(number)
+            if begin is None:  # its thought is shown in use alone: the prompt opens one
+                prompt, text = self.in_use(number)
+                return joined([*found, Piece(prompt[cursor:], False), Piece(text, True)])
+            if not cursor <= begin < end:
+                raise DataError(f"{self.place}: the chat template does not write the messages in their order")
+            found += [Piece(self.whole[cursor:begin], False), *self.parts(number, begin, end)]
+            cursor = end
+            if not closing and number != own[-1] and not self.writer.last_token(self.whole[begin:end]):
+                self.note(
+                    "the chat template writes no token behind the assistant's words within a conversation: the model "
+                    "learns to stop at the last turn of a row alone"
+                )
+        if not closing:
+            found.append(Piece(self.writer.end, True))
+        return joined(found)
+
+    def render(self, messages: Messages, add_generation_prompt: bool = False, tools: bool = True) -> str:
+        with said_as(DataError, f"{self.place}: the chat template refuses the conversation", Exception):
+            return render(
+                self.writer.tokenizer, messages, tools=self.tools if tools else (), kwargs=self.writer.kwargs,
+                add_generation_prompt=add_generation_prompt,
+            )  # fmt: skip
+
+    def named(self, number: int) -> str:
+        """A message as errors name it, by its number in the row."""
+        return f"{self.place}: message {number + self.own}"
+
+    def note(self, text: str) -> None:
+        self.writer.notes.setdefault(text, self.place)
+
+    # ---- What is shown ----
+
+    def check(self) -> None:
+        """That the template shows the tools, and what others than the trained messages say.
+
+        A thought in the prompt need not be shown: the model does not see it in use either.
+        """
+        if self.tools and self.render(self.messages, tools=False) == self.whole:
+            raise DataError(
+                f"{self.place}: field 'tools': the chat template does not show tools; take a tokenizer whose template "
+                "does, or remove the column"
+            )
+        others = [
+            (number, field)
+            for number, message in enumerate(self.messages)
+            if number < self.first or message["role"] != "assistant"
+            for field in said_in(message)
+            if field not in THOUGHTS
+        ]
+        changed = list(self.messages)
+        for number, field in others:
+            changed[number] = marked(changed[number], field, f"{number}")
+        text = self.render(changed)
+        for number, field in others:
+            if not shown(changed[number], field, f"{number}", text):
+                self.altered(number, field)
+        for number, message in enumerate(self.messages):
+            linked = LINKS | ({"name"} if message["role"] in ("tool", "function") else set())
+            for key in message.keys() - linked - {*WORDS}:
+                note = f"messages have the key {key!r}, of which the chat template shows nothing"
+                less = {name: value for name, value in message.items() if name != key}
+                if note not in self.writer.notes and self.render(self.replaced(number, less)) == self.whole:
+                    self.note(note)
+
+    def altered(self, number: int, field: str) -> str:
+        """The text with other words in a field.
+
+        Raises:
+            DataError: they are nowhere.
+        """
+        message = marked(self.messages[number], field)
+        text = self.render(self.replaced(number, message))
+        if not shown(message, field, "", text):
+            raise DataError(
+                f"{self.named(number)}: the chat template does not show {field!r}; {self.advice(number, field)}"
+            )
+        return text
+
+    def replaced(self, number: int, message: Mapping[str, Any]) -> Messages:
+        return [*self.messages[:number], message, *self.messages[number + 1 :]]
+
+    def advice(self, number: int, field: str) -> str:
+        message, source = self.messages[number], str(self.writer.tokenizer.chat_template)
+        if field in THOUGHTS:
+            known = [name for name in THOUGHTS if re.search(rf"""(?:\.|\[['"]|get\(['"]){name}\b""", source)]
+            if field not in known:
+                if known:
+                    return f"its field for thoughts is {known[0]!r}"
+                return "write it into the content, as <think>...</think>, or take a tokenizer whose template shows it"
+        if field in THOUGHTS or field == "thought":
+            if number < len(self.messages) - 1:
+                return "it shows those of the last turn: give each of the assistant's turns as a row of its own"
+            return "take a tokenizer whose template shows it, or remove it"
+        if field == "content" and message.get("tool_calls"):
+            return "it shows a message's calls alone; remove the words, or take a tokenizer whose template shows both"
+        if message["role"] == "system":
+            return (
+                "take a tokenizer whose template does, remove it, or, if it shows it before the assistant's answer, "
+                "give the row as prompt (messages) and completion (text)"
+            )
+        return "take a tokenizer whose template does, or remove it"
+
+    # ---- Where it is ----
+
+    def span(self, number: int) -> tuple[int | None, int, bool]:
+        """Where the assistant's message begins and ends in the text, behind the header that generation gives, with the
+        token that ends it; and whether that is one that ends a completion. No beginning: see `in_use`."""
+        message = self.messages[number]
+        fields, places = said_in(message), list[tuple[int, str, dict[str, Any]]]()
+        if not fields:
+            raise DataError(f"{self.named(number)} says nothing")
+        for field in fields:
+            try:
+                text = self.altered(number, field)
+            except DataError:
+                if field in THOUGHTS and any(message[field] == message[other] for other in fields if other != field):
+                    continue  # told twice, and shown once
+                if field in THOUGHTS and self.opens(number):
+                    return None, 0, True
+                raise
+            places.append((shared(self.whole, text), text.rpartition(_MARK)[2], marked(message, field)))
+        parts = _TAG.split(message["content"])
+        for place in [
+            n for n, part in enumerate(parts) if part.strip() and len(parts) > 1 and not _TAG.fullmatch(part)
+        ]:
+            content = "".join([*parts[:place], _MARK, *parts[place + 1 :]])
+            if _MARK not in self.render(self.replaced(number, {**message, "content": content})):
+                if self.opens(number):
+                    return None, 0, True
+                raise DataError(
+                    f"{self.named(number)}: the chat template leaves a part of 'content' out, "
+                    f"{parts[place].strip()[:40]!r}; {self.advice(number, 'thought')}"
+                )
+        begin = self.begin(number, min(start for start, _, _ in places))
+        _, tail, changed = min(places, key=lambda place: len(place[1]))
+        closing, ended = self.writer.closing(tail, lambda: self.alone(number, changed))
+        words = len(self.whole) - shared(self.whole[::-1], tail[::-1])
+        end = len(self.whole) - len(tail) + len(closing if ended else closing.rstrip())
+        return begin, max(words, end), ended
+
+    def alone(self, number: int, changed: Mapping[str, Any]) -> str:
+        """What would stand behind a marked message if the conversation ended with it."""
+        return self.render([*self.messages[:number], changed]).rpartition(_MARK)[2]
+
+    def begin(self, number: int, words: int) -> int:
+        """Where the header that generation gives ends; `words`: where the message's own do at the latest."""
+        prompt = self.render(self.messages[:number], True)
+        if self.whole.startswith(prompt):
+            return len(prompt)
+        # What came before is written otherwise than in use: the header is what follows the message before.
+        before = self.messages[number - 1]
+        for field in said_in(before):
+            before = marked(before, field)
+        if before is self.messages[number - 1]:
+            before = marked(before, "content")
+        header = self.render([*self.messages[: number - 1], before], True).rpartition(_MARK)[2]
+        rest = self.render(self.replaced(number - 1, before)).rpartition(_MARK)[2]
+        opening = thought_opening(header)
+        if self.whole.endswith(rest):
+            if rest.startswith(header):
+                return len(self.whole) - len(rest) + len(header)
+            if opening and rest.startswith(header.removesuffix(opening)):
+                self.note(
+                    f"in generation the assistant's turn begins with {opening!r}, and the chat template writes some "
+                    "turns of the data without it: give each turn as a row of its own, with its thought"
+                )
+                return len(self.whole) - len(rest) + len(header) - len(opening)
+        return words
+
+    def opens(self, number: int) -> bool:
+        """Whether the prompt of the last message opens a thought that the template would not show behind it."""
+        last = number == len(self.messages) - 1 and number not in self.said
+        plain = last and not self.messages[number].get("tool_calls")
+        opening = thought_opening(self.render(self.messages[:number], True)) if plain else ""
+        return bool(opening) and "</" not in opening
+
+    def in_use(self, number: int) -> tuple[str, str]:
+        """The prompt of the last message as in use, and its thought and words behind it."""
+        message, prompt = self.messages[number], self.render(self.messages[:number], True)
+        opening, words = thought_opening(prompt), message["content"]
+        if not self.whole.startswith(prompt.removesuffix(opening)):
+            raise DataError(f"{self.place}: " + self.advice(number, "thought"))
+        thought = next((message[field] for field in THOUGHTS if field in said_in(message)), None)
+        if thought is not None:
+            words = f"{thought.strip()}\n{opening.strip().replace('<', '</')}\n\n{words}"
+        return prompt, (continued(opening, words) or words) + self.writer.end
+
+    def parts(self, number: int, begin: int, end: int) -> list[Piece]:
+        """A turn, of which what environments say within it is not trained."""
+        text = self.whole[begin:end]
+        if number not in self.said:
+            return [Piece(text, True)]
+        words = "".join(said for said, _ in self.said[number])
+        place = text.find(words.strip())
+        if place < 0:
+            raise DataError(
+                f"{self.named(number)}: the chat template writes the assistant's words otherwise than "
+                "they are, so that an environment's are not found in them; " + self.advice(number, "thought")
+            )
+        place -= len(words) - len(words.lstrip())
+        found, cursor = list[Piece](), 0
+        for said, trained in self.said[number]:
+            place += len(said)
+            if not trained:
+                start = max(place - len(said), 0)
+                found += [Piece(text[cursor:start], True), Piece(text[start:place], False)]
+                cursor = place
+        return [*found, Piece(text[cursor:], True)]
+
+
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Neighbours that are trained alike as one, and none that is empty."""
+    groups = groupby((piece for piece in pieces if piece.text), key=lambda piece: piece.trained)
+    return [Piece("".join(piece.text for piece in group), trained) for trained, group in groups]
+
+
+def within_turns(turns: Messages) -> list[list[Mapping[str, Any]]]:
+    """A turn as the chat template sees it: a message, or the assistant's with what environments answer within it."""
+    parts: list[list[Mapping[str, Any]]] = []
+    for turn in turns:
+        if parts and ENVIRONMENT in (turn["role"], parts[-1][-1]["role"]):
+            parts[-1].append(turn)
+        else:
+            parts.append([turn])
+    return parts
+
+
+def said_in(message: Mapping[str, Any]) -> list[str]:
+    """The fields in which a message says something."""
+    return [name for name in WORDS if (value := message.get(name)) and (not isinstance(value, str) or value.strip())]
+
+
+def marked(message: Mapping[str, Any], field: str, name: str = "") -> dict[str, Any]:
+    """A message with other words in a field: a mark, or one for each call."""
+    value = message.get(field)
+    if field == "tool_calls" and isinstance(value, list):
+        return {**message, field: [_marked_call(call, f"{name}.{n}") for n, call in enumerate(value)]}
+    if isinstance(value, Mapping):
+        return {**message, field: _marked_call(value, name)}
+    return {**message, field: f"{_MARK}{name}{_MARK}"}
+
+
+def _marked_call(call: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _marked_call(call["function"], name)}
+    given, mark = call.get("arguments"), f"{_MARK}{name}{_MARK}"
+    return {**call, "arguments": dict.fromkeys(given if given and isinstance(given, Mapping) else [mark], mark)}
+
+
+def shown(message: Mapping[str, Any], field: str, name: str, text: str) -> bool:
+    """Whether all marks of a marked field are in a text."""
+    calls = message[field] if isinstance(message[field], list) else None
+    marks = [name] if calls is None else [f"{name}.{n}" for n in range(len(calls))]
+    return all(f"{_MARK}{mark}{_MARK}" in text for mark in marks)
+
+
+def shared(first: str, second: str) -> int:
+    """How many characters two texts begin with in common; by halves, which compares slices at once."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
+    return low
