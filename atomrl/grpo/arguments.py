@@ -51,8 +51,6 @@ class GRPOArgs(BaseModel):
     """Completions of a prompt: the group within which they are compared."""
     max_prompt_length: int = Field(256, ge=1, serialization_alias="data.max_prompt_tokens")
     """In tokens; longer prompts are left out, and counted."""
-    chat_template_kwargs: dict[str, Any] = Field({}, serialization_alias="data.chat_template_kwargs")
-    """Variables of the chat template, as in `{"enable_thinking": False}`."""
     max_generate_length: int = Field(256, ge=1, serialization_alias="rollout.max_completion_tokens")
     """Tokens of a completion."""
     reward_weights: list[float] | None = None
