@@ -183,8 +183,10 @@ class _Rounding:
     def _round_while_running(self, unit: nn.Module, slots: list[tuple[nn.Module, str]]) -> None:
         def enter(*_: Any) -> None:
             for module, name in slots:
-                master = cast(nn.Parameter, module._parameters.pop(name))
-                rounded = module.__dict__[name] = master.to(self.dtype)
+                master = cast(nn.Parameter, module._parameters[name])
+                rounded = master.to(self.dtype)  # before the weight is taken out: memory may run out here
+                del module._parameters[name]
+                module.__dict__[name] = rounded
                 self.masters[rounded.data_ptr()] = master
 
         def leave(*_: Any) -> None:
