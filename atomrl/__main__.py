@@ -3,8 +3,8 @@
 import os
 import sys
 
-# `python -m` looks for modules in the working directory first, which may be somebody's run that is looked at. Users' own
-# functions are looked for there last (`functions.search_in`).
+# `python -m` looks for modules in the working directory first, which may be somebody's run that is looked at. Users'
+# own functions are looked for there last (`functions.search_in`).
 if sys.path[:1] == [os.getcwd()]:
     del sys.path[0]
 

@@ -218,7 +218,7 @@ class Scheduler:
 
     @property
     def _in_rounds(self) -> bool:
-        """Whether other groups are drawn only once all before them are judged, so that none depends on what came first."""
+        """Whether other groups are drawn only once all before them are judged: none depends on what came first."""
         return self.settings.max_staleness == 0 and self.settings.oversampling == 1
 
     def _gives_up(self, groups: int) -> bool:

@@ -65,7 +65,7 @@ class PoolSource:
                     if group[0].prompt_id in names:  # a group of its own: drawn again, or by another run
                         group = [replace(one, prompt_id=f"{one.prompt_id}#{item.group_id}") for one in group]
                     names.add(group[0].prompt_id)
-                    # Nothing is learned from a group without a token of the model: all its episodes failed at the start.
+                    # Nothing is learned from a group without a token of the model: its episodes failed at their start.
                     kept = bool(written(group)) and is_accepted(self.algorithm, group)
                     (accepted if kept else refused).append(group)
                 taken += held

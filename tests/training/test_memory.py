@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -156,7 +157,7 @@ class Mark:
 
 
 class Marked(torch.autograd.Function):
-    marks: list = []  # weak references, one of each forward pass
+    marks: ClassVar = []  # weak references, one of each forward pass
 
     @staticmethod
     def forward(ctx, x):

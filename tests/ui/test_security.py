@@ -207,7 +207,10 @@ def test_a_run_that_is_looked_at_runs_no_code(tmp_path):
             assert client.post("/api/check", {"yaml": config, "from": one, "set": {"train.steps": "3"}}).json["yaml"]
             told = client.get(f"/api/runs/{one}/rollouts/3/train/0/advantages")
             assert told.status == 404 or "not imported" in told.json["why"]
-            for path in ("", "/card", "/config", "/metrics", "/tail", "/log", "/rollouts", "/rollouts/3/train/0/tokens"):
+            for path in (
+                "",
+                *["/card", "/config", "/metrics", "/tail", "/log", "/rollouts", "/rollouts/3/train/0/tokens"],
+            ):
                 client.get(f"/api/runs/{one}{path}")
             for path in ("", "/difference", "/answers"):
                 client.get(f"/api/compare{path}?runs={one},{two}")
