@@ -15,9 +15,14 @@ KEPT = 64
 
 
 class Questions:
-    """Asks the process, and starts it when it is needed."""
+    """Asks the process, and starts it when it is needed.
 
-    def __init__(self) -> None:
+    Args:
+        imports: without effect, for callers that still give it: nothing is imported to look at a config.
+    """
+
+    def __init__(self, imports: bool = False) -> None:
+        del imports
         self._command = [sys.executable, "-P", "-m", "atomrl.ui.answers"]
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
