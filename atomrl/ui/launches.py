@@ -76,6 +76,7 @@ class Launcher:
             raise LaunchError(f"the run {folder.name} exists already; take another run_name")
         config = Path(f"{self._stem(folder.name)}.yaml")
         write_text(config, text)
+        config.chmod(0o600)  # it may hold secrets, which the run's own folder never has
         return self._spawn([kind_of(config, home), str(config), *_where(folder)], folder, home)
 
     def resume(self, folder: Path) -> dict[str, Any]:
