@@ -7,7 +7,8 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,17 +20,32 @@ OF_FILE = "_file_"
 
 
 _searched: list[str] = []
-_forbidden: list[str] = []
-"""Why this process imports nobody's code; none where it does."""
+_looking = False
 
 
-def forbid_imports(why: str) -> None:
-    """Have `find_function` refuse from here on, as in a process that reads the configs of others.
+@contextmanager
+def only_looking() -> Iterator[None]:
+    """Within it nobody's code is run, as configs of others are read: `find_function` refuses, a config is valid without
+    the functions that it names, and no folder is searched for modules.
 
-    Args:
-        why: ends the message, after the function's path.
+    Example:
+        >>> with only_looking():
+        ...     find_function("math:sqrt")
+        Traceback (most recent call last):
+        ...
+        ValueError: 'math:sqrt' is not imported, as its config is only looked at
     """
-    _forbidden[:] = [why]
+    global _looking
+    before, _looking = _looking, True
+    try:
+        yield
+    finally:
+        _looking = before
+
+
+def may_import() -> bool:
+    """Whether the functions that a config names may be imported: not within `only_looking`."""
+    return not _looking
 
 
 def find_function(path: str) -> Callable[..., Any]:
@@ -38,8 +54,8 @@ def find_function(path: str) -> Callable[..., Any]:
     What is not installed is looked for in the working directory and in the folders of `search_in`.
 
     Raises:
-        ValueError: the path names no function, the module cannot be imported, or has no such function; or this
-            process may not (`forbid_imports`).
+        ValueError: the path names no function, the module cannot be imported, or has no such function; or it
+            is `only_looking`.
 
     Example:
         >>> find_function("math:sqrt") is find_function("math.sqrt")
@@ -50,8 +66,8 @@ def find_function(path: str) -> Callable[..., Any]:
         raise ValueError(f"{path!r} names a file and no function; write {path}:my_function")
     if not module_name:
         raise ValueError(f"{path!r} names no module; write my_module:my_function")
-    if _forbidden:
-        raise ValueError(f"{path!r} {_forbidden[0]}")
+    if _looking:
+        raise ValueError(f"{path!r} is not imported, as its config is only looked at")
     search_in(os.getcwd())
     try:
         module = _load_file(module_name) if module_name.endswith(".py") else _load_module(module_name)
@@ -99,6 +115,8 @@ def plain_name(function: Callable[..., Any]) -> str:
 
 def search_in(folder: str | Path) -> None:
     """Look for users' modules and files in a folder too: last, so that nothing there hides an installed module."""
+    if _looking:
+        return
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     if str(folder) not in _searched:

@@ -22,7 +22,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     from atomrl.config import build_config, parse_overrides
 
-    return build_config(read_tree(path, parse_overrides(overrides)), str(path))
+    return _whole(build_config(read_tree(path, parse_overrides(overrides)), str(path)))
+
+
+def _whole(config: RunConfig) -> RunConfig:
+    """A config from which no secret was left out, unless it is only looked at."""
+    from atomrl.config.secrets import check_whole
+    from atomrl.functions import may_import
+
+    if may_import():
+        check_whole(config.to_tree(secrets=True))
+    return config
 
 
 def config_of(given: str | Path | RunConfig | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
@@ -39,8 +49,8 @@ def config_of(given: str | Path | RunConfig | Mapping[str, Any], overrides: Sequ
         return given
     if not isinstance(given, RunConfig | Mapping):
         raise ConfigError(f"config={given!r}: give the path of a YAML file, a RunConfig, or a dict of a config's keys")
-    tree = given.to_tree() if isinstance(given, RunConfig) else dict(given)
-    return build_config(merge_trees(tree, parse_overrides(overrides)))
+    tree = given.to_tree(secrets=True) if isinstance(given, RunConfig) else dict(given)
+    return _whole(build_config(merge_trees(tree, parse_overrides(overrides))))
 
 
 def read_tree(path: str | Path, changes: Mapping[str, Any]) -> dict[str, Any]:

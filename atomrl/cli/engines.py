@@ -26,12 +26,14 @@ def examine_engine(name: str, config_path: Path | None) -> Iterator[tuple[str, s
     """
     from atomrl.cli.config_arguments import load_config
     from atomrl.config import ConfigError
+    from atomrl.functions import only_looking
     from atomrl.runs.build import ENGINES, model_path
 
     if name not in ENGINES:
         raise ConfigError(f"--engine: unknown engine {name!r}; there are {', '.join(ENGINES)}")
     engine = ENGINES[name]
-    config = load_config(config_path) if config_path else None
+    with only_looking():
+        config = load_config(config_path) if config_path else None
     servers = config.rollout.server if config else ()
     if servers:
         for url in servers:

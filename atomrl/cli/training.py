@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -146,8 +145,10 @@ def compact(config: RunConfig) -> str:
     """The resolved config, a line or two for each section."""
     import yaml
 
+    from atomrl.config.secrets import left_out
+
     lines = []
-    for name, section in config.model_dump(mode="json", by_alias=True, exclude_none=True).items():
+    for name, section in left_out(config.model_dump(mode="json", by_alias=True, exclude_none=True)).items():
         text = yaml.safe_dump(section, default_flow_style=True, sort_keys=False, width=108, allow_unicode=True).strip()
         lines.append(f"{name}: {text.removesuffix('...').strip()}")
     return "\n".join(lines)
@@ -157,7 +158,9 @@ def not_usual(config: RunConfig) -> list[str]:
     """What of the config is not as usual: a line for each section, ten at most."""
     import yaml
 
-    given = config.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
+    from atomrl.config.secrets import left_out
+
+    given = dict(left_out(config.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)))
     kept = {name: given.pop(name) for name in ("eval", "checkpoint", "tracking") if given.get(name)}
     given.pop("run_name")
     place = f"{config.run_dir} (seed {given.pop('seed', config.seed)})"
@@ -176,10 +179,11 @@ def not_usual(config: RunConfig) -> list[str]:
 def how_to_go_on(command: str, config: RunConfig, arguments: argparse.Namespace) -> str:
     """The command that continues this run."""
     from atomrl.tracking.checkpoints import step_folders
+    from atomrl.tracking.environment import redact
 
     if not config.run_dir.is_dir():
         return "nothing was written"
     folders = step_folders(config.run_dir / "checkpoints")  # `--resume` checks their content
     newest = folders[-1][1].name if folders else "no checkpoint yet"
-    line = shlex.join(["atomrl", command, arguments.config, *arguments.overrides, "--resume"])
+    line = redact(["atomrl", command, arguments.config, *arguments.overrides, "--resume"])
     return f"the run is in {config.run_dir}, with {newest}; go on with: {line}"

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from atomrl.config.base import Section
+from atomrl.config.secrets import is_variable
 
 
 class EnvironmentConfig(Section):
@@ -43,7 +44,8 @@ class ToolConfig(Section):
     args: dict[str, Any] = {}
     """Arguments that the config gives and the model does not see; of a class, those that it is made with."""
     mcp: str | tuple[str, ...] | None = None
-    """All tools of an MCP server: the command that starts it, or its address."""
+    """All tools of an MCP server: the command that starts it, or its address. `${NAME}` is an environment variable of
+    the run's, in `env` too: so a secret is named and not written down."""
     env: dict[str, str] = {}
     """Environment variables of a command; it has but a few others."""
     headers_env: dict[str, str] = {}
@@ -61,7 +63,9 @@ class ToolConfig(Section):
         if (self.function is None) == (not self.mcp):
             raise ValueError("a tool is a function or an MCP server: give function or mcp")
         if isinstance(self.mcp, str) and not self.mcp.startswith(("http://", "https://")):
-            raise ValueError(f"mcp is a command as a list of words, or an address with http://, not {self.mcp!r}")
+            raise ValueError("mcp is a command as a list of words, or an address with http://")
+        if wrong := [header for header, name in self.headers_env.items() if not is_variable(name)]:
+            raise ValueError(f"headers_env.{wrong[0]} names the environment variable that has the value, as in MY_KEY")
         if self.args and self.mcp:
             raise ValueError("args are a function's; an MCP server takes what is in its command or its address")
         return self

@@ -18,6 +18,7 @@ from atomrl.config.base import ConfigError, Section
 from atomrl.config.environments import EnvironmentConfig, ToolConfig
 from atomrl.config.model import ModelConfig
 from atomrl.config.names import foreign_names, known_elsewhere, suggestion
+from atomrl.config.secrets import left_out, secrets_of
 from atomrl.config.tracking import TrackingConfig
 from atomrl.objective import PolicyObjective, PreferenceObjective
 from atomrl.objective.choice import Choice
@@ -208,9 +209,19 @@ class RunConfig(Section):
         """Optimizer steps that a step makes in all its passes."""
         return self.updates_per_epoch * self.train.epochs_per_step if self.kind == "train" else 1
 
-    def to_tree(self) -> dict[str, Any]:
-        """As a plain dict with the keys of a file; `build_config` makes the same config of it."""
-        return self.model_dump(mode="json", by_alias=True)
+    def to_tree(self, secrets: bool = False) -> dict[str, Any]:
+        """As a plain dict with the keys of a file; `build_config` makes the same config of it.
+
+        Args:
+            secrets: with those that it holds, to make another config; what is written, sent or shown has none.
+        """
+        tree = self.model_dump(mode="json", by_alias=True)
+        return tree if secrets else dict(left_out(tree))
+
+    @property
+    def secrets(self) -> frozenset[str]:
+        """Those that it holds, and does not only name."""
+        return frozenset(secrets_of(self.to_tree(secrets=True), self.to_tree()))
 
     @property
     def run_dir(self) -> Path:
@@ -262,9 +273,20 @@ def _problem(item: Mapping[str, Any]) -> str:
     if item["type"] == "missing":
         return f"{key}: is required"
     if item["type"] == "model_type":
-        return f"{key}: takes a mapping of keys (got {item['input']!r})"
-    message = item["msg"].removeprefix("Value error, ")
-    return f"{key}: {message} (got {item['input']!r})" if key and item["type"] != "value_error" else message
+        return f"{key}: takes a mapping of keys (got {_shown(path, item['input'])!r})"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if not key or item["type"] == "value_error":
+        return message
+    return f"{key}: {message} (got {_shown(path, item['input'])!r})"
+
+
+def _shown(path: list[str], value: Any) -> Any:
+    """A value as a message may show it."""
+    if path[0] == "tools" and "env" in path:
+        return type(value).__name__
+    if path[0] in ("tools", "reward", "environment") and isinstance(value, str | list):
+        return left_out({"mcp": value})["mcp"]
+    return left_out(value, path[-1])
 
 
 def _unknown(path: list[str], known: list[str]) -> str:
@@ -289,5 +311,5 @@ def known_keys(section: type[BaseModel] | None = None, prefix: str = "") -> list
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved config as YAML; loading it gives the same config."""
+    """The resolved config as YAML, without secrets; loading it gives the same config."""
     return yaml.safe_dump(config.to_tree(), sort_keys=False, allow_unicode=True)

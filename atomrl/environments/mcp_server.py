@@ -6,11 +6,15 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from atomrl.config.secrets import left_out, resolved, secrets_of
 from atomrl.episodes import Reply
+
+MIN_SECRET = 8
+"""Characters of a secret that a reply may not repeat."""
 
 _servers: dict[str, McpServer] = {}
 _lock = threading.Lock()
@@ -42,6 +46,7 @@ class McpServer:
         import mcp.client.streamable_http  # noqa: F401 - takes seconds, which are not the server's
 
         self.tool, self.names = tool, list[str]()
+        self._secrets: list[str] = []
         self._loop = asyncio.new_event_loop()
         self._connecting = asyncio.Lock()
         self._client: Any = None
@@ -73,6 +78,7 @@ class McpServer:
             ConnectionError, TimeoutError: it does not answer.
         """
         label, text = self._run(self._call(name, arguments))
+        text = self._hidden(text)
         return Reply(text=text if label == name else f"Error: {text}", role="tool", label=label)
 
     def close(self) -> None:
@@ -132,7 +138,7 @@ class McpServer:
             raise TimeoutError(f"{self._name}: no answer within {self.tool['timeout_s']:g} s") from error
         except Exception as error:
             self._lose(lost)
-            raise ConnectionError(f"{self._name}: {error}") from error
+            raise ConnectionError(f"{self._name}: {self._hidden(str(error))}") from error
 
     async def _connected(self) -> Any:
         async with self._connecting:
@@ -164,8 +170,10 @@ class McpServer:
 
         given, limit = self.tool["mcp"], self.tool["timeout_s"]
         if not isinstance(given, str):
-            command, *words = given
-            server: Any = StdioServerParameters(command=command, args=words, env=self.tool["env"] or None)
+            command, *words = map(resolved, given)
+            env = {name: resolved(value) for name, value in self.tool["env"].items()}
+            self._keep_secret({"mcp": [command, *words], "env": env})
+            server: Any = StdioServerParameters(command=command, args=words, env=env or None)
         else:
             import httpx2
 
@@ -174,7 +182,9 @@ class McpServer:
                 raise ValueError(f"the environment variable {unset[0]} is not set (tools.headers_env)")
             headers = {name: os.environ[variable] for name, variable in named.items()}
             http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=limit))
-            server = streamable_http_client(given, http_client=http)
+            address = resolved(given)
+            self._keep_secret({"mcp": address}, headers.values())
+            server = streamable_http_client(address, http_client=http)
         return Client(server, read_timeout_seconds=limit)
 
     def _lose(self, lost: asyncio.Event, others_s: float = 0.0) -> None:
@@ -200,8 +210,19 @@ class McpServer:
 
     @property
     def _name(self) -> str:
-        given = self.tool["mcp"]
+        given = left_out({"mcp": self.tool["mcp"]})["mcp"]
         return f"the MCP server {given if isinstance(given, str) else ' '.join(given)}"
+
+    def _hidden(self, text: str) -> str:
+        """A text of the server's without the secrets that it was given."""
+        for value in self._secrets:
+            text = text.replace(value, "***")
+        return text
+
+    def _keep_secret(self, given: Mapping[str, Any], headers: Iterable[str] = ()) -> None:
+        """Hide what of a command, an address or an environment is secret, and headers."""
+        found = {*secrets_of(given, left_out(given)), *headers}
+        self._secrets = sorted((value for value in found if len(value) >= MIN_SECRET), key=len, reverse=True)
 
 
 def _first(error: BaseException) -> BaseException:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, get_type_hints
 
+from atomrl.config.secrets import left_out
 from atomrl.environments.table import ENVIRONMENTS
 from atomrl.episodes import Reply
 from atomrl.functions import find_function
@@ -96,7 +97,9 @@ def _check_types(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
         try:
             TypeAdapter(hints.get(name, Any)).validate_python(value, strict=True)
         except ValidationError as error:
-            raise EpisodeError(f"args.{name}: {error.errors(include_url=False)[0]['msg']}, not {value!r}") from error
+            raise EpisodeError(
+                f"args.{name}: {error.errors(include_url=False)[0]['msg']}, not {left_out(value, name)!r}"
+            ) from error
 
 
 def _is_class(function: Callable[..., Any]) -> bool:

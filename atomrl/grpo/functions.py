@@ -4,7 +4,8 @@ Axes: P prompts, G completions of each, B = P * G rows (prompt and completion, r
 row. A tensor `[B, T]` is indexed by the token itself: `logprobs[b, t] = log p(tokens[b, t] | tokens[b, <t])`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -112,20 +113,35 @@ def generate_samples(
 
 
 def _generate_with(model: Any, tokenizer: Any, batch: Sequence[Prompt], sampling: SamplingParams) -> list[Trajectory]:
-    """Completions of a loaded transformers model, whose mode and settings are put back."""
+    """Completions of a loaded transformers model, which stays as it is."""
     from transformers import GenerationConfig
 
     if not hasattr(model, "generate"):
         raise TypeError(f"model must be a folder, a hub name or a transformers model, not {type(model).__name__}")
-    training, own = model.training, model.generation_config
+    own, head = model.generation_config, model.get_output_embeddings()
     eos = stop_tokens(tokenizer, model.config, own)
+    forward = {name: value for name, value in vars(head).items() if name == "forward"}
     model.generation_config = GenerationConfig()  # its own sampling settings must not mix with ours
     try:
-        engine = HFEngine(model.eval(), eos, tokenizer, RolloutConfig().max_concurrent_completions)
-        return generate(engine, batch, sampling)
+        with _evaluating(model):
+            engine = HFEngine(model, eos, tokenizer, RolloutConfig().max_concurrent_completions)
+            return generate(engine, batch, sampling)
     finally:
-        model.train(training)
         model.generation_config = own
+        vars(head).pop("forward", None)  # the engine's
+        vars(head).update(forward)
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Without dropout; afterwards every module is in the mode that it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def get_action_log_probs(
@@ -184,7 +200,8 @@ def _as_policy(model: Any) -> GPT | HFModel:
     if not hasattr(model, "get_output_embeddings"):
         raise TypeError(f"model must be a causal language model or a path, not {type(model).__name__}")
     policy = HFModel(model)
-    policy.check()
+    with _evaluating(model):
+        policy.check(streams=False)
     return policy
 
 

@@ -47,11 +47,15 @@ def offloading(active: bool = True) -> Iterator[None]:
 
 
 def put(tensor: Tensor) -> Kept:
-    """What is kept in the place of a tensor; called by hooks within these too, since the innermost alone are called."""
+    """What is kept in the place of a tensor; called by hooks within these too, since the innermost alone are called.
+
+    Never the tensor itself: an operation that saves its own result would hold itself through it, and the graph of a
+    forward pass that fails would never be freed.
+    """
     expanded = tensor.untyped_storage().nbytes() < tensor.nbytes
     weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
     if not _active or weight or tensor.nbytes < LEAST_BYTES or expanded:
-        return tensor
+        return tensor.detach()
     held = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
     held.copy_(tensor, non_blocking=True)
     return tensor.device, held

@@ -72,8 +72,12 @@ class HFModel(nn.Module):
         return head_logits(self.forward_hidden(tokens), self.head_weight)
 
     @torch.no_grad()
-    def check(self) -> None:
-        """Raise ConfigError where the model is not causal, or does more to its logits than the output matrix does."""
+    def check(self, streams: bool = True) -> None:
+        """Raise ConfigError where the model is not causal, or does more to its logits than the output matrix does.
+
+        Args:
+            streams: prepare it for streams, where it can be, which sets its attention; False leaves it as it is.
+        """
         tokens = torch.arange(4, device=self.head_weight.device)[None] % self.config.vocab_size
         kind = f"model_type {self.config.model_type!r}"
         hidden = self.forward_hidden(tokens)
@@ -86,7 +90,7 @@ class HFModel(nn.Module):
                 f"{kind} changes its logits after the output matrix (a bias, a scale or a soft cap), which the chunked "
                 "log-probs do not know; choose another model"
             )
-        self.streams = self._can_stream()
+        self.streams = streams and self._can_stream()
 
     def _can_stream(self) -> bool:
         if not let_stream(self.inner):
@@ -183,8 +187,10 @@ class _Rounding:
     def _round_while_running(self, unit: nn.Module, slots: list[tuple[nn.Module, str]]) -> None:
         def enter(*_: Any) -> None:
             for module, name in slots:
-                master = cast(nn.Parameter, module._parameters.pop(name))
-                rounded = module.__dict__[name] = master.to(self.dtype)
+                master = cast(nn.Parameter, module._parameters[name])
+                rounded = master.to(self.dtype)  # before the weight is taken out: memory may run out here
+                del module._parameters[name]
+                module.__dict__[name] = rounded
                 self.masters[rounded.data_ptr()] = master
 
         def leave(*_: Any) -> None:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 from pydantic.fields import FieldInfo
 from torch import Tensor
 
-from atomrl.functions import find_function
+from atomrl.functions import find_function, may_import
 from atomrl.hints import did_you_mean, said_as
 from atomrl.protocols import ModelInput
 
@@ -227,7 +227,7 @@ def _changed_one(
         check_name(f"{where} of type {type_name}", key, list(kind.model_fields))
     kept = dict(current) if current is not None and (isinstance(current, kind) or kind.keeps_fields) else {}
     choice = validated(kind, where, kept | given)
-    if isinstance(choice, Custom):
+    if isinstance(choice, Custom) and may_import():
         with said_as(ValueError, f"{where}.function", ValueError):
             choice.check_arguments()
     return choice

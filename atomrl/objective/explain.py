@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from atomrl.functions import may_import
 from atomrl.objective.base import Goal, Objective
 from atomrl.objective.choice import Choice, Custom, Setting, imported
 
@@ -70,7 +71,7 @@ def table(objective: Objective) -> str:
             shown = ", ".join(f"{k}={v}{'*' if k in defaults else ''}" for k, v in choice)
             lines.append(f"{axis}: {choice.type}{f' ({shown})' if shown else ''}")
             lines.append(f"    {summary(choice)}")
-            own = [imported(choice.function)] if isinstance(choice, Custom) else []
+            own = [imported(choice.function)] if isinstance(choice, Custom) and may_import() else []
             atoms = [atom for atom in [*own, *choice.atoms()] if inspect.isfunction(atom)]
             lines += dict.fromkeys("    " + "  ".join(filter(None, atom_place(atom))) for atom in atoms)
     return "\n".join(lines)
@@ -78,7 +79,7 @@ def table(objective: Objective) -> str:
 
 def summary(choice: Choice) -> str:
     """The first line of a choice's documentation, or of that of the user's function that it is."""
-    own = inspect.getdoc(imported(choice.function)) if isinstance(choice, Custom) else None
+    own = inspect.getdoc(imported(choice.function)) if isinstance(choice, Custom) and may_import() else None
     return (own or inspect.getdoc(type(choice)) or "").partition("\n")[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from atomrl.pool.errors import PoolEmpty
 from atomrl.pool.store import Held, RolloutPool
 from atomrl.protocols import Algorithm
 from atomrl.tracking.checkpoints import step_folders
+from atomrl.types import Segment, Trajectory
 
 log = logging.getLogger(__name__)
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.01, 0.5
@@ -63,7 +65,9 @@ class PoolSource:
                     if group[0].prompt_id in names:  # a group of its own: drawn again, or by another run
                         group = [replace(one, prompt_id=f"{one.prompt_id}#{item.group_id}") for one in group]
                     names.add(group[0].prompt_id)
-                    (accepted if is_accepted(self.algorithm, group) else refused).append(group)
+                    # Nothing is learned from a group without a token of the model: its episodes failed at their start.
+                    kept = bool(written(group)) and is_accepted(self.algorithm, group)
+                    (accepted if kept else refused).append(group)
                 taken += held
                 if len(accepted) >= groups or len(taken) >= MAX_ROUNDS * groups:
                     break
@@ -102,11 +106,9 @@ class PoolSource:
             self.pool.finish(self.reader, saved, expected=sum(self._taken.pop(step) for step in done))
 
     def _note(self, taken: list[Held], step: int) -> None:
-        versions = [
-            min(part.policy_version for one in held.group for part in one.segments if part.policy_version is not None)
-            for held in taken
-        ]
-        behind = [step - 1 - version for version in versions] or [0]
+        drawn = [[part.policy_version for part in written(held.group)] for held in taken]
+        known = [[version for version in versions if version is not None] for versions in drawn]
+        behind = [step - 1 - min(versions) for versions in known if versions] or [0]
         counts = self.pool.counts()
         self._metrics = {f"pool/{name}": float(counts[name]) for name in REPORTED} | {
             "pool/staleness_mean": fmean(behind),
@@ -131,3 +133,8 @@ class PoolSource:
         """Let go of what the last checkpoint has, and of the pool."""
         self._finish()
         self.pool.close()
+
+
+def written(group: Sequence[Trajectory]) -> list[Segment]:
+    """The parts of a group that the model wrote."""
+    return [part for one in group for part in one.segments if part.origin == "model" and part.token_ids]

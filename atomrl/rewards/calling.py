@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import ValidationError
 
+from atomrl.config.secrets import left_out
 from atomrl.episodes import FailureKind
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop
 from atomrl.rewards.table import CLASSES, POOLED, REWARDS, AnyReward, find_reward, importable_name
@@ -235,7 +236,9 @@ def instantiate(scorer: Scorer) -> Scorer:
         first = error.errors()[0]
         key = ".".join(("args", *map(str, first["loc"])))
         reason = (
-            f"{first['msg'].removeprefix('Value error, ')} (got {first['input']!r})" if first["loc"] else first["msg"]
+            f"{first['msg'].removeprefix('Value error, ')} (got {left_out(first['input'], key)!r})"
+            if first["loc"]
+            else first["msg"]
         )
         raise RewardError(f"reward {scorer.name!r}: {key}: {reason}") from None
 

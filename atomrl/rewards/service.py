@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 
+from atomrl.config.secrets import is_variable, left_out
 from atomrl.event_loop import EventLoopThread
 from atomrl.progress import progress
 from atomrl.rewards.breaker import Breaker
@@ -42,6 +43,8 @@ def _checked_url(url: str) -> str:
         raise ValueError("must be the address of a service: http://HOST:PORT/PATH")
     if parts.username or parts.password:
         raise ValueError("must hold no password; name the environment variable that has it: headers_env or api_key_env")
+    if left_out(url) != url:
+        raise ValueError("must hold no key; name the environment variable that has it: headers_env or api_key_env")
     return url
 
 
@@ -288,6 +291,8 @@ async def _gathered(asked: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 
 def _from_environment(variable: str) -> str:
+    if not is_variable(variable):
+        raise RewardError("headers_env and api_key_env name environment variables, as in MY_KEY; they are not the keys")
     value = os.environ.get(variable, "").strip()
     if not value:
         raise RewardError(f"the environment variable {variable} is not set; it has the key of a reward's service")

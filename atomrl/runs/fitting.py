@@ -211,6 +211,6 @@ def merged(chosen: Sequence[Trade]) -> dict[str, Any]:
 def changed(plan: Plan, chosen: Sequence[Trade]) -> Plan | None:
     """The plan with some changes; None where a config cannot have them together."""
     try:
-        return plan.again(build_config(merge_trees(plan.config.to_tree(), merged(chosen))))
+        return plan.again(build_config(merge_trees(plan.config.to_tree(secrets=True), merged(chosen))))
     except ConfigError:
         return None

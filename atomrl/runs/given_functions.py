@@ -35,7 +35,7 @@ def with_functions(
     Raises:
         ConfigError: this kind of run has none; the advantage does not take the inputs.
     """
-    tree = config.to_tree()
+    tree = config.to_tree(secrets=True)
     by_name: dict[str, Callable[..., Any]] = {}
     if reward is None and advantage is None:
         return config, by_name

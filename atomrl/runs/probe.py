@@ -77,7 +77,7 @@ def measure(
             "checkpoint": {"every_steps": 0},
             "tracking": {"sinks": [], "save_rollouts": False, "tokens": 0, "log_completions": 0},
         }
-        tree = merge_trees(merge_trees(config.to_tree(), quiet), changes)
+        tree = merge_trees(merge_trees(config.to_tree(secrets=True), quiet), changes)
         tree["train"]["total_epochs"] = None
         request = {"config": tree, "folder": str(folder) if folder else None, "enough_s": enough_s}
         Path(place, REQUEST).write_text(json.dumps(request), encoding="utf-8")

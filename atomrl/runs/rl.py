@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from atomrl.algorithms.reward_model import RewardModelObjective
-from atomrl.config import RunConfig
+from atomrl.config import RunConfig, build_config
 from atomrl.data.checks import repetitions
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
@@ -106,9 +106,10 @@ class RLRun(PreparedRun):
         """What groups of a pool were made with, and has to be the same where they are trained on."""
         shared = ("temperature", "top_p", "top_k", "logprobs_over", "completions_per_prompt")
         sampling = {f"rollout.{key}": str(getattr(self.config.rollout, key)) for key in shared}
-        judged = {"reward": self.config.reward.model_dump_json(exclude={"workers"})}
-        if self.config.environment is not None:
-            judged["environment"] = self.config.environment.model_dump_json(exclude={"workers", "timeout_s"})
+        shown = build_config(self.config.to_tree())  # without secrets, as the pool keeps it
+        judged = {"reward": shown.reward.model_dump_json(exclude={"workers"})}
+        if shown.environment is not None:
+            judged["environment"] = shown.environment.model_dump_json(exclude={"workers", "timeout_s"})
         return self.identity | sampling | judged
 
     def describe_data(self) -> Sequence[str]:

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +25,12 @@ _SECRET = re.compile(
 )
 MIN_SECRET = 8
 """Characters of a secret; shorter values of variables with such names are switches and numbers."""
+_of_config: set[str] = set()
+
+
+def hide(secrets: Iterable[str]) -> None:
+    """Leave these out of texts too (`without_secrets`): those that a config holds."""
+    _of_config.update(value for value in secrets if len(value) >= MIN_SECRET)
 
 
 def describe_environment() -> dict[str, Any]:
@@ -85,8 +91,8 @@ def redacted(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """A text without the values of the environment variables that hold secrets."""
-    for value in secret_variables().values():
+    """A text without the values of the environment variables that hold secrets, and without those of a config."""
+    for value in sorted([*secret_variables().values(), *_of_config], key=len, reverse=True):
         text = text.replace(value, "[redacted]")
     return text
 

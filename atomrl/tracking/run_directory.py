@@ -41,7 +41,7 @@ from atomrl.reading.state import FAILURE, LOG
 from atomrl.reading.tokens import TOKENS
 from atomrl.tracking import checkpoints
 from atomrl.tracking.checkpoints import disk_full_named, step_folder, step_folders
-from atomrl.tracking.environment import describe_environment, describe_failure, refuse_secrets
+from atomrl.tracking.environment import describe_environment, describe_failure, hide, refuse_secrets
 from atomrl.tracking.resume import config_changes, stopping_changes
 from atomrl.tracking.run_log import RunLog
 from atomrl.types import Trajectory
@@ -101,6 +101,7 @@ class RunDirectory:
                 it; config or identity differ; or the config holds a secret of the environment.
         """
         refuse_secrets(dump_config(config))
+        hide(config.secrets)
         run = cls(config.run_dir, config.checkpoint)
         there, begun = (run.path / "config.yaml").is_file(), is_begun(run.path)
         if resume and not there and (begun or not run.path.is_dir() or not any(run.path.iterdir())):

@@ -110,7 +110,7 @@ def _checked(where: str, given: Any) -> Range | list[Value]:
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """A config with other values of some keys."""
-    tree = config.to_tree()
+    tree = config.to_tree(secrets=True)
     for key, value in values.items():
         tree = merge_trees(tree, nest(key, value))
     return build_config(tree)

@@ -1,7 +1,7 @@
 """The process that knows configs: a question a line in, an answer a line out, both JSON.
 
-A config can name functions, of which the schema checks the arguments. They are imported with `--imports` alone: a
-config that is only looked at, of whoever's run it is, runs no code.
+A config can name functions. They are never imported here: a config that is only looked at, of whoever's run it is, runs
+no code. That they are there and take their arguments is seen when the run is started.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from atomrl.config import ConfigError, RunConfig, build_config, merge_trees
 from atomrl.config.alternative_layout import is_alternative_layout, translate
 from atomrl.config.explained import objective_in, setting_in
 from atomrl.config.files import nest, parse_yaml, scalar
-from atomrl.functions import forbid_imports, search_in
+from atomrl.functions import only_looking
 from atomrl.objective.explain import page
 from atomrl.reading.lines import flat_tree
 from atomrl.reading.run import config_differences
@@ -66,8 +66,6 @@ def default_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     """What is asked: about a config as it is in a run's folder, or as text; or about a step of a run with it."""
-    for folder in question.get("functions_in", ()):
-        search_in(folder)
     given: dict[str, Any] = {}
     try:
         if question.get("config") is not None:
@@ -120,13 +118,12 @@ def _tree_of(text: str) -> dict[str, Any]:
 def main() -> None:
     """Answer until nobody asks any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the server, which ends this
-    if "--imports" not in sys.argv:
-        forbid_imports("is not imported by a server that was started without --allow-launch")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever else prints, prints elsewhere
-    for line in sys.stdin:
-        answers.write(said(line) + "\n")
-        answers.flush()
+    with only_looking():
+        for line in sys.stdin:
+            answers.write(said(line) + "\n")
+            answers.flush()
 
 
 if __name__ == "__main__":

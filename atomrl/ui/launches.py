@@ -57,17 +57,17 @@ class Launcher:
         self.root = root.resolve()
         self._lock = threading.Lock()
 
-    def start(self, text: str, kind: str, run_dir: str, home: Home) -> dict[str, Any]:
+    def start(self, text: str, run_dir: str, home: Home) -> dict[str, Any]:
         """Start a run.
 
         Args:
-            text: its config, which has been checked.
-            kind: of run, the command that takes it.
+            text: its config, which has been checked but for the functions that it names.
             run_dir: where it will be, as its config says.
             home: of the run that it is a variant of.
 
         Raises:
-            LaunchError: it would be elsewhere than in the folder, or is there already.
+            LaunchError: it would be elsewhere than in the folder, or is there already; or a function of its config is
+                not there, or does not take its arguments.
         """
         folder = Path(run_dir).resolve()
         if not folder.is_relative_to(self.root) or folder == self.root:
@@ -76,7 +76,8 @@ class Launcher:
             raise LaunchError(f"the run {folder.name} exists already; take another run_name")
         config = Path(f"{self._stem(folder.name)}.yaml")
         write_text(config, text)
-        return self._spawn([kind, str(config), *_where(folder)], folder, home)
+        config.chmod(0o600)  # it may hold secrets, which the run's own folder never has
+        return self._spawn([kind_of(config, home), str(config), *_where(folder)], folder, home)
 
     def resume(self, folder: Path) -> dict[str, Any]:
         """Go on with a run from its newest checkpoint.
@@ -167,17 +168,25 @@ def _where(folder: Path) -> list[str]:
 
 
 KIND_OF = f"""{BEGIN}
-from atomrl.config import build_config, read_yaml
-print(build_config(read_yaml(sys.argv[1])).kind)
+from atomrl.cli.config_arguments import load_config
+try:
+    print(load_config(sys.argv[1]).kind)
+except ValueError as error:
+    sys.exit(str(error))
 """
 
 
 def kind_of(config: Path, home: Home) -> str:
-    """The command that takes a config. The schema knows, in a process of its own, as it needs torch."""
+    """The command that takes a config. The schema knows, in a process of its own, as it needs torch and imports the
+    functions that the config names.
+
+    Raises:
+        LaunchError: the config is none.
+    """
     done = subprocess.run(
         [sys.executable, "-P", "-c", KIND_OF, json.dumps(home.functions_in), str(config.resolve())],
         capture_output=True, text=True, check=False, cwd=home.folder,
     )  # fmt: skip
     if done.returncode:
-        raise LaunchError(f"its config is not of this version: {done.stderr.strip().splitlines()[-1]}")
+        raise LaunchError(done.stderr.strip() or f"its config cannot be read: status {done.returncode}")
     return done.stdout.strip()

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -18,11 +18,12 @@ class Questions:
     """Asks the process, and starts it when it is needed.
 
     Args:
-        imports: whether the functions that a config names are imported, which is to run code.
+        imports: without effect, for callers that still give it: nothing is imported to look at a config.
     """
 
-    def __init__(self, imports: bool) -> None:
-        self._command = [sys.executable, "-P", "-m", "atomrl.ui.answers", *["--imports"] * imports]
+    def __init__(self, imports: bool = False) -> None:
+        del imports
+        self._command = [sys.executable, "-P", "-m", "atomrl.ui.answers"]
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._timer: threading.Timer | None = None
@@ -41,17 +42,14 @@ class Questions:
             self._known[question] = answer
         return self._known[question]
 
-    def check(
-        self, text: str, values: Mapping[str, str] = MappingProxyType({}), functions_in: Sequence[str] = ()
-    ) -> dict[str, Any]:
+    def check(self, text: str, values: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
         """The same of a config's text, with the command line that runs it; `errors` has a line for each mistake,
         `given` the keys that the text has.
 
         Args:
             values: of keys that a form has changed; `yaml` is then the config with them.
-            functions_in: folders that its own functions are looked for in, beside the server's.
         """
-        return self._ask(json.dumps({"yaml": text, "set": dict(values), "functions_in": functions_in}))
+        return self._ask(json.dumps({"yaml": text, "set": dict(values)}))
 
     def advantages(self, config: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
         """What a run's algorithm makes of the rewards of a step, as `arithmetic.advantages` says it; of a config that

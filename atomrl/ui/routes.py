@@ -237,7 +237,7 @@ class Routes:
     def _check(self, given: dict[str, Any]) -> dict[str, Any]:
         values = given.get("set")
         values = {str(key): str(value) for key, value in values.items()} if isinstance(values, dict) else {}
-        return self.questions.check(str(given.get("yaml") or ""), values, self._home(given).functions_in)
+        return self.questions.check(str(given.get("yaml") or ""), values)
 
     def _home(self, given: dict[str, Any]) -> Home:
         """Where the run was started that a new one is a variant of."""
@@ -260,7 +260,7 @@ class Routes:
         if checked.get("failed"):
             raise HTTPException(503, checked["failed"])
         with _refusals():
-            about = str(given["yaml"] or ""), checked["kind"], checked["run_dir"], self._home(given)
+            about = str(given["yaml"] or ""), checked["run_dir"], self._home(given)
             launched = await asyncio.to_thread(launcher.start, *about)
         return answer(request, launched)
 

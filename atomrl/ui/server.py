@@ -42,7 +42,7 @@ class WebServer:
 
             from atomrl.ui.routes import Routes
         self.token = token or secrets.token_urlsafe(24)
-        self._listener, self._questions = listener, Questions(imports=allow_launch)
+        self._listener, self._questions = listener, Questions()
         port = listener.getsockname()[1]
         routes = Routes(Catalog(root), self._questions, Launcher(root) if allow_launch else None)
         guard: Any = Guard(routes.application(), self.token, host, cookie=f"atomrl_ui_{port}")

@@ -415,6 +415,25 @@ def test_an_mcp_server_by_its_command(mcp_file, monkeypatch):
     assert "\n5\n" in answers[0] and "no such luck" in answers[2] and "yes None" in answers[4]
 
 
+def test_a_secret_of_an_mcp_server_is_named_by_a_variable_and_not_repeated(mcp_file, monkeypatch):
+    monkeypatch.setenv("MINE", "s3cr3t-value")
+    named = [
+        {"mcp": [sys.executable, mcp_file], "env": {"GIVEN": "${MINE}"}},
+        {"mcp": [sys.executable, mcp_file], "env": {"GIVEN": "${MINE}", "API_KEY": "${MINE}"}},
+        {"mcp": [sys.executable, mcp_file], "env": {"GIVEN": "s3cr3t-value", "API_KEY": "s3cr3t-value"}},
+    ]
+    for tool, told in zip(named, ("s3cr3t-value None", "*** None", "*** None"), strict=True):
+        with closing(server_of(**tool)) as server:
+            assert server.call("secret").text == told, "what is no secret is told as it is"
+    monkeypatch.delenv("MINE")
+    with closing(server_of(**named[0])) as server, pytest.raises(ConnectionError, match="MINE is not set"):
+        server.schemas()
+    with closing(server_of(mcp=["/no/such", "--api-key", "s3cr3t-value"])) as server:
+        with pytest.raises(ConnectionError, match=r"/no/such --api-key \[secret-left-out\]") as caught:
+            server.schemas()
+        assert "s3cr3t" not in str(caught.value)
+
+
 def test_an_mcp_server_that_ends_or_hangs_is_a_failure_and_is_found_again(mcp_file):
     with closing(server_of(mcp=[sys.executable, mcp_file], timeout_s=5.0)) as server:
         assert {schema["function"]["name"] for schema in server.schemas()} >= {"add", "fail", "hang", "leave"}

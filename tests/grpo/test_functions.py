@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import atomrl.grpo as facade
 from atomrl.algorithms.grpo import GRPO
@@ -83,6 +83,46 @@ def test_a_loaded_model_draws_and_stays_as_it_was(model):
     mask = draws[0]["loss_mask"]
     again = get_action_log_probs(hf.eval(), draws[0]["tokens"], mask)["logprobs"]
     assert torch.allclose(again[mask], draws[0]["rollout_logprobs"][mask], atol=1e-4)
+
+
+def as_it_is(model):
+    """What a model's owner sees of it."""
+    modules = list(model.modules())
+    return {
+        "attention": model.config._attn_implementation,
+        "config": model.config.to_json_string(),
+        "generation": model.generation_config.to_json_string(),
+        "training": [module.training for module in modules],
+        "attributes": [sorted(vars(module)) for module in modules],
+        "hooks": [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in modules],
+        "gradients": [(weight.requires_grad, weight.grad is None, weight.dtype) for weight in model.parameters()],
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2 with dropout", "bfloat16", "eager", "partly in training"])
+def test_a_loaded_model_is_left_as_it_was(model, samples, family):
+    tokenizer = load_tokenizer(model)
+    dtype = torch.bfloat16 if family == "bfloat16" else torch.float32
+    attention = "eager" if family == "eager" else "sdpa"
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=attention)
+    if family.startswith("gpt2"):
+        small = {"n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}
+        hf = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **small)).train()
+    if family.startswith("partly"):
+        hf.model.layers[1].train()
+    tokens, mask = samples["tokens"], torch.ones_like(samples["tokens"])
+    mask[1, :2] = 0
+    before = as_it_is(hf)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        logits = hf(tokens, attention_mask=mask).logits
+    get_action_log_probs(hf, tokens, samples["loss_mask"])
+    generate_samples(hf, tokenizer, ["1+1="], num_generations=2, max_generate_length=3)
+    assert as_it_is(hf) == before
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        again = hf(tokens, attention_mask=mask).logits
+    assert torch.equal(again, logits) and again.dtype == dtype
 
 
 def test_loss_and_gradient_are_the_trainers(samples):

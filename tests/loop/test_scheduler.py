@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+import zlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from hypothesis import strategies as st
 
 from atomrl.algorithms.table import objective_of
 from atomrl.config import AsynchronousConfig
+from atomrl.loop import groups
+from atomrl.loop import scheduler as scheduler_module
 from atomrl.loop.report import Stopwatch
 from atomrl.loop.scheduler import Scheduler
 from atomrl.loop.sync import Progress
@@ -163,21 +166,40 @@ def test_no_token_is_staler_than_the_bound_and_no_group_is_lost_or_doubled(
         with scheduler.quiet():
             assert not engine.held
         time.sleep(0.03)
-        position, counts = handed_out(scheduler, trained + refused + scheduler._refused)
+        position, counts = handed_out(scheduler, trained + refused + [group.scored for group in scheduler._refused])
         assert counts == Counter(range(position))
     finally:
         scheduler.close()
     assert not scheduler._thread.is_alive()
 
 
-def test_without_staleness_it_is_the_synchronous_loop_to_the_last_bit(tmp_path):
-    """With rewards that overlap and come in any order, dynamic sampling, and two threads."""
+class RareRewards:
+    """Pays a completion in so many, whichever it is."""
+
+    def __init__(self, one_in):
+        self.one_in = one_in
+
+    def __call__(self, items):
+        drawn = [zlib.crc32(repr((item.prompt_id, item.index, item.token_ids)).encode()) for item in items]
+        return [replace(item, reward=float(n % self.one_in == 0)) for item, n in zip(items, drawn, strict=True)]
+
+    score = __call__
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_without_staleness_it_is_the_synchronous_loop_to_the_last_bit(tmp_path, monkeypatch, gives_up):
+    """With rewards that overlap and come in any order, dynamic sampling, and two threads; and where steps find too few
+    groups."""
     model = str(make_tiny_model(tmp_path / "model", "qwen2"))
+    for module in (groups, scheduler_module):
+        monkeypatch.setattr(module, "MAX_ROUNDS", 2 if gives_up else 20)
     found = []
     for asynchronous in (False, True):
         algorithm = objective_of("grpo", {"group_filter": "mixed_outcomes"}).resolved(report_entropy=True)
         parts, plan = test_sync.make_parts(model, tmp_path / str(asynchronous), algorithm=algorithm)
         progress = Progress()
+        if gives_up:
+            parts = replace(parts, source=replace(parts.source, rewards=RareRewards(12)))
         if asynchronous:
             source, rng = parts.source, random.Random(0)
             rewards = ScriptedRewards(source.rewards.score, lambda items, rng=rng: rng.random() * 0.05)
@@ -196,6 +218,8 @@ def test_without_staleness_it_is_the_synchronous_loop_to_the_last_bit(tmp_path):
     (one, rows, rollouts, position), (other, *rest) = found
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     assert rest == [rows, rollouts, position] and any(row["rollout/groups_drawn"] > 3 for row in rows)
+    missing = {row["rollout/groups_missing"] for row in rows}
+    assert missing & {1, 2} if gives_up else missing == {0}
 
 
 def test_a_slow_reward_holds_up_its_own_group_alone(tmp_path):

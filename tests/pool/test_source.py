@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from atomrl.loop.report import Stopwatch
 from atomrl.pool.errors import LeaseLost, PoolEmpty
 from atomrl.pool.source import PoolSource
 from atomrl.pool.store import RolloutPool
+from atomrl.types import Segment
 from tests.pool.made import Clock, group, settings
 
 GRPO = objective_of("grpo", {}).resolved()
@@ -113,6 +115,24 @@ def test_other_groups_are_taken_for_those_that_are_refused(make, monkeypatch):
     accepted, refused = collect(again, 2, count=3)
     assert accepted == ["0:4", "0:6"] and len(refused) == 4, "it goes on with what was found"
     assert loop_groups.MAX_ROUNDS > 2
+
+
+def without_tokens(number, segments=1):
+    """A group all of whose episodes failed before the model wrote anything."""
+    empty = Segment(origin="model", token_ids=(), logprobs=(), policy_version=0)
+    parts = (group(number)[0].segments[0], empty)[:segments]
+    return [replace(one, segments=parts, text="", finish_reason="abort", reward=None) for one in group(number)]
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("algorithm", [GRPO.resolved(), DAPO])
+def test_a_group_that_the_model_wrote_nothing_of_is_refused(make, algorithm, segments):
+    source = make(algorithm=algorithm)
+    half = [without_tokens(3)[0], *group(3, rewards=(1.0, 0.0, 1.0))[1:]]
+    source.pool.put([without_tokens(0, segments), group(1), without_tokens(2, segments), half, group(4)])
+    assert collect(source, 1) == [["0:1", "0:3"], ["0:0", "0:2"]]
+    assert source.metrics()["pool/staleness_max"] == 0
+    assert collect(make(done=0, algorithm=algorithm), 1) == [["0:1", "0:3"], ["0:0", "0:2"]], "also after a restart"
 
 
 def test_groups_of_one_prompt_are_groups_of_their_own(make):

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from atomrl.config import ConfigError, build_config
+from atomrl.cli.config_arguments import load_config
+from atomrl.cli.training import compact
+from atomrl.config import ConfigError, build_config, dump_config
+from atomrl.config.secrets import check_whole
 from atomrl.tracking.environment import redact, refuse_secrets
 from atomrl.tracking.run_directory import RunDirectory
 from tests.tiny import make_tiny_model
@@ -92,6 +95,95 @@ def test_a_config_with_a_secret_of_the_environment_is_refused(tmp_path, monkeypa
         RunDirectory.create(plain_config(tmp_path, key=MARKER))
     assert MARKER not in str(caught.value) and list(tmp_path.iterdir()) == []
     RunDirectory.create(plain_config(tmp_path, key="JUDGE_API_KEY"))
+
+
+def with_tool(**tool):
+    return {"tools": [{"mcp": ["npx", "-y", "a-server"]} | tool]}
+
+
+def with_reward(**args):
+    return {"reward": {"functions": [{"function": "mine.f", "args": args}]}}
+
+
+HELD = {
+    "a variable of a command": with_tool(env={"BRAVE_API_KEY": MARKER}),
+    "one with another name": with_tool(env={"PGPASSWORD": MARKER, "GITHUB_PAT": MARKER, "MY_CRED": MARKER}),
+    "one by its form": with_tool(env={"X": f"ntn_{MARKER}", "Y": f"postgres://me:{MARKER}@db/x"}),
+    "an option": with_tool(mcp=["npx", "s", "--api-key", MARKER, f"--token={MARKER}", "-e", f"A_SECRET={MARKER}"]),
+    "a header": with_tool(mcp=["npx", "r", "--header", f"Authorization: Bearer {MARKER}", f"X-API-Key: {MARKER}"]),
+    "a password in an address": with_tool(mcp=f"https://me:{MARKER}@host/mcp"),
+    "a query": with_tool(mcp=f"https://host/mcp?exaApiKey={MARKER}&x=1"),
+    "a path": with_tool(mcp=f"https://host/s/{MARKER.replace('-', '')}abcd/mcp"),
+    "arguments of a tool": {"tools": [{"function": "m.f", "args": {"apiKey": MARKER, "h": {"Authorization": MARKER}}}]},
+    "arguments of a reward": with_reward(password=MARKER, api_keys=[MARKER], hf_token=MARKER, clientSecret=MARKER),
+    "a reward by data source": {"reward": {"by_data_source": {"a": {"function": "m.f", "args": {"api-key": MARKER}}}}},
+    "an environment": {"environment": {"function": "m.f", "args": {"url": f"ws://u:{MARKER}@h:1/x"}}},
+    "a server of an engine": {"rollout": {"engine": "vllm-server", "server": f"http://u:{MARKER}@h:8000"}},
+    "data": {"data": {"train": f"https://host/d.jsonl?token={MARKER}"}},
+}
+BASE = {"run_name": "r", "model": {"path": "m"}, "data": {"train": "countdown"}}
+
+
+@pytest.mark.parametrize("held", HELD.values(), ids=HELD)
+def test_a_secret_that_a_config_holds_is_in_nothing_that_is_made_of_it(held):
+    config = build_config(BASE | held)
+    for text in (dump_config(config), repr(config.to_tree()), compact(config)):
+        assert MARKER not in text and MARKER.replace("-", "") not in text and "[secret-left-out]" in text
+    assert build_config(config.to_tree(secrets=True)) == config
+    assert any(MARKER.replace("-", "") in secret.replace("-", "") for secret in config.secrets)
+    with pytest.raises(ConfigError, match="is a secret, which a run does not write into its folder"):
+        check_whole(build_config(config.to_tree()).to_tree(secrets=True))
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        with_tool(env={"LEVEL": "debugging-all", "LANG": "C.UTF-8", "MODEL": "Qwen2.5-0.5B-Instruct-GGUF"}),
+        with_tool(env={"MAX_TOKENS": "512", "TOKENIZERS_PARALLELISM": "false", "A_KEY": "${MY_KEY}"}),
+        with_tool(mcp=["uvx", "s", "--tokenizer", "a/long-name", "--api-key", "${MY_KEY}", "/data/v2/corpus-2024.db"]),
+        with_tool(mcp="https://host/mcp?key=${MY_KEY}", headers_env={"Authorization": "MY_VERY_LONG_KEY"}),
+        with_reward(api_key_env="MY_VERY_LONG_KEY", api_key="MY_VERY_LONG_KEY", end_token="</s>", token="Yes"),
+        {"data": {"train": "countdown", "system_prompt": "The password: swordfish. Keep the secret token."}},
+        {"model": {"path": "m", "tokenizer": "some/long-tokenizer"}, "rollout": {"stop": ["<|end_of_token|>"]}},
+    ],
+)
+def test_what_is_no_secret_is_written_as_it_is(plain):
+    config = build_config(BASE | plain)
+    assert config.to_tree() == config.to_tree(secrets=True) and not config.secrets
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        with_tool(env={"API_KEY": MARKER}, timeout_s=-1), with_tool(env=[f"API_KEY={MARKER}"]),
+        with_tool(function="a.b", env={"API_KEY": MARKER}), with_tool(headers={"Authorization": MARKER}),
+        with_tool(mcp=f"npx s --api-key {MARKER}"), {"tools": f"API_KEY={MARKER}"},
+        with_tool(headers_env={"Authorization": f"Bearer {MARKER}"}),
+        {"reward": {"functions": [{"function": "http", "args": f"api_key={MARKER}"}]}},
+        {"reward": {"functions": [{"function": "http", "api_key": MARKER}]}},
+    ],
+)  # fmt: skip
+def test_a_message_about_a_config_shows_no_secret(wrong):
+    with pytest.raises(ConfigError) as caught:
+        build_config(BASE | wrong)
+    assert MARKER not in str(caught.value)
+
+
+def test_a_run_with_a_secret_of_its_own_is_resumed_by_the_config_that_has_it(tmp_path, capsys):
+    def config_with(key):
+        tree = BASE | with_tool(env={"BRAVE_API_KEY": key}) | {"output_dir": str(tmp_path)}
+        return build_config(tree)
+
+    with pytest.raises(RuntimeError), RunDirectory.create(config_with(MARKER)) as run:
+        run.log_file.note(f"the server said: {MARKER}")
+        raise RuntimeError(f"401: {MARKER} is no key")
+    written = "".join(path.read_text() for path in run.path.rglob("*") if path.is_file())
+    assert MARKER not in written and "401: [redacted] is no key" in written
+    with RunDirectory.create(config_with("another-key"), resume=True):
+        assert "BRAVE" not in capsys.readouterr().err, "a new key is no other run"
+    with pytest.raises(ConfigError, match=r"tools\.0\.env\.BRAVE_API_KEY: is a secret"):
+        load_config(run.path / "config.yaml")
+    assert load_config(run.path / "config.yaml", ["tools=[{mcp: [a], env: {BRAVE_API_KEY: x}}]"]).tools
 
 
 def test_variables_that_are_no_secrets_do_not_stop_a_config(monkeypatch):

@@ -1,12 +1,17 @@
 """Memory that runs out: smaller micro-batches with the same gradient, or the setting to change."""
 
+import gc
+import weakref
+from typing import ClassVar
+
 import pytest
 import torch
 
-from atomrl.config import ConfigError, ModelConfig, TrainConfig
+from atomrl.config import ConfigError, LoraConfig, ModelConfig, TrainConfig
 from atomrl.metrics import values
 from atomrl.training.collective import Collective, OutOfMemory
 from atomrl.training.local import LocalBackend
+from tests.models.gpt2 import save_gpt2
 from tests.tiny import make_tiny_model
 from tests.training.batches import make_algorithm, make_batch, weights_of
 
@@ -20,6 +25,11 @@ ERRORS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(make_tiny_model(tmp_path_factory.mktemp("memory") / "base"))
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    return str(save_gpt2(tmp_path_factory.mktemp("memory") / "gpt2"))
 
 
 class SmallMemory(LocalBackend):
@@ -128,3 +138,79 @@ def test_a_rank_without_rows_asks_for_smaller_micro_batches_too(folder):
 def test_other_errors_are_not_taken_for_want_of_memory(folder):
     with pytest.raises(RuntimeError, match="shapes"):
         make(folder, limit=5, error=RuntimeError("shapes do not fit")).train_step(make_batch(), make_algorithm())
+
+
+class FullAfterForward(LocalBackend):
+    """Runs out of it where the log-probs are computed, with the whole graph of the model there."""
+
+    limit = 45
+
+    def _outputs(self, micro, names):
+        given = super()._outputs(micro, names)
+        if torch.is_grad_enabled() and micro.tokens.numel() > self.limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")  # a new one: an error holds its frames
+        return given
+
+
+class Mark:
+    """Lives as long as the graph that holds it."""
+
+
+class Marked(torch.autograd.Function):
+    marks: ClassVar = []  # weak references, one of each forward pass
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark = Mark()
+        Marked.marks.append(weakref.ref(ctx.mark))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@pytest.mark.parametrize("model", ["ours", "transformers"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "bfloat16"},
+        {"activation_offload": True},
+        {"dtype": "bfloat16", "activation_offload": True, "gradient_checkpointing": True},
+        {"dtype": "bfloat16", "lora": LoraConfig(rank=2)},
+    ],
+    ids="-".join,
+)
+def test_what_a_forward_pass_kept_is_freed_once_memory_ran_out(folder, gpt2, model, settings, monkeypatch):
+    monkeypatch.setattr("atomrl.models.loading.has_bfloat16", lambda device: True)
+    given = ModelConfig(**{"path": folder if model == "ours" else gpt2, "dtype": "float32"} | settings)
+    algorithm = make_algorithm()
+    backend = FullAfterForward(given, TrainConfig(learning_rate=1e-3), algorithm, total_updates=4)
+    layers = [module for module in backend.policy.model.modules() if isinstance(module, torch.nn.ModuleList)]
+    layers[0][0].register_forward_pre_hook(
+        lambda module, given: (Marked.apply(given[0].requires_grad_()), *given[1:]) if torch.is_grad_enabled() else None
+    )
+    Marked.marks.clear()
+    metrics = values(backend.train_step(make_batch(rows=12, vocabulary=60), algorithm))
+    gc.collect()
+    assert metrics["actor/out_of_memory"] >= 1 and len(Marked.marks) > 2
+    assert not [mark for mark in Marked.marks if mark() is not None]
+
+
+def test_a_model_is_whole_where_memory_runs_out_while_its_weights_are_rounded(gpt2, monkeypatch):
+    monkeypatch.setattr("atomrl.models.loading.has_bfloat16", lambda device: True)
+    algorithm, batch = make_algorithm(), make_batch(rows=4, vocabulary=60)
+    backend = LocalBackend(ModelConfig(path=gpt2, dtype="bfloat16"), TrainConfig(), algorithm, total_updates=4)
+    names = [name for name, _ in backend.policy.model.named_parameters()]
+    left, to = [7], torch.Tensor.to
+
+    def full_once(tensor, *arguments, **named):
+        if isinstance(tensor, torch.nn.Parameter) and arguments == (torch.bfloat16,):
+            left[0] -= 1
+            if left[0] == 0:
+                raise ERRORS[0]
+        return to(tensor, *arguments, **named)
+
+    monkeypatch.setattr(torch.Tensor, "to", full_once)
+    assert values(backend.train_step(batch, algorithm))["actor/out_of_memory"] == 1
+    assert [name for name, _ in backend.policy.model.named_parameters()] == names

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -171,19 +174,65 @@ def test_launching_is_off_unless_it_is_allowed(client, tmp_path):
         assert answer.status == 403 and "--allow-launch" in answer.json["detail"]
 
 
-def test_a_config_that_is_looked_at_runs_no_code(tmp_path):
-    own = tmp_path / "own.py"
-    own.write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef clip(inputs): ...\n")
-    clip = {"name": "grpo", "clip": {"type": "custom", "function": f"{own}:clip"}}
-    make_run(tmp_path / "runs" / "one", algorithm=clip)
-    text = json.dumps({"run_name": "x", "model": {"path": "m"}, "data": {"train": "chain"}, "algorithm": clip})
-    for options, ran in (((), False), (("--allow-launch",), True)):
+AXES = ("advantage", "clip", "token_filter", "rollout_is")
+SHADOWED = ("orjson", "optuna", "matplotlib", "pyarrow", "tokenizers", "vllm", "cupy", "sitecustomize", "own")
+
+
+def make_hostile_run(folder, mark):
+    """A run whose config names functions, in whose folder modules lie, and whose `env.json` says to search there: all
+    of them leave a mark when they are run."""
+    code = f"open({str(mark)!r}, 'a').write(__name__ + ' ')\ndef f(inputs): ...\ndef reward(*a, **k): return 0\n"
+    own = {"type": "custom", "function": "./own.py:f"}
+    algorithm = {"name": "grpo", **{axis: [own] if axis == "rollout_is" else own for axis in AXES}}
+    more = {"reward": {"functions": ["./own.py:reward"]}, "environment": {"function": "./own.py:f"}}
+    make_run(folder, algorithm=algorithm, **more)
+    (folder / "env.json").write_text(json.dumps({"folder": str(folder), "functions_in": [str(folder)]}))
+    for name in SHADOWED:
+        (folder / f"{name}.py").write_text(code)
+    return {"model": {"path": "m"}, "data": {"train": "chain"}, "algorithm": algorithm} | more
+
+
+def test_a_run_that_is_looked_at_runs_no_code(tmp_path):
+    """On every page, and where runs may be launched too: what launches them is asked for by name."""
+    mark, folder = tmp_path / "ran", tmp_path / "runs" / "one"
+    config = json.dumps({"run_name": "x", "output_dir": str(tmp_path / "runs")} | make_hostile_run(folder, mark))
+    make_run(tmp_path / "runs" / "two")
+    for options in ((), ("--allow-launch",)):
         with serving(tmp_path / "runs", *options) as (client, _):
-            looked = client.get(f"/api/runs/{client.id_of('one')}/about").json
-            checked = client.post("/api/check", {"yaml": text}).json
-        assert (tmp_path / "ran").exists() == ran == (not looked["errors"]) == (not checked["errors"])
-        if not ran:
-            assert "own.py:clip' is not imported" in "".join(looked["errors"])
+            one, two = client.id_of("one"), client.id_of("two")
+            looked = client.get(f"/api/runs/{one}/about").json
+            assert looked["errors"] == [] and "./own.py:f(...)" in looked["equation"]
+            checked = client.post("/api/check", {"yaml": config, "from": one}).json
+            assert checked["errors"] == [] and checked["kind"] == "train"
+            assert client.post("/api/check", {"yaml": config, "from": one, "set": {"train.steps": "3"}}).json["yaml"]
+            told = client.get(f"/api/runs/{one}/rollouts/3/train/0/advantages")
+            assert told.status == 404 or "not imported" in told.json["why"]
+            for path in (
+                "",
+                *["/card", "/config", "/metrics", "/tail", "/log", "/rollouts", "/rollouts/3/train/0/tokens"],
+            ):
+                client.get(f"/api/runs/{one}{path}")
+            for path in ("", "/difference", "/answers"):
+                client.get(f"/api/compare{path}?runs={one},{two}")
+        assert not mark.exists(), mark.read_text()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["doctor"], ["compare"], ["plot"], ["rollouts"], ["explain"], ["diff"], ["doctor", "--engine", "native"]],
+    ids=" ".join,
+)
+def test_commands_that_look_at_a_run_run_no_code_of_it(tmp_path, command):
+    """In the folder itself too, which `python -m` would look for modules in."""
+    mark, folder = tmp_path / "ran", tmp_path / "runs" / "one"
+    make_hostile_run(folder, mark)
+    run = [str(folder / "config.yaml" if "--engine" in command else folder)] * (1 + (command == ["diff"]))
+    done = subprocess.run(
+        [sys.executable, "-m", "atomrl", *command, *run], cwd=folder, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert not mark.exists(), mark.read_text()
+    assert "Traceback" not in done.stderr, done.stderr
 
 
 def test_it_listens_on_this_machine_alone():

@@ -282,10 +282,10 @@ def test_nothing_is_launched_elsewhere_or_over_a_run(tmp_path):
     launcher = Launcher(tmp_path / "runs")
     for place in ("/etc/x", str(tmp_path / "runs" / ".." / "x"), str(tmp_path / "runs")):
         with pytest.raises(LaunchError, match="is not in"):
-            launcher.start("{}", "train", place, Home())
+            launcher.start("{}", place, Home())
     folder = make_run(tmp_path / "runs" / "one")
     with pytest.raises(LaunchError, match="exists already"):
-        launcher.start("{}", "train", str(folder), Home())
+        launcher.start("{}", str(folder), Home())
     assert not (tmp_path / "runs" / ".launches").exists()
 
 
@@ -314,9 +314,10 @@ def test_a_run_of_any_name_is_resumed(tmp_path, monkeypatch, name):
 
 
 def test_two_that_start_at_once_have_a_config_each(tmp_path, monkeypatch):
+    monkeypatch.setattr("atomrl.ui.launches.kind_of", lambda *_: "train")
     monkeypatch.setattr(Launcher, "_spawn", lambda _, arguments, *rest: {"config": arguments[1]})
     launcher = Launcher(tmp_path)
-    made = [launcher.start(text, "train", str(tmp_path / text / "same"), Home())["config"] for text in ("a", "b")]
+    made = [launcher.start(text, str(tmp_path / text / "same"), Home())["config"] for text in ("a", "b")]
     assert [Path(path).read_text() for path in made] == ["a", "b"]
 
 
@@ -380,8 +381,10 @@ def test_a_variant_finds_the_functions_of_its_parent(tmp_path):
     algorithm = {"name": "grpo", "clip": {"type": "custom", "function": "./own.py:clip"}}
     folder = make_run(tmp_path / "runs" / "one", algorithm=algorithm)
     (folder / "env.json").write_text(json.dumps({"folder": str(made), "functions_in": [str(made)]}))
-    text = json.dumps({"run_name": "x", "model": {"path": "m"}, "data": {"train": "chain"}, "algorithm": algorithm})
+    where = {"run_name": "x", "output_dir": str(tmp_path / "runs")}
+    text = json.dumps({**where, "model": {"path": "m"}, "data": {"train": "chain"}, "algorithm": algorithm})
     with serving(tmp_path / "runs", "--allow-launch") as (client, _):
-        assert "there is no file ./own.py" in str(client.post("/api/check", {"yaml": text}).json["errors"])
-        asked = {"yaml": text, "from": client.id_of("one")}
-        assert client.post("/api/check", asked).json["errors"] == []
+        refused = client.post("/api/launches", {"yaml": text})
+        assert refused.status == 409 and "there is no file ./own.py" in refused.json["detail"]
+        found = client.post("/api/launches", {"yaml": text, "from": client.id_of("one")})
+        assert found.status == 200 and found.json["command"][1] == "train"
