@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from atomrl.config import ConfigError, RunConfig
 from atomrl.protocols import RewardFunction
 from atomrl.runs.base import PreparedRun
-from atomrl.runs.checks import check_fresh_tokenizer, check_policy, check_ranks, check_savers
+from atomrl.runs.checks import check_best, check_fresh_tokenizer, check_policy, check_ranks, check_savers
 from atomrl.runs.given_data import PreferenceRun, RewardModelRun, SupervisedRun
 from atomrl.runs.pretrain import PretrainRun
 from atomrl.runs.restarts import run_to_end as run_to_end
@@ -53,6 +53,7 @@ def prepare_run(config: RunConfig, local_rewards: Mapping[str, RewardFunction] |
     check_policy(config)
     run = RLRun(config, local_rewards) if local_rewards else KINDS[config.kind][0](config)
     check_fresh_tokenizer(config, run.tokenizer)
+    check_best(run.config)
     check_ranks(config, run.algorithm)  # first: it says what no package that is missing would mend
     check_savers(config)
     return run

@@ -194,6 +194,7 @@ class PreparedRun(ABC):
         done = run_steps(one_step, self.record, progress, save, config)
         if done and config.eval.after:
             self._evaluate(progress.step)
+            directory.keep_best()  # the last checkpoint was written before it
         return done, earlier_s
 
     def _evaluate(self, number: int) -> None:
