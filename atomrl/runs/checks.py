@@ -18,6 +18,7 @@ from atomrl.doctor.findings import EVALUATED
 from atomrl.hints import said_as
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import base_path, load_tokenizer, model_config_only, resolve_folder
+from atomrl.models.lora import refuse_adapted, target_names
 from atomrl.models.memory import empty_model
 from atomrl.models.quantized import linears
 from atomrl.models.scalar import is_classifier
@@ -43,6 +44,20 @@ def check_policy(config: RunConfig) -> None:
     if config.model.path is not None and config.kind != "reward-model":
         with said_as(ConfigError, "model.path", ConfigError):
             check_causal(model_config_only(config.model.path, config.model.trust_remote_code), config.model.path)
+
+
+def check_adapters(config: RunConfig) -> None:
+    """That the model which training starts from takes the adapters that a config asks for.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    model = config.model
+    if model.lora is None or model.path is None:
+        return
+    refuse_adapted(model.path)
+    empty = empty_model(model_config_only(model.path, model.trust_remote_code), model.trust_remote_code)
+    target_names(empty, empty.get_output_embeddings().weight, model.lora)
 
 
 def check_end(config: RunConfig, path: str, tokenizer: Any) -> None:
