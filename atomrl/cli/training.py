@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, or check, what the config says.
 
     Returns:
-        0; 1 where no step on given data made an update; or 130 where Ctrl-C or SIGTERM ended it early, with how to go on.
+        0; 1 where no step on given data made an update; 130 where Ctrl-C or SIGTERM ended it early, with how to go on.
     """
     config, command = config_from(arguments), arguments.command
     from atomrl.runs import check_command, prepare_run, run_to_end

@@ -115,7 +115,7 @@ def untrainable(group: Sequence[Example], max_row_tokens: int | None) -> str | N
     if not all(example.learned[1:max_row_tokens].any() for example in group):
         return "have no token to train on"
     rows = [example.tokens[:max_row_tokens] for example in group]
-    if len(rows) == 2 and np.array_equal(*rows):
+    if len(rows) == 2 and np.array_equal(rows[0], rows[1]):
         return "are the same tokens, chosen and rejected"
     return None
 
@@ -186,7 +186,9 @@ class TokenizedSamples:
         for reason, found in useless.items():
             self._left_out(f"{len(found)} of {total} {what} {reason}{within} (such as {found[0]})", advice)
         if cut:
-            log.warning("train.max_row_tokens=%d: %d of %d %s are longer, and are cut", max_row_tokens, cut, total, what)
+            log.warning(
+                "train.max_row_tokens=%d: %d of %d %s are longer, and are cut", max_row_tokens, cut, total, what
+            )
 
     def _left_out(self, message: str, advice: str) -> None:
         if not self.samples:

@@ -34,8 +34,8 @@ class EvalResult:
     """The figures of one evaluation, over all problems (`overall`) and by data source.
 
     Each maps a name to a `Figure`: `accuracy`, `reward`, `pass@k`, `majority@N`, `format`, `truncated`, `unscored`,
-    `completion_tokens`, `reasoning_tokens`, `reasoning_characters`. Completions on which the first reward gives no value
-    are in no accuracy, pass@k or majority, as in `train/accuracy`; where that is all of them, these are NaN.
+    `completion_tokens`, `reasoning_tokens`, `reasoning_characters`. Completions on which the first reward gives no
+    value are in no accuracy, pass@k or majority, as in `train/accuracy`; where that is all of them, these are NaN.
     """
 
     prompts: int

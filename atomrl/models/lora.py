@@ -86,15 +86,15 @@ def target_names(inner: nn.Module, head: Tensor, config: LoraConfig) -> list[str
 
 
 def refuse_adapted(path: str | Path) -> None:
-    """Raise ConfigError where a model that is to get adapters is a folder of adapters itself: who loads those that would
-    be saved puts them onto the base without these."""
+    """Raise ConfigError where a model that is to get adapters is a folder of adapters itself: whoever loads those that
+    are saved puts them onto the base without these."""
     from atomrl.models import loading
 
     if loading.adapted_path(path) is not None:
         raise ConfigError(
             f"model.path={path} holds adapters, and model.lora would put others onto them, which no folder can hold. "
-            f"Merge them first (atomrl export {path} MERGED) and take model.path=MERGED; or leave out model.lora, which "
-            "trains all weights"
+            f"Merge them first (atomrl export {path} MERGED) and take model.path=MERGED; or leave out model.lora to "
+            "train all weights"
         )
 
 
@@ -253,7 +253,7 @@ def _refuse_tied(inner: nn.Module, embedding: Tensor, folder: str | Path) -> Non
         if getattr(base, "weight", None) is embedding:
             raise ConfigError(
                 f"the adapters in {folder} change {name}, and in their base model embedding and output matrix are one "
-                "(tie_word_embeddings): merged, they would change both. Take adapters of the layers between, or ones of "
+                "(tie_word_embeddings): merged, they would change both. Take adapters of the layers between, or of "
                 "a base whose output matrix is its own"
             )
 

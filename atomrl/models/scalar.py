@@ -55,7 +55,7 @@ class GPTScalar(GPT):
         return total(self._spread(states, own.flatten()), self.sharing).view(mask.shape)
 
     def scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """[B] float32: the number at each row's last token that is not the config's pad token, as transformers has it."""
+        """[B] float32: the number at each row's last token that is not the config's pad token (`scored_lengths`)."""
         lengths = scored_lengths(tokens, lengths, self.config.pad_token_id)
         after = F.one_hot(lengths, tokens.shape[1] + 1).bool()
         states, own = states_before(self, F.pad(tokens, (0, 1)), after, torch.zeros_like(lengths))
@@ -98,7 +98,7 @@ class HFScalar(nn.Module):
     def scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """[B] float32."""
         config = self.config.get_text_config()
-        if (pad := config.pad_token_id) is None:  # the last token has the score: for this batch, one that is none of these
+        if (pad := config.pad_token_id) is None:  # the last token has the score: pad with one that is no row's last
             last = set(tokens.gather(1, lengths[:, None] - 1)[:, 0].tolist())
             config.pad_token_id = next(token for token in range(len(last) + 1) if token not in last)
         try:

@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping
 from atomrl.config import ConfigError, RunConfig
 from atomrl.protocols import RewardFunction
 from atomrl.runs.base import PreparedRun
-from atomrl.runs.checks import check_adapters, check_best, check_fresh_tokenizer, check_policy, check_ranks, check_savers
+from atomrl.runs.checks import (
+    check_adapters,
+    check_best,
+    check_fresh_tokenizer,
+    check_policy,
+    check_ranks,
+    check_savers,
+)
 from atomrl.runs.given_data import PreferenceRun, RewardModelRun, SupervisedRun
 from atomrl.runs.pretrain import PretrainRun
 from atomrl.runs.restarts import run_to_end as run_to_end

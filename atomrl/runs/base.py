@@ -227,7 +227,7 @@ class PreparedRun(ABC):
         directory.finish(summary)
         if done and not progress.updates:
             log.warning(
-                "none of the %d steps made an update (each gradient was exactly 0, or not finite, or there was no row): "
+                "none of the %d steps made an update (each gradient was 0 or not finite, or there was no row): "
                 "%s is the model that the run started from",
                 progress.step, summary["model"],
             )  # fmt: skip

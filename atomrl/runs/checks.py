@@ -182,7 +182,7 @@ def check_best(config: RunConfig) -> None:
     if config.data.eval is None and config.kind != "pretrain":
         raise ConfigError(f"{key} is a metric of evaluations, and there is no data.eval")
     if not evaluated:
-        raise ConfigError(f"{key} is a metric of evaluations, and eval.every_steps={every} with eval.after=false has none")
+        raise ConfigError(f"{key} is of evaluations, and eval.every_steps={every} with eval.after=false has none")
     without = [step for step in evaluated if step < steps and (not saved_every or step % saved_every)]
     settings = f"eval.every_steps={every}, checkpoint.every_steps={saved_every}"
     advice = f"take a checkpoint.every_steps that divides eval.every_steps ({settings})"

@@ -7,9 +7,7 @@ from atomrl.config import LoraConfig
 from atomrl.models.loading import load_policy
 from atomrl.models.lora import save_adapters
 
-ROWS = [
-    {"prompt": f"{k}+1=", "ground_truth": "1", "completion": "1", "chosen": "1", "rejected": "2"} for k in range(4)
-]
+ROWS = [{"prompt": f"{k}+1=", "ground_truth": "1", "completion": "1", "chosen": "1", "rejected": "2"} for k in range(4)]
 KINDS = {
     "train": {"rollout": {"prompts_per_step": 2, "completions_per_prompt": 2, "max_completion_tokens": 4}},
     "sft": {"sft": {}},

@@ -1,5 +1,5 @@
-"""`checkpoint.keep_best` by a metric of evaluations: the last one counts, and a run says before it starts where there can
-be no best checkpoint."""
+"""`checkpoint.keep_best` by a metric of evaluations: the last one counts, and a run says before it starts where there
+can be no best checkpoint."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""Given rows of which `train.max_row_tokens` leaves nothing to learn: counted, and refused where all are; and a run that
-makes no update does not end as a success."""
+"""Given rows of which `train.max_row_tokens` leaves nothing to learn: counted, and refused where all are; and a run
+that makes no update does not end as a success."""
 
 import json
 

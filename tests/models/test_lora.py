@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, RolloutConfig
-from atomrl.models.loading import base_path, fill_weights, load_policy, load_tokenizer, model_config_only, model_weights
+from atomrl.models.loading import fill_weights, load_policy, load_tokenizer, model_config_only, model_weights
 from atomrl.models.lora import adapter_state, adapter_weights, adapters_disabled, export, save_adapters
 from atomrl.rollout.hf import HFEngine
 from atomrl.runs.build import build_engine
@@ -221,11 +221,12 @@ def test_adapters_of_others_on_the_output_matrix_are_merged_or_refused(tmp_path,
                 weight.add_(torch.randn_like(weight), alpha=0.2)
     theirs.save_pretrained(tmp_path / "adapter")
     if tied:
-        with pytest.raises(ConfigError, match="(lm_head|embed_tokens), and in their base model embedding and output"):
+        with pytest.raises(ConfigError, match=r"(lm_head|embed_tokens), and in their base model embedding and output"):
             load_policy(tmp_path / "adapter", dtype="float32")
         return
     expected = theirs(TOKENS).logits
-    torch.testing.assert_close(load_policy(tmp_path / "adapter", dtype="float32")(TOKENS), expected, atol=1e-4, rtol=1e-4)
+    loaded = load_policy(tmp_path / "adapter", dtype="float32")
+    torch.testing.assert_close(loaded(TOKENS), expected, atol=1e-4, rtol=1e-4)
     export(tmp_path / "adapter", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(merged(TOKENS).logits, expected, atol=1e-4, rtol=1e-4)
