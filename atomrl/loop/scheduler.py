@@ -84,8 +84,7 @@ class Scheduler:
     time is dropped when the weights change, and drawn again with newer ones: every token that is trained on was drawn
     by weights at most `max_staleness` versions behind the trainer's.
 
-    With `max_staleness` 0 nothing is drawn while the trainer learns, and without `oversampling` the groups are those of
-    `EngineSource`, round by round, where a step gives up too.
+    With `max_staleness` 0 nothing is drawn while the trainer learns, and the groups are those of `EngineSource`.
 
     A group's seeds are made of the step that it would be trained in if all came in order, so its requests depend on the
     arrival of others only where the algorithm refuses groups; a group that is drawn again has those of a later step.
@@ -122,9 +121,9 @@ class Scheduler:
         self._again = [(position, step) for position, step in pending]
         self._open: dict[int, _Group] = {}
         self._requests: dict[str, _Group] = {}
-        self._refused: list[_Group] = []
+        self._refused: Groups = []
         self._unjudged: Groups = []
-        self._wanted = self._rounds = 0
+        self._wanted = 0
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._drawing = self._waits = self._held = self._closing = False
@@ -145,16 +144,15 @@ class Scheduler:
         """
         began = time.monotonic()
         with self._changed, watch("wait"):
-            self.step, self._wanted, self._rounds = step, groups, 0
+            self.step, self._wanted = step, groups
             self._start()
-            self._wait(lambda: len(self._ready()) >= groups or self._gives_up(groups))
+            self._wait(lambda: len(self._ready()) >= groups or len(self._refused) >= MAX_ROUNDS * groups)
             self._wanted = 0
             found = taken(self._ready(), groups)
             for group in found:
                 del self._open[group.position]
             accepted = [group.scored or [] for group in found]
-            refused = [group.scored or [] for group in sorted(self._refused, key=lambda group: group.position)]
-            self._refused = []
+            refused, self._refused = self._refused, []
             self._measure(accepted, step - 1, time.monotonic() - began)
             self._changed.notify_all()
         if len(accepted) < groups:
@@ -215,16 +213,6 @@ class Scheduler:
 
     def _ready(self) -> list[_Group]:
         return [group for group in self._open.values() if group.scored is not None]
-
-    @property
-    def _in_rounds(self) -> bool:
-        """Whether other groups are drawn only once all before them are judged, so that none depends on what came first."""
-        return self.settings.max_staleness == 0 and self.settings.oversampling == 1
-
-    def _gives_up(self, groups: int) -> bool:
-        if self._in_rounds:
-            return self._rounds == MAX_ROUNDS and len(self._ready()) == len(self._open)
-        return len(self._refused) >= MAX_ROUNDS * groups
 
     def _measure(self, accepted: Groups, version: int, waited_s: float) -> None:
         now = time.monotonic()
@@ -331,10 +319,6 @@ class Scheduler:
 
     def _submit(self, limit: int) -> None:
         """Open groups up to the limit: those that are to be drawn again, then the next ones of the stream."""
-        if self._in_rounds and len(self._open) < limit:
-            if self._rounds == MAX_ROUNDS or len(self._ready()) < len(self._open):
-                return
-            self._rounds += 1
         current = self.step if self._wanted else self.step + 1
         requests: list[GenerationRequest] = []
         while len(self._open) < limit:
@@ -397,7 +381,7 @@ class Scheduler:
                     group.scored = scored
                     if not accepted:
                         del self._open[group.position]
-                        self._refused.append(group)
+                        self._refused.append(scored)
                 self._judge(scored)
                 self._changed.notify_all()
         except Exception as error:
