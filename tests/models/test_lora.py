@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, RolloutConfig
+from atomrl.grpo.inputs import lora_section
 from atomrl.models.loading import fill_weights, load_policy, load_tokenizer, model_config_only, model_weights
 from atomrl.models.lora import adapter_state, adapter_weights, adapters_disabled, export, save_adapters
 from atomrl.rollout.hf import HFEngine
@@ -265,3 +266,13 @@ def test_what_adapters_are_merged_into_is_rounded_once(base, tmp_path):
     frozen = load_policy(tmp_path, dtype=torch.bfloat16, trainable=False)
     assert {weight.dtype for weight in frozen.parameters()} == {torch.bfloat16}
     assert torch.equal(trained(TOKENS), frozen(TOKENS))
+
+
+@pytest.mark.parametrize(
+    "field", [{"modules_to_save": ["lm_head"]}, {"bias": "all"}, {"rank_pattern": {"q_proj": 4}}, {"use_rslora": True}]
+)
+def test_fields_of_peft_that_would_be_passed_over_are_refused(field):
+    with pytest.raises(ConfigError, match=f"peft_config: '{next(iter(field))}' is not known here"):
+        lora_section(peft.LoraConfig(r=4, **field))
+    known = peft.LoraConfig(r=4, target_modules=".*_proj", task_type="CAUSAL_LM")
+    assert lora_section(known) == {"rank": 4, "alpha": 8, "dropout": 0.0, "target_modules": ".*_proj"}
