@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, or check, what the config says.
 
     Returns:
-        0, or 130 where Ctrl-C or SIGTERM ended it early, with how to go on.
+        0; 1 where no step on given data made an update; 130 where Ctrl-C or SIGTERM ended it early, with how to go on.
     """
     config, command = config_from(arguments), arguments.command
     from atomrl.runs import check_command, prepare_run, run_to_end
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not summary.get("finished", True):
         print(f"stopped early: {how_to_go_on(command, config, arguments)}", file=sys.stderr)
         return INTERRUPTED
-    return 0
+    return 0 if summary["updates"] or config.kind == "train" else 1  # rollouts may well have nothing to learn from
 
 
 def is_other_rank(config: RunConfig) -> bool:

@@ -15,7 +15,9 @@ class LoraConfig(Section):
     rank: int = Field(16, ge=1)
     alpha: float = Field(32.0, gt=0)
     dropout: float = Field(0.0, ge=0, lt=1)
-    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    target_modules: list[str] | str = "all-linear"
+    """Linear layers: all between embedding and output matrix; or names, the last part or more of a path; or a regular
+    expression of whole paths."""
 
 
 class ModelConfig(Section):

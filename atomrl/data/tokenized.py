@@ -106,6 +106,23 @@ def rows_from_tokens(
     )
 
 
+def untrainable(group: Sequence[Example], max_row_tokens: int | None) -> str | None:
+    """Why nothing can be learned of the completions of a prompt; None where something can.
+
+    Example:
+        >>> untrainable([demonstration([5, 6], [7])], 2)
+        'have no token to train on'
+        >>> untrainable([demonstration([5], [7, 8], 1), demonstration([5], [7, 9], -1)], 2)
+        'are the same tokens, chosen and rejected'
+    """
+    if not all(example.learned[1:max_row_tokens].any() for example in group):
+        return "have no token to train on"
+    rows = [example.tokens[:max_row_tokens] for example in group]
+    if len(rows) == 2 and np.array_equal(rows[0], rows[1]):
+        return "are the same tokens, chosen and rejected"
+    return None
+
+
 class TokenizedSamples:
     """Samples as rows of tokens: those of a file are tokenized once; those of a generator, which writes other
     completions every time, as they are drawn.
@@ -119,7 +136,7 @@ class TokenizedSamples:
         what: the plural that messages call the samples by.
         seed: with the prompt's id, of what chance decides.
         limit: samples of which a row, as in the first epoch, has more tokens are left out, with a warning.
-        max_row_tokens: rows are cut to this many tokens.
+        max_row_tokens: rows are cut to this many tokens. Samples that are then `untrainable` are left out likewise.
         read: where the model has a way of its own to read a row; all of it is then trained on.
         stops: the tokens that end the model's completions, beside the tokenizer's and the chat template's.
 
@@ -153,6 +170,7 @@ class TokenizedSamples:
         self.samples: list[Sample] = []
         over, longest, no_prompt, total = 0, (0, ""), 0, len(report.samples)
         problems: list[str] = []
+        useless, cut = dict[str, list[str]](), 0
         for start in range(0, total, SAMPLES_AT_ONCE):
             items = [(f"0:{sample.sample_id}", sample) for sample in report.samples[start : start + SAMPLES_AT_ONCE]]
             for (_, sample), group in zip(items, self._groups(items, problems), strict=True):
@@ -164,7 +182,10 @@ class TokenizedSamples:
                     no_prompt += 1
                 elif limit is not None and size > limit:
                     over += 1
+                elif reason := untrainable(group, max_row_tokens):
+                    useless.setdefault(reason, []).append(sample.sample_id)
                 else:
+                    cut += max_row_tokens is not None and size > max_row_tokens
                     self.samples.append(sample)
                     if self._draw is None:
                         self._kept[sample.sample_id] = group
@@ -185,6 +206,14 @@ class TokenizedSamples:
             )
         if no_prompt:
             self._left_out(f"{no_prompt} of {total} prompts are longer than data.max_prompt_tokens", "")
+        within = "" if max_row_tokens is None else f" within train.max_row_tokens={max_row_tokens}"
+        advice = "; raise it above prompt and completion together" if within else ""
+        for reason, found in useless.items():
+            self._left_out(f"{len(found)} of {total} {what} {reason}{within} (such as {found[0]})", advice)
+        if cut:
+            log.warning(
+                "train.max_row_tokens=%d: %d of %d %s are longer, and are cut", max_row_tokens, cut, total, what
+            )
 
     def _groups(self, items: Items, problems: list[str]) -> list[list[Example] | None]:
         """The completions of each; None of one with a problem, which is added to the others."""
@@ -203,7 +232,12 @@ class TokenizedSamples:
 
     def rows(self, items: Items, mismatched: bool = False) -> RowBatch:
         """The rows of some samples; `mismatched`: see `rows_from_tokens`."""
-        groups = self._encode(items) if self._draw else [self._kept[sample.sample_id] for _, sample in items]
+        if self._draw is None:
+            groups = [self._kept[sample.sample_id] for _, sample in items]
+        else:
+            groups = [group for group in self._encode(items) if not untrainable(group, self._max_row_tokens)]
+            if not groups:
+                raise DataError(f"of {len(items)} samples that were drawn, none has rows that can be trained on")
         return rows_from_tokens(groups, self._max_row_tokens, mismatched)
 
     def batches(self, samples: int) -> Iterator[RowBatch]:

@@ -180,7 +180,13 @@ def all_alike(rows: MetricRows, count: int) -> bool:
 
 def no_updates(rows: MetricRows) -> Verdict:
     """Steps without an update, or with advantages that are all 0 although the rewards differ: no weight changes."""
-    if not any(recent(rows, "rollout/groups_accepted", SHORT, default=1.0)):
+    if not any("critic/score/mean" in row for row in rows):  # given data, of which every update moves something
+        if (norms := column(rows, "actor/grad_norm")) and not any(norms):
+            yield (
+                f"Every gradient of {len(norms)} step(s) is exactly 0, so there was no update. Try: a larger "
+                "train.max_row_tokens; look at the rows of data.train for pairs that differ in nothing."
+            )
+    elif not any(recent(rows, "rollout/groups_accepted", SHORT, default=1.0)):
         yield (
             f"No group was accepted in the last {SHORT} steps, so there was no update: "
             + (f"{ALIKE}. {DRAW}" if all_alike(rows, SHORT) else f"all completions of a group earn the same. {REACH}")

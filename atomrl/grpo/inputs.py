@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,11 @@ def reward_items(
 
 LORA = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules"}
 """peft's names of what `model.lora` has."""
+WITHOUT_EFFECT = {
+    "task_type", "peft_type", "peft_version", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping",
+    "fan_in_fan_out", "runtime_config",
+}  # fmt: skip
+"""What a `peft.LoraConfig` has beside them that changes no training."""
 
 
 def lora_section(peft_config: Any) -> dict[str, Any] | None:
@@ -141,8 +147,9 @@ def lora_section(peft_config: Any) -> dict[str, Any] | None:
     else:
         if type(peft_config).__name__ != "LoraConfig":
             raise ConfigError(f"peft_config must be a peft.LoraConfig or a dict, not {type(peft_config).__name__}")
-        given = {name: getattr(peft_config, name) for name in LORA}
-        unknown = [name for name in ("use_dora", "use_rslora", "modules_to_save") if getattr(peft_config, name, None)]
+        given, usual = {name: getattr(peft_config, name) for name in LORA}, type(peft_config)()
+        others = [field.name for field in fields(peft_config) if field.name not in LORA.keys() | WITHOUT_EFFECT]
+        unknown = [name for name in others if getattr(peft_config, name) != getattr(usual, name)]
     if unknown:
         raise ConfigError(f"peft_config: {unknown[0]!r} is not known here; there are {', '.join(LORA)}")
     found = {LORA[name]: value for name, value in given.items() if value is not None}

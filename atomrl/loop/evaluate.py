@@ -18,7 +18,7 @@ from atomrl.tracking.run_directory import rollout_rows
 from atomrl.types import Sample, SamplingParams, by_group
 
 Row = Mapping[str, Any]
-"""A completion as it is written, with what was made of it."""
+"""A completion as it is written, with what was made of it. `correct` is None where the first reward gave no value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,8 @@ class EvalResult:
     """The figures of one evaluation, over all problems (`overall`) and by data source.
 
     Each maps a name to a `Figure`: `accuracy`, `reward`, `pass@k`, `majority@N`, `format`, `truncated`, `unscored`,
-    `completion_tokens`, `reasoning_tokens`, `reasoning_characters`.
+    `completion_tokens`, `reasoning_tokens`, `reasoning_characters`. Completions on which the first reward gives no
+    value are in no accuracy, pass@k or majority, as in `train/accuracy`; where that is all of them, these are NaN.
     """
 
     prompts: int
@@ -63,7 +64,12 @@ class EvalResult:
         }
         names |= {f"pass@{k}": f"acc/best@{k}" for k in pass_sizes(count)}
         sources = dict(self.by_data_source) | ({"all": self.overall} if several else {})
-        metrics = {f"val-core/{of}/{names[key]}": found[key].mean for of, found in sources.items() for key in names}
+        metrics = {
+            f"val-core/{of}/{names[key]}": found[key].mean
+            for of, found in sources.items()
+            for key in names
+            if not math.isnan(found[key].mean)
+        }
         lengths = {"completion_tokens": "response_length", "reasoning_tokens": "reasoning_length"}
         for name in ("format", "truncated", "unscored", *lengths):
             metrics[f"val-aux/{lengths.get(name, name)}/mean"] = self.overall[name].mean
@@ -115,12 +121,13 @@ def evaluate(
 
 
 def judged(row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
-    """A rollout row and what was made of it: correct where the first reward function gave at least 1.0."""
+    """A rollout row and what was made of it: correct where the first reward function gave at least 1.0, None where it
+    gave no value."""
     text, first = row.get("opening", "") + row["completion"], next(iter(row["reward_parts"].values()), None)
     reasoning = reasoning_text(text)
     return {key: value for key, value in row.items() if key not in ("step", "advantage")} | {
         "answer": extract_answer(text),
-        "correct": first is not None and first >= 1.0,
+        "correct": None if first is None else first >= 1.0,
         "formatted": has_strict_format(text),
         "truncated": row["finish_reason"] == "length",
         "reasoning_tokens": len(tokenizer.encode(reasoning, add_special_tokens=False)),
@@ -137,12 +144,16 @@ def figures(groups: Sequence[Sequence[Row]]) -> dict[str, Figure]:
 
     count = len(groups[0])
     rewards = [[row["reward"] for row in group if row["reward"] is not None] for group in groups]
-    correct = [sum(row["correct"] for row in group) for group in groups]
+    judged_rows = [[row for row in group if row["correct"] is not None] for group in groups]
+    correct = [(len(rows), sum(row["correct"] for row in rows)) for rows in judged_rows if rows]
     return {
-        "accuracy": mean("correct"),
+        "accuracy": mean_figure([right / rows for rows, right in correct]),
         "reward": mean_figure([fmean(given) for given in rewards if given]),
-        **{f"pass@{k}": mean_figure([pass_at_k(count, right, k) for right in correct]) for k in pass_sizes(count)},
-        f"majority@{count}": mean_figure([float(majority_correct(group)) for group in groups]),
+        **{
+            f"pass@{k}": mean_figure([pass_at_k(rows, right, k) for rows, right in correct if rows >= k])
+            for k in pass_sizes(count)
+        },
+        f"majority@{count}": mean_figure([float(majority_correct(rows)) for rows in judged_rows if rows]),
         "format": mean("formatted"),
         "truncated": mean("truncated"),
         "unscored": mean_figure([(count - len(given)) / count for given in rewards]),

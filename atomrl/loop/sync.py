@@ -69,6 +69,8 @@ class Progress:
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     """step -> metrics of the evaluation after it; "0" is before training."""
     algorithm_state: dict[str, float] = field(default_factory=dict)
+    updates: int = 0
+    """Optimizer steps that changed weights of the policy, or of what is in its place."""
     idle_steps: int = 0
     """The last steps in which no group was accepted; counts up to `MAX_IDLE_STEPS`."""
 
@@ -119,6 +121,8 @@ def run_steps(
                 failed = failure.error
                 break
             progress.step += 1
+            left_out = metrics.get("actor/skipped_updates", 0.0) + metrics.get("actor/empty_updates", 0.0)
+            progress.updates += int(metrics.get("training/updates", 0.0) - left_out)
             progress.wall_s += time.perf_counter() - started
             record.log(progress.step, metrics)
             checkpoints.end()

@@ -5,6 +5,7 @@ Needs the `lora` extra. Adapters are put into the model in place and saved in pe
 """
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -40,6 +41,63 @@ def _inner(model: Any) -> nn.Module:
     return cast(nn.Module, getattr(model, "inner", model))
 
 
+def target_names(inner: nn.Module, head: Tensor, config: LoraConfig) -> list[str] | str:
+    """`target_modules` as peft takes it, each of which is there and can be trained.
+
+    Engine and log-probs compute with the output matrix itself, and so with the embedding where these are one.
+
+    Args:
+        inner: the model; its weights need no memory.
+        head: its output matrix.
+
+    Raises:
+        ConfigError: a name is of no module, or of one that takes no adapters here: the output matrix, an embedding, or
+            whatever else is no linear layer.
+    """
+    from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer
+
+    modules = {name: module for name, module in inner.named_modules() if name}
+    linears = {n for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m.weight is not head}
+    short = sorted({name.rpartition(".")[2] for name in linears})
+    if experts := [name for name, weight in inner.named_parameters() if weight.dim() > 2 and "expert" in name]:
+        log.warning("model.lora: the weights of experts are no linear layers and get no adapters: %s, ...", experts[0])
+    given = config.target_modules
+    if given == "all-linear":
+        return short
+    for target in [given] if isinstance(given, str) else given:
+        key, could = f"model.lora.target_modules: {target!r}", f"linear layers here are {', '.join(short)}"
+        if isinstance(given, str):
+            with said_as(ConfigError, f"{key} is no regular expression", re.error):
+                found = [name for name in modules if re.fullmatch(target, name)]
+        else:
+            found = [name for name in modules if f".{name}".endswith(f".{target}")]
+        if not found:
+            raise ConfigError(f"{key} is the name of no module of this model; {could}")
+        for name in found:
+            if name not in linears:
+                module = modules[name]
+                kind = "the output matrix" if getattr(module, "weight", None) is head else type(module).__name__
+                kind = "an embedding" if isinstance(module, nn.Embedding) else kind
+                raise ConfigError(
+                    f"{key}: {name} is {kind}, which is not trained by adapters here; leave it out ({could}), or train "
+                    "all weights without model.lora"
+                )
+    return given
+
+
+def refuse_adapted(path: str | Path) -> None:
+    """Raise ConfigError where a model that is to get adapters is a folder of adapters itself: whoever loads those that
+    are saved puts them onto the base without these."""
+    from atomrl.models import loading
+
+    if loading.adapted_path(path) is not None:
+        raise ConfigError(
+            f"model.path={path} holds adapters, and model.lora would put others onto them, which no folder can hold. "
+            f"Merge them first (atomrl export {path} MERGED) and take model.path=MERGED; or leave out model.lora to "
+            "train all weights"
+        )
+
+
 def add_adapters(model: Any, config: LoraConfig, base: str) -> None:
     """Put fresh adapters into a model whose weights are frozen; they start as no change and are float32.
 
@@ -47,16 +105,12 @@ def add_adapters(model: Any, config: LoraConfig, base: str) -> None:
         base: path of the model, noted in adapter_config.json.
 
     Raises:
-        ConfigError: peft is missing, or no module has one of the names in `target_modules`.
+        ConfigError: peft is missing, the base is adapters itself, or as `target_names`.
     """
     peft = _peft()
+    refuse_adapted(base)
     inner = _inner(model)
-    targets = config.target_modules
-    if targets == "all-linear":
-        from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer
-
-        linears = [(name, m) for name, m in inner.named_modules() if isinstance(m, nn.Linear | Conv1D)]
-        targets = sorted({name.rpartition(".")[2] for name, m in linears if m.weight is not model.head_weight})
+    targets = target_names(inner, model.head_weight, config)
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -174,6 +228,7 @@ def merge_adapters(inner: Any, folder: str | Path, dtype: torch.dtype = torch.fl
         ConfigError: peft is missing, or they are damaged or do not fit the model.
     """
     message, kind, of_base = f"the adapters in {folder} do not fit their base model", None, 0.0
+    embedding, head = inner.get_input_embeddings(), inner.get_output_embeddings()
     if (file := Path(folder) / ADAPTER_FILE).is_file():
         with said_as(ConfigError, message, OSError, SafetensorError):
             header = _header(file)
@@ -184,8 +239,23 @@ def merge_adapters(inner: Any, folder: str | Path, dtype: torch.dtype = torch.fl
             of_base = round_as_quantized(inner, inner.get_output_embeddings().weight, kind, trained_in)
     with said_as(ConfigError, message, ValueError, RuntimeError, OSError, KeyError):
         model = _peft().PeftModel.from_pretrained(inner, folder)
+        if head is not None and head.weight is embedding.weight:
+            _refuse_tied(inner, embedding.weight, folder)
         error = MergeError(kind, of_base, *_merge_error(model, dtype))
         return model.merge_and_unload(), error
+
+
+def _refuse_tied(inner: nn.Module, embedding: Tensor, folder: str | Path) -> None:
+    """Raise ConfigError where adapters, or modules trained beside them, are of an output matrix or embedding that are
+    one: added to it they would change both."""
+    for name, module in inner.named_modules():
+        base = getattr(module, "base_layer", getattr(module, "original_module", None))
+        if getattr(base, "weight", None) is embedding:
+            raise ConfigError(
+                f"the adapters in {folder} change {name}, and in their base model embedding and output matrix are one "
+                "(tie_word_embeddings): merged, they would change both. Take adapters of the layers between, or of "
+                "a base whose output matrix is its own"
+            )
 
 
 @cache

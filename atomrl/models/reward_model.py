@@ -10,6 +10,7 @@ A reward model reads a prompt and a completion in one of three ways, by what its
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -110,6 +111,27 @@ class Reader:
                 "(type_vocab_size > 1), which are not supported; DeBERTa-v2 and RoBERTa have none"
             )
         self._warned = False
+
+    def pad_token_id(self, config: Any) -> int:
+        """The pad token of a reward model that is trained: a classifier's own, if it has one, since transformers takes
+        the score at the last token that is not it. Else one with which no row ends, if there is any: the tokenizer's,
+        or another special token.
+
+        Args:
+            config: of the model that training starts from.
+        """
+        tokenizer, own = self.tokenizer, config.get_text_config().pad_token_id
+        if is_classifier(config) and own is not None:
+            return int(own)
+        end, sample = config.get_text_config().eos_token_id, Sample(sample_id="", prompt="a", ground_truth=None)
+        used = {tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])}
+        with suppress(Exception):  # templates are programs and raise what they like
+            used |= set(self.row(sample, (), (), "b"))
+        special = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        named = sorted(special, key=lambda id: ("pad" not in special[id].lower(), id))
+        found = [id for id in (tokenizer.pad_token_id, own, *named) if id is not None and 0 <= id < config.vocab_size]
+        return int(next((id for id in found if id not in used), tokenizer.eos_token_id or 0))
 
     def token_ids(self, trajectories: Sequence[Trajectory]) -> list[tuple[int, ...]]:
         """The tokens of every trajectory, the prompt's in front.

@@ -55,7 +55,8 @@ class GPTScalar(GPT):
         return total(self._spread(states, own.flatten()), self.sharing).view(mask.shape)
 
     def scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """[B] float32: the number at each row's last token."""
+        """[B] float32: the number at each row's last token that is not the config's pad token (`scored_lengths`)."""
+        lengths = scored_lengths(tokens, lengths, self.config.pad_token_id)
         after = F.one_hot(lengths, tokens.shape[1] + 1).bool()
         states, own = states_before(self, F.pad(tokens, (0, 1)), after, torch.zeros_like(lengths))
         return total(self._spread(states, own.any(1)), self.sharing)
@@ -64,6 +65,21 @@ class GPTScalar(GPT):
         """[N] float32: the number of each state at the places [N] bool that are its; 0 elsewhere."""
         numbers: Tensor = self.score(states)[:, 0].float()
         return numbers.new_zeros(len(where)).index_copy(0, sent(where.nonzero()[:, 0], numbers.device), numbers)
+
+
+def scored_lengths(tokens: Tensor, lengths: Tensor, pad_token_id: int | None) -> Tensor:
+    """[B]: the tokens of each row up to the one whose number is its score. transformers takes the last one that is not
+    the pad token, which in many models is the end of sequence, and the first where all are.
+
+    Example:
+        >>> scored_lengths(torch.tensor([[5, 6, 2], [5, 2, 2]]), torch.tensor([3, 2]), 2)
+        tensor([2, 1])
+    """
+    if pad_token_id is None:
+        return lengths
+    places = torch.arange(1, tokens.shape[1] + 1)
+    ends = places * ((tokens != pad_token_id) & (places <= lengths[:, None]))
+    return ends.amax(1).clamp(min=1).minimum(lengths)
 
 
 class HFScalar(nn.Module):
@@ -81,9 +97,19 @@ class HFScalar(nn.Module):
 
     def scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """[B] float32."""
+        config = self.config.get_text_config()
+        if (pad := config.pad_token_id) is None:  # the last token has the score: pad with one that is no row's last
+            last = set(tokens.gather(1, lengths[:, None] - 1)[:, 0].tolist())
+            config.pad_token_id = next(token for token in range(len(last) + 1) if token not in last)
+        try:
+            return self._scores(tokens, lengths, config.pad_token_id)
+        finally:
+            config.pad_token_id = pad
+
+    def _scores(self, tokens: Tensor, lengths: Tensor, pad: int) -> Tensor:
         tokens, lengths = (sent(part, self.inner.device) for part in (tokens, lengths))
         attention = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-        padded = tokens.masked_fill(~attention, self.config.pad_token_id or 0)
+        padded = tokens.masked_fill(~attention, pad)
         return cast(Tensor, self.inner(input_ids=padded, attention_mask=attention.long()).logits[:, 0].float())
 
 
@@ -145,7 +171,9 @@ def scalar_settings(model: ScalarModel, tokenizer: Any) -> dict[str, Any]:
     """What the config of such a folder has otherwise than the model's; arguments as of `save_scalar`."""
     config = model.config
     settings: dict[str, Any] = {"num_labels": 1}
-    if isinstance(model, GPTScalar):
+    if isinstance(model, HFScalar):
+        settings["architectures"] = [type(model.inner).__name__]  # the config may still name the language model's
+    else:
         family = (config.architectures or ["LlamaForCausalLM"])[0].partition("For")[0]
         settings["architectures"] = [family + CLASSIFIER]
         if config.pad_token_id is None:  # transformers finds the last token by it

@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping
 from atomrl.config import ConfigError, RunConfig
 from atomrl.protocols import RewardFunction
 from atomrl.runs.base import PreparedRun
-from atomrl.runs.checks import check_fresh_tokenizer, check_policy, check_ranks, check_savers
+from atomrl.runs.checks import (
+    check_adapters,
+    check_best,
+    check_fresh_tokenizer,
+    check_policy,
+    check_ranks,
+    check_savers,
+)
 from atomrl.runs.given_data import PreferenceRun, RewardModelRun, SupervisedRun
 from atomrl.runs.pretrain import PretrainRun
 from atomrl.runs.restarts import run_to_end as run_to_end
@@ -51,8 +58,10 @@ def prepare_run(config: RunConfig, local_rewards: Mapping[str, RewardFunction] |
     if local_rewards:
         check_command(config, "train")
     check_policy(config)
+    check_adapters(config)
     run = RLRun(config, local_rewards) if local_rewards else KINDS[config.kind][0](config)
     check_fresh_tokenizer(config, run.tokenizer)
+    check_best(run.config)
     check_ranks(config, run.algorithm)  # first: it says what no package that is missing would mend
     check_savers(config)
     return run

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from atomrl.tracking.resume import tokenizer_identity
 from atomrl.tracking.run_directory import RunDirectory
 from atomrl.training.role_models import check_shards
 
+log = logging.getLogger(__name__)
 Callback = Callable[[int, Mapping[str, float]], None]
 """Called after each step with its number and metrics."""
 
@@ -200,6 +202,7 @@ class PreparedRun(ABC):
         done = run_steps(one_step, self.record, progress, save, config)
         if done and config.eval.after:
             self._evaluate(progress.step)
+            directory.keep_best()  # the last checkpoint was written before it
         return done, earlier_s
 
     def _evaluate(self, number: int) -> None:
@@ -219,6 +222,7 @@ class PreparedRun(ABC):
             "run": str(directory.path),
             "finished": done,
             "steps": progress.step,
+            "updates": progress.updates,
             "seed": self.config.seed,
             "wall_s": round(seconds, 2),
             **{f"{name}_before": value for name, value in before.items()},
@@ -227,6 +231,12 @@ class PreparedRun(ABC):
             "model": str(directory.path / "model") if progress.step else None,
         }
         directory.finish(summary)
+        if done and not progress.updates:
+            log.warning(
+                "none of the %d steps made an update (each gradient was 0 or not finite, or there was no row): "
+                "%s is the model that the run started from",
+                progress.step, summary["model"],
+            )  # fmt: skip
         return summary
 
 

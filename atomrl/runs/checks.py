@@ -14,9 +14,11 @@ import torch
 from atomrl.config import ConfigError, RolloutConfig, RunConfig
 from atomrl.data.generators import is_generator
 from atomrl.data.sources import COMPLETIONS
+from atomrl.doctor.findings import EVALUATED
 from atomrl.hints import said_as
 from atomrl.models.gpt import new_gpt
 from atomrl.models.loading import base_path, load_tokenizer, model_config_only, resolve_folder
+from atomrl.models.lora import refuse_adapted, target_names
 from atomrl.models.memory import empty_model
 from atomrl.models.quantized import linears
 from atomrl.models.scalar import is_classifier
@@ -42,6 +44,20 @@ def check_policy(config: RunConfig) -> None:
     if config.model.path is not None and config.kind != "reward-model":
         with said_as(ConfigError, "model.path", ConfigError):
             check_causal(model_config_only(config.model.path, config.model.trust_remote_code), config.model.path)
+
+
+def check_adapters(config: RunConfig) -> None:
+    """That the model which training starts from takes the adapters that a config asks for.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    model = config.model
+    if model.lora is None or model.path is None:
+        return
+    refuse_adapted(model.path)
+    empty = empty_model(model_config_only(model.path, model.trust_remote_code), model.trust_remote_code)
+    target_names(empty, empty.get_output_embeddings().weight, model.lora)
 
 
 def check_end(config: RunConfig, path: str, tokenizer: Any) -> None:
@@ -149,6 +165,35 @@ def check_fresh_tokenizer(config: RunConfig, tokenizer: Any) -> None:
             f"{config.kind}.gpt.family={shape.family}: transformers replaces the tokenizer of such a model by one "
             "of its own kind; take family llama"
         )
+
+
+def check_best(config: RunConfig) -> None:
+    """That there can be a best checkpoint by a metric of evaluations; a warning where some evaluations have none.
+
+    Raises:
+        ConfigError: nothing is evaluated, or never at a step that is saved.
+    """
+    name, steps = config.checkpoint.keep_best, config.train.steps
+    if name is None or not name.startswith(EVALUATED):
+        return
+    key = f"checkpoint.keep_best={name}"
+    every, saved_every = config.eval.every_steps, config.checkpoint.every_steps
+    evaluated = [*(range(every, steps, every) if every else ()), *[steps] * config.eval.after]
+    if config.data.eval is None and config.kind != "pretrain":
+        raise ConfigError(f"{key} is a metric of evaluations, and there is no data.eval")
+    if not evaluated:
+        raise ConfigError(f"{key} is of evaluations, and eval.every_steps={every} with eval.after=false has none")
+    without = [step for step in evaluated if step < steps and (not saved_every or step % saved_every)]
+    settings = f"eval.every_steps={every}, checkpoint.every_steps={saved_every}"
+    advice = f"take a checkpoint.every_steps that divides eval.every_steps ({settings})"
+    if len(without) == len(evaluated):
+        raise ConfigError(f"{key}: no step is both evaluated and saved, so there would be no best checkpoint; {advice}")
+    if without:
+        log.warning(
+            "%s: %d of %d evaluations (the first after step %d) are of steps without a checkpoint, so none of these "
+            "can be the best; %s",
+            key, len(without), len(evaluated), without[0], advice,
+        )  # fmt: skip
 
 
 def check_savers(config: RunConfig) -> None:

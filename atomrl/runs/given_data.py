@@ -186,7 +186,9 @@ class RewardModelRun(PreferenceRun):
         if config.model.lora is not None:
             raise ConfigError("model.lora: reward models are trained whole; leave it out")
         path, tokenizer = model_path(config), policy_tokenizer(config)
-        self.reader = Reader(tokenizer, model_config_only(path, config.model.trust_remote_code), path)
+        shape = model_config_only(path, config.model.trust_remote_code)
+        self.reader = Reader(tokenizer, shape, path)
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(self.reader.pad_token_id(shape))  # as it is saved
         if read_system_prompt(config.data) is not None and (self.reader.has_template or self.reader.makes_pairs):
             raise ConfigError(
                 "data.system_prompt: as a reward, this model will read the conversations of the data without it; "

@@ -37,6 +37,8 @@ class PretrainRun(PreparedRun):
     def __init__(self, config: RunConfig) -> None:
         if config.data.eval is not None:
             raise ConfigError("data.eval: the validation split is in the folder that data.train names; remove the key")
+        if config.train.max_row_tokens is not None:
+            raise ConfigError("train.max_row_tokens: rows are windows of pretrain.window_tokens tokens; remove the key")
         self.config, self.settings = config, config.pretrain or PretrainConfig()
         if not isinstance(config.data.train, str):
             raise ConfigError("data.train: pretraining takes one folder of `atomrl data prepare`")

@@ -238,7 +238,8 @@ class RLRun(PreparedRun):
         with self.parts.source.quiet(), self._counted():
             found = evaluate(self.engine, self.held_out, self.processor, self.rewards, build.eval_sampling(self.config))
         headline = {name: found.overall[name].mean for name in ("accuracy", "format", "reasoning_tokens")}
-        return Evaluation(found.metrics(), headline, found.rows)
+        known = {name: value for name, value in headline.items() if not math.isnan(value)}
+        return Evaluation(found.metrics(), known, found.rows)
 
 
 def describe_samples(name: str, samples: Sequence[Sample], processor: DataProcessor) -> list[str]:

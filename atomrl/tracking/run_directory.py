@@ -31,7 +31,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from atomrl.config import CheckpointConfig, ConfigError, RunConfig, dump_config, read_yaml
-from atomrl.doctor.findings import Finding, is_evaluation
+from atomrl.doctor.findings import EVALUATED, Finding, is_evaluation
 from atomrl.files import flush_to_disk, write_bytes, write_jsonl, write_text
 from atomrl.hints import nearest
 from atomrl.reading.lines import read_metrics
@@ -257,11 +257,14 @@ class RunDirectory:
             if metrics.exists():  # the rows up to this step are part of what a checkpoint promises
                 flush_to_disk(metrics)
         shutil.rmtree(root / f"{step_folder(step)}.damaged", ignore_errors=True)
-        best = self._best_step()
-        for name, linked in (("model", step), ("best", best)):
-            if linked is not None:
-                self._link(name, self.checkpoint_folder(linked))
-        checkpoints.keep_checkpoints(root, self.settings.keep, also={best})
+        self._link("model", self.checkpoint_folder(step))
+        self.keep_best()
+
+    def keep_best(self) -> None:
+        """Set `best` by the metrics so far, and remove the checkpoints that are neither it nor among the newest."""
+        if (best := self._best_step()) is not None:
+            self._link("best", self.checkpoint_folder(best))
+        checkpoints.keep_checkpoints(self.path / "checkpoints", self.settings.keep, also={best})
 
     def _best_step(self) -> int | None:
         """Of the checkpoints, the one whose step has the best `checkpoint.keep_best`; the later of equals."""
@@ -270,7 +273,7 @@ class RunDirectory:
             return None
         rows = read_metrics(self.path / "metrics.jsonl")
         value = {row["step"]: row[name] for row in rows if row.get(name) is not None}
-        if not value:
+        if not value and any(is_evaluation(row) == name.startswith(EVALUATED) for row in rows):
             near = nearest(name, {key for row in rows for key in row})
             hint = f"; did you mean {near!r}?" if near else ""
             log.warning("checkpoint.keep_best: no step has had the metric %r so far%s", name, hint)

@@ -29,7 +29,8 @@ def check_adapters(model: ModelConfig) -> None:
     """Raise ConfigError where a config asks for adapters that Megatron's layers do not take."""
     if model.lora is None:
         return
-    targets = [] if model.lora.target_modules == "all-linear" else model.lora.target_modules
+    given = model.lora.target_modules
+    targets = [given] if isinstance(given, str) and given != "all-linear" else [] if given == "all-linear" else given
     if others := [name for name in targets if name.rpartition(".")[2] not in PROJECTIONS]:
         raise ConfigError(
             f"model.lora.target_modules: {', '.join(others)}: on Megatron adapters are of {', '.join(PROJECTIONS)}; "

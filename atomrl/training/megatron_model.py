@@ -14,6 +14,7 @@ from atomrl.batches import RowBatch
 from atomrl.config import MegatronConfig
 from atomrl.devices import sent
 from atomrl.models.attention import attend
+from atomrl.models.scalar import scored_lengths
 from atomrl.models.shared_prefix import Stream, make_stream, row_stream
 from atomrl.models.spec import DecoderSpec, rope_frequencies
 from atomrl.protocols import Adapter, Distributions, Output
@@ -113,6 +114,7 @@ class Stage(nn.Module):
         super().__init__()
         self.spec, experts = read_shape(config)
         self.tensor, self.scalar, self.shares_prompts, self.device = settings.tensor, scalar, packed, device
+        self.pad_token_id = config.pad_token_id
         self.first, self.last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
         self.group, self.rank = (
             parallel_state.get_tensor_model_parallel_group(),
@@ -185,7 +187,8 @@ class Stage(nn.Module):
         masked, or the last of each row, if its score is wanted. The micro-batch is on the host, here and below."""
         tokens, after, prompts = F.pad(micro.tokens, (0, 1)), F.pad(micro.loss_mask, (0, 1)), micro.prompt_lengths
         if "scores" in wanted:
-            after = F.one_hot(micro.lengths, tokens.shape[1]).bool()
+            lengths = scored_lengths(micro.tokens, micro.lengths, self.pad_token_id)
+            after = F.one_hot(lengths, tokens.shape[1]).bool()
         if "scores" in wanted or self.balance is not None:  # experts are counted by rows, however these are split
             prompts = torch.zeros_like(prompts)
         after[:, 0] = False

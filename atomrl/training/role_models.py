@@ -7,8 +7,9 @@ from typing import Any, cast
 import torch
 
 from atomrl.config import ConfigError, ModelConfig
-from atomrl.models.loading import load_policy, save_model
+from atomrl.models.loading import load_policy, load_tokenizer, model_config_only, save_model
 from atomrl.models.lora import has_adapters, save_adapters
+from atomrl.models.reward_model import Reader
 from atomrl.models.scalar import HFScalar, ScalarModel, load_scalar, save_scalar
 from atomrl.models.transformers_model import HFModel
 from atomrl.training.roles import TRAINED, RoleName
@@ -46,6 +47,10 @@ def load_role(
         raise ConfigError("model.lora: reward models are trained whole; leave it out")
     if name in ("critic", "reward_model"):
         model: Any = load_scalar(path, **common)
+        if name == "reward_model":
+            tokenizer = load_tokenizer(config.tokenizer or path, config.trust_remote_code, path)
+            shape = model_config_only(path, config.trust_remote_code)
+            model.config.get_text_config().pad_token_id = Reader(tokenizer, shape, path).pad_token_id(shape)
     else:
         quantization = config.quantization if trained else None
         model = load_policy(path, lora=config.lora if trained else None, quantization=quantization, **common)

@@ -11,11 +11,17 @@ import signal
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    MistralConfig,
+)
 
 from atomrl.cli.main import main
 from atomrl.models.loading import load_tokenizer, read_safetensors
-from atomrl.models.reward_model import RewardModel
+from atomrl.models.reward_model import Reader, RewardModel
 from atomrl.models.scalar import load_scalar
 from atomrl.reading.lines import read_metrics
 from atomrl.tracking.recorder import Recorder
@@ -71,8 +77,12 @@ def fails(capsys, *arguments):
     return capsys.readouterr().err
 
 
+def batch_of(texts):
+    return rollouts(["say 1"] * len(texts), [[t] for t in texts])
+
+
 def scores(path, texts):
-    return RewardModel(str(path), dtype="float32")(rollouts(["say 1"] * len(texts), [[t] for t in texts]))
+    return RewardModel(str(path), dtype="float32")(batch_of(texts))
 
 
 def test_it_learns_resumes_bit_for_bit_and_is_a_reward(folder, monkeypatch):
@@ -127,6 +137,49 @@ def test_held_out_pairs_are_read_as_rollouts_will_be(folder, template):
     batch = rollouts([row["prompt"] for row in rows], [[row["chosen"], row["rejected"]] for row in rows])
     scored = RewardModel("runs/rm/model", dtype="float32")(batch)
     assert [score for row in written for score in row["rewards"]] == pytest.approx(scored, abs=1e-5)
+
+
+END_OF_TURN = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("family", [None, MistralConfig])
+@pytest.mark.parametrize("template", [END_OF_TURN, None])
+@pytest.mark.parametrize("pad", [None, "</s>"])
+def test_rows_that_end_in_the_end_of_sequence_score_in_transformers_as_here(folder, family, template, pad):
+    """Of a language model without a pad token, or with the end of sequence in its place, as Llama 3 and others."""
+    tokenizer = load_tokenizer("model")
+    tokenizer.chat_template, tokenizer.pad_token = template, pad
+    shutil.rmtree("model")
+    shape = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "eos_token_id": 2, "bos_token_id": 1}
+    shape |= {"pad_token_id": pad and 2, "max_position_embeddings": 512}
+    AutoModelForCausalLM.from_config((family or LlamaConfig)(**shape)).save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    run("train.steps=2", "data.eval=null")
+    saved = folder / "runs/rm/model"
+    theirs, own = AutoModelForSequenceClassification.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
+    assert own.pad_token_id == theirs.config.pad_token_id != own.eos_token_id
+    texts = ["aaaaaa", "ababab", "b", "bb a"]
+    rows = [{"input_ids": list(row)} for row in Reader(own, theirs.config, "").token_ids(batch_of(texts))]
+    assert all(row["input_ids"][-1] == own.eos_token_id for row in rows)
+    for side in ("right", "left"):
+        own.padding_side = side
+        expected = theirs(**own.pad(rows, return_tensors="pt")).logits[:, 0].tolist()
+        assert scores(saved, texts) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_classifier_keeps_the_pad_token_that_it_learned_with(folder):
+    run("train.steps=1", "data.eval=null")
+    config, tokenizer = json.loads((folder / "runs/rm/model/config.json").read_text()), load_tokenizer("runs/rm/model")
+    config["pad_token_id"] = tokenizer.eos_token_id
+    (folder / "runs/rm/model/config.json").write_text(json.dumps(config))
+    run("train.steps=1", "data.eval=null", "run_name=again", "model.path=runs/rm/model")
+    config = json.loads((folder / "runs/again/model/config.json").read_text())
+    assert config["pad_token_id"] == tokenizer.eos_token_id
+    assert AutoTokenizer.from_pretrained("runs/again/model").pad_token_id == tokenizer.eos_token_id
 
 
 def test_a_classifier_with_its_own_tokenizer_is_trained_too(folder):

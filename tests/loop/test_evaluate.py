@@ -114,11 +114,35 @@ def nothing_for_products(prompts, completions, data_source, **columns):
     return [None if source == "products" else 1.0 for source in data_source]
 
 
-def test_no_value_counts_as_not_correct_and_is_in_no_mean_reward(tokenizer):
-    result, _ = run(tokenizer, rewards={"functions": [{"function": f"{__name__}.nothing_for_products"}]})
-    assert result.overall["accuracy"].mean == 0.5 and result.overall["unscored"].mean == 0.5
-    assert result.overall["reward"].mean == 1.0
-    assert math.isnan(result.by_data_source["products"]["reward"].mean)
+def test_what_the_first_reward_gives_no_value_for_is_in_no_accuracy_and_no_mean_reward(tokenizer):
+    first = {"function": f"{__name__}.nothing_for_products"}
+    result, _ = run(tokenizer, rewards={"functions": [first]})
+    assert result.overall["unscored"].mean == 0.5
+    products = result.by_data_source["products"]
+    for name in ("accuracy", "reward", "pass@1", "pass@4", "majority@4"):
+        assert result.overall[name].mean == 1.0 and math.isnan(products[name].mean)
+    result, _ = run(tokenizer, rewards={"functions": [first, {"function": "strict_format"}]})
+    assert result.overall["accuracy"].mean == 1.0 and result.overall["unscored"].mean == 0.0
+    metrics = result.metrics()
+    assert metrics["val-core/sums/acc/mean@4"] == 1.0 and metrics["val-core/products/reward/mean@4"] > 0
+    assert not [name for name in metrics if name.startswith("val-core/products/acc")]
+
+
+def nothing_for_wrong_answers(prompts, completions, ground_truth, **columns):
+    return [1.0 if truth in text else None for text, truth in zip(completions, ground_truth, strict=True)]
+
+
+def test_pass_at_k_is_of_the_problems_with_k_completions_that_have_a_value(tokenizer):
+    first = {"function": f"{__name__}.nothing_for_wrong_answers"}
+    result, _ = run(tokenizer, rewards={"functions": [first, {"function": "strict_format"}]})
+    values = sorted(sum(row["correct"] is not None for row in rows) for rows in grouped(result.rows))
+    assert 0 < values[0] < values[1] < 4
+    assert result.overall["pass@1"].mean == result.overall["accuracy"].mean == 1.0
+    assert result.overall["pass@2"].mean == 1.0 and math.isnan(result.overall["pass@4"].mean)
+
+
+def grouped(rows):
+    return [list(group) for _, group in itertools.groupby(rows, lambda row: row["prompt_id"])]
 
 
 def test_response_prefix_is_given_to_the_model_and_to_the_rewards(tokenizer):

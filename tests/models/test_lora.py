@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from atomrl.config import ConfigError, LoraConfig, ModelConfig, RolloutConfig
-from atomrl.models.loading import base_path, fill_weights, load_policy, load_tokenizer, model_config_only, model_weights
+from atomrl.grpo.inputs import lora_section
+from atomrl.models.loading import fill_weights, load_policy, load_tokenizer, model_config_only, model_weights
 from atomrl.models.lora import adapter_state, adapter_weights, adapters_disabled, export, save_adapters
 from atomrl.rollout.hf import HFEngine
 from atomrl.runs.build import build_engine
@@ -169,6 +170,80 @@ def test_unknown_target(tmp_path):
         load_policy(folder, lora=LoraConfig(target_modules=["nothing_like_it"]))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "targets, message",
+    [
+        (["q_proj", "lm_head"], "lm_head"),
+        (["lm_head"], "lm_head"),
+        (".*(q_proj|lm_head)", "lm_head is the output matrix|is the name of no module"),
+        (["embed_tokens", "q_proj"], "embed_tokens is an embedding, which is not trained by adapters"),
+        (["model.embed_tokens"], "embed_tokens is an embedding"),
+        (["q_proj", "c_attn"], "'c_attn' is the name of no module of this model; linear layers here are down_proj"),
+        (["norm"], "model.norm is RMSNorm"),
+        (["self_attn"], "self_attn is Attention"),
+        ("(q_proj", "is no regular expression"),
+        ("q_proj", "'q_proj' is the name of no module"),
+        ([], "target_modules"),
+    ],
+)
+def test_what_takes_no_adapters_is_named(tmp_path, tied, targets, message):
+    folder = make_tiny_model(tmp_path, tie_word_embeddings=tied)
+    if tied and isinstance(targets, str) and "lm_head" in targets:
+        pytest.skip("a built-in decoder has no module for a tied output matrix, so the expression names none")
+    with pytest.raises(ConfigError, match=f"target_modules.*({message})"):
+        load_policy(folder, lora=LoraConfig(target_modules=targets))
+
+
+@pytest.mark.parametrize(
+    "targets, layers",
+    [
+        ("all-linear", 14),
+        (["q_proj", "up_proj"], 4),
+        (["self_attn.q_proj"], 2),
+        (["layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"], 2),
+        (r".*layers\.1\..*(q|v)_proj", 2),
+    ],
+)
+def test_names_paths_and_expressions(tmp_path, targets, layers):
+    policy = load_policy(make_tiny_model(tmp_path / "m"), lora=LoraConfig(target_modules=targets))
+    assert len(adapter_weights(policy)) == layers
+    save_adapters(policy, tmp_path / "a")
+    peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "m"), tmp_path / "a")
+    assert len(load_file(tmp_path / "a" / "adapter_model.safetensors")) == 2 * layers
+
+
+def test_experts_without_adapters_are_said(tmp_path, caplog):
+    load_policy(make_tiny_model(tmp_path, "qwen3_moe"), lora=LoraConfig())
+    assert "the weights of experts are no linear layers and get no adapters" in caplog.text
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("whole", [{}, {"modules_to_save": ["lm_head", "embed_tokens"]}])
+def test_adapters_of_others_on_the_output_matrix_are_merged_or_refused(tmp_path, tied, whole):
+    """What peft and TRL may have trained; of a tied matrix no folder can hold the sum."""
+    make_tiny_model(tmp_path / "base", tie_word_embeddings=tied)
+    targets = ["q_proj"] if whole else ["q_proj", "lm_head", "embed_tokens"]
+    settings = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=targets, **whole)
+    theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn_like(weight), alpha=0.2)
+    theirs.save_pretrained(tmp_path / "adapter")
+    if tied:
+        with pytest.raises(ConfigError, match=r"(lm_head|embed_tokens), and in their base model embedding and output"):
+            load_policy(tmp_path / "adapter", dtype="float32")
+        return
+    expected = theirs(TOKENS).logits
+    loaded = load_policy(tmp_path / "adapter", dtype="float32")
+    torch.testing.assert_close(loaded(TOKENS), expected, atol=1e-4, rtol=1e-4)
+    export(tmp_path / "adapter", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(TOKENS).logits, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_unmerged_adapters_give_what_the_model_adds(base):
     policy, found = adapted(base), []
     adapters = adapter_weights(policy)
@@ -186,20 +261,13 @@ def test_unmerged_adapters_give_what_the_model_adds(base):
     assert adapter_weights(load_policy(base, dtype="float32")) == {}
 
 
-def test_adapters_on_adapters(base, tmp_path):
-    """A run that starts from a folder of adapters writes adapters that sit on it."""
+def test_adapters_on_adapters_are_refused(base, tmp_path):
+    """peft would put those onto the base without the ones between."""
     save_adapters(adapted(base), tmp_path / "first")
-    policy = adapted(tmp_path / "first", rank=2)
-    save_adapters(policy, tmp_path / "second")
-    expected = policy(TOKENS)
-    assert base_path(tmp_path / "second") == str(base)
-    torch.testing.assert_close(
-        load_policy(tmp_path / "second", dtype="float32")(TOKENS), expected, atol=1e-4, rtol=1e-4
-    )
-    if (base / "tokenizer.json").is_file():
-        export(tmp_path / "second", tmp_path / "merged")
-        merged = load_policy(tmp_path / "merged", dtype="float32")
-        torch.testing.assert_close(merged(TOKENS), expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ConfigError, match=r"first holds adapters.*atomrl export .*first MERGED.*model.path=MERGED"):
+        adapted(tmp_path / "first", rank=2)
+    merged, plain = (load_policy(path, dtype="float32")(TOKENS) for path in (tmp_path / "first", base))
+    assert (merged - plain).abs().max() > 0.1, "without model.lora all weights are trained, from the sum"
 
 
 def test_what_adapters_are_merged_into_is_rounded_once(base, tmp_path):
@@ -209,3 +277,13 @@ def test_what_adapters_are_merged_into_is_rounded_once(base, tmp_path):
     frozen = load_policy(tmp_path, dtype=torch.bfloat16, trainable=False)
     assert {weight.dtype for weight in frozen.parameters()} == {torch.bfloat16}
     assert torch.equal(trained(TOKENS), frozen(TOKENS))
+
+
+@pytest.mark.parametrize(
+    "field", [{"modules_to_save": ["lm_head"]}, {"bias": "all"}, {"rank_pattern": {"q_proj": 4}}, {"use_rslora": True}]
+)
+def test_fields_of_peft_that_would_be_passed_over_are_refused(field):
+    with pytest.raises(ConfigError, match=f"peft_config: '{next(iter(field))}' is not known here"):
+        lora_section(peft.LoraConfig(r=4, **field))
+    known = peft.LoraConfig(r=4, target_modules=".*_proj", task_type="CAUSAL_LM")
+    assert lora_section(known) == {"rank": 4, "alpha": 8, "dropout": 0.0, "target_modules": ".*_proj"}

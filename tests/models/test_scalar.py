@@ -3,7 +3,14 @@
 import peft
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, DebertaV2Config, DebertaV2ForSequenceClassification
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    AutoModelForSequenceClassification,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
+    LlamaConfig,
+    MistralConfig,
+)
 
 from atomrl.config import ConfigError
 from atomrl.models.loading import load_tokenizer
@@ -34,6 +41,23 @@ def test_scores_are_those_of_transformers(saved):
     again = load_scalar(folder, dtype="float32")
     assert isinstance(again, GPTScalar)
     torch.testing.assert_close(again.scores(TOKENS, LENGTHS), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pad", [None, 0, 2])
+@pytest.mark.parametrize("family", [LlamaConfig, MistralConfig])
+def test_the_score_is_at_the_token_where_transformers_takes_it(tmp_path, family, pad):
+    """The last one that is not the pad token, which in many models is the end of sequence."""
+    config = family(
+        vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_labels=1, initializer_range=0.3, pad_token_id=pad, eos_token_id=2,
+    )  # fmt: skip
+    theirs = AutoModelForSequenceClassification.from_config(config).eval()
+    theirs.save_pretrained(tmp_path)
+    rows = [[1, 9, 8, 7, 2], [1, 9, 8, 7], [1, 9, 2, 2], [1, 0, 9, 0], [2, 2]]
+    expected = [theirs(torch.tensor([row])).logits.item() for row in rows]
+    tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    found = load_scalar(tmp_path, dtype="float32", trainable=False).eval().scores(tokens, torch.tensor([5, 4, 4, 4, 2]))
+    torch.testing.assert_close(found, torch.tensor(expected), atol=1e-5, rtol=1e-5)
 
 
 def test_values_are_the_numbers_before_each_token(saved):
