@@ -16,6 +16,7 @@ from atomrl.cluster.places import Node, PlacementError, Wanted, places, plan, th
 from atomrl.cluster.watch import Watch, speaks_http2
 from atomrl.config import ClusterConfig, ClusterRole
 from atomrl.files import TemporaryFolder
+from atomrl.launcher import launcher_hidden
 
 START_S = 600.0
 """For loading a model in a new process; no part of `cluster.timeout_s`."""
@@ -108,7 +109,7 @@ class RayCluster:
             return ray, True
         folder = self.folder = TemporaryFolder("run", short=True)
         try:
-            with _on_loopback():
+            with _on_loopback(), launcher_hidden():
                 options = {"include_dashboard": False, "logging_level": logging.WARNING, "_temp_dir": str(folder.path)}
                 ray.init(address="local", **options)
             if (host := ray.nodes()[0]["NodeManagerAddress"]) != "127.0.0.1":

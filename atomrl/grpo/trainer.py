@@ -107,7 +107,7 @@ class GRPOTrainer:
             self.config, problems = run.config, len(run.stream.samples)
             what = "problems of the built-in arithmetic task (no train_dataset was given)"
             say(f"{problems} {what if self._built_in else 'problems'}; run folder {self.run_dir}")
-            say("\n".join(run.describe_batch()))
+            say("\n".join([*run.describe_batch(), run.describe_ranks()]))
             summary = run.execute(resume, callbacks=self._callbacks, wording=hint)
         except (ConfigError, DataError) as error:
             raise type(error)(renamed(str(error), NAMES)) from error

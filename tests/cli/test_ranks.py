@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from atomrl.cli.main import main
-from atomrl.training.collective import launched
+from atomrl.launcher import launched
 from tests.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
