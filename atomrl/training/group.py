@@ -241,7 +241,7 @@ class Ranks(Collective):
                 if len(absent) == 1 or (absent and waited_s > self.timeout_s + STOPPED_S):
                     return self._lost(absent, "has not come to the others")
                 if len(ended) == self.world - 1:
-                    return self._lost([self.rank], "stood still, and the others have left")
+                    return self._lost([self.rank], "came when the others had left")
                 if not absent:
                     return RankFailed(otherwise.partition("\n")[0])
             time.sleep(0.05)
@@ -301,13 +301,16 @@ def _of_network(error: Exception) -> bool:
 
 @contextmanager
 def _loopback(local: bool) -> Iterator[None]:
-    """Groups that are made within it talk through the loopback alone, where all ranks are on this machine."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if local else ()
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "lo" if sys.platform == "linux" else "lo0"))
+    """gloo's groups that are made within it talk through the loopback alone, where all ranks are on this machine. NCCL's
+    are made when they are first used, by an interface that it chooses once for all groups of a process, those with
+    engines on other machines included."""
+    name = "GLOO_SOCKET_IFNAME"
+    before = os.environ.get(name)
+    if local:
+        os.environ[name] = "lo" if sys.platform == "linux" else "lo0"
     try:
         yield
     finally:
-        for name, value in before.items():
+        if local:
             os.environ.pop(name)
-            os.environ.update({} if value is None else {name: value})
+            os.environ.update({} if before is None else {name: before})
