@@ -301,9 +301,10 @@ def _of_network(error: Exception) -> bool:
 
 @contextmanager
 def _loopback(local: bool) -> Iterator[None]:
-    """gloo's groups that are made within it talk through the loopback alone, where all ranks are on this machine. NCCL's
-    are made when they are first used, by an interface that it chooses once for all groups of a process, those with
-    engines on other machines included."""
+    """Groups of gloo that are made within it talk through the loopback alone, where all ranks are on this machine.
+
+    Those of NCCL are made when they are first used, by an interface that it chooses once for all groups of a process,
+    those with engines on other machines included."""
     name = "GLOO_SOCKET_IFNAME"
     before = os.environ.get(name)
     if local:

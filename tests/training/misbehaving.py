@@ -24,8 +24,8 @@ class Late:
 
 
 class Fault:
-    """Strikes at a forward pass, on rank 1 unless it is `bad for all` or `of rank 0`; where rank 0 `is late`, that comes
-    there seconds after the others."""
+    """Strikes at a forward pass, on rank 1 unless it is `bad for all` or `of rank 0`; where rank 0 `is late`, that one
+    comes there seconds after the others."""
 
     def __init__(self, kind, at):
         self.kind, self.at, self.calls = kind, at, 0
