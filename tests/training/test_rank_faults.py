@@ -51,7 +51,7 @@ FAULTS = {
     "error": r"rank 1: IndexError: index 9 is out of bounds; train_step broke off",
     "SIGKILL": r"rank 1 \(pid \d+\) died by SIGKILL; train_step broke off",
     "SIGSTOP": r"rank 1 stands still, or is gone \(backend.timeout_s=\d+\)",
-    "SIGSTOP, rank 0 is late": r"^rank 1 stands still, or is gone \(backend.timeout_s=\d+\)",
+    "SIGSTOP, rank 0 is late": r"^rank 1 (stands still, or is gone|has not come to the others) \(backend.timeout_s",
     "SIGKILL, rank 0 is late": r"^rank 1 \(pid \d+\) died by SIGKILL",
     "hangs": r"^rank 1 has not come to the others \(backend.timeout_s=\d+\)",
 }
