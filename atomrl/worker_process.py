@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
+from atomrl.launcher import without_launcher
+
 _PR_SET_PDEATHSIG = 1
 _KILLS = 20
 """Times that a worker's processes are looked for: they may start others meanwhile."""
@@ -57,7 +59,7 @@ class WorkerProcess:
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a user's function prints must not mix with what a command prints
             # one thread each, and the same order of sets in every worker and every run
-            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0"} | dict([mark.split("=")]),
+            env={"OMP_NUM_THREADS": "1", **without_launcher(), "PYTHONHASHSEED": "0"} | dict([mark.split("=")]),
             start_new_session=True,  # a group of its own, which is killed with all that a function started
         )
         theirs.close()

@@ -5,11 +5,12 @@
 Paper: DPO, arXiv:2305.18290, equation 7. cDPO (Mitchell, "A note on DPO with noisy preferences", 2023) smooths the
 label; robust DPO, arXiv:2403.00409, is unbiased under flipped ones; DPO by token (`dpo_norm`; Tulu 3, arXiv:2411.15124)
 and LD-DPO, arXiv:2409.06411, take out the advantage of length; RPO, arXiv:2404.19733, adds the likelihood of the chosen
-completion, per token; MPO, arXiv:2411.10442, is a sum of three losses.
+completion, per token; MPO, arXiv:2411.10442, is a sum of three losses, with the running reward shift of its quality
+loss (TRL 1.16 makes it with `bco_pair`, which has none).
 """
 
 from atomrl.objective import PreferenceObjective
-from atomrl.objective.preference_loss import BcoPairLoss, RobustLoss, SigmoidLoss
+from atomrl.objective.preference_loss import BcoPairShiftLoss, RobustLoss, SigmoidLoss
 from atomrl.objective.preference_score import LogRatioScore, SequenceMeanNll, TokenMeanNll
 
 DPO = PreferenceObjective(name="dpo", loss=(SigmoidLoss(beta=0.1),))
@@ -22,6 +23,6 @@ LD_DPO = PreferenceObjective(name="ld_dpo", score=LogRatioScore(ld_alpha=0.5), l
 RPO = PreferenceObjective(name="rpo", loss=(SigmoidLoss(beta=0.1),), nll=SequenceMeanNll(coefficient=1.0))
 MPO = PreferenceObjective(
     name="mpo",
-    loss=(SigmoidLoss(beta=0.1, weight=0.8), BcoPairLoss(beta=0.1, weight=0.2)),
+    loss=(SigmoidLoss(beta=0.1, weight=0.8), BcoPairShiftLoss(beta=0.1, weight=0.2)),
     nll=TokenMeanNll(coefficient=1.0),
 )

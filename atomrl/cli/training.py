@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         prepared, changes = prepare_run(config), arguments.allow_changes
         print(compact(config) if arguments.verbose else "\n".join(not_usual(config)), file=sys.stderr)
-        print("", *prepared.describe_batch(), sep="\n", file=sys.stderr)
+        print("", *prepared.describe_batch(), prepared.describe_ranks(), sep="\n", file=sys.stderr)
         with hang_watch(config):
             summary = run_to_end(prepared, partial(prepare_run, config), arguments.resume, allow_changes=changes)
     except KeyboardInterrupt:
@@ -113,13 +113,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 def is_other_rank(config: RunConfig) -> bool:
     """Whether a launcher started this process as one of several ranks, and rank 0 is another."""
-    from atomrl.training.collective import check_launcher, launched
+    from atomrl.config import ConfigError
+    from atomrl.launcher import launched
+    from atomrl.runs.build import in_actors
+    from atomrl.training.collective import check_launcher
     from atomrl.worker_process import die_with
 
-    if config.backend is None:
-        check_launcher(1)
     if (started := launched()) is None:
         return False
+    if config.backend is None:
+        check_launcher(1)
+    if in_actors(config):
+        raise ConfigError(
+            f"cluster.resources.trainer: this run starts its ranks as Ray actors, and a launcher started "
+            f"{started.world} processes (WORLD_SIZE) besides: start it without torchrun or accelerate"
+        )
     die_with(os.getppid())  # torchrun, killed, leaves its processes behind
     return started.rank > 0
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from secrets import token_hex
 from typing import Any
 
 from atomrl.cluster.hosted import Hosted, identity, send_tensors_as_arrays
@@ -16,6 +17,7 @@ from atomrl.cluster.places import Node, PlacementError, Wanted, places, plan, th
 from atomrl.cluster.watch import Watch, speaks_http2
 from atomrl.config import ClusterConfig, ClusterRole
 from atomrl.files import TemporaryFolder
+from atomrl.launcher import launcher_hidden
 
 START_S = 600.0
 """For loading a model in a new process; no part of `cluster.timeout_s`."""
@@ -25,7 +27,6 @@ _OWN = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
 _HELPERS = ("monitor", "dashboard", "log_monitor")
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",  # else it writes a token into the home folder
     "RAY_worker_niceness": "0",  # else whatever runs on the machine goes before trainer and engines
 }
 
@@ -92,9 +93,16 @@ class RayCluster:
 
     def _connect(self, address: str | None) -> tuple[Any, bool]:
         """Ray, and whether this process is its only user."""
-        for name, value in _SETTINGS.items():
+        # Every user of the machine can reach the ports of a cluster that is started here, and would have it run code.
+        # With a token in the environment Ray writes none into the home folder.
+        locked = address is None and "RAY_AUTH_MODE" not in os.environ
+        own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(32)} if locked else {}
+        for name, value in (_SETTINGS | own).items():
             os.environ.setdefault(name, value)
         import ray
+        from ray._raylet import Config
+
+        Config.initialize("")  # it has read them already where Ray was imported before
 
         if ray.is_initialized():
             return ray, False
@@ -108,7 +116,7 @@ class RayCluster:
             return ray, True
         folder = self.folder = TemporaryFolder("run", short=True)
         try:
-            with _on_loopback():
+            with _on_loopback(), launcher_hidden():
                 options = {"include_dashboard": False, "logging_level": logging.WARNING, "_temp_dir": str(folder.path)}
                 ray.init(address="local", **options)
             if (host := ray.nodes()[0]["NodeManagerAddress"]) != "127.0.0.1":

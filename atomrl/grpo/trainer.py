@@ -119,7 +119,7 @@ class GRPOTrainer:
             self.config, problems = run.config, len(run.stream.samples)
             what = "problems of the built-in arithmetic task (no train_dataset was given)"
             say(f"{problems} {what if self._built_in else 'problems'}; run folder {self.run_dir}")
-            say("\n".join(run.describe_batch()))
+            say("\n".join([*run.describe_batch(), run.describe_ranks()]))
             for note in self.args.notes() if isinstance(self.args, GRPOConfig) else ():
                 say(note)
             summary = run.execute(resume, callbacks=self._callbacks, wording=hint)

@@ -50,6 +50,8 @@ class PreferenceObjective(SupervisedObjective):
         alone = [loss.type for loss in self.losses if loss.unpaired or loss.ranked]
         if alone and len(self.losses) > 1:
             raise ValueError(f"loss: {', '.join(alone)} cannot be one of several; what it compares are not the pairs")
+        if sum(loss.shifted for loss in self.losses) > 1:
+            raise ValueError("loss: bco_pair_shift is there more than once, and there is one mean of rewards")
         for loss in self.losses:
             if reason := loss.refusal(self.score):
                 raise ValueError(f"score: {reason}")
@@ -133,6 +135,9 @@ class PreferenceObjective(SupervisedObjective):
                 now = loss.measure(trained, mismatched, now)
         elif kept.rows:
             now[MEAN_TOKENS] = kept.loss_mask[kept.labels == 1].sum(1).double().mean().item()
+            for each in self.losses:
+                if each.shifted:
+                    now = each.measure(self.score(kept.old_logprobs, kept), torch.zeros(0), now)
         ranks = self._ranks(kept) if self.losses[0].ranked and kept.rows else {}
         return AdvantageBatch(**{**vars(kept), **ranks}, advantages=torch.zeros(kept.loss_mask.shape), state=now)
 
@@ -179,7 +184,8 @@ class PreferenceObjective(SupervisedObjective):
             loss = scores.new_zeros(())
             for kind in self.losses:
                 assert not isinstance(kind, LabelLoss)
-                loss = loss + weighted_sum(kind(chosen, rejected)[:, None], of_pairs, scale=kind.weight)
+                shift = (scores.new_full((), batch.state.get(REFERENCE, 0.0)),) if kind.shifted else ()
+                loss = loss + weighted_sum(kind(chosen, rejected, *shift)[:, None], of_pairs, scale=kind.weight)
             if self.nll.coefficient:
                 nll = self.nll(logprobs[better], batch.loss_mask[better], batch.state[MEAN_TOKENS])[:, None]
                 loss = loss + weighted_sum(nll, of_pairs, scale=self.nll.coefficient)

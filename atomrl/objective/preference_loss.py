@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -34,6 +35,13 @@ class PreferenceLoss(Choice):
     """Whether it says where the chosen completion itself has to be, not only how far ahead."""
     bounded: ClassVar[bool] = False
     """Whether there is a margin beyond which nothing is gained."""
+
+    shifted: ClassVar[bool] = False
+    """Whether a loss of pairs is called with the reward that is measured as well."""
+
+    def measure(self, scores: Tensor, mismatched: Tensor, state: Mapping[str, float]) -> dict[str, float]:
+        """The state with what the scores of a whole step, and of its mismatched rows, say of the reference point."""
+        return {**state}
 
     def refusal(self, score: PreferenceScore) -> str | None:
         """Why it cannot be taken of such scores."""
@@ -172,6 +180,39 @@ class BcoPairLoss(ScoreLoss, type="bco_pair"):
     atom = staticmethod(losses.bco_pair_loss)
 
 
+class BcoPairShiftLoss(PairLoss, type="bco_pair_shift"):
+    r"""A binary classifier of each completion, against the running mean of rewards: MPO's quality loss.
+
+        L = -log sigmoid(beta s_c - delta) - log sigmoid(delta - beta s_r),   delta = running mean of beta s
+
+    LaTeX: L = -\log \sigma(\beta s_c - \delta) - \log \sigma(\delta - \beta s_r), \quad \delta = \text{running mean
+        of } \beta s
+    """
+
+    needs = frozenset({"old_logprobs", "ref_logprobs"})
+    anchored = shifted = True
+    made_of = (implicit_reward, bco_loss, running_mean)
+
+    def __call__(self, chosen: Tensor, rejected: Tensor, shift: Tensor | None = None) -> Tensor:
+        delta = chosen.new_zeros(()) if shift is None else shift
+        rewards = (implicit_reward(scores, self.beta) for scores in (chosen, rejected))
+        better, worse = (
+            bco_loss(each, torch.full_like(each, good), delta) for each, good in zip(rewards, (1.0, 0.0), strict=True)
+        )
+        return better + worse
+
+    def measure(self, scores: Tensor, mismatched: Tensor, state: Mapping[str, float]) -> dict[str, float]:
+        return _with_running_reward(implicit_reward(scores, self.beta), state)
+
+
+def _with_running_reward(rewards: Tensor, state: Mapping[str, float]) -> dict[str, float]:
+    """The state with the running mean of rewards, those of a step included."""
+    if not len(rewards):
+        return {**state}
+    mean, count = running_mean(rewards.new_tensor(state.get(REFERENCE, 0.0)), state.get(COUNT, 0.0), rewards)
+    return {**state, REFERENCE: mean.item(), COUNT: float(count)}
+
+
 class SppoHardLoss(ScoreLoss, type="sppo_hard"):
     r"""Self-play with hard labels: each score has a target of its own.
 
@@ -282,10 +323,6 @@ class LabelLoss(PreferenceLoss):
     needs_mismatched: ClassVar[bool] = False
     """Whether prompts with the completions of other prompts are scored beside those that are trained on."""
 
-    def measure(self, scores: Tensor, mismatched: Tensor, state: Mapping[str, float]) -> dict[str, float]:
-        """The state with what the scores of a whole step, and of its mismatched rows, say of the reference point."""
-        return {**state}
-
 
 class WeightedLabelLoss(LabelLoss):
     """KTO's loss, with weights of good and of bad completions."""
@@ -340,16 +377,11 @@ class BcoLoss(LabelLoss, type="bco"):
         return bco_loss(implicit_reward(scores, self.beta), desirable, reference)
 
     def measure(self, scores: Tensor, mismatched: Tensor, state: Mapping[str, float]) -> dict[str, float]:
-        if not len(scores):
-            return {**state}
-        rewards = implicit_reward(scores, self.beta)
-        before = rewards.new_tensor(state.get(REFERENCE, 0.0))
-        mean, count = running_mean(before, state.get(COUNT, 0.0), rewards)
-        return {**state, REFERENCE: mean.item(), COUNT: float(count)}
+        return _with_running_reward(implicit_reward(scores, self.beta), state)
 
 
 MarginLosses = SigmoidLoss | RobustLoss | HingeLoss | IpoLoss | ExoPairLoss | DiscopopLoss | OddsRatioLoss
-ScoreLosses = NcaPairLoss | BcoPairLoss | SppoHardLoss | ApoZeroLoss | ApoDownLoss
+ScoreLosses = NcaPairLoss | BcoPairLoss | BcoPairShiftLoss | SppoHardLoss | ApoZeroLoss | ApoDownLoss
 RankedLosses = AotLoss | AotUnpairedLoss
 LabelLosses = ApoZeroUnpairedLoss | KtoLoss | BcoLoss
 PreferenceLosses = MarginLosses | ScoreLosses | RankedLosses | LabelLosses

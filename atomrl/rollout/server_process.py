@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from atomrl.files import TemporaryFolder
+from atomrl.launcher import without_launcher
 
 _GRACE_S = 10.0
 _TAIL_LINES = 15
@@ -65,7 +66,7 @@ class ServerProcess:
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 launcher,
-                env=os.environ | {"TMPDIR": str(self.folder.path)} | dict(environment),
+                env=without_launcher() | {"TMPDIR": str(self.folder.path)} | dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

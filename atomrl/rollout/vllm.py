@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from atomrl.files import TemporaryFolder
+from atomrl.launcher import launcher_hidden
 from atomrl.models.loading import base_path, model_config_only, resolve_folder
 from atomrl.progress import progress
 from atomrl.protocols import Adapter, WeightHash, WeightUpdate
@@ -57,6 +61,19 @@ def request_fields(state: RequestState) -> dict[str, Any]:
         "seed": state.request.seed,
         "logprobs": None if sampling.logprobs_over == "none" else ranked,
     }
+
+
+@contextmanager
+def _own_randomness(device: str) -> Iterator[None]:
+    """Leave the process's random states as they are: a worker of vLLM seeds all of them, and those of a run are the
+    trainer's, whose dropout goes on where a checkpoint says."""
+    states, numbers = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if torch.device(device).type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(states)
+            np.random.set_state(numbers)
 
 
 class VLLMEngine(RequestEngine):
@@ -116,27 +133,27 @@ class VLLMEngine(RequestEngine):
         config = model_config_only(path, options.trust_remote_code)
         cache_bytes = cpu_cache_bytes(config, options.max_concurrent_completions, options.dtype)
         set_threads = torch.set_num_threads
-        llm = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=folder,
-                tokenizer=tokenizer.name_or_path or folder,
-                dtype=str(options.dtype).removeprefix("torch."),
-                max_num_seqs=options.max_concurrent_completions,
-                trust_remote_code=options.trust_remote_code,
-                logprobs_mode="processed_logprobs",
-                max_logprobs=-1,
-                # A CPU's generator has no offset to go on from, which seeds with chunks of prompts would need.
-                enable_chunked_prefill=not on_cpu,
-                enforce_eager=on_cpu,
-                enable_sleep_mode=not on_cpu,
-                gpu_memory_utilization=options.gpu_memory_utilization,
-                kv_cache_memory_bytes=cache_bytes if on_cpu else None,
-                enable_lora=options.lora_rank > 0,
-                max_lora_rank=min(rank for rank in get_args(MaxLoRARanks) if rank >= options.lora_rank),
-                disable_log_stats=True,
-                worker_extension_cls=WORKER_EXTENSION,
-            )
+        arguments = EngineArgs(
+            model=folder,
+            tokenizer=tokenizer.name_or_path or folder,
+            dtype=str(options.dtype).removeprefix("torch."),
+            max_num_seqs=options.max_concurrent_completions,
+            trust_remote_code=options.trust_remote_code,
+            logprobs_mode="processed_logprobs",
+            max_logprobs=-1,
+            # A CPU's generator has no offset to go on from, which seeds with chunks of prompts would need.
+            enable_chunked_prefill=not on_cpu,
+            enforce_eager=on_cpu,
+            enable_sleep_mode=not on_cpu,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            kv_cache_memory_bytes=cache_bytes if on_cpu else None,
+            enable_lora=options.lora_rank > 0,
+            max_lora_rank=min(rank for rank in get_args(MaxLoRARanks) if rank >= options.lora_rank),
+            disable_log_stats=True,
+            worker_extension_cls=WORKER_EXTENSION,
         )
+        with launcher_hidden(), _own_randomness(options.device):
+            llm = LLMEngine.from_engine_args(arguments)
         torch.set_num_threads = set_threads  # on a CPU it puts one there that does nothing, for the trainer too
         eos = eos_token_ids(folder, config, tokenizer)
         shapes = published_shapes(folder, config, options.trust_remote_code)

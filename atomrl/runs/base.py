@@ -15,12 +15,13 @@ from atomrl.cluster.ray_cluster import RayCluster
 from atomrl.config import RunConfig
 from atomrl.data.processor import DataProcessor
 from atomrl.data.stream import PromptStream
+from atomrl.launcher import launched, unmet_request
 from atomrl.loop.sync import Progress, run_steps
 from atomrl.models.identity import model_identity
 from atomrl.models.loading import resolve_folder
 from atomrl.progress import phase
 from atomrl.protocols import Algorithm, TrainingBackend
-from atomrl.runs.build import build_trainer, rank_total, starting_model
+from atomrl.runs.build import build_trainer, in_actors, rank_total, starting_model
 from atomrl.runs.checks import check_ranks
 from atomrl.runs.cluster import describe_cluster, open_cluster
 from atomrl.runs.memory import memory_estimate, rank_choices
@@ -88,8 +89,8 @@ class PreparedRun(ABC):
             return sections
         ranks = self.ranks
         parts = memory_estimate(self.config, self.algorithm, ranks)
-        if ranks > 1:
-            sections.append(("ranks", [f"{ranks}, of which the memory of the first, which also draws, is"]))
+        of_one = ["what follows is the memory of the first, which also draws"] if ranks > 1 else []
+        sections.append(("ranks", [self.describe_ranks().removeprefix("ranks: "), *of_one]))
         sections.append(("memory", [f"{name:<20}{readable(size)}" for name, size in parts.items()]))
         if self.config.backend is None:
             return sections
@@ -101,6 +102,16 @@ class PreparedRun(ABC):
     def ranks(self) -> int:
         """Processes that train."""
         return rank_total(self.config)
+
+    def describe_ranks(self) -> str:
+        """How many processes train, and who starts them; a warning where a launcher was asked for others."""
+        ranks = self.ranks
+        if request := unmet_request(ranks):
+            log.warning(request)
+        who = (
+            "Ray actors" if in_actors(self.config) else "started by a launcher" if launched() else "started by this run"
+        )
+        return f"ranks: {ranks}{f', {who}' if ranks > 1 else ''}"
 
     @abstractmethod
     def open(self, stack: ExitStack) -> None:

@@ -27,7 +27,7 @@ from atomrl.models.transformers_model import check_causal
 from atomrl.pool.store import RolloutPool
 from atomrl.protocols import Algorithm, RolloutEngine, needs_teacher
 from atomrl.rollout.stopping import eos_token_ids
-from atomrl.runs.build import device_name, engine_class, rank_total, ranked_kind, train_sampling
+from atomrl.runs.build import ENGINES, device_name, engine_class, model_path, rank_total, ranked_kind, train_sampling
 from atomrl.runs.cluster import cluster_roles
 from atomrl.types import Sample
 
@@ -236,6 +236,7 @@ def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
     device = device_name(config.model.device)
     backend.check_count(rank_total(config))
     ranked_kind(backend).check(backend, config.model, used_models(config, algorithm), device)
+    check_engine_beside(config, rank_total(config))
     if algorithm.update is not None:
         raise ConfigError(
             f"backend: algorithm.update of {algorithm.name} differentiates the policy forward, as a whole; run it "
@@ -254,6 +255,25 @@ def check_ranks(config: RunConfig, algorithm: Algorithm) -> None:
         raise ConfigError(
             "cluster.placement=colocated is for one process that trains; give cluster.resources.trainer what each rank "
             "takes, or take split"
+        )
+
+
+def check_engine_beside(config: RunConfig, ranks: int) -> None:
+    """That the engine can be in the process of rank 0.
+
+    Raises:
+        ConfigError: it makes process groups of its own there, for which it would take all ranks and wait.
+    """
+    draws = config.rollout.source == "engine" or config.data.eval is not None
+    if ranks == 1 or config.kind != "train" or config.cluster is not None or not draws:
+        return
+    name, kind = config.rollout.engine, engine_class(config.rollout, model_path(config), config.model)[0]
+    if kind.package and not kind.server:
+        apart = next(other for other, engine in ENGINES.items() if engine.server and engine.package == kind.package)
+        raise ConfigError(
+            f"rollout.engine={name}: in the process of rank 0 it would take the {ranks} ranks of the trainer for "
+            "workers of its own, and wait for them: give it a process of its own, with cluster.replicas=1 (or more) "
+            f"or rollout.engine={apart}"
         )
 
 

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from atomrl.launcher import launched
 from atomrl.runs.base import PreparedRun
-from atomrl.training.collective import launched
 from atomrl.training.group import RankFailed, RankLost, RankOutOfMemory
 
 log = logging.getLogger(__name__)

@@ -4,13 +4,13 @@ Every rank makes the same calls in the same order. A single process agrees with 
 `group.Ranks`.
 """
 
-import os
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from atomrl.config import ConfigError
+from atomrl.launcher import launched
 from atomrl.metrics import Metrics
 
 
@@ -54,27 +54,6 @@ class OutOfMemory(ConfigError):
         super().__init__(message)
         self.tokens = tokens
         """Padded tokens of a micro-batch with which to begin again."""
-
-
-class Launched(NamedTuple):
-    """What a launcher says of the process that it started."""
-
-    rank: int
-    world: int
-    local_rank: int
-    """Among those of this machine."""
-    local_world: int
-    """How many there are on this machine; 0 where the launcher does not say, and they meet elsewhere than here."""
-
-
-def launched() -> Launched | None:
-    """This process's place among those that a launcher (torchrun, accelerate) started; None where it started one, or
-    none did."""
-    given = {name: int(os.environ.get(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    rank, world, local_rank, beside = given.values()
-    if not beside and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost", "::1"):
-        beside = world
-    return Launched(rank, world, local_rank, beside) if world > 1 else None
 
 
 def check_launcher(world: int) -> None:

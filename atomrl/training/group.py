@@ -24,7 +24,7 @@ START_S = 600.0
 """How long a process may take at least to import or load what it needs, and to come to the others."""
 GRACE_S = 5.0
 """Within which all ranks have met an error that all meet."""
-BEAT_S, STOPPED_S = 0.5, 2.5
+BEAT_S, STOPPED_S = 0.5, 5.0
 """How often a rank shows that it runs, and after what silence it stands still."""
 
 
@@ -82,6 +82,9 @@ class Ranks(Collective):
         self.gone: Callable[[], dict[int, str]] = dict
         """Which ranks' processes have ended, and how, where this process started them."""
         self.store = PrefixStore("atomrl", store.clone())
+        self.heard = 0
+        """How often the store has answered this rank, which it does several times a second. It is in rank 0's process,
+        or in a launcher's."""
         limit = timedelta(seconds=timeout_s)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -207,23 +210,48 @@ class Ranks(Collective):
             raise self._blame(str(error)) from error
 
     def _blame(self, otherwise: str) -> RankFailed:
-        """An error with the rank that is the reason that a collective operation failed, and what it said."""
-        end, start = time.monotonic() + STOPPED_S, self._beats()
-        while time.monotonic() < end:
+        """An error with the rank that is the reason that a collective operation failed, and what it said.
+
+        A rank whose operation fails says that it has come to it, and ends a little later. So one that has ended is the
+        reason only where it had not come, and one that lives where it shows no sign of life, or is the last to come.
+        """
+        began, before = time.monotonic(), self.heard
+        if not self.own_error:
+            self.store.set(f"came/{self.commands}/{self.rank}", "")  # waits for no answer
+        while self.heard == before:
+            if time.monotonic() > began + STOPPED_S:  # what else is asked of the store would wait for ever
+                return self._lost([0], "stands still, or is gone")
+            time.sleep(0.05)
+        start = self._beats()
+        while True:
             for rank in range(self.world):
                 if self.store.check([key := f"error/{self.commands}/{rank}"]):
                     said = f"rank {rank}: {self.store.get(key).decode()}"
                     if self.store.check([key := f"memory/{self.commands}/{rank}"]):
                         return RankOutOfMemory(said, int(self.store.get(key)))
                     return RankFailed(said)
-            if gone := self.gone():
-                return RankLost(", ".join(f"rank {rank} {how}" for rank, how in gone.items()))
+            waited_s, ended = time.monotonic() - began, self.gone()
+            absent = [r for r in range(self.world) if not self.store.check([f"came/{self.commands}/{r}"])]
+            if gone := [rank for rank in absent if rank in ended]:
+                return RankLost(", ".join(f"rank {rank} {ended[rank]}" for rank in gone))
+            if waited_s > STOPPED_S:
+                beats = self._beats()
+                if silent := [rank for rank in absent if beats[rank] == start[rank]]:
+                    return self._lost(silent, "stands still, or is gone")
+                if len(absent) == 1 or (absent and waited_s > self.timeout_s + STOPPED_S):
+                    return self._lost(absent, "has not come to the others")
+                if len(ended) == self.world - 1:
+                    return self._lost([self.rank], "came when the others had left")
+                if not absent:
+                    return RankFailed(otherwise.partition("\n")[0])
             time.sleep(0.05)
-        now = self._beats()
-        silent = [str(rank) for rank in range(self.world) if now[rank] == start[rank]]
-        if silent:
-            return RankLost(f"rank {', '.join(silent)} stands still, or is gone (backend.timeout_s={self.timeout_s:g})")
-        return RankFailed(otherwise.partition("\n")[0])
+
+    def _lost(self, ranks: list[int], how: str) -> RankLost:
+        """The error that names ranks. Rank 0 says what goes wrong in a run; where it is the one, another does."""
+        message = f"rank {', '.join(map(str, ranks))} {how} (backend.timeout_s={self.timeout_s:g})"
+        if 0 in ranks and self.rank == min({*range(self.world)} - {*ranks}, default=0):
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        return RankLost(message)
 
     def _beats(self) -> list[int]:
         return [self.store.add(f"beat/{rank}", 0) for rank in range(self.world)]
@@ -234,6 +262,7 @@ class Ranks(Collective):
         with suppress(Exception):  # the store is gone, and with it the run
             while not self._closed.wait(BEAT_S):
                 own.add(f"beat/{self.rank}", 1)
+                self.heard += 1
 
     def close(self) -> None:
         """Leave the group."""
@@ -264,21 +293,25 @@ def on_cpu(metrics: Metrics) -> Metrics:
 
 def _of_network(error: Exception) -> bool:
     """Whether an error says that another rank is gone or late."""
-    signs = ("gloo", "closed by peer", "Connection reset", "Timed out waiting", "NCCL", "Broken pipe")
+    signs = ("gloo", "closed by peer", "connection reset", "timed out waiting", "nccl", "broken pipe")
     return isinstance(error, RankFailed | dist.DistError) or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+        isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
     )
 
 
 @contextmanager
 def _loopback(local: bool) -> Iterator[None]:
-    """Groups that are made within it talk through the loopback alone, where all ranks are on this machine."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if local else ()
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "lo" if sys.platform == "linux" else "lo0"))
+    """Groups of gloo that are made within it talk through the loopback alone, where all ranks are on this machine.
+
+    Those of NCCL are made when they are first used, by an interface that it chooses once for all groups of a process,
+    those with engines on other machines included."""
+    name = "GLOO_SOCKET_IFNAME"
+    before = os.environ.get(name)
+    if local:
+        os.environ[name] = "lo" if sys.platform == "linux" else "lo0"
     try:
         yield
     finally:
-        for name, value in before.items():
+        if local:
             os.environ.pop(name)
-            os.environ.update({} if value is None else {name: value})
+            os.environ.update({} if before is None else {name: before})

@@ -28,10 +28,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from atomrl.batches import RowBatch, TrainingBatch
 from atomrl.config import ConfigError, ModelConfig, RankedConfig
+from atomrl.launcher import launched
 from atomrl.metrics import Metrics
 from atomrl.models.memory import Sizes
 from atomrl.protocols import Algorithm, ModelInput, TrainingBackend, WeightUpdate
-from atomrl.training.collective import launched
 from atomrl.training.group import START_S, RankFailed, RankLost, Ranks
 from atomrl.weights.collective import LOOPBACK, open_store
 from atomrl.worker_process import WorkerProcess, say

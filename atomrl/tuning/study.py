@@ -26,6 +26,7 @@ from atomrl.config import ConfigError, RunConfig, dump_config
 from atomrl.doctor.findings import EVALUATED
 from atomrl.files import write_text
 from atomrl.hints import did_you_mean, said_as
+from atomrl.launcher import without_launcher
 from atomrl.reading import Run, is_run, load_run
 from atomrl.reading.lock import owner
 from atomrl.reading.seeds import half_width
@@ -240,7 +241,9 @@ def _process(
     log.parent.mkdir(exist_ok=True)
     with log.open("a") as output:
         together = partial(die_with, os.getpid())
-        process = subprocess.Popen([*command, *resumed], stdout=output, stderr=output, preexec_fn=together)
+        process = subprocess.Popen(
+            [*command, *resumed], stdout=output, stderr=output, preexec_fn=together, env=without_launcher()
+        )
         ended = False
         try:
             while process.poll() is None:

@@ -98,7 +98,7 @@ def test_four_hops_from_a_config_to_the_line_of_the_equation(name):
 def test_an_equation_of_several_losses():
     objective = PREFERENCES["mpo"].override({"score": {"length_normalised": True, "divergence": "js_divergence"}})
     assert equation(objective).splitlines()[0] == "minimise  mean over pairs of [ 0.8 L1 + 0.2 L2 + 1 NLL ]"
-    assert "  L2 = -log sigmoid(beta s_c) - log sigmoid(-beta s_r)" in equation(objective)
+    assert "  L2 = -log sigmoid(beta s_c - delta) - log sigmoid(delta - beta s_r)" in equation(objective)
     assert "  s <- f'(exp(s)) of the js_divergence\n  s <- s / |y|" in equation(objective)
     assert latex(objective).count(r"\\") == 6
 

@@ -151,6 +151,26 @@ def test_what_is_loaded_and_what_is_kept():
     assert second["reference"] != first["reference"]
 
 
+def test_the_quality_loss_of_mpo_has_the_running_mean_of_rewards():
+    mpo, bco, state, labelled = build("mpo"), build("bco"), {}, {}
+    assert mpo.advantage_inputs == {"old_logprobs", "ref_logprobs"}
+    for seed in (1, 9):
+        state = mpo.advantages(make_rows(seed=seed), state).state
+        labelled = bco.advantages(make_rows(seed=seed), labelled).state
+        assert state["reference"] == pytest.approx(labelled["reference"]) and state["reference"] != 0
+    chosen, rejected = torch.tensor([3.0, -1.0]), torch.tensor([1.0, 2.0])
+    shift, sigmoid = torch.tensor(0.25), torch.nn.functional.logsigmoid
+    expected = -sigmoid(0.1 * chosen - shift) - sigmoid(shift - 0.1 * rejected)
+    torch.testing.assert_close(mpo.losses[1](chosen, rejected, shift), expected)
+    rows, weights = make_rows(seed=3), {"loss": "bco_pair_shift", "nll": {"coefficient": 0}}
+    batch = training_batch(objective_of("mpo", weights).resolved(), rows)
+    far, near = (
+        loss_gradient(objective_of("mpo", weights).resolved(), replace(batch, state=given), batch.old_logprobs)
+        for given in (batch.state, {**batch.state, "reference": 0.0})
+    )
+    assert far[0] != near[0], "the shift is in what is trained"
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_hides_in_a_field_of_another_name(case):
     """Labels, pairs and margins have fields; what else there is of a row stays as it was."""

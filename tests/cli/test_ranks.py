@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from atomrl.cli.main import main
-from atomrl.training.collective import launched
+from atomrl.launcher import launched
 from tests.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -235,6 +235,31 @@ def test_no_rank_outlives_a_launcher_that_is_killed(train):
 def test_what_ranks_cannot_do_is_refused_before_anything_is_started(train, overrides, said):
     code, shown = train("run", "backend.type=fsdp", "backend.ranks=2", *overrides, "--dry-run")
     assert code == 2 and said in shown.err
+
+
+def test_vllm_in_the_process_of_rank_0_is_refused_beside_others(train, monkeypatch, tmp_path_factory):
+    packages = tmp_path_factory.mktemp("packages")
+    (packages / "vllm.py").write_text("")
+    monkeypatch.syspath_prepend(packages)
+    two, vllm = ["backend.type=fsdp", "backend.ranks=2"], ["rollout.engine=vllm", "--dry-run"]
+    code, said = train("run", *two, *vllm)
+    assert code == 2 and "cluster.replicas=1 (or more) or rollout.engine=vllm-server" in said.err
+    for other in (["backend.type=fsdp", "backend.ranks=1"], [*two, "rollout.source=pool"], []):
+        code, said = train("run", *other, *vllm)
+        assert code == 0, said.err
+    assert train("run", *two, "rollout.engine=vllm-server", "--dry-run")[0] == 0
+
+
+def test_a_run_says_how_many_ranks_it_has_and_that_a_launcher_was_asked_for_more(train, monkeypatch, caplog):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    code, said = train("run", "train.steps=1", "eval.before=false", "eval.after=false")
+    assert code == 0 and "\nranks: 1\n" in said.err and "and started one, so this run has 1 rank" in caplog.text
+    caplog.clear()
+    code, said = train("run", "backend.type=fsdp", "backend.ranks=2", "--dry-run")
+    assert "ranks   2, started by this run" in said.out and "several processes" not in caplog.text
 
 
 def test_a_checkpoint_of_one_process_is_refused_before_ranks_are_started(train, monkeypatch):

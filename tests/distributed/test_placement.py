@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from threading import Thread
@@ -322,3 +323,15 @@ def test_one_that_ray_kills_for_the_memory_of_its_machine_is_named(tmp_path, mon
         assert re.search(r"error: .* died.*low on memory", run.log.read_text()), run.log.read_text()[-2000:]
     finally:
         run.end()
+
+
+def test_who_has_not_its_token_has_a_cluster_of_a_run_do_nothing(tmp_path):
+    """Any user of the machine can reach its ports."""
+    with closing(RayCluster(ClusterConfig(replicas=1), ["rollout"], "cpu")) as cluster:
+        address = cluster.ray.get_runtime_context().gcs_address
+        code = f"from ray._raylet import GcsClient; GcsClient(address={address!r}).internal_kv_keys(b'', b'fun')"
+        theirs = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", code], env=theirs, capture_output=True, text=True)
+        assert done.returncode == 1 and "Authentication token is missing" in done.stderr
+        cluster.know(actor := cluster.start("rollout", 0, Nothing))
+        assert cluster.call(actor, "node")

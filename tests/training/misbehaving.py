@@ -10,7 +10,7 @@ import torch
 from atomrl.config import ConfigError, FSDPConfig, ModelConfig, TrainConfig
 from atomrl.training.fsdp import FSDPBackend
 from atomrl.training.ranks import RankedBackend
-from tests.training.batches import make_algorithm
+from tests.training.batches import make_algorithm, make_batch
 
 
 class Late:
@@ -24,7 +24,8 @@ class Late:
 
 
 class Fault:
-    """Strikes at a forward pass, on rank 1 unless it is `bad for all`."""
+    """Strikes at a forward pass, on rank 1 unless it is `bad for all` or `of rank 0`; where rank 0 `is late`, that one
+    comes there seconds after the others."""
 
     def __init__(self, kind, at):
         self.kind, self.at, self.calls = kind, at, 0
@@ -33,8 +34,11 @@ class Fault:
         self.calls += 1
         if self.kind == "bad for all" and self.calls == self.at:
             raise ValueError("of this nobody can make anything")
-        if rank == 1 and self.calls == self.at:
-            return commit(self.kind, found)
+        kind, _, more = self.kind.partition(", ")
+        if rank == 0 and self.calls == self.at and more == "rank 0 is late":
+            time.sleep(4)
+        if rank == (0 if more == "of rank 0" else 1) and self.calls == self.at:
+            return commit(kind, found)
         return found
 
 
@@ -44,6 +48,8 @@ def commit(kind, found):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
     if kind == "error":
         raise IndexError("index 9 is out of bounds")
+    if kind == "hangs":
+        time.sleep(3600)
     if kind in ("SIGKILL", "SIGSTOP"):
         os.kill(os.getpid(), getattr(signal, kind))
     if kind == "not finite":
@@ -93,6 +99,8 @@ if __name__ == "__main__":  # a process that is killed: it says which ranks it s
 
     from tests.training import misbehaving  # by that name other ranks find its functions
 
-    backend = misbehaving.ranked(sys.argv[1])
+    backend = misbehaving.ranked(sys.argv[1], *sys.argv[2:3], at=1, ranks=3 if sys.argv[2:] else 2, timeout_s=20.0)
     print(*(worker.process.pid for worker in backend.processes.values()), flush=True)
+    if sys.argv[2:]:
+        backend.train_step(make_batch(), make_algorithm())
     time.sleep(300)

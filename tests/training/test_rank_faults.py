@@ -51,6 +51,9 @@ FAULTS = {
     "error": r"rank 1: IndexError: index 9 is out of bounds; train_step broke off",
     "SIGKILL": r"rank 1 \(pid \d+\) died by SIGKILL; train_step broke off",
     "SIGSTOP": r"rank 1 stands still, or is gone \(backend.timeout_s=\d+\)",
+    "SIGSTOP, rank 0 is late": r"^rank 1 (stands still, or is gone|has not come to the others) \(backend.timeout_s",
+    "SIGKILL, rank 0 is late": r"^rank 1 \(pid \d+\) died by SIGKILL",
+    "hangs": r"^rank 1 has not come to the others \(backend.timeout_s=\d+\)",
 }
 """What is said of each."""
 
@@ -66,6 +69,24 @@ def test_all_end_and_name_the_rank(folder, fault, at):
         with pytest.raises(RankFailed, match="the ranks are gone"):
             both.train_step(make_batch(), make_algorithm())
     assert all(map(ended, pids))
+
+
+@pytest.mark.parametrize("fault", ["SIGSTOP, rank 0 is late", "SIGKILL, rank 0 is late", "hangs"])
+def test_of_three_ranks_the_one_is_named_that_the_others_waited_for(folder, fault):
+    """And not the other one, which gave up before rank 0 did, and has ended."""
+    with closing(ranked(folder, fault, 1, ranks=3, timeout_s=20)) as three:
+        pids = fails_soon(three, FAULTS[fault])
+    assert all(map(ended, pids))
+
+
+def test_where_rank_0_stands_still_another_says_it(folder):
+    command = [sys.executable, "-m", "tests.training.misbehaving", str(folder), "SIGSTOP, of rank 0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        said = next(line for line in iter(process.stderr.readline, "") if line.startswith("error: rank 0"))
+        process.kill()
+    assert "rank 0 stands still, or is gone (backend.timeout_s=20)" in said
+    assert len(pids) == 2
 
 
 def test_what_is_not_finite_on_one_rank_is_left_out_on_all(folder):

@@ -1,0 +1,82 @@
+"""What a launcher (torchrun, `accelerate launch`, srun) says of this process, and how others are started without it."""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+_OF_LAUNCHERS = re.compile(
+    "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|NODE_RANK|CROSS_RANK|CROSS_SIZE|LOCAL_SIZE"
+    "|(GROUP|ROLE)_(NAME|RANK|WORLD_SIZE)|(TORCHELASTIC|PET|ACCELERATE|FSDP)_.*"
+)
+"""The variables of torchrun, accelerate and DeepSpeed that say who this process is among those that they started, and
+what it is to do there. transformers, vLLM, SGLang and `torch.distributed` read them."""
+
+
+class Launched(NamedTuple):
+    """What a launcher says of the process that it started."""
+
+    rank: int
+    world: int
+    local_rank: int
+    """Among those of this machine."""
+    local_world: int
+    """How many there are on this machine; 0 where the launcher does not say, and they meet elsewhere than here."""
+
+
+def launched() -> Launched | None:
+    """This process's place among those that a launcher started; None where it started one, or none did."""
+    given = {name: int(os.environ.get(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    rank, world, local_rank, beside = given.values()
+    if not beside and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost", "::1"):
+        beside = world
+    return Launched(rank, world, local_rank, beside) if world > 1 else None
+
+
+def unmet_request(ranks: int) -> str | None:
+    """What a launcher was asked for, where the run has another number of ranks, and what to do; for a warning.
+
+    Args:
+        ranks: processes that train.
+    """
+    if launched() is not None:
+        return None  # so many there are
+    there = f"this run has {ranks} rank{'s' if ranks > 1 else ''}"
+    if ranks == 1 and "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ:
+        return (
+            f"accelerate launch was asked for several processes (num_processes) and started one, so {there}: "
+            "without several GPUs it starts more with --multi_gpu alone, and with --cpu none; or leave them to this "
+            "run: backend.type=fsdp backend.ranks=N"
+        )
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        if (count := os.environ.get(name, "")).isdigit() and int(count) > 1:
+            return (
+                f"a launcher started {count} processes ({name}), each of which is a run of its own, and {there}: for "
+                "one run of them all it must set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+            )
+    return None
+
+
+def without_launcher() -> dict[str, str]:
+    """The environment variables of this process for one that it starts, which is none of the launcher's: it would take
+    itself for one of them, and wait for the others.
+
+    Example:
+        >>> with launcher_hidden():
+        ...     without_launcher() == dict(os.environ)
+        True
+    """
+    return {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
+
+
+@contextmanager
+def launcher_hidden() -> Iterator[None]:
+    """The same for what is built within this process, and for what that starts."""
+    hidden = {name: os.environ[name] for name in os.environ.keys() - without_launcher().keys()}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
