@@ -27,11 +27,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _whole(config: RunConfig) -> RunConfig:
     """A config from which no secret was left out, unless it is only looked at."""
-    from atomrl.config.secrets import check_whole
+    from atomrl.config import ConfigError
     from atomrl.functions import may_import
+    from atomrl.secrets import check_whole
 
     if may_import():
-        check_whole(config.to_tree(secrets=True))
+        try:
+            check_whole(config.to_tree(secrets=True))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     return config
 
 

@@ -153,7 +153,7 @@ def compact(config: RunConfig) -> str:
     """The resolved config, a line or two for each section."""
     import yaml
 
-    from atomrl.config.secrets import left_out
+    from atomrl.secrets import left_out
 
     lines = []
     for name, section in left_out(config.model_dump(mode="json", by_alias=True, exclude_none=True)).items():
@@ -166,7 +166,7 @@ def not_usual(config: RunConfig) -> list[str]:
     """What of the config is not as usual: a line for each section, ten at most."""
     import yaml
 
-    from atomrl.config.secrets import left_out
+    from atomrl.secrets import left_out
 
     given = dict(left_out(config.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)))
     kept = {name: given.pop(name) for name in ("eval", "checkpoint", "tracking") if given.get(name)}

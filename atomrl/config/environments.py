@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from atomrl.config.base import Section
-from atomrl.config.secrets import is_variable
+from atomrl.secrets import is_variable
 
 
 class EnvironmentConfig(Section):

@@ -18,10 +18,10 @@ from atomrl.config.base import ConfigError, Section
 from atomrl.config.environments import EnvironmentConfig, ToolConfig
 from atomrl.config.model import ModelConfig
 from atomrl.config.names import foreign_names, known_elsewhere, suggestion
-from atomrl.config.secrets import left_out, secrets_of
 from atomrl.config.tracking import TrackingConfig
 from atomrl.objective import PolicyObjective, PreferenceObjective
 from atomrl.objective.choice import Choice
+from atomrl.secrets import left_out, secrets_of
 
 Kind = Literal["train", "sft", "dpo", "reward-model", "pretrain"]
 """What a config is for: the command that takes it."""

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from atomrl.config.secrets import left_out, resolved, secrets_of
 from atomrl.episodes import Reply
+from atomrl.secrets import left_out, resolved, secrets_of
 
 MIN_SECRET = 8
 """Characters of a secret that a reply may not repeat."""

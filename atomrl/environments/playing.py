@@ -10,11 +10,11 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, get_type_hints
 
-from atomrl.config.secrets import left_out
 from atomrl.environments.table import ENVIRONMENTS
 from atomrl.episodes import Reply
 from atomrl.functions import find_function
 from atomrl.hints import did_you_mean, said_as
+from atomrl.secrets import left_out
 from atomrl.types import Sample
 
 Said = Reply | str | Sequence[Reply] | None

@@ -14,10 +14,10 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import ValidationError
 
-from atomrl.config.secrets import left_out
 from atomrl.episodes import FailureKind
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop
 from atomrl.rewards.table import CLASSES, POOLED, REWARDS, AnyReward, find_reward, importable_name
+from atomrl.secrets import left_out
 from atomrl.types import Trajectory
 
 Style = Literal["columns", "compute_score", "compute_scores", "trajectories"]

@@ -22,11 +22,11 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 
-from atomrl.config.secrets import is_variable, left_out
 from atomrl.event_loop import EventLoopThread
 from atomrl.progress import progress
 from atomrl.rewards.breaker import Breaker
 from atomrl.rewards.errors import NoScore, RewardError, RewardStop, require
+from atomrl.secrets import is_variable, left_out
 from atomrl.types import Sample, Trajectory
 
 if TYPE_CHECKING:

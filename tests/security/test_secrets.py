@@ -13,7 +13,7 @@ import pytest
 from atomrl.cli.config_arguments import load_config
 from atomrl.cli.training import compact
 from atomrl.config import ConfigError, build_config, dump_config
-from atomrl.config.secrets import check_whole
+from atomrl.secrets import check_whole
 from atomrl.tracking.environment import redact, refuse_secrets
 from atomrl.tracking.run_directory import RunDirectory
 from tests.tiny import make_tiny_model

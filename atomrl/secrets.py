@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from atomrl.config.base import ConfigError
-
 LEFT_OUT = "[secret-left-out]"
 _REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
 _STARTS = "hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|npm_|pypi-|r8_|gsk_|nvapi-|pk-lf-|tvly-|ntn_|lin_api_"
@@ -91,14 +89,14 @@ def secrets_of(tree: Any, shown: Any) -> Iterator[str]:
 def check_whole(tree: Any, where: str = "") -> None:
     """
     Raises:
-        ConfigError: a secret was left out of it, as of the `config.yaml` of a run's folder.
+        ValueError: a secret was left out of it, as of the `config.yaml` of a run's folder.
     """
     if isinstance(tree, Mapping | list | tuple):
         items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
         for name, value in items:
             check_whole(value, f"{where}.{name}" if where else str(name))
     elif isinstance(tree, str) and LEFT_OUT in tree:
-        raise ConfigError(
+        raise ValueError(
             f"{where}: is a secret, which a run does not write into its folder. Take the config that has it (with "
             "--resume, too), or name an environment variable in that: ${NAME} in tools, headers_env and api_key_env of "
             "rewards; code of your own can read os.environ"
