@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 TYPE_CHECKING = False  # as in typing, whose import would cost each use of the package
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +12,9 @@ if TYPE_CHECKING:
 
     from atomrl.config import RunConfig
     from atomrl.reading import Run
+
+# MKL then splits no sum of a product over threads: the same numbers with any number of them. It reads this at its first.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __version__ = "0.1.0"
 __all__ = ["load_run", "train"]

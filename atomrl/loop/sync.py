@@ -26,6 +26,7 @@ from atomrl.metrics import Metrics
 from atomrl.objective.advantage_inputs import given
 from atomrl.protocols import Algorithm, ModelInput, RolloutEngine, TrainingBackend, WeightTransfer
 from atomrl.rewards.errors import RewardError
+from atomrl.threads import one
 from atomrl.tracking.recorder import Recorder
 
 log = logging.getLogger(__name__)
@@ -259,7 +260,7 @@ def learn(
         if asked := needs & names:
             with watch(phase):
                 rows = trainer.forward_only(rows, asked)
-    with watch("adv"):
+    with watch("adv"), one():  # its sums are over all tokens
         batch = with_advantages(algorithm, rows, state)
         state.update(batch.state)
     with watch("update_actor"):

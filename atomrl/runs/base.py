@@ -19,10 +19,11 @@ from atomrl.models.identity import model_identity
 from atomrl.models.loading import resolve_folder
 from atomrl.progress import phase
 from atomrl.protocols import Algorithm, TrainingBackend
-from atomrl.runs.build import build_trainer, rank_total, starting_model
+from atomrl.runs.build import build_trainer, device_name, rank_total, starting_model
 from atomrl.runs.checks import check_ranks
 from atomrl.runs.cluster import describe_cluster, open_cluster
 from atomrl.runs.memory import memory_estimate, rank_choices
+from atomrl.threads import adapting
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.resume import tokenizer_identity
 from atomrl.tracking.run_directory import RunDirectory
@@ -145,6 +146,7 @@ class PreparedRun(ABC):
             with ExitStack() as stack:
                 self.cluster = open_cluster(config, self.algorithm, stack)  # before there is a folder
                 directory = ending.enter_context(RunDirectory.create(config, resume, allow_changes, self.identity))
+                stack.enter_context(adapting(self.ranks == 1 and device_name(config.model.device) == "cpu"))
                 done, earlier_s = self._course(directory, stack, callbacks, wording, tokens_per_micro_batch)
             return self._finish(directory, done, earlier_s + time.perf_counter() - started)
 
