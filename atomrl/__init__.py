@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from atomrl.config import RunConfig
     from atomrl.reading import Run
 
-# MKL then splits no sum of a product over threads: the same numbers with any number of them. It reads this at its first.
+# Products are the same to the bit with any number of threads: MKL splits no sum over them. It reads this once, at its
+# first product.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __version__ = "0.1.0"

@@ -1,10 +1,8 @@
-"""How many threads a run computes with on a CPU: all while the machine is quiet, fewer beside other processes where that
-is faster.
+"""How many threads a run computes with on a CPU: all on a quiet machine, fewer beside others where that is faster.
 
-The threads of a parallel region wait for the last of them, spinning. Where another process takes a core, each of the many
-small regions of a step waits for one that does not run. How much depends on the sizes of the products: so it is measured,
-on the run's own work, when others take cores. All of it is between units of work, and the numbers are the same to the bit
-with any number of threads (docs/compute.md).
+The threads of a parallel region wait, spinning, for the last of them. Where another process takes a core, each of the
+many small regions of a step waits for a thread that does not run. How much that costs depends on the sizes of the
+products, so it is measured on the run's own work, when others take cores (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ QUIET_S = 3.0
 """Without that, before it counts as quiet."""
 BLOCK_S, BLOCK_UNITS = 0.2, 3
 """A block of a trial has at least both."""
-PAUSE_S, PAUSE_TIMES = 20.0, 50.0
+PAUSE_S, PAUSE_TIMES = 20.0, 100.0
 """Until another trial: at least so long, and so many times what the last one cost."""
 MOVED = 0.5
 """Cores that others take more or less than at the last trial, before there is another one."""
-EXPIRES_S = 120.0
+EXPIRES_S = 600.0
 """After which there is one although nothing moved: the work may have."""
 
 
@@ -60,7 +58,7 @@ class Trial:
         self.work[at] += work
         self.units += 1
         enough = self.units >= BLOCK_UNITS and self.seconds[at] >= BLOCK_S
-        hopeless = at == 1 and self.units >= 2 and self._pace(1) > 1.5 * self._pace(0)
+        hopeless = at == 1 and self.seconds[1] >= BLOCK_S / 4 and self._pace(1) > 1.5 * self._pace(0)
         if enough or hopeless:
             self.number, self.units = (3 if hopeless else at + 1), 0
         return self.number == 3
@@ -75,8 +73,9 @@ class Trial:
 
     def cost_s(self) -> float:
         """What it took more than with the better number."""
-        slow, fast = (self.seconds[1], self._pace(0)) if self.gain() < 1 else (self.seconds[0], self._pace(1))
-        return max(0.0, slow - fast * self.work[1 if self.gain() < 1 else 0])
+        slower = [1] if self.gain() < 1 else [0, 2]
+        best = min(self._pace(0), self._pace(1))
+        return max(0.0, sum(self.seconds[at] - best * self.work[at] for at in slower))
 
 
 @dataclass
@@ -105,8 +104,7 @@ class Chooser:
         self._others = others
         if self.full - (self.cpus - others) >= BUSY:
             self._quiet_since = None
-            if not self.busy:
-                self.busy = True
+            self.busy = True
             moved = abs(others - self._tried_with) >= MOVED or now - self._tried >= EXPIRES_S
             if self.trial is None and now >= self._next and moved:
                 self.trial = Trial()
@@ -214,7 +212,7 @@ def adapting(wanted: bool = True) -> Iterator[None]:
 
 @contextmanager
 def unit(kind: str, work: float) -> Iterator[None]:
-    """Some work that threads share, of like kind and known size: a micro-batch, the steps between two looks at a batch."""
+    """Work of one kind and of known size: a micro-batch by its tokens, a step of decoding by its rows."""
     mine = _adapting
     if mine is None or mine.thread != threading.get_ident():
         yield

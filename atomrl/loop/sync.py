@@ -218,7 +218,8 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
     parts.record.log_rollouts(step, drawn, mean_advantages(batch))
     if recorded := tokens.tensors():
         parts.record.log_tokens(step, recorded, tokens.state)
-    metrics = rollout_metrics(drawn, batch, frozenset(parts.processor.tokenizer.all_special_ids))
+    with one():
+        metrics = rollout_metrics(drawn, batch, frozenset(parts.processor.tokenizer.all_special_ids))
     if parts.algorithm.keeps_group:
         groups = len(accepted) + len(refused)
         metrics["rollout/groups_drawn"] = float(groups)
