@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from atomrl.protocols import WeightHash
 from atomrl.rollout.checkpoints import cpu_cache_bytes
 from atomrl.rollout.http import HttpAnswer, Server, logprob_of
