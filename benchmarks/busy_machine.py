@@ -42,7 +42,7 @@ BUSY = {"quiet": 0, "one": 1, "two": 2, "runs": 0}
 SIZES: dict[str, dict[str, Any]] = {
     "quickstart": {},
     "77M": {
-        "rollout": {"prompts_per_step": 4, "completions_per_prompt": 8, "max_completion_tokens": 24},
+        "rollout": {"prompts_per_step": 2, "completions_per_prompt": 8, "max_completion_tokens": 24},
         "train": {"tokens_per_micro_batch": 512},
     },
 }
@@ -200,7 +200,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--conditions", nargs="+", choices=list(BUSY), default=list(BUSY))
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--neighbour", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
