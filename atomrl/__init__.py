@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 TYPE_CHECKING = False  # as in typing, whose import would cost each use of the package
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +12,10 @@ if TYPE_CHECKING:
 
     from atomrl.config import RunConfig
     from atomrl.reading import Run
+
+# Products are the same to the bit with any number of threads: MKL splits no sum over them. It reads this once, at its
+# first product.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __version__ = "0.1.0"
 __all__ = ["load_run", "train"]

@@ -21,6 +21,7 @@ from atomrl.loop.window import cut_short, open_limit, taken, too_old
 from atomrl.protocols import Algorithm, RolloutEngine, WeightTransfer
 from atomrl.rewards.compute import Rewards
 from atomrl.rollout.generate import requests_of, to_trajectory
+from atomrl.threads import full
 from atomrl.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, Trajectory
 
 log = logging.getLogger(__name__)
@@ -295,7 +296,7 @@ class Scheduler:
 
     def _work(self, started: threading.Event) -> None:
         """On the scheduler's thread: draw while the trainer learns."""
-        torch.set_num_threads(max(1, torch.get_num_threads() // 4))
+        torch.set_num_threads(max(1, full() // 4))
         started.set()
         try:
             with self._changed:

@@ -26,6 +26,7 @@ from atomrl.metrics import Metrics
 from atomrl.objective.advantage_inputs import given
 from atomrl.protocols import Algorithm, ModelInput, RolloutEngine, TrainingBackend, WeightTransfer
 from atomrl.rewards.errors import RewardError
+from atomrl.threads import one
 from atomrl.tracking.recorder import Recorder
 
 log = logging.getLogger(__name__)
@@ -221,7 +222,8 @@ def run_step(parts: Parts, config: RunConfig, step: int, progress: Progress) -> 
     parts.record.log_rollouts(step, drawn, mean_advantages(batch))
     if recorded := tokens.tensors():
         parts.record.log_tokens(step, recorded, tokens.state)
-    metrics = rollout_metrics(drawn, batch, frozenset(parts.processor.tokenizer.all_special_ids))
+    with one():
+        metrics = rollout_metrics(drawn, batch, frozenset(parts.processor.tokenizer.all_special_ids))
     if parts.algorithm.keeps_group:
         groups = len(accepted) + len(refused)
         metrics["rollout/groups_drawn"] = float(groups)
@@ -263,7 +265,7 @@ def learn(
         if asked := needs & names:
             with watch(phase):
                 rows = trainer.forward_only(rows, asked)
-    with watch("adv"):
+    with watch("adv"), one():  # its sums are over all tokens
         batch = with_advantages(algorithm, rows, state)
         state.update(batch.state)
     with watch("update_actor"):

@@ -17,15 +17,15 @@ static void norm_forward(const T* x, const T* weight, T* out, float* scale, int6
     }
 }
 
-// `parts` [threads, width] is zero, and takes each thread's share of the weight's gradient: summed in order, the result
-// does not depend on which thread was first.
+// `parts` [pieces, width] is zero, and takes the weight's gradient of each piece of the rows: summed in order, the result
+// does not depend on how many threads there are.
 template <class T>
 static void norm_backward(const T* x, const T* weight, const float* scale, const T* grad, T* grad_x,
-                   float* parts, int64_t rows, int64_t width, int64_t threads) {
+                   float* parts, int64_t rows, int64_t width, int64_t pieces, int64_t threads) {
     PARALLEL(rows * width)
-    for (int64_t t = 0; t < threads; t++) {
+    for (int64_t t = 0; t < pieces; t++) {
         float* sums = parts + t * width;
-        for (int64_t r = rows * t / threads; r < rows * (t + 1) / threads; r++) {
+        for (int64_t r = rows * t / pieces; r < rows * (t + 1) / pieces; r++) {
             const T *from = x + r * width, *g = grad + r * width; T* to = grad_x + r * width;
             const float s = scale[r]; Floats along{};
             each(width, [&](int64_t i, auto n) { along += part(g + i, n) * part(weight + i, n) * part(from + i, n); });

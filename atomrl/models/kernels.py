@@ -18,6 +18,8 @@ from torch import Tensor
 
 from atomrl.models import cpp
 
+_NORM_PARTS = 32
+"""Partial sums of the gradient of a norm's weight, however many threads share them."""
 _plain = False
 _rounded: dict[tuple[int, ...], tuple[list[int], Tensor]] | None = None
 
@@ -155,8 +157,9 @@ class RMSNormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         if ctx.fast:
-            grad_x, parts = torch.empty_like(x), scale.new_zeros(torch.get_num_threads(), x.shape[-1])
-            cpp.call("norm_backward", x, weight, scale, grad.contiguous(), grad_x, parts, scale.numel(), x.shape[-1])
+            grad_x, parts = torch.empty_like(x), scale.new_zeros(_NORM_PARTS, x.shape[-1])
+            sizes = scale.numel(), x.shape[-1], _NORM_PARTS
+            cpp.call("norm_backward", x, weight, scale, grad.contiguous(), grad_x, parts, *sizes)
             return grad_x, parts.sum(0).to(weight.dtype), None
         normed = x * scale
         along = grad * normed

@@ -18,6 +18,7 @@ from atomrl.rollout.attention import DecodeBatch, KVCache
 from atomrl.rollout.batch_rows import Parked, Parking, PromptGroup
 from atomrl.rollout.requests import DIVERGED, RequestState
 from atomrl.rollout.sampling import sample, sample_candidates, seed_at
+from atomrl.threads import unit
 from atomrl.types import FinishReason
 
 _PREFILL_TOKENS = 8192
@@ -95,8 +96,9 @@ class ContinuousBatch:
             self._go_on(version)
             finished = self._collect(1) if self._admit(version) else []
             if not finished:
-                for _ in range(self.check_every):
-                    self._decode()
+                with unit("drawing", len(self.rows)):
+                    for _ in range(self.check_every):
+                        self._decode()
                 finished = self._collect(self.check_every)
             if finished or time.monotonic() >= end:
                 return finished

@@ -16,6 +16,7 @@ from atomrl.rollout.requests import RequestState
 from atomrl.rollout.servers import ServerEngine
 from atomrl.rollout.vllm import VLLMEngine, request_fields
 from atomrl.rollout.vllm_worker import WORKER_EXTENSION
+from atomrl.threads import full
 from atomrl.types import SamplingParams
 
 _ADAPTERS = "policy"
@@ -55,7 +56,7 @@ class VLLMServerEngine(ServerEngine):
             words += ["--enforce-eager", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(cache)]
             # By itself it takes all cores but one, and two servers of a machine the same ones.
             bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            own |= {"VLLM_CPU_OMP_THREADS_BIND": bound, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+            own |= {"VLLM_CPU_OMP_THREADS_BIND": bound, "OMP_NUM_THREADS": str(full())}
         else:
             words += ["--enable-sleep-mode", "--gpu-memory-utilization", str(options.gpu_memory_utilization)]
         if options.lora_rank:

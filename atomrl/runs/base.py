@@ -21,10 +21,11 @@ from atomrl.models.identity import model_identity
 from atomrl.models.loading import resolve_folder
 from atomrl.progress import phase
 from atomrl.protocols import Algorithm, TrainingBackend
-from atomrl.runs.build import build_trainer, in_actors, rank_total, starting_model
+from atomrl.runs.build import build_trainer, device_name, in_actors, rank_total, starting_model
 from atomrl.runs.checks import check_ranks
 from atomrl.runs.cluster import describe_cluster, open_cluster
 from atomrl.runs.memory import memory_estimate, rank_choices
+from atomrl.threads import adapting
 from atomrl.tracking.recorder import Recorder
 from atomrl.tracking.resume import tokenizer_identity
 from atomrl.tracking.run_directory import RunDirectory
@@ -164,6 +165,7 @@ class PreparedRun(ABC):
                 self.cluster = open_cluster(config, self.algorithm, stack)  # before there is a folder
                 directory = ending.enter_context(RunDirectory.create(config, resume, allow_changes, self.identity))
                 directory.write_functions(self.function_sources)
+                stack.enter_context(adapting(self.ranks == 1 and device_name(config.model.device) == "cpu"))
                 done, earlier_s = self._course(directory, stack, callbacks, wording, tokens_per_micro_batch)
             return self._finish(directory, done, earlier_s + time.perf_counter() - started)
 

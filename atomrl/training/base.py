@@ -24,6 +24,7 @@ from atomrl.models.loading import compute_dtype
 from atomrl.models.offload import offloading
 from atomrl.progress import progress
 from atomrl.protocols import Algorithm, ModelInput, ModelOutputs, Output, RowUnit, UpdateOutput, needs_teacher
+from atomrl.threads import unit
 from atomrl.training.collective import Collective, OutOfMemory, check_launcher
 from atomrl.training.optimizer import Optimizer
 from atomrl.training.roles import SOURCES, TRAINED, Role, RoleName, check_forward_mode, sources
@@ -239,16 +240,17 @@ class BaseBackend(ABC):
         parts: list[Metrics] = []
         for number, index in enumerate(split, 1):
             self.before_backward(last=number == len(split))
-            micro = self._micro(what.batch, index)
-            with offloading(self.activation_offload):
-                outputs = ModelOutputs(**self._outputs(micro, what.wanted))
-            micro = moved(micro, self.device)
-            if what.watched:
-                micro = what.watched.begin(micro, outputs)
-            result = what.algorithm.loss(outputs, micro)
-            torch.autograd.backward(result.loss)
-            if what.watched:
-                what.watched.end(index if self._says else index[:0], micro, outputs, what.algorithm)
+            with unit("learning", _tokens(what.batch, index)):
+                micro = self._micro(what.batch, index)
+                with offloading(self.activation_offload):
+                    outputs = ModelOutputs(**self._outputs(micro, what.wanted))
+                micro = moved(micro, self.device)
+                if what.watched:
+                    micro = what.watched.begin(micro, outputs)
+                result = what.algorithm.loss(outputs, micro)
+                torch.autograd.backward(result.loss)
+                if what.watched:
+                    what.watched.end(index if self._says else index[:0], micro, outputs, what.algorithm)
             parts += [result.metrics] * (len(index) > 0 and self._says)
         return parts
 
@@ -298,7 +300,9 @@ class BaseBackend(ABC):
     ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """This rank's micro-batches, and their outputs without gradient."""
         for index in split:
-            yield index, self._outputs(self._micro(rows, index), names)
+            with unit("scoring", _tokens(rows, index)):
+                found = self._outputs(self._micro(rows, index), names)
+            yield index, found
 
     def _micro(self, rows: Rows, index: Tensor) -> Rows:
         """The rows of a micro-batch, on the host; where there are none, one without weight in the loss."""
@@ -375,6 +379,11 @@ class BaseBackend(ABC):
             "train.tokens_per_micro_batch=%d sets it from the start",
             size, reason, size // 2, size // 2,
         )  # fmt: skip
+
+
+def _tokens(rows: RowBatch, index: Tensor) -> float:
+    """Of some rows."""
+    return float(rows.lengths[index].sum())
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -1,0 +1,239 @@
+"""How many threads a run computes with on a CPU: all on a quiet machine, fewer beside others where that is faster.
+
+The threads of a parallel region wait, spinning, for the last of them. Where another process takes a core, each of the
+many small regions of a step waits for a thread that does not run. How much that costs depends on the sizes of the
+products, so it is measured on the run's own work, when others take cores (docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+log = logging.getLogger(__name__)
+FIXED_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Environment variables that say how many threads there are; they stay in force."""
+LOOK_S = 0.5
+"""Seconds between two looks at the load."""
+BUSY = 0.25
+"""Cores too few for all threads, from which the machine is busy."""
+QUIET_S = 3.0
+"""Without that, before it counts as quiet."""
+BLOCK_S, BLOCK_UNITS = 0.2, 3
+"""A block of a trial has at least both."""
+PAUSE_S, PAUSE_TIMES = 20.0, 100.0
+"""Until another trial: at least so long, and so many times what the last one cost."""
+MOVED = 0.5
+"""Cores that others take more or less than at the last trial, before there is another one."""
+EXPIRES_S = 600.0
+"""After which there is one although nothing moved: the work may have."""
+
+
+@dataclass
+class Trial:
+    """Blocks of units with fewer threads, with all, and with fewer: what changes evenly meanwhile cancels out."""
+
+    number: int = 0
+    """Of the block."""
+    seconds: list[float] = field(default_factory=lambda: [0.0] * 3)
+    work: list[float] = field(default_factory=lambda: [0.0] * 3)
+    units: int = 0
+    """Of this block."""
+
+    @property
+    def all_threads(self) -> bool:
+        return self.number == 1
+
+    def add(self, work: float, seconds: float) -> bool:
+        """A unit is done. Whether the trial is."""
+        at = self.number
+        self.seconds[at] += seconds
+        self.work[at] += work
+        self.units += 1
+        enough = self.units >= BLOCK_UNITS and self.seconds[at] >= BLOCK_S
+        hopeless = at == 1 and self.seconds[1] >= BLOCK_S / 4 and self._pace(1) > 1.5 * self._pace(0)
+        if enough or hopeless:
+            self.number, self.units = (3 if hopeless else at + 1), 0
+        return self.number == 3
+
+    def _pace(self, at: int) -> float:
+        return self.seconds[at] / self.work[at]
+
+    def gain(self) -> float:
+        """The time with fewer threads over that with all."""
+        fewer = [self._pace(at) for at in (0, 2) if self.work[at]]
+        return sum(fewer) / len(fewer) / self._pace(1)
+
+    def cost_s(self) -> float:
+        """What it took more than with the better number."""
+        slower = [1] if self.gain() < 1 else [0, 2]
+        best = min(self._pace(0), self._pace(1))
+        return max(0.0, sum(self.seconds[at] - best * self.work[at] for at in slower))
+
+
+@dataclass
+class Chooser:
+    """The number of threads for one kind of work, told of load and times; reads no clock.
+
+    Args:
+        full: threads of a quiet machine.
+        cpus: that this process may use.
+    """
+
+    full: int
+    cpus: int
+    busy: bool = False
+    wins: bool = True
+    """Whether fewer threads are the faster while it is busy."""
+    trial: Trial | None = None
+    _others: float = 0.0
+    _tried_with: float = -1.0
+    _tried: float = 0.0
+    _next: float = 0.0
+    _quiet_since: float | None = None
+
+    def look(self, others: float, now: float) -> None:
+        """Other processes have taken this many cores since the last look."""
+        self._others = others
+        if self.full - (self.cpus - others) >= BUSY:
+            self._quiet_since = None
+            self.busy = True
+            moved = abs(others - self._tried_with) >= MOVED or now - self._tried >= EXPIRES_S
+            if self.trial is None and now >= self._next and moved:
+                self.trial = Trial()
+        elif self.busy:
+            if self._quiet_since is None:
+                self._quiet_since = now
+            if now - self._quiet_since >= QUIET_S:
+                self.busy, self.trial = False, None
+
+    def count(self) -> int:
+        """Threads for the next unit."""
+        if not self.busy or (self.trial.all_threads if self.trial else not self.wins):
+            return self.full
+        return min(self.full - 1, max(1, round(self.cpus - self._others)))
+
+    def done(self, work: float, seconds: float, now: float) -> None:
+        """A unit is done with `count` threads; work is in any measure that its time grows with."""
+        if self.trial is None or not self.trial.add(work, seconds):
+            return
+        self.wins = self.trial.gain() < 1.03  # as fast: let the others have it
+        self._tried_with, self._tried = self._others, now
+        self._next = now + max(PAUSE_S, PAUSE_TIMES * self.trial.cost_s())
+        self.trial = None
+
+
+class Load:
+    """Cores that other processes take, by the kernel's counts of the CPUs that this process may use."""
+
+    def __init__(self) -> None:
+        self.cpus = os.sched_getaffinity(0)
+        self._last = self._read()
+
+    def _read(self) -> tuple[float, float, float, float]:
+        """Now, the seconds that CPUs were idle, and were anything, and that this process computed."""
+        idle = total = 0
+        with open("/proc/stat", encoding="ascii") as file:
+            for line in file:
+                name, *counts = line.split()
+                if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in self.cpus:
+                    numbers = [int(count) for count in counts[:8]]  # guests are part of user and nice
+                    idle, total = idle + numbers[3] + numbers[4], total + sum(numbers)
+        ticks = os.sysconf("SC_CLK_TCK")
+        return time.monotonic(), idle / ticks, total / ticks, time.process_time()
+
+    def others(self) -> float | None:
+        """Since the last call; None where the kernel does not count, as in some sandboxes."""
+        before, self._last = self._last, self._read()
+        passed, idle, total, own = (new - old for new, old in zip(self._last, before, strict=True))
+        if total <= 0 or passed <= 0:
+            return None
+        return max(0.0, len(self.cpus) - (idle + own) / passed)
+
+
+class Adapting:
+    """Chooses for one thread, which computes."""
+
+    def __init__(self, full: int, load: Load, clock: Callable[[], float] = time.monotonic) -> None:
+        self.full, self.load, self.clock = full, load, clock
+        self.thread = threading.get_ident()
+        self.choosers: dict[str, Chooser] = {}
+        self.looked, self.set = clock(), full
+        self.others = 0.0
+
+    def begin(self, kind: str) -> Chooser:
+        """Before a unit."""
+        now = self.clock()
+        if kind not in self.choosers:
+            self.choosers[kind] = Chooser(self.full, len(self.load.cpus))
+            self.choosers[kind].look(self.others, now)
+        if now - self.looked >= LOOK_S:
+            self.looked = now
+            if (others := self.load.others()) is not None:
+                self.others = others
+                before = any(each.busy for each in self.choosers.values())
+                for each in self.choosers.values():
+                    each.look(others, now)
+                if before != (after := any(each.busy for each in self.choosers.values())):
+                    log.info("other processes take %.1f cores: %s", others, "busy" if after else "all threads again")
+        chooser = self.choosers[kind]
+        if (count := chooser.count()) != self.set:
+            torch.set_num_threads(count)
+            self.set = count
+        return chooser
+
+
+_adapting: Adapting | None = None
+
+
+@contextmanager
+def adapting(wanted: bool = True) -> Iterator[None]:
+    """Within it, `unit`s of this thread choose their number of threads, on Linux, unless the user has (`FIXED_BY`)."""
+    global _adapting
+    full, before = torch.get_num_threads(), _adapting
+    possible = wanted and full > 1 and not any(os.environ.get(name) for name in FIXED_BY)
+    if not possible or not hasattr(os, "sched_getaffinity") or not os.access("/proc/stat", os.R_OK):
+        yield
+        return
+    _adapting = Adapting(full, Load())
+    try:
+        yield
+    finally:
+        _adapting = before
+        torch.set_num_threads(full)
+
+
+@contextmanager
+def unit(kind: str, work: float) -> Iterator[None]:
+    """Work of one kind and of known size: a micro-batch by its tokens, a step of decoding by its rows."""
+    mine = _adapting
+    if mine is None or mine.thread != threading.get_ident():
+        yield
+        return
+    chooser, started = mine.begin(kind), mine.clock()
+    yield
+    now = mine.clock()
+    chooser.done(work, now - started, now)
+
+
+@contextmanager
+def one() -> Iterator[None]:
+    """Compute with one thread: what is too small for more, and sums of which each thread would take a part."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def full() -> int:
+    """Threads of a quiet machine."""
+    return torch.get_num_threads() if _adapting is None else _adapting.full
