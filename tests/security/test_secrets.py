@@ -131,7 +131,7 @@ def test_a_secret_that_a_config_holds_is_in_nothing_that_is_made_of_it(held):
         assert MARKER not in text and MARKER.replace("-", "") not in text and "[secret-left-out]" in text
     assert build_config(config.to_tree(secrets=True)) == config
     assert any(MARKER.replace("-", "") in secret.replace("-", "") for secret in config.secrets)
-    with pytest.raises(ConfigError, match="is a secret, which a run does not write into its folder"):
+    with pytest.raises(ValueError, match="is a secret, which a run does not write into its folder"):
         check_whole(build_config(config.to_tree()).to_tree(secrets=True))
 
 
