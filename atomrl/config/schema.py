@@ -220,6 +220,8 @@ class RewardConfig(Section):
     """data source -> the reward of its completions: `openai/gsm8k: gsm8k`."""
     workers: int = Field(2, ge=1)
     """Processes that rewards run in."""
+    wait_s: float = Field(600.0, ge=0)
+    """How long a service that a reward asks is waited for while it is away, before the run ends."""
 
     @model_validator(mode="before")
     @classmethod

@@ -100,9 +100,9 @@ class RLRun(PreparedRun):
         """What groups of a pool were made with, and has to be the same where they are trained on."""
         shared = ("temperature", "top_p", "top_k", "logprobs_over", "completions_per_prompt")
         sampling = {f"rollout.{key}": str(getattr(self.config.rollout, key)) for key in shared}
-        judged = {"reward": self.config.reward.model_dump_json(exclude={"workers"})}
+        judged = {"reward": self.config.reward.model_dump_json(exclude={"workers", "wait_s"})}
         if self.config.environment is not None:
-            judged["environment"] = self.config.environment.model_dump_json(exclude={"workers", "timeout_s"})
+            judged["environment"] = self.config.environment.model_dump_json(exclude={"workers", "timeout_s", "wait_s"})
         return self.identity | sampling | judged
 
     def describe_data(self) -> Sequence[str]:
