@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ _NAME = re.compile(
 _FILES = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow|txt|ya?ml|gz|zst|zip|tar|xz|bz2|pkl|pt|bin)$", re.IGNORECASE)
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 _BATCH = 1000
+REACH_S = 10.0
 _pinned: dict[HubSource, str] = {}
 """What was read in this process, and the commit that it was read of."""
 
@@ -121,18 +122,23 @@ def _builder(source: HubSource) -> tuple[Any, str]:
     """What reads a data set, and the commit that it reads."""
     datasets = _library(source)
     datasets.disable_progress_bars()
+    if unreachable := _unreachable():
+        datasets.config.HF_HUB_OFFLINE = True  # it would try again for half a minute
     try:
         builder = datasets.load_dataset_builder(source.name, source.config, revision=source.revision)
         if not _is_cache(builder) or source.revision is None:
             return builder, str(builder.hash)
-        reason = "only what is in the cache can be read"
+        reason = unreachable or "it was not found there"
     except Exception as error:  # of the hub's client, of HTTP, of `datasets`: there are many
         if _is_answer(error):
             raise DataError(f"{source}: {_first_lines(error)}{_without_config(source, error)}") from None
-        reason = f"{type(error).__name__}: {_first_lines(error)}"
+        reason = unreachable or f"{type(error).__name__}: {_first_lines(error)}"
     try:
         if commit := _commit_of(source):
-            return _cached_rows(source, commit) or (_cached_files(source, commit, datasets.load_dataset_builder), commit)
+            return _cached_rows(source, commit) or (
+                _cached_files(source, commit, datasets.load_dataset_builder),
+                commit,
+            )
     except OSError:
         pass
     except ValueError as error:
@@ -153,6 +159,21 @@ def _library(source: HubSource) -> Any:
             "needs: pip install 'datasets>=4'"
         )
     return datasets
+
+
+@cache
+def _unreachable() -> str:
+    """Why the hub cannot be reached, which is asked once; nothing where it can."""
+    from datasets import config
+    from huggingface_hub import constants, get_session
+
+    if config.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=REACH_S)
+    except Exception as error:  # of whichever client it has
+        return f"{constants.ENDPOINT}: {_first_lines(error) or type(error).__name__}"
+    return ""
 
 
 def _is_cache(builder: Any) -> bool:
@@ -216,13 +237,12 @@ def _cached_files(source: HubSource, commit: str, load: Callable[..., Any]) -> A
 
 
 def _away(source: HubSource, reason: str) -> str:
-    offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else reason
     given = [repr(source.name), *([repr(source.config)] if source.config else []), f"split={source.split or 'train'!r}"]
     given += [f"revision={source.revision!r}"] if source.revision else []
     file = source.name.partition("/")[2] + ".parquet"
     return (
         f"{str(source)!r} is no file or folder here, and as a data set of the Hugging Face hub it cannot be had: the hub "
-        f"cannot be reached ({offline}), and its cache on this machine does not have it. If a file was meant, correct its "
+        f"cannot be reached ({reason}), and its cache on this machine does not have it. If a file was meant, correct its "
         f"path. Else, where there is a network, let `atomrl data check {source}` fill the cache (HF_HOME may be copied), "
         f"or write a file and name that: datasets.load_dataset({', '.join(given)}).to_parquet({file!r})"
     )

@@ -116,7 +116,9 @@ def listed(source: str | list[str]) -> list[str]:
     return [source] if isinstance(source, str) else source
 
 
-def read_source(source: str | list[str], default_split: str | None = "train", streamed: bool = False) -> Iterable[RawRow]:
+def read_source(
+    source: str | list[str], default_split: str | None = "train", streamed: bool = False
+) -> Iterable[RawRow]:
     """The rows of a file or a data set of the hub, or of several one after the other.
 
     Args:
@@ -147,15 +149,15 @@ def _file_rows(path: str, whole_path: bool) -> Iterable[RawRow]:
         raise DataError(f"{path!r} is neither {known}; {did_you_mean(path, GENERATORS)}")
     if not Path(path).exists() and find_hub_source(f"{path}::train"):
         owner = Path(path).parent
-        hint = f"{owner} is a folder here; a data set of the Hugging Face hub is named with its split, as in {path}::train"
+        hint = (
+            f"{owner} is a folder here; a data set of the Hugging Face hub is named with its split, as in {path}::train"
+        )
         raise DataError(f"data file {path} does not exist ({hint})")
     folder = path.removesuffix(Path(path).name) if whole_path else ""
     return (replace(raw, place=folder + raw.place) for raw in read_rows(path))
 
 
-def to_samples(
-    rows: Iterable[RawRow], convert: Convert, most: int | None = None
-) -> tuple[list[Sample], list[str]]:
+def to_samples(rows: Iterable[RawRow], convert: Convert, most: int | None = None) -> tuple[list[Sample], list[str]]:
     """Samples, and a line for every row that is none; no more rows are read once there are `most` samples."""
     samples: list[Sample] = []
     problems: list[str] = []

@@ -331,7 +331,9 @@ def build_rewards(
     parts: list[_Part] = []
     if config.by_data_source:
         table = config.by_data_source.items()
-        parts.append(_Part(BY_SOURCE, 1.0, {source: _scorer(route, local, loading, config.wait_s) for source, route in table}))
+        parts.append(
+            _Part(BY_SOURCE, 1.0, {source: _scorer(route, local, loading, config.wait_s) for source, route in table})
+        )
     for item in config.functions:
         name = item.function.rpartition(":")[2].rpartition(".")[2]
         scorer = _scorer(item, local, loading, config.wait_s)
@@ -385,9 +387,7 @@ def _unused(name: str, taken: Sequence[str]) -> str:
     return next(n for n in [name, *(f"{name}_{k}" for k in range(2, len(taken) + 3))] if n not in taken)
 
 
-def _scorer(
-    route: RewardRoute, local: Mapping[str, AnyReward], loading: Mapping[str, object], wait_s: float
-) -> Scorer:
+def _scorer(route: RewardRoute, local: Mapping[str, AnyReward], loading: Mapping[str, object], wait_s: float) -> Scorer:
     function = local.get(route.function)
     defaults = loading if function is None and route.function in LOADING else {}
     if function is None and route.function in SERVICES:

@@ -33,7 +33,6 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(hub, "_pinned", {})
     monkeypatch.chdir(tmp_path)
     return home
@@ -91,7 +90,9 @@ def read_before(home: Path, name: str, kind: str, commit: str, splits: dict[str,
     folder.mkdir(parents=True)
     infos = datasets.SplitDict(dataset_name=own)
     for split, rows in splits.items():
-        with ArrowWriter(path=str(folder / f"{own}-{split}.arrow"), features=datasets.Dataset.from_list(rows).features) as to:
+        with ArrowWriter(
+            path=str(folder / f"{own}-{split}.arrow"), features=datasets.Dataset.from_list(rows).features
+        ) as to:
             for row in rows:
                 to.write(row)
             to.finalize()
@@ -156,7 +157,9 @@ def test_what_it_does_not_have_is_said(gsm8k, source, message):
 def test_a_revision_is_the_one_that_is_read(cache):
     downloaded(cache, "me/sums", A, {"train.jsonl": ROWS[:1]}, ref="main")
     downloaded(cache, "me/sums", B, {"train.jsonl": ROWS[:3]}, ref="v2")
-    sizes = {source: len(problems(source)) for source in ("me/sums", f"me/sums@{A}", "me/sums@v2", f"me/sums::train@{B}")}
+    sizes = {
+        source: len(problems(source)) for source in ("me/sums", f"me/sums@{A}", "me/sums@v2", f"me/sums::train@{B}")
+    }
     assert list(sizes.values()) == [1, 1, 3, 3]
     assert pinned(["me/sums", "me/sums@v2"]) == [f"me/sums@{A}", f"me/sums@{B}"]
     for unknown in ("me/sums@v3", "me/sums@" + "c" * 40):
@@ -252,7 +255,9 @@ def test_a_path_that_is_there_wins(tmp_path, monkeypatch):
     (tmp_path / "openai").mkdir()
     (tmp_path / "openai" / "gsm8k").write_text('{"prompt": "2+2=", "ground_truth": 4}\n')
     assert len(load_samples(DataConfig(train="openai/gsm8k")).samples) == 1
-    with pytest.raises(DataError, match=r"data file openai/gsm does not exist \(openai is a folder here.*openai/gsm::train"):
+    with pytest.raises(
+        DataError, match=r"data file openai/gsm does not exist \(openai is a folder here.*openai/gsm::train"
+    ):
         load_samples(DataConfig(train="openai/gsm"))
     assert find_hub_source("openai/gsm::train") == HubSource("openai/gsm", None, "train")
 
