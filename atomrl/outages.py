@@ -137,7 +137,7 @@ class Outage:
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether an error says that a service could not be reached, broke off, or is too busy, so that it may answer later.
+    """Whether an error says that a service could not be reached, broke off or is too busy: it may answer later.
 
     An error that was raised from another one is what that is. A TimeoutError is one of a service where it was raised in
     what reads from a connection.

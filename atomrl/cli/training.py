@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         return follow(config, arguments.dry_run)
     print(compact(config), file=sys.stderr)
     if arguments.dry_run:
-        for title, lines in prepare_run(config).describe():
+        for title, lines in described(config):
             print_section(title, lines)
         taken = config.run_dir.exists() and any(config.run_dir.iterdir())
         print_section("run", [f"{config.run_dir}{' exists: use --resume or another run_name' if taken else ' (new)'}"])
@@ -106,6 +106,19 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"stopped early: {how_to_go_on(command, config, arguments)}", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def described(config: RunConfig) -> Sequence[tuple[str, Sequence[str]]]:
+    """What a dry run prints; without a model that is not on this machine, what there is to say without it."""
+    from atomrl.models.loading import ModelNotHere
+    from atomrl.runs import prepare_run
+
+    try:
+        return prepare_run(config).describe()
+    except ModelNotHere as absent:
+        from atomrl.runs.without_model import describe_without_model
+
+        return describe_without_model(config, absent)
 
 
 def is_other_rank(config: RunConfig) -> bool:

@@ -33,8 +33,8 @@ class HubSource:
     Example:
         >>> find_hub_source("openai/gsm8k:main:train")
         HubSource(name='openai/gsm8k', config='main', split='train', revision=None)
-        >>> find_hub_source("openai/gsm8k::test@v1.0").split, find_hub_source("data/train.jsonl"), find_hub_source("a/b/c")
-        ('test', None, None)
+        >>> find_hub_source("openai/gsm8k::test@v1.0").split, find_hub_source("data/train.jsonl")
+        ('test', None)
     """
 
     name: str
@@ -80,7 +80,8 @@ def hub_rows(source: HubSource, default_split: str | None, streamed: bool) -> It
         streamed: rows are downloaded as they are read and not kept, for readers that stop early.
 
     Raises:
-        DataError: `datasets` is not installed, hub and cache do not have it, or there is no such configuration or split.
+        DataError: `datasets` is not installed, hub and cache do not have it, or there is no such configuration or
+            split.
     """
     builder, commit = _builder(source)
     _pinned[source] = commit
@@ -110,7 +111,7 @@ def _split(source: HubSource, there: list[str], default: str | None) -> str:
     known = f"it has {', '.join(there)}"
     if source.split is None:
         if default in there or len(there) == 1:
-            return default if default in there else there[0]  # type: ignore[return-value]
+            return default if default in there else there[0]
         example = HubSource(source.name, source.config, there[0], source.revision)
         raise DataError(f"{source} names no split, and {known}; name one, as in {example}")
     if any(part.partition("[")[0] not in there for part in source.split.split("+")):
@@ -241,8 +242,9 @@ def _away(source: HubSource, reason: str) -> str:
     given += [f"revision={source.revision!r}"] if source.revision else []
     file = source.name.partition("/")[2] + ".parquet"
     return (
-        f"{str(source)!r} is no file or folder here, and as a data set of the Hugging Face hub it cannot be had: the hub "
-        f"cannot be reached ({reason}), and its cache on this machine does not have it. If a file was meant, correct its "
-        f"path. Else, where there is a network, let `atomrl data check {source}` fill the cache (HF_HOME may be copied), "
-        f"or write a file and name that: datasets.load_dataset({', '.join(given)}).to_parquet({file!r})"
+        f"{str(source)!r} is no file or folder here, and as a data set of the Hugging Face hub it cannot be had: the "
+        f"hub cannot be reached ({reason}), and its cache on this machine does not have it. If a file was meant, "
+        f"correct its path. Else, where there is a network, let `atomrl data check {source}` fill the cache (HF_HOME "
+        f"may be copied), or write a file and name that: datasets.load_dataset({', '.join(given)})"
+        f".to_parquet({file!r})"
     )

@@ -233,7 +233,8 @@ def collect(source: GroupSource, groups: int, step: int, watch: Stopwatch) -> tu
     with other prompts.
 
     Raises:
-        RewardError: the rewards judge that there will be none (`Rewards.judge`), or there is none `MAX_IDLE_STEPS` times.
+        RewardError: the rewards judge that there will be none (`Rewards.judge`), or there is none `MAX_IDLE_STEPS`
+            times.
     """
     failed: Groups = []
     for tries in range(1, MAX_IDLE_STEPS + 1):

@@ -58,8 +58,9 @@ def said(pool, key, text=None, limit_s=60.0):
 
 
 @pytest.mark.parametrize("deed", [
-    drop, half, drip, slow(5, documents), send(b"", 500), send(b"<html>Bad gateway", 502), send(b"", 503), send(b"", 504),
-    send(b"", 429, Retry_After="1"), send(b"<html>Down for maintenance"), send(b"\xff\x00garbage"), send(b""),
+    drop, half, drip, slow(5, documents), send(b"", 500), send(b"<html>Bad gateway", 502), send(b"", 503),
+    send(b"", 504), send(b"", 429, Retry_After="1"),
+    send(b"<html>Down for maintenance"), send(b"\xff\x00garbage"), send(b""),
 ])  # fmt: skip
 def test_a_search_waits_until_its_service_answers(retriever, deed, caplog):
     with searching(retriever.url) as pool:

@@ -88,7 +88,8 @@ def test_documents_are_numbered_and_their_first_line_is_the_title():
 
 
 @pytest.mark.parametrize("answer", [
-    {"detail": "no"}, {"result": None}, {"result": []}, {"result": [{}]}, {"result": [""]}, {"result": [[{"document": {}}]]},
+    {"detail": "no"}, {"result": None}, {"result": []}, {"result": [{}]}, {"result": [""]}, {"result": [[{}]]},
+    {"result": [[{"document": {}}]]},
     [1], None, 5, {"result": [["a text"]]}, {"result": [[{"contents": None}]]}, {"result": [[{"contents": 7}]]},
     {"result": [[{"document": {"contents": ["a"]}, "score": 1.0}]]}, {"result": [[{"document": None, "score": 1.0}]]},
 ])  # fmt: skip

@@ -568,9 +568,18 @@ def test_files_of_prompts_are_a_list_and_a_hub_s_name_stays(tmp_path: Path) -> N
 @pytest.mark.parametrize(("loaded", "train", "held_out"), [
     ('d = load_dataset("openai/gsm8k", "main", split="train")', "openai/gsm8k:main:train", None),
     ('d = load_dataset("openai/gsm8k", name="main", split="train", revision="v2")', "openai/gsm8k:main:train@v2", None),
-    ('d = load_dataset(path="a/b")\nSFTTrainer("m", train_dataset=d["train"], eval_dataset=d["dev"])', "a/b::train", "a/b::dev"),
-    ('t = load_dataset("a/b", split="train")\ne = load_dataset("c/d", split="test[:5%]")', "a/b::train", "c/d::test[:5%]"),
-    ('e = load_dataset("a/b", split="test")\nt = load_dataset("a/b", split="train[:10%]")', "a/b::train[:10%]", "a/b::test"),
+    (
+        'd = load_dataset(path="a/b")\nSFTTrainer("m", train_dataset=d["train"], eval_dataset=d["dev"])',
+        "a/b::train", "a/b::dev",
+    ),
+    (
+        't = load_dataset("a/b", split="train")\ne = load_dataset("c/d", split="test[:5%]")',
+        "a/b::train", "c/d::test[:5%]",
+    ),
+    (
+        'e = load_dataset("a/b", split="test")\nt = load_dataset("a/b", split="train[:10%]")',
+        "a/b::train[:10%]", "a/b::test",
+    ),
     ('d = load_dataset("a/b", split="train_sft")', "a/b::train_sft", None),
     ('d = load_dataset("./rows")', "./rows", None),
 ])  # fmt: skip
