@@ -16,6 +16,8 @@ from atomrl.data.checks import check_data
 from atomrl.data.hub import HubSource, find_hub_source, pinned
 from atomrl.data.problems import DataError
 from atomrl.data.sources import load_samples, read_source
+from tests.arithmetic import arithmetic_run
+from tests.tiny import make_tiny_model
 
 A, B = "a" * 40, "b" * 40
 ROWS = [{"question": f"{n}+{n}=", "answer": f"So it is\n#### {2 * n}"} for n in range(5)]
@@ -272,3 +274,20 @@ def test_a_path_that_is_there_wins(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_a_name_is_written_as_it_is_read(source):
     assert str(find_hub_source(source)) == source
+
+
+def test_a_run_records_the_commit_and_reads_it_again(cache, tmp_path, capsys):
+    from atomrl.cli.main import main
+
+    model = make_tiny_model(tmp_path / "model")
+    rows = [{"prompt": f"{n}+{n}=", "ground_truth": str(2 * n)} for n in range(9)]
+    downloaded(cache, "me/sums", A, {"train.jsonl": rows[:8], "test.jsonl": rows[8:]})
+    sources = ["data.train=me/sums", "data.eval=me/sums::test", "data.train_size=null", "train.steps=1"]
+    assert main(["train", *arithmetic_run(model, "r", "strict_math"), *sources]) == 0
+    config = tmp_path / "runs" / "r" / "config.yaml"
+    assert f"train: me/sums@{A}" in config.read_text() and f"eval: me/sums::test@{A}" in config.read_text()
+    downloaded(cache, "me/sums", B, {"train.jsonl": rows[1:], "test.jsonl": rows[:1]})
+    capsys.readouterr()
+    assert main(["train", *arithmetic_run(model, "r", "strict_math"), *sources, "--resume"]) == 2
+    assert "data" in capsys.readouterr().err, "the hub has moved on"
+    assert main(["train", str(config), "--resume"]) == 0
