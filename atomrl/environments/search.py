@@ -92,8 +92,11 @@ def retrieve(url: str, query: str, topk: int, timeout_s: float) -> list[str]:
                     raise ConnectionError(f"{url} has not answered within {timeout_s:g} s")
     except HTTPError as error:
         if may_pass(error.code):
+            error.msg = f"{url}: {error.msg}"
             raise
         raise ServiceFault(f"{url}: HTTP {error.code}: {error.read(200).decode(errors='replace')}") from None
+    except OSError as error:
+        raise ConnectionError(f"{url}: {getattr(error, 'reason', error)}") from error
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):

@@ -77,7 +77,7 @@ def _fail(how):
     if how == "503":
         raise urllib.error.HTTPError("http://h", 503, "busy", {}, io.BytesIO())
     if how == "slow":
-        ours, theirs = socket.socketpair()
+        ours, _theirs = socket.socketpair()
         ours.settimeout(0.01)
         ours.makefile("rb").read(1)
     if how == "alarm":
