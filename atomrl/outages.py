@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import ClassVar
 
-from atomrl.progress import progress
+from atomrl.progress import progress, wait_for_service
 
 log = logging.getLogger(__name__)
 FIRST_S, LONGEST_S = 1.0, 30.0
@@ -83,7 +83,6 @@ class Outage:
 
     _said: ClassVar[dict[str, float]] = {}
     """Service -> when the log said last that it is away."""
-    _waits_until: ClassVar[float] = 0.0
 
     def __init__(self, name: str, limit_s: float, key: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.name, self.limit_s, self.key, self.clock = name, limit_s, key, clock
@@ -115,7 +114,7 @@ class Outage:
                 "Nothing was trained on that; once it is there again, --resume goes on with the step that it ended"
             )
         pause = min(pause, left)
-        Outage._waits_until = max(Outage._waits_until, time.monotonic() + pause)
+        wait_for_service(pause)
         last = self._said.get(self.name)
         if last is None or now - last >= SAID_EVERY_S:
             self._said[self.name], self._told = now, True
@@ -129,11 +128,6 @@ class Outage:
         if self._told and self.since is not None:
             log.warning("%s answers again, after %.0f s", self.name, self.clock() - self.since)
         self.since, self._told = None, False
-
-    @classmethod
-    def waits(cls) -> bool:
-        """Whether this process waits for a service that is away."""
-        return time.monotonic() < cls._waits_until
 
 
 def is_away(error: BaseException) -> bool:

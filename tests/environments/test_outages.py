@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from atomrl import outages
+from atomrl import outages, progress
 from atomrl.config import EnvironmentConfig
 from atomrl.environments.playing import EpisodeError
 from atomrl.environments.pool import EnvironmentPool
@@ -26,6 +26,7 @@ SEARCH = "<search>who?</search>"
 def impatient(monkeypatch):
     monkeypatch.setattr(outages, "FIRST_S", 0.05)
     monkeypatch.setattr(Outage, "_said", {})
+    monkeypatch.setattr(progress, "_waits_until", 0.0)
 
 
 def documents(handler, body):
@@ -138,7 +139,7 @@ def test_what_is_said_of_an_outage(caplog):
     for _ in range(2):
         with pytest.raises(ServiceGone, match=r"http://h has been away for 0 s, and asks to wait for 61 s"):
             outage.pause_s("HTTP 429", 61.0)
-    assert outage.pause_s("HTTP 503", 7.0) == 7.0
+    assert outage.pause_s("HTTP 503", 7.0) == 7.0 and progress.waits_for_service(), "which is no hang"
     now[0] = 60.0
     with pytest.raises(ServiceGone, match=r"away for 60 s \(environment.wait_s=60\): HTTP 503.*--resume"):
         outage.pause_s("HTTP 503")
